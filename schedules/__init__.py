@@ -1,6 +1,11 @@
-"""The schedules, one file each. Every module in this folder is registered automatically.
+"""The schedules, one in each file. The schedules in this folder are registered automatically.
 
-Installed packages can add schedules by entry points of the group ``pipesched.schedules``. Each entry point names a
+Their docstrings use p, m and v for the numbers of ranks, micro-batches and chunks a rank, and F, B, I and W for the
+times of a forward, a full backward, the input gradients and the weight gradients on a rank (lower case: of one chunk).
+F&B is the time of an overlapping forward and backward. The bubble is the idle time of a rank in a step; the span bubble
+counts only idle time between a rank's first start and last end.
+
+Installed packages can add schedules through entry points of the group ``pipesched.schedules``. Each entry point names a
 Schedule, or a module that holds Schedules. In the package's pyproject.toml:
 
     [project.entry-points."pipesched.schedules"]
@@ -91,7 +96,7 @@ def names(*, sliced: bool = False) -> list[str]:
 
 
 def get(name: str) -> Schedule:
-    """Return the schedule with this name, in any case: "1f1b" and "1F1B" are the same schedule.
+    """Return the schedule with this name, ignoring upper and lower case: "1f1b" and "1F1B" are the same schedule.
 
     Raises:
         ScheduleError: no schedule has this name. The error lists the known names.

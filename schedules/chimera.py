@@ -13,7 +13,8 @@ def chimera(rank: int, shape: Shape) -> Order:
     The next p micro-batches follow 2p slots later.
 
     Bubble (p-2)F for B = F, (m/p+1)(p-2)F for B = 2F and m = 2p, 3p, ... (2(p-2)F for m = p); ranks hold p/2+1 to p
-    micro-batches. The number of ranks must be even. Any m runs; the last group then has gaps.
+    micro-batches. The number of ranks must be even. If m is not a multiple of p, the last group of micro-batches has
+    gaps.
     """
     order, p = Order(shape), shape.even_ranks()
     slots: list[tuple[int, bool, int]] = []

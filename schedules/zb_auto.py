@@ -15,8 +15,8 @@ def zb_auto(
 ) -> list[Order]:
     """A greedy heuristic for the given stage costs and memory limit. Zero Bubble, Qi et al. 2023.
 
-    The heuristic leaves three choices open. All combinations are tried, and ZB-H1 if the limit allows it; the order
-    with the shortest span is taken.
+    The heuristic leaves three choices open. All combinations are tried, and also ZB-H1 if it fits the memory limit.
+    The order with the shortest span is used.
 
     Options: costs, the seconds of each stage (default: all equal).
 

@@ -1,4 +1,4 @@
-"""Pictures of traces and models: timelines and memory of traces, timelines as text, layer graphs with their cuts.
+"""Pictures of traces (timelines and memory over time), timelines as text, and pictures of layer graphs by stage.
 
 matplotlib is imported when the first picture is drawn, and its global state is neither read nor changed: a picture is
 drawn on a new Figure or on the Axes that the caller passes. For Perfetto, see `Trace.to_chrome`.

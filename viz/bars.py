@@ -12,7 +12,7 @@ __all__ = ["Bar", "bars", "chunks_visited", "gaps", "kinds", "num_chunks"]
 
 
 class Bar(NamedTuple):
-    """One compute span."""
+    """One bar of a timeline: a compute span."""
 
     rank: int
     #: The position of the stage among the stages that its rank runs.
@@ -79,7 +79,7 @@ def num_chunks(*traces: Trace) -> int:
 
 
 def chunks_visited(trace: Trace) -> int:
-    """The largest number of chunks of one rank that a single micro-batch visits.
+    """The largest number of chunks of the same rank that a single micro-batch visits.
 
     Bidirectional schedules place two chunks on each rank, but a micro-batch visits only one of them.
     """

@@ -1,6 +1,6 @@
 """Colours: one for each kind of action, from the colour-blind-safe palette of Okabe and Ito (2008).
 
-All are light enough for dark numbers. The later chunks of a rank have lighter shades.
+All colours are light enough for dark numbers on them. The later chunks of a rank have lighter shades.
 """
 
 from pipesched.program.actions import Kind
@@ -13,7 +13,7 @@ BUBBLE = "#e6e6e6"
 HATCH = "#c2c2c2"
 
 _COLOURS = {Kind.F: "#56b4e9", Kind.B: "#e69f00", Kind.I: "#d55e00", Kind.W: "#009e73", Kind.R: "#cc79a7"}
-_LIGHTEST = 0.55  # how far the last chunk's colour is mixed towards white
+_LIGHTEST = 0.55  # share of white in the last chunk's colour
 
 
 def colour(kind: Kind, chunk: int = 0, num_chunks: int = 1) -> str:
@@ -22,12 +22,12 @@ def colour(kind: Kind, chunk: int = 0, num_chunks: int = 1) -> str:
 
 
 def lighter(base: str, chunk: int, num_chunks: int) -> str:
-    """``base`` mixed with white: unchanged for chunk 0, lightest for the last of several chunks."""
+    """The colour ``base`` mixed with white: unchanged for chunk 0, lightest for the last of several chunks."""
     return towards_white(base, _LIGHTEST * chunk / max(1, num_chunks - 1))
 
 
 def towards_white(base: str, share: float) -> str:
-    """``base`` mixed with white: a share of 0 leaves it unchanged, 1 gives white."""
+    """The colour ``base`` mixed with white: ``share`` is the share of white, from 0 (unchanged) to 1 (white)."""
     parts = (int(base[i : i + 2], 16) for i in (1, 3, 5))
     return "#" + "".join(f"{round(part + (255 - part) * share):02x}" for part in parts)
 

@@ -20,7 +20,8 @@ __all__ = ["plot_compare"]
 def plot_compare(traces: "Sequence[tuple[str, Trace]]") -> "Figure":
     """Draw several traces below each other on one time scale, for example the predicted and the measured step.
 
-    Each timeline starts at the first start of its trace. The title gives the label, makespan, bubble and peak.
+    Each timeline begins when the first action of its trace starts. Its title gives the label, makespan, bubble and peak
+    in flight.
 
         pipesched.viz.plot_compare([("predicted", pipe.predicted), ("measured", pipe.trace)]).savefig("step.png")
 
@@ -31,7 +32,7 @@ def plot_compare(traces: "Sequence[tuple[str, Trace]]") -> "Figure":
         A new Figure.
 
     Raises:
-        InputError: the list is empty or has an entry that is not a pair.
+        InputError: the list is empty, or an entry is not a (label, trace) pair.
 
     """
     from matplotlib.figure import Figure

@@ -1,4 +1,4 @@
-"""Headline: the title line of every picture."""
+"""Headline: the title of a timeline, with the trace's key figures."""
 
 from pipesched.simulation.trace import Trace
 from pipesched.units import quote_time
@@ -20,5 +20,5 @@ def headline(trace: Trace, label: str | None = None) -> str:
 
 
 def _above_bound(trace: Trace) -> str:
-    """How far the makespan is above the lower bound, if the bound is known."""
+    """How far the makespan is above the lower bound, as part of the title; "" if the bound is not known."""
     return "" if trace.above_bound is None else f"{trace.above_bound:.1%} above the bound, "

@@ -12,12 +12,12 @@ __all__ = ["image_html"]
 
 
 def image_html(figure: "Figure", description: str, *, scalable: bool = False) -> str:
-    """An ``<img>`` element that holds the whole picture, as wide as its place allows.
+    """An ``<img>`` element with the picture embedded. A picture wider than the page is scaled down.
 
     Args:
         figure: the figure to show.
         description: the text for readers who cannot see the picture.
-        scalable: SVG instead of PNG.
+        scalable: whether to embed an SVG. Default: False, a PNG.
 
     """
     file = io.BytesIO()

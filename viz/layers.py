@@ -1,4 +1,4 @@
-"""Layers: a model's layer graph with its cuts, one band for each stage."""
+"""Layers: pictures of a model's layer graph, with one band for each stage."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -20,14 +20,14 @@ __all__ = ["plot_layers"]
 _HEAD = 1.05  # inches, for the names of stages
 _EDGE = 0.15  # inches, around the picture
 _LONGEST = 15  # letters of a line in a box
-_LIGHT = 0.62  # how far the boxes' colour is mixed towards white
-_LIGHTEST = 0.86  # the same share for the bands
+_LIGHT = 0.62  # share of white in the boxes' colour
+_LIGHTEST = 0.86  # share of white in the bands' colour
 
 
 def plot_layers(graph: "nx.DiGraph[str]", stages: Sequence[Sequence[str]], ax: "Axes | None" = None) -> "Axes":
-    """Draw a model's layers in one band for each stage, with the tensors that they pass to each other.
+    """Draw a model's layers in one band for each stage, with lines for the tensors that layers pass to each other.
 
-    Each box shows the layer's share of the total layer time, as a number and as a bar. A line that crosses a cut shows
+    Each box shows the layer's share of the total layer time, as a number and as a bar. A line between two stages shows
     the bytes sent for one micro-batch. Dashed lines join layers that share parameters.
 
         graph = pipesched.graph_of(model, sample)
@@ -76,7 +76,7 @@ def plot_layers(graph: "nx.DiGraph[str]", stages: Sequence[Sequence[str]], ax: "
 
 
 def _differences(named: Sequence[str], layers: Iterable[str]) -> str:
-    """How the names in a list of stages differ from the names of the layers."""
+    """How the names in a list of stages differ from the names of the layers, as text for an error message."""
     names = [str(name) for name in named]
     known = set(layers)
     kinds = {
@@ -117,7 +117,7 @@ class _Picture:
         ax.axis("off")
 
     def bands(self) -> None:
-        """Draw a band for each stage, with its name and its share of the time."""
+        """Draw a band for each stage, with the stage's name, its time and its share of the total time."""
         from matplotlib.patches import FancyBboxPatch
 
         lines = self._layout.lines
@@ -145,7 +145,7 @@ class _Picture:
             )
 
     def box(self, name: str) -> None:
-        """Draw a layer."""
+        """Draw the box of a layer, with its label and its share of the total time."""
         from matplotlib.patches import FancyBboxPatch, Rectangle
 
         x, y = self._layout.corner(name)
@@ -169,7 +169,7 @@ class _Picture:
         self.ax.add_patch(Rectangle((x + 0.06, y + HEIGHT - 0.09), length, 0.045, fc=colour, ec="none", zorder=6))
 
     def line(self, before: str, behind: str, size: int) -> None:
-        """Draw the tensors that one layer passes to another, ``size`` bytes for a micro-batch."""
+        """Draw a line for the tensors that one layer passes to another, ``size`` bytes for a micro-batch."""
         crosses = self._stage_of[before] != self._stage_of[behind]
         colour = stage_colour(self._stage_of[before]) if crosses else GREY
         way = self._layout.way(before, behind)
@@ -197,13 +197,13 @@ class _Picture:
 
         (x, y), (to_x, _) = way
         ends = (x - 0.4 * WIDTH, y - HEIGHT / 2), (to_x + 0.4 * WIDTH, y - HEIGHT / 2)
-        style = f"arc3,rad={-1.7 * ARCH / (ends[1][0] - ends[0][0])}"  # the arc is half as high
+        style = f"arc3,rad={-1.7 * ARCH / (ends[1][0] - ends[0][0])}"  # the arc reaches half this height
         self.ax.add_patch(
             FancyArrowPatch(*ends, connectionstyle=style, arrowstyle="-|>", mutation_scale=6, color=colour, lw=0.9)
         )
 
     def tie(self, users: Sequence[str], names: Sequence[str]) -> None:
-        """Draw the parameters that several layers share."""
+        """Draw dashed lines between layers that share parameters, labelled with the parameters' name and size."""
         lane, ways = self._layout.tie(users, users)
         for way in ways:
             self._path(way, INK, arrow=False, lw=0.9, dashed=True)
@@ -248,7 +248,7 @@ def _percent(share: float) -> str:
 def _short(names: Sequence[str], classes: Mapping[str, str]) -> dict[str, str]:
     """The labels of the boxes, by layer: the name without the prefix that all names share, then the class if known.
 
-    Long labels take two lines; in a line that still is too long the middle is left out.
+    Long labels take two lines. If a line is still too long, its middle is left out.
     """
     parts = [name.split(".") for name in names]
     common = 0

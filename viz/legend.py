@@ -1,4 +1,4 @@
-"""Legend: the colours, shades and hatches of timelines, in words."""
+"""Legend: explains the colours, shades and hatches of timelines."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""Memory: the activations and other data that each rank holds over time."""
+"""Memory: pictures of the memory that each rank holds over time."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -79,16 +79,16 @@ def _title(trace: Trace, sized: bool) -> str:
 
 
 def _bytes(trace: Trace, rank: int) -> list[tuple[float, int]]:
-    """Returns (time, bytes held from that time on), from the start of the trace to its end."""
+    """Returns the list of (time, bytes held from that time on), from the start of the trace to its end."""
     return _whole(trace, [(time - trace.start_s, held) for time, held in trace.memory(rank)])
 
 
 def _pairs(trace: Trace, rank: int) -> list[tuple[float, int]]:
-    """Returns (time, pairs in flight from that time on), from the start of the trace to its end."""
+    """Returns the list of (time, pairs in flight from that time on), from the start of the trace to its end."""
     return _whole(trace, [(time - trace.start_s, held) for time, held in trace.in_flight(rank)])
 
 
 def _whole(trace: Trace, points: list[tuple[float, int]]) -> list[tuple[float, int]]:
-    """Add the start and the end of the trace, and keep the last of several values at one time."""
+    """Add points for the start and the end of the trace. Of several points at one time, keep the last."""
     last = points[-1][1] if points else 0
     return list(dict([(0, 0), *points, (trace.makespan_s, last)]).items())

@@ -1,7 +1,7 @@
 """Page: key figures, findings, timelines and tables in one self-contained HTML file.
 
 The page loads no other file and follows the light or dark mode of the system. It reads and prints without JavaScript;
-with JavaScript a click on a column's head sorts the table.
+with JavaScript, a click on a column header sorts the table.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,7 +15,7 @@ from pipesched.viz.tables import Cell, KeyFigure, Table
 
 __all__ = ["html_page"]
 
-_MOST_BARS = 5_000  # timelines with more bars are a PNG, which stays small; the others an SVG
+_MOST_BARS = 5_000  # timelines with more bars are embedded as a PNG, which stays small; other timelines as an SVG
 
 
 def html_page(
@@ -29,7 +29,7 @@ def html_page(
 
     Args:
         title: the heading.
-        figures: the figures in large type at the top.
+        figures: the key figures, in large type at the top.
         lines: the findings, a sentence each, the most important first.
         tables: the tables at the end of the page.
         traces: (label, trace) pairs, drawn on one time scale.

@@ -1,8 +1,9 @@
 """Routes: the positions of the boxes in a layer picture, and the paths of the connections between them.
 
 Layers stand in rows ("lines") from left to right; a stage has one or more lines. Below each line of boxes runs a
-channel, with one track for each connection that turns there. Beside the boxes run vertical lanes: on the right for
-connections that skip lines, on the left for tied weights. All connections that start at one layer share its lane.
+channel, with one horizontal track for each connection that turns there. Beside the boxes run vertical lanes: on the
+right for connections that skip lines, on the left for tied weights. All connections that start at the same layer share
+one lane.
 """
 
 import math
@@ -57,7 +58,10 @@ class Layout:
     # ---- reservations: every connection reserves its tracks and lanes before anything is placed -------------------
 
     def reserve(self, edges: Collection[tuple[str, str]]) -> None:
-        """Reserve tracks and lanes for connections between layers. The longest get the first tracks and outer lanes."""
+        """Reserve tracks and lanes for connections between layers.
+
+        The longest connections get the first tracks and the outer lanes.
+        """
         reach: dict[str, int] = {}
         for before, behind in edges:
             reach[before] = max(reach.get(before, 0), self._line_of[behind])
@@ -82,7 +86,7 @@ class Layout:
         return self.lines[self._line_of[before]][1].index(before) if beside else math.inf
 
     def reserve_tie(self, layers: Sequence[str], tie: Any) -> None:
-        """Reserve a lane and tracks for tied weights: a dashed line that joins several layers."""
+        """Reserve a lane and tracks for a dashed line between layers with tied weights. ``tie`` identifies the line."""
         self._lane("left", tie)
         for name in layers:
             self._track(self._line_of[name], ("tie", tie))
@@ -107,7 +111,7 @@ class Layout:
         self.bottom = top if self._has_tracks(len(self.lines) - 1) else self.tops[-1] + HEIGHT + 0.09
 
     def arch(self, line: int) -> float:
-        """The space above a line's boxes."""
+        """The space above a line's boxes for connections that pass over boxes; 0 if there are none."""
         return ARCH if line in self._arched else 0.0
 
     def _has_tracks(self, line: int) -> bool:
@@ -146,7 +150,7 @@ class Layout:
         return self.right + outwards if side == "right" else -outwards
 
     def way(self, before: str, behind: str) -> list[Point]:
-        """The corners of the connection from one layer to another."""
+        """The points of the line that connects two layers, from the box of ``before`` to the box of ``behind``."""
         x, y = self.corner(before)
         to_x, to_y = self.corner(behind)
         first = self._line_of[before]
@@ -163,7 +167,10 @@ class Layout:
         return [(out, y + HEIGHT), (out, track), (lane, track), (lane, last_track), (into, last_track), (into, to_y)]
 
     def entry(self, before: str, behind: str) -> tuple[float, int]:
-        """Returns how far from a box's left edge a connection enters it, and its number among the box's entries."""
+        """Where the connection from ``before`` enters the box of ``behind``.
+
+        Returns the distance from the left edge of the box, and the number of the entry, from left to right.
+        """
         sources = self._entries[behind]
         number = sources.index(before)
         return WIDTH * (0.3 + 0.5 * number / max(1, len(sources) - 1)) if len(sources) > 1 else 0.38 * WIDTH, number
@@ -173,7 +180,7 @@ class Layout:
         return len(self._entries[name])
 
     def tie(self, layers: Sequence[str], tie: Any) -> tuple[list[Point], list[list[Point]]]:
-        """Returns the corners of a tie's lane, and those of the paths from the lane to the tied layers."""
+        """Returns the two ends of a tie's lane, and the points of the path from the lane to each tied layer."""
         lane = self._lane_at("left", tie)
         ways = []
         for name in layers:

@@ -22,11 +22,11 @@ _WIDTH = 12.0  # inches
 _LINE = 0.21  # inches of a line of text
 _LETTERS = 150  # letters in a line of text
 _MOST = 12  # candidates that are shown
-_NAMED = 32  # with more stages, their bars have no numbers
+_NAMED = 32  # with more stages, the bars of the stages have no numbers
 
 
 class Candidate(NamedTuple):
-    """One bar of the comparison of candidate plans."""
+    """A candidate plan, drawn as one bar."""
 
     label: str
     #: The predicted step time.
@@ -46,7 +46,7 @@ def plot_report(
     traces: "Sequence[tuple[str, Trace]]",
     comparison: Comparison | None = None,
 ) -> "Figure":
-    """Draw a report. Empty parts are left out.
+    """Draw a report on a new Figure. Parts without content are left out.
 
     Args:
         title: the heading.

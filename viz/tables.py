@@ -1,4 +1,4 @@
-"""Tables: figures in rows as plain values, shown as text or, with rich, in colour."""
+"""Tables: rows of figures, shown as plain text or, with rich, in colour."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,14 +18,14 @@ class Cell(NamedTuple):
     """One cell of a table."""
 
     text: str
-    #: The number by which a page sorts the rows; None for words.
+    #: The number by which the HTML page sorts the rows; None if the cell holds words.
     value: float | None = None
-    #: Chooses the colour or the weight of the text.
+    #: Selects the colour or the weight of the text.
     tone: _Tone = ""
 
 
 class KeyFigure(NamedTuple):
-    """A figure in large type at the top of a page: ``bubble``, ``14.4%``, ``idle share of the ranks' time``."""
+    """A figure at the top of the HTML page, such as ``bubble``, ``14.4%``, ``idle share of the ranks' time``."""
 
     label: str
     value: str
@@ -37,7 +37,7 @@ class Table:
     """A table with a title and a note."""
 
     title: str
-    #: The head of each column.
+    #: The header of each column.
     columns: tuple[str, ...]
     #: The rows, each with one cell for each column.
     rows: tuple[tuple[Cell, ...], ...]
@@ -45,7 +45,7 @@ class Table:
     words: frozenset[str] = frozenset()
     #: The explanation below the table.
     note: str = ""
-    #: Columns with bars behind the numbers on a page.
+    #: The columns that have bars behind their numbers on the HTML page.
     bars: frozenset[str] = frozenset()
 
     @classmethod

@@ -20,9 +20,9 @@ class _Scale(NamedTuple):
     """The mapping from time to columns of text."""
 
     columns: int
-    #: The number of columns for each second.
+    #: The number of columns per second of the trace.
     per_s: float
-    #: Columns for each unit of time; 0 if the times are not multiples of a unit that fits.
+    #: The number of columns per unit of time; 0 if no unit divides all times, or its cells do not fit.
     cell: int = 0
     #: Whether the last column of every bar is blank.
     separated: bool = False
@@ -31,7 +31,7 @@ class _Scale(NamedTuple):
 
 
 def text_timeline(trace: Trace, width: int = 120) -> str:
-    """Draw a trace as plain text: one line for each rank, then one line with the figures.
+    """Draw a trace as plain text: one line for each rank, then one line with the key figures.
 
     ``F3`` is the forward of micro-batch 3, ``2F3`` the same in stage 2 (if ranks have several stages), ``F4&B2`` an
     overlapping pair (shortened to ``F4`` if it does not fit), and ``.`` is bubble. If all times are multiples of one
@@ -77,7 +77,7 @@ def _label(bar: Bar, with_stage: bool = False) -> str:
 
 
 def _scale(trace: Trace, drawn: list[Bar], several: bool, columns: int) -> _Scale:
-    """Choose the first scale that fits: cells with stages, with blanks between, narrower cells, or scaled time."""
+    """Choose the first scale that fits: cells with stages, cells with blanks between, narrower cells, scaled time."""
     if not drawn:
         return _Scale(0, 0)
     unit = _unit(drawn, trace.makespan_s, columns)
@@ -111,7 +111,10 @@ def _unit(drawn: list[Bar], makespan_s: float, most: int) -> float | None:
 
 
 def _reach(bar: Bar, scale: _Scale) -> tuple[int, int]:
-    """Returns the first column that a bar covers and the one after the last; a column counts by its middle."""
+    """Returns the first column of a bar, and the column after its last one.
+
+    A column belongs to the bar if the bar covers the middle of the column.
+    """
     # The small offset moves times that differ only by rounding to the same side.
     return math.ceil(bar.start_s * scale.per_s - 0.5 - 1e-6), math.ceil(bar.end_s * scale.per_s - 0.5 - 1e-6)
 
@@ -128,7 +131,7 @@ def _empty_row(scale: _Scale) -> list[str]:
 
 
 def _write(row: list[str], bar: Bar, scale: _Scale, texts: tuple[str, ...]) -> None:
-    """Write a bar into its rank's row: the first text that fits, then dashes. A pair needs a final blank."""
+    """Write a bar into its rank's row: the first of the texts that fits, then dashes, then a blank if separated."""
     first, last = _reach(bar, scale)
     columns = last - first
     end = " " if scale.separated else ""

@@ -1,4 +1,4 @@
-"""Timeline: one row for each rank, one bar for each compute span."""
+"""Timeline: pictures with one row for each rank and one bar for each compute span."""
 
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any
@@ -18,20 +18,20 @@ if TYPE_CHECKING:
 __all__ = ["DPI", "draw_timeline", "plot_timeline", "rows_inches"]
 
 DPI = 150  # keeps the bars of thousands of spans apart
-_HEIGHT = 0.84  # of a bar; a row is 1
+_HEIGHT = 0.84  # of a bar, as a share of a row
 _EDGE_PT = 3  # if any bar is narrower, no bar has a white edge, which would hide it
 _FONT_PT = (9, 8, 7, 6)
 _DIGIT = 0.64  # width of a digit, as a share of the font size
 _MARGIN_PT = 1
-_MOST_HATCHED = 3000  # with more idle times there is no hatching: it is slow, and most gaps are too narrow to show it
+_MOST_HATCHED = 3000  # with more gaps, none is hatched: hatching is slow, and does not show in narrow gaps
 
 
 def plot_timeline(trace: Trace, ax: "Axes | None" = None) -> "Axes":
-    """Draw the timeline of a trace: one row for each rank, one bar for each forward and backward.
+    """Draw the timeline of a trace: one row for each rank, one bar for each compute action.
 
-    Colours are kinds of actions, lighter shades are later chunks, and the bubble is hatched. The numbers in the bars
-    are micro-batches. If a forward and a backward overlap, the forward is the upper half of the bar. The title gives
-    makespan, bubble (idle time / (ranks x makespan)) and peak in flight.
+    Colours show the kinds of actions, lighter shades show later chunks, and the bubble is hatched. The numbers in the
+    bars are micro-batches. If a forward and a backward overlap, the forward is the upper half of the bar. The title
+    gives makespan, bubble (idle time / (ranks x makespan)) and peak in flight.
 
         pipesched.viz.plot_timeline(pipe.trace).figure.savefig("step.png")
 
@@ -113,7 +113,10 @@ def _draw_bars(ax: "Axes", drawn: list[Bar], unit: Unit, chunks: int) -> None:
 
 
 def _draw_numbers(ax: "Axes", drawn: list[Bar], unit: Unit) -> None:
-    """Write the micro-batch numbers in the largest size that fits every bar, or in the smallest where that fits."""
+    """Write the micro-batch numbers in the largest font that fits all bars.
+
+    If no font fits all bars, only the bars that fit the smallest font get a number.
+    """
     bottom, top = ax.get_ylim()
     row_pt = ax.bbox.height * 72 / ax.figure.dpi / (bottom - top) / (2 if any(bar.half for bar in drawn) else 1)
     sizes = [size for size in _FONT_PT if size <= 0.8 * row_pt]

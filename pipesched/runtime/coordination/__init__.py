@@ -1,1 +1,1 @@
-"""Coordination: how ranks in different processes meet, and how they detect that one of them failed."""
+"""Coordination: brings ranks in different processes together, and detects and reports a failed rank."""

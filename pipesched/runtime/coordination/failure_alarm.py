@@ -28,18 +28,18 @@ from pipesched.runtime.coordination.stuck_collectives import Stuck
 
 __all__ = ["Alarm"]
 
-_PATIENCE_S = 2.0  # for replies, and for another rank's conclusion from them
+_PATIENCE_S = 2.0  # for replies, and for another rank's decision from its replies
 _GRACE_S = 0.5  # for a message that may still arrive although a rank has ended
 _LOOK_S = 0.2  # after a fault, the interval of checks whether this rank is stuck
 _WORD_BYTES = 32
 # Messages other than faults.
 _WATCH = b"watch\n"  # the sender watches the receiver
-_LEFT = b"left\n"  # the sender has closed its pipeline regularly
+_LEFT = b"left\n"  # the sender has closed its pipeline without a failure
 _LONGEST_TEXT = 8000  # characters; a message has at most LONGEST bytes
-_CALLERS = 256  # most connections at the same time
+_CALLERS = 256  # the largest number of open connections
 _MAKING = "making a pipeline"  # the activity that other ranks see
 _PEOPLE = "pipesched/alarms"  # in the job's store: the number of addresses
-_SIGNED_OFF = "signed off"  # in the job's store, appended to an address's key: its rank has closed the pipeline
+_SIGNED_OFF = "signed off"  # in the job's store, after the key of an address: its rank has closed the pipeline
 
 
 class Bell:
@@ -49,7 +49,7 @@ class Bell:
 
 
 class _Listener:
-    """The state shared by the listening thread and the alarm. It does not keep the alarm alive."""
+    """The state shared by the listening thread and the alarm. It holds no reference to the alarm."""
 
     def __init__(self, host: str, activity: Activity, name: str) -> None:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -57,7 +57,7 @@ class _Listener:
         self.server.setblocking(False)
         self.word = secrets.token_hex(_WORD_BYTES // 2).encode()
         self.inside, self.outside = socket.socketpair()  # a byte makes the thread watch ``watched``, or end
-        self.watched: tuple[socket.socket, str] | None = None  # the rank that this one watches, and its name
+        self.watched: tuple[socket.socket, str] | None = None  # (connection, name) of the watched rank
         self.addresses: list[Address] = []  # of the other ranks
         self.bell = Bell()
         self.settled = threading.Event()
@@ -70,10 +70,13 @@ class _Listener:
         self._stuck: Stuck | None = None
         self._callers: dict[Any, bytearray] = {}  # connections, with the bytes received so far
         self._watchers: set[Any] = set()
-        self._gone = ""  # the rank that has ended without a message
+        self._gone = ""  # the name of the watched rank if it has ended without a message
 
     def hear(self, fault: Fault, own: State | None = None) -> None:
-        """Record a fault; the first settled fault counts. ``own``: this rank's state if this rank reports the fault."""
+        """Record a fault. The first settled fault replaces a guess and is never replaced.
+
+        ``own`` is this rank's state if this rank reports the fault. Default: the current state.
+        """
         with self._lock:
             if self.state is None or own is not None:
                 self.state = own or self._activity.state()
@@ -91,7 +94,7 @@ class _Listener:
             hang_up()
 
     def listen(self) -> None:
-        """The main loop of the thread."""
+        """The main loop of the listening thread."""
         with selectors.DefaultSelector() as selector, self.server, self.inside:
             selector.register(self.inside, selectors.EVENT_READ)
             selector.register(self.server, selectors.EVENT_READ)
@@ -123,7 +126,7 @@ class _Listener:
             self.watched[0].close()
 
     def _watch(self, selector: selectors.BaseSelector, watched: socket.socket, name: str) -> None:
-        """Handle the end of the watched rank's connection: the rank has left, or has ended without a message."""
+        """Handle the end of the watched rank's connection: the rank has closed its pipeline, or has died."""
         selector.unregister(watched)
         with suppress(OSError):
             if watched.recv(len(_LEFT)):
@@ -131,7 +134,7 @@ class _Listener:
         self._gone = name
 
     def _check_gone(self, name: str) -> None:
-        """Report an ended process as a fault, once this rank has waited long enough for a message still in transit."""
+        """Report the end of a rank's process as a fault, once this rank has waited for at least ``_GRACE_S``."""
         state = self._activity.state()
         if not self.bell.rung and state.what and state.doing == "waits" and state.seconds >= _GRACE_S:
             fault = Fault(name, "its process has ended without a message: it was killed, or it crashed", True)
@@ -155,7 +158,7 @@ class _Listener:
         self._watchers.discard(caller)
 
     def _serve(self, selector: selectors.BaseSelector, caller: Any) -> None:
-        """Read from a connection. A fault is recorded and answered; then the connection is closed."""
+        """Read from a connection. Once a fault is complete, record it, reply with this rank's state, and close."""
         said = self._callers[caller]
         try:
             part = caller.recv(LONGEST)
@@ -182,8 +185,8 @@ class _Listener:
 class Alarm:
     """One rank's failure alarm.
 
-    Ranks of other pipelines can reach it from construction on, and ranks of its own pipeline after ``meet``. Dropping
-    the alarm ends its thread, as ``end`` does.
+    The ranks of other pipelines can reach the alarm once it exists; the ranks of its own pipeline, after ``meet``.
+    Dropping the alarm ends its thread, as ``end`` does.
 
     Args:
         group: the process group of the pipeline's ranks.
@@ -240,7 +243,7 @@ class Alarm:
         return self._listener.bell
 
     def on_fault(self, hang_up: Callable[[], None]) -> None:
-        """Register a function that ends waits of this rank. It is called after a failure, from any thread."""
+        """Register a function that ends waits of this rank. Any thread may call the function, after a failure."""
         self._listener.hang_ups.append(hang_up)
         if self.bell.rung:
             self._listener.hang_up()
@@ -270,7 +273,7 @@ class Alarm:
                 asked(lambda: job.set(f"{key}/{_SIGNED_OFF}", ""), _PATIENCE_S / (8 if self.bell.rung else 2))
 
     def _awaited(self, store: Store) -> list[Address]:
-        """The addresses of all ranks of this pipeline."""
+        """Publish this rank's address; wait for the addresses of all ranks of this pipeline, and return them."""
         keys = [f"alarm/{rank}" for rank in range(len(self._names))]
         asked(lambda: store.set(keys[self.rank], json.dumps(self._own)), self._timeout_s)
         if absent := missing(store, keys, self._timeout_s):
@@ -278,7 +281,7 @@ class Alarm:
         return asked(lambda: [Address(*json.loads(store.get(key))) for key in keys], self._timeout_s)
 
     def look_around(self) -> None:
-        """Read the addresses of the ranks of other pipelines from the job's store, before any failure."""
+        """Read the addresses of other pipelines' ranks from the job's store, for notices of later failures."""
         if self._job is None or self._store_is_lost:
             return
         try:
@@ -322,11 +325,11 @@ class Alarm:
     # ---- a fault ----------------------------------------------------------------------------------------------
 
     def ring(self, text: str, doing: Doing, ended: int | None = None) -> Fault:
-        """Notify all ranks that this one has failed, and end its waits. Takes some seconds if ranks do not reply.
+        """Notify all ranks that this rank has failed, and end its waits. Takes some seconds if ranks do not reply.
 
         Args:
             text: the description of the failure.
-            doing: "raised" if the cause is an error of this rank; otherwise the alarm searches for the cause.
+            doing: "raised" if the cause is an error of this rank; otherwise the alarm searches for the rank to blame.
             ended: the rank of this pipeline that ended its connection with this rank, if known.
 
         Returns:
@@ -372,9 +375,10 @@ class Alarm:
         told(fault, listeners, _PATIENCE_S / 4)
 
     def _suspect(self, states: Mapping[str, State | str]) -> tuple[list[str], str] | None:
-        """The ranks to blame if all replying ranks wait, and the reason; None if unknown.
+        """The names of the ranks to blame if all replying ranks wait, and the reason; None if unknown.
 
-        These are the store's host if the store is lost, otherwise the ranks that have not made their pipeline.
+        The store's host is to blame if the store is lost. Otherwise, if a replying rank is making its pipeline, the
+        ranks that have not announced a pipeline in the job's store are to blame.
         """
         if self._job is None:
             return None
@@ -395,7 +399,7 @@ class Alarm:
         return [address for rank, address in enumerate(self._addresses) if rank != self.rank]
 
     def end(self) -> None:
-        """End the listening thread."""
+        """Record that this rank no longer listens, and end the listening thread."""
         self._sign_off()
         self._finalizer()
 
@@ -412,7 +416,7 @@ def _end(outside: socket.socket, thread: threading.Thread) -> None:
 
 
 def _job_of(group: Any) -> tuple[Store | None, list[int]]:
-    """The job's store (None if the group is the whole job, or is in no job), and the group's ranks in the job."""
+    """The job's store (None if the group is the whole job, or is in no job), and the global ranks of the group."""
     size = group.size()
     ranks = ranks_of(group)
     if not distributed.is_initialized() or ranks is None:

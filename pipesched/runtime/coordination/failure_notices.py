@@ -1,4 +1,4 @@
-"""Failure notices: tell other ranks of a fault and collect their replies, from many ranks at the same time."""
+"""Failure notices: report a fault to many ranks at the same time, and collect their replies."""
 
 import json
 import selectors
@@ -12,7 +12,7 @@ from pipesched.runtime.coordination.rank_activity import ENDED, SILENT, State
 
 __all__ = ["LONGEST", "Address", "Fault", "told"]
 
-LONGEST = 1 << 16  # most bytes of a message
+LONGEST = 1 << 16  # the largest size of a message, in bytes
 
 
 class Fault(NamedTuple):
@@ -21,7 +21,7 @@ class Fault(NamedTuple):
     #: The name of the rank to blame.
     who: str
     text: str
-    #: Whether the rank to blame is certain; otherwise it is a guess.
+    #: Whether ``who`` is final; otherwise it is a guess that another notice may correct.
     settled: bool
 
     def __str__(self) -> str:
@@ -45,7 +45,7 @@ def told(
     patience_s: float,
     until: Callable[[], bool] = lambda: False,
 ) -> dict[str, State | str]:
-    """Tell ranks of a fault; return their replies by name.
+    """Report a fault to other ranks; return their replies by rank name: a State, ENDED or SILENT.
 
     Args:
         fault: the fault to report.
@@ -73,7 +73,7 @@ def told(
 
 
 class _Call:
-    """A message to one rank, and its reply."""
+    """A message to one rank, and the rank's reply."""
 
     def __init__(self, address: Address, said: bytes) -> None:
         self.address = address
@@ -89,7 +89,7 @@ class _Call:
         selector.register(self._socket, selectors.EVENT_WRITE, self)
 
     def go_on(self, selector: selectors.BaseSelector) -> None:
-        """Send or read, when the socket is ready."""
+        """Send more of the message, or read more of the reply. Called when the socket is ready."""
         try:
             if self._said:
                 self._said = self._said[self._socket.send(self._said) :]

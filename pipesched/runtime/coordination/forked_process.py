@@ -1,7 +1,7 @@
 """Forked process: disables a parent's executors in a child created by os.fork, such as a DataLoader worker.
 
-In the child, an executor has no threads and shares the parent's connections. So it ends there silently, and its use
-raises an error.
+In the child, an executor has no threads and shares the parent's connections. So the executor is disabled in the child
+without waiting or closing connections, and its use in the child raises an error.
 """
 
 import ctypes
@@ -29,7 +29,7 @@ class Forked:
         self.here = False
 
     def check(self) -> None:
-        """Raise ExecutionError in a child."""
+        """Raise ExecutionError in a forked child process."""
         if self.here:
             raise ExecutionError(
                 f"a pipeline may only be used in the process that made it, which holds its threads and connections; "
@@ -39,7 +39,7 @@ class Forked:
 
 
 def forget(end: Any) -> None:
-    """Disable a finalizer in this process, and keep its object alive.
+    """Disable a finalizer in this process, and keep its object alive until the process ends.
 
     Destroying a gloo object would wait for threads that this process does not have.
     """

@@ -14,10 +14,10 @@ _AT_MOST_S = 1.0  # between beats
 
 @contextmanager
 def beating(beat: Callable[[], None], timeout_s: float) -> Iterator[None]:
-    """A context in which a thread calls ``beat`` at least once a second and eight times per ``timeout_s``.
+    """A context in which a thread calls ``beat`` every second, or every ``timeout_s / 8`` if that is shorter.
 
     ``beat`` is called only if the entering thread has used processor time since the last call. So a layer that hangs
-    ends the heartbeat, and the other ranks' timeouts end their waits.
+    ends the heartbeat, and the other ranks then stop at their timeouts.
     """
     ended = threading.Event()
     pause_s = min(timeout_s / 8, _AT_MOST_S)

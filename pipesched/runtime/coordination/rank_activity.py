@@ -1,4 +1,4 @@
-"""Rank activity: tracks what a rank is doing, and decides from all ranks' activities which one is to blame."""
+"""Rank activity: tracks what a rank is doing, and decides from all ranks' activities which rank is to blame."""
 
 import os
 import sys
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 __all__ = ["COLLECTIVE", "ENDED", "SILENT", "Activity", "Doing", "State", "blamed", "doing_at", "said"]
 
-#: A rank has raised an error; runs the model's or the user's code; waits for another rank; or is in a collective of
-#: torch.distributed.
+#: The activity of a rank: it has raised an error ("raised"), runs the model's or the user's code ("works"), waits for
+#: another rank ("waits"), or is in a collective of torch.distributed ("collective").
 Doing = Literal["raised", "works", "waits", "collective"]
 COLLECTIVE: Doing = "collective"
 
@@ -54,16 +54,16 @@ class State(NamedTuple):
     doing: Doing
     #: The current action, or the current call if no action runs; "" between calls.
     what: str
-    #: The line of code, if the rank runs the model's or the user's code.
+    #: The current line of the model's or the user's code; "" if the rank does not run such code.
     place: str
-    #: How long the action or the call has lasted so far.
+    #: The seconds since the action or the call began; between calls, since the last call ended.
     seconds: float
-    #: The last action received from each other rank.
+    #: By the name of each other rank, the last action whose result was received from that rank.
     last: dict[str, str]
 
 
 class Activity:
-    """The current activity of this rank: updated by the executor's calls, read by the alarm's thread.
+    """Tracks the activity of this rank: updated by the executor's calls, read by the alarm's thread.
 
     ``names`` holds the names of all ranks, in rank order.
     """
@@ -89,7 +89,10 @@ class Activity:
         self._stamps = None
 
     def run(self, stamps: "Stamps", placement: Sequence[int]) -> None:
-        """Record that an order runs, with the stamps of its actions."""
+        """Record that an order runs.
+
+        ``stamps`` holds the order and the stamps of the actions run so far; ``placement`` is the rank of each stage.
+        """
         self._placement = placement
         self._stamps = stamps
 
@@ -106,12 +109,12 @@ class Activity:
         return "works", ""
 
     def innermost(self) -> tuple[int, int]:
-        """An identifier of the rank thread's innermost call; it changes when the thread moves on."""
+        """An identifier of the current position of the rank's thread in its code."""
         frame = sys._current_frames().get(self._thread)
         return (id(frame), frame.f_lasti) if frame is not None else (0, 0)
 
     def stack(self) -> str:
-        """The traceback of the rank's thread."""
+        """The current traceback of the rank's thread as text; "" if the thread has ended."""
         frame = sys._current_frames().get(self._thread)
         return "".join(traceback.format_stack(frame)) if frame is not None else ""
 
@@ -145,7 +148,7 @@ class Activity:
 
 
 def doing_at(error: BaseException) -> Doing:
-    """The activity that an error ended: "collective" if torch.distributed raised it, otherwise "raised".
+    """The activity in which an error occurred: "collective" if torch.distributed raised it, otherwise "raised".
 
     A collective usually raises because another rank of its group has ended.
     """
@@ -162,12 +165,12 @@ def doing_at(error: BaseException) -> Doing:
 
 
 def said(error: BaseException) -> str:
-    """An error as text for other ranks."""
+    """The type and the message of an error, as text for other ranks."""
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
 def blamed(answers: Mapping[str, State | str], timeout_s: float) -> tuple[list[str], str] | None:
-    """The ranks to blame and the reason, from all ranks' replies; None if the replies do not decide.
+    """The names of the ranks to blame, and the reason; None if the replies do not show which ranks are to blame.
 
     Args:
         answers: the replies by rank name.

@@ -1,9 +1,9 @@
-"""Rendezvous: brings the ranks of a group together to make one pipeline, regardless of earlier attempts.
+"""Rendezvous: brings the ranks of a group together to make one pipeline, also after failed attempts.
 
-Each rank announces its arrival. Once all have arrived, rank 0 answers each with the same new token, a prefix in the
-group's store. A rank that raises before its arrival announces its error instead, and the other ranks receive it
-immediately. A rank that has waited for too long withdraws its announcement, and rank 0 skips withdrawn ones. So an
-error of one rank ends one attempt in all ranks, and the next attempt starts anew.
+Each rank announces its arrival. Once all ranks have arrived, rank 0 answers each with the same new token, a prefix for
+keys in the group's store. A rank that raises before its arrival announces its error instead, and the other ranks
+receive the error immediately. A rank that has waited for too long withdraws its announcement, and rank 0 skips
+withdrawn announcements. So an error of one rank ends one attempt in all ranks, and the next attempt starts anew.
 
 The announcements of a rank are numbered. Each announcement has one key, whose value changes once from
 "waiting" to its outcome. The announcing rank or rank 0, whichever changes the value first, decides the outcome.
@@ -59,7 +59,7 @@ class AbsentError(ExecutionError):
 
 
 def ranks_of(group: Any) -> list[int] | None:
-    """The ranks of a group in the job; None for a group that is not registered with torch.distributed."""
+    """The global rank of each rank of a group; None for a group that is not registered with torch.distributed."""
     try:
         return distributed.get_process_group_ranks(group) if distributed.is_initialized() else None
     except (ValueError, KeyError):
@@ -67,13 +67,15 @@ def ranks_of(group: Any) -> list[int] | None:
 
 
 def names_of(group: Any) -> list[str]:
-    """The names of a group's ranks in error messages; a name includes the rank in the job if it differs."""
+    """The names of a group's ranks in error messages. A name includes the global rank if it differs."""
     ranks = ranks_of(group) or range(group.size())
     return [f"rank {rank}" if rank == own else f"rank {rank} (global rank {own})" for rank, own in enumerate(ranks)]
 
 
 class Rendezvous:
-    """One rank's side of a rendezvous. Keys contain torchelastic's restart count, so restarts do not collide.
+    """One rank's side of a rendezvous.
+
+    Keys contain torchelastic's restart count, so a restarted job does not read keys from before the restart.
 
     Args:
         store: the store of the group.
@@ -94,7 +96,7 @@ class Rendezvous:
         self._withdrawn: set[int] = set()  # ranks that arrived but withdrew
 
     def meet(self, timeout_s: float) -> Any:
-        """Wait for the other ranks; return a part of the store that only these ranks use.
+        """Wait for the other ranks; return a PrefixStore that only these ranks use.
 
         Raises an ExecutionError that names the missing ranks, or the rank that failed.
         """
@@ -115,7 +117,7 @@ class Rendezvous:
             self._give_up(said, dict.fromkeys(range(1, self._num_ranks)))
 
     def _announce(self) -> int:
-        """Count this rank's next announcement; return its number."""
+        """Return the number of this rank's next announcement, and count the announcement."""
         Rendezvous.announced += 1
         return int(self._store.add(f"count/{self._rank}", 1))
 
@@ -191,7 +193,7 @@ class Rendezvous:
         return int(self._store.add(f"taken/{rank}", 0)) + 1
 
     def _give_up(self, said: str, came: dict[int, int | None]) -> None:
-        """Answer these ranks with the reason for giving up. A rank yet to arrive gets the answer on its arrival."""
+        """Answer the ranks in ``came`` with the text ``said``. A rank yet to arrive gets the answer on its arrival."""
         for rank, number in came.items():
             if number is None:
                 number = self._arrival(rank) or self._next(rank)  # noqa: PLW2901
@@ -239,9 +241,9 @@ class Rendezvous:
 
 
 def collective(function: _Function) -> _Function:
-    """Decorate a function with an argument ``mesh`` that all ranks of the mesh must call.
+    """Decorate a function that all ranks of its argument ``mesh`` must call.
 
-    An error of the function before its rendezvous is reported to all ranks.
+    An error that the function raises before its rendezvous is reported to all ranks.
     """
 
     @wraps(function)

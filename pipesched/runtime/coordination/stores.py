@@ -26,7 +26,7 @@ class Store(Protocol):
         """Wait for a key; return its value."""
 
     def add(self, key: str, amount: int, /) -> int:
-        """Add to a number; return the sum."""
+        """Add ``amount`` to the number at a key (0 if there is none); return the sum."""
 
     def check(self, keys: list[str], /) -> bool:
         """Whether all keys exist."""
@@ -51,8 +51,8 @@ def asked(ask: Callable[[], T], limit_s: float, given_up: threading.Event | None
     wait.
 
     Args:
-        ask: the function to call; its exceptions are raised here.
-        limit_s: the time limit.
+        ask: the function to call; its exceptions are raised in the caller's thread.
+        limit_s: the time limit in seconds.
         given_up: an event that ends the wait early, with a RuntimeError.
 
     Raises:
@@ -87,7 +87,7 @@ def asked(ask: Callable[[], T], limit_s: float, given_up: threading.Event | None
 
 
 def awaited_value(store: Store, key: str, timeout_s: float, given_up: threading.Event | None = None) -> Any:
-    """Wait for a key's value. Raises RuntimeError at the timeout. ``given_up`` ends the wait, as in ``asked``."""
+    """Wait for a key; return its value. Raises RuntimeError at the timeout. ``given_up`` is as in ``asked``."""
 
     def ask() -> Any:
         store.wait([key], timedelta(seconds=timeout_s))
@@ -97,7 +97,10 @@ def awaited_value(store: Store, key: str, timeout_s: float, given_up: threading.
 
 
 def missing(store: Store, keys: Sequence[str], timeout_s: float) -> list[int]:
-    """The positions of the keys that do not exist at the timeout. Raises the errors of ``asked``."""
+    """Wait until all keys exist; return the positions in ``keys`` of those that do not exist at the timeout.
+
+    Raises the errors of ``asked``.
+    """
 
     def ask() -> list[int]:
         try:

@@ -23,12 +23,12 @@ EXIT_CODE = 1
 
 
 class Stuck:
-    """Checks, after a fault, whether this rank is stuck in a collective."""
+    """Checks, after a fault, whether this rank is stuck in a collective; if so, ends the collective or the process."""
 
     def __init__(self, activity: Activity) -> None:
         self._activity = activity
         self._heard_s = time.monotonic()
-        self._place: tuple[int, int] | None = None  # the innermost call
+        self._place: tuple[int, int] | None = None  # position in a collective at the last check
         self._seen_s = 0.0
         self._aborted = False
 

@@ -1,4 +1,4 @@
-"""Channel plan: the messages of a rank's order by channel, and the keys that predict their layouts."""
+"""Channel plan: the messages of a rank's order by channel, and the keys from which their layouts are predicted."""
 
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
@@ -20,9 +20,9 @@ _OUTGOING = (Kind.SEND_F, Kind.SEND_B)
 
 
 def look(value: Any) -> Hashable:
-    """The form of a micro-batch, from which message layouts are predicted.
+    """A key for a micro-batch, from which the layouts of its messages are predicted.
 
-    The form holds the dtype and the shape of each tensor, and the type of each other leaf.
+    The key holds the dtype and the shape of each tensor, and the type name of each other leaf.
     """
     leaves = flatten(value)[0]
     return tuple(
@@ -31,11 +31,11 @@ def look(value: Any) -> Hashable:
 
 
 class OrderMessages:
-    """The messages of one rank's order, by channel and in channel order."""
+    """The messages that one rank's order sends and receives, by channel, in the order of each channel."""
 
     def __init__(self, program: Program, order: tuple[Action, ...]) -> None:
         self.order = order
-        #: The bound rank that runs this order, if it may be reused.
+        #: The Rank bound to this order, if later runs may reuse it; otherwise None.
         self.rank: Rank | None = None
         self._edges: dict[int, dict[tuple[bool, bool], list[tuple[int, int, int]]]] = {}
         self._last: tuple[Any, tuple[Messages, bytes]] | None = None
@@ -47,9 +47,10 @@ class OrderMessages:
                 edge.append((*ends, microbatch))
 
     def repeated(self, period: int) -> Messages:
-        """Layout keys for a stream, in which the layouts of a step predict the layouts of the next step.
+        """Layout keys for a stream: the k-th micro-batches of all steps have the same key.
 
-        ``period`` is the number of micro-batches in a step.
+        So the layouts of a step predict the layouts of the next step. ``period`` is the number of micro-batches in a
+        step.
         """
         return {
             peer: {
@@ -68,7 +69,7 @@ class OrderMessages:
         """Layout keys for a step, and their digest. The same objects are returned while the arguments do not change.
 
         Args:
-            looks: the form of each micro-batch.
+            looks: the key of each micro-batch, from ``look``; empty if unknown.
             grad: whether grad mode is enabled.
 
         """
@@ -100,7 +101,7 @@ class ChannelEnds:
 
 
 def channels_of(program: Program) -> set[Channel]:
-    """The channels that a lowered program uses."""
+    """The channels between ranks that a lowered program uses."""
     sends = program.columns[program.columns.are(Kind.SEND_F, Kind.SEND_B)]
     return {
         Channel(program.placement[stage], program.placement[peer], kind is Kind.SEND_B)
@@ -110,7 +111,7 @@ def channels_of(program: Program) -> set[Channel]:
 
 
 def digest_of(program: Program) -> bytes:
-    """A digest of a program, for comparison between ranks."""
+    """A digest of a program, by which ranks check that they run the same program."""
     columns = program.columns
     arrays = (columns.stage, columns.kind, columns.microbatch, columns.peer, columns.joined, program.orders.offsets)
     others = program.placement, program.graph.edges, program.forward_only, program.num_microbatches, program.versions

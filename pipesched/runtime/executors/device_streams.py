@@ -14,7 +14,7 @@ __all__ = ["CpuStreams", "CudaStreams", "DeviceStreams", "Message", "streams_for
 
 
 class Message(NamedTuple):
-    """A value in transit, the event after which it is complete on its device, and the stream to copy it on."""
+    """A value in transit, the event that marks it as computed, and its device's stream for outgoing copies."""
 
     value: Any
     ready: torch.cuda.Event | None = None
@@ -34,7 +34,7 @@ class DeviceStreams(Protocol):
         """In the caller's thread: make the rank's later work wait for everything that the caller has launched."""
 
     def catch_up(self, stamp: Any) -> None:
-        """In the caller's thread: make the caller's later work wait for a stamp."""
+        """In the caller's thread: make the caller's later work wait until the device has reached a stamp of ``now``."""
 
     def end(self) -> None:
         """In the caller's thread: make the caller's later work wait for the end of the step."""
@@ -43,16 +43,16 @@ class DeviceStreams(Protocol):
         """A context for the rank's thread, in which kernels run on the rank's streams."""
 
     def now(self) -> Any:
-        """A stamp of the current time: a float, or an event that is read after the step."""
+        """A stamp of the current time: seconds as a float on a CPU, otherwise an event that is read after the step."""
 
     def reader(self, start_s: float) -> Callable[[Any], float]:
-        """A function that converts a stamp of the current step to seconds since the host time ``start_s``."""
+        """Return a function that converts a stamp of the current step to seconds since the host time ``start_s``."""
 
     def pack(self, value: Any) -> Message:
-        """Prepare a value of this device for sending."""
+        """Return the Message that sends a value of this device, with the event after which the value is computed."""
 
     def unpack(self, message: Message) -> Any:
-        """Copy a received value to this device; later work on the rank's stream may use it."""
+        """Copy a received value to this device. Later work on the rank's stream may use the returned value."""
 
 
 def streams_for(device: torch.device) -> DeviceStreams:
@@ -102,8 +102,8 @@ class CpuStreams:
 class CudaStreams:
     """The clock and the streams of a CUDA rank: one stream for computation, and one for copies in each direction.
 
-    The directions have separate streams because outgoing copies wait for computation, and incoming copies must not wait
-    behind them.
+    Each direction has its own stream, because outgoing copies wait for computation, and incoming copies must not wait
+    behind outgoing copies.
     """
 
     has_streams = True

@@ -1,8 +1,8 @@
 """Interpreter: the loop over one rank's order, shared by all executors.
 
 A rank binds its order once: each action becomes a call with its stage, micro-batch and channel resolved, and with the
-edges that it reads and writes. A value waits on its edge until the action that uses it, which is a send if the consumer
-is on another rank. The loop only makes the calls.
+edges that it reads and writes. A value stays on its edge until an action takes it: an action of the consuming stage, or
+a send if that stage is on another rank. The loop only makes the calls.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,19 +18,23 @@ __all__ = ["Rank", "StageLike", "Stamps", "Transport", "interpret"]
 
 
 class StageLike(Protocol):
-    """The interface of a stage. ``arrived`` holds a value for each producer, ``grads`` a gradient for each consumer."""
+    """The methods of a stage that the actions call.
+
+    ``arrived`` holds a value for each producing stage, and ``grads`` a gradient for each consuming stage. ``split``:
+    the backward of the micro-batch is split into I and W. ``checkpointed``: its activations are recomputed by R.
+    """
 
     def forward(self, microbatch: int, *arrived: Any, split: bool, checkpointed: bool) -> Any:
-        """F: return the stage's output, or a PerConsumer with one output for each consumer."""
+        """F: return the stage's output, or a PerConsumer with one output for each consuming stage."""
 
     def recompute(self, microbatch: int, *, split: bool) -> None:
         """R: run F again and keep its activations."""
 
     def backward(self, microbatch: int, *grads: Any) -> PerConsumer:
-        """B: return a gradient for each producer."""
+        """B: return a gradient for each producing stage, and accumulate the weight gradients."""
 
     def input_grad(self, microbatch: int, *grads: Any) -> PerConsumer:
-        """I: return a gradient for each producer."""
+        """I: return a gradient for each producing stage."""
 
     def weight_grad(self, microbatch: int) -> None:
         """W: accumulate the weight gradients."""
@@ -45,24 +49,24 @@ class StageLike(Protocol):
         """FETCH: start copying activations back; the backward waits for them."""
 
     def update(self, number: int) -> None:
-        """UPDATE: step the optimizer with the gradients since the last update."""
+        """UPDATE: step the optimizer with the gradients accumulated since the last update."""
 
 
 class Transport(Protocol):
-    """The transport of values between ranks: first in, first out for each (from, to, kind)."""
+    """The transport of values between ranks: first in, first out for each sender, receiver and kind of send."""
 
     def sender(self, action: Action) -> Callable[[Any], None]:
-        """A function that sends this action's value without waiting for the receiver."""
+        """Return a function that sends this action's value without waiting for the receiver."""
 
     def receiver(self, action: Action) -> Callable[[], Any]:
-        """A function that waits for this action's value and returns it on this rank's device."""
+        """Return a function that waits for this action's value and returns the value on this rank's device."""
 
 
 class _Timer(Protocol):
-    """The clock that stamps starts and ends of actions."""
+    """The clock that stamps the starts and ends of actions."""
 
     def now(self) -> Any:
-        """A stamp of the current time: a float, or an event that is read after the step."""
+        """A stamp of the current time: seconds as a float on a CPU, otherwise an event that is read after the step."""
 
 
 class Stamps(NamedTuple):
@@ -78,12 +82,12 @@ class Stamps(NamedTuple):
         return cls(order, [None] * len(order), [None] * len(order))
 
 
-#: An edge: the producing stage, the consuming stage, whether backward, and the micro-batch.
+#: The key of an edge: the producing stage, the consuming stage, whether backward, and the micro-batch.
 _Ends = tuple[int, int, bool, int]
 
 
 class _Edge:
-    """The place of a value between its producer and its consumer. ``giver`` is the producing stage."""
+    """Holds a value from the action that produces it until an action takes it. ``giver`` is the producing stage."""
 
     __slots__ = ("giver", "value")
 
@@ -111,7 +115,7 @@ def _taken(edge: _Edge) -> Any:
 
 
 class _Step(NamedTuple):
-    """A call of an action. It takes arguments from the edges ``takes`` and puts its result on the edges ``gives``."""
+    """The call of an action. The arguments come from the edges ``takes``; the result goes to the edges ``gives``."""
 
     action: Action
     call: Callable[..., Any]
@@ -127,7 +131,8 @@ class Rank:
         program: the lowered program.
         stages: the stages by number; only the stages of this rank are used.
         transport: sends values to other ranks and receives them.
-        pair: maps a micro-batch of a stream to the micro-batch of the program with the same actions. Default: itself.
+        pair: maps a micro-batch of a stream to the micro-batch of the program with the same actions. Default: the
+            same number.
 
     """
 
@@ -151,13 +156,13 @@ class Rank:
         self._bound: tuple[Sequence[Action], list[_Step]] = ((), [])
 
     def bind(self, order: Sequence[Action]) -> list[_Step]:
-        """The steps of an order. The same list is returned while the order is the same object."""
+        """Return the calls of an order's actions. Binding the same order object again returns the same list."""
         if self._bound[0] is not order:
             self._bound = order, [_BINDERS[action.kind](self, action) for action in order]
         return self._bound[1]
 
     def _edge(self, *ends: Any) -> _Edge:
-        """The edge between two actions: created when the first of them is bound, returned for the second."""
+        """The edge between two actions: created when the first action is bound, returned when the second is bound."""
         known = self._edges.pop(ends, None)
         if known is None:
             known = self._edges[ends] = _Edge(ends[0])
@@ -233,7 +238,8 @@ def _peer(action: Action) -> int:
 def interpret(rank: Rank, timer: _Timer, stamps: Stamps) -> Iterator[Action]:
     """Run an order of a rank, yielding each action before it runs, so that the executor can stop the rank.
 
-    An exception of an action is raised with a note that names the action and its position.
+    ``stamps`` holds the order, and the stamps are written to it. An exception of an action is raised with a note that
+    names the action and its position.
     """
     now = timer.now
     order, starts, ends = stamps

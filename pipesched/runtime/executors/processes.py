@@ -1,4 +1,4 @@
-"""Processes: runs one rank in a separate process, over torch.distributed, with the same interpreter as threads.
+"""Processes: runs one rank in a separate process, over torch.distributed, with the interpreter that threads use, too.
 
 Why a step cannot hang. The program is valid: its orders, its dependencies, and the edges from the k-th send of a
 channel to its k-th receive have no cycle. A send copies its message and returns, so it never blocks its rank. A receive
@@ -9,15 +9,15 @@ one that is first in the acyclic order: its rank has run all earlier actions, an
 sent; so it runs. A rank waits for the completion of its sends only between two runs, when the matching receives belong
 to the run before.
 
-Why a stream cannot hang, although its orders arrive in parts, the same part in all ranks. No action depends on a later
-part (``Segments`` proves this for each stream), and the concatenated parts are the orders of a valid program. So the
-argument above holds for all actions up to any part, whatever follows, and each rank completes its part once the others
-have begun theirs. A stream is one run: a send may be received in a later part, and is not waited for between parts. The
-loss that ranks share is sent at the end of a part, and read in a later part at the earliest, or after that part has
-been requested.
+Why a stream cannot hang, although its orders are handed over in parts, with the same parts in all ranks. No action
+depends on a later part (``Segments`` proves this for each stream), and the concatenated parts are the orders of a valid
+program. So the argument above holds for all actions up to the end of any part, whatever follows, and each rank
+completes its part once the other ranks have begun theirs. A stream is one run: a message may be received in a later
+part, and its sender does not wait for it between parts. The loss is broadcast at the end of a part. A rank waits for it
+only after its own part: when the caller reads the loss, or before the rank shares the loss of the next part.
 
-Faults that the proof does not cover, such as a rank that raises, dies or blocks, end the other ranks within seconds or
-by ``timeout_s``.
+The proof does not cover faults, such as a rank that raises, dies or blocks. After a fault, the other ranks stop within
+seconds, or at the latest after ``timeout_s``.
 """
 
 import threading
@@ -69,7 +69,8 @@ class ProcessExecutor:
             connections that the executor creates.
         device: the device of this rank's stages. Default: the CPU.
         intra_op_threads: torch's intra-op threads for this rank.
-        timeout_s: how long a rank waits for another rank before all stop. It must exceed the slowest rank's step.
+        timeout_s: how long a rank waits for another rank before all ranks stop. It must exceed the step time of the
+            slowest rank.
 
     Raises:
         ExecutionError: if a rank does not join.
@@ -109,13 +110,16 @@ class ProcessExecutor:
         end_in_children(self)
 
     def end_in_child(self) -> None:
-        """Detach in a forked child process: the shared connections are left to the parent."""
+        """Disable the executor in a forked child process, and leave the connections to the parent process."""
         self._forked.here = True
         for end in (self._end_connections, self._courier.end):
             forget(end)
 
     def learn(self, value: Any) -> None:
-        """Register the types in a value for messages. Raises ExecutionError for a type that cannot be sent."""
+        """Register the types that occur in a value, so that messages may contain them.
+
+        Raises ExecutionError for a type that cannot be sent.
+        """
         with self.encoding.learning():
             MessageLayout(describe(Payload.of(value), self.encoding)[0], self.encoding).written()
 
@@ -137,11 +141,12 @@ class ProcessExecutor:
         Args:
             run_spec: the program, its stages and its hooks; only the stages of this rank are used.
             grad: whether grad mode is enabled.
-            looks: the form of each micro-batch, from which the layouts of messages are predicted.
+            looks: the key of each micro-batch, from ``look``; the layouts of messages are predicted from it.
 
         Raises:
-            ExecutionError: if another rank failed, naming it; if ranks run different programs or steps; and after
-                ``close``. An exception of a stage of this rank is raised unchanged, with a note that names the action.
+            ExecutionError: if another rank failed (the message names it), if ranks run different programs or steps, and
+                after ``close``. An exception of a stage of this rank is raised unchanged, with a note that names the
+                action.
 
         """
         with self._one_at_a_time("a step"):
@@ -170,15 +175,18 @@ class ProcessExecutor:
             self._streams.end()
 
     def _own_order(self, orders: Sequence[tuple[Action, ...]]) -> tuple[Action, ...]:
-        """The order of this rank; empty if it holds no stages."""
+        """The order of this rank; empty if the rank holds no stages."""
         return orders[self.rank] if self.rank < len(orders) else ()
 
     def caller(self, *, grad: bool) -> Caller:
-        """The settings of this thread, with ``grad`` as grad mode."""
+        """The inference mode and the autocast settings of this thread, with ``grad`` as grad mode."""
         return Caller.here({self.device.type}, grad=grad)
 
     def begin(self, run_spec: RunSpec, caller: Caller) -> RankRun:
-        """Begin a run whose orders come in parts. No other run starts before ``end``. Raises the errors of ``run``."""
+        """Begin a run whose orders are handed over in parts. No other run may begin before ``end``.
+
+        Raises the errors of ``run``.
+        """
         with self._one_at_a_time("a stream"):
             program = run_spec.program
             wire = self._open_wire()
@@ -196,7 +204,7 @@ class ProcessExecutor:
             return run
 
     def continue_run(self, run: RankRun, order: tuple[Action, ...]) -> RankTimeline:
-        """Run the next part of a stream."""
+        """Run the next part of a stream, and return its timeline."""
         with self._one_at_a_time("a step"):
             run.failed = True
             self._open_wire().extend(OrderMessages(run.run_spec.program, order).repeated(run.run_spec.period))
@@ -210,7 +218,7 @@ class ProcessExecutor:
         run.run_spec.finish(run.failed)
 
     def check_outside(self, method: str) -> None:
-        """Raise ExecutionError within a running step. ``method`` is the name of the called method, for the message."""
+        """Raise ExecutionError if a step is running. ``method`` is the name of the called method, for the message."""
         self._forked.check()
         if self._busy.locked():
             raise ExecutionError(
@@ -232,7 +240,10 @@ class ProcessExecutor:
         return RankTimeline(all_stamps, [self._streams.reader(start_s)] * self.num_ranks, start_s + self._clock_s)
 
     def _rank_of(self, run_spec: RunSpec, messages: OrderMessages) -> Rank:
-        """The bound rank for a run: cached, unless the run has partial orders, because their stages serve one pass."""
+        """The Rank bound to a run's stages.
+
+        It is kept for later runs, except for a run of partial orders, because later runs have other stages.
+        """
         rank = messages.rank
         if rank is None or rank.stages is not run_spec.stages:
             ends = ChannelEnds(run_spec.program, self._open_wire())
@@ -260,7 +271,7 @@ class ProcessExecutor:
         return known
 
     def _agreed(self, program: Program) -> bytes:
-        """The program's digest. A new program is first compared between all ranks."""
+        """The digest of a program. A program that has not run before is first compared between all ranks."""
         known = self._known.get(id(program))
         if known is None:
             if len(self._known) >= 64:
@@ -299,12 +310,18 @@ class ProcessExecutor:
 
     @contextmanager
     def collective(self, call: str) -> Iterator[None]:
-        """A context for torch.distributed collectives: an error in it stops all ranks and names the cause."""
+        """A context for calling torch.distributed collectives. An error inside the context stops all ranks.
+
+        ``call`` names the call in error messages.
+        """
         with self._one_at_a_time(call):
             yield
 
     def exchange(self, value: Any) -> list[Any]:
-        """All ranks' values in rank order, on this device: pytrees of tensors and plain values."""
+        """All-gather: returns every rank's value in rank order, on this device.
+
+        Values are pytrees of tensors and plain values.
+        """
         with self._one_at_a_time("an exchange"):
             return self._exchanged(value)
 
@@ -315,15 +332,15 @@ class ProcessExecutor:
         return Exchange(self._open_wire(), self.rank, self.num_ranks, self.device)
 
     def trade(self, what: str, given: Mapping[int, Any], sources: Collection[int]) -> dict[int, Any]:
-        """Send values to other ranks, and return the values that the ranks in ``sources`` send to this one.
+        """Send values to other ranks; wait for the values from the ranks in ``sources``, and return them by rank.
 
         All sends come before the first receive, and no send blocks. So trades complete if all ranks make them in the
         same order. May be called during a run, and by ``RunSpec.prepare``.
 
         Args:
-            what: names the values in error messages.
+            what: the kind of the values, as listed in ``rank_exchange``; also used in error messages.
             given: pytrees of tensors by receiving rank.
-            sources: the ranks that send to this one.
+            sources: the ranks that send to this rank.
 
         """
         with self._stopping_all(f"an exchange of {what}"):
@@ -332,8 +349,8 @@ class ProcessExecutor:
     def share(self, source: int, value: Any = None) -> Callable[[], Any]:
         """Broadcast rank ``source``'s value without waiting; return a function that waits for it.
 
-        Only one value is in transit: the next call, or ``close``, receives a value that was not read. The returned
-        function raises ExecutionError if a rank failed before the value arrived.
+        At most one value is in transit: if the value has not been read, the next call of ``share`` or ``close`` first
+        waits for it. The returned function raises ExecutionError if a rank failed before the value arrived.
         """
         with self._one_at_a_time("a broadcast"):
             wire = self._open_wire()
@@ -348,7 +365,10 @@ class ProcessExecutor:
         return lambda: self._read(shared)
 
     def deal(self, what: str, values: Sequence[Any] = ()) -> Any:
-        """Scatter rank 0's values, one to each rank. Rank 0 does not wait."""
+        """Scatter rank 0's ``values``, one to each rank; return this rank's value. Rank 0 does not wait.
+
+        ``what`` names the call in error messages.
+        """
         with self._one_at_a_time(what):
             if self.rank:
                 return self._exchange().trade(DEALT, {}, (0,))[0]
@@ -356,7 +376,7 @@ class ProcessExecutor:
             return values[0]
 
     def fail(self, what: str, error: Exception) -> NoReturn:
-        """Raise an error of this rank's caller, and stop the other ranks with it."""
+        """Raise an error of this rank's caller, and stop all ranks. ``what`` names the call in error messages."""
         with self._one_at_a_time(what):
             raise error
 
@@ -373,7 +393,7 @@ class ProcessExecutor:
             return shared()
 
     def gather(self, *timelines: RankTimeline) -> list[Span]:
-        """The spans of all ranks on one clock, in seconds since the first run began."""
+        """The spans of all ranks in these runs, on one clock: in seconds since the first run began."""
         parts = self.exchange([(one.began_s, spans) for one in timelines if (spans := list(one.spans()))])
         first_s = min((began_s for own in parts for began_s, _ in own), default=0.0)
         return [
@@ -428,7 +448,7 @@ class ProcessExecutor:
             ) from (None if others else error)
 
     def leave(self, why: str) -> None:
-        """Stop the pipeline in all ranks, unless it has ended. ``why`` is the reason that the other ranks report."""
+        """Stop all ranks, unless this executor is closed. ``why`` is the reason that the other ranks report."""
         if not self.closed:
             self._fault = str(self._alarm.ring(why, "raised"))
             self._drop()
@@ -446,7 +466,7 @@ class ProcessExecutor:
             self._courier.end()
 
     def close(self) -> None:
-        """Close, after all sends are complete. Raises ExecutionError from within a step."""
+        """Wait until all sends are complete, then close the executor. Raises ExecutionError if a call is running."""
         if not self._busy.acquire(blocking=False):
             raise ExecutionError("close() was called from inside a running step; call it after the step has returned")
         try:
@@ -464,4 +484,4 @@ class ProcessExecutor:
 
 
 class _DifferentError(ExecutionError):
-    """The ranks have different values. Every rank raises this error, so the pipeline remains usable."""
+    """The ranks have different values. All ranks raise this error, so the pipeline remains usable."""

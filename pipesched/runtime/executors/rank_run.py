@@ -14,13 +14,13 @@ __all__ = ["RankRun", "RankTimeline"]
 
 @dataclass(frozen=True)
 class RankTimeline(Timeline):
-    """The stamps of one rank's run. ``began_s`` is the start of the run on the clock shared by all ranks."""
+    """The stamps of one rank's run. ``began_s`` is the start of the run in seconds, on rank 0's clock."""
 
     began_s: float
 
 
 class RankRun:
-    """A stream in progress in one rank. Each part of its order runs when it is handed over. Created by ``begin``."""
+    """A stream in progress in one rank. ``hand`` runs each part of its order. Created by ``ProcessExecutor.begin``."""
 
     ahead = 0  # hand() runs each part, so none is ever queued
 
@@ -46,7 +46,7 @@ class RankRun:
         return self._run_part(self, orders[rank] if rank < len(orders) else ())
 
     def finish(self, part: RankTimeline) -> RankTimeline:
-        """The timeline of a part. ``hand`` has already run the part."""
+        """Return the timeline unchanged: ``hand`` has already run the part."""
         return part
 
     def abandon(self) -> None:

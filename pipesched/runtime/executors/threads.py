@@ -1,7 +1,7 @@
 """Threads: runs all ranks in this process, with one thread per rank and, on CUDA devices, separate streams per rank.
 
-Messages pass through one queue for each (from, to, kind). When a rank fails, the others stop: each rank checks before
-every action, and a rank that waits for a message receives a stop message.
+Messages pass through one queue for each sending rank, receiving rank and kind of send. When a rank fails, the other
+ranks stop: each rank checks before every action, and a rank that waits for a message receives a stop message.
 
 A RunSpec describes a run. A BoundProgram is its program bound to stages and channels; it is reused by later steps of
 the same program. A ThreadRun is one run: a step, or a stream of steps. A RunSegment is a part of every rank's order:
@@ -31,18 +31,18 @@ from pipesched.tensors.caller_context import Caller
 __all__ = ["RunSegment", "RunSpec", "Stopped", "ThreadExecutor", "ThreadRun", "Timeline"]
 
 _STOP = Message("stop")
-_REMEMBERED = 64  # programs
+_REMEMBERED = 64  # bound programs to keep
 _PATIENCE_S = 60  # wait this long for a thread's current action when the pipeline is dropped or the process exits
 _Jobs = list["SimpleQueue[Callable[[], None] | None]"]  # a queue for each rank's thread
 
 
 class Stopped(Exception):  # noqa: N818  not an error: ends a rank's loop
-    """Another rank failed."""
+    """Raised in a rank that must stop because another rank has failed."""
 
 
 @dataclass(frozen=True)
 class RunSpec:
-    """A run: a lowered program, its stages, and functions to call before and after."""
+    """The description of a run: a lowered program, its stages, and functions to call before and after the run."""
 
     program: Program
     stages: Mapping[int, StageLike]
@@ -53,7 +53,7 @@ class RunSpec:
     orders: tuple[tuple[Action, ...], ...] | None = None
     #: Called after the ranks have ended, with whether the run failed.
     finish: Callable[[bool], None] = lambda failed: None
-    #: Maps a micro-batch of a stream to the micro-batch of the program with the same actions.
+    #: Maps a micro-batch of a stream to the micro-batch of the program with the same actions. Default: the same number.
     pair: Callable[[int], int] = lambda microbatch: microbatch
     #: The number of micro-batches in a step of a stream.
     period: int = 1
@@ -75,7 +75,7 @@ class BoundProgram:
 
 
 class ThreadRun:
-    """A run in progress: its ranks and its first error. Its orders arrive in one part or in several."""
+    """A run in progress: its ranks and its first error. Its orders are handed over in one part or in several."""
 
     ahead = 1  # parts that may be queued while an earlier part runs
 
@@ -86,7 +86,7 @@ class ThreadRun:
         self.error: BaseException | None = None
         self.stopping = threading.Event()
         self.deserted = False  # True in a forked child: the threads exist only in the parent
-        #: The part that was queued last; it references this run.
+        #: The part that was queued last. It references this run, so ``end`` resets it.
         self.last: RunSegment | None = None
         self.start_s = time.perf_counter()
         self._jobs = jobs
@@ -125,7 +125,10 @@ class ThreadRun:
             self.last.finished.wait()
 
     def finish(self, segment: "RunSegment") -> "Timeline":
-        """Wait until every rank has ended a part; return its timeline. Raises a stage's exception, once."""
+        """Wait until every rank has ended a part; return its timeline.
+
+        Raises the first exception of a stage; a later call does not raise it again.
+        """
         segment.finished.wait()
         if self.error is not None:
             error = self.error
@@ -157,7 +160,7 @@ class RunSegment:
         self._lock = threading.Lock()
 
     def run_rank(self, index: int) -> None:
-        """In the rank's thread: run its part to the end, or until another rank fails."""
+        """In the rank's thread: run the rank's part to the end, or until another rank fails."""
         run = self._run
         rank = run.bound.ranks[index]
         streams = run.bound.streams_of_rank[index]
@@ -213,7 +216,7 @@ def _channels(program: Program) -> _Channels:
 
 
 class _QueueTransport:
-    """One rank's ends of the channels."""
+    """The interpreter's transport: one rank's ends of the queues between the ranks."""
 
     def __init__(self, program: Program, channels: _Channels, streams: DeviceStreams) -> None:
         self._placement = program.placement
@@ -260,7 +263,7 @@ class ThreadExecutor:
         end_in_children(self)
 
     def end_in_child(self) -> None:
-        """Detach in a forked child process, so that nothing waits for the threads: they exist only in the parent."""
+        """Disable the executor in a forked child process, because its threads exist only in the parent process."""
         self._forked.here = True
         self._finalizer.detach()
         if self._last is not None:
@@ -272,7 +275,7 @@ class ThreadExecutor:
         return not self._finalizer.alive
 
     def run(self, run_spec: RunSpec, *, grad: bool) -> Timeline:
-        """Run a lowered program until every rank has ended. An interrupt stops the ranks first.
+        """Run a lowered program until every rank has ended. After an interrupt, all ranks stop before it is raised.
 
         Args:
             run_spec: the program, its stages and its hooks.
@@ -286,7 +289,7 @@ class ThreadExecutor:
         if len(self._kept) >= _REMEMBERED:
             self._kept.clear()
         program = run_spec.program
-        bound = self._kept.pop(id(program), None)  # from the previous run, if it succeeded
+        bound = self._kept.pop(id(program), None)  # of an earlier run that succeeded
         if bound is None or bound.program is not program or bound.stages is not run_spec.stages or run_spec.orders:
             bound = BoundProgram(run_spec, self.streams_of_rank)
         run = self.begin(run_spec, Caller.here(self._device_types, grad=grad), bound)
@@ -302,13 +305,13 @@ class ThreadExecutor:
         return timeline
 
     def caller(self, *, grad: bool) -> Caller:
-        """The settings of this thread, with ``grad`` as grad mode."""
+        """The inference mode and the autocast settings of this thread, with ``grad`` as grad mode."""
         return Caller.here(self._device_types, grad=grad)
 
     def begin(self, run_spec: RunSpec, caller: Caller, bound: BoundProgram | None = None) -> ThreadRun:
-        """Begin a run whose orders come in parts. No other run starts before ``end``. Raises the errors of ``run``.
+        """Begin a run whose orders are handed over in parts. No other run may begin before ``end``.
 
-        ``bound`` is the program already bound to its stages. Default: bind it now.
+        Raises the errors of ``run``. ``bound`` is the program already bound to its stages. Default: bind it now.
         """
         self.check_open("this step")
         if not self._busy.acquire(blocking=False):
@@ -398,7 +401,7 @@ def _start_threads(jobs: _Jobs, intra_op_threads: int) -> list[threading.Thread]
 
 
 def _serve(jobs: "SimpleQueue[Callable[[], None] | None]", intra_op_threads: int, started: threading.Barrier) -> None:
-    """The main loop of a rank's thread. It does not reference the executor, so dropping the executor ends it."""
+    """The main loop of a rank's thread. It holds no reference to the executor, so that the executor can be dropped."""
     torch.get_num_threads()  # the first use sets the process's default, so read it before setting
     torch.set_num_threads(intra_op_threads)
     started.wait()

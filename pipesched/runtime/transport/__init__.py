@@ -1,1 +1,1 @@
-"""Transport: how values travel between ranks in different processes."""
+"""Transport: sends values between ranks in different processes."""

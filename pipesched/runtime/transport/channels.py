@@ -1,22 +1,24 @@
 """Channels: send values from rank to rank, first in, first out.
 
-A value is one message: a header of 64 bytes, then the bytes of all its tensors in the order of its layout. The layout
-of a message is predicted from the last message with the same key (edge, kind, and form of the micro-batch), so that
-receives are posted before their messages are sent. A layout that was not predicted is announced in the header and
-follows, with its data, on a side channel; later runs then predict it. Both ends keep equal tables of layouts and
-compare their predictions before the first message of a run. So changing shapes cost time, but never cause an error.
+A value is one message: a header of 64 bytes, then the bytes of all its tensors. The layout of a message states the
+dtype, the shape and the position of each tensor, and holds the values that are not tensors. Both ends predict the
+layout from the last message with the same key (the two stages, and the dtypes and shapes of the micro-batch), so that a
+receive is posted before its message is sent. If the prediction is wrong, the header announces another layout. This
+layout and the data then follow on a side channel, and later runs predict the new layout. Both ends keep equal tables of
+layouts and compare their predictions before the first message of a run. So a change of shapes costs time, but never
+causes an error.
 
 A send does not wait for its receiver, and the caller may change the tensors immediately afterwards. A short message of
-one tensor is written to the connection's buffers directly from the tensor. Any other message is copied into memory that
-is reused once it has been written or, with gloo, once a later header from the other end reports the message as
-received. Unacknowledged messages are awaited at the start of the next run.
+one tensor is written to the connection's buffers directly from the tensor. Any other message is copied into a buffer.
+The buffer is reused once its bytes have been written or, with gloo, once a later header from the other end reports the
+message as received. The next run begins by waiting for messages that have not been reported as received.
 
-The messages of a run may be given in parts, which may differ between the ends: one end may send a message in a part,
-and the other receive it in a later part. A layout announced within such a run is used for predictions only after a
-fixed number of further messages, so that both ends begin to use it at the same position in the channel.
+The messages of a run may be added in several calls (``extend``), and the receiver may add a message in a later call
+than the sender. A layout announced within such a run is predicted only after a fixed number of further messages, so
+that both ends begin to predict it at the same message.
 
-A receive allocates new memory, and the received tensors are views of it. The allocator reuses freed memory, so there is
-no second copy.
+A receive allocates new memory, and the received tensors are views of this memory, without a second copy. Allocation is
+cheap, because the allocator reuses freed memory.
 """
 
 from collections import deque
@@ -43,19 +45,21 @@ _FIELDS = Struct("<4q")
 
 
 class Counts(NamedTuple):
-    """The numbers of the run's messages that each end has received, forward and backward; sent in every header."""
+    """The numbers of messages of a run that the two ends have received, each as [forward, backward]."""
 
+    #: Messages received by this end; sent in every header.
     here: list[int]
+    #: Messages received by the other end, from its latest header.
     there: list[int]
 
     @classmethod
     def none(cls) -> "Counts":
-        """Counts before a run."""
+        """Counts of 0, for the start of a run."""
         return cls([0, 0], [0, 0])
 
 
 class _Sent(NamedTuple):
-    """A message that the other end may not have received yet. ``spare`` is the list to which its memory returns."""
+    """A message that the other end may not have received yet. ``spare`` is the list to which its buffer returns."""
 
     position: int
     work: Work
@@ -69,9 +73,9 @@ class Outgoing:
     Args:
         ports: the ports for short and long messages.
         peer: the receiving rank.
-        tag: the channel's tag; the next tag is its side channel.
+        tag: the channel's tag; the next tag is the tag of its side channel.
         encoding: encodes plain values.
-        counts: the numbers of received messages, shared by the channels with one rank. Default: new counts.
+        counts: the numbers of received messages, shared by all channels with the same rank. Default: new counts.
         way: 0 for forward messages, 1 for backward messages.
 
     """
@@ -99,14 +103,17 @@ class Outgoing:
         self._write = ports.short.sender(peer, tag)
 
     def open(self, keys: Sequence[Hashable]) -> None:
-        """Begin a run once all sends of the previous run are complete. `keys` holds the keys of the run's messages."""
+        """Wait until all sends of the previous run are complete, then begin a run.
+
+        ``keys`` holds a layout key for each message of the run, in order.
+        """
         self.drain()
         self._position = 0
         self._counts.there[self._way] = 0
         self.book.open(keys)
 
     def extend(self, keys: Sequence[Hashable]) -> None:
-        """Add messages to the run."""
+        """Add messages with these layout keys to the run."""
         self.book.extend(keys, self._position)
 
     def send(self, value: Any) -> None:
@@ -140,7 +147,10 @@ class Outgoing:
                 self._send_long(packed, layout.spare)
 
     def _send_unforeseen(self, layout: MessageLayout, leaves: tuple[Any, ...], foreseen: int) -> None:
-        """Send a header on the channel, then the layout and the data on the side channel."""
+        """Send a message with an unpredicted layout: the header on the channel, layout and data on the side channel.
+
+        ``foreseen`` is the predicted number of bytes, which decides the port of the header.
+        """
         written = layout.written()
         announced = Packed(None, _HEADER)
         _FIELDS.pack_into(announced.data, 0, len(written), layout.nbytes, *self._counts.here)
@@ -171,7 +181,7 @@ class Outgoing:
         self._sent.append(_Sent(self._position, work, packed, spare))
 
     def _retire(self, count: int) -> None:
-        """Release messages after the other end has received ``count`` messages of this run."""
+        """Wait until the first ``count`` messages of this run are sent, and release their buffers."""
         for queue in (self._sent, self._aside):
             while queue and queue[0].position < count:
                 sent = queue.popleft()
@@ -185,21 +195,21 @@ class Outgoing:
 
 
 class _Posted(NamedTuple):
-    """A posted receive."""
+    """A receive that has been posted, and its memory."""
 
     memory: Tensor
     header: memoryview
     data: memoryview
     #: The pending receive of a long message; None for a short message, whose bytes are read only in ``receive``.
     work: Work | None
-    #: The predicted value, built over memory that is not yet filled; None if that is not possible.
+    #: The value in the predicted layout, as views of the memory to be filled; None if it must be built on arrival.
     value: Any
 
 
 class Incoming:
     """The receiving end of a channel. It takes the arguments of `Outgoing`; ``peer`` is the sending rank.
 
-    The predicted value is built while the message is in transit, since a rank that waits for a message is already late.
+    The value is built when its receive is posted, because work after the arrival of a message would delay the step.
     """
 
     def __init__(
@@ -224,16 +234,16 @@ class Incoming:
         self._read = ports.short.reader(peer, tag)
 
     def open(self, keys: Sequence[Hashable]) -> None:
-        """Begin a run. `keys` holds the keys of the run's messages."""
+        """Begin a run. ``keys`` holds a layout key for each message of the run, in order."""
         self.taken = self._next = self._counts.here[self._way] = 0
         self.book.open(keys)
 
     def extend(self, keys: Sequence[Hashable]) -> None:
-        """Add messages to the run."""
+        """Add messages with these layout keys to the run."""
         self.book.extend(keys, self.taken)
 
     def post(self, ahead: int = AHEAD) -> None:
-        """Post the receives of the next messages, up to ``ahead`` at a time."""
+        """Post receives for the next messages until ``ahead`` receives are pending."""
         while self._next < self.book.end and len(self._posted) < ahead:
             layout = self.book.form(self._next)
             nbytes = layout.nbytes if layout else 0
@@ -245,7 +255,7 @@ class Incoming:
             self._next += 1
 
     def receive(self) -> Any:
-        """Wait for the next value."""
+        """Wait for the next value and return it."""
         if not self._posted:
             self.post()
         memory, header, data, work, value = self._posted.popleft()
@@ -298,7 +308,8 @@ class Incoming:
 # ---- the channels of one rank --------------------------------------------------------------------------------------
 
 
-#: Creates both ends of a channel, in the form of Outgoing and Incoming, from (rank, tag, backward).
+#: From (other rank, tag, backward), creates the ends of both channels with that rank: one with the methods of Outgoing,
+#: one with the methods of Incoming.
 Ends = Callable[[int, int, bool], tuple[Any, Any]]
 
 # Tags of channels. The next odd tag is the side channel.
@@ -324,13 +335,13 @@ class _Neighbour:
         ]
         self.outgoing, self.incoming = zip(*made, strict=True)
         self._opening: Work | None = None
-        self.due = b""  # the opening expected from the other end before the first receive of a run; b"" if none
+        self.due = b""  # the bytes with which the other end must open the run; b"" if there is nothing left to check
 
     def open(self, keys: Mapping[tuple[bool, bool], Sequence[Hashable]], identity: bytes) -> None:
-        """Begin a run, and send its identity and predictions if there are outgoing messages.
+        """Begin a run. If it has outgoing messages, send its identity and a digest of the predicted sizes.
 
         Args:
-            keys: the messages' keys by (outgoing, backward).
+            keys: the layout keys of the run's messages, by (outgoing, backward).
             identity: digests of the run, which must be equal at both ends.
 
         """
@@ -348,7 +359,7 @@ class _Neighbour:
         self.due = b"" if all(outgoing for outgoing, _ in keys) else self._words(identity, self.incoming)
 
     def extend(self, keys: Mapping[tuple[bool, bool], Sequence[Hashable]]) -> None:
-        """Add messages to the run."""
+        """Add messages with these layout keys to the run."""
         for (outgoing, backward), own in keys.items():
             (self.outgoing if outgoing else self.incoming)[backward].extend(own)
 
@@ -357,7 +368,10 @@ class _Neighbour:
         return identity + digest(b"".join(end.book.sizes for end in ends))
 
     def check(self, names: Sequence[str]) -> None:
-        """Compare the other end's identity before the first receive. Raises ExecutionError naming the difference."""
+        """Receive the other end's identity and predictions, and compare them with this end's; post the first receives.
+
+        Raises ExecutionError if they differ. ``names`` holds the names of the identity's digests, for the message.
+        """
         words, self.due, due = bytearray(len(self.due)), b"", self.due
         try:
             self._port.reader(self.peer, _OPENING)(memoryview(words))
@@ -374,7 +388,7 @@ class _Neighbour:
             channel.post()
 
 
-#: The keys of a run's messages by rank and (outgoing, backward), in channel order.
+#: The layout keys of a run's messages, by rank and (outgoing, backward), in the order of each channel.
 Messages = Mapping[int, Mapping[tuple[bool, bool], Sequence[Hashable]]]
 
 
@@ -398,9 +412,9 @@ class Channels:
         self._single: dict[tuple[bool, int, int], Outgoing | Incoming] = {}
 
     def open(self, keys: Messages, identity: bytes) -> None:
-        """Begin a run with these messages.
+        """Begin a run whose messages have these layout keys.
 
-        `identity` holds the digests of the run, one for each name in `names` (see the class), concatenated.
+        ``identity`` holds the digests of the run, one for each name in `names` (see the class), concatenated.
         """
         for peer, channels in keys.items():
             if peer not in self._neighbours:
@@ -408,17 +422,17 @@ class Channels:
             self._neighbours[peer].open(channels, identity)
 
     def extend(self, keys: Messages) -> None:
-        """Add messages to the run. The run must have been opened with these ranks."""
+        """Add messages with these layout keys to the run. The run must have been opened with the same ranks."""
         for peer, channels in keys.items():
             self._neighbours[peer].extend(channels)
 
     def sender(self, peer: int, backward: bool) -> Callable[[Any], None]:
-        """A function that sends a value without waiting. A run must have been opened with ``peer``."""
+        """Return a function that sends a value without waiting. The run must have been opened with ``peer``."""
         send: Callable[[Any], None] = self._neighbours[peer].outgoing[backward].send
         return send
 
     def receiver(self, peer: int, backward: bool) -> Callable[[], Any]:
-        """A function that waits for the channel's next value. A run must have been opened with ``peer``."""
+        """Return a function that waits for the next value. The run must have been opened with ``peer``."""
         neighbour = self._neighbours[peer]
         receive = neighbour.incoming[backward].receive
 
@@ -430,19 +444,19 @@ class Channels:
         return checked
 
     def tell(self, peer: int, tag: int, value: Any) -> None:
-        """Send a single value without waiting, independent of runs."""
+        """Send one value to a rank outside of any run, without waiting."""
         channel = self._single.setdefault((True, peer, tag), Outgoing(self._ports, peer, tag, self._encoding))
         assert isinstance(channel, Outgoing)
         channel.open(_ONE)
         channel.send(value)
 
     def tell_all(self, peers: Sequence[int], tag: int, value: Any) -> None:
-        """Send a single value to each rank."""
+        """Send the same value to each of several ranks, as ``tell`` does."""
         for peer in peers:
             self.tell(peer, tag, value)
 
     def ask(self, peer: int, tag: int) -> Callable[[], Any]:
-        """Post the receive of a single value; return a function that waits for it."""
+        """Post the receive of a value sent by ``tell``; return a function that waits for the value."""
         channel = self._single.setdefault((False, peer, tag), Incoming(self._ports, peer, tag, self._encoding))
         assert isinstance(channel, Incoming)
         channel.open(_ONE)

@@ -1,4 +1,4 @@
-"""Clock sync: measures the offset of a rank's clock, so that ranks in several processes share one time."""
+"""Clock sync: measures a rank's clock against rank 0's clock, so that times of different processes can be compared."""
 
 import time
 from typing import Any
@@ -15,7 +15,10 @@ _ROUNDS = 10
 
 
 def clock_offset(port: Any, rank: int, num_ranks: int) -> float:
-    """Seconds to add to this rank's clock to get rank 0's time. The error is at most half the fastest round trip."""
+    """The seconds to add to this rank's clock to get the time on rank 0's clock. Collective.
+
+    The error is at most half the fastest round trip. Raises ConnectionLostError.
+    """
     answer = torch.zeros(1, dtype=torch.float64)
     try:
         if rank:

@@ -17,14 +17,15 @@ from pipesched.runtime.transport.sockets import SocketPort, own_host
 
 __all__ = ["Connections", "met"]
 
-_HANG_UP = 21  # a tag
+_HANG_UP = 21  # the tag of the receive in hang_up()
 _PATIENCE_S = 2.0  # added to the timeout, for a store that does not answer
 
 
 class Connections:
-    """A rank's sockets, its gloo port and, on an accelerator, its device links. The constructor is collective.
+    """A rank's sockets, its gloo port and, on an accelerator, its device links.
 
-    ``group`` is the ranks' process group; only its store is used. Raises ConnectionLostError if ranks do not connect.
+    The constructor and ``connect`` are collective. Only the store of ``group``, the ranks' process group, is used. The
+    constructor raises ExecutionError if a rank does not join, and StoreLostError if the store does not reply.
     """
 
     def __init__(self, group: Any, device: torch.device, timeout_s: float) -> None:
@@ -36,7 +37,7 @@ class Connections:
         self._timeout_s = timeout_s
 
     def connect(self) -> None:
-        """Create the connections, after all ranks have joined."""
+        """Create the connections. Raises ConnectionLostError if the ranks are not connected within the timeout."""
         limit = timedelta(seconds=self._timeout_s)
         try:
             self.port: Any = asked(
@@ -49,7 +50,10 @@ class Connections:
         self.sockets = SocketPort(self.store, self.rank, own_host(self.store), self._timeout_s)
 
     def hang_up(self) -> None:
-        """End every wait of this rank. In gloo, a receive that times out closes all connections."""
+        """End every wait of this rank for another rank.
+
+        A receive with a short timeout ends gloo's waits: gloo closes all connections when a receive times out.
+        """
         self.sockets.hang_up()
         if self.num_ranks > 1:
             with suppress(RuntimeError):
@@ -67,9 +71,10 @@ class Connections:
 
 
 def met(group: Any, device: torch.device, timeout_s: float) -> tuple[Alarm, Connections]:
-    """Wait for the ranks of the group; return the alarm, and the connections before ``connect`` is called.
+    """Wait until all ranks of the group have joined; return this rank's alarm and its unconnected Connections.
 
-    Raises ExecutionError if ranks do not join; ranks of other pipelines receive the names of the missing ranks.
+    Raises ExecutionError if a rank does not join. The alarm then also reports the missing ranks to the ranks of other
+    pipelines.
     """
     try:
         alarm = Alarm(group, own_host(group.get_group_store()), timeout_s)

@@ -1,30 +1,31 @@
 """Device channels: send values from rank to rank with tensors on accelerators. Hosts send headers, devices send data.
 
 A value is a header, sent by sockets from host to host, and one packed tensor of bytes, sent by a link from device to
-device. The header states that the layout is the predicted one, or announces another layout that follows it. Hosts post
-data transfers and never wait for them; streams wait for each other.
+device. The header states that the message has the predicted layout, or is followed by another layout. Hosts post data
+transfers and never wait for them; streams wait for each other.
 
-A receive is posted only after its header has arrived, although its size is often predicted. A posted NCCL receive
-cannot be cancelled: posted before its header, it would have to be served with useless bytes when a layout changes, and
-would remain on the device when a step fails. Waiting for the header costs nothing when the devices are the bottleneck:
-the hosts are ahead of the devices, so the receive is posted before the data is computed, and data is transferred while
-both devices compute.
+A receive is posted only after its header has arrived, although its size is often predicted, because a posted NCCL
+receive cannot be cancelled. If it were posted before its header, the sender would have to send useless bytes whenever a
+layout changes, and the receive would remain on the device after a failed step. Waiting for the
+header costs nothing when the devices are the bottleneck: the hosts are ahead of the devices, so the receive is posted
+before the data is computed, and data is transferred while both devices compute.
 
-Why it cannot hang. There is one link for each (from, to, kind): a communicator of two ranks with a stream of its own,
-in which messages wait only for earlier messages. Both ends post in the channel's order. A send is posted before its
-header is sent, so a host that has a header will find the send. Hosts wait only for headers, and a header waits for no
-device; so, as in the proof of the process executor, hosts never wait in a cycle. Devices wait as the hosts have posted:
-a send waits for the computation before it and for its receive, a receive for its send, and a computation for the
-receives before it. A computation never waits for a send, not even to reuse its memory: memory is reused only if a query
-finds the send complete, otherwise new memory is allocated. A receive that a computation waits for has been posted, and
-so has its send. So devices wait only along the edges of the program, which have no cycle. The first use of a
-communicator blocks the hosts until both ranks use it. So all communicators are created and used once before a program
-first runs, by all ranks in one order, in which both ranks of the first missing communicator can always proceed.
+Why it cannot hang. Each channel (the forward or the backward messages from one rank to another) has its own link: a
+communicator of two ranks with its own stream, in which messages wait only for earlier messages. Both ends post in the
+channel's order. A send is posted before its header is sent, so when a header arrives, its send has been posted. Hosts
+wait only for headers, and a header waits for no device; so, as in the proof of the process executor, hosts never wait
+in a cycle. On a device, a send waits for the computation posted before it and for its receive, a receive waits for its
+send, and a computation waits for the receives posted before it. A computation never waits for a send, not even to reuse
+its memory: memory is reused only if a query finds the send complete, otherwise new memory is allocated. A receive that
+a computation waits for has been posted, and so has its send. So devices wait only along the edges of the program, which
+have no cycle. The first use of a communicator blocks the hosts until both ranks use it. Therefore, before a program
+first runs, all ranks create its communicators and use each once. They do so in one common order, in which both ranks of
+the next communicator can always proceed.
 
-Memory. A message is a copy in memory of the channel, made on the computing stream. Copying takes about a thousandth of
-the time of the stage that computed the message, and the layers may then change their tensors. Received data is
-allocated on a stream without computation, so it arrives while the rank computes; its memory is recorded for the stream
-that uses it.
+Memory. A message is copied into a buffer of the channel on the compute stream, so that the layers may change their
+tensors afterwards. The copy takes about a thousandth of the time of the stage that computed the message. Memory for
+received data is allocated on a stream without computation, so data arrives while the rank computes; the memory is
+recorded for the stream that uses it.
 """
 
 from collections import deque
@@ -46,16 +47,16 @@ from pipesched.runtime.transport.ports import ShortPort, lost
 
 __all__ = ["Channel", "Link", "Links", "ends_over", "links_for"]
 
-_LENGTH = Struct("<q")  # the bytes of the layout after a header; 0: the layout is as predicted
+_LENGTH = Struct("<q")  # a header: the bytes of the layout that follows; 0 if the layout is the predicted one
 _AS_FORESEEN = _LENGTH.pack(0)
-_MOST_LINKS = 32  # per rank: torch's streams of one priority; two links sharing a stream could deadlock
+_MOST_LINKS = 32  # per rank; torch has this many streams of one priority, and two links on one stream could deadlock
 _TORCH_WATCHES_S = 600  # torch's default: torch ends a process whose device waits this long
 _WATCHED = 5  # NCCL's timeout in units of the ranks' timeout: posted transfers may wait for earlier steps
 _PATIENCE_S = 5  # for the other ranks to drain their links
 
 
 class Channel(NamedTuple):
-    """One direction between two ranks, forward or backward. Every channel has a link of its own."""
+    """The forward or the backward messages from rank ``giver`` to rank ``taker``. Each channel has its own link."""
 
     giver: int
     taker: int
@@ -70,16 +71,16 @@ class _Sending(Protocol):
 
 
 class Link(Protocol):
-    """One end of a connection between two devices, in one direction, first in, first out."""
+    """One end of a one-way connection between two devices. Messages arrive in the order in which they are sent."""
 
     def connect(self) -> None:
         """Wait for the other end, and transfer one byte."""
 
     def send(self, memory: Tensor) -> _Sending:
-        """Post a send of bytes that the current stream has computed by now."""
+        """Post a send of bytes; it starts once the work posted so far on the current stream is done."""
 
     def receive(self, nbytes: int) -> Tensor:
-        """Post a receive; later work on the current stream waits for the bytes."""
+        """Post a receive of ``nbytes`` bytes; later work on the current stream waits for them."""
 
     def drain(self) -> None:
         """Wait until all posted transfers are done."""
@@ -94,14 +95,14 @@ class _Maker(Protocol):
     device: torch.device
 
     def link(self, store: Any, *, sends: bool) -> Link:
-        """Create one end of a link; both ends use the same store."""
+        """Create the sending or the receiving end of a link; both ends must pass the same store."""
 
     def begin(self) -> None:
         """Begin a run: later receives wait for earlier work on the current stream."""
 
 
 class NcclLink:
-    """A link over an NCCL communicator of two ranks. ``arrivals`` is the stream that allocates received memory."""
+    """A link over an NCCL communicator of two ranks. ``arrivals`` is the stream for allocating received memory."""
 
     def __init__(self, store: Any, sends: bool, device: torch.device, arrivals: Any, timeout_s: float) -> None:
         self._sends = sends
@@ -160,7 +161,7 @@ class Nccl:
             return NcclLink(store, sends, self.device, self._arrivals, self._timeout_s)
 
     def begin(self) -> None:
-        # other streams, such as the caller's, may still read memory freed there
+        # other streams, such as the caller's, may still read memory that was freed on the arrivals stream
         self._arrivals.wait_stream(torch.cuda.current_stream(self.device))
 
 
@@ -177,7 +178,7 @@ def links_for(device: torch.device, timeout_s: float) -> _Maker | None:
 
 
 class Links:
-    """All links of one rank. All methods are collective."""
+    """All links of one rank. ``connect`` and ``close`` are collective."""
 
     def __init__(self, maker: _Maker, store: Any, rank: int) -> None:
         self._maker = maker
@@ -224,7 +225,10 @@ class Links:
             link.drain()
 
     def close(self) -> None:
-        """Close all links, if possible after all ranks have drained their links, so that no transfer is cut off."""
+        """Close all links. ``drain`` must have been called before.
+
+        First waits up to 5 s for the connected ranks to call ``close``, so that no transfer is cut off.
+        """
         if self._links:
             peers = {rank for channel in self._links for rank in channel[:2]}
             with suppress(RuntimeError):  # a rank that does not close has failed, or will detect it
@@ -242,13 +246,14 @@ class Links:
 def _turn(channel: Channel) -> tuple[bool, int, int, int]:
     """Sort key of a channel: all ranks create their links in this order.
 
-    In each direction, even sending ranks come before odd ones, so that pairs of ranks connect in parallel.
+    Forward channels come before backward channels. In each direction, even sending ranks come before odd ones, so that
+    pairs of ranks connect in parallel.
     """
     return channel.backward, channel.giver % 2, channel.giver, channel.taker
 
 
 class _Sent(NamedTuple):
-    """A message that the device may still be sending. ``spare`` is the list to which the message's memory returns."""
+    """A message that the device may still be sending. ``spare`` is the list to which the message's buffer returns."""
 
     sending: _Sending
     message: Packed
@@ -256,7 +261,7 @@ class _Sent(NamedTuple):
 
 
 class DeviceOutgoing:
-    """The sending end of a channel. ``port`` sends the headers."""
+    """The sending end of a channel between devices. ``port`` sends the headers, with the tag ``tag``."""
 
     def __init__(self, links: Links, channel: Channel, port: ShortPort, tag: int, encoding: Encoding) -> None:
         self.book = LayoutBook()
@@ -268,12 +273,12 @@ class DeviceOutgoing:
         self._sent: deque[_Sent] = deque()
 
     def open(self, keys: Sequence[Hashable]) -> None:
-        """Begin a run. `keys` holds the keys of the run's messages."""
+        """Begin a run. ``keys`` holds a layout key for each message of the run, in order."""
         self._position = 0
         self.book.open(keys)
 
     def extend(self, keys: Sequence[Hashable]) -> None:
-        """Add messages to the run."""
+        """Add messages with these layout keys to the run."""
         self.book.extend(keys, self._position)
 
     def send(self, value: Any) -> None:
@@ -315,7 +320,7 @@ class DeviceOutgoing:
 
 
 class DeviceIncoming:
-    """The receiving end of a channel. ``port`` receives the headers."""
+    """The receiving end of a channel between devices. ``port`` receives the headers, with the tag ``tag``."""
 
     def __init__(self, links: Links, channel: Channel, port: ShortPort, tag: int, encoding: Encoding) -> None:
         self.book = LayoutBook()
@@ -326,19 +331,22 @@ class DeviceIncoming:
         self._reader = port.reader(channel.giver, tag)
 
     def open(self, keys: Sequence[Hashable]) -> None:
-        """Begin a run. `keys` holds the keys of the run's messages."""
+        """Begin a run. ``keys`` holds a layout key for each message of the run, in order."""
         self.taken = 0
         self.book.open(keys)
 
     def extend(self, keys: Sequence[Hashable]) -> None:
-        """Add messages to the run."""
+        """Add messages with these layout keys to the run."""
         self.book.extend(keys, self.taken)
 
     def post(self) -> None:
         """Do nothing: a receive is posted after its header has arrived."""
 
     def receive(self) -> Any:
-        """Wait for the next value's header; later work on the current stream waits for its tensors."""
+        """Wait for the next value's header, and return the value.
+
+        Later work on the current stream waits for the tensors of the value.
+        """
         (layout_bytes,) = _LENGTH.unpack(self._read(_LENGTH.size))
         layout = self.book.form(self.taken)
         if layout_bytes or layout is None:
@@ -361,7 +369,10 @@ class DeviceIncoming:
 
 
 def ends_over(links: Links, port: ShortPort, rank: int, encoding: Encoding) -> Ends:
-    """A function that creates a rank's channels with another rank, from (rank, tag of headers, backward)."""
+    """Return a function that creates the ends of both channels between ``rank`` and another rank.
+
+    Its arguments are the other rank, the tag of the headers, and whether the channels are backward.
+    """
 
     def ends(peer: int, tag: int, backward: bool) -> tuple[DeviceOutgoing, DeviceIncoming]:
         return (

@@ -1,8 +1,9 @@
-"""Encoding: converts plain values to bytes and back. The set of types is closed, so received bytes run no code.
+"""Encoding: converts plain values to bytes and back. Only known types are decoded, so received bytes cannot run code.
 
 Supported are None, numbers, text, bytes, tuples, lists, dicts, sets, slices, ranges, numpy arrays of numbers, and
-torch's dtypes, devices and shapes. Enums and pytree nodes are written with the names of their types. The reader looks a
-name up among the types registered with it, or seen in its own capture of the model; it imports nothing.
+torch's dtypes, devices and shapes. Enums and pytree nodes are written with the names of their types. The reader looks
+each name up among the types that were registered with it or occurred in its own capture of the model. It never imports
+a module.
 """
 
 from collections import OrderedDict, defaultdict, deque, namedtuple
@@ -83,7 +84,7 @@ class UnsentTypeError(ExecutionError):
 
 
 class _Own(NamedTuple):
-    """How values of a registered type are taken apart and built. ``immutable`` states that instances never change."""
+    """How values of a type are split into parts and rebuilt (see ``know_own``)."""
 
     name: str
     take: Callable[[Any], Iterable[Any]]
@@ -92,7 +93,7 @@ class _Own(NamedTuple):
 
 
 class Encoding:
-    """Writes and reads plain values.
+    """Encodes plain values as bytes, and decodes them.
 
     ``types`` are enums and pytree nodes to register by name, in addition to built-in types. Both ends must register the
     same types: the types of pipesched, and the types that occur in each rank's own capture of the model.
@@ -106,7 +107,7 @@ class Encoding:
         self.know(*_NODES, *_BUILT_IN, *types)
 
     def know(self, *types: Any) -> None:
-        """Register types to be read by name."""
+        """Register types, so that values of these types can be decoded."""
         self._types.update((_name(kind), kind) for kind in types)
 
     def know_own(
@@ -126,7 +127,7 @@ class Encoding:
             self._learning = False
 
     def is_immutable(self, value: Any) -> bool:
-        """Whether a decoded value may be shared between all users."""
+        """Whether a value is known to be immutable, so that the same object may be used several times."""
         own = self._own.get(type(value))
         return type(value) in _IMMUTABLE or isinstance(value, Enum) or (own is not None and own.immutable)
 

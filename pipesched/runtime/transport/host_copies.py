@@ -1,4 +1,4 @@
-"""Host copies: sends values of a CUDA device to other hosts once they are computed, without making the step wait."""
+"""Host copies: copies values from a CUDA device to the host and sends them to other ranks, while the step continues."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -19,7 +19,7 @@ _PATIENCE_S = 2  # for values in transit when the courier ends
 
 
 class _Parcel(NamedTuple):
-    """A value in transit to the host. ``given`` holds the source tensors until the copy is done."""
+    """A value that is being copied to the host. ``given`` keeps the source tensors alive until the copy is done."""
 
     given: Any
     value: Any
@@ -28,9 +28,10 @@ class _Parcel(NamedTuple):
 
 
 class Courier:
-    """A thread that waits for a CUDA device in place of the rank's thread. Values are sent in the order of ``give``.
+    """Sends values of a CUDA device from a thread, which waits for the device in place of the rank's thread.
 
-    On a CPU, values are sent immediately. The thread ends when the courier is dropped, or by ``end``.
+    Values are sent in the order of the calls of ``give``. For a CPU there is no thread: ``give`` sends the value
+    itself. The thread ends when the courier is dropped, or when ``end`` is called.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -40,7 +41,7 @@ class Courier:
         self.end = finalize(self, _end, self._parcels, self._threads)
 
     def give(self, value: Any, send: Callable[[Any], None]) -> None:
-        """Call ``send`` with a host copy of a value, as computed up to this point of the current stream."""
+        """Call ``send`` with a host copy of a value, once the work posted so far on the current stream is done."""
         if self._device.type == "cpu":
             send(value)
             return
@@ -77,7 +78,7 @@ def _on_host(tensor: Tensor) -> Tensor:
 
 
 def _carry(parcels: "SimpleQueue[_Parcel | threading.Event | None]") -> None:
-    """In the thread: send values until None arrives."""
+    """The main loop of the thread: send values until None arrives."""
     while (parcel := parcels.get()) is not None:
         if isinstance(parcel, threading.Event):
             parcel.set()

@@ -9,7 +9,7 @@ from pipesched.simulation.memory import AHEAD
 
 __all__ = ["DIGEST_BYTES", "LayoutBook", "digest"]
 
-_SETTLED = 2 * AHEAD  # messages; a posted receive is fewer than this ahead of the last received message
+_SETTLED = 2 * AHEAD  # messages; receives are posted less than this many messages ahead of the last received message
 _REMEMBERED = 4096  # layouts in the book of one channel
 DIGEST_BYTES = 16
 
@@ -37,7 +37,7 @@ class LayoutBook:
         return self._first + len(self._keys)
 
     def open(self, keys: Sequence[Hashable]) -> None:
-        """Predict the layouts of a run's messages from their keys."""
+        """Begin a run: predict the layouts of its messages from their keys."""
         if keys is not self._keys or self._news:
             self._write(len(self._news))
             self._keys = keys
@@ -46,7 +46,7 @@ class LayoutBook:
             self.sizes = digest(repr([-1 if layout is None else layout.nbytes for layout in self.foreseen]).encode())
 
     def extend(self, keys: Sequence[Hashable], behind: int) -> None:
-        """Add messages to the run. ``behind`` is the number of messages that are done."""
+        """Add messages to the run. ``behind`` is the number of messages already sent or received."""
         self._keys = [*self._keys[behind - self._first :], *keys]
         del self.foreseen[: behind - self._first]
         self._first = behind
@@ -60,10 +60,10 @@ class LayoutBook:
         return self.foreseen[at]
 
     def note(self, number: int, layout: MessageLayout) -> None:
-        """Record that a message did not have the predicted layout.
+        """Record the layout of a message for which another layout, or none, was predicted.
 
-        The layout is used from the next run on or, in a run of several parts, a fixed number of messages later, when
-        both ends are certain to know it.
+        The layout is used for predictions from the next run on. In a run that is extended, it is used after a fixed
+        number of further messages, when both ends are certain to have recorded it.
         """
         self._news.append((number, self._keys[number - self._first], layout))
 

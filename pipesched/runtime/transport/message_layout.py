@@ -1,8 +1,8 @@
 """Message layout: describes a value for transport, without the bytes of its tensors.
 
-A value is a Payload (forward), Gradients (backward), a tensor, or a plain value. Its layout is small, fast to compare,
-and defines how the tensors' bytes are arranged in one message and how the receiver rebuilds the value. Strides are
-kept, because results depend on them, and tensors that share memory share it again.
+A value is a Payload (forward), a tuple of gradients (backward), a tensor, or a plain value. Its layout is small and
+fast to compare. It defines how the tensors' bytes are arranged in one message and how the receiver rebuilds the value.
+Strides are kept, because results depend on them. Tensors that share memory also share memory after they are received.
 """
 
 from collections import Counter
@@ -19,14 +19,15 @@ from pipesched.tensors.payload import Payload
 
 __all__ = ["MessageLayout", "Packed", "describe"]
 
-_ALIGNMENT = 64  # bytes, as in torch's allocator: kernels may sum in another order at another alignment
-_STORAGE_ALIGNMENT = 16  # bytes; the largest element
+_ALIGNMENT = 64  # bytes, as in torch's allocator; with another alignment, kernels may add numbers in another order
+_STORAGE_ALIGNMENT = 16  # bytes of the largest element
 _LONG = 1 << 14  # bytes; a shorter tensor is copied in less time than in_place() takes
 _GRADIENTS = "gradients"
 _SINGLE = "single"
 
 _Sizes = tuple[int, ...]
-#: The comparable part of a layout: (skeleton, tensor leaves, encoded plain values, shared memory).
+#: The comparable part of a layout: (structure of the value, (dtype, shape, stride) of each tensor leaf, encoded plain
+#: leaves, memory that leaves share).
 Description = tuple[Any, ...]
 
 
@@ -41,27 +42,28 @@ class _Piece(NamedTuple):
     #: Shape and stride of the elements in the message.
     shape: _Sizes
     stride: _Sizes
-    #: Shape and strides with which the leaf is read. Default: its own.
+    #: The shape and the strides with which the leaf is read. Default: those of the leaf.
     source: tuple[_Sizes, _Sizes] | None = None
-    #: For shared memory, its first byte in the leaf's storage.
+    #: For memory that several tensors share, its first byte in the leaf's storage; otherwise None.
     first_byte: int | None = None
 
 
 class _Restored(NamedTuple):
     """How a tensor is rebuilt from its piece."""
 
+    #: The number of the piece.
     piece: int
     dtype: torch.dtype
     shape: _Sizes
     stride: _Sizes
-    #: The position of the tensor's first element in the piece.
+    #: The position of the tensor's first element in the piece, in elements.
     offset: int = 0
-    #: Whether the elements are copied to memory with gaps between them.
+    #: Whether the received elements are copied to new memory, because the tensor has gaps between its elements.
     gapped: bool = False
 
 
 def describe(value: Any, encoding: Encoding) -> tuple[Description, tuple[Any, ...]]:
-    """The description of a value, and its leaves.
+    """Returns the description of a value, and the value's leaves.
 
     Raises ExecutionError for tensors that are not plain and strided, and for values of types that cannot be sent.
     """
@@ -91,7 +93,7 @@ def _taken_apart(value: Any) -> tuple[Any, tuple[Any, ...]]:
 
 
 def _arrived(leaf: Any) -> Any:
-    """A leaf; an asynchronous tensor of a functional collective is awaited first."""
+    """Return a leaf. If it is the asynchronous result of a functional collective, wait for it first."""
     if type(leaf) is Tensor or not isinstance(leaf, Tensor):
         return leaf
     wait = getattr(leaf, "wait", None)
@@ -108,7 +110,10 @@ def _check(tensor: Tensor) -> None:
 
 
 def _shared(leaves: tuple[Any, ...]) -> tuple[tuple[int, int] | None, ...] | None:
-    """For each leaf that shares memory with another leaf: (number of the memory, first byte). None if no leaf does."""
+    """For each leaf: (number of its memory, first byte) if another leaf uses the same memory, otherwise None.
+
+    Returns None if no two leaves share memory.
+    """
     addresses = [_memory(leaf) for leaf in leaves]
     counts = Counter(address for address in addresses if address)
     if len(counts) == sum(counts.values()):
@@ -174,9 +179,9 @@ class MessageLayout:
         return self._layout[0]
 
     def plain_bytes(self, value: Any) -> Any:
-        """The bytes of a value with this layout and a single contiguous tensor, as a numpy array without a copy.
+        """The single contiguous tensor of a value with this layout, as a numpy array that shares the tensor's memory.
 
-        None for any other value; ``describe`` then determines its layout.
+        None for any other value; the caller must then use ``describe``.
         """
         if self._plain is None:
             return None
@@ -227,11 +232,14 @@ class MessageLayout:
 
     @cached_property
     def lies_as_sent(self) -> bool:
-        """Whether all tensors are views of the message, so that the value can be rebuilt before the bytes arrive."""
+        """Whether all received tensors are views of the message, so that the value can be built before bytes arrive."""
         return not any(one is not None and one.gapped for one in self._layout[1])
 
     def restore(self, message: Tensor, start: int) -> Any:
-        """Rebuild the value from a message's bytes from ``start`` on. Its tensors keep the message's memory alive."""
+        """Rebuild the value from a message. ``start`` is the size of the header in bytes.
+
+        Tensors that are views of the message keep its memory alive.
+        """
         pieces, restored, _ = self._layout
         storage = message.untyped_storage()
         memory = [storage[start + piece.offset : start + piece.offset + piece.nbytes] for piece in pieces]
@@ -247,8 +255,10 @@ class MessageLayout:
         return Payload(leaves, places, spec, needs_grad)
 
     def _plain_leaves(self) -> list[Any]:
-        """The leaves that are not tensors. Immutable leaves are decoded once and shared by all calls; otherwise each
-        call decodes new objects.
+        """The leaves that are not tensors.
+
+        If all of them are immutable, they are decoded once and shared by all calls. Otherwise each call decodes new
+        objects.
         """
         if self._immutable_leaves is not None:
             return self._immutable_leaves
@@ -273,7 +283,10 @@ def _tensor(one: _Restored, piece: _Piece, memory: Any, device: torch.device) ->
 
 
 class Packed:
-    """The memory of a message: a header (on a CPU only), then the bytes of the tensors. ``data`` is a view of it."""
+    """The buffer of a message: ``header`` bytes (0 on a device), then the bytes of the tensors.
+
+    ``data`` is a view of the buffer as bytes; empty if there is no header.
+    """
 
     def __init__(self, layout: MessageLayout | None, header: int, device: torch.device | None = None) -> None:
         pieces = layout.pieces if layout else []
@@ -291,7 +304,7 @@ class Packed:
         self.data = self.tensor.numpy().data if header else memoryview(b"")
 
     def fill(self, leaves: tuple[Any, ...]) -> None:
-        """Copy a value's tensors into the message; on a device asynchronously, in the order of the current stream."""
+        """Copy a value's tensors into the buffer; on a device asynchronously, on the current stream."""
         ahead = self.tensor.is_cuda
         for view, piece in zip(self._views, self._pieces, strict=True):
             view.copy_(_source(piece, leaves[piece.leaf]), non_blocking=ahead)
@@ -338,7 +351,7 @@ def _laid_out(description: Description) -> tuple[list[_Piece], list[_Restored | 
 
 
 def _own_piece(leaf: int, dtype: torch.dtype, shape: _Sizes, stride: _Sizes, offset: int) -> tuple[_Piece, bool]:
-    """The piece of a tensor that shares no memory, and whether the tensor is restored with gaps between elements."""
+    """Returns the piece of a tensor that shares no memory, and whether the received tensor has gaps (``gapped``)."""
     if 0 in shape:
         return _Piece(offset, 0, leaf, dtype, shape, stride), False
     # An expanded dim is sent once.

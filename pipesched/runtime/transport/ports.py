@@ -1,4 +1,4 @@
-"""Ports: the two ways to send bytes between ranks, sockets for short messages and a process group for long ones."""
+"""Ports: send bytes between ranks, through sockets for short messages and a process group for long messages."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -19,21 +19,24 @@ class Work(Protocol):
 
 
 class ShortPort(Protocol):
-    """Sends and receives short messages of bytes, in order for each rank and tag. Methods raise RuntimeError."""
+    """Sends and receives short messages of bytes, in order for each rank and tag.
+
+    All methods raise RuntimeError if a transfer fails.
+    """
 
     def sender(self, to: int, tag: int, /) -> Callable[[Sequence[Any], int], Work | None]:
-        """A function that sends buffers of ``nbytes`` bytes in total, without waiting.
+        """Return a function (buffers, their size in bytes) that sends the buffers without waiting.
 
-        The buffers may change afterwards. The function returns None if all bytes are written, otherwise the pending
+        The buffers may be changed afterwards. The function returns None if all bytes are written, otherwise the pending
         send.
         """
 
     def reader(self, from_: int, tag: int, /) -> Callable[[memoryview], None]:
-        """A function that waits for the next bytes and fills a buffer with them."""
+        """Return a function that waits for the next bytes and fills a buffer with them."""
 
 
 class _Port(Protocol):
-    """The methods of a process group that are used here. They raise RuntimeError."""
+    """The methods of a process group that are used here. They raise RuntimeError if a transfer fails."""
 
     def send(self, tensors: list[Tensor], to: int, tag: int, /) -> Work:
         """Start a send."""
@@ -43,7 +46,7 @@ class _Port(Protocol):
 
 
 class Ports(NamedTuple):
-    """The ports of one rank. The predicted size of a message decides its port, so both ends use the same port."""
+    """The ports of one rank. Both ends choose a message's port by its predicted size, so they use the same port."""
 
     short: ShortPort
     long: _Port
@@ -52,7 +55,7 @@ class Ports(NamedTuple):
     def send(self, tensor: Tensor, to: int, tag: int) -> Work | None:
         """Send a tensor of bytes through the port for its size.
 
-        Returns None if the tensor is written and may change, otherwise the pending send. Raises ConnectionLostError.
+        Returns None if all bytes are written, otherwise the pending send. Raises ConnectionLostError.
         """
         try:
             if len(tensor) < self.limit:
@@ -62,7 +65,10 @@ class Ports(NamedTuple):
             raise lost(to, error) from None
 
     def receive(self, tensor: Tensor, from_: int, tag: int) -> None:
-        """Wait for a sent tensor of the same size, and copy it into this tensor. Raises ConnectionLostError."""
+        """Wait for a tensor of bytes from a rank, and fill ``tensor``, which must have the same size, with these bytes.
+
+        Raises ConnectionLostError.
+        """
         try:
             if len(tensor) < self.limit:
                 self.short.reader(from_, tag)(tensor.numpy().data)
@@ -81,7 +87,7 @@ class ConnectionLostError(ExecutionError):
 
 
 def awaited(work: Work, peer: int) -> None:
-    """Wait for an operation. Raises ConnectionLostError that names the rank at the other end."""
+    """Wait for an operation. Raises a ConnectionLostError that names ``peer``, the rank at the other end."""
     try:
         work.wait()
     except RuntimeError as error:
@@ -89,7 +95,7 @@ def awaited(work: Work, peer: int) -> None:
 
 
 def lost(peer: int, error: RuntimeError) -> ConnectionLostError:
-    """The ConnectionLostError for an error of a port."""
+    """The ConnectionLostError that reports a port's error in a transfer from or to rank ``peer``."""
     if isinstance(error, StoreLostError):
         return ConnectionLostError(str(error))
     if "Timed out" in str(error):

@@ -1,4 +1,4 @@
-"""Rank exchange: sends values between ranks outside the messages of a program."""
+"""Rank exchange: exchanges values between ranks independently of the messages of a program."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ _FIRST_TRADE = 30  # the first tag; each kind of trade uses two tags
 
 @dataclass(frozen=True)
 class Exchange:
-    """One rank's side of exchanges over its channels. Values are pytrees of tensors and plain values."""
+    """Exchanges values with other ranks over this rank's channels. Values are pytrees of tensors and plain values."""
 
     wire: Channels
     rank: int
@@ -35,7 +35,7 @@ class Exchange:
     device: torch.device
 
     def all_values(self, value: Any) -> list[Any]:
-        """Every rank's value in rank order, with tensors on this rank's device."""
+        """All-gather: returns every rank's value in rank order, with the other ranks' tensors on this rank's device."""
         others = range(1, self.num_ranks)
         if self.rank:
             self.wire.tell(0, COLLECT, Payload.of(value))
@@ -60,7 +60,10 @@ class Exchange:
         return arrived.map_tensors(moved).value
 
     def trade(self, what: str, given: Mapping[int, Any], sources: Collection[int]) -> dict[int, Any]:
-        """Send values to some ranks, then receive and return the values that the ranks in ``sources`` send."""
+        """Send ``given[rank]`` to each rank in ``given``, then wait for a value from each rank in ``sources``.
+
+        Returns the received values by sending rank. ``what`` is the kind of the values, one of _TRADES.
+        """
         tag = _FIRST_TRADE + 2 * _TRADES.index(what)
         takes = {source: self.wire.ask(source, tag) for source in sorted(sources)}
         for rank, value in given.items():

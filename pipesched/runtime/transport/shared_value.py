@@ -1,4 +1,4 @@
-"""Shared value: a value of one rank that the other ranks receive at its first use."""
+"""Shared value: a value broadcast by one rank, for which the other ranks wait only when they first use it."""
 
 import threading
 from collections.abc import Callable
@@ -8,7 +8,7 @@ __all__ = ["Shared"]
 
 
 class Shared:
-    """A value in transit from one rank to the others. The first call receives it."""
+    """A value that another rank has broadcast. The first call waits for the value; ``take`` receives it."""
 
     def __init__(self, take: Callable[[], Any]) -> None:
         self._take: Callable[[], Any] | None = take

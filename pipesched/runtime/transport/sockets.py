@@ -1,4 +1,4 @@
-"""Sockets: send short messages between processes, over one connection for each (from, to, tag).
+"""Sockets: send short messages between processes, over one connection for each sender, receiver and tag.
 
 gloo passes every message to threads of its own, at both ends. On few cores such a thread spins on a lock whose holder
 waits for a core (0.3 ms of processor time a message, measured with two ranks on two cores). Here the rank's own thread
@@ -11,9 +11,10 @@ Ranks on one machine use Unix sockets, which take half the time of the local net
 is kept short: code that has not run for some ms has left the processor's caches and takes 30 times as long as in a
 loop.
 
-A connection is accepted after a greeting with a proof that the sender has read the receiver's secret from the store. No
-rank waits for one particular connection's greeting. Connections that are silent, slow or of another user only occupy
-one of a limited number of slots, and the oldest is closed when the slots are full.
+A connection is accepted after a greeting, which proves that the sender has read the receiver's secret from the store.
+The receiver reads the greetings of all new connections as their bytes arrive, so no connection makes it wait. New
+connections occupy a limited number of slots. When the slots are full, the oldest connection without a complete greeting
+is closed.
 """
 
 import errno
@@ -39,12 +40,12 @@ __all__ = ["SocketPort", "own_host"]
 
 _GREETING = Struct("<qq16s")  # the sender's rank, the tag, a proof that it has read the receiver's secret
 _BACKLOG = 1024
-_MOST_GREETING = 64  # connections without a greeting; ranks greet immediately, and the oldest connection is closed
+_MOST_GREETING = 64  # connections without a complete greeting; the oldest is closed if there are more
 _TRY_S = 0.25  # to connect, before a thread takes over; only a rank flooded with connections takes longer
-_GLANCE_S = 0.1  # wait for greetings before checking whether another thread has accepted the awaited one
+_GLANCE_S = 0.1  # wait for greetings before checking whether another thread has accepted the awaited connection
 _CREDENTIALS = Struct("@iII")  # struct ucred: process, user, group
 _PATIENCE_S = 5  # for the other end to receive pending bytes when a connection is closed
-_ROOM = 4 << 20  # buffer bytes of a Unix socket: several short messages
+_ROOM = 4 << 20  # bytes in the send buffer of a Unix socket; holds several short messages
 _TIME = Struct("@ll")  # struct timeval: seconds, microseconds
 _IFREQ = Struct("@16s4x4s16x")  # struct ifreq: an interface's name and IPv4 address
 _NAME_BYTES = 15
@@ -82,7 +83,7 @@ def _address_of(interface: str) -> str:
 
 
 class _Pending(NamedTuple):
-    """A send that a thread completes."""
+    """A send whose remaining bytes (``rest``) are written by a thread."""
 
     rest: memoryview
     written: threading.Event
@@ -109,8 +110,8 @@ class _Sender:
     def send(self, parts: Sequence[Any], nbytes: int) -> _Pending | None:
         """Send buffers as ``SocketPort.sender`` describes.
 
-        Bytes that a dead receiver never reads are lost without an error: a rank fails when it waits for a dead rank,
-        and may otherwise finish.
+        Bytes that a dead receiver never reads are lost without an error, because a rank must fail only if it waits for
+        a dead rank.
         """
         try:
             if self._behind:
@@ -139,7 +140,10 @@ class _Sender:
         return pending
 
     def _write(self) -> None:
-        """In a thread: write queued messages until an empty one ends it, or no connection can be made."""
+        """The main loop of the writer thread: write queued messages until an empty one.
+
+        Ends immediately if no connection can be made.
+        """
         with suppress(OSError, RuntimeError):
             if self.connection is None:
                 self.connection = self._connect_patiently()
@@ -236,9 +240,9 @@ class SocketPort:
         store.set(f"address/{rank}", json.dumps(address))
 
     def sender(self, to: int, tag: int, /) -> Callable[[Sequence[Any], int], _Pending | None]:
-        """A function that sends buffers of ``nbytes`` bytes in total, without waiting.
+        """Return a function (buffers, their size in bytes) that sends the buffers without waiting.
 
-        The buffers may change afterwards. The function returns None if all bytes are written, otherwise the pending
+        The buffers may be changed afterwards. The function returns None if all bytes are written, otherwise the pending
         send.
         """
         if (to, tag) not in self._senders:
@@ -246,7 +250,7 @@ class SocketPort:
         return self._senders[to, tag].send
 
     def reader(self, from_: int, tag: int, /) -> Callable[[memoryview], None]:
-        """A function that waits for the next bytes and fills a buffer with them."""
+        """Return a function that waits for the next bytes and fills a buffer with them."""
         return _Reader(lambda: self._accept(from_, tag)).read
 
     def _connect(self, to: int, tag: int, limit_s: float) -> socket.socket:
@@ -259,7 +263,7 @@ class SocketPort:
         return connection
 
     def _accept(self, from_: int, tag: int) -> socket.socket:
-        """Wait for the connection from a rank with a tag, and accept other connections meanwhile."""
+        """Wait for a rank's connection with this tag; other connections that arrive meanwhile are accepted, too."""
         end_s = time.monotonic() + self._timeout_s
         while (from_, tag) not in self._accepted:
             left_s = end_s - time.monotonic()
@@ -275,7 +279,7 @@ class SocketPort:
         return self._accepted[from_, tag]
 
     def _accept_next(self, listener: socket.socket) -> None:
-        """Accept the next connection, and read the available bytes of all greetings."""
+        """Accept the next connection on a listener, and read the available bytes of all incomplete greetings."""
         try:
             connection, _ = listener.accept()
         except (BlockingIOError, ConnectionAbortedError):  # another thread has accepted it, or it was closed
@@ -346,7 +350,7 @@ class SocketPort:
 
 
 def _greeting(connection: socket.socket, rank: int, tag: int, word: bytes) -> bytes:
-    """A greeting. It proves that the sender has read the secret, but does not contain the secret.
+    """The greeting of a connection. It proves that the sender has read the secret, but does not contain the secret.
 
     The proof is valid only for one rank, tag and kind of connection, so it cannot be reused elsewhere.
     """
@@ -376,7 +380,8 @@ def _connected(name: str) -> socket.socket | None:
     """A Unix connection to the listener with this name; None if the network must be used.
 
     The network is used if there is no listener, if the listener belongs to another user or its backlog is full, or if
-    the system limits the buffers to less than a network connection has. A thread would then often write the rest.
+    the system limits the send buffer to less than ``_ROOM`` bytes. With a smaller buffer, a thread would often have to
+    write the rest of a message.
     """
     if sys.platform != "linux":
         return None
