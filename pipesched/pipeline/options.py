@@ -1,4 +1,4 @@
-"""Options of a Pipeline that few users change, grouped by their reader: the search, the numerics, the mesh."""
+"""Options of a Pipeline that few users change: options of the search, of the numerics and of a mesh."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -80,10 +80,10 @@ class Numerics:
             by position or keyword (including "target" and "output"). With None an argument is not split. Default: 0.
         loss_weight: maps a micro-batch's target (its inputs if there is no target) to its weight in the loss. Default:
             its number of rows, or the number of labels over which a loss of torch.nn or the model's own loss averages.
-        loss_reduction: how loss_fn reduces over rows: "mean" or "sum". Default: as a loss of torch.nn states, else
-            "mean".
-        batch_norm: when BatchNorm updates its running statistics: after each "micro-batch", or once a "mini-batch" as a
-            forward of the whole batch would. Default: "micro-batch".
+        loss_reduction: how loss_fn reduces over rows, "mean" or "sum". Default: the ``reduction`` of a torch.nn loss,
+            else "mean".
+        batch_norm: when BatchNorm updates its running statistics: after each "micro-batch", or once per "mini-batch" as
+            in a forward of the whole batch. Default: "micro-batch".
         intra_op_threads: CPU threads with which each rank computes. Default: 1.
 
     Raises:

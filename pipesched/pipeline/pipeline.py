@@ -92,7 +92,7 @@ class Pipeline(ModuleInterface):
             folder. Default: "reset".
         wrap: ``wrap(stage_module, stage)`` -> the module that the stage runs: the same one, changed in place (as by
             ``fully_shard``), or one around it. Default: no wrapping.
-        compile: True compiles layers with torch.compile; a dict holds arguments for it. Default: False.
+        compile: True compiles layers with torch.compile; a dict gives its keyword arguments. Default: False.
         plan: a Plan to run, in place of schedule, num_microbatches, num_stages, boundaries, together and checkpoint.
         search: options of the search for a plan, such as ``Search(memory_limit_bytes=16 << 30)``.
         numerics: how batches are split and losses weighted, such as ``Numerics(batch_norm="mini-batch")``.
@@ -485,8 +485,9 @@ class Pipeline(ModuleInterface):
     def trace(self) -> Trace:
         """The measured trace of the last step. On a GPU, reading it waits for the step to end.
 
-        Under a mesh it holds this rank's part; ``gather_trace()`` returns all ranks. For an asynchronous schedule it
-        holds the steps since the last flush, at most the last six; work begun before them is not counted as in flight.
+        Under a mesh it holds only this rank's actions; ``gather_trace()`` returns those of all ranks. For an
+        asynchronous schedule it holds the steps since the last flush, at most the last six; work begun before them is
+        not counted as in flight.
 
         Raises:
             ExecutionError: no step has run under this plan yet.
@@ -575,15 +576,15 @@ class Pipeline(ModuleInterface):
         )
 
     def _is_own(self, name: str) -> bool:
-        """Whether this process trains the parameter or buffer of this name: always in one process."""
+        """Return whether this process trains the parameter or buffer of this name: always true without a mesh."""
         host = self._running.host
         return isinstance(host, ThreadRanks) or host.holds(self._running.assembly.owners.rank(name))
 
     def _modules(self) -> dict[str, nn.Module]:
-        self.flush()  # stages on older weight versions have put these into their modules
+        self.flush()  # a stage that ran with an older weight version has left that version in its modules
         return super()._modules()
 
-    # ---- its life ---------------------------------------------------------------------------------------------
+    # ---- closing ----------------------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Flush, and stop the ranks. Deleting the pipeline stops them without a flush.

@@ -1,4 +1,4 @@
-"""Plan trials: run plans of a model for a few steps, and leave the model unchanged."""
+"""Plan trials: run plans of a model for a few steps each, without changing the model."""
 
 import copy
 import time
@@ -42,7 +42,7 @@ class Trial:
     target: Any  #: the sample's target
     split_dims: SplitDims
     where: Mapping[str, Any]  #: devices or mesh, and whole_layers, as for ``Pipeline``
-    host: RankHost  #: the host of these ranks; processes agree through it
+    host: RankHost  #: runs the ranks; also makes processes agree on values
     batch_size: int
 
     def run(self, plans: Sequence[Plan], told: Callable[[float], None]) -> list[list[Trace]]:

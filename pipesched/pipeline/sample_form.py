@@ -14,7 +14,7 @@ __all__ = ["MISFITS", "CallForm", "check_form"]
 #: Errors that a model's code raises when it is called in a form that it does not accept.
 MISFITS = TypeError, LookupError, AttributeError, GraphError
 
-_LONGEST = 400  # characters of a form in an error message
+_LONGEST = 400  # the most characters of a form in an error message
 _BESIDE = ("target", "return_outputs", "gather")  # keywords of a step that are not the model's
 
 
@@ -23,7 +23,7 @@ class CallForm:
     """The form of a call's arguments, as text such as ``(x=tensor, pair=(tensor, tensor))``."""
 
     text: str
-    typed: str = field(default="", compare=False)  #: with the tensors' types and dimensions, which may change by batch
+    typed: str = field(default="", compare=False)  #: the same text with the tensors' types and dimensions
 
     @classmethod
     def of(cls, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> "CallForm":

@@ -17,7 +17,7 @@ __all__ = ["StepFigures", "StepLog"]
 
 
 class _Writer(Protocol):
-    """The interface of torch.utils.tensorboard.SummaryWriter."""
+    """The part of torch.utils.tensorboard.SummaryWriter that the log uses."""
 
     def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> Any:
         """Write one number."""
@@ -25,7 +25,7 @@ class _Writer(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class StepFigures:
-    """The figures of one step."""
+    """The times and the loss of one step, as logged."""
 
     step: int
     step_s: float  #: the makespan
@@ -65,8 +65,8 @@ class StepLog:
         for x, y in loader:
             log(pipe.step(x, target=y))
 
-    To log a step, its trace is read and a step is simulated; on a GPU this waits for the step to end. Other steps cost
-    nothing. Under a mesh every rank calls the log, and rank 0 logs the times of all ranks.
+    Logging a step reads its trace and simulates a step; on a GPU this waits for the step to end. Steps that are not
+    logged cost nothing. Under a mesh every rank calls the log, and rank 0 logs the times of all ranks.
 
     Args:
         pipe: the pipeline to log.
@@ -102,7 +102,7 @@ class StepLog:
         self._every = every
         self._show = show
         self._calls = 0
-        self._last: tuple[int, float] | None = None  # the number of calls at the last logged one, and its time
+        self._last: tuple[int, float] | None = None  # the number of calls when a step was last logged, and the time
 
     def __call__(self, loss: Any = None, *, step: int | None = None) -> StepFigures | None:
         """Log a step, right after it has run.

@@ -193,7 +193,7 @@ def _host_for(devices: Sequence[Any], mesh: DeviceMesh | None) -> RankHost:
 
 
 def _together(host: MeshRanks, decide: Callable[[Run], Plan], run: Run) -> Plan:
-    """Let rank 0 search, while all ranks run its trial plans. Returns the plan on every rank."""
+    """Search on rank 0, while all ranks run its trial plans. Returns the plan on every rank."""
 
     def ask(plans: Sequence[Plan], told: Callable[[float], None]) -> Sequence[Sequence[Trace]]:
         return run(host.agreed(lambda: list(plans)), told)
@@ -210,7 +210,7 @@ def _to_confirm(confirm: Any, model: Any, known: bool, *, here: bool) -> int:
         confirm: the user's number; None for the default.
         model: the user's model; None if only a profile was given.
         known: whether the devices are known, by devices= or mesh=.
-        here: whether the ranks can run from this process.
+        here: whether this process can run all ranks.
 
     """
     if confirm is None:
@@ -233,7 +233,7 @@ def _to_confirm(confirm: Any, model: Any, known: bool, *, here: bool) -> int:
 
 
 def _devices_for(count: int) -> list[str]:
-    """Return ``count`` GPUs if the machine has so many, else the CPU ``count`` times."""
+    """Return the names of ``count`` GPUs if the machine has that many, else ``count`` times the CPU."""
     return [f"cuda:{at}" for at in range(count)] if torch.cuda.device_count() >= count else ["cpu"] * count
 
 
@@ -260,7 +260,7 @@ def _profile(
 
 @contextmanager
 def _bar(shown: bool) -> Iterator[Callable[[float], None]]:
-    """Show a progress bar of the search, if ``progress`` is set and tqdm is installed."""
+    """Show a progress bar if ``shown`` and tqdm is installed. Yields a function that sets the progress, from 0 to 1."""
     try:
         from tqdm import tqdm
     except ImportError:

@@ -117,7 +117,7 @@ def reference_step(
                 root = torch.zeros_like(loss) if factor == 0 else loss if factor is None else loss * factor
                 if factor != 0:
                     with _without_autocast(), run.in_backward:
-                        torch.autograd.backward((edge_of(root),))  # given a tensor, torch would leave the mode
+                        torch.autograd.backward((edge_of(root),))  # with a tensor, torch would leave the mode
                 total = root.detach() if total is None else total + root.detach()
         run.deliver()
     finally:
