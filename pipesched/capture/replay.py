@@ -211,7 +211,7 @@ class _Run(TorchFunctionMode):
     # ---- called by the containers' code --------------------------------------------------------------------------
 
     def __enter__(self) -> "_Run":
-        """Begin a part of the code between layers."""
+        """Enter the mode for the next part of the code between layers."""
         if "" in self._replay.capture.outside:
             self._code.enter_context(self._random.outside("", self._code_parts))
             self._code_parts += 1

@@ -329,7 +329,7 @@ class _Place:
     name: str
 
     def put_back(self, tensor: Tensor) -> Tensor | None:
-        """Register the tensor here again. Returns the tensor that code of the module registered in its place, else None."""
+        """Register the tensor here again. Returns the tensor that the module had registered in its place, else None."""
         own: dict[str, Any] = self.module._parameters if isinstance(tensor, nn.Parameter) else self.module._buffers
         put: Tensor | None = own[self.key]
         own[self.key] = tensor

@@ -143,7 +143,7 @@ class Ties:
         return [leaf for tie in self._all.values() for place, leaf in tie.leaves.items() if tie.ranks[place] == rank]
 
     def own(self, parameter: nn.Parameter, rank: int) -> Tensor:
-        """Return the tensor that accumulates a parameter's gradient on a rank: for tied parameters used there a leaf."""
+        """Return the tensor that accumulates a parameter's gradient on a rank: a leaf if it is tied and used there."""
         tie = self._all.get(parameter)
         places = [] if tie is None else [place for place, at in tie.ranks.items() if at == rank]
         return tie.leaves[places[0]] if tie and places else parameter

@@ -374,7 +374,7 @@ def _per_action(ran: Ran, ranks: Sequence[int], kind: Kind) -> list[float]:
 
 
 def _chained(ran: Ran, kind: Kind) -> list[float]:
-    """Return the seconds from the start of an action to the end of the one that waits for it, minus the work of both."""
+    """Return the seconds from the start of an action to the end of the one that waits for it, without their work."""
     spans = {span.action: span for rank in ran.trace.by_rank for span in rank}
     found = []
     for action, span in spans.items():
