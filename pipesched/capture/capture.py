@@ -133,7 +133,7 @@ class Capture:
         return frozenset(free)
 
     def trained(self, parameters: Set[str]) -> set[Value]:
-        """The values that depend on one of these parameters, and so need a gradient when the parameters are trained."""
+        """Return the values that depend on these parameters, and need gradients if the parameters are trained."""
         values: set[Value] = set()
         for call in self.calls:
             if not call.reads and not (values.isdisjoint(call.takes) and parameters.isdisjoint(call.uses)):

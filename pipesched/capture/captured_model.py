@@ -157,7 +157,7 @@ class CapturedModel:
         return [call.place for call in found]
 
     def passed(self) -> Generator[tuple[str, Any]]:
-        """Yield nothing: captured stages pass only single tensors and numbers."""
+        """Yield nothing, because captured stages exchange only single tensors and numbers."""
         yield from ()
 
     @property
@@ -165,7 +165,7 @@ class CapturedModel:
         return self.captures[self.model.training].output_form
 
     def output(self) -> Any:
-        """The model's output for the sample if it is a single tensor, else None."""
+        """Return the model's output for the sample if it is a single tensor, else None."""
         results = self.captures[self.model.training].results
         return results[0].detach() if len(results) == 1 else None
 
@@ -233,7 +233,7 @@ class CapturedModel:
 
 
 def _trained(call: Call) -> Sequence[str]:
-    """Names of the parameters and buffers that may get a gradient from a call."""
+    """Return the names of parameters and buffers that may get a gradient from a call."""
     return () if call.reads else call.uses
 
 

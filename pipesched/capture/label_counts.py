@@ -157,7 +157,7 @@ def _may_try(model: nn.Module, labels: Tensor) -> bool:
 
 
 def _fits(weights: list[float], losses: list[Tensor]) -> bool:
-    """Whether the loss of all rows is the mean of the two halves' losses with these weights."""
+    """Return whether the loss of all rows is the mean of the two halves' losses, weighted by ``weights``."""
     if min(weights) < 0:
         return False
     whole, *parts = (float(loss) for loss in losses)

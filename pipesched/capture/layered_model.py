@@ -48,10 +48,10 @@ class LayeredModel(Protocol):
         """The names of weights and buffers that forwards write to."""
 
     def written_by(self, cut: StageLayers) -> Sequence[Collection[str]]:
-        """For each stage, the names of weights and buffers that its own calls write to."""
+        """Return, for each stage, the names of weights and buffers that its own calls write to."""
 
     def reached(self, cut: StageLayers) -> Sequence[tuple[str, str, int]]:
-        """The layers that use another layer's parameter without getting it as an argument.
+        """Return the layers that use another layer's parameter without getting it as an argument.
 
         Returns:
             A list of (layer, parameter, stage of the layer).
@@ -91,7 +91,7 @@ class LayeredModel(Protocol):
         """The form of the model's output (see ``form_of``) if it is known before the first step, else None."""
 
     def output(self) -> Any:
-        """The model's output for the sample; the model must not be on the meta device."""
+        """Return the model's output for the sample. The model must not be on the meta device."""
 
     def graph(self, costs: Mapping[str, LayerCosts]) -> "nx.DiGraph[str]":
         """Return the layers as a graph, with their costs if ``costs`` is not empty; see ``graph_of``."""
@@ -122,7 +122,7 @@ def as_model(model: Any) -> Any:
 
 
 def stages_of(model: Any, layers: Sequence[str], num_stages: int) -> list[str] | None:
-    """For a list with one module per stage, return the first layer of each module except the first; else None."""
+    """Return the first layer of each module but the first; None unless the model is a list with a module per stage."""
     if not isinstance(model, list | tuple | nn.ModuleList) or len(model) != num_stages:
         return None
     firsts = [next((name for name in layers if f"{name}.".startswith(f"{part}.")), "") for part in range(len(model))]
@@ -225,7 +225,7 @@ class LayersInARow:
         check_class_state(self._model, changed, self.layers, list(self.layers))
 
     def check(self, program: Program) -> None:
-        """A chain supports every program."""
+        """Do nothing, because a chain of layers supports every program."""
 
     def uses(self, cut: StageLayers, ranks: Sequence[int]) -> list[Use]:
         return []

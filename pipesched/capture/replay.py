@@ -63,7 +63,7 @@ class Looks:
 
 
 class _Done(BaseException):
-    """Raised to leave the model's code after the stage's last call. A BaseException, so that containers let it pass."""
+    """Raised to abort the model's code after the stage's last call. ``except Exception`` does not catch it."""
 
 
 class Replay:
@@ -162,7 +162,7 @@ class Replay:
         return made
 
     def _layer(self, name: str, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The containers' code calls this in place of a layer."""
+        """Run or skip the call of a layer. The containers' code calls this method in place of the layer."""
         return layer(*args, **kwargs) if self.running is None else self.running.layer(name, layer, args, kwargs)
 
 

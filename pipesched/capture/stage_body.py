@@ -31,7 +31,7 @@ class Body(Protocol):
         """The layers that this stage calls, by name. Assign to an entry before the first run to replace a layer."""
 
     def begin(self) -> None:
-        """Called when a step begins; the model's mode and flags may have changed."""
+        """Prepare for a step, because the model's mode and flags may have changed since the previous one."""
 
     def over(self, layers: Mapping[str, nn.Module], device: torch.device) -> "Body":
         """Return this body for copies of the layers, for use by another thread."""

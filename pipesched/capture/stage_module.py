@@ -27,7 +27,7 @@ Wrap = Callable[[nn.Module, int], nn.Module]
 
 
 class StageModule(nn.Module):
-    """The layers of a stage under their qualified names. Only the pipeline calls it."""
+    """The layers of a stage under their qualified names. Only the pipeline may call it."""
 
     def __init__(self, layers: Mapping[str, nn.Module]) -> None:
         super().__init__()

@@ -111,7 +111,7 @@ class Initial:
 
     Args:
         model: the user's module.
-        init: the source of weights, as ``Pipeline`` takes it; None means "reset".
+        init: the source of weights, as for ``Pipeline``; None means "reset".
         seed: seed of the random numbers.
         loss_fn: the loss, which must not be on the meta device.
 

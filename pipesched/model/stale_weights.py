@@ -52,7 +52,7 @@ class Placement:
 
 
 class StaleHook:
-    """The hook on the modules of a model with stale weights. Calls by the model's pipelines pass it."""
+    """The hook on the modules of a model with stale weights. It allows calls by the model's pipelines."""
 
     def __init__(self, placement: Placement) -> None:
         self.placement = placement
@@ -161,7 +161,7 @@ def _hook_on(model: nn.Module) -> StaleHook | None:
 
 
 def release_model(model: nn.Module) -> None:
-    """Remove the hooks: all weights of the model are up to date."""
+    """Remove the hooks, because all weights of the model are up to date."""
     if (hook := _hook_on(model)) is not None:
         hook.remove()
 
@@ -210,12 +210,12 @@ class StaleGuard:
             hook.allow(self._runs)
 
     def release(self) -> None:
-        """Remove the hooks: all weights of the model are up to date."""
+        """Remove the hooks, because all weights of the model are up to date."""
         release_model(next(iter(self._roots.values())))
 
     @contextmanager
     def lifted(self) -> Iterator[None]:
-        """Allow the enclosed code to read the model."""
+        """Allow the code in the ``with`` block to read the model."""
         self.check(changes=False)
         hook = self._hook
         if hook is None:

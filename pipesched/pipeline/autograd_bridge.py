@@ -87,7 +87,7 @@ def attach(opened: OpenPass) -> Any:
 
 
 def _firsts(whole: Payload, pattern: Payload) -> tuple[Any, ...]:
-    """For each leaf of the pattern, return the leaf of ``whole`` at the first place of that leaf in the pattern."""
+    """Return, for each leaf of ``pattern``, the leaf of ``whole`` at the place where the former first appears."""
     return tuple(whole.leaves[whole.places[pattern.places.index(leaf)]] for leaf in range(len(pattern.leaves)))
 
 

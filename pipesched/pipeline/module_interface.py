@@ -90,7 +90,7 @@ class ModuleInterface:
         return not names or any(map(self._is_own, names))
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Iterate over the parameters with their names; a tied parameter comes once, under its first name."""
+        """Iterate over the parameters with their names; a tied parameter appears once, under its first name."""
         for prefix, module in self._modules().items():
             for name, parameter in module.named_parameters():
                 if self._is_own(prefix + name):

@@ -383,13 +383,13 @@ class Pipeline(ModuleInterface):
 
         Call it before you change the model, an optimizer or a learning rate scheduler directly. Methods of the pipeline
         that read or change weights, state or mode flush on their own, and so do ``evaluate``, ``forward`` and
-        ``close``. The next step starts from the weights at its beginning.
+        ``close``. The next step uses the weights as they are when it starts.
 
         Returns:
             The loss of the last step; None if no step is under way, which is always so with a synchronous schedule.
 
         Raises:
-            Exception: as ``step``.
+            Exception: any exception of a layer, as for ``step``.
 
         """
         return self._running.flush()
@@ -476,7 +476,7 @@ class Pipeline(ModuleInterface):
 
     @property
     def partitions(self) -> list[nn.Sequential]:
-        """The layers of each stage: the layers themselves, not copies."""
+        """The model's own layers (not copies), as one nn.Sequential per stage."""
         return [nn.Sequential(*(self._spec.layers[name] for name in names)) for names in self._running.cut]
 
     # ---- measured and predicted -------------------------------------------------------------------------------

@@ -239,7 +239,7 @@ class Replanner:
         return Replanned(plan=self._plan(), layers=layers, moved_bytes=size, cost_s=cost_s)
 
     def _places(self) -> dict[str, _Place]:
-        """Return the device of each parameter and buffer, and the bytes that move if it moves."""
+        """Return the device of each parameter and buffer, and the bytes to copy when it changes its device."""
         optimizers = self._running.assembly.optimizers.values()
         states = {parameter: state for optimizer in optimizers for parameter, state in optimizer.state.items()}
         places: dict[str, _Place] = {}

@@ -152,8 +152,7 @@ class TimingRun(nn.Module):
 
         - Recording the start of a backward takes time. Therefore the time of a layer without work is subtracted.
         - Computing weight gradients layer by layer takes longer than one call for all layers. Therefore the time of
-        that
-          call is divided among the layers.
+          that call is divided among the layers.
         - Short disturbances occur in every step, but a layer's median contains none. Therefore the layers' times are
           scaled so that their sum is the median time of a round.
         """

@@ -157,7 +157,7 @@ class KeyedRandom:
 
     @contextmanager
     def outside(self, layer: str, call: int) -> Iterator[None]:
-        """Key draws outside torch by this call of a layer, or by a part of the code between layers if ``layer`` is ""."""
+        """Key draws outside torch by this call of a layer; with ``layer`` "" by a part of the code between layers."""
         before = self._outside
         self._outside = f"{layer}/{call}/outside"
         try:

@@ -331,7 +331,7 @@ def _parts_of(leaf: Any, dim: int, parts: int) -> Sequence[Any] | None:
 
 
 def gather(values: Sequence[Any], rows: Sequence[int], dim: int = 0) -> Any:
-    """The inverse of ``split`` for outputs: concatenate tensors, and stack scalar ones.
+    """Join the outputs of micro-batches, as the inverse of ``split``: concatenate tensors, and stack scalar tensors.
 
     A tensor whose size along ``dim`` is not its micro-batch's number of rows is concatenated along dim 0. Other leaves
     are taken from the first micro-batch.

@@ -87,7 +87,7 @@ class FakeStage:
         self.updates: list[list[int]] = []  # the micro-batches of each update
 
     def forward(self, microbatch: int, *arrived: Any, split: bool, checkpointed: bool) -> Action:
-        """Run F. Returns the action as the output, so that the receiver can check the message."""
+        """Run F (the forward). Returns the action as the output, so that the receiver can check the message."""
         if self._versions and microbatch >= len(self._versions):
             raise ExecutionError(
                 f"every micro-batch must have a weight version; stage {self.index} has versions for "
@@ -105,11 +105,11 @@ class FakeStage:
         return Action(self.index, Kind.F, microbatch)
 
     def recompute(self, microbatch: int, *, split: bool) -> None:
-        """Run R."""
+        """Run R (recompute)."""
         self._run(Kind.R, microbatch, after=(Kind.F,))
 
     def backward(self, microbatch: int, *grads: Any) -> PerConsumer:
-        """Run B."""
+        """Run B (the whole backward)."""
         self._wait_for_copy(microbatch)
         self._run(Kind.B, microbatch, after=(Kind.F,))
         self._gradients.append(microbatch)
@@ -117,14 +117,14 @@ class FakeStage:
         return PerConsumer([Action(self.index, Kind.B, microbatch)] * self._num_producers)
 
     def input_grad(self, microbatch: int, *grads: Any) -> PerConsumer:
-        """Run I."""
+        """Run I (the input gradient)."""
         self._wait_for_copy(microbatch)
         self._run(Kind.I, microbatch, after=(Kind.F,))
         self._check(grads, Kind.B, microbatch)
         return PerConsumer([Action(self.index, Kind.B, microbatch)] * self._num_producers)
 
     def weight_grad(self, microbatch: int) -> None:
-        """Run W."""
+        """Run W (the weight gradient)."""
         self._run(Kind.W, microbatch, after=(Kind.F, Kind.I))
         self._gradients.append(microbatch)
 
@@ -152,7 +152,7 @@ class FakeStage:
         self._clock.reach(self._copied.pop(microbatch, self._clock.now()))
 
     def update(self, number: int) -> None:
-        """Run UPDATE."""
+        """Run UPDATE (the optimizer's step)."""
         action = Action(self.index, Kind.UPDATE, number)
         if number != len(self.updates):
             raise ExecutionError(f"updates must run in order; number {len(self.updates)} is due, but {action} runs")

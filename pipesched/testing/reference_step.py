@@ -1,4 +1,4 @@
-"""Reference step: a training step without a pipeline. The results of exact programs are bit-identical to it."""
+"""Reference step: a training step without a pipeline. Pipelines with exact programs give bit-identical results."""
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -180,7 +180,7 @@ class _Unpipelined:
         return own
 
     def deliver(self) -> None:
-        """For each shared weight, add the gradients of its uses in call order."""
+        """Add the gradients of each shared weight's uses in call order, and pass the sum to the weight."""
         for parameter in {id(parameter): parameter for parameter, _ in self._leaves.values()}.values():
             deliver(parameter, [leaf.grad for own, leaf in self._leaves.values() if own is parameter])
 

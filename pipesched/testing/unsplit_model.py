@@ -42,7 +42,7 @@ class Unsplit:
         model: the user's module.
         layers: layer name -> layer.
         stand_ins: for each call, tensors that replace some of its parameters. Default: none.
-        norms: collects statistics over whole mini-batches. Default: None.
+        norms: collects BatchNorm statistics over whole mini-batches. Default: None.
 
     """
 
