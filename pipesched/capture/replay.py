@@ -67,7 +67,7 @@ class _Done(BaseException):
 
 
 class Replay:
-    """One stage's part of a forward; used by one thread at a time.
+    """Runs one stage's part of a forward. Used by one thread at a time.
 
     Args:
         model: the user's module.

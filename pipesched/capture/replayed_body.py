@@ -79,7 +79,7 @@ class ReplayedBody:
         }
 
     def over(self, layers: Mapping[str, nn.Module], device: torch.device) -> "ReplayedBody":
-        """Return this body for copied layers. Copies share no weights; each use of a weight has its own gradient."""
+        """Return a body that runs copied layers. Copies share no weights; each use of a weight has its own gradient."""
         other = copy.copy(self)
         other.layers = dict(layers)
         other._twins = {}

@@ -34,7 +34,7 @@ class Body(Protocol):
         """Prepare for a step, because the model's mode and flags may have changed since the previous one."""
 
     def over(self, layers: Mapping[str, nn.Module], device: torch.device) -> "Body":
-        """Return this body for copies of the layers, for use by another thread."""
+        """Return a body that runs copies of the layers, for another thread."""
 
     def inputs(self, inputs: Any) -> Any:
         """Return the model's inputs (args, kwargs) without the contents of tensors that this stage does not need."""

@@ -37,7 +37,7 @@ __all__ = ["AutoPlan", "adds_up", "as_profile", "cores_of", "on_devices"]
 
 @dataclass(frozen=True, kw_only=True)
 class AutoPlan:
-    """The search for a Pipeline's plan."""
+    """Searches for a Pipeline's plan."""
 
     model: Any  #: the user's model argument
     module: nn.Module  #: the module built from it

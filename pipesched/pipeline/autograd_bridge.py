@@ -87,7 +87,7 @@ def attach(opened: OpenPass) -> Any:
 
 
 def _firsts(whole: Payload, pattern: Payload) -> tuple[Any, ...]:
-    """Return, for each leaf of ``pattern``, the leaf of ``whole`` at the place where the former first appears."""
+    """Return the leaves of ``whole`` at the places where the leaves of ``pattern`` first appear."""
     return tuple(whole.leaves[whole.places[pattern.places.index(leaf)]] for leaf in range(len(pattern.leaves)))
 
 

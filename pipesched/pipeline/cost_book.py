@@ -119,7 +119,7 @@ class CostBook:
         Args:
             programs: the programs that run the stages.
             cut: the layers of each stage.
-            layers: the layers' costs. Default: the measured ones.
+            layers: the layers' costs. Default: the measured costs.
 
         """
         costs_by_layer = treated(self.measured() if layers is None else layers, programs.checkpoint)

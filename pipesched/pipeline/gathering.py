@@ -155,7 +155,7 @@ def _check_fits(misfits: Sequence[str | None]) -> None:
 def _collect(
     executor: ProcessExecutor, targets: Collection[int], tensors: Mapping[str, Tensor], shares: Sequence[_Share]
 ) -> None:
-    """Send the tensors of each rank in turn to the ranks that gather, in batches of limited size."""
+    """Send the tensors of each rank in turn to the ranks that gather, in groups of limited size."""
     for source, share in enumerate(shares):
         takers = [rank for rank in targets if rank != source]
         for names in _batches(share) if takers else ():
@@ -184,7 +184,7 @@ def _batches(share: _Share) -> Iterator[list[str]]:
 
 
 def _whole(tensor: Tensor) -> Tensor:
-    """Return the whole tensor. A sharded one is gathered over its mesh, so all ranks of that mesh must call this."""
+    """Return the whole tensor. A sharded tensor is gathered over its mesh, so all ranks of that mesh must call this."""
     from torch.distributed.tensor import DTensor  # takes a second to import
 
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

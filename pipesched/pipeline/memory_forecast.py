@@ -27,7 +27,7 @@ _LOSS_BYTES = 8  # the memory of one micro-batch's loss
 
 
 class MemoryForecast:
-    """The predicted peak memory of the ranks under the running plan.
+    """Predicts the peak memory of the ranks under the running plan.
 
     Args:
         running: the running plan.

@@ -33,7 +33,7 @@ class Search:
         memory_limit_bytes: the most bytes that a rank may hold, including the states of ``optimizer=``. One number for
             all ranks, or one per rank. Default: None (no limit).
         batch_size: rows of a step. It allows the search to choose the number of micro-batches, provided that neither
-            BatchNorm nor the loss looks across rows. Default: the sample's rows times the number of micro-batches.
+            BatchNorm nor the loss combines rows. Default: the sample's rows times the number of micro-batches.
         profile: the layers' costs: a Profile or the path of one. Default: None (the layers are measured).
         links: the speed of the connections between ranks, from `probe_links`. Default: None (transfers count as free).
         offload: whether activations may be moved to the host to keep within a memory limit: "auto", True or False.
@@ -114,7 +114,7 @@ class Distributed:
     Args:
         inputs: the ranks that pass a batch. With "all", every rank passes the same one. With "first", only the first
             rank passes it; the others call ``step()``, ``evaluate()`` and ``forward()`` without it. Default: "all".
-        timeout: seconds that a rank waits for another one. Default: 60.
+        timeout: seconds that a rank waits for another rank. Default: 60.
 
     """
 
@@ -123,7 +123,7 @@ class Distributed:
 
 
 def as_options(given: _Options | None, kind: type[_Options]) -> _Options:
-    """Return the given options, or the default ones for None. Raises ArgumentError for a value of another type."""
+    """Return the given options, or the default options for None. Raises ArgumentError for a value of another type."""
     if given is None:
         return kind()
     name = kind.__name__

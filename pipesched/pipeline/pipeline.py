@@ -65,9 +65,10 @@ class Pipeline(ModuleInterface):
     From the first step until that call, calling, copying or saving the model itself raises ExecutionError.
 
     Args:
-        model: any nn.Module. Or a list of modules, each taking the output of the one before; with as many modules as
-            stages, each module becomes one stage. Or a function that builds the model, or a model on the meta device:
-            then the model is split first, and each rank creates only the weights of its own stages.
+        model: an nn.Module; a list of modules, each of which takes the output of the previous module; a function that
+            builds the model; or a model on the meta device. If a list has as many modules as there are stages, each
+            module becomes one stage. With a function or a meta model, the model is split first, and each rank creates
+            only the weights of its own stages.
         sample: one micro-batch as an example: a tensor, a tuple (positional arguments) or a dict (keyword arguments).
         devices: the device of each rank, all in this process; a device may repeat.
         mesh: in place of devices: a one-dimensional DeviceMesh with one process per rank, such as ``mesh["pp"]``.
@@ -90,8 +91,8 @@ class Pipeline(ModuleInterface):
         init: the source of weights for a model built without contents: "reset" (each module's ``reset_parameters``), a
             function of a module that runs after ``reset_parameters``, a state_dict, or safetensors files or their
             folder. Default: "reset".
-        wrap: ``wrap(stage_module, stage)`` -> the module that the stage runs: the same one, changed in place (as by
-            ``fully_shard``), or one around it. Default: no wrapping.
+        wrap: ``wrap(stage_module, stage)`` -> the module that the stage runs: ``stage_module`` itself, changed in place
+            (as by ``fully_shard``), or a module that contains it. Default: no wrapping.
         compile: True compiles layers with torch.compile; a dict gives its keyword arguments. Default: False.
         plan: a Plan to run, in place of schedule, num_microbatches, num_stages, boundaries, together and checkpoint.
         search: options of the search for a plan, such as ``Search(memory_limit_bytes=16 << 30)``.
@@ -275,8 +276,8 @@ class Pipeline(ModuleInterface):
 
         An asynchronous schedule starts this step and returns the loss of the step before it (the first step returns its
         own). That loss is a mean over the rows of its step; the loss of each row is computed with the weights at the
-        time of its forward. An exception may surface in the next step or in ``flush``. It discards the steps under way,
-        but keeps updates already made.
+        time of its forward. An exception may surface in the next step or in ``flush``. The steps under way are then
+        discarded, but updates already made are kept.
 
         Args:
             *args: the model's positional inputs, for the whole batch.
@@ -291,7 +292,7 @@ class Pipeline(ModuleInterface):
 
         Raises:
             InputError: the batch cannot be split, or the target is missing. ArgumentError, a kind of InputError: the
-                batch has another form than the sample, and the model fails on it.
+                batch is structured differently from the sample, and the model fails on it.
             MemoryLimitError: micro-batches have more rows than planned, and a rank would exceed its memory limit.
             ExecutionError: the pipeline is closed, or a rank of the mesh failed, which ends the pipeline on all ranks.
             Exception: any exception of a layer, with a note that names its stage, micro-batch and rank. In one process
@@ -412,7 +413,7 @@ class Pipeline(ModuleInterface):
         return self._running.plan(self._book, self.model, self._history.costs)
 
     def replan(self, plan: Plan | None = None, *, steps_left: int | None = None, measure: bool = False) -> Replanned:
-        """Switch to another plan between two steps: the given one, or else a faster one if there is one.
+        """Switch to another plan between two steps: to ``plan``, or to a faster plan if the search finds one.
 
         ::
 
@@ -424,7 +425,7 @@ class Pipeline(ModuleInterface):
         scheduler of its own. An optimizer that you made yourself keeps its state on the old device: move it if the
         devices differ in kind.
 
-        Without ``plan`` the layers are cut anew for the same schedule, by the median times of the last steps; a rank
+        Without ``plan`` the layers are cut again for the same schedule, by the median times of the last steps; a rank
         that is slower on equal layers gets fewer layers. Boundaries, groups and memory limits given to Pipeline still
         hold. The new cut is used if its predicted step is shorter by more than 3 % and more than twice the noise.
 
@@ -456,7 +457,7 @@ class Pipeline(ModuleInterface):
 
     @property
     def num_stages(self) -> int:
-        """The number of stages that the model is cut into. A bidirectional schedule holds each of them twice."""
+        """The number of stages that the model is cut into. A bidirectional schedule holds each stage twice."""
         return len(self._running.cut)
 
     @property
@@ -521,7 +522,7 @@ class Pipeline(ModuleInterface):
         return self._memory.by_rank()
 
     def report(self) -> Report:
-        """Return a report: the plan explained, and the last step compared with its prediction. Collective under a mesh.
+        """Return a report that explains the plan and compares the last step with its prediction. Collective under a mesh.
 
         ::
 
@@ -589,7 +590,7 @@ class Pipeline(ModuleInterface):
     def close(self) -> None:
         """Flush, and stop the ranks. Deleting the pipeline stops them without a flush.
 
-        The model keeps its weights. Under a mesh it lacks those trained by other ranks; see ``gather_model``.
+        The model keeps its weights. Under a mesh it lacks the weights trained by other ranks; see ``gather_model``.
         """
         try:
             self.flush()

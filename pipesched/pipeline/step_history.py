@@ -104,7 +104,7 @@ class StepHistory:
         return earlier[1:] if len(earlier) > 1 else earlier
 
     def notes(self) -> Iterator[str]:
-        """Iterate over notes that say from what the prediction was made and which step was measured."""
+        """Iterate over notes on the source of the prediction and on the measured step."""
         runs = self._running.runs
         if runs and not self._running.assembly.programs.streams:
             first = "the first step, which also allocates memory and warms up"

@@ -72,7 +72,7 @@ class StepLog:
         pipe: the pipeline to log.
         writer: a torch.utils.tensorboard.SummaryWriter, or an object with its ``add_scalar``. Default: None (no
             scalars).
-        every: log one step in this many. Default: 1.
+        every: the number of steps from one logged step to the next. Default: 1 (log every step).
         show: a function that receives each line; None for no lines. Default: print.
 
     Raises:

@@ -88,7 +88,7 @@ def tune(
     changes the result of BatchNorm and of losses that compare rows: pass num_microbatches for such models.
 
     Args:
-        model: a module, which is measured with the sample; or a Profile, or the path of one.
+        model: a module, which is measured with the sample, or a Profile or the path of a saved Profile.
         sample: one micro-batch as an example, as for Pipeline. Default: None, for a Profile alone.
         num_ranks: the number of ranks to plan for, if neither devices nor a mesh are available.
         devices: in place of num_ranks: the device of each rank, as for Pipeline.
@@ -99,8 +99,8 @@ def tune(
             None (no limit).
         schedule: the schedule to use. Default: "auto", chosen by the search.
         num_stages: the number of stages. Default: chosen by the search.
-        num_microbatches: the number of micro-batches. Default: chosen by the search, of sizes between the measured
-            ones.
+        num_microbatches: the number of micro-batches. Default: chosen by the search, such that micro-batch sizes stay
+            within the measured range.
         boundaries: fixed stage boundaries, as for Pipeline. Default: chosen by the search.
         together: groups of layers that share a stage, as for Pipeline. Default: none.
         checkpoint: the checkpointing, as for Pipeline. Default: chosen by the search.
@@ -109,7 +109,7 @@ def tune(
         ranks_are: whether ranks are "threads" of one process or "processes". Default: "processes" with a mesh, else
             "threads".
         profile: the layers' costs, in place of measuring the model: a Profile or the path of one.
-        loss_fn: the loss, as for Pipeline, which is measured and run with the target. Default: the model's own loss,
+        loss_fn: the loss, as for Pipeline. It is measured and run with the target. Default: the model's own loss,
             or the sum of its outputs.
         target: the sample's target for loss_fn.
         split_dims: how arguments are split into micro-batches, as for Numerics. Default: 0.

@@ -43,7 +43,7 @@ def graph_of(
         whole_layers: names of modules that are kept as one layer. Default: none.
 
     Returns:
-        networkx.DiGraph. Nodes have ``parameters`` and ``buffers`` (names; a tied one is in several nodes),
+        networkx.DiGraph. Nodes have ``parameters`` and ``buffers`` (names; a tied tensor is in several nodes),
         ``num_parameters``, ``parameter_bytes`` and ``output_bytes`` (bytes of the results that later layers or the
         model's output use). If measured, they also have ``forward_s``, ``backward_s``, ``input_grad_s``,
         ``weight_grad_s`` and ``activation_bytes``. An edge from a layer to a user of its output has ``bytes`` and

@@ -40,14 +40,14 @@ class Pattern:
 
 
 class _Place:
-    """The place of a tensor."""
+    """Marks the place of a tensor in a Pattern."""
 
     def build(self, tensors: Iterator[Any], numbers: Iterator[Any]) -> Any:
         return next(tensors)
 
 
 class _Number:
-    """The place of a number."""
+    """Marks the place of a number in a Pattern."""
 
     def build(self, tensors: Iterator[Any], numbers: Iterator[Any]) -> Any:
         return next(numbers)

@@ -129,16 +129,16 @@ class FakeStage:
         self._gradients.append(microbatch)
 
     def offload(self, microbatch: int) -> None:
-        """Start the copy of OFFLOAD."""
+        """Start the copy to the host (OFFLOAD)."""
         self._begin_copy(Kind.OFFLOAD, microbatch, after=Kind.F)
 
     def free(self, microbatch: int) -> None:
-        """Run FREE, after the copy of OFFLOAD has ended."""
+        """Run FREE (release the offloaded activations) once the copy of OFFLOAD has ended."""
         self._note(Kind.FREE, microbatch, (Kind.OFFLOAD,))
         self._clock.reach(self._copied[microbatch])
 
     def fetch(self, microbatch: int) -> None:
-        """Start the copy of FETCH."""
+        """Start the copy back to the device (FETCH)."""
         self._begin_copy(Kind.FETCH, microbatch, after=Kind.FREE)
 
     def _begin_copy(self, kind: Kind, microbatch: int, after: Kind) -> None:
