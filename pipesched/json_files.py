@@ -18,7 +18,7 @@ _DEEPEST = 32  # levels of nesting; the files that pipesched writes have seven
 
 
 def load_json(path: str | PathLike[str], make: Callable[[Any], _Made]) -> _Made:
-    """Read a JSON file and return ``make`` of its value.
+    """Read a JSON file and return ``make(value)`` for the value that it contains.
 
     Raises:
         ScheduleError: `parse_json` or ``make`` raised an error; the message names the file.
@@ -148,7 +148,7 @@ def maybe(make: Callable[[Any], _Made]) -> Callable[[Any], _Made | None]:
 
 
 def _of_type(value: Any, hint: Any, what: str) -> Any:
-    """Check a value against a type hint; convert a list to a tuple if the hint is a tuple. Raises ScheduleError."""
+    """Check a value against a type hint; convert a list if the hint is a tuple. Raises ScheduleError for a wrong type."""
     origin = get_origin(hint)
     args = get_args(hint)
     if origin in (Union, UnionType):

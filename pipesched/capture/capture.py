@@ -1,7 +1,7 @@
 """Capture: the record of one forward, with each layer call, each function call between layers, and the data flow.
 
-The model's own code runs on a sample. Each recorded call lists the earlier values that it takes; a value is
-one tensor that a call returned. Replay runs the same code again and skips some of the calls. No code is translated, so
+The model's own code runs on a sample. Each recorded call lists the earlier values that it takes; a value is one tensor
+that a call returned. Replay runs the same code again and skips some of the calls. No code is translated, so
 containers may use any Python code.
 """
 
@@ -81,7 +81,7 @@ class Capture:
     """The record of one forward. Calls are referred to by their index in ``calls``."""
 
     calls: list[Call] = field(default_factory=list)
-    #: The values of the model's output.
+    #: The values that make up the model's output.
     output: tuple[Value, ...] = ()
     #: Names of functions that are not recorded as calls, because they only query shapes and similar properties.
     quiet: set[str] = field(default_factory=set)
@@ -89,19 +89,19 @@ class Capture:
     looked_at: set[Value] = field(default_factory=set)
     #: The bytes of each value, for the sample.
     nbytes: dict[Value, int] = field(default_factory=dict)
-    #: Arguments (args, kwargs) of each layer call, for measuring.
+    #: Call index -> the arguments (args, kwargs) of the layer call, for measuring.
     examples: dict[int, tuple[tuple[Any, ...], dict[str, Any]]] = field(default_factory=dict)
-    #: Layers that drew random numbers outside torch; "" is the code between layers.
+    #: Layers that drew from Python's or numpy's random generators; "" is the code between layers.
     outside: set[str] = field(default_factory=set)
     #: Pairs of calls in which the second uses a tensor that the first made but did not return.
     hidden: list[tuple[Call, Call]] = field(default_factory=list)
     #: Attributes of containers that the forward set, with their new values.
     changed: dict[tuple[nn.Module, str], Any] = field(default_factory=dict)
-    #: The tensors of the output.
+    #: The tensors of the model's output.
     results: list[Tensor] = field(default_factory=list)
-    #: Attributes of a layer that other code set before its call.
+    #: Call index -> attributes that other code set on the layer before this call.
     told: dict[int, dict[str, Any]] = field(default_factory=dict)
-    #: The function calls with their arguments, for measuring.
+    #: Call index -> the function and its arguments, for measuring.
     functions: dict[int, FunctionCall] = field(default_factory=dict)
     #: The containers and enums of the output; see ``form_of``.
     output_form: Any = None
@@ -111,7 +111,7 @@ class Capture:
     deciding: set[str] = field(default_factory=set)
     #: Class attributes that each forward changes; see ``class_state``.
     changed_classes: tuple[ClassAttribute, ...] = ()
-    #: For each layer call, the value of each tensor in its example; None for a tensor that is not a value.
+    #: Call index -> the value of each tensor in the call's example; None for a tensor that is not a value.
     taken: dict[int, tuple[Value | None, ...]] = field(default_factory=dict)
 
     @cached_property

@@ -56,7 +56,7 @@ def counted_labels(model: nn.Module, sample: tuple[tuple[Any, ...], dict[str, An
         sample: (args, kwargs) of its forward.
 
     Returns:
-        The name of the way of counting, for ``counts``.
+        The name of the way of counting, to pass to ``counts``; or None.
 
     """
     given = _labels_of(model, sample)
@@ -151,7 +151,7 @@ def _losses(model: nn.Module, *inputs: tuple[tuple[Any, ...], dict[str, Any]]) -
 
 
 def _may_try(model: nn.Module, labels: Tensor) -> bool:
-    """Return whether a model may run with ignored labels. An out-of-range label would corrupt the context of a GPU."""
+    """Return whether it is safe to run a model with ignored labels. A wrong label corrupts the context of a GPU."""
     devices = {tensor.device.type for tensor in (*model.parameters(), *model.buffers())}
     return devices <= {"cpu", "meta"} or bool((labels == IGNORED).any())
 

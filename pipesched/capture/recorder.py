@@ -96,7 +96,7 @@ class _Recorder(TorchFunctionMode):
         return capture
 
     def _note_outside(self, layer: str) -> None:
-        """Record whether this layer, or the code between layers (""), drew random numbers outside torch."""
+        """Record whether this layer, or the code between layers (""), drew from Python's or numpy's generators."""
         drawn = outside_state()
         if drawn != self._drawn:
             self._capture.outside.add(layer)

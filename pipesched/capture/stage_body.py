@@ -34,7 +34,7 @@ class Body(Protocol):
         """Prepare for a step, because the model's mode and flags may have changed since the previous one."""
 
     def over(self, layers: Mapping[str, nn.Module], device: torch.device) -> "Body":
-        """Return a body that runs copies of the layers, for another thread."""
+        """Return a stage body that runs copies of the layers, for another thread."""
 
     def inputs(self, inputs: Any) -> Any:
         """Return the model's inputs (args, kwargs) without the contents of tensors that this stage does not need."""
@@ -58,7 +58,7 @@ class Body(Protocol):
 class Chain:
     """A chain of layers. The first layer gets the model's inputs, or the received values as arguments.
 
-    With ``watched``, the first run in training mode warns of layers that draw random numbers outside torch.
+    With ``watched``, the first run in training mode warns of layers that draw from Python's or numpy's generators.
     """
 
     def __init__(self, layers: Mapping[str, nn.Module], *, watched: bool = False) -> None:
@@ -87,7 +87,7 @@ class Chain:
 
 
 def _watching(call: CallLayer) -> CallLayer:
-    """Wrap ``call`` to warn of a layer that draws random numbers outside torch."""
+    """Wrap ``call`` to warn of a layer that draws from Python's or numpy's generators."""
 
     def watched(name: str, number: int, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         before = outside_state()

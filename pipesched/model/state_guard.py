@@ -342,7 +342,7 @@ def no_graph(model: nn.Module) -> Iterator[None]:
 
 
 class _SharedTensors(TorchFunctionMode):
-    """Lets deepcopy share tensors."""
+    """Makes ``copy.deepcopy`` share tensors instead of copying them."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return args[0] if func is Tensor.__deepcopy__ else func(*args, **(kwargs or {}))

@@ -109,7 +109,7 @@ class Assembly:
         self.checkpoint_of_call = {
             call: word for layer, word in layers for call in spec.layered.calls_of(layer, again=word != "offload")
         }
-        #: The stages' memory needs, once they have been measured.
+        #: The stages' memory needs; None until they are measured.
         self.sizes: Sequence[StageSizes] | None = None
         #: The layers of each stage that holds its own weights, as one callable StageBody.
         self.bodies = self._bodies()
@@ -156,7 +156,7 @@ class Assembly:
 
     @property
     def program(self) -> Program:
-        """The program of a full batch, as its author wrote it."""
+        """The program for a full batch, as the schedule or the user wrote it."""
         return self.programs.full.plain
 
     def _bodies(self) -> Sequence[Body]:

@@ -67,7 +67,7 @@ class CostBook:
         self.overheads: Overheads | None = None
         #: The rows of a micro-batch for which the plan was found; 0 without a search.
         self.planned_rows = 0
-        #: The time of a device relative to the other devices, for devices with a difference measured in steps.
+        #: The time of a device relative to the other devices, for devices whose steps showed a difference.
         self.slow: dict[Hashable, float] = {}
         self._kinds: dict[str, Hashable] | None = None
         self._model = model

@@ -31,7 +31,7 @@ class MemoryForecast:
 
     Args:
         running: the running plan.
-        book: the cost book.
+        book: the known costs of layers and devices.
         spec: the model and its loss.
         guard: allows reads of the model while its weights are stale.
         limits: the bytes that each rank may hold; None without a limit.

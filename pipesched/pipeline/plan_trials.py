@@ -34,7 +34,7 @@ _ENOUGH_S = 5.0  # seconds after which no further round starts
 
 @dataclass(frozen=True)
 class Trial:
-    """The model, batch and ranks with which plans run."""
+    """Runs plans for a few steps, with a given model, batch and ranks."""
 
     model: Any
     sample: Any  #: one micro-batch; its rows are repeated to fill a batch

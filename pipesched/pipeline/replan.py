@@ -57,7 +57,7 @@ class Replanner:
 
     Args:
         running: the running plan, which is replaced.
-        book: the cost book.
+        book: the known costs of layers and devices.
         history: the last steps.
         roots: the model and the loss module, by the prefix of their names.
         spec: the model and the user's options for its stages.

@@ -41,7 +41,7 @@ class RunningPlan:
 
     @property
     def program(self) -> Program:
-        """The program of a full batch, as its author wrote it."""
+        """The program for a full batch, as the schedule or the user wrote it."""
         return self.assembly.program
 
     @property
@@ -65,7 +65,7 @@ class RunningPlan:
         """Return the running plan.
 
         Args:
-            book: the cost book.
+            book: the known costs of layers and devices.
             model: the user's model.
             costs: the stages' costs; None if they are not known.
 

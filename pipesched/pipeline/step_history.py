@@ -74,7 +74,7 @@ class StepHistory:
 
     @property
     def predicted(self) -> Trace:
-        """A step simulated with ``costs``. Measures the layers if no costs are known."""
+        """The simulated trace of a step with ``costs``. Measures the layers if no costs are known."""
         if self._book.layers is None:
             self._running.flush()  # the layers are measured next, while no step may run
         programs = self._running.assembly.programs

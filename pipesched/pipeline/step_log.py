@@ -28,11 +28,11 @@ class StepFigures:
     """The times and the loss of one step, as logged."""
 
     step: int
-    step_s: float  #: the makespan
+    step_s: float  #: the measured makespan, in seconds
     bubble_ratio: float
-    busy: tuple[float, ...]  #: the share of the makespan in which each rank computes
+    busy: tuple[float, ...]  #: the fraction of the makespan in which each rank computes
     loss: float | None = None  #: None if unknown; the same holds for the fields below
-    predicted_s: float | None = None  #: the predicted makespan
+    predicted_s: float | None = None  #: the predicted makespan, in seconds
     whole_s: float | None = None  #: seconds from one step to the next, including all other code of the training loop
 
     @property

@@ -163,7 +163,10 @@ class StepRunner:
     def _called(
         self, method: str, batch: tuple[tuple[Any, ...], Mapping[str, Any], Any], make: Callable[[], StepCall]
     ) -> StepCall:
-        """Check that the method may run, and return this process's call, with inputs from rank 0 if it passed none."""
+        """Check that the method may run, and return the StepCall of this process.
+
+        Its inputs come from rank 0 if this process passed none.
+        """
         args, kwargs, target = batch
         assembly = self._running.assembly
         host = self._running.host

@@ -30,7 +30,7 @@ class Update(NamedTuple):
     update_s: float
     #: The bytes of the optimizer's state for the parameter.
     optimizer_bytes: int
-    #: The peak of memory that the parameter's update needs beyond the state, in bytes.
+    #: The peak memory that the parameter's update needs in addition to the state, in bytes.
     update_transient_bytes: int
 
 

@@ -51,7 +51,7 @@ class Subject:
 
 @dataclass(eq=False, kw_only=True)
 class Run:
-    """The state between forwards and backwards; each list has one entry per layer."""
+    """The state of a round between its forwards and its backwards; each list has one entry per layer."""
 
     #: Whether the backwards leave weight gradients to W.
     deferred: bool

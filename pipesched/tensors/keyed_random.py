@@ -127,7 +127,7 @@ class KeyedRandom:
 
     @property
     def place(self) -> Place:
-        """The place of the next draw."""
+        """The place of the next draw, for ``repeated``."""
         return Place(self.key, self._layer, self._call, self._op, self._outside)
 
     @contextmanager
@@ -157,7 +157,7 @@ class KeyedRandom:
 
     @contextmanager
     def outside(self, layer: str, call: int) -> Iterator[None]:
-        """Key draws outside torch by this call of a layer; with ``layer`` "" by a part of the code between layers."""
+        """Seed Python's and numpy's generators for a call of a layer, or with ``layer`` "" for code between layers."""
         before = self._outside
         self._outside = f"{layer}/{call}/outside"
         try:

@@ -88,7 +88,7 @@ class Unsplit:
         return output
 
     def _begin_code(self) -> None:
-        """Key the random numbers of the next part of the code between layers."""
+        """Seed Python's and numpy's generators for the next part of the code between layers."""
         self._code.enter_context(self._random.outside("", self._code_parts))
         self._code_parts += 1
 
