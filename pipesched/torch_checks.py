@@ -86,7 +86,7 @@ def _check_takes(function: Any, name: str, takes: Sequence[str]) -> None:
 
 
 def as_optimizer(make: Any) -> Any:
-    """Check a function params -> Optimizer and return it, or None. Raises ModelTypeError if it is not a function."""
+    """Check a function params -> Optimizer and return it, or None. Raises ModelTypeError if it is unsuitable."""
     if make is not None and (isinstance(make, Optimizer) or not callable(make)):
         raise ModelTypeError(
             f"optimizer must be a function params -> Optimizer, called once for each stage; got {type(make).__name__}; "

@@ -69,7 +69,7 @@ class Call:
 
 
 class FunctionCall(NamedTuple):
-    """A call of a function between layers. ``values`` has each tensor argument's Value; None if it has none."""
+    """A call of a function between layers. ``values`` has the Values of tensor arguments (None if not recorded)."""
 
     function: Callable[..., Any]
     arguments: tuple[tuple[Any, ...], dict[str, Any]]

@@ -151,7 +151,7 @@ def _losses(model: nn.Module, *inputs: tuple[tuple[Any, ...], dict[str, Any]]) -
 
 
 def _may_try(model: nn.Module, labels: Tensor) -> bool:
-    """Return whether it is safe to run a model with ignored labels. A wrong label corrupts the context of a GPU."""
+    """Return whether it is safe to run a model with ignored labels. An invalid label corrupts a GPU's context."""
     devices = {tensor.device.type for tensor in (*model.parameters(), *model.buffers())}
     return devices <= {"cpu", "meta"} or bool((labels == IGNORED).any())
 

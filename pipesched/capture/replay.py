@@ -32,7 +32,7 @@ StandIns = Mapping[Place, Mapping[nn.Parameter, Tensor]]
 #: Type and shape of a value that was not sent.
 Look = tuple[Any, ...]
 
-_NUMBERS = "numbers"  # in a Value that is plain numbers, stands in place of the position
+_NUMBERS = "numbers"  # the position in the Value of a call that returned plain numbers
 
 _DEVICE = "torch.Tensor.device.__get__"
 

@@ -196,7 +196,7 @@ class StepRunner:
         return self._running.splitter.batch(args, kwargs, target)
 
     def _enqueue(self, call: StepCall) -> Tensor:
-        """Start a step of an asynchronous schedule, and return a loss whose value may come later."""
+        """Start a step of an asynchronous schedule. Returns the loss of the previous step, as ``Stream.step`` does."""
         wants_input_grads = any(call.batch.wanted_inputs())
         for name, wanted in (("outputs", call.return_outputs), ("gradients of inputs", wants_input_grads)):
             if wanted:
