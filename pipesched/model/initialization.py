@@ -1,7 +1,7 @@
 """Initialization: fills a model on the meta device; each rank creates only the weights of its own stages.
 
 A model of any size is built without contents, captured and cut; then each rank creates the weights of its own stages.
-The random numbers for a module's weights are seeded by (seed, the module's name). The weights are therefore
+The random numbers for a module's weights are seeded with (seed, the module's name). The weights are therefore
 bit-identical for every cut, and on whichever rank creates them.
 """
 

@@ -111,7 +111,7 @@ class Assembly:
         }
         #: The stages' memory needs; None until they are measured.
         self.sizes: Sequence[StageSizes] | None = None
-        #: The layers of each stage that holds its own weights, as one callable StageBody.
+        #: The layers of each stage that holds its own weights, as a Body, which runs them.
         self.bodies = self._bodies()
         self.owners = self._owners(self.bodies)
         self._check_reached()

@@ -155,10 +155,9 @@ class AutoPlan:
 
 
 def adds_up(module: nn.Module, loss_fn: Any, loss_weight: Any) -> bool:
-    """Return whether the result of a step does not depend on the number of micro-batches.
+    """Return whether the result of a step is the same for every number of micro-batches.
 
-    It does not if no layer combines rows, and if the loss is known to be a sum, or a mean over a known number of
-    items.
+    True if no layer combines rows, and the loss is known to be a sum, or a mean over a known number of items.
     """
     if normalised_over_rows(module):
         return False
