@@ -522,7 +522,7 @@ class Pipeline(ModuleInterface):
         return self._memory.by_rank()
 
     def report(self) -> Report:
-        """Return a report that explains the plan and compares the last step to its prediction. Collective under a mesh.
+        """Return a report of the plan, and of the last step compared with its prediction. Collective under a mesh.
 
         ::
 

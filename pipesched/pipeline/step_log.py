@@ -37,7 +37,7 @@ class StepFigures:
 
     @property
     def scalars(self) -> dict[str, float]:
-        """The figures by TensorBoard tag, such as ``pipesched/step_s``; unknown ones are left out."""
+        """The figures by TensorBoard tag, such as ``pipesched/step_s``; unknown figures are left out."""
         named = {name: value for name, value in vars(self).items() if name not in ("step", "busy")}
         named |= {f"busy/rank_{rank}": share for rank, share in enumerate(self.busy)}
         return {f"pipesched/{name}": value for name, value in named.items() if value is not None}

@@ -189,7 +189,7 @@ _WAITS = 0.1  # a layer that spends a larger fraction of its time waiting counts
 
 
 class Between(nn.Module):
-    """Wraps a function that the model calls between layers as a layer. If it cannot run alone, its costs are zero."""
+    """A layer that calls a function from the code between layers. If it cannot run alone, its costs are zero."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__()

@@ -235,7 +235,7 @@ def _runner(host: RankHost) -> Run:
 
 
 def waited_s() -> float:
-    """Return the seconds that this process's threads have waited for a busy core, as Linux counts them; else 0."""
+    """Return the seconds that this process's threads have waited for a busy core, as counted by Linux; 0 elsewhere."""
     waited_ns = 0
     for path in Path("/proc/self/task").glob("*/schedstat"):
         with suppress(OSError):  # the thread has ended meanwhile
