@@ -14,13 +14,13 @@ To write a schedule: `schedule`, `Order`, `Shape`.
 The packages, each importing only from those above it:
 
     errors, units, checks       errors, numbers as text, argument checks
-    program, order, schedules   schedules as data; one file a schedule
+    program, order, schedules   schedules as data; one file per schedule
     simulation, viz             predicted time and memory; pictures
-    partitioning, planning      layers to stages; the search for a plan
+    partitioning, planning      cut layers into stages; search for a plan
     ---- the packages below import torch ----
-    tensors, model, capture     any nn.Module to layers and stage bodies
+    tensors, model, capture     turn an nn.Module into layers and stages
     runtime                     stages, executors, transport
-    profiling, pipeline         measured costs; the front door
+    profiling, pipeline         measured costs; Pipeline and tune
     testing, cli                helpers for tests; the command line
 
 Names are imported on first use, so schedules can be studied without torch.

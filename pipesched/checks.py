@@ -28,7 +28,7 @@ __all__ = [
 LARGEST = 2**63
 #: Upper bound for sizes: 256 TiB, so that sums of sizes fit into 64 bits.
 LARGEST_SIZE = 2**48
-_LONGEST = 80  # characters of a value that an error shows
+_LONGEST = 80  # the most characters of a value that an error shows
 
 
 def shown(value: Any) -> str:
@@ -43,12 +43,12 @@ def shown(value: Any) -> str:
 
 
 def is_count(value: Any, least: int = 1) -> bool:
-    """Whether ``value`` is an int of at least ``least``. Booleans are not counted as ints."""
+    """Return whether ``value`` is an int of at least ``least``. Booleans do not count as ints."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 def is_whole(value: Any) -> bool:
-    """Whether ``value`` is an integer of any type, numpy's included. Booleans are not counted as integers."""
+    """Return whether ``value`` is an integer of any type, including numpy's. Booleans do not count as integers."""
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
@@ -58,8 +58,8 @@ def check_type(value: Any, kind: type | tuple[type, ...], rule: str, remedy: str
     Args:
         value: the argument.
         kind: the accepted type or types.
-        rule: the rule in words, for the error.
-        remedy: the advice in words, for the error.
+        rule: the first part of the error, which states the rule.
+        remedy: the last part of the error, which states the remedy.
 
     """
     if not isinstance(value, kind):
@@ -67,20 +67,20 @@ def check_type(value: Any, kind: type | tuple[type, ...], rule: str, remedy: str
 
 
 def as_list(value: Any, rule: str, remedy: str) -> list[Any]:
-    """The items of an iterable as a list. Raises ArgumentError for a string and for a value that is not iterable."""
+    """Return the items of an iterable as a list. Raises ArgumentError for a string or a value that is not iterable."""
     if isinstance(value, str | bytes) or not isinstance(value, Iterable):
         raise ArgumentError(f"{rule}; got {shown(value)}; {remedy}")
     return list(value)
 
 
 def as_path(path: Any) -> Path:
-    """A str or PathLike as a Path. Raises ArgumentError for any other type."""
+    """Convert a str or PathLike to a Path. Raises ArgumentError for any other type."""
     check_type(path, (str, PathLike), "path names a file", "pass a str or a pathlib.Path")
     return Path(path)
 
 
 def check_number(value: Any, what: str) -> None:
-    """Raise ScheduleError unless ``value`` is a finite number from 0 to `LARGEST`. The error names it ``what``."""
+    """Raise ScheduleError unless 0 <= ``value`` < `LARGEST`. The error calls the value ``what``."""
     number: Any = -1 if isinstance(value, bool) or not isinstance(value, Real) else value
     if not 0 <= number < math.inf:
         raise ScheduleError(f"costs must be finite and not negative; {what} is {shown(value)}; measure it again")
@@ -89,7 +89,7 @@ def check_number(value: Any, what: str) -> None:
 
 
 def check_size(value: Any, what: str) -> None:
-    """Raise ScheduleError unless ``value`` is a whole number of bytes below `LARGEST_SIZE`; ``what`` names it."""
+    """Raise ScheduleError unless ``value`` is an integer and 0 <= ``value`` < `LARGEST_SIZE`; ``what`` names it."""
     if not is_whole(value) or not 0 <= value < LARGEST_SIZE:
         raise ScheduleError(
             f"sizes must be whole numbers of bytes below 2**48; {what} is {shown(value)}; measure it again"

@@ -1,4 +1,4 @@
-"""All errors that pipesched raises. Each is also a subclass of the built-in error that users expect.
+"""All errors that pipesched raises. Each is also a subclass of the matching built-in error, such as ValueError.
 
 Every message states the broken rule, where and with which numbers it was broken, and the remedy, in this order.
 """
@@ -59,4 +59,4 @@ class ArgumentError(InputError, TypeError):
 
 
 class ExecutionError(PipeschedError, RuntimeError):
-    """A program failed while running, other than by an exception of the user's code."""
+    """A pipeline failed while running, for a reason other than an exception of the user's code."""

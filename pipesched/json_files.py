@@ -18,10 +18,10 @@ _DEEPEST = 32  # levels of nesting; the files that pipesched writes have seven
 
 
 def load_json(path: str | PathLike[str], make: Callable[[Any], _Made]) -> _Made:
-    """Read a JSON file and return ``make`` of its value.
+    """Read a JSON file and return ``make(value)`` for the value that it contains.
 
     Raises:
-        ScheduleError: `parse_json` or ``make`` refuses the content; the error names the file.
+        ScheduleError: `parse_json` or ``make`` raised an error; the message names the file.
         OSError: the file cannot be read.
 
     """
@@ -33,7 +33,7 @@ def load_json(path: str | PathLike[str], make: Callable[[Any], _Made]) -> _Made:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Parse JSON text. NaN is accepted; callers check the numbers that they read.
+    """Parse JSON text. NaN is accepted; callers must check the numbers.
 
     Raises:
         ScheduleError: the text is not JSON, repeats a key, nests deeper than 32 levels, or holds an integer of more
@@ -79,7 +79,7 @@ def _too_deep() -> ScheduleError:
 
 
 def _parts(level: Iterable[Any]) -> list[Any]:
-    """The direct children of these values. Raises ScheduleError for an oversized integer or invalid Unicode."""
+    """Return the direct children of these values. Raises ScheduleError for an oversized integer or invalid Unicode."""
     parts: list[Any] = []
     for value in level:
         if isinstance(value, list):
@@ -148,7 +148,7 @@ def maybe(make: Callable[[Any], _Made]) -> Callable[[Any], _Made | None]:
 
 
 def _of_type(value: Any, hint: Any, what: str) -> Any:
-    """Check a value against a type hint; convert a list to a tuple if the hint is one. Raises ScheduleError."""
+    """Check a value's type, and convert a list to a tuple if ``hint`` is one. Raises ScheduleError for a wrong type."""
     origin = get_origin(hint)
     args = get_args(hint)
     if origin in (Union, UnionType):

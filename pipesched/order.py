@@ -1,4 +1,4 @@
-"""Everything that a file with a schedule imports: `schedule`, `Order`, `Shape` and the placement rules."""
+"""The names that a file with a schedule needs to import: `schedule`, `Order`, `Shape` and the placement rules."""
 
 from pipesched.program.order import Order, Schedule, Shape, linear, loop, schedule, v
 

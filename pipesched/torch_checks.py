@@ -52,7 +52,7 @@ def as_call(sample: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def as_function(function: Any, name: str, takes: Sequence[str] = ()) -> Any:
-    """Check a function and return it; None is returned unchanged. ``takes`` names the arguments of its calls.
+    """Check a function and return it; None is returned unchanged. ``takes`` names its positional arguments.
 
     Raises ModelTypeError if the function is not callable, is a Module class, or does not accept these arguments.
     """
@@ -86,7 +86,7 @@ def _check_takes(function: Any, name: str, takes: Sequence[str]) -> None:
 
 
 def as_optimizer(make: Any) -> Any:
-    """Check a function params -> Optimizer and return it; None is returned unchanged. Raises ModelTypeError."""
+    """Check a function params -> Optimizer and return it, or None. Raises ModelTypeError if it is unsuitable."""
     if make is not None and (isinstance(make, Optimizer) or not callable(make)):
         raise ModelTypeError(
             f"optimizer must be a function params -> Optimizer, called once for each stage; got {type(make).__name__}; "
@@ -96,7 +96,7 @@ def as_optimizer(make: Any) -> Any:
 
 
 def as_devices(devices: Any) -> list[torch.device]:
-    """Convert the device of each rank by `as_device`. Raises DeviceCountError also if ``devices`` is not a list."""
+    """Convert each rank's device with `as_device`. Also raises DeviceCountError if ``devices`` is not a list."""
     if isinstance(devices, str | torch.device) or not isinstance(devices, Sequence):
         raise DeviceCountError(
             f"devices must be a list with one device for each rank; got {devices!r}; pass a list, such as ['cpu', "
@@ -106,7 +106,7 @@ def as_devices(devices: Any) -> list[torch.device]:
 
 
 def as_device(device: Any) -> torch.device:
-    """Convert to a ``torch.device``; plain ``cuda`` gets the current index.
+    """Convert to a ``torch.device``; ``cuda`` without an index gets the index of the current device.
 
     Raises InputError if the value is not a device, and DeviceCountError if the machine does not have that device.
     """
@@ -126,7 +126,7 @@ def as_device(device: Any) -> torch.device:
 
 
 def as_threads(count: Any) -> int:
-    """Check a number of intra-op threads and return it. Raises InputError."""
+    """Check a number of intra-op threads and return it. Raises InputError if it is not a count from 1 to 4096."""
     number: int = count
     if not is_count(count) or number > _MOST_THREADS:
         raise InputError(
@@ -137,7 +137,7 @@ def as_threads(count: Any) -> int:
 
 
 def as_seed(seed: Any) -> int:
-    """Check a seed and return it as an int. Raises InputError."""
+    """Check a seed and return it as an int. Raises InputError if it is not an integer."""
     try:
         return operator.index(seed)
     except TypeError:
@@ -147,7 +147,7 @@ def as_seed(seed: Any) -> int:
 
 
 def as_timeout(timeout: Any) -> float:
-    """Check the seconds that a rank waits for another rank, and return them as a float. Raises InputError."""
+    """Return a timeout in seconds as a float. Raises InputError if it is not a positive finite number."""
     if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout < math.inf:
         raise InputError(
             f"timeout= must be the number of seconds that a rank waits for another rank; got {shown(timeout)}; pass a "

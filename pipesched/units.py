@@ -1,4 +1,4 @@
-"""Units: times, sizes and counts as short text, in the unit that fits them."""
+"""Units: formats times, sizes and counts as short text in a fitting unit."""
 
 from typing import NamedTuple
 
@@ -17,28 +17,28 @@ _SIZES = (Unit("GiB", 2**-30), Unit("MiB", 2**-20), Unit("KiB", 2**-10), Unit("B
 
 
 def _largest(units: tuple[Unit, ...], value: float) -> Unit:
-    """The largest unit in which ``value`` is at least 1; for 0, the unit without a prefix."""
+    """Return the largest unit in which ``value`` is at least 1; for 0, the unit without a prefix."""
     plain = next(unit for unit in units if unit.per_one == 1)
     return next((unit for unit in units if value * unit.per_one >= 1), units[-1] if value else plain)
 
 
 def time_unit(seconds: float) -> Unit:
-    """The unit to show times of up to ``seconds`` in: s, ms or us."""
+    """Return the unit for showing times of up to ``seconds``: s, ms or us."""
     return _largest(_TIMES, seconds)
 
 
 def byte_unit(size: float) -> Unit:
-    """The unit to show sizes of up to ``size`` bytes in: B, KiB, MiB or GiB."""
+    """Return the unit for showing sizes of up to ``size`` bytes: B, KiB, MiB or GiB."""
     return _largest(_SIZES, size)
 
 
 def quote_time(seconds: float) -> str:
-    """A time with its unit, in at most four digits: ``1.25 ms``."""
+    """Format a time with its unit, in at most four digits, such as ``1.25 ms``."""
     return _quoted(seconds, time_unit(seconds), 4)
 
 
 def quote_bytes(size: float, digits: int = 3) -> str:
-    """A size in bytes with its unit, in at most ``digits`` digits: ``1.5 MiB``."""
+    """Format a size in bytes with its unit, in at most ``digits`` digits, such as ``1.5 MiB``."""
     return _quoted(size, byte_unit(size), digits)
 
 
@@ -48,13 +48,13 @@ def _quoted(value: float, unit: Unit, digits: int) -> str:
 
 
 def counted(count: int, what: str) -> str:
-    """A count with its noun, in the plural where needed: ``1 rank``, ``2 micro-batches``."""
+    """Format a count with its noun, in the plural where needed: ``1 rank``, ``2 micro-batches``."""
     many = "" if count == 1 else "es" if what.endswith("ch") else "s"
     return f"{count} {what}{many}"
 
 
 def quote_count(count: int) -> str:
-    """A count in at most three digits, with k, M or B for thousands, millions or billions."""
+    """Format a count in at most three digits, with k, M or B for thousands, millions or billions."""
     for unit, size in (("B", 10**9), ("M", 10**6), ("k", 10**3)):
         if count >= size:
             return f"{count / size:.3g} {unit}"
@@ -62,7 +62,7 @@ def quote_count(count: int) -> str:
 
 
 def quote_speed(ratio: float) -> str:
-    """A speed-up (old time / new time) in words: ``1.38x faster``, ``2.00x slower``."""
+    """Format a speed-up (old time / new time) in words, such as ``1.38x faster`` or ``2.00x slower``."""
     faster = ratio >= 1
     times = ratio if faster else 1 / ratio
     if times < 1.0005:

@@ -1,4 +1,4 @@
-"""Warnings that point at the user's line of code."""
+"""User warning: issues warnings that point at the user's line of code."""
 
 import sys
 import warnings
@@ -9,7 +9,7 @@ _BETWEEN = {"pipesched", "torch", "functools", "contextlib", "click"}  # frames 
 
 
 def warn(text: str) -> None:
-    """Issue a UserWarning at the user's line that called pipesched, however deep the call stack is."""
+    """Issue a UserWarning that points at the line of the user's code that called pipesched."""
     level = 1
     frame = sys._getframe()
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _BETWEEN:

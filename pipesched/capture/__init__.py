@@ -1,1 +1,1 @@
-"""From any model to layers and stage bodies: the forward is recorded once and replayed stage by stage."""
+"""Capture: record a model's forward once, find its layers, and replay the forward stage by stage."""

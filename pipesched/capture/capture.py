@@ -1,8 +1,8 @@
-"""Capture: a record of one forward, with each layer call, each function call between layers, and their data flow.
+"""Capture: the record of one forward, with each layer call, each function call between layers, and the data flow.
 
-The model's own code runs on a sample. Each call lists the earlier values that it takes; a value is one tensor
-returned by a call. Replay runs the same code again, but only a part of the calls. No code is translated, so the code of
-containers may use all of Python.
+The model's own code runs on a sample. Each recorded call lists the earlier values that it takes; a value is one tensor
+that a call returned. Replay runs the same code again and skips some of the calls. No code is translated, so
+containers may use any Python code.
 """
 
 from collections.abc import Callable, Mapping, Set
@@ -61,7 +61,7 @@ class Call:
 
     @property
     def place(self) -> Place:
-        """The key that identifies a call that uses parameters, both in training and in evaluation mode."""
+        """The key of a call that uses parameters, equal in training and in evaluation mode."""
         return self.layer, self.number
 
     def __str__(self) -> str:
@@ -69,7 +69,7 @@ class Call:
 
 
 class FunctionCall(NamedTuple):
-    """A call of a function between layers. ``values`` has the value of each tensor argument; None if it has none."""
+    """A call of a function between layers. ``values`` has the Values of tensor arguments (None if not recorded)."""
 
     function: Callable[..., Any]
     arguments: tuple[tuple[Any, ...], dict[str, Any]]
@@ -78,30 +78,30 @@ class FunctionCall(NamedTuple):
 
 @dataclass(kw_only=True)
 class Capture:
-    """The record of one forward."""
+    """The record of one forward. Calls are referred to by their index in ``calls``."""
 
     calls: list[Call] = field(default_factory=list)
-    #: The values of the model's output.
+    #: The values that make up the model's output.
     output: tuple[Value, ...] = ()
-    #: Functions that are not recorded as calls because they only query shapes and similar properties.
+    #: Names of functions that are not recorded as calls, because they only query shapes and similar properties.
     quiet: set[str] = field(default_factory=set)
     #: The values whose shape, type or similar property the code between layers queried.
     looked_at: set[Value] = field(default_factory=set)
-    #: The size of each value, for the sample.
+    #: The bytes of each value, for the sample.
     nbytes: dict[Value, int] = field(default_factory=dict)
-    #: Arguments of each layer call, for measuring.
+    #: Call index -> the arguments (args, kwargs) of the layer call, for measuring.
     examples: dict[int, tuple[tuple[Any, ...], dict[str, Any]]] = field(default_factory=dict)
-    #: Layers that drew random numbers outside torch; "" is the code between layers.
+    #: Layers that drew from Python's or numpy's random generators; "" is the code between layers.
     outside: set[str] = field(default_factory=set)
     #: Pairs of calls in which the second uses a tensor that the first made but did not return.
     hidden: list[tuple[Call, Call]] = field(default_factory=list)
     #: Attributes of containers that the forward set, with their new values.
     changed: dict[tuple[nn.Module, str], Any] = field(default_factory=dict)
-    #: The tensors of the output.
+    #: The tensors of the model's output.
     results: list[Tensor] = field(default_factory=list)
-    #: Attributes of a layer that other code set before its call.
+    #: Call index -> attributes that other code set on the layer before this call.
     told: dict[int, dict[str, Any]] = field(default_factory=dict)
-    #: Each function call with its arguments, for measuring.
+    #: Call index -> the function and its arguments, for measuring.
     functions: dict[int, FunctionCall] = field(default_factory=dict)
     #: The containers and enums of the output; see ``form_of``.
     output_form: Any = None
@@ -111,7 +111,7 @@ class Capture:
     deciding: set[str] = field(default_factory=set)
     #: Class attributes that each forward changes; see ``class_state``.
     changed_classes: tuple[ClassAttribute, ...] = ()
-    #: For each layer call, the value of each tensor in its example; None for a tensor that is not a value.
+    #: Call index -> the value of each tensor in the call's example; None for a tensor that is not a value.
     taken: dict[int, tuple[Value | None, ...]] = field(default_factory=dict)
 
     @cached_property
@@ -121,7 +121,7 @@ class Capture:
 
     @cached_property
     def free(self) -> frozenset[int]:
-        """The calls that any stage may repeat instead of receiving their values, such as positions and masks.
+        """The calls that any stage may repeat instead of receiving their values, such as calls that compute masks.
 
         Free calls use no weights, draw no random numbers, and take only the model's inputs and values of free calls.
         """
@@ -133,7 +133,7 @@ class Capture:
         return frozenset(free)
 
     def trained(self, parameters: Set[str]) -> set[Value]:
-        """The values that depend on one of these parameters, and so need a gradient when the parameters are trained."""
+        """Return the values that depend on these parameters, and need gradients if the parameters are trained."""
         values: set[Value] = set()
         for call in self.calls:
             if not call.reads and not (values.isdisjoint(call.takes) and parameters.isdisjoint(call.uses)):
@@ -142,7 +142,7 @@ class Capture:
 
     @cached_property
     def crossing_bytes(self) -> list[int]:
-        """For each call, the number of bytes that cross a stage boundary before it."""
+        """For each call, the bytes that would be sent across a stage boundary placed before this call."""
         last: dict[Value, int] = {}
         for call in self.calls:
             if call.index not in self.free:

@@ -1,4 +1,4 @@
-"""Captured model: any model as layers in the order of their calls, and the bodies of its stages."""
+"""Captured model: any model as layers in the order of their calls, from which it builds the stages."""
 
 from collections import Counter
 from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
@@ -39,8 +39,8 @@ class CapturedModel:
         sample: (args, kwargs) of its forward. A single row is repeated, so that the sample has two.
         whole_layers: names of modules that are kept whole. Default: none.
 
-    ``layers`` maps names to the layers at which a stage may begin, in call order; the second call of a layer is named
-    ``name#2``. ``written`` has the names of weights and buffers that forwards write to.
+    ``layers`` maps names to the layers at which a stage may begin, in call order. The second call of a layer has an
+    entry named ``name#2``. ``written`` has the names of weights and buffers that forwards write to.
 
     """
 
@@ -114,7 +114,7 @@ class CapturedModel:
             )
 
     def uses(self, cut: StageLayers, ranks: Sequence[int]) -> list[Use]:
-        """The calls that use parameters, each with the rank that runs it. ``ranks`` has the rank of each stage."""
+        """Return the calls that use parameters, each with its rank. ``ranks`` has the rank of each stage."""
         parameters = {name for name, _ in self.model.named_parameters()}
         rank_of = {
             index: rank
@@ -128,7 +128,7 @@ class CapturedModel:
         ]
 
     def calls_of(self, layer: str, *, again: bool) -> list[tuple[str, int]]:
-        """The layer's own call, and the calls after it that cannot begin a stage.
+        """Return the call of the layer, and the later layer calls that must stay in one stage with it.
 
         Args:
             layer: name of the layer.
@@ -157,7 +157,7 @@ class CapturedModel:
         return [call.place for call in found]
 
     def passed(self) -> Generator[tuple[str, Any]]:
-        """Yield nothing: captured stages pass only single tensors and numbers."""
+        """Yield nothing, because captured stages exchange only single tensors and numbers."""
         yield from ()
 
     @property
@@ -165,12 +165,12 @@ class CapturedModel:
         return self.captures[self.model.training].output_form
 
     def output(self) -> Any:
-        """The model's output for the sample if it is a single tensor, else None."""
+        """Return the model's output for the sample if it is a single tensor, else None."""
         results = self.captures[self.model.training].results
         return results[0].detach() if len(results) == 1 else None
 
     def begins(self, capture: Capture) -> dict[str, int]:
-        """For each layer, the index of the call before which a stage may begin with this layer."""
+        """Return, for each layer, the index of the call at which a stage begins if this layer is its first."""
         order = list(self.calls)
         return {name: narrowest(capture, at) if (at := order.index(name)) else 0 for name in self.layers}
 
@@ -179,7 +179,7 @@ class CapturedModel:
         return with_costs(flow_of(self.model, capture, self.begins(capture)), costs)
 
     def _parts(self, cut: StageLayers) -> dict[bool, list[Part]]:
-        """The part of each stage: in training mode under True, in evaluation mode under False."""
+        """Return the Part of each stage, in training mode under True and in evaluation mode under False."""
         order = list(self.calls)
         begins = [order.index(names[0]) for names in cut[1:]]
         return {
@@ -188,7 +188,7 @@ class CapturedModel:
         }
 
     def written_by(self, cut: StageLayers) -> Sequence[Collection[str]]:
-        """The written buffers that each stage's own calls may write to.
+        """Return, for each stage, the names of buffers that its own calls may write to.
 
         A function between layers that only reads a buffer may be in another stage than the calls that write to it.
         """
@@ -200,9 +200,9 @@ class CapturedModel:
         return [names & self.written for names in found]
 
     def reached(self, cut: StageLayers) -> list[tuple[str, str, int]]:
-        """The layers that use another layer's trained parameter, according to the capture in the model's current mode.
+        """Return (layer, parameter, stage of the layer) for each use of another layer's trained parameter.
 
-        Each is given as (layer, parameter, stage of the layer).
+        Considers only the capture in the model's current mode.
         """
         parts = self.parts(cut)[self.model.training]
         calls = self.captures[self.model.training].calls
@@ -222,7 +222,7 @@ class CapturedModel:
         return sorted(along)
 
     def bodies(self, cut: StageLayers, devices: Sequence[torch.device], ties: Ties) -> Sequence[Body]:
-        """The bodies of the stages. An unused parameter belongs to the stage of the parameter registered before it."""
+        """Return the stages' bodies. Unused parameters go to the stage of the parameter registered before them."""
         parts = self.parts(cut)
         edges = self.edges(cut)
         bodies = [ReplayedBody(self, parts, edges, stage, device, ties) for stage, device in enumerate(devices)]
@@ -233,7 +233,7 @@ class CapturedModel:
 
 
 def _trained(call: Call) -> Sequence[str]:
-    """Names of the parameters and buffers that may get a gradient from a call."""
+    """Return the names of parameters and buffers that may get a gradient from a call."""
     return () if call.reads else call.uses
 
 

@@ -1,7 +1,7 @@
-"""Label counts: find out how a model averages its own loss over ``labels``, to weight the losses of micro-batches.
+"""Label counts: find the labels over which a model averages its own loss, to weight the losses of micro-batches.
 
-Micro-batches hold different numbers of labels that are not padding, so their mean losses need unequal weights. The
-model's own code decides over which labels it averages. For example, a language model that shifts its labels drops the
+Micro-batches have different numbers of labels that are not padding, so their mean losses need unequal weights. The
+model's code decides over which labels it averages. For example, a language model that shifts its labels drops the
 first label of each row. A probe computes the loss of four rows, and the losses of the first two and of the last two
 rows. These three losses are consistent with only one way of counting.
 """
@@ -31,9 +31,9 @@ _ROUNDING = 32  # tolerated difference of two losses, in units of the last place
 
 
 def counts(model: nn.Module, way: str | None) -> Callable[..., Any] | None:
-    """Return the function (the model's inputs) -> weight of a micro-batch, for a way that ``counted_labels`` returned.
+    """Return a function from a micro-batch's inputs to its weight, for a way of counting from ``counted_labels``.
 
-    Returns None if ``way`` is None: then the weight is the number of rows.
+    Returns None if ``way`` is None; the weight is then the number of rows.
     """
     if way is None:
         return None
@@ -46,7 +46,7 @@ def counts(model: nn.Module, way: str | None) -> Callable[..., Any] | None:
 
 
 def counted_labels(model: nn.Module, sample: tuple[tuple[Any, ...], dict[str, Any]]) -> str | None:
-    """Find over which labels a model's own loss is a mean; None if it is a mean over rows, or there are no labels.
+    """Find the labels over which a model's own loss is a mean; None if it is a mean over rows, or there are no labels.
 
     The model runs three times in evaluation mode and is left unchanged. A model on the meta device runs with stand-ins
     for its layers' outputs. If no way of counting fits, or more than one, a warning says so and the result is None.
@@ -54,6 +54,9 @@ def counted_labels(model: nn.Module, sample: tuple[tuple[Any, ...], dict[str, An
     Args:
         model: the user's module.
         sample: (args, kwargs) of its forward.
+
+    Returns:
+        The name of the way of counting, to pass to ``counts``; or None.
 
     """
     given = _labels_of(model, sample)
@@ -103,7 +106,7 @@ def _labels_in(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 
 def _marked(labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Return labels for two rows in which many labels count, and for two rows in which few do."""
+    """Return labels for two rows in which many labels are not ignored, and for two rows in which few are not."""
     rows = labels[torch.arange(4) % len(labels)]
     valid = rows[rows != IGNORED]
     rows = torch.where(rows == IGNORED, valid[0] if len(valid) else 0, rows)
@@ -118,7 +121,7 @@ def _marked(labels: Tensor) -> tuple[Tensor, Tensor]:
 def _probe(
     model: nn.Module, sample: tuple[tuple[Any, ...], dict[str, Any]], labels: Tensor
 ) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
-    """The model's inputs: four rows, the first two, and the last two."""
+    """Return three inputs (args, kwargs) of the model: four rows, the first two rows, and the last two."""
     marked = torch.cat(_marked(labels))
 
     def rows(chosen: slice) -> Any:
@@ -148,13 +151,13 @@ def _losses(model: nn.Module, *inputs: tuple[tuple[Any, ...], dict[str, Any]]) -
 
 
 def _may_try(model: nn.Module, labels: Tensor) -> bool:
-    """Whether it is safe to run a model with ignored labels. On a GPU an out-of-range label corrupts the context."""
+    """Return whether it is safe to run a model with ignored labels. An invalid label corrupts a GPU's context."""
     devices = {tensor.device.type for tensor in (*model.parameters(), *model.buffers())}
     return devices <= {"cpu", "meta"} or bool((labels == IGNORED).any())
 
 
 def _fits(weights: list[float], losses: list[Tensor]) -> bool:
-    """Whether the loss of all rows is the mean of the two halves' losses with these weights."""
+    """Return whether the loss of all rows is the mean of the two halves' losses, weighted by ``weights``."""
     if min(weights) < 0:
         return False
     whole, *parts = (float(loss) for loss in losses)
@@ -173,7 +176,7 @@ def _unknown(why: str) -> str | None:
 
 
 class _Outline(TorchFunctionMode):
-    """The model with stand-ins for the layers' outputs.
+    """Runs the model with stand-ins for the layers' outputs.
 
     All rows of a stand-in are equal, so the loss of a batch is the mean of the losses of its rows.
     """

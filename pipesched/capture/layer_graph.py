@@ -1,4 +1,4 @@
-"""Layer graph: a captured forward as a graph of layers, with stage boundaries and the tensors that layers exchange."""
+"""Layer graph: a captured forward as a graph of layers, with stage boundaries and the bytes that layers exchange."""
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,9 +16,9 @@ __all__ = ["flow_of", "gap", "narrowest", "row_of", "unused", "with_costs"]
 
 
 def gap(capture: Capture, position: int) -> list[int]:
-    """The calls that may come first in a stage if its first layer call is the one at this position.
+    """Return the calls that may come first in a stage whose first layer call is the one at this position.
 
-    They are the calls after the previous layer call, up to and including this layer call.
+    Candidates are the calls after the previous layer call, up to and including this layer call.
     """
     legal = capture.legal_cuts
     before, own = capture.layer_calls[position - 1 : position + 1]
@@ -28,15 +28,15 @@ def gap(capture: Capture, position: int) -> list[int]:
 
 
 def narrowest(capture: Capture, position: int) -> int:
-    """The call in a layer's gap before which a stage boundary sends the fewest bytes; of several, the last."""
+    """Return the call of ``gap`` before which a stage boundary sends the fewest bytes; on ties the last one."""
     return min(reversed(gap(capture, position)), key=capture.crossing_bytes.__getitem__)
 
 
 def flow_of(model: nn.Module, capture: Capture, begins: Mapping[str, int]) -> "nx.DiGraph[str]":
-    """The layers of a captured forward as a graph; see `pipesched.graph_of`.
+    """Return the layers of a captured forward as a graph; see `pipesched.graph_of`.
 
     A function between layers belongs to the layer whose range of calls contains it. Values that any stage may compute
-    (see `Capture.free`) make no edge.
+    (see `Capture.free`) create no edge.
 
     Args:
         model: the captured model.
@@ -71,7 +71,7 @@ def flow_of(model: nn.Module, capture: Capture, begins: Mapping[str, int]) -> "n
 
 
 def row_of(model: nn.Module, layers: Mapping[str, nn.Module], costs: Mapping[str, LayerCosts]) -> "nx.DiGraph[str]":
-    """A chain of layers as a graph."""
+    """Return a chain of layers as a graph."""
     own = {id(tensor): name for name, tensor in (*model.named_parameters(), *model.named_buffers())}
     uses = {
         name: [own[id(tensor)] for tensor in (*layer.parameters(), *layer.buffers())] for name, layer in layers.items()
@@ -114,7 +114,7 @@ def _nodes(model: nn.Module, names: Sequence[str], uses: Mapping[str, Iterable[s
 
 
 def _uses(model: nn.Module, capture: Capture, names: Sequence[str], layer_of: Sequence[str]) -> dict[str, list[str]]:
-    """The parameters and buffers of each layer; an unused one belongs to the layer of the one registered before it."""
+    """Return each layer's parameter and buffer names; an unused tensor goes to the previous tensor's layer."""
     uses: dict[str, dict[str, None]] = {name: {} for name in names}
     for call in capture.calls:
         uses[layer_of[call.index]].update(dict.fromkeys(call.uses))

@@ -1,4 +1,4 @@
-"""Layered model: any model as a sequence of layers that can be measured, cut into stages, and run by the stages."""
+"""Layered model: any model as a sequence of layers that can be measured, cut into stages, and run."""
 
 from collections.abc import Collection, Generator, Mapping, Sequence
 from contextlib import suppress
@@ -48,13 +48,13 @@ class LayeredModel(Protocol):
         """The names of weights and buffers that forwards write to."""
 
     def written_by(self, cut: StageLayers) -> Sequence[Collection[str]]:
-        """For each stage, the names of weights and buffers that its own calls write to."""
+        """Return, for each stage, the names of weights and buffers that its own calls write to."""
 
     def reached(self, cut: StageLayers) -> Sequence[tuple[str, str, int]]:
-        """The layers that use another layer's parameter without getting it as an argument.
+        """Return the layers that use another layer's parameter without getting it as an argument.
 
         Returns:
-            (layer, parameter, stage of the layer) for each.
+            A list of (layer, parameter, stage of the layer).
 
         """
 
@@ -62,10 +62,10 @@ class LayeredModel(Protocol):
         """Raise ScheduleError or GraphError if the model's stages cannot run the program."""
 
     def uses(self, cut: StageLayers, ranks: Sequence[int]) -> list[Use]:
-        """The uses of parameters; empty if layers share no parameters. ``ranks`` has the rank of each stage."""
+        """Return the uses of parameters; empty if layers share no parameters. ``ranks`` has the rank of each stage."""
 
     def calls_of(self, layer: str, *, again: bool) -> list[tuple[str, int]]:
-        """The calls that run as one layer, each as (module name, number of earlier calls of the module).
+        """Return the calls that run as one layer, each as (module name, number of earlier calls of the module).
 
         Args:
             layer: name of the layer.
@@ -79,7 +79,7 @@ class LayeredModel(Protocol):
     sample: tuple[tuple[Any, ...], dict[str, Any]]
 
     def passed(self) -> Generator[tuple[str, Any]]:
-        """Run the layers on the sample and yield (name, output) of each layer whose output is passed on unchanged.
+        """Run the layers on the sample. Yields (name, output) of each layer whose output the next layer gets unchanged.
 
         Raises:
             LayerError: a layer raised.
@@ -91,16 +91,16 @@ class LayeredModel(Protocol):
         """The form of the model's output (see ``form_of``) if it is known before the first step, else None."""
 
     def output(self) -> Any:
-        """The model's output for the sample; the model must not be on the meta device."""
+        """Return the model's output for the sample. The model must not be on the meta device."""
 
     def graph(self, costs: Mapping[str, LayerCosts]) -> "nx.DiGraph[str]":
-        """The layers as a graph, with their costs if ``costs`` is not empty; see ``graph_of``."""
+        """Return the layers as a graph, with their costs if ``costs`` is not empty; see ``graph_of``."""
 
     def edges(self, cut: StageLayers) -> list[tuple[int, int]]:
-        """A pair (sending stage, receiving stage) for each two stages that exchange values."""
+        """Return the pairs (sending stage, receiving stage) of stages that exchange values."""
 
     def bodies(self, cut: StageLayers, devices: Sequence[torch.device], ties: Ties) -> Sequence[Body]:
-        """The bodies of the stages."""
+        """Return the body of each stage, which computes the stage's output."""
 
 
 def as_model(model: Any) -> Any:
@@ -122,7 +122,7 @@ def as_model(model: Any) -> Any:
 
 
 def stages_of(model: Any, layers: Sequence[str], num_stages: int) -> list[str] | None:
-    """For a list with one module per stage, the first layer of each module except the first; else None."""
+    """Return the first layer of each module but the first; None unless the model is a list with a module per stage."""
     if not isinstance(model, list | tuple | nn.ModuleList) or len(model) != num_stages:
         return None
     firsts = [next((name for name in layers if f"{name}.".startswith(f"{part}.")), "") for part in range(len(model))]
@@ -132,7 +132,7 @@ def stages_of(model: Any, layers: Sequence[str], num_stages: int) -> list[str] |
 def layered(
     model: nn.Module, sample: tuple[tuple[Any, ...], dict[str, Any]], whole_layers: Collection[str] = ()
 ) -> LayeredModel:
-    """Find the layers of a model: of a plain nn.Sequential directly, of any other module by recording a forward.
+    """Find the layers of a model: the modules of a plain nn.Sequential, or for other models those that a forward calls.
 
     Args:
         model: the user's module.
@@ -225,7 +225,7 @@ class LayersInARow:
         check_class_state(self._model, changed, self.layers, list(self.layers))
 
     def check(self, program: Program) -> None:
-        """A chain supports every program."""
+        """Do nothing, because a chain of layers supports every program."""
 
     def uses(self, cut: StageLayers, ranks: Sequence[int]) -> list[Use]:
         return []
@@ -240,7 +240,7 @@ class LayersInARow:
         found: set[str] = set()
         for mode in (True, False):
             written: list[Tensor] = []
-            with suppress(Exception):  # a model may run in one mode only
+            with suppress(Exception):  # some models run only in one of the modes
                 self._output(mode, written)
             found.update(names_of(self._model, written))
         return found
@@ -249,7 +249,7 @@ class LayersInARow:
         return [self.written] * len(cut)
 
     def reached(self, cut: StageLayers) -> Sequence[tuple[str, str, int]]:
-        """Empty, because the use of parameters is not recorded for layers in a row."""
+        """Return an empty list, because the use of parameters is not recorded for an nn.Sequential."""
         return []
 
     def passed(self) -> Generator[tuple[str, Any]]:

@@ -1,8 +1,8 @@
-"""Loss reduction: whether a loss is a mean or a sum, and the weight of each micro-batch in the loss of the batch.
+"""Loss reduction: finds whether a loss is a mean or a sum, and each micro-batch's weight in the loss of the batch.
 
-Losses of ``torch.nn`` and ``torch.nn.functional`` carry this information. Most means are over elements, so a
-micro-batch is weighted by its number of rows. Cross entropy and ``nll_loss`` divide by the number of targets that are
-not ignored, each weighted by its class.
+The options of losses of ``torch.nn`` and ``torch.nn.functional`` contain this information. Most means are over
+elements, so a micro-batch is weighted by its number of rows. Cross entropy and ``nll_loss`` divide by the number of
+targets that are not ignored, each weighted by its class.
 """
 
 import inspect
@@ -87,14 +87,14 @@ def resolve_loss(
 
 
 def reduces(loss_fn: Any) -> bool:
-    """Whether this is a loss of torch; then its options tell its reduction and weights."""
+    """Return whether this is a loss of torch, whose options state its reduction and weights."""
     return _options(loss_fn) is not None
 
 
 def _options(loss_fn: Any) -> _Option | None:
-    """Return a function that reads the options of a torch loss: a module, a function or a partial. Else return None.
+    """Return a function that reads an option of a torch loss (module, function or partial); None for other losses.
 
-    For a module it reads the current values.
+    The options of a module are read at each call, because they may change.
     """
     if isinstance(loss_fn, nn.Module):
         inherited = type(loss_fn).forward.__module__ == "torch.nn.modules.loss"
@@ -107,7 +107,7 @@ def _options(loss_fn: Any) -> _Option | None:
 
 
 def _reduction(loss_fn: Any, option: _Option) -> str:
-    """The reduction of a loss of torch. Raises InputError if it is not reduced."""
+    """Return "mean" or "sum" for a loss of torch. Raises InputError if the loss is not reduced."""
     reduction, average, reduce = (option(name, None) for name in ("reduction", "size_average", "reduce"))
     if average is not None or reduce is not None:  # the deprecated options; torch's functions give them precedence
         reduction = "none" if reduce is False else "sum" if average is False else "mean"
@@ -124,7 +124,7 @@ def _name(loss_fn: Any) -> str:
 
 
 def _counts(option: _Option) -> bool:
-    """Whether a mean loss may divide by a number other than its number of rows."""
+    """Return whether a mean loss may divide by a number that is not proportional to its number of rows."""
     weights = (option(name, None) for name in ("weight", "pos_weight"))
     return option("ignore_index", _ABSENT) is not _ABSENT or any(weight is not None for weight in weights)
 
@@ -144,7 +144,7 @@ class _Counted:
     def __call__(self, target: Any) -> Any:
         ignored = self.option("ignore_index", _ABSENT)
         if not isinstance(target, Tensor) or target.is_floating_point() or ignored is _ABSENT:
-            return self._rows(target)  # for class probabilities, too, torch divides by rows
+            return self._rows(target)  # also for class probabilities, for which torch divides by the number of rows
         target = target.long()
         weight = self.option("weight", None)
         kept = target != (IGNORED if ignored is None else ignored)
@@ -152,13 +152,13 @@ class _Counted:
             return kept.sum()
         weights = weight.detach().to(target.device)[target.masked_fill(~kept, 0)]
         total = weights.where(kept, 0).sum(dtype=torch.float64)
-        if self.option("label_smoothing", 0):  # then torch divides this part of the loss by 0
+        if self.option("label_smoothing", 0):  # torch would divide the smoothed part of the loss by 0
             total = total.masked_fill((total == 0) & kept.any(), torch.nan)
         return total
 
     def _rows(self, target: Any) -> int:
         if not isinstance(target, Tensor):
-            return 1  # torch's loss raises the error
+            return 1  # torch's loss will raise an error
         place = self.dim - target.dim() if self.dim >= 0 else self.dim
         for name in ("weight", "pos_weight") if target.is_floating_point() else ():
             weight = self.option(name, None)

@@ -1,4 +1,4 @@
-"""Recorder: runs a model's forward once on a sample, and notes each call of its layers and functions as a Capture."""
+"""Recorder: runs a model's forward once on a sample, and records the calls of layers and functions in a Capture."""
 
 import weakref
 from collections.abc import Mapping, Sequence
@@ -57,7 +57,7 @@ class _Recorder(TorchFunctionMode):
         self._counts: dict[str, int] = {}
         self._inside = False
         self._drawn = outside_state()
-        #: id -> a tensor made by a function inside a layer, and the number of calls recorded before that
+        #: id -> a tensor made by a function inside a layer, and the number of calls recorded before it was made
         self._within: dict[int, tuple[weakref.ref[Tensor], int]] = {}
         self._by_the_way: set[Value] = set()  # values used inside the running layer
         self._reached: set[str] = set()  # parameters and buffers used inside the running layer
@@ -65,7 +65,7 @@ class _Recorder(TorchFunctionMode):
         self._attributes = {name: dict(layer.__dict__) for name, layer in layers.items()}
         self._first_use: dict[str, int] = {}  # the first call that uses a parameter or buffer
         self._elsewhere: set[int] = set()  # memory not made by a call of this forward
-        self._regions: dict[FrameType, tuple[Call, Call]] = {}  # code with a single backward: first and last call
+        self._regions: dict[FrameType, tuple[Call, Call]] = {}  # code with a single backward -> its first and last call
         self._readers: dict[str, int] = {}  # container that reads contents -> call index
         self._arguments: set[int] | None = None  # ids of the running layer's arguments
 
@@ -96,14 +96,14 @@ class _Recorder(TorchFunctionMode):
         return capture
 
     def _note_outside(self, layer: str) -> None:
-        """Note whether this layer, or the code between layers (""), drew random numbers outside torch."""
+        """Record whether this layer, or the code between layers (""), drew from Python's or numpy's generators."""
         drawn = outside_state()
         if drawn != self._drawn:
             self._capture.outside.add(layer)
         self._drawn = drawn
 
     def _inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Copy the inputs and note them as values. An input passed twice becomes two tensors with their own ids."""
+        """Copy the inputs and register them as values. An input passed twice becomes two tensors with different ids."""
         leaves, spec = pytree.tree_flatten((args, kwargs))
         for place, (name, leaf) in enumerate(named_leaves(self._positional, args, kwargs)):
             if isinstance(leaf, Tensor):
@@ -115,10 +115,10 @@ class _Recorder(TorchFunctionMode):
         return told_apart
 
     def _join(self) -> None:
-        """Set ``joined`` on calls that must share a stage with earlier ones.
+        """Set ``joined`` on calls that must share a stage with earlier calls.
 
         Code whose backward is a single unit (such as a ``torch.autograd.Function``) must stay in one stage. So must all
-        calls that use a tensor's memory, if it is modified in place and then read through another tensor.
+        calls that use the memory of a tensor, if that memory is modified in place and then read through another tensor.
         """
         for region, (first, call) in self._regions.items():
             call.joined = first.index if call.joined is None else min(call.joined, first.index)
@@ -172,11 +172,11 @@ class _Recorder(TorchFunctionMode):
         self._capture.indivisible.add(container)
 
     def _given(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether one of the tensors was returned by a call."""
+        """Return whether one of the tensors was returned by a call."""
         return any(self._value.get(id(tensor), (INPUT,))[0] != INPUT for tensor in tensors)
 
     def _inner(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run a function inside a layer, and note tensors that reach it through attributes or objects."""
+        """Run a function inside a layer, and record tensors that the layer gets through attributes or objects."""
         if self._arguments is None:
             return func(*args, **kwargs)
         taken = {id(tensor): tensor for tensor in tensors_in((args, kwargs))}
@@ -184,7 +184,7 @@ class _Recorder(TorchFunctionMode):
             if value := self._value.get(id(tensor)):
                 self._by_the_way.add(value)
                 by_layer = value[0] != INPUT and self._capture.calls[value[0]].layer
-                if by_layer and id(tensor) not in self._arguments:  # it reached the layer through a shared object
+                if by_layer and id(tensor) not in self._arguments:  # the layer got it through a shared object
                     self._hidden_from = value[0] if self._hidden_from is None else min(self._hidden_from, value[0])
             else:
                 self._look_for(tensor)
@@ -192,12 +192,12 @@ class _Recorder(TorchFunctionMode):
         if any(True for _ in tensors_in(result)):
             self._reached.update(self._names[key] for key in taken.keys() & self._names.keys())
         for tensor in tensors_in(result):
-            if id(tensor) not in taken:  # a tensor that is only passed on was made elsewhere
+            if id(tensor) not in taken:  # a returned argument was made elsewhere
                 self._within[id(tensor)] = weakref.ref(tensor), len(self._capture.calls)
         return result
 
     def _look_for(self, tensor: Tensor) -> None:
-        """If an earlier layer call made this tensor without returning it, note that the next call must join it."""
+        """If an earlier layer call made this tensor without returning it, require the next call to share its stage."""
         made, call = self._within.get(id(tensor), (None, 0))
         if made is not None and made() is tensor and call < len(self._capture.calls):
             self._hidden_from = call if self._hidden_from is None else min(self._hidden_from, call)
@@ -252,7 +252,7 @@ class _Recorder(TorchFunctionMode):
         return result
 
     def _new(self, layer: str, function: str, taken: list[Tensor], changed: list[int], result: Any) -> tuple[Any, Call]:
-        """Record a call; return its result and the record. Tensors that it only passes on become views with new ids."""
+        """Record a call; return its result and the Call. Arguments that it returns become views, which have new ids."""
         takes = tuple(dict.fromkeys(self._value[id(tensor)] for tensor in taken if id(tensor) in self._value))
         uses = tuple(dict.fromkeys(self._names[id(tensor)] for tensor in taken if id(tensor) in self._names))
         number = 0

@@ -1,4 +1,4 @@
-"""Recording: the capture of a model in one mode. Making it leaves the model unchanged.
+"""Recording: records a model in one mode, training or evaluation, and leaves the model unchanged.
 
 The first forward of some models creates attributes that later forwards use, such as masks. Stages run like later
 forwards, so these attributes are stored here and set when a step begins.
@@ -40,7 +40,7 @@ class Recording:
     written: tuple[str, ...] = ()
 
     def set_up(self) -> None:
-        """Set the attributes that the first forward would set, except those that were changed since."""
+        """Set the attributes that the first forward would set, except those that were changed after the recording."""
         for (module, name), value in self.made.items():
             if getattr(module, name, _NOTHING) is self.before[module, name]:
                 setattr(module, name, value)
@@ -49,10 +49,11 @@ class Recording:
 def recorded(
     model: nn.Module, layers: Mapping[str, nn.Module], mode: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Recording:
-    """Record a model in one mode. One forward is run, and further ones if it sets attributes of containers.
+    """Record a model in one mode. Runs one forward, and more if the forward sets attributes of containers.
 
-    Stages start every micro-batch with the attributes already set, so a forward that finds them set must make the same
-    calls and return the same result as the recorded one. If only the first forward differs, a later one is recorded.
+    Stages start every micro-batch with the attributes already set. A forward that starts with these attributes must
+    therefore make the same calls and return the same result as the recorded forward. If only the first forward differs,
+    a later forward is recorded.
 
     Args:
         model: the user's module.
@@ -62,7 +63,7 @@ def recorded(
         kwargs: keyword arguments of the forward.
 
     Raises:
-        GraphError: a later forward returns another result, or the first one changes weights.
+        GraphError: a later forward returns another result, or the first forward changes weights.
 
     """
     written: dict[str, None] = {}
@@ -103,9 +104,9 @@ def recorded(
 
 
 def _made(model: nn.Module, first: Capture, args: Any, kwargs: Any) -> tuple[_Attributes, _Attributes]:
-    """Run a forward and return the attributes that it sets: first their values after it, then their values before it.
+    """Run a forward and return the attributes that it sets, with their values after the forward and before it.
 
-    These are the attributes that changed during the capture, and those that were missing or None before the forward.
+    Includes attributes that changed during the capture, and attributes that were missing or None before the forward.
     """
     before = {module: dict(module.__dict__) for module in model.modules()}
     known = {(module, name): getattr(module, name, _NOTHING) for module, name in first.changed}
@@ -127,7 +128,7 @@ def _same_way(one: Capture, other: Capture) -> bool:
 
 
 def _check_kept(first: Capture, second: Capture) -> None:
-    """Raise GraphError if the second forward returns other values than the first, whose attributes it finds set."""
+    """Raise GraphError if the second forward, which starts with the attributes set, returns other values."""
     buffers = [(value, module._buffers.get(name, value)) for (module, name), value in first.changed.items()]
     for one, other in (*buffers, *zip(first.results, second.results, strict=True)):
         if one is not other and not (isinstance(one, Tensor) and isinstance(other, Tensor) and _alike(one, other)):

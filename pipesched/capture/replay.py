@@ -1,8 +1,8 @@
-"""Replay: run one stage's part of a forward by running the model's own code and skipping the calls of other stages.
+"""Replay: runs one stage's part of a forward, by running the model's own code and skipping the calls of other stages.
 
-Every stage runs the containers' code from its beginning. A call of another stage is skipped: its result is the received
-value if this stage uses it, else a meta tensor. The code is left after the stage's last call. If the code takes another
-path than the captured one, an error is raised.
+Every stage runs the containers' code from its beginning. A call of another stage is skipped; its result is the received
+value if this stage uses it, else a meta tensor. After the stage's last call the code is aborted. An error is raised if
+the code takes another path than in the capture.
 """
 
 from collections.abc import Mapping, Sequence
@@ -32,16 +32,15 @@ StandIns = Mapping[Place, Mapping[nn.Parameter, Tensor]]
 #: Type and shape of a value that was not sent.
 Look = tuple[Any, ...]
 
-_NUMBERS = "numbers"  # takes the place of the position in the Value of plain numbers that a call returned
+_NUMBERS = "numbers"  # the position in the Value of a call that returned plain numbers
 
 _DEVICE = "torch.Tensor.device.__get__"
 
 
 class Looks:
-    """Types and shapes of values that are not sent. A message holds them as one leaf.
+    """Types and shapes of values that a stage does not send. They are one leaf of a message.
 
-    Immutable. Two objects are equal only if their plain numbers also have equal types. ``values`` has pairs of a value
-    and its look.
+    Immutable. Plain numbers are equal only if they also have the same type. ``values`` has pairs (Value, Look).
     """
 
     __slots__ = ("_key", "values")
@@ -50,7 +49,7 @@ class Looks:
         self.values = values
         self._key = tuple(
             [(value, repr(look) if value[1] == _NUMBERS else look) for value, look in values]
-        )  # repr tells 1 from True
+        )  # repr distinguishes 1 from True
 
     @classmethod
     def of(cls, values: Mapping[Value, Look]) -> "Looks":
@@ -64,20 +63,20 @@ class Looks:
 
 
 class _Done(BaseException):
-    """Raised to leave the model's code after the stage's last call. A BaseException, so that containers let it pass."""
+    """Raised to abort the model's code after the stage's last call. ``except Exception`` does not catch it."""
 
 
 class Replay:
-    """One stage's part of a forward; used by one thread at a time.
+    """Runs one stage's part of a forward. Used by one thread at a time.
 
     Args:
         model: the user's module.
         layers: layer name -> layer.
         capture: the record of the forward.
-        part: the stage's part of it.
+        part: the calls that the stage runs.
         device: the stage's device.
-        tied: for each call, the stage's leaves of weights that several calls share.
-        called: layer name -> the module that this stage calls.
+        tied: for each call, the stage's own leaf tensors for weights that several calls share.
+        called: layer name -> the module that this stage calls for the layer.
         last: whether this is the last stage, which runs the code to its end and returns the model's output.
 
     """
@@ -119,7 +118,7 @@ class Replay:
         call: CallLayer,
         random: KeyedRandom,
     ) -> tuple[dict[Value, Any], dict[Value, Look], Any]:
-        """Run the part for one micro-batch.
+        """Run the stage's calls for one micro-batch.
 
         Args:
             args: positional inputs of the model.
@@ -131,8 +130,8 @@ class Replay:
             random: the micro-batch's random number generator.
 
         Returns:
-            The values to send to later stages, ``looks`` with the looks that this part adds, and the output (None
-            unless this is the last stage).
+            The values to send to later stages, ``looks`` with the types and shapes that this stage adds, and the
+            model's output (None unless this is the last stage).
 
         """
         run = _Run(self, received, looks, present, call, random)
@@ -155,7 +154,7 @@ class Replay:
     def _inputs(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], given: Mapping[Value, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The model's inputs, with received values in place of those that earlier stages changed."""
+        """Return the model's inputs, with received values in place of inputs that earlier stages changed."""
         leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
         for place, (name, _) in enumerate(named_leaves(self._positional, args, kwargs)):
             leaves[place] = given.get((INPUT, name), leaves[place])
@@ -163,12 +162,12 @@ class Replay:
         return made
 
     def _layer(self, name: str, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The containers' code calls this in place of a layer."""
+        """Run or skip the call of a layer. The containers' code calls this method in place of the layer."""
         return layer(*args, **kwargs) if self.running is None else self.running.layer(name, layer, args, kwargs)
 
 
 class _Run(TorchFunctionMode):
-    """One run of a replay for one micro-batch: its position among the calls, and the values so far."""
+    """The state of a replay for one micro-batch: the position among the calls, and the values so far."""
 
     def __init__(
         self,
@@ -200,7 +199,7 @@ class _Run(TorchFunctionMode):
         self.looks = dict(looks)
 
     def ended(self, output: Any) -> Any:
-        """The model's output. Raises GraphError if the code left the captured path."""
+        """Return the model's output. Raises GraphError if the code took another path than in the capture."""
         if self._error is None and self._position < min(self._replay.end + 1, len(self._calls)):
             self._lost("ends")
         if self._error is not None:  # raised again if the model's code caught it
@@ -212,7 +211,7 @@ class _Run(TorchFunctionMode):
     # ---- called by the containers' code --------------------------------------------------------------------------
 
     def __enter__(self) -> "_Run":
-        """Begin a part of the code between layers."""
+        """Enter the mode for the next part of the code between layers."""
         if "" in self._replay.capture.outside:
             self._code.enter_context(self._random.outside("", self._code_parts))
             self._code_parts += 1
@@ -240,7 +239,7 @@ class _Run(TorchFunctionMode):
         return self._ran(call, func(*args, **kwargs), args, kwargs)
 
     def _next(self) -> Call | None:
-        """The next call. After the stage's last call this leaves the code, once the code around that call has ended."""
+        """Return the next call; None if the capture has no more. Raises _Done after the stage's last call."""
         if self._position > self._replay.end:
             raise _Done
         return self._calls[self._position] if self._position < len(self._calls) else None
@@ -275,10 +274,8 @@ class _Run(TorchFunctionMode):
         return self._ran(call, self._call(name, call.number, self._replay.called[name], args, kwargs), args, kwargs)
 
     def _own(self, arguments: tuple[Any, Any], call: Call) -> tuple[Any, Any]:
-        """The arguments of a call, with tied weights and other parameters replaced by this stage's current ones."""
-        if (
-            self._instead
-        ):  # comes first, so that a buffer changed by an earlier stage is replaced by the received buffer
+        """Return a call's arguments, with tied weights and other parameters replaced by this stage's current ones."""
+        if self._instead:  # first, so that a buffer changed by an earlier stage is replaced by the received buffer
             arguments = pytree.tree_map_only(Tensor, lambda tensor: self._instead.get(id(tensor), tensor), arguments)
         given: dict[Any, Tensor] = {**self._present, **self._replay.tied.get(call.place, {})} if call.uses else {}
         taken: tuple[Any, Any] = with_stand_ins(arguments, given) if given else arguments
@@ -315,7 +312,7 @@ class _Run(TorchFunctionMode):
         return result
 
     def _left_out(self, call: Call, args: Any, kwargs: Any) -> Any:
-        """Stand-ins for the result of a call of another stage."""
+        """Return stand-ins for the result of a call of another stage."""
         self._position += 1
         if call.reads:
             return self.given[call.index, 0]
@@ -371,7 +368,7 @@ class _Run(TorchFunctionMode):
 
 
 def _roots(capture: Capture) -> dict[Value, Value]:
-    """For each value changed in place, the earliest value that is the same tensor object."""
+    """Return, for each value changed in place, the earliest value that is the same tensor object."""
     roots: dict[Value, Value] = {}
     for call in capture.calls:
         for position, place in call.changes.items():

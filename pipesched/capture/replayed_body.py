@@ -79,7 +79,7 @@ class ReplayedBody:
         }
 
     def over(self, layers: Mapping[str, nn.Module], device: torch.device) -> "ReplayedBody":
-        """The same body over copied layers. Copies do not share weights; each use of a weight has its own gradient."""
+        """Return a body that runs copied layers. Copies share no weights; each use of a weight has its own gradient."""
         other = copy.copy(self)
         other.layers = dict(layers)
         other._twins = {}
@@ -87,7 +87,7 @@ class ReplayedBody:
         return other
 
     def begin(self) -> None:
-        """Choose the part for the model's current mode."""
+        """Select the recording of the model's current mode."""
         mode = self._model.training
         if mode not in self._replays:
             raise GraphError(
@@ -103,7 +103,7 @@ class ReplayedBody:
             twin.refresh()
 
     def inputs(self, inputs: Any) -> Any:
-        """The model's inputs; tensors that this stage does not need become meta tensors."""
+        """Return the model's inputs, with meta tensors in place of tensors that this stage does not need."""
         leaves, spec = pytree.tree_flatten(inputs)
         needed = self._parts.get(self._model.training, self._part).inputs
         for place, (name, leaf) in enumerate(named_leaves(self._positional, *inputs)):
@@ -141,9 +141,9 @@ class ReplayedBody:
 
 
 class Loose(nn.Module):
-    """Parameters and buffers that belong to no layer, under names without dots.
+    """Holds parameters and buffers that belong to no layer, under names without dots.
 
-    Calling it as a layer returns the tensors to use now: an older version, or a copy for recomputation.
+    Calling it as a layer returns the tensors to use now, such as an older version or a copy for recomputation.
     """
 
     def __init__(self, model: nn.Module, names: Sequence[str]) -> None:

@@ -1,6 +1,6 @@
-"""Stage body: the computation of one stage, as a chain of layers or as its part of a captured forward.
+"""Stage body: the computation of one stage, either a chain of layers or the stage's calls of a captured forward.
 
-The last stage also has a head, which computes the loss.
+The last stage also has a Head, which computes the loss.
 """
 
 from collections.abc import Callable, Mapping
@@ -31,13 +31,13 @@ class Body(Protocol):
         """The layers that this stage calls, by name. Assign to an entry before the first run to replace a layer."""
 
     def begin(self) -> None:
-        """Called when a step begins; the model's mode and flags may have changed."""
+        """Prepare for a step, because the model's mode and flags may have changed since the previous one."""
 
     def over(self, layers: Mapping[str, nn.Module], device: torch.device) -> "Body":
-        """The same body over copies of the layers, for another thread."""
+        """Return a stage body that runs copies of the layers, for another thread."""
 
     def inputs(self, inputs: Any) -> Any:
-        """The part of the model's inputs (args, kwargs) that this stage needs."""
+        """Return the model's inputs (args, kwargs) without the contents of tensors that this stage does not need."""
 
     def run(self, inputs: Any, arrived: tuple[Any, ...], call: CallLayer, random: KeyedRandom) -> Any:
         """Compute the stage's output.
@@ -49,15 +49,16 @@ class Body(Protocol):
             random: the micro-batch's random number generator.
 
         Returns:
-            The output, as a PerConsumer if later stages receive different values. On the last stage the model's output.
+            The output; a PerConsumer if later stages receive different values. On the last stage it is the model's
+            output.
 
         """
 
 
 class Chain:
-    """A chain of layers. The first layer gets each received value as an argument, or the model's inputs.
+    """A chain of layers. The first layer gets the model's inputs, or the received values as arguments.
 
-    With ``watched``, the first training run warns of layers that draw random numbers outside torch.
+    With ``watched``, the first run in training mode warns of layers that draw from Python's or numpy's generators.
     """
 
     def __init__(self, layers: Mapping[str, nn.Module], *, watched: bool = False) -> None:
@@ -66,7 +67,7 @@ class Chain:
         self.late_inputs = False
 
     def begin(self) -> None:
-        """Nothing to do: the layers' own modes apply."""
+        """Do nothing, because the layers run in their own modes."""
 
     def over(self, layers: Mapping[str, nn.Module], device: torch.device) -> "Chain":
         return Chain(layers)
@@ -86,7 +87,7 @@ class Chain:
 
 
 def _watching(call: CallLayer) -> CallLayer:
-    """Wrap ``call`` to warn of a layer that draws random numbers outside torch."""
+    """Wrap ``call`` to warn of a layer that draws from Python's or numpy's generators."""
 
     def watched(name: str, number: int, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         before = outside_state()
@@ -143,7 +144,7 @@ class Head:
 
 
 def loss_entry(output: Any) -> Any:
-    """A model's own loss: the output if it is a tensor, else the output's ``loss``."""
+    """Return a model's own loss: the output if it is a tensor, else the output's ``loss`` (None if there is none)."""
     if isinstance(output, Tensor):
         return output
     return output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)

@@ -1,7 +1,8 @@
 """Stage module: a stage as one nn.Module, for wrappers that act on a whole module, such as ``fully_shard``.
 
 The stage module holds the layers under their qualified names. Calling it runs the layers as the model's code does. The
-stage runs through the module that ``wrap`` returned, so the hooks of that module see the stage's tensors.
+pipeline runs the stage by calling the module that ``wrap`` returned, so the hooks of that module see the stage's
+tensors.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -26,7 +27,7 @@ Wrap = Callable[[nn.Module, int], nn.Module]
 
 
 class StageModule(nn.Module):
-    """The layers of a stage under their qualified names. Only the pipeline calls it."""
+    """The layers of a stage under their qualified names. Only the pipeline may call it."""
 
     def __init__(self, layers: Mapping[str, nn.Module]) -> None:
         super().__init__()
@@ -50,7 +51,7 @@ class StageModule(nn.Module):
         return self._turn(*args, **kwargs)
 
     def run(self, module: nn.Module, turn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Call ``module``, which must call this stage module exactly once; the inner call runs ``turn``."""
+        """Call ``module``, which must call this stage module exactly once; that inner call runs ``turn``."""
         turns = []
 
         def once(*args: Any, **kwargs: Any) -> Any:
@@ -71,7 +72,7 @@ class StageModule(nn.Module):
 
 
 class _Wrapped:
-    """A body that runs through the module returned by ``wrap``."""
+    """A stage body that calls the module returned by ``wrap``, which in turn runs the stage's layers."""
 
     def __init__(self, body: Body, inner: StageModule, module: nn.Module) -> None:
         self._body = body
@@ -93,9 +94,10 @@ class _Wrapped:
         return self._body.inputs(inputs)
 
     def run(self, inputs: Any, arrived: tuple[Any, ...], call: CallLayer, random: KeyedRandom) -> Any:
-        """Run the body through the module.
+        """Call the module, which runs the stage's layers.
 
-        The module of a chain gets the layers' arguments and returns their output. Other modules get and return tensors.
+        The module of a chain gets the first layer's arguments and returns the last layer's output. Modules of captured
+        stages get and return tensors.
         """
         if not self._body.late_inputs:
             args, kwargs = (arrived, {}) if inputs is None else inputs
@@ -133,7 +135,7 @@ def wrapped_bodies(
     holds: Callable[[int], bool],
     tied: Collection[nn.Parameter],
 ) -> list[Body]:
-    """The bodies of a program's stages. Those in this process run through the modules that ``wrap`` returns.
+    """Return the bodies of a program's stages. In this process they call the modules that ``wrap`` returns.
 
     Args:
         wrap: the user's function, or None to leave the bodies unchanged.
@@ -143,7 +145,7 @@ def wrapped_bodies(
         program: the program to run.
         devices: the device of each stage.
         holds: whether a rank is in this process.
-        tied: parameters that several calls share.
+        tied: parameters that several layer calls share.
 
     Raises:
         ScheduleError: the program runs copies of stages.

@@ -12,10 +12,10 @@ __all__ = ["Part", "cut_at"]
 
 @dataclass
 class Part:
-    """One stage's part of a captured forward.
+    """The calls of a captured forward that one stage runs, and the values that it exchanges with other stages.
 
-    A value that several stages use is passed from each of these stages to the next. Its gradient returns on the same
-    path as a running sum that starts with the last stage's contribution, in the order in which autograd adds.
+    If several stages use a value, each of them passes it on to the next. The gradient takes the same way back: each
+    stage adds its contribution to the received sum, in the order in which autograd adds.
     """
 
     #: The calls that belong to this stage.
@@ -31,7 +31,7 @@ class Part:
 
     @property
     def end(self) -> int:
-        """The index of the stage's last own call."""
+        """The index of the last call that belongs to this stage."""
         return max(self.own)
 
 
@@ -58,14 +58,14 @@ def cut_at(capture: Capture, starts: Sequence[int]) -> list[Part]:
 
 
 def _needed(capture: Capture, own: frozenset[int], *, last: bool) -> tuple[frozenset[int], frozenset[Any], set[Value]]:
-    """Return the calls that a part runs, the inputs that it needs, and the values that it needs from other stages."""
+    """Return the calls that a stage runs, and the model inputs and the values of other stages that it needs."""
     free = capture.free
     runs: set[int] = set()
     inputs: set[Any] = set()
     taken: set[Value] = set()
     end = len(capture.calls) if last else max(own, default=INPUT) + 1
     before = [call for call in capture.calls[:end] if call.index in free]
-    looked_at = {index for index, _ in capture.looked_at}  # other stages do not send the shapes of free calls' values
+    looked_at = {index for index, _ in capture.looked_at}  # the shapes of free calls' values are not sent
     asked = [*own, *(call.index for call in before if call.reads or not call.takes or call.index in looked_at)]
     values = list(capture.output) if last else []
     while asked or values:

@@ -16,7 +16,7 @@ _LISTS = nn.ModuleList | nn.ModuleDict  # containers that are never called thems
 
 
 def as_whole_layers(model: nn.Module, names: Any) -> tuple[str, ...]:
-    """Check names of modules to keep whole. Raises InputError for an unknown name or a list, which is never called."""
+    """Check names of modules to keep whole. Raises InputError for an unknown name or a list, which has no forward."""
     remedy = "pass a list such as ['block.moe']"
     given = as_list(names, "whole_layers must be a list of names of modules", remedy)
     known = dict(model.named_modules())
@@ -67,14 +67,14 @@ def opened(
 
 
 def _is_in_a_block(model: nn.Module, name: str) -> bool:
-    """Whether a module is an element of a ModuleList or ModuleDict and is small enough for one layer."""
+    """Return whether a module is inside a ModuleList or ModuleDict and is small enough to be one layer."""
     parts = name.split(".")
     above = [model.get_submodule(".".join(parts[:depth])) for depth in range(1, len(parts))]
     return any(isinstance(one, _LISTS) for one in above) and is_small(model.get_submodule(name), model)
 
 
 def _callable(model: nn.Module, name: str) -> str:
-    """The module's name, or for a list the name of the nearest enclosing module that is called."""
+    """Return the name of the module, or for a list the name of the nearest enclosing module that is called."""
     while name and isinstance(model.get_submodule(name), _LISTS):
         name = name.rpartition(".")[0]
     return name

@@ -1,1 +1,1 @@
-"""The command ``pipesched``."""
+"""The command line interface: the command ``pipesched``."""

@@ -1,4 +1,4 @@
-"""``python -m pipesched.cli``."""
+"""Entry point of ``python -m pipesched.cli``."""
 
 from pipesched.cli.main import main
 

@@ -1,4 +1,4 @@
-"""The command ``pipesched`` and its subcommands for schedules, which run without torch."""
+"""The command ``pipesched``, and its subcommands for schedules. They run without torch."""
 
 import shutil
 from collections.abc import Callable, Iterable
@@ -70,7 +70,7 @@ def _shape_options(command: _Command) -> _Command:
 
 
 def _cost_options(command: _Command) -> _Command:
-    """Options for times that are the same on every rank, named like the fields of Costs."""
+    """Add the options for times, which are the same on every rank and named as the fields of Costs."""
     share = "Seconds for the {} of one micro-batch on a rank, divided equally among its chunks."
     work = {"forward": "forward", "input_grad": "input gradients", "weight_grad": "weight gradients"}
     texts = {name: share.format(words) for name, words in work.items()}
@@ -139,7 +139,7 @@ def _standard_input() -> Program:
 def _program(
     schedule: str, ranks: int | None, microbatches: int | None, chunks: int | None = None, steps: int = 1
 ) -> Program:
-    """The program of a named schedule, or the program in a file."""
+    """Return the program of a named schedule, or the program in a file."""
     if Path(schedule).is_file():
         return _read(schedule)
     options = {} if chunks is None else {"chunks_per_rank": chunks}
@@ -147,7 +147,7 @@ def _program(
 
 
 def _names() -> list[str]:
-    """All schedules, including those that cut micro-batches into token slices."""
+    """Return the names of all schedules, including those that cut micro-batches into token slices."""
     return schedules.names(sliced=True)
 
 
@@ -280,8 +280,8 @@ def compare(
 
     Schedules use their default number of chunks; a program in a file keeps its shape. "above bound" is how far the
     makespan is above the lower bound for any schedule of these micro-batches, stages and ranks with unlimited memory.
-    "peak in flight" is the largest number of micro-batches that a rank holds at once; one that is held in a single
-    chunk counts as the chunk's share of the rank.
+    "peak in flight" is the largest number of micro-batches that a rank holds at the same time; a micro-batch that is
+    held in only one of the rank's v chunks counts as 1/v.
 
     \b
     Example:
@@ -312,7 +312,7 @@ def compare(
 
 
 def _peak(program: Program) -> float:
-    """The largest number of micro-batches in flight on a rank; in a single chunk each counts as the chunk's share."""
+    """Return the largest number of micro-batches in flight on a rank; in one of v chunks each counts as 1/v."""
     share = dict(zip(program.placement, program.shares, strict=True))
     ranks = range(program.num_ranks)
     return max(peak_in_flight(program.orders.rank(rank)) / share.get(rank, 1) for rank in ranks)

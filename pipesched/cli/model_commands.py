@@ -1,4 +1,4 @@
-"""Model commands: cut a model into stages, search a plan, report a plan. Only running a model imports torch."""
+"""Model commands: cut a model into stages, search for a plan, and report a plan. Only running a model imports torch."""
 
 import importlib.util
 import shutil
@@ -58,7 +58,7 @@ def report(plan: Path, trace: Path | None, *, output: tuple[Path, ...], width: i
 
 
 def _print(report: Any, width: int | None) -> None:
-    """Print in colour to a terminal if rich is installed, else as plain text."""
+    """Print a report: in colour if stdout is a terminal and rich is installed, else as plain text."""
     if sys.stdout.isatty() and importlib.util.find_spec("rich"):
         from rich.console import Console
 
@@ -129,7 +129,7 @@ def tune(  # noqa: PLR0913  # one parameter for each option
     output: Path | None,
     width: int | None,
 ) -> None:
-    """Search the fastest plan for MODEL, and compare it with the alternatives.
+    """Search for the fastest plan for MODEL, and compare it with the alternatives.
 
     MODEL is a saved profile, or file.py:function or module:function as for `pipesched graph`. Such a model is profiled.
     Equal profiles give equal plans. With --confirm, the best plans run for some steps: on GPUs if there is one for

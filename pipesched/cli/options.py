@@ -1,4 +1,4 @@
-"""Options: types and defaults of the command's options, and helpers that read and write files."""
+"""Options: types and defaults of the options of ``pipesched``, and helpers that read and write files."""
 
 import re
 from collections.abc import Callable
@@ -23,7 +23,7 @@ TEXTS = (".html", ".txt", ".json")
 class Output(click.Path):
     """The path of a file to write: its folder exists, and its ending is one of ``endings``.
 
-    It is checked before a command measures or searches anything.
+    The path is checked before a command measures or searches anything.
     """
 
     def __init__(self, *endings: str) -> None:
@@ -46,7 +46,7 @@ REPORT = Output(*TEXTS, *PICTURES)
 
 
 def as_bytes(_: Any, __: Any, text: str | None) -> int | None:
-    """Parse a number of bytes: ``16GB``, ``16GiB`` or ``2e9``."""
+    """Parse a number of bytes, such as ``16GB``, ``16GiB`` or ``2e9``; None is returned unchanged."""
     if text is None:
         return None
     match = re.fullmatch(r"(\d+\.?\d*(?:e\d+)?) *([KMGT]?)(i?)B?", text.strip(), re.IGNORECASE)

@@ -1,4 +1,4 @@
-"""Class state: detect attributes that forwards change on the classes of modules. Several stages would share them."""
+"""Class state: detects class attributes that a forward changes, because several stages would share them."""
 
 import copy
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -26,11 +26,11 @@ class ClassAttribute(NamedTuple):
 
 
 class _Held(NamedTuple):
-    """The content of a class attribute."""
+    """The value of a class attribute at one time."""
 
     #: The attribute's value, or a copy of it if it is a container.
     value: Any
-    #: A form of the value that compares equal if a forward would find no difference.
+    #: A key that is equal for two values if a forward would find no difference between them.
     form: Any
     #: Keeps the value's attributes alive, so that their ids are not reused.
     parts: tuple[Any, ...] = ()
@@ -40,7 +40,7 @@ ClassState = Mapping[ClassAttribute, _Held]
 
 
 class _Contents:
-    """A tensor's contents, compared by version and bits. Only the bits show writes through ``.data``."""
+    """A tensor's contents, compared by version and bits. Writes through ``.data`` do not change the version."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor
@@ -57,7 +57,7 @@ class _Contents:
 
 
 def class_state(model: nn.Module) -> ClassState:
-    """The attributes of the classes of a model's modules, except torch's own classes."""
+    """Return the attributes of the classes of a model's modules, without torch's own classes."""
     owners = {base for kind in {type(module) for module in model.modules()} for base in kind.__mro__}
     return {
         ClassAttribute(owner, name): _held(value)
@@ -79,7 +79,7 @@ def _held(value: Any) -> _Held:
 
 
 def _form(value: Any, *, inside: bool = True) -> Any:
-    """A form of the value that compares equal if a forward would find no difference.
+    """Return a key that is equal for two values if a forward would find no difference between them.
 
     With ``inside``, containers are compared by their contents, else by identity.
     """
@@ -109,8 +109,8 @@ def changed_classes(
 ) -> tuple[ClassState, tuple[ClassAttribute, ...]]:
     """Find the class attributes that forwards change.
 
-    If a forward changed any, a second one runs with other tensor contents. Attributes that are set only once, or always
-    to the same value, do not count as changed by each forward.
+    If a forward changed any, a second forward runs with other tensor contents. Attributes that are set only once, or
+    always to the same value, do not count as changed by each forward.
 
     Args:
         model: the user's module.
@@ -135,7 +135,7 @@ def changed_classes(
 
 
 def _other(tensor: Tensor) -> Tensor:
-    """A tensor of the same type and shape with other contents; numbers between 0 and 1 stay in that range."""
+    """Return a tensor of the same type and shape with other contents; numbers between 0 and 1 stay in that range."""
     rows = tensor.detach().flip(0) if tensor.dim() else tensor.detach().clone()
     return rows * 0.5 + 0.25 if rows.is_floating_point() else rows
 

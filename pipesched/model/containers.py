@@ -1,9 +1,8 @@
-"""Containers: split a model into layers and the containers around them, and copy the containers to intercept calls.
+"""Containers: split a model into layers and containers, and copy the containers to intercept the layer calls.
 
 A container is a module whose child modules become layers: the model itself, or a module with lists of blocks. Any other
-module is a layer, called as a whole. The containers' code runs in shells. These are shallow copies of the containers in
-which each layer is replaced by a stand-in that passes its calls on. The model itself stays unchanged, and several
-threads may run it.
+module is a layer, called as a whole. The containers' code runs in shells: shallow copies of the containers in which
+stand-ins replace the layers and pass each call on. The model itself stays unchanged, and several threads may run it.
 """
 
 import functools
@@ -23,7 +22,7 @@ from pipesched.model.module_tree import hooks_of, is_compiled
 
 __all__ = ["Shells", "Twin", "as_whole", "find_layers", "is_small", "set_attributes"]
 
-_LARGEST = 4  # a module with more than a quarter of the parameters is opened if it can be
+_LARGEST = 4  # a module with more than 1/4 of the parameters is split into smaller layers if possible
 
 #: (the layer's name, the layer, args, kwargs) -> the layer's output
 LayerCall = Callable[[str, nn.Module, tuple[Any, ...], dict[str, Any]], Any]
@@ -35,7 +34,7 @@ def as_whole(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def find_layers(model: nn.Module, closed: Collection[str] = ()) -> dict[str, nn.Module]:
-    """The layers by qualified name, in the order of registration. A module registered twice has its first name.
+    """Return the layers by qualified name, in the order of registration. A module registered twice has its first name.
 
     The result depends only on the model, not on devices, stages or batches. Modules in ``closed`` are kept whole.
     """
@@ -71,7 +70,7 @@ def _opens(module: nn.Module, total: int) -> bool:
 
 
 def is_small(module: nn.Module, model: nn.Module) -> bool:
-    """Whether a module is small enough to be one layer of a model."""
+    """Return whether a module is small enough to be one layer: at most a quarter of the model's parameters."""
     return _size(module) * _LARGEST <= _size(model)
 
 
@@ -100,7 +99,7 @@ def _size(module: nn.Module) -> int:
 class _Copies:
     """Copies of a model's modules that refer to each other as the originals do."""
 
-    _shares = True  # share lists and the like that refer to no module with the originals
+    _shares = True  # lists and the like that refer to no module are shared with the originals
 
     def __init__(self, model: nn.Module) -> None:
         self._translated: dict[int, tuple[Any, Any]] = {}
@@ -160,7 +159,7 @@ class Shells(_Copies):
         self.refresh()
 
     def refresh(self) -> None:
-        """Take over changes of the original containers: modes, flags and other plain attributes.
+        """Copy the current modes, flags and other plain attributes of the original containers to the shells.
 
         Lists and other mutable values are copied, so that each stage's code changes its own copy.
         """
@@ -176,7 +175,7 @@ class Shells(_Copies):
             }
 
     def changed(self) -> dict[tuple[nn.Module, str], Any]:
-        """The attributes of containers, including buffers, that the forward set or filled, with their new values."""
+        """Return the attributes of containers, including buffers, that the forward changed, with their new values."""
         changed: dict[tuple[nn.Module, str], Any] = {}
         for own, copy in self._pairs:
             before = self._before[id(copy)]
@@ -188,7 +187,7 @@ class Shells(_Copies):
         return changed
 
     def running(self) -> str:
-        """The name of the innermost container whose code is running; empty for the model itself."""
+        """Return the name of the innermost container whose code is running; empty for the model itself."""
         names: dict[int, str] = {id(copy): self._own[id(own)] for own, copy in self._pairs}
         frame = currentframe()
         while frame is not None:
@@ -234,7 +233,7 @@ class Twin(_Copies):
         self.refresh()
 
     def refresh(self) -> None:
-        """Take over changes of the original layer: tensors, modes and flags."""
+        """Copy the current tensors, modes and flags of the original layer."""
         self._translated.clear()
         for own, copy in self._pairs:
             _follow(own, copy, ("_modules", "_parameters", "_buffers"))
@@ -261,7 +260,7 @@ def _follow(own: nn.Module, copy: nn.Module, kept: tuple[str, ...]) -> None:
 
 
 def _handing_over(name: str, layer: nn.Module, call: LayerCall, all_called: Mapping[str, nn.Module]) -> type[nn.Module]:
-    """Make a subclass of the layer's class for a stand-in, which looks like the layer and hands calls to ``call``."""
+    """Return a subclass of the layer's class for a stand-in that looks like the layer and passes calls to ``call``."""
     seen = dict(layer.__dict__)
 
     def hand_over(shell: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -321,7 +320,7 @@ def _filled(cell: types.CellType) -> bool:
 
 
 def _function(function: types.FunctionType, cells: Sequence[types.CellType], parts: Sequence[Any]) -> Any:
-    """A function with other closure contents and other defaults."""
+    """Return a copy of a function with other closure contents and other defaults."""
     *contents, defaults = parts
     new = {id(cell): types.CellType(content) for cell, content in zip(cells, contents, strict=True)}
     closure = tuple(new.get(id(cell), cell) for cell in function.__closure__ or ())

@@ -15,14 +15,14 @@ __all__ = ["code_of", "device_name", "fingerprint", "form_of"]
 
 
 def fingerprint(*parts: Any) -> str:
-    """A digest of the values' repr."""
+    """Return a digest of the repr of the values."""
     return hashlib.blake2b("\n".join(map(repr, parts)).encode(), digest_size=12).hexdigest()
 
 
 def form_of(value: Any) -> list[Any]:
-    """Everything in a module or a sample that decides which code runs and at what cost, except the numbers in tensors.
+    """Return the properties of a module or a sample on which its costs depend.
 
-    For a module its classes, code and settings; for tensors their shapes and types.
+    For modules these are classes, code and settings; for tensors shapes and types, but not contents.
     """
     if isinstance(value, nn.Module):
         return list(_of_module(value))
@@ -31,7 +31,7 @@ def form_of(value: Any) -> list[Any]:
 
 
 def code_of(function: Any) -> Any:
-    """A function's code and constants. If it has no Python code, its name."""
+    """Return a function's code and constants; if it has no Python code, its name."""
     code = getattr(function, "__code__", None)
     if code is None:
         return None if function is None else getattr(function, "__qualname__", type(function).__qualname__)
@@ -68,7 +68,7 @@ def _plain(value: Any) -> str:
 
 
 def device_name(device: torch.device) -> str:
-    """The name of the processor or GPU."""
+    """Return the name of the processor or GPU."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     info = Path("/proc/cpuinfo")

@@ -1,8 +1,8 @@
-"""Initialization: fill a model on the meta device, each rank with the weights of its own stages.
+"""Initialization: fills a model on the meta device; each rank creates only the weights of its own stages.
 
-A model of any size is built without contents, captured and cut; then each rank makes the weights of its own stages.
-The random numbers for a module's weights are keyed by (seed, the module's name). So the weights do not depend, to the
-bit, on the cut or on the rank that makes them.
+A model of any size is built without contents, captured and cut; then each rank creates the weights of its own stages.
+The random numbers for a module's weights are seeded with (seed, the module's name). The weights are therefore
+bit-identical for every cut, and on whichever rank creates them.
 """
 
 import hashlib
@@ -58,7 +58,7 @@ def built(model: nn.Module | Callable[[], nn.Module], seed: int) -> nn.Module:
     """Build a model with parameters on the meta device and filled buffers. A module is returned unchanged.
 
     Parameters move to the meta device when a module registers them, so at most one at a time uses memory. Random
-    numbers for buffers are keyed by the seed. Raises ModelTypeError if the function does not return a module.
+    numbers for buffers depend only on the seed. Raises ModelTypeError if the function does not return a module.
     """
     if isinstance(model, nn.Module):
         return model
@@ -77,7 +77,7 @@ def built(model: nn.Module | Callable[[], nn.Module], seed: int) -> nn.Module:
 
 
 class _Emptying:
-    """Registration hook that moves parameters of this thread's modules to the meta device. Shared ones stay shared."""
+    """Registration hook that moves parameters to the meta device, in this thread. Shared parameters stay shared."""
 
     def __init__(self) -> None:
         self._thread = threading.get_ident()
@@ -111,7 +111,7 @@ class Initial:
 
     Args:
         model: the user's module.
-        init: the source of weights, as ``Pipeline`` takes it; None means "reset".
+        init: the source of weights, as for ``Pipeline``; None means "reset".
         seed: seed of the random numbers.
         loss_fn: the loss, which must not be on the meta device.
 
@@ -155,15 +155,15 @@ class Initial:
         return given
 
     def _state(self) -> dict[str, Tensor]:
-        """The tensors of the model's state dict themselves, not detached copies; tied ones under all their names."""
+        """Return the tensors of the model's state dict themselves, not detached; tied tensors under all their names."""
         state = self._model.state_dict(keep_vars=True)
         return {name: tensor for name, tensor in state.items() if isinstance(tensor, Tensor)}
 
     def fill(self, owners: Owners, ranks: RankDevices) -> None:
-        """Fill the tensors of this process's ranks, and the buffers that belong to no layer.
+        """Fill the tensors that ranks of this process hold, and the buffers that belong to no layer.
 
         Raises:
-            GraphError: nothing fills some of the tensors. All ranks of a mesh raise it.
+            GraphError: some tensors have no source of contents. All ranks of a mesh raise it.
 
         """
         if not self._empty:
@@ -182,7 +182,7 @@ class Initial:
             ranks.fail("filling the model", error)
         for module in recurrent:
             module.to(next(module.parameters()).device)  # creates the references again
-        self._empty = False  # a new plan does not fill the model again
+        self._empty = False  # so that a new plan does not fill the model again
         self._given = None
 
     def _fill(self, units: "Sequence[_Unit]", wanted: Mapping[int, torch.device]) -> None:
@@ -213,9 +213,9 @@ class Initial:
             raise
 
     def _drawn(self, unit: "_Unit") -> list[tuple[str, Tensor, Tensor]]:
-        """Run a unit's own code while the tensors of this unit have contents and those of all others have none.
+        """Run the initialization code of a unit's modules, while only the tensors of this unit have contents.
 
-        So the random numbers do not depend on which other units this rank fills.
+        The random numbers therefore do not depend on which other units this rank fills.
 
         Returns:
             (name, tensor, contents) for each tensor of the unit.
@@ -329,7 +329,7 @@ class _Place:
     name: str
 
     def put_back(self, tensor: Tensor) -> Tensor | None:
-        """Register the tensor here again. If the module's code had registered another one, return that, else None."""
+        """Register the tensor here again. Returns the tensor that the module had registered in its place, else None."""
         own: dict[str, Any] = self.module._parameters if isinstance(tensor, nn.Parameter) else self.module._buffers
         put: Tensor | None = own[self.key]
         own[self.key] = tensor
@@ -367,7 +367,7 @@ def _units(model: nn.Module) -> list[_Unit]:
 
 
 def _unwritten(tensor: Tensor) -> Tensor:
-    """A CPU tensor like this one, filled with NaN or the largest integer to show later whether it was written to."""
+    """Return a CPU tensor like this one, filled with NaN or the largest integer to reveal whether code writes to it."""
     full = torch.empty_like(tensor, device="cpu", requires_grad=False)
     if full.is_floating_point() or full.is_complex():
         return full.fill_(torch.nan)
@@ -375,7 +375,7 @@ def _unwritten(tensor: Tensor) -> Tensor:
 
 
 def _is_unwritten(tensor: Tensor) -> bool:
-    """Whether the tensor still holds only the numbers that `_unwritten` put there. Reads no further than needed."""
+    """Return whether a tensor still holds only the numbers from `_unwritten`. Reads only as far as needed."""
     if tensor.is_meta:
         return True
     if tensor.dtype == torch.bool:

@@ -1,4 +1,4 @@
-"""Module tree: queries on a model's modules: chains of layers, containers, hooks, and norms over rows."""
+"""Module tree: queries on a model's modules, such as chains of layers, hooks, and normalisation over rows."""
 
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -24,7 +24,7 @@ __all__ = [
 
 
 def layers_of(model: nn.Module, whole: Collection[str] = ()) -> dict[str, nn.Module]:
-    """The layers of an nn.Sequential in order, by qualified name.
+    """Return the layers of an nn.Sequential in order, by qualified name.
 
     Nested plain Sequentials are flattened, except those in ``whole``.
     """
@@ -32,7 +32,7 @@ def layers_of(model: nn.Module, whole: Collection[str] = ()) -> dict[str, nn.Mod
 
 
 def is_in_a_row(model: nn.Module) -> bool:
-    """Whether a model is a chain of layers that share no parameters or buffers."""
+    """Return whether a model is an nn.Sequential without hooks whose layers share no parameters or buffers."""
     if not _is_plain(model) or hooks_of(model):
         return False
     layers = list(layers_of(model).values())
@@ -63,13 +63,13 @@ def check_hooks(model: nn.Module) -> None:
 
 
 def normalised_over_rows(model: nn.Module) -> list[str]:
-    """The layers in training mode that normalise over the rows of a batch, such as BatchNorm."""
-    kinds = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)  # SyncBatchNorm is for replicas
+    """Return the names of BatchNorm layers in training mode; they normalise over the rows of a batch."""
+    kinds = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)  # without SyncBatchNorm, which synchronises replicas
     return [name for name, module in model.named_modules() if isinstance(module, kinds) and module.training]
 
 
 def with_running_statistics(model: nn.Module) -> list[str]:
-    """The layers in training mode that update running means and variances in their buffers."""
+    """Return the names of layers in training mode that update running means and variances in their buffers."""
     return [name for name, module in model.named_modules() if _tracks(module) and module.training]
 
 
@@ -83,12 +83,12 @@ def _is_plain(module: Any) -> bool:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether a module is compiled, by its ``compile()`` or by ``torch.compile``."""
+    """Return whether a module is compiled, by its ``compile()`` or by ``torch.compile``."""
     return getattr(module, "_compiled_call_impl", None) is not None or hasattr(module, "_orig_mod")
 
 
 def hooks_of(module: nn.Module) -> list[Any]:
-    """The hooks that the user registered on a module's forward and backward."""
+    """Return the hooks that the user registered on a module's forward and backward."""
     names = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     hooks = [hook for name in names for hook in getattr(module, name).values()]
     return [
@@ -100,7 +100,7 @@ _RECORDING = "transformers.utils.output_capturing"
 
 
 def recorders_of(module: nn.Module) -> list[Any]:
-    """The hooks with which transformers records outputs of layers for the code of the enclosing module."""
+    """Return the hooks with which the transformers library records layer outputs for the enclosing module's code."""
     return [hook for hook in module._forward_hooks.values() if _is_recorder(hook)]
 
 
@@ -129,7 +129,7 @@ def _flatten(module: nn.Module, prefix: str, whole: Collection[str]) -> Iterator
 
 
 class Members:
-    """The modules that the containers around a model's layers hold, to detect later changes.
+    """Detects replaced modules: stores the modules that the containers around a model's layers hold.
 
     A pipeline runs the layers that the model had when the pipeline was built. A module that replaces a layer later
     would silently not be trained.
@@ -150,7 +150,7 @@ class Members:
             self._held.append((name, modules, own, list(modules.values() if own is None else map(modules.get, own))))
 
     def check(self) -> None:
-        """Raise GraphError if a module was replaced or removed."""
+        """Raise GraphError if a module was replaced or removed since this object was made."""
         for name, modules, keys, known in self._held:
             now = list(modules.values() if keys is None else map(modules.get, keys))
             if now != known:

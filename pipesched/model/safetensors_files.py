@@ -1,4 +1,4 @@
-"""Safetensors files: read tensors by name, one at a time, from safetensors files.
+"""Safetensors files: reads tensors by name, one at a time, from safetensors files.
 
 The safetensors library maps a file into memory, and checks that the header fits the file. A file is opened again for
 each tensor, so at most one tensor is in memory twice.
@@ -24,7 +24,7 @@ _LONGEST_NAME = 255  # bytes; the limit of common file systems
 
 
 class _Entry(NamedTuple):
-    """A tensor's file, type and shape."""
+    """A tensor's file, dtype and shape."""
 
     path: Path
     dtype: torch.dtype
@@ -70,21 +70,21 @@ class WeightFiles(Mapping[str, Tensor]):
         return tensor
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """A tensor's shape, without reading the tensor."""
+        """Return a tensor's shape, without reading the tensor."""
         return self._entries[name].shape
 
     def dtype(self, name: str) -> torch.dtype:
-        """A tensor's type, without reading the tensor."""
+        """Return a tensor's dtype, without reading the tensor."""
         return self._entries[name].dtype
 
     @torch.no_grad()
     def read_into(self, name: str, tensor: Tensor) -> None:
-        """Copy the stored tensor of this name into ``tensor``, which has the same shape, and convert it to its type."""
+        """Copy the stored tensor of this name into ``tensor``, which must have the same shape; converts the dtype."""
         _read(name, tensor, self._entries[name].path)
 
 
 def _files(path: Path) -> list[Path]:
-    """The safetensors files that a path stands for: the file itself, or the files of a folder or an index."""
+    """Return the safetensors files for a path: the file itself, or the files of a folder or an index."""
     if path.is_dir():
         found = sorted(path.glob("*.safetensors.index.json")) or sorted(path.glob("*.safetensors"))
         indices = [file for file in found if file.suffix == ".json"]
@@ -109,7 +109,7 @@ def _files(path: Path) -> list[Path]:
 
 
 def _named_files(path: Path) -> set[Path]:
-    """The files that an index names. Raises InputError if the file is not an index."""
+    """Return the files that an index names. Raises InputError if the file is not an index."""
     try:
         index = parse_json(path.read_bytes())
     except ScheduleError as error:

@@ -1,8 +1,8 @@
-"""Stale weights: raise an error if a model over a mesh is read or saved while other ranks hold newer weights.
+"""Stale weights: raises an error if a model over a mesh is read or saved while other ranks hold newer weights.
 
-Each rank trains the weights of its own stages, in the user's own model. The rest of that model is not updated. From the
-first step until the weights are gathered, hooks on the modules with stale weights raise if the model is called, copied
-or saved outside the pipeline. The hooks exist only during that time.
+Each rank trains the weights of its own stages, in its copy of the user's model. The other weights in that copy are not
+updated. From the first step until the weights are gathered, hooks on the modules with stale weights raise if the model
+is called, copied or saved outside the pipeline. The hooks exist only during that time.
 """
 
 from collections import OrderedDict
@@ -27,7 +27,7 @@ _REMEDY = (
 
 
 class Runs(Protocol):
-    """The runs of a pipeline's ranks in this process."""
+    """Tells whether a pipeline's ranks are running in this process."""
 
     @property
     def busy(self) -> bool:
@@ -36,7 +36,7 @@ class Runs(Protocol):
 
 @dataclass(frozen=True)
 class Placement:
-    """The ranks that hold a model's tensors."""
+    """The rank that holds each of a model's tensors."""
 
     #: The global ranks of the mesh.
     group: tuple[int, ...] = ()
@@ -52,7 +52,7 @@ class Placement:
 
 
 class StaleHook:
-    """The hook on all modules of one model; it allows calls by the pipelines of the model."""
+    """The hook on the modules of a model with stale weights. It allows calls by the model's pipelines."""
 
     def __init__(self, placement: Placement) -> None:
         self.placement = placement
@@ -67,7 +67,7 @@ class StaleHook:
         return bool(self._removals)
 
     def allow(self, runs: Runs) -> None:
-        """Allow calls during these runs."""
+        """Allow calls while these runs are under way."""
         self._runs = [known for known in self._runs if known() not in (None, runs)]
         self._runs.append(ref(runs))
 
@@ -96,12 +96,12 @@ class StaleHook:
             self._removals.pop()()
 
     def called(self, module: nn.Module, args: Any) -> None:
-        """Forward pre-hook: refuse the call."""
+        """Forward pre-hook: raises ExecutionError unless a pipeline makes the call."""
         if not self._passes():
             self.refuse(f"{type(module).__name__} was called")
 
     def saved(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        """Hook before state_dict(): refuse to save, or only warn if the stale weights are on the meta device."""
+        """Hook before state_dict(): raises ExecutionError, or warns if the stale weights are on the meta device."""
         if self._passes():
             return
         if not self._empty:
@@ -111,9 +111,9 @@ class StaleHook:
             warn(self._said(f"state_dict() of {type(module).__name__} was called"))
 
     def loaded(self, module: nn.Module, incompatible: Any) -> None:
-        """Hook after load_state_dict(): remove the hooks if a whole state dict was loaded.
+        """Hook after load_state_dict(): removes the hooks if a complete state dict was loaded.
 
-        Torch is iterating over the table of hooks at this time, so the table is copied first.
+        Torch iterates over the table of hooks during this call, so the table is copied first.
         """
         if not incompatible.missing_keys and not self._empty and not self._passes():
             module._load_state_dict_post_hooks = OrderedDict(module._load_state_dict_post_hooks)
@@ -161,7 +161,7 @@ def _hook_on(model: nn.Module) -> StaleHook | None:
 
 
 def release_model(model: nn.Module) -> None:
-    """Remove the hooks: all weights of the model are up to date."""
+    """Remove the hooks, because all weights of the model are up to date."""
     if (hook := _hook_on(model)) is not None:
         hook.remove()
 
@@ -174,7 +174,7 @@ def check_not_stale(model: nn.Module) -> None:
 
 
 class StaleGuard:
-    """One pipeline's access to the hooks of its model. Pipelines with the same placement share these hooks.
+    """Registers, checks and removes the hooks for one pipeline. Pipelines with the same placement share the hooks.
 
     ``roots`` maps name prefixes to modules, the model first.
     """
@@ -185,13 +185,13 @@ class StaleGuard:
         self._placement = Placement()  # this rank holds all tensors
 
     def place(self, placement: Placement, run_here: Iterable[nn.Module], runs: Runs) -> None:
-        """Set the placement of the tensors; ``run_here`` has the modules of this rank's stages."""
+        """Set the rank of each tensor; ``run_here`` has the modules of this rank's stages."""
         self._placement = placement
         self._run_here = list(run_here)
         self._runs = runs
 
     def check(self, *, changes: bool) -> None:
-        """Called before a pipeline runs. ``changes`` is True if the run may change weights or buffers.
+        """Check that a pipeline may run. ``changes`` is True if the run may change weights or buffers.
 
         Raises:
             ExecutionError: a pipeline with another placement has trained the model.
@@ -210,12 +210,12 @@ class StaleGuard:
             hook.allow(self._runs)
 
     def release(self) -> None:
-        """Remove the hooks: all weights of the model are up to date."""
+        """Remove the hooks, because all weights of the model are up to date."""
         release_model(next(iter(self._roots.values())))
 
     @contextmanager
     def lifted(self) -> Iterator[None]:
-        """Allow the enclosed code to read the model."""
+        """Allow the code in the ``with`` block to read the model."""
         self.check(changes=False)
         hook = self._hook
         if hook is None:

@@ -39,7 +39,7 @@ GROWING = (list, dict, set, deque)  # these types and subclasses, such as a modu
 
 
 def _held_by(roots: Iterable[Any], *, functions: bool = True) -> list[Any]:
-    """All modules, containers, tensors, generators and classes reachable from the roots, each once, in any order.
+    """Return all modules, containers, tensors, generators and classes reachable from the roots, each once.
 
     The search follows attributes of modules and classes, items of containers, and the closures, defaults and named
     globals of functions, methods and partials. It does not look into other objects.
@@ -56,12 +56,12 @@ def _held_by(roots: Iterable[Any], *, functions: bool = True) -> list[Any]:
 
 
 def is_of_user(kind: type) -> bool:
-    """Whether a class is the user's or a library's, not torch's or Python's."""
+    """Return whether a class is the user's or a library's, not torch's or Python's."""
     return kind.__module__.partition(".")[0] not in ("torch", "builtins", "abc", "typing")
 
 
 def attributes_of(kind: type) -> dict[str, Any]:
-    """A class's own attributes, without those with double underscores that Python sets."""
+    """Return a class's own attributes, without those whose names start with two underscores."""
     return {key: value for key, value in vars(kind).items() if not key.startswith("__")}
 
 
@@ -108,10 +108,10 @@ def _parts_of_function(function: types.FunctionType) -> list[Any]:
 
 @contextmanager
 def attributes_kept(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Restore the attributes of modules afterwards, with everything that they hold.
+    """Restore the attributes of modules and the contents of these attributes after the ``with`` block.
 
-    Afterwards attributes of modules and classes are the same objects as before. Lists, dicts and sets have the same
-    items, objects such as configurations the same attributes, and random generators the same state.
+    Attributes of modules and classes are then the same objects as before. Lists, dicts and sets have the same items,
+    objects such as configurations the same attributes, and random generators the same state.
     """
     with _attributes_kept(_held_by(modules)):
         yield
@@ -138,7 +138,7 @@ def _attributes_kept(held: list[Any]) -> Iterator[None]:
 
 
 def has_attributes(value: Any) -> bool:
-    """Whether an object of a user's or library's class stores its attributes in a ``__dict__``."""
+    """Return whether an object is of a user's or library's class and stores its attributes in a ``__dict__``."""
     if type(value) in _PLAIN:
         return False
     inner = isinstance(value, (*_HOLDERS, *_FUNCTIONS, type, types.ModuleType))
@@ -173,7 +173,7 @@ def _restore_class(kind: type, content: dict[str, Any]) -> None:
 
 
 def _memory(tensor: Tensor) -> int:
-    """Like ``memory_of``, but returns 0 for wrappers and uninitialised tensors, which have no memory of their own."""
+    """Return ``memory_of(tensor)``, or 0 for wrappers and uninitialised tensors, which have no memory."""
     try:
         return memory_of(tensor)
     except (RuntimeError, ValueError):
@@ -210,7 +210,7 @@ class _CopiesOfWritten(_Copies, TorchDispatchMode):
 
 @lru_cache(maxsize=4096)
 def _written(operator: Any) -> tuple[tuple[int, str], ...]:
-    """The arguments that an operator writes to, as (position, name)."""
+    """Return the arguments that an operator writes to, as (position, name)."""
     schema = getattr(operator, "_schema", None)  # higher-order operators have no schema
     arguments = schema.arguments if schema is not None and schema.is_mutable else ()
     return tuple(
@@ -222,10 +222,10 @@ def _written(operator: Any) -> tuple[tuple[int, str], ...]:
 
 @contextmanager
 def _bits_kept(tensors: Iterable[Tensor], copied: Iterable[Tensor] = ()) -> Iterator[list[Tensor]]:
-    """Restore the bits of tensors afterwards. Yields a list; at the end it holds the tensors that were written to.
+    """Restore the bits of tensors after the ``with`` block. Yields a list, which then holds the written tensors.
 
-    Tensors in ``copied`` are copied beforehand, so writes by any thread are found. Other tensors are copied just before
-    an operation of this thread writes to them.
+    Tensors in ``copied`` are copied beforehand, so writes by any thread are undone. Other tensors are copied just
+    before an operation of this thread writes to them.
     """
     before = {id(tensor): copy.deepcopy(tensor.data) for tensor in copied if not is_expanded(tensor)}
     own = [(tensor, tensor.data) for tensor in tensors if not (is_lazy(tensor) or is_expanded(tensor))]
@@ -248,7 +248,7 @@ def _bits_kept(tensors: Iterable[Tensor], copied: Iterable[Tensor] = ()) -> Iter
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors of one shape hold the same bits; False if this cannot be determined."""
+    """Return whether two tensors of the same shape hold the same bits; False if this cannot be determined."""
     if one.is_meta:
         return True
     if type(one) is not Tensor or one.layout is not torch.strided or one.is_quantized or one.is_conj():
@@ -258,7 +258,7 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
 
 @contextmanager
 def _gradients_aside(tensors: Iterable[Tensor]) -> Iterator[None]:
-    """Remove gradients and hooks of leaf tensors, and restore them afterwards."""
+    """Remove gradients and hooks of leaf tensors during the ``with`` block."""
     leaves = [tensor for tensor in tensors if tensor.is_leaf]
     grads = [leaf.grad for leaf in leaves]
     hooks = [own for leaf in leaves for own in (leaf._backward_hooks, leaf._post_accumulate_grad_hooks) if own]
@@ -291,9 +291,9 @@ def _modes_kept(held: Iterable[Any]) -> Iterator[None]:
 
 @contextmanager
 def untouched(model: nn.Module, mode: bool) -> Iterator[list[Tensor]]:
-    """Run the model in a mode, in this thread, and restore it: attributes, modes, weights, buffers and random state.
+    """Set the model's mode for code in this thread, then restore attributes, modes, weights, buffers and random state.
 
-    Yields a list; at the end it holds the weights and buffers that were written to or replaced. Buffers are copied
+    Yields a list, which at the end holds the weights and buffers that were written to or replaced. Buffers are copied
     beforehand, weights only when they are written to.
     """
     held = _held_by([model])
@@ -318,14 +318,14 @@ def untouched(model: nn.Module, mode: bool) -> Iterator[list[Tensor]]:
 
 
 def names_of(model: nn.Module, tensors: Iterable[Tensor]) -> list[str]:
-    """The names of the model's parameters and buffers that are in ``tensors``."""
+    """Return the names of the model's parameters and buffers that are in ``tensors``."""
     known = set(map(id, tensors))
     return [name for name, own in (*model.named_parameters(), *model.named_buffers()) if id(own) in known]
 
 
 @contextmanager
 def set_aside(*roots: Any) -> Iterator[None]:
-    """Suspend gradients and hooks while measuring on any threads, then restore everything reachable from ``roots``.
+    """Suspend gradients and hooks during a measurement in any threads, then restore the state reachable from ``roots``.
 
     The enclosed code must not write to weights, so layers are measured on copies of their weights. Gradients and hooks
     of all weights are suspended, because a layer may reach any weight of its model through an argument or a reference.
@@ -342,7 +342,7 @@ def set_aside(*roots: Any) -> Iterator[None]:
 
 @contextmanager
 def no_graph(model: nn.Module) -> Iterator[None]:
-    """Run the model in grad mode without storing anything for a backward: no parameter requires a gradient."""
+    """Enable grad mode while no parameter requires a gradient, so that forwards store nothing for a backward."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     try:
         for parameter in trained:
@@ -355,7 +355,7 @@ def no_graph(model: nn.Module) -> Iterator[None]:
 
 
 class _SharedTensors(TorchFunctionMode):
-    """Lets deepcopy share tensors."""
+    """Makes ``copy.deepcopy`` share tensors instead of copying them."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return args[0] if func is Tensor.__deepcopy__ else func(*args, **(kwargs or {}))

@@ -1,8 +1,8 @@
-"""Tied weights: one leaf tensor per use of a shared weight, to add gradients in an order independent of the plan.
+"""Tied weights: one leaf tensor per use of a shared weight, to add gradients in the same order for every plan.
 
 A leaf shares the Parameter's memory, or is a copy on its stage's device. It accumulates the gradients of all
-micro-batches. After a run the leaves' gradients are added in call order and passed to the Parameter, whose hooks fire
-once. So the result does not depend on the stages of the calls.
+micro-batches. After a run the leaves' gradients are added in call order and passed to the Parameter, whose hooks run
+once. The result is therefore independent of the stages in which the calls run.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -25,12 +25,12 @@ Place = tuple[str, int]
 
 
 def with_stand_ins(value: Any, stand_ins: Mapping[nn.Parameter, Tensor] | Mapping[Tensor, Tensor]) -> Any:
-    """Replace tied weights or buffers in a value by other tensors."""
+    """Replace tied weights or buffers inside a value by their stand-ins."""
     return pytree.tree_map_only(Tensor, lambda tensor: stand_ins.get(tensor, tensor), value)
 
 
 def _follow(leaf: Tensor, parameter: nn.Parameter, device: torch.device) -> None:
-    """Point a leaf at its weight's current memory, or at a copy on the stage's device.
+    """Let a leaf use its weight's current memory, or a copy on the stage's device.
 
     While the weight is on the meta device, so is the leaf.
     """
@@ -62,10 +62,10 @@ class Use:
 
 @dataclass(frozen=True)
 class _Tie:
-    """A shared weight with a leaf for each use."""
+    """A shared weight, with a leaf tensor for each call that uses it."""
 
     parameter: nn.Parameter
-    #: The rank of the first use. It gets the gradient.
+    #: The rank of the first use, which holds the Parameter and gets the gradient.
     home: int
     ranks: Mapping[Place, int]
     leaves: Mapping[Place, Tensor]
@@ -74,7 +74,7 @@ class _Tie:
         return sorted({*self.ranks.values()} - {self.home})
 
     def taken(self, rank: int) -> list[Tensor | None]:
-        """Take the gradients of the uses on a rank from their leaves."""
+        """Return the gradients of the leaves on a rank, and reset them to None."""
         leaves = [leaf for place, leaf in self.leaves.items() if self.ranks[place] == rank]
         grads = [leaf.grad for leaf in leaves]
         for leaf in leaves:
@@ -118,7 +118,7 @@ class Ties:
         return self._all.keys()
 
     def for_layers(self, layers: Mapping[str, nn.Module], device: torch.device) -> dict[Place, dict[str, Tensor]]:
-        """For each call of these layers, the leaves that replace tied weights, on this device."""
+        """Return, for each call of these layers, the leaves on this device that replace tied weights."""
         own: dict[Place, dict[str, Tensor]] = {}
         for name, layer in layers.items():
             for key, parameter in layer.named_parameters():
@@ -131,7 +131,7 @@ class Ties:
         return own
 
     def stand_ins(self, place: Place, device: torch.device) -> dict[nn.Parameter, Tensor]:
-        """The leaves that replace tied weights in a call, including those passed as arguments."""
+        """Return the leaves that replace tied weights in a call, including weights passed as arguments."""
         given = {tie.parameter: tie.leaves[place] for tie in self._all.values() if place in tie.leaves}
         self._devices[place] = device
         for parameter, leaf in given.items():
@@ -139,17 +139,17 @@ class Ties:
         return given
 
     def leaves(self, rank: int) -> list[Tensor]:
-        """The leaves of the uses on a rank."""
+        """Return the leaves of the calls that run on a rank."""
         return [leaf for tie in self._all.values() for place, leaf in tie.leaves.items() if tie.ranks[place] == rank]
 
     def own(self, parameter: nn.Parameter, rank: int) -> Tensor:
-        """The tensor that accumulates a parameter's gradient on a rank: a leaf if it is tied and used on that rank."""
+        """Return the tensor that accumulates a parameter's gradient on a rank: a leaf if it is tied and used there."""
         tie = self._all.get(parameter)
         places = [] if tie is None else [place for place, at in tie.ranks.items() if at == rank]
         return tie.leaves[places[0]] if tie and places else parameter
 
     def refresh(self) -> None:
-        """Called before a run: send tied weights from their home ranks to the other ranks, and update the leaves.
+        """Before a run, send tied weights from the rank of their first use to the other ranks, and update the leaves.
 
         Collective.
         """
@@ -168,7 +168,7 @@ class Ties:
 
     @contextmanager
     def delivering(self) -> Iterator[None]:
-        """Context around a run: if it succeeds, send gradients to the home ranks and add them to the parameters.
+        """After a successful run, send tied gradients to the rank of the first use and add them to the parameters.
 
         Collective.
         """

@@ -10,9 +10,9 @@ __all__ = ["Owners"]
 
 
 class Owners:
-    """The ranks of a model's tensors, by name; names of a loss module's tensors begin with ``loss_fn.``.
+    """The rank that holds each tensor of a model, by name. Names of a loss module's tensors begin with ``loss_fn.``.
 
-    A tensor that several stages use belongs to the first of them.
+    A tensor that several stages use belongs to the first of these stages.
 
     Args:
         model: the user's module.
@@ -56,11 +56,11 @@ class Owners:
             self._ranks[name] = next(iter(held.values()))
 
     def stage(self, parameter: nn.Parameter) -> int | None:
-        """The first stage that holds a parameter; None for a parameter of a loss module."""
+        """Return the first stage that holds a parameter; None for a parameter of a loss module."""
         return self._stages.get(id(parameter))
 
     def rank(self, name: str) -> int:
-        """The rank of a parameter, a buffer, or another entry of a layer's state dict."""
+        """Return the rank that holds a parameter, a buffer, or another entry of a layer's state dict."""
         if name.startswith("loss_fn.") and name not in self._ranks:
             return self._loss
         if name in self._ranks:

@@ -1,1 +1,1 @@
-"""The front door: Pipeline, tune, replanning and the step log."""
+"""The main API: Pipeline, tune, replanning and the step log."""

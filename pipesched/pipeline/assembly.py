@@ -1,4 +1,4 @@
-"""Assembly: the stages of a model on their ranks, for one plan."""
+"""Assembly: builds the stages of a model and places them on their ranks, for one plan."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -42,7 +42,7 @@ __all__ = ["Assembly", "AssemblySpec", "StageCut"]
 
 @dataclass(frozen=True, kw_only=True)
 class AssemblySpec:
-    """A model and the user's options for its stages. They hold for every plan."""
+    """A model and the user's options for its stages. They stay the same when the plan changes."""
 
     model: nn.Module
     loss_fn: Callable[[Any, Any], Any] | None
@@ -66,11 +66,11 @@ class StageCut:
 
 
 class Assembly:
-    """A model in stages on its ranks. Its layers are moved to the devices of their ranks and filled with weights.
+    """The stages of a model on their ranks. The constructor moves layers to their devices and fills them with weights.
 
     Args:
-        spec: the model and the options that hold for every plan.
-        host: the host of the ranks.
+        spec: the model and the user's options for its stages.
+        host: runs the ranks.
         programs: the programs that the stages will run.
         stage_cut: the layers of each stage.
         optimizers: the optimizers of the previous assembly, by stage. Default: none.
@@ -109,9 +109,9 @@ class Assembly:
         self.checkpoint_of_call = {
             call: word for layer, word in layers for call in spec.layered.calls_of(layer, again=word != "offload")
         }
-        #: The stages' memory needs, once they have been measured.
+        #: The stages' memory needs; None until they are measured.
         self.sizes: Sequence[StageSizes] | None = None
-        #: The body of each stage that holds its own weights.
+        #: The layers of each stage that holds its own weights, as a Body, which runs them.
         self.bodies = self._bodies()
         self.owners = self._owners(self.bodies)
         self._check_reached()
@@ -146,7 +146,7 @@ class Assembly:
 
     @property
     def undriven(self) -> list[int]:
-        """The stages with a new optimizer that no learning rate scheduler drives; empty if there are no schedulers."""
+        """The stages whose new optimizer has no learning rate scheduler; empty if no optimizer has one."""
         return [] if self._inheritance is None else self._inheritance.undriven
 
     @property
@@ -156,7 +156,7 @@ class Assembly:
 
     @property
     def program(self) -> Program:
-        """The program of a full batch, as its author wrote it."""
+        """The program for a full batch, as the schedule or the user wrote it."""
         return self.programs.full.plain
 
     def _bodies(self) -> Sequence[Body]:
@@ -176,10 +176,11 @@ class Assembly:
         return Owners(self._spec.model, homes, self.program.output_rank, self.ties.parameters)
 
     def _check_reached(self) -> None:
-        """Check that no layer reaches a parameter of another rank through a module or a reference.
+        """Check that no layer uses a parameter of another rank without receiving it as an input.
 
-        Raises GraphError if a layer does, because the parameter would be stale or on another device, and its gradient
-        would not be returned. Between ranks on one device in one process there is only a warning.
+        A layer can reach such a parameter through a module or a reference. This raises GraphError, because the
+        parameter would be stale or on another device, and its gradient would not be returned to its rank. If both ranks
+        use one device in one process, it only warns.
         """
         host = self._host
         placement = self.program.placement
@@ -198,7 +199,7 @@ class Assembly:
             warn(f"{message}; the gradient of {name!r} agrees with that of an unpipelined loop only within rounding")
 
     def _written(self) -> list[set[str]]:
-        """Return the names of the buffers that each part's forward writes to, and of all buffers of a loss module."""
+        """Return for each stage the names of the buffers that its forward writes to, and of a loss module's buffers."""
         spec = self._spec
         written = spec.layered.written_by(self.cut) if any(own_buffers(spec.model)) else [()] * len(self.cut)
         of_loss = list(own_buffers(spec.loss_fn)) if isinstance(spec.loss_fn, nn.Module) else []

@@ -37,7 +37,7 @@ __all__ = ["AutoPlan", "adds_up", "as_profile", "cores_of", "on_devices"]
 
 @dataclass(frozen=True, kw_only=True)
 class AutoPlan:
-    """The search for a Pipeline's plan."""
+    """Searches for a Pipeline's plan."""
 
     model: Any  #: the user's model argument
     module: nn.Module  #: the module built from it
@@ -47,7 +47,7 @@ class AutoPlan:
     ranks_are: RanksAre
     search: Search
     numerics: Numerics
-    optimizer: Callable[[list[Any]], Optimizer] | None  #: a memory limit includes its states
+    optimizer: Callable[[list[Any]], Optimizer] | None  #: its states count towards a memory limit
     free: bool  #: whether results are independent of the number of micro-batches
 
     def is_wanted(self, request: PlanRequest, plan: Plan | None) -> bool:
@@ -77,7 +77,7 @@ class AutoPlan:
 
         Args:
             request: the user's choices; the search makes the other choices.
-            measured: measures the layers with the sample.
+            measured: measures the layers with the sample, and returns their costs by name.
 
         Returns:
             The plan, the layers' costs for its micro-batches, the ranks' overheads outside their stages, and the rows
@@ -155,9 +155,9 @@ class AutoPlan:
 
 
 def adds_up(module: nn.Module, loss_fn: Any, loss_weight: Any) -> bool:
-    """Return whether the result of a step does not depend on the number of micro-batches.
+    """Return whether the result of a step is the same for every number of micro-batches.
 
-    This is so if no layer looks across rows and the loss is known to be a sum or a mean over counted items.
+    True if no layer combines rows, and the loss is known to be a sum, or a mean over a known number of items.
     """
     if normalised_over_rows(module):
         return False
@@ -188,8 +188,8 @@ def cores_of(devices: Sequence[torch.device], intra_op_threads: int = 1) -> int 
 def on_devices(profile: Profile, devices: Sequence[torch.device], offload: Offload) -> Profile:
     """Return the profile for a machine with these devices.
 
-    The profile then states whether devices are CPUs. If offloading needs the speed of copies to the host and the given
-    profile has none for such devices, this speed is measured.
+    Its ``machine.on_host`` then states whether the devices are CPUs. If offloading needs the speed of copies to the
+    host and the profile has none for such devices, this speed is measured.
     """
     on_host = any(device.type == "cpu" for device in devices)
     machine = replace(profile.machine, on_host=on_host)

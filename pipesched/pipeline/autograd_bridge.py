@@ -17,7 +17,7 @@ __all__ = ["OpenPass", "attach", "deliver_input_grads"]
 
 @dataclass
 class OpenPass:
-    """A forward pass whose backwards have not run yet."""
+    """A forward pass of a batch whose backwards have not run yet."""
 
     batch: Batch
     step_data: StepData
@@ -25,9 +25,9 @@ class OpenPass:
     weighting: Weighting | None = None  #: the weighting of the loss, if the loss is among the outputs
 
     def backward(self, grads: tuple[Tensor | None, ...]) -> list[Tensor | None]:
-        """Run the backwards, given the gradients of the outputs of the whole batch.
+        """Run the pipeline's backwards, given the gradients of the whole batch's outputs.
 
-        Returns the gradients of the inputs that require one, micro-batch by micro-batch.
+        Returns the gradients of the inputs that require one, ordered by micro-batch.
         """
         outputs = [self.step_data.outputs[microbatch].wanted for microbatch in range(len(self.batch.rows))]
         columns = [
@@ -87,12 +87,12 @@ def attach(opened: OpenPass) -> Any:
 
 
 def _firsts(whole: Payload, pattern: Payload) -> tuple[Any, ...]:
-    """For each leaf of the pattern, return the leaf of ``whole`` at the first place of that leaf in the pattern."""
+    """Return the leaves of ``whole`` at the places where the leaves of ``pattern`` first appear."""
     return tuple(whole.leaves[whole.places[pattern.places.index(leaf)]] for leaf in range(len(pattern.leaves)))
 
 
 def deliver_input_grads(batch: Batch, step_data: StepData) -> None:
-    """Run the backward of the caller's graph from the inputs that require gradients, micro-batch by micro-batch."""
+    """Backpropagate the gradients of the inputs through the caller's graph, micro-batch by micro-batch."""
     grads_of = map(step_data.input_grads.get, range(len(batch.rows)))
     parts = [
         [(tensor, grad.to(tensor.device)) for tensor, grad in zip(tensors, grads, strict=True) if grad is not None]

@@ -38,7 +38,7 @@ def check_functions(
 
 @contextmanager
 def ending_on_error(host: RankHost) -> Iterator[None]:
-    """Stop the ranks in all processes if the body raises."""
+    """Stop the ranks in all processes if the ``with`` block raises."""
     try:
         yield
     except BaseException as error:
@@ -49,14 +49,14 @@ def ending_on_error(host: RankHost) -> Iterator[None]:
 def choose_plan(
     auto_plan: AutoPlan, request: PlanRequest, plan: Plan | None, host: RankHost, book: CostBook
 ) -> tuple[Plan | None, PlanRequest]:
-    """Search for a plan if the user left a choice open, and store the layer costs of the search in the cost book.
+    """Search for a plan if the user left a choice open, and store the layer costs of the search in ``book``.
 
     Args:
         auto_plan: the search.
         request: the user's choices.
         plan: the user's plan; None if none was given.
-        host: the host of the ranks; rank 0 searches for all.
-        book: the cost book.
+        host: runs the ranks; rank 0 searches for all.
+        book: the known costs of layers and devices.
 
     Returns:
         The plan (None if the request leaves no choice open), and the request that reproduces the plan.
@@ -96,10 +96,10 @@ def start(
 
     Args:
         model: the user's model argument; each module of a list becomes a stage.
-        spec: the model and the options that hold for every plan.
-        host: the host of the ranks.
-        book: the cost book.
-        splitter: how batches are split; the number of micro-batches is filled in here.
+        spec: the model and the user's options for its stages.
+        host: runs the ranks.
+        book: the known costs of layers and devices.
+        splitter: how batches are split; this function fills in the number of micro-batches.
         plan: the plan to run; None to follow the request.
         request: the schedule, boundaries and similar choices.
         agreed: further values that must be equal in all processes.

@@ -67,7 +67,7 @@ class CostBook:
         self.overheads: Overheads | None = None
         #: The rows of a micro-batch for which the plan was found; 0 without a search.
         self.planned_rows = 0
-        #: The time of a device relative to the other devices, for devices with a difference measured in steps.
+        #: The time of a device relative to the other devices, for devices whose steps showed a difference.
         self.slow: dict[Hashable, float] = {}
         self._kinds: dict[str, Hashable] | None = None
         self._model = model
@@ -80,7 +80,7 @@ class CostBook:
         """Return the layers' costs. The first call measures them; no step may be running then.
 
         Args:
-            crowds: whether to measure as well how much longer layers take while another rank of this process computes.
+            crowds: whether to also measure how much longer layers take while another rank of this process computes.
 
         """
         if self.layers is None:
@@ -114,12 +114,12 @@ class CostBook:
     def stage_costs(
         self, programs: ProgramFactory, cut: StageLayers, layers: Mapping[str, LayerCosts] | None = None
     ) -> Costs:
-        """Return the stages' costs. They include links and slow devices, but not overheads.
+        """Return the stages' costs, with the speeds of links and slow devices, but without overheads.
 
         Args:
             programs: the programs that run the stages.
             cut: the layers of each stage.
-            layers: the layers' costs. Default: the measured ones.
+            layers: the layers' costs. Default: the measured costs.
 
         """
         costs_by_layer = treated(self.measured() if layers is None else layers, programs.checkpoint)
@@ -161,10 +161,10 @@ class CostBook:
         """Choose the layers of each stage. Rank 0 chooses for all.
 
         Args:
-            host: the host of the ranks.
+            host: runs the ranks.
             pins: the boundaries that are fixed.
             programs: the programs that will run the stages.
-            plan: a given plan; its alternatives are kept. None if no plan was given.
+            plan: the user's plan, whose list of alternatives is copied to the result; None if no plan was given.
 
         """
         program = programs.full.plain

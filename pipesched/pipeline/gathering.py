@@ -1,4 +1,4 @@
-"""Gathering: collection of the state of all ranks of a mesh, as one state dict or in the model itself."""
+"""Gathering: collects the state of all ranks of a mesh, as one state dict or in the model itself."""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -24,12 +24,12 @@ _EXTRA = "_extra_state"
 
 
 def place_weights(roots: Mapping[str, nn.Module], guard: StaleGuard, host: RankHost, assembly: Assembly) -> None:
-    """Tell the model's guard which rank trains each tensor.
+    """Record in the model's StaleGuard which rank trains each tensor.
 
     Args:
         roots: the model and the loss module, by the prefix of their names.
-        guard: the guard of the model.
-        host: the host of the ranks.
+        guard: refuses reads of the model while its weights are stale.
+        host: runs the ranks.
         assembly: the stages.
 
     """
@@ -46,8 +46,8 @@ def merged_state(state: Mapping[str, Any], names: Iterable[str], host: MeshRanks
 
     Args:
         state: the state of this rank.
-        names: the names of the whole model's state, in its order.
-        host: the host of the ranks.
+        names: the keys of the whole model's state dict, in order.
+        host: runs the ranks.
 
     """
     executor = host.executor
@@ -71,8 +71,8 @@ def gather_model(
     Args:
         roots: the model and the loss module, by the prefix of their names.
         state: the state of this rank.
-        guard: the guard of the model.
-        host: the host of the ranks.
+        guard: refuses reads of the model while its weights are stale.
+        host: runs the ranks.
         assembly: the stages, which determine the rank of each weight.
         rank: the rank that gathers; None for every rank.
 
@@ -115,7 +115,7 @@ def named_tensors(roots: Mapping[str, nn.Module], *, duplicates: bool = False) -
 
 
 def _check_target(rank: Any, asked: Sequence[Any], num_ranks: int) -> range:
-    """Return the ranks that gather. If ``rank`` is invalid, all ranks raise InputError."""
+    """Return the ranks that gather. Raises InputError on all ranks if ranks asked for invalid or different ranks."""
     for number, target in enumerate(asked):
         if target is not None and not (is_count(target, 0) and target < num_ranks):
             raise InputError(
@@ -155,7 +155,7 @@ def _check_fits(misfits: Sequence[str | None]) -> None:
 def _collect(
     executor: ProcessExecutor, targets: Collection[int], tensors: Mapping[str, Tensor], shares: Sequence[_Share]
 ) -> None:
-    """Send the tensors of each rank in turn to the ranks that gather, in batches of limited size."""
+    """Send the tensors of each rank in turn to the ranks that gather, in groups of limited size."""
     for source, share in enumerate(shares):
         takers = [rank for rank in targets if rank != source]
         for names in _batches(share) if takers else ():
@@ -169,7 +169,7 @@ def _collect(
 
 
 def _batches(share: _Share) -> Iterator[list[str]]:
-    """Split the names into groups of limited size; a larger tensor is a group by itself."""
+    """Split the tensors' names into groups of limited total size; a tensor above the limit is a group by itself."""
     names: list[str] = []
     left = _BATCH
     for name, (_, nbytes) in share.items():
@@ -184,7 +184,7 @@ def _batches(share: _Share) -> Iterator[list[str]]:
 
 
 def _whole(tensor: Tensor) -> Tensor:
-    """Return the whole tensor. A sharded one is gathered over its mesh, so all ranks of that mesh must call this."""
+    """Return the whole tensor. A sharded tensor is gathered over its mesh, so all ranks of that mesh must call this."""
     from torch.distributed.tensor import DTensor  # takes a second to import
 
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

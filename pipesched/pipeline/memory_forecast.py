@@ -23,15 +23,15 @@ from pipesched.user_warning import warn
 
 __all__ = ["MemoryForecast"]
 
-_LOSS_BYTES = 8  # a micro-batch
+_LOSS_BYTES = 8  # the memory of one micro-batch's loss
 
 
 class MemoryForecast:
-    """The predicted peak memory of the ranks under the running plan.
+    """Predicts the peak memory of the ranks under the running plan.
 
     Args:
         running: the running plan.
-        book: the cost book.
+        book: the known costs of layers and devices.
         spec: the model and its loss.
         guard: allows reads of the model while its weights are stale.
         limits: the bytes that each rank may hold; None without a limit.
@@ -54,7 +54,7 @@ class MemoryForecast:
         self._guard = guard
 
     def by_rank(self) -> tuple[RankMemory, ...]:
-        """Return the peak memory of each rank in a step."""
+        """Return the predicted peak memory of each rank in a step."""
         running = self._running
         program = running.program
         if self._book.layers is None:
@@ -132,7 +132,7 @@ class MemoryForecast:
         return now.sizes
 
     def _with_optimizers(self, costs: Costs) -> Costs:
-        """Return the costs with the memory of the stages' optimizers. All ranks are assumed to use the same kind."""
+        """Add the memory of the stages' optimizers to the costs. Assumes the same kind of optimizer on all ranks."""
         assembly = self._running.assembly
         known = next(iter(assembly.optimizers.values()), None)
         if known is None:

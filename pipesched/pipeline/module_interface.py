@@ -16,7 +16,7 @@ _LOSS_PREFIX = "loss_fn."
 
 
 class ModuleInterface:
-    """The methods of an nn.Module that a pipeline offers, over its model and a loss module.
+    """The nn.Module methods of a pipeline. They act on its model and its loss module.
 
     Names are the model's own; those of a loss module start with ``loss_fn.``. Every method first finishes the steps of
     an asynchronous schedule that are under way. Under a mesh the methods only cover this rank's stages.
@@ -66,7 +66,7 @@ class ModuleInterface:
                     yield name, module
 
     def modules(self) -> Iterator[nn.Module]:
-        """Iterate over the modules of the model and the loss module; under a mesh as ``named_modules``."""
+        """Iterate over the modules of the model and the loss module; skips the same modules as ``named_modules``."""
         for _, module in self.named_modules():
             yield module
 
@@ -83,27 +83,28 @@ class ModuleInterface:
         return self
 
     def _is_here(self, name: str, module: nn.Module) -> bool:
-        """Whether a module holds a parameter or buffer of this process, or holds no parameters and buffers at all."""
+        """Return whether a module itself holds a tensor of this process, or holds no parameters and buffers at all."""
         dot = f"{name}." if name else ""
         named = (module.named_parameters(recurse=False), module.named_buffers(recurse=False))
         names = [dot + key for tensors in named for key, _ in tensors]
         return not names or any(map(self._is_own, names))
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Iterate over the parameters with their names; a tied parameter comes once, under its first name."""
+        """Iterate over the parameters with their names; a tied parameter appears once, under its first name."""
         for prefix, module in self._modules().items():
             for name, parameter in module.named_parameters():
                 if self._is_own(prefix + name):
                     yield prefix + name, parameter
 
     def _is_own(self, name: str) -> bool:
-        """Whether this process trains the parameter or buffer of this name."""
+        """Return whether this process trains the parameter or buffer of this name."""
         return True
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Iterate over the parameters: ``torch.optim.AdamW(pipe.parameters())``.
 
-        A rank of a mesh without parameters yields an empty tensor, because torch's optimizers refuse an empty list.
+        A rank of a mesh that trains no parameters yields one empty parameter, because torch's optimizers refuse an
+        empty list.
         """
         parameters = [parameter for _, parameter in self.named_parameters()]
         return iter(parameters or [nn.Parameter(torch.empty(0)) for _ in islice(self.model.parameters(), 1)])

@@ -1,4 +1,4 @@
-"""Options of a Pipeline that few users change, grouped by their reader: the search, the numerics, the mesh."""
+"""Options of a Pipeline that few users change: options of the search, of the numerics and of a mesh."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -33,7 +33,7 @@ class Search:
         memory_limit_bytes: the most bytes that a rank may hold, including the states of ``optimizer=``. One number for
             all ranks, or one per rank. Default: None (no limit).
         batch_size: rows of a step. It allows the search to choose the number of micro-batches, provided that neither
-            BatchNorm nor the loss looks across rows. Default: the sample's rows times the number of micro-batches.
+            BatchNorm nor the loss combines rows. Default: the sample's rows times the number of micro-batches.
         profile: the layers' costs: a Profile or the path of one. Default: None (the layers are measured).
         links: the speed of the connections between ranks, from `probe_links`. Default: None (transfers count as free).
         offload: whether activations may be moved to the host to keep within a memory limit: "auto", True or False.
@@ -80,10 +80,10 @@ class Numerics:
             by position or keyword (including "target" and "output"). With None an argument is not split. Default: 0.
         loss_weight: maps a micro-batch's target (its inputs if there is no target) to its weight in the loss. Default:
             its number of rows, or the number of labels over which a loss of torch.nn or the model's own loss averages.
-        loss_reduction: how loss_fn reduces over rows: "mean" or "sum". Default: as a loss of torch.nn states, else
-            "mean".
-        batch_norm: when BatchNorm updates its running statistics: after each "micro-batch", or once a "mini-batch" as a
-            forward of the whole batch would. Default: "micro-batch".
+        loss_reduction: how loss_fn reduces over rows, "mean" or "sum". Default: the ``reduction`` of a torch.nn loss,
+            else "mean".
+        batch_norm: when BatchNorm updates its running statistics: after each "micro-batch", or once per "mini-batch" as
+            in a forward of the whole batch. Default: "micro-batch".
         intra_op_threads: CPU threads with which each rank computes. Default: 1.
 
     Raises:
@@ -114,7 +114,7 @@ class Distributed:
     Args:
         inputs: the ranks that pass a batch. With "all", every rank passes the same one. With "first", only the first
             rank passes it; the others call ``step()``, ``evaluate()`` and ``forward()`` without it. Default: "all".
-        timeout: seconds that a rank waits for another one. Default: 60.
+        timeout: seconds that a rank waits for another rank. Default: 60.
 
     """
 
@@ -123,7 +123,7 @@ class Distributed:
 
 
 def as_options(given: _Options | None, kind: type[_Options]) -> _Options:
-    """Return the given options, or the default ones for None. Raises ArgumentError for a value of another type."""
+    """Return the given options, or the default options for None. Raises ArgumentError for a value of another type."""
     if given is None:
         return kind()
     name = kind.__name__

@@ -65,9 +65,10 @@ class Pipeline(ModuleInterface):
     From the first step until that call, calling, copying or saving the model itself raises ExecutionError.
 
     Args:
-        model: any nn.Module. Or a list of modules, each taking the output of the one before; with as many modules as
-            stages, each module becomes one stage. Or a function that builds the model, or a model on the meta device:
-            then the model is split first, and each rank creates only the weights of its own stages.
+        model: an nn.Module; a list of modules, each of which takes the output of the previous module; a function that
+            builds the model; or a model on the meta device. If a list has as many modules as there are stages, each
+            module becomes one stage. With a function or a meta model, the model is split first, and each rank creates
+            only the weights of its own stages.
         sample: one micro-batch as an example: a tensor, a tuple (positional arguments) or a dict (keyword arguments).
         devices: the device of each rank, all in this process; a device may repeat.
         mesh: in place of devices: a one-dimensional DeviceMesh with one process per rank, such as ``mesh["pp"]``.
@@ -90,9 +91,9 @@ class Pipeline(ModuleInterface):
         init: the source of weights for a model built without contents: "reset" (each module's ``reset_parameters``), a
             function of a module that runs after ``reset_parameters``, a state_dict, or safetensors files or their
             folder. Default: "reset".
-        wrap: ``wrap(stage_module, stage)`` -> the module that the stage runs: the same one, changed in place (as by
-            ``fully_shard``), or one around it. Default: no wrapping.
-        compile: True compiles layers with torch.compile; a dict holds arguments for it. Default: False.
+        wrap: ``wrap(stage_module, stage)`` -> the module that the stage runs: ``stage_module`` itself, changed in place
+            (as by ``fully_shard``), or a module that contains it. Default: no wrapping.
+        compile: True compiles layers with torch.compile; a dict gives its keyword arguments. Default: False.
         plan: a Plan to run, in place of schedule, num_microbatches, num_stages, boundaries, together and checkpoint.
         search: options of the search for a plan, such as ``Search(memory_limit_bytes=16 << 30)``.
         numerics: how batches are split and losses weighted, such as ``Numerics(batch_norm="mini-batch")``.
@@ -275,8 +276,8 @@ class Pipeline(ModuleInterface):
 
         An asynchronous schedule starts this step and returns the loss of the step before it (the first step returns its
         own). That loss is a mean over the rows of its step; the loss of each row is computed with the weights at the
-        time of its forward. An exception may surface in the next step or in ``flush``. It discards the steps under way,
-        but keeps updates already made.
+        time of its forward. An exception may surface in the next step or in ``flush``. The steps under way are then
+        discarded, but updates already made are kept.
 
         Args:
             *args: the model's positional inputs, for the whole batch.
@@ -291,7 +292,7 @@ class Pipeline(ModuleInterface):
 
         Raises:
             InputError: the batch cannot be split, or the target is missing. ArgumentError, a kind of InputError: the
-                batch has another form than the sample, and the model fails on it.
+                batch is structured differently from the sample, and the model fails on it.
             MemoryLimitError: micro-batches have more rows than planned, and a rank would exceed its memory limit.
             ExecutionError: the pipeline is closed, or a rank of the mesh failed, which ends the pipeline on all ranks.
             Exception: any exception of a layer, with a note that names its stage, micro-batch and rank. In one process
@@ -383,13 +384,13 @@ class Pipeline(ModuleInterface):
 
         Call it before you change the model, an optimizer or a learning rate scheduler directly. Methods of the pipeline
         that read or change weights, state or mode flush on their own, and so do ``evaluate``, ``forward`` and
-        ``close``. The next step starts from the weights at its beginning.
+        ``close``. The next step uses the weights as they are when it starts.
 
         Returns:
             The loss of the last step; None if no step is under way, which is always so with a synchronous schedule.
 
         Raises:
-            Exception: as ``step``.
+            Exception: any exception of a layer, as for ``step``.
 
         """
         return self._running.flush()
@@ -412,7 +413,7 @@ class Pipeline(ModuleInterface):
         return self._running.plan(self._book, self.model, self._history.costs)
 
     def replan(self, plan: Plan | None = None, *, steps_left: int | None = None, measure: bool = False) -> Replanned:
-        """Switch to another plan between two steps: the given one, or else a faster one if there is one.
+        """Switch to another plan between two steps: to ``plan``, or to a faster plan if the search finds one.
 
         ::
 
@@ -424,7 +425,7 @@ class Pipeline(ModuleInterface):
         scheduler of its own. An optimizer that you made yourself keeps its state on the old device: move it if the
         devices differ in kind.
 
-        Without ``plan`` the layers are cut anew for the same schedule, by the median times of the last steps; a rank
+        Without ``plan`` the layers are cut again for the same schedule, by the median times of the last steps; a rank
         that is slower on equal layers gets fewer layers. Boundaries, groups and memory limits given to Pipeline still
         hold. The new cut is used if its predicted step is shorter by more than 3 % and more than twice the noise.
 
@@ -456,7 +457,7 @@ class Pipeline(ModuleInterface):
 
     @property
     def num_stages(self) -> int:
-        """The number of stages that the model is cut into. A bidirectional schedule holds each of them twice."""
+        """The number of stages that the model is cut into. A bidirectional schedule holds each stage twice."""
         return len(self._running.cut)
 
     @property
@@ -476,7 +477,7 @@ class Pipeline(ModuleInterface):
 
     @property
     def partitions(self) -> list[nn.Sequential]:
-        """The layers of each stage: the layers themselves, not copies."""
+        """The model's own layers (not copies), as one nn.Sequential per stage."""
         return [nn.Sequential(*(self._spec.layers[name] for name in names)) for names in self._running.cut]
 
     # ---- measured and predicted -------------------------------------------------------------------------------
@@ -485,8 +486,9 @@ class Pipeline(ModuleInterface):
     def trace(self) -> Trace:
         """The measured trace of the last step. On a GPU, reading it waits for the step to end.
 
-        Under a mesh it holds this rank's part; ``gather_trace()`` returns all ranks. For an asynchronous schedule it
-        holds the steps since the last flush, at most the last six; work begun before them is not counted as in flight.
+        Under a mesh it holds only this rank's actions; ``gather_trace()`` returns those of all ranks. For an
+        asynchronous schedule it holds the steps since the last flush, at most the last six; work begun before them is
+        not counted as in flight.
 
         Raises:
             ExecutionError: no step has run under this plan yet.
@@ -520,7 +522,7 @@ class Pipeline(ModuleInterface):
         return self._memory.by_rank()
 
     def report(self) -> Report:
-        """Return a report: the plan explained, and the last step compared with its prediction. Collective under a mesh.
+        """Return a report of the plan, and of the last step compared with its prediction. Collective under a mesh.
 
         ::
 
@@ -575,20 +577,20 @@ class Pipeline(ModuleInterface):
         )
 
     def _is_own(self, name: str) -> bool:
-        """Whether this process trains the parameter or buffer of this name: always in one process."""
+        """Return whether this process trains the parameter or buffer of this name: always true without a mesh."""
         host = self._running.host
         return isinstance(host, ThreadRanks) or host.holds(self._running.assembly.owners.rank(name))
 
     def _modules(self) -> dict[str, nn.Module]:
-        self.flush()  # stages on older weight versions have put these into their modules
+        self.flush()  # a stage that ran with an older weight version has left that version in its modules
         return super()._modules()
 
-    # ---- its life ---------------------------------------------------------------------------------------------
+    # ---- closing ----------------------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Flush, and stop the ranks. Deleting the pipeline stops them without a flush.
 
-        The model keeps its weights. Under a mesh it lacks those trained by other ranks; see ``gather_model``.
+        The model keeps its weights. Under a mesh it lacks the weights trained by other ranks; see ``gather_model``.
         """
         try:
             self.flush()

@@ -1,4 +1,4 @@
-"""Plan trials: run plans of a model for a few steps, and leave the model unchanged."""
+"""Plan trials: run plans of a model for a few steps each, without changing the model."""
 
 import copy
 import time
@@ -34,7 +34,7 @@ _ENOUGH_S = 5.0  # seconds after which no further round starts
 
 @dataclass(frozen=True)
 class Trial:
-    """The model, batch and ranks with which plans run."""
+    """Runs plans for a few steps, with a given model, batch and ranks."""
 
     model: Any
     sample: Any  #: one micro-batch; its rows are repeated to fill a batch
@@ -42,7 +42,7 @@ class Trial:
     target: Any  #: the sample's target
     split_dims: SplitDims
     where: Mapping[str, Any]  #: devices or mesh, and whole_layers, as for ``Pipeline``
-    host: RankHost  #: the host of these ranks; processes agree through it
+    host: RankHost  #: runs the ranks; also makes processes agree on values
     batch_size: int
 
     def run(self, plans: Sequence[Plan], told: Callable[[float], None]) -> list[list[Trace]]:

@@ -46,7 +46,7 @@ _COPIED = 1 << 22  # bytes of the copy that measures the speed between devices
 
 
 class _Place(NamedTuple):
-    """The device of a parameter or buffer, and its bytes, including those of its gradient and optimizer state."""
+    """The device of a parameter or buffer, and its bytes together with those of its gradient and optimizer state."""
 
     device: torch.device
     nbytes: int
@@ -57,10 +57,10 @@ class Replanner:
 
     Args:
         running: the running plan, which is replaced.
-        book: the cost book.
+        book: the known costs of layers and devices.
         history: the last steps.
         roots: the model and the loss module, by the prefix of their names.
-        spec: the model and the options that hold for every plan.
+        spec: the model and the user's options for its stages.
         asked: the boundaries that the user fixed.
         limits: the bytes that each rank may hold; None without a limit.
 
@@ -93,7 +93,7 @@ class Replanner:
         self._running.flush()
 
     def apply(self, plan: Plan) -> Replanned:
-        """Switch to a plan."""
+        """Switch to the given plan."""
         names = list(self._spec.layers)
         request = PlanRequest().pinned(plan, names)
         programs = checked_programs(request, self._running.host, self._spec)
@@ -101,7 +101,7 @@ class Replanner:
         return self._move(programs, self._book.cut_stages(self._host(), pins, programs, plan))
 
     def improve(self, steps_left: int | None, *, measure: bool) -> Replanned:
-        """Switch to a better cut if, by the times of the last steps, there is one that is worth the move.
+        """Switch to a better cut if the measured times of the last steps show one that is worth the move.
 
         Args:
             steps_left: the steps still to run; None if that is not known.
@@ -208,7 +208,10 @@ class Replanner:
         return simulate(timed, costs).makespan_s * programs.num_microbatches / timed.num_microbatches
 
     def _moving(self, layers: Mapping[str, tuple[int, int]]) -> tuple[int, float]:
-        """Return the bytes to copy between devices if these layers change ranks, and the seconds of the whole move."""
+        """Return the bytes to copy between devices and the seconds of the whole move.
+
+        ``layers`` holds the old and the new rank of each layer that moves.
+        """
         graph = self._book.layered.graph(self._book.measured())
         places = self._places()
         devices = self._running.host.all_devices
@@ -236,7 +239,7 @@ class Replanner:
         return Replanned(plan=self._plan(), layers=layers, moved_bytes=size, cost_s=cost_s)
 
     def _places(self) -> dict[str, _Place]:
-        """Return the device of each parameter and buffer, and the bytes that move with it."""
+        """Return the device of each parameter and buffer, and the bytes to copy when it changes its device."""
         optimizers = self._running.assembly.optimizers.values()
         states = {parameter: state for optimizer in optimizers for parameter, state in optimizer.state.items()}
         places: dict[str, _Place] = {}

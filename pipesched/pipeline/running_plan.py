@@ -41,7 +41,7 @@ class RunningPlan:
 
     @property
     def program(self) -> Program:
-        """The program of a full batch, as its author wrote it."""
+        """The program for a full batch, as the schedule or the user wrote it."""
         return self.assembly.program
 
     @property
@@ -65,7 +65,7 @@ class RunningPlan:
         """Return the running plan.
 
         Args:
-            book: the cost book.
+            book: the known costs of layers and devices.
             model: the user's model.
             costs: the stages' costs; None if they are not known.
 
@@ -88,7 +88,7 @@ class RunningPlan:
         )
 
     def _ties(self, layered: LayeredModel, model: nn.Module) -> tuple[Tie, ...]:
-        """Return the weights that several stages use, grouped by their stages."""
+        """Return the weights that several stages use, one Tie per group of stages."""
         cut = self.assembly.cut
         stages_of: dict[str, list[int]] = {}
         for use in layered.uses(cut, range(len(cut))):
@@ -111,7 +111,7 @@ class RunningPlan:
         )
 
     def _memory_of(self, stage: int) -> Any:
-        """Return a key that is equal for stages whose weights share memory: in one process, those on one device."""
+        """Return a key that is equal for stages that can share memory: those on one device of one process."""
         rank = self.program.placement[stage]
         return self.host.devices[rank] if isinstance(self.host, ThreadRanks) else rank
 

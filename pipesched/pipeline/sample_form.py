@@ -1,4 +1,4 @@
-"""Sample form: detects a batch in another form than the sample, after a model has failed on it."""
+"""Sample form: detects a batch that is structured differently from the sample, after a model has failed on it."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -14,16 +14,16 @@ __all__ = ["MISFITS", "CallForm", "check_form"]
 #: Errors that a model's code raises when it is called in a form that it does not accept.
 MISFITS = TypeError, LookupError, AttributeError, GraphError
 
-_LONGEST = 400  # characters of a form in an error message
+_LONGEST = 400  # the most characters of a form in an error message
 _BESIDE = ("target", "return_outputs", "gather")  # keywords of a step that are not the model's
 
 
 @dataclass(frozen=True)
 class CallForm:
-    """The form of a call's arguments, as text such as ``(x=tensor, pair=(tensor, tensor))``."""
+    """The structure (form) of a call's arguments, as text such as ``(x=tensor, pair=(tensor, tensor))``."""
 
     text: str
-    typed: str = field(default="", compare=False)  #: with the tensors' types and dimensions, which may change by batch
+    typed: str = field(default="", compare=False)  #: the same text with the tensors' types and dimensions
 
     @classmethod
     def of(cls, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> "CallForm":
@@ -42,9 +42,9 @@ class CallForm:
 def check_form(
     form: CallForm | None, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], error: Exception
 ) -> None:
-    """Raise ArgumentError if a model failed on a batch that has another form than the sample.
+    """Raise ArgumentError if a model failed on a batch that is structured differently from the sample.
 
-    Called only after the model has failed, because a model may accept several forms.
+    Called only after the model has failed, because a model may accept arguments of several forms.
 
     Args:
         form: the form of the sample; None in a process that passes no batch.

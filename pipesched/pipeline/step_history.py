@@ -1,4 +1,4 @@
-"""Step history: the traces of a pipeline's last steps, the stage costs they show, and the predicted next step."""
+"""Step history: the traces of a pipeline's last steps, the stage costs seen in them, and the predicted next step."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -18,7 +18,7 @@ __all__ = ["StepHistory"]
 
 
 class StepHistory:
-    """The measured last steps under the running plan, and the predicted next one."""
+    """The traces of the last steps under the running plan, and the predicted trace of the next step."""
 
     def __init__(self, running: RunningPlan, book: CostBook) -> None:
         self._running = running
@@ -26,7 +26,7 @@ class StepHistory:
 
     @property
     def trace(self) -> Trace | None:
-        """The last step in this process, or with an asynchronous schedule all steps under way. None before any step."""
+        """The last step in this process, or an asynchronous schedule's steps under way; None before the first step."""
         running = self._running
         if running.stream is not None:
             return self.trace_of(running.stream.timelines, running.stream.versions)
@@ -50,7 +50,7 @@ class StepHistory:
         return self._with_bound(replace(self.trace_of([]), spans=Spans.of(tuple(spans))))
 
     def steps(self) -> list[Trace]:
-        """Return the last steps in this process, including the first step of the plan."""
+        """Return the traces of the last steps in this process, including the first step of the plan."""
         return [self.trace_of([run]) for run in self._running.runs]
 
     def trace_of(self, runs: Iterable[Timeline], versions: tuple[tuple[int, ...], ...] = ()) -> Trace:
@@ -74,7 +74,7 @@ class StepHistory:
 
     @property
     def predicted(self) -> Trace:
-        """A step simulated with ``costs``. Measures the layers if no costs are known."""
+        """The simulated trace of a step with ``costs``. Measures the layers if no costs are known."""
         if self._book.layers is None:
             self._running.flush()  # the layers are measured next, while no step may run
         programs = self._running.assembly.programs
@@ -82,7 +82,7 @@ class StepHistory:
 
     @property
     def costs(self) -> Costs | None:
-        """The stages' costs: medians of earlier steps, else sums of layer costs; None if neither are known."""
+        """The stages' costs: medians over earlier steps, or else sums of layer costs; None if neither are known."""
         running = self._running
         by_layers = None
         if self._book.layers is not None:
@@ -104,7 +104,7 @@ class StepHistory:
         return earlier[1:] if len(earlier) > 1 else earlier
 
     def notes(self) -> Iterator[str]:
-        """Iterate over notes that say from what the prediction was made and which step was measured."""
+        """Iterate over notes on the source of the prediction and on the measured step."""
         runs = self._running.runs
         if runs and not self._running.assembly.programs.streams:
             first = "the first step, which also allocates memory and warms up"

@@ -17,7 +17,7 @@ __all__ = ["StepFigures", "StepLog"]
 
 
 class _Writer(Protocol):
-    """The interface of torch.utils.tensorboard.SummaryWriter."""
+    """The part of torch.utils.tensorboard.SummaryWriter that the log uses."""
 
     def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> Any:
         """Write one number."""
@@ -25,19 +25,19 @@ class _Writer(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class StepFigures:
-    """The figures of one step."""
+    """The times and the loss of one step, as logged."""
 
     step: int
-    step_s: float  #: the makespan
+    step_s: float  #: the measured makespan, in seconds
     bubble_ratio: float
-    busy: tuple[float, ...]  #: the share of the makespan in which each rank computes
+    busy: tuple[float, ...]  #: the fraction of the makespan in which each rank computes
     loss: float | None = None  #: None if unknown; the same holds for the fields below
-    predicted_s: float | None = None  #: the predicted makespan
+    predicted_s: float | None = None  #: the predicted makespan, in seconds
     whole_s: float | None = None  #: seconds from one step to the next, including all other code of the training loop
 
     @property
     def scalars(self) -> dict[str, float]:
-        """The figures by name, as a writer receives them."""
+        """The figures by TensorBoard tag, such as ``pipesched/step_s``; unknown figures are left out."""
         named = {name: value for name, value in vars(self).items() if name not in ("step", "busy")}
         named |= {f"busy/rank_{rank}": share for rank, share in enumerate(self.busy)}
         return {f"pipesched/{name}": value for name, value in named.items() if value is not None}
@@ -65,14 +65,14 @@ class StepLog:
         for x, y in loader:
             log(pipe.step(x, target=y))
 
-    To log a step, its trace is read and a step is simulated; on a GPU this waits for the step to end. Other steps cost
-    nothing. Under a mesh every rank calls the log, and rank 0 logs the times of all ranks.
+    Logging a step reads its trace and simulates a step; on a GPU this waits for the step to end. Steps that are not
+    logged cost nothing. Under a mesh every rank calls the log, and rank 0 logs the times of all ranks.
 
     Args:
         pipe: the pipeline to log.
         writer: a torch.utils.tensorboard.SummaryWriter, or an object with its ``add_scalar``. Default: None (no
             scalars).
-        every: log one step in this many. Default: 1.
+        every: the number of steps from one logged step to the next. Default: 1 (log every step).
         show: a function that receives each line; None for no lines. Default: print.
 
     Raises:
@@ -102,7 +102,7 @@ class StepLog:
         self._every = every
         self._show = show
         self._calls = 0
-        self._last: tuple[int, float] | None = None  # the number of calls at the last logged one, and its time
+        self._last: tuple[int, float] | None = None  # the number of calls when a step was last logged, and the time
 
     def __call__(self, loss: Any = None, *, step: int | None = None) -> StepFigures | None:
         """Log a step, right after it has run.

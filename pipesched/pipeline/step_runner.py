@@ -69,7 +69,7 @@ class StepRunner:
         self._intra_op_threads = intra_op_threads
 
     def step(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, **wanted: bool) -> Any:
-        """Run all micro-batches forward and backward. ``wanted`` has the StepCall's return_outputs and gather."""
+        """Run all micro-batches forward and backward. ``wanted`` holds return_outputs and gather, as for StepCall."""
         running = self._running
 
         def make() -> StepCall:
@@ -131,7 +131,7 @@ class StepRunner:
 
         running.flush()
         call = self._called("forward", (args, kwargs, None), make)
-        # Over a mesh make() raises an error instead, by rank 0's settings.
+        # Over a mesh make() has raised an error instead if rank 0 wants an output that can be differentiated.
         if not differentiated or not isinstance(host, ThreadRanks):
             return self._outputs(call, self._infer(call))
         return self._differentiable(call, host)
@@ -163,7 +163,10 @@ class StepRunner:
     def _called(
         self, method: str, batch: tuple[tuple[Any, ...], Mapping[str, Any], Any], make: Callable[[], StepCall]
     ) -> StepCall:
-        """Check that the method may run, and return this process's call, with inputs from rank 0 if it passed none."""
+        """Check that the method may run, and return the StepCall of this process.
+
+        Its inputs come from rank 0 if this process passed none.
+        """
         args, kwargs, target = batch
         assembly = self._running.assembly
         host = self._running.host
@@ -193,7 +196,7 @@ class StepRunner:
         return self._running.splitter.batch(args, kwargs, target)
 
     def _enqueue(self, call: StepCall) -> Tensor:
-        """Start a step of an asynchronous schedule."""
+        """Start a step of an asynchronous schedule. Returns the loss of the previous step, as ``Stream.step`` does."""
         wants_input_grads = any(call.batch.wanted_inputs())
         for name, wanted in (("outputs", call.return_outputs), ("gradients of inputs", wants_input_grads)):
             if wanted:
@@ -223,7 +226,7 @@ class StepRunner:
     def _run_spec(
         self, program: Program, step_data: StepData, stages: dict[int, Stage], uses: Mapping[int, Uses] = _NO_UPDATES
     ) -> RunSpec:
-        """Return the run of a lowered program over these stages.
+        """Return a RunSpec that runs a lowered program over these stages.
 
         ``uses`` holds the weight versions that each stage uses.
         """

@@ -88,7 +88,7 @@ def tune(
     changes the result of BatchNorm and of losses that compare rows: pass num_microbatches for such models.
 
     Args:
-        model: a module, which is measured with the sample; or a Profile, or the path of one.
+        model: a module, which is measured with the sample, or a Profile or the path of a saved Profile.
         sample: one micro-batch as an example, as for Pipeline. Default: None, for a Profile alone.
         num_ranks: the number of ranks to plan for, if neither devices nor a mesh are available.
         devices: in place of num_ranks: the device of each rank, as for Pipeline.
@@ -99,8 +99,8 @@ def tune(
             None (no limit).
         schedule: the schedule to use. Default: "auto", chosen by the search.
         num_stages: the number of stages. Default: chosen by the search.
-        num_microbatches: the number of micro-batches. Default: chosen by the search, of sizes between the measured
-            ones.
+        num_microbatches: the number of micro-batches. Default: chosen by the search, such that micro-batch sizes stay
+            within the measured range.
         boundaries: fixed stage boundaries, as for Pipeline. Default: chosen by the search.
         together: groups of layers that share a stage, as for Pipeline. Default: none.
         checkpoint: the checkpointing, as for Pipeline. Default: chosen by the search.
@@ -109,7 +109,7 @@ def tune(
         ranks_are: whether ranks are "threads" of one process or "processes". Default: "processes" with a mesh, else
             "threads".
         profile: the layers' costs, in place of measuring the model: a Profile or the path of one.
-        loss_fn: the loss, as for Pipeline, which is measured and run with the target. Default: the model's own loss,
+        loss_fn: the loss, as for Pipeline. It is measured and run with the target. Default: the model's own loss,
             or the sum of its outputs.
         target: the sample's target for loss_fn.
         split_dims: how arguments are split into micro-batches, as for Numerics. Default: 0.
@@ -193,7 +193,7 @@ def _host_for(devices: Sequence[Any], mesh: DeviceMesh | None) -> RankHost:
 
 
 def _together(host: MeshRanks, decide: Callable[[Run], Plan], run: Run) -> Plan:
-    """Let rank 0 search, while all ranks run its trial plans. Returns the plan on every rank."""
+    """Search on rank 0, while all ranks run its trial plans. Returns the plan on every rank."""
 
     def ask(plans: Sequence[Plan], told: Callable[[float], None]) -> Sequence[Sequence[Trace]]:
         return run(host.agreed(lambda: list(plans)), told)
@@ -210,7 +210,7 @@ def _to_confirm(confirm: Any, model: Any, known: bool, *, here: bool) -> int:
         confirm: the user's number; None for the default.
         model: the user's model; None if only a profile was given.
         known: whether the devices are known, by devices= or mesh=.
-        here: whether the ranks can run from this process.
+        here: whether this process can run all ranks.
 
     """
     if confirm is None:
@@ -233,7 +233,7 @@ def _to_confirm(confirm: Any, model: Any, known: bool, *, here: bool) -> int:
 
 
 def _devices_for(count: int) -> list[str]:
-    """Return ``count`` GPUs if the machine has so many, else the CPU ``count`` times."""
+    """Return the names of ``count`` GPUs if the machine has that many, else ``count`` times the CPU."""
     return [f"cuda:{at}" for at in range(count)] if torch.cuda.device_count() >= count else ["cpu"] * count
 
 
@@ -260,7 +260,7 @@ def _profile(
 
 @contextmanager
 def _bar(shown: bool) -> Iterator[Callable[[float], None]]:
-    """Show a progress bar of the search, if ``progress`` is set and tqdm is installed."""
+    """Show a progress bar if ``shown`` and tqdm is installed. Yields a function that sets the progress, from 0 to 1."""
     try:
         from tqdm import tqdm
     except ImportError:

@@ -1,1 +1,1 @@
-"""Measure layers, losses, optimizers, links and overheads."""
+"""Profiling: measures the costs of layers, losses and optimizers, the links between ranks, and overheads."""

@@ -1,7 +1,7 @@
-"""Contention: measure how much longer layers take while another rank of the same machine computes.
+"""Contention: measures how much longer layers take while another rank on the same machine computes.
 
-Ranks share memory and caches. Products of small matrices hardly slow each other down; layers that stream data through
-memory do.
+Ranks share memory and caches. Multiplications of small matrices hardly slow each other down, but layers that stream
+data through memory do.
 """
 
 import copy
@@ -21,7 +21,7 @@ __all__ = ["crowd"]
 def crowd(
     subjects: Sequence[Subject], device: torch.device, caller: Caller, threads: int, rounds: int, enough_s: float
 ) -> list[float]:
-    """Measure the slowdown of these layers while copies of them run in another thread.
+    """Measure the slowdown of layers while copies of them run in another thread.
 
     Args:
         subjects: the layers.
@@ -67,9 +67,10 @@ def crowd(
 
 
 def _round(lap: TimingRun) -> float:
-    """The time of the layers in two forwards, one whole backward and one split backward.
+    """Return the seconds that the layers take in two forwards, one whole backward and one split backward.
 
-    Work between layers that only serves the measurement is not included. It slows other threads down more than layers.
+    Work between layers that only serves the measurement is not included, because it slows other threads down more than
+    layers do.
     """
     lap.round()
     lap.weight_round(apart=True)

@@ -1,4 +1,4 @@
-"""Layer memory probe: measure the exact memory needs of one layer by running it under its device's memory tracker."""
+"""Layer memory probe: measures the exact memory needs of a layer by running it under its device's memory tracker."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -23,12 +23,12 @@ __all__ = ["Layer", "Sizes", "sizes_of"]
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
-    """A layer (run as a stage of its own), or a whole stage, that has already run once with a split backward."""
+    """A layer as a stage of its own, or a whole stage. It has already run once with a split backward."""
 
     stage: Stage
     #: (input, whether to leave weight gradients to W) -> output, as a PerConsumer if consumers get different values.
     run: Callable[[Payload, bool], Payload | PerConsumer]
-    #: Frees the inputs and the input gradients that a pass has stored.
+    #: Frees the inputs and input gradients stored by a forward and backward.
     release: Callable[[], None]
     #: The trained parameters.
     weights: Sequence[Tensor]
@@ -37,17 +37,17 @@ class Layer:
 
 @dataclass(frozen=True)
 class Sizes:
-    """The memory needs of a stage."""
+    """The measured memory of a stage and of its messages."""
 
     memory: LayerMemory
-    #: The message to each consumer. The consumer's measurement sets `Message.back`.
+    #: The sizes of the message to each consumer stage. `Message.back` is set when the consumer is measured.
     gives: tuple[Message, ...]
-    #: The bytes of the gradients that each producer gets.
+    #: The bytes of the gradients that are sent back to each producer stage.
     backs: tuple[int, ...]
 
 
 def sizes_of(layer: Layer, arrived: Payload) -> Sizes:
-    """Measure a layer's memory with whole and with split backwards, over copies of its input; drop its gradients."""
+    """Measure a layer's memory with whole and with split backwards, on copies of its input. Frees its gradients."""
     books = books_of(layer.stage.device)
     for weight in layer.weights:
         weight.grad = None
@@ -94,7 +94,7 @@ class _Notes:
 
 
 class _Dear(_Notes, TorchDispatchMode):
-    """Notes the memory of results that `pipesched.runtime.stage.recompute` keeps under "recompute-cheap"."""
+    """Records the memory of results that `pipesched.runtime.stage.recompute` keeps under "recompute-cheap"."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -104,11 +104,12 @@ class _Dear(_Notes, TorchDispatchMode):
 class _Pass:
     """Measures one forward and one backward, whole or split.
 
-    Of the input and the output, only the parts that the stage keeps count. Bytes by attribute:
+    Input and output are counted only as far as the stage keeps them. F, B, I and W are the forward, the whole backward,
+    the input gradient and the weight gradient. Bytes by attribute:
 
     - ``forward``: the peak of the forward, including its input.
     - ``backward``: the peak of B or I beyond the kept activations, including the output's gradients.
-    - ``left``: what I keeps for W. ``left_input`` and ``left_grad``: the parts of ``left`` in inputs and in gradients.
+    - ``left``: the memory that I keeps for W; ``left_input`` and ``left_grad`` are its inputs and its gradients.
     - ``delivery``: the peak of W beyond ``left``. ``deferred``: the weight gradients that W makes.
     """
 
@@ -164,7 +165,7 @@ class _Pass:
             self.delivery = books.peak - left
 
     def _given(self, outputs: list[Payload]) -> Message:
-        """Drop the first of the outputs and measure the memory that this frees. Return the message to its consumer."""
+        """Drop the first output and measure the memory that this frees. Returns the sizes of its message."""
         before = self._books.bytes
         one = outputs.pop(0)
         arriving = sum(tensor.nbytes for tensor in one.tensors)
@@ -177,5 +178,5 @@ class _Pass:
 
 
 def _memories(tensors: Iterable[Tensor]) -> dict[int, int]:
-    """The memory that the tensors use: address -> size in bytes."""
+    """Return the memory that the tensors use: address -> size in bytes."""
     return {memory_of(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}

@@ -1,4 +1,4 @@
-"""Layer profiler: measure the costs of layers for one micro-batch, leaving the model unchanged."""
+"""Layer profiler: measures the costs of layers for one micro-batch, without changing the model."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -28,7 +28,7 @@ from pipesched.user_warning import warn
 
 __all__ = ["QUICK", "Between", "Effort", "measure_calls", "measure_layers"]
 
-#: Name -> a layer and its arguments; None stands for the output of the layer before it.
+#: Name -> a layer and its arguments; None means the output of the previous layer.
 Calls = Mapping[str, tuple[nn.Module, Payload | None]]
 
 
@@ -36,13 +36,13 @@ Calls = Mapping[str, tuple[nn.Module, Payload | None]]
 class Effort:
     """How thoroughly layers are measured."""
 
-    #: Maximum number of rounds.
+    #: Maximum number of rounds, each of which times every layer once.
     rounds: int = 3
     #: The seconds of measuring a group of layers after which no further round begins.
     enough_s: float = 0.5
-    #: Whether to repeat implausible measurements, and warn of those that remain implausible.
+    #: Whether to repeat implausible measurements, and to warn if they stay implausible.
     checks: bool = False
-    #: Whether to measure as well how much longer layers take while another rank computes.
+    #: Whether to also measure how much longer layers take while another rank computes.
     crowds: bool = False
 
 
@@ -62,8 +62,8 @@ def measure_layers(
 ) -> dict[str, LayerCosts]:
     """Measure a chain of layers on one micro-batch, as medians of several runs.
 
-    Of the layers of one kind whose inputs have the same shapes, only some are measured. Layers run in training mode; if
-    only some of the model's modules are in training mode, each module keeps its mode.
+    If several layers are of one kind and have inputs of the same shapes, only some of them are measured. Layers run in
+    training mode; if only some of the model's modules are in training mode, each module keeps its mode.
 
     Args:
         layers: layer name -> layer, in the order of the chain.
@@ -85,7 +85,7 @@ def measure_calls(
     intra_op_threads: int,
     effort: Effort = QUICK,
 ) -> dict[str, LayerCosts]:
-    """Like ``measure_layers``, for layers that each have their own arguments.
+    """Measure layers as ``measure_layers`` does, but each with its own arguments.
 
     Args:
         calls: name -> a layer and its (args, kwargs).
@@ -104,7 +104,7 @@ def measure_calls(
 
 
 def _measured(calls: Calls, device: torch.device, threads: int, effort: Effort) -> dict[str, LayerCosts]:
-    """Measure in a separate thread, like that of a rank, because memory allocators differ between threads."""
+    """Measure in a new thread, as a rank has, because a memory allocator may treat threads differently."""
     caller = replace(Caller.here([device.type], grad=True), inference=False)
     layers = [layer for layer, _ in calls.values()]
 
@@ -128,11 +128,11 @@ def _wanting(tensor: Tensor) -> Tensor:
 
 @dataclass(kw_only=True)
 class _Kind:
-    """Calls with equal costs."""
+    """Calls of layers that have equal costs, with their measurements."""
 
     memory: LayerMemory = field(default_factory=LayerMemory)
     parameter_bytes: int = 0
-    #: The output of each call; None if the function does not run by itself.
+    #: The output of each call; None if the function cannot run alone.
     output: Payload | None = None
     #: The calls that are measured.
     subjects: list[Subject] = field(default_factory=list)
@@ -140,14 +140,14 @@ class _Kind:
     crowding: list[float] = field(default_factory=list)
 
     def costs(self) -> LayerCosts:
-        """The medians of all measured calls."""
+        """Return the medians over all measured calls."""
         seconds: dict[str, list[float]] = {column: [] for column in TIMES}
         for subject in self.subjects:
             for column in TIMES:
                 seconds[column] += subject.seconds[column]
         medians: dict[str, Any] = {column: median(took_s or [0.0]) for column, took_s in seconds.items()}
         split_s = medians["input_grad_s"] + medians["weight_grad_s"]
-        if 0 < split_s < medians["backward_s"]:  # I and W do at least the work of B: the rest is noise
+        if 0 < split_s < medians["backward_s"]:  # noise, because I and W together do at least the work of B
             for part in ("input_grad_s", "weight_grad_s"):
                 medians[part] *= medians["backward_s"] / split_s
         wholes = [medians["forward_s"], medians["backward_s"]]
@@ -166,7 +166,7 @@ class _Kind:
         )
 
     def measured(self, costs: LayerCosts) -> Measured:
-        """The data for the plausibility check."""
+        """Return the data for the plausibility check."""
         each_s = [
             median(subject.seconds["forward_s"]) + median(subject.seconds["backward_s"]) for subject in self.subjects
         ]
@@ -178,18 +178,18 @@ class _Kind:
 
 
 def _spread(seconds: Sequence[float]) -> float:
-    """The interquartile range of the times, divided by their median."""
+    """Return the interquartile range of the times, divided by their median."""
     if len(seconds) < 2 or not median(seconds):
         return 0.0
     low, _, high = quantiles(seconds, n=4, method="inclusive")
     return (high - low) / median(seconds)
 
 
-_WAITS = 0.1  # fraction of waiting from which a layer counts as waiting; smaller ones are interruptions
+_WAITS = 0.1  # a layer that spends a larger fraction of its time waiting counts as a waiting layer
 
 
 class Between(nn.Module):
-    """A function that is called between layers, as a layer. If it cannot run by itself, its costs are zero."""
+    """A layer that calls a function from the code between layers. If it cannot run alone, its costs are zero."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__()
@@ -203,7 +203,7 @@ class Between(nn.Module):
 
 
 class _Survey:
-    """Measures the calls of a model. Of several calls of equal cost, only some are measured."""
+    """Measures the layer calls of a model. Among calls of equal cost, it measures only some."""
 
     def __init__(self, device: torch.device, caller: Caller, threads: int, effort: Effort) -> None:
         self._device = device
@@ -214,7 +214,7 @@ class _Survey:
         self._laps: list[Sequence[Subject]] = []
 
     def of(self, calls: Calls) -> dict[str, LayerCosts]:
-        """Measure the calls in their order, in groups that exceed the caches."""
+        """Measure the calls in order, in groups whose weights and activations exceed the CPU's caches."""
         kinds: dict[str, Any] = {}
         together: list[Subject] = []
         room = _TOGETHER_BYTES
@@ -263,7 +263,7 @@ class _Survey:
             )
 
     def _doubts(self, kinds: Mapping[str, Any]) -> dict[str, str]:
-        """Descriptions of the implausible measurements, by the first layer of each kind."""
+        """Return descriptions of implausible measurements, by the name of the first layer of each kind."""
         costs = {kind: known.costs() for kind, known in self._kinds.items()}
         all_s = sum(costs[kind].forward_s + costs[kind].backward_s for kind in kinds.values())
         first: dict[Any, str] = {}
@@ -326,7 +326,7 @@ class _Survey:
 
 
 class _Held(nn.Module):
-    """Calls a layer without registering its parameters, because a stage would take copies of them for shards."""
+    """Calls a layer without registering its parameters, because a Stage would mistake the copies of them for shards."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -359,13 +359,13 @@ class _Alone:
         return output
 
     def release(self) -> None:
-        """Free the input and the input gradients that the step has kept."""
+        """Free the input and the input gradients that the step has stored."""
         self._step.inputs = [None]
         self._step.input_grads.clear()
 
 
 def _kind(layer: nn.Module, given: Payload) -> Any:
-    """A key that is equal for calls of equal cost: types, shapes, settings, and which parameters are trained.
+    """Return a key that is equal for calls of equal cost: types, shapes, settings, and which parameters are trained.
 
     Integer attributes are left out, because blocks often store their own index.
     """

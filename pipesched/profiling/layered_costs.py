@@ -33,7 +33,7 @@ def graph_of(
         graph.nodes["0"]["forward_s"], graph.edges["0", "1"]["bytes"]
 
     Nodes are the layers at which a stage may begin, in call order; the second call of a layer is named ``name#2``.
-    Code between layers belongs to one of them. The model is left unchanged.
+    Code between two layers is counted with one of them. The model is left unchanged.
 
     Args:
         model: nn.Module, or a list of modules that form a chain.
@@ -43,12 +43,12 @@ def graph_of(
         whole_layers: names of modules that are kept as one layer. Default: none.
 
     Returns:
-        networkx.DiGraph. Nodes have ``parameters`` and ``buffers`` (names; a tied one is in several nodes),
-        ``num_parameters``, ``parameter_bytes`` and ``output_bytes`` (of values that later layers or the model's output
-        use). If measured, they also have ``forward_s``, ``backward_s``, ``input_grad_s``, ``weight_grad_s`` and
-        ``activation_bytes``. An edge from a layer to a user of its output has ``bytes`` and ``tensors`` (name -> bytes;
-        a tensor has the same name on all its edges). Values that every stage computes itself, such as masks, make no
-        edge.
+        networkx.DiGraph. Nodes have ``parameters`` and ``buffers`` (names; a tied tensor is in several nodes),
+        ``num_parameters``, ``parameter_bytes`` and ``output_bytes`` (bytes of the results that later layers or the
+        model's output use). If measured, they also have ``forward_s``, ``backward_s``, ``input_grad_s``,
+        ``weight_grad_s`` and ``activation_bytes``. An edge from a layer to a user of its output has ``bytes`` and
+        ``tensors`` (name -> bytes; a tensor has the same name on all its edges). Values that every stage computes
+        itself, such as masks, have no edge.
 
     Raises:
         ModelTypeError: the model is not an nn.Module, or its layers cannot be seen because it is compiled or wrapped.
@@ -69,7 +69,7 @@ def graph_of(
 def measure(
     known: LayeredModel, device: torch.device, intra_op_threads: int, effort: Effort = QUICK
 ) -> dict[str, LayerCosts]:
-    """The measured costs of each layer."""
+    """Measure the costs of each layer."""
     if isinstance(known, CapturedModel):
         return _measure_captured(known, device, intra_op_threads, effort)
     return measure_layers(known.layers, known.sample, device, intra_op_threads, effort)
@@ -78,7 +78,7 @@ def measure(
 def _measure_captured(
     known: CapturedModel, device: torch.device, intra_op_threads: int, effort: Effort
 ) -> dict[str, LayerCosts]:
-    """The costs of each layer, including those of the calls after it that cannot begin a stage."""
+    """Measure the costs of each layer, including the calls after it that must stay in one stage with it."""
     capture = known.captures[known.model.training]
     trained = capture.trained({name for name, parameter in known.model.named_parameters() if parameter.requires_grad})
     calls = {}
@@ -106,7 +106,7 @@ def _measure_captured(
 
 
 def _as_told(layer: nn.Module, capture: Capture, call: Call) -> nn.Module:
-    """The layer, with the attributes that code between layers had set on it before this call."""
+    """Return the layer, with the attributes that code between layers had set on it before this call."""
     if call.index not in capture.told:
         return layer
     copy = Twin(layer).layer
@@ -115,7 +115,7 @@ def _as_told(layer: nn.Module, capture: Capture, call: Call) -> nn.Module:
 
 
 def _with_grads(between: FunctionCall, trained: Set[Value]) -> Any:
-    """The arguments of a call; tensors that depend on trained parameters require gradients."""
+    """Return the arguments of a call, in which tensors that depend on trained parameters require gradients."""
     leaves, spec = pytree.tree_flatten(between.arguments)
     places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
     for place, value in zip(places, between.values, strict=False):

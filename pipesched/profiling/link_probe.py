@@ -1,8 +1,8 @@
-"""Link probe: measure latency and bandwidth between ranks by programs that send messages back and forth.
+"""Link probe: measures latency and bandwidth between ranks by programs that send messages back and forth.
 
-The programs run like any program, so the figures include packing, sending and unpacking. A chain of three stages is
-placed on rank a, rank b and rank a again. The time from the end of the first stage to the start of the third is a round
-trip, measured by the clock of rank a alone.
+The programs run like training programs, so the results include packing, sending and unpacking. The three stages of a
+chain are placed on rank a, rank b and rank a. The time from the end of the first stage to the start of the third is a
+round trip, measured by the clock of rank a alone.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -30,9 +30,9 @@ __all__ = ["find_links", "measure_links", "probe_links"]
 _SHORT_TRIPS = 10  # round trips of empty messages
 _LONG_TRIPS = 5  # round trips of messages of each size
 _FIRST_BYTES = 1 << 16
-_GROWTH = 8  # ratio of successive sizes
+_GROWTH = 8  # ratio of successive message sizes
 _MOST_BYTES = 1 << 22
-_LONG_S = 0.02  # seconds; a transfer this long shows the bandwidth despite latency and start of a burst
+_LONG_S = 0.02  # seconds; latency hardly affects the bandwidth measured by a transfer of this length
 
 #: Runs a program whose stages have outputs of these sizes in bytes, and returns the spans of all ranks.
 Run = Callable[[Program, Sequence[int]], Iterable[Span]]
@@ -49,11 +49,11 @@ def probe_links(mesh: DeviceMesh, *, timeout: float = 60.0) -> Links:
         links.to_dict()  # for JSON
 
     Takes about one second per rank, more on slow links. Every rank talks to one other rank at a time, and all these
-    pairs run at the same time. So pairs that share a cable show only their share of its bandwidth.
+    pairs run at the same time. If pairs share a network cable, each gets only a part of its bandwidth.
 
     Args:
         mesh: a one-dimensional torch DeviceMesh.
-        timeout: how long a rank waits for another one, in seconds. Default: 60.
+        timeout: seconds that a rank waits for another rank. Default: 60.
 
     Returns:
         Links, the same on every rank, with three figures for each pair and direction: ``latency_s`` is half of the
@@ -63,7 +63,7 @@ def probe_links(mesh: DeviceMesh, *, timeout: float = 60.0) -> Links:
 
     Raises:
         DeviceCountError: the mesh has several dimensions.
-        ExecutionError: a rank did not answer in time.
+        ExecutionError: a rank did not respond within the timeout.
 
     """
     host = MeshRanks(mesh, 1, timeout)
@@ -90,7 +90,7 @@ def measure_links(executor: ProcessExecutor) -> Links:
 
 
 def find_links(num_ranks: int, run: Run) -> Links:
-    """Measure the links between this number of ranks with the programs that ``run`` runs."""
+    """Measure the links between ``num_ranks`` ranks, with programs that the function ``run`` executes."""
     special: dict[Pair, Link] = {}
     for pairs in _rounds(num_ranks):
         for directed in (pairs, [(b, a) for a, b in pairs]):
@@ -99,7 +99,7 @@ def find_links(num_ranks: int, run: Run) -> Links:
 
 
 def _rounds(num_ranks: int) -> Iterator[list[Pair]]:
-    """All pairs of ranks, in rounds in which each rank is in at most one pair (the circle method of tournaments)."""
+    """Yield all pairs of ranks, in rounds with at most one pair per rank (the circle method for tournaments)."""
     seats = list(range(num_ranks + num_ranks % 2))
     half = len(seats) // 2
     for _ in range(1, len(seats) if num_ranks > 1 else 0):
@@ -109,7 +109,7 @@ def _rounds(num_ranks: int) -> Iterator[list[Pair]]:
 
 
 def _measured(pairs: list[Pair], num_ranks: int, run: Run) -> dict[Pair, Link]:
-    """The links from the first rank to the second rank of each pair."""
+    """Measure the link from the first rank to the second rank of each pair."""
     empty = _trips(dict.fromkeys(pairs, 0), num_ranks, _SHORT_TRIPS, run)
     links: dict[Pair, Link] = {}
     sizes = dict.fromkeys(pairs, _FIRST_BYTES)
@@ -129,7 +129,7 @@ def _measured(pairs: list[Pair], num_ranks: int, run: Run) -> dict[Pair, Link]:
 
 
 def _trips(sizes: dict[Pair, int], num_ranks: int, count: int, run: Run) -> dict[Pair, list[float]]:
-    """The times of ``count`` round trips for each pair: a message of the pair's size there, an empty one back."""
+    """Measure ``count`` round trips per pair, in seconds: a message of the pair's size, then an empty answer."""
     program = lower(_there_and_back(list(sizes), num_ranks, 1 + count))
     spans = run(program, [nbytes for size in sizes.values() for nbytes in (size, 0, 0)])
     times = {span.action: (span.start_s, span.end_s) for span in spans}
@@ -154,7 +154,7 @@ def _there_and_back(pairs: list[Pair], num_ranks: int, trips: int) -> Program:
 
 
 class _Gives(StageLike):
-    """A stage that only runs forward and returns an output of fixed size."""
+    """A stage that only runs forwards and returns an output of a fixed size."""
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
         self._output = Payload.of(torch.empty(nbytes, dtype=torch.uint8, device=device))

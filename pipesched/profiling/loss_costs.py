@@ -1,4 +1,4 @@
-"""Loss costs: measure the costs of a loss of a model's output, with its target or with a guessed target."""
+"""Loss costs: measures the costs of computing a loss on a model's output, with a given or a guessed target."""
 
 import warnings
 from collections.abc import Callable, Iterator
@@ -24,13 +24,13 @@ def loss_costs(
     threads: int,
     effort: Effort = QUICK,
 ) -> LayerCosts:
-    """Measure the costs of a loss for this output and target."""
+    """Measure the costs of computing a loss for this output and target."""
     call: tuple[nn.Module, tuple[tuple[Any, ...], dict[str, Any]]] = _OfTarget(loss_fn, target, device), ((output,), {})
     return measure_calls({"loss_fn": call}, {"loss_fn"}, device, threads, effort)["loss_fn"]
 
 
 def with_loss_bytes(costs: LayerCosts, loss: LayerCosts) -> LayerCosts:
-    """The last layer's costs plus the memory that the loss needs."""
+    """Return the last layer's costs, extended by the memory that the loss needs."""
     measured = LossMemory(
         kept_bytes=loss.memory.activation_bytes,
         kept_input_bytes=loss.memory.kept_input_bytes,
@@ -43,10 +43,10 @@ def with_loss_bytes(costs: LayerCosts, loss: LayerCosts) -> LayerCosts:
 def with_supposed_loss(
     costs: LayerCosts, loss_fn: Callable[[Any, Any], Any], output: Any, device: torch.device, threads: int
 ) -> LayerCosts:
-    """``with_loss_bytes`` for an unknown target. Two are tried: one class per row, and a tensor like the output.
+    """Return the last layer's costs, extended by the memory of a loss with an unknown target.
 
-    If the loss accepts both, the target with which it needs less memory counts. If it accepts neither, the costs stay
-    unchanged.
+    Tries two targets: one class per row, and a tensor like the output. If the loss accepts both, the one with the lower
+    memory need is used. If it accepts neither, the costs stay unchanged.
     """
     found = []
     for target in _supposed(output):
@@ -68,7 +68,7 @@ def _supposed(output: Any) -> Iterator[Tensor]:
 
 
 class _OfTarget(nn.Module):
-    """A loss with a fixed target. The target belongs to the batch, so its memory does not count for the layer."""
+    """A loss with a fixed target. The target belongs to the batch, so its memory is not counted for the layer."""
 
     def __init__(self, loss_fn: Callable[[Any, Any], Any], target: Any, device: torch.device) -> None:
         super().__init__()

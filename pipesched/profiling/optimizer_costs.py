@@ -1,4 +1,4 @@
-"""Optimizer costs: measure the time of an optimizer's step and the memory of its state, for each parameter.
+"""Optimizer costs: measures the time of an optimizer's step and the memory of its state, for each parameter.
 
 Times are measured in real steps. Bytes come from `pipesched.profiling.optimizer_memory`, which allocates no memory.
 """
@@ -19,18 +19,18 @@ from pipesched.tensors.caller_context import intra_op
 
 __all__ = ["Update", "measure_updates"]
 
-_STANDS_IN_BYTES = 1 << 26  # bytes of parameters to time an optimizer on; more than caches hold
+_STANDS_IN_BYTES = 1 << 26  # bytes of parameters on which an optimizer is timed; more than caches hold
 _ROUNDS = 7
 
 
 class Update(NamedTuple):
     """The costs of updating one parameter."""
 
-    #: The parameter's share of the optimizer's step, in seconds.
+    #: The part of the optimizer's step that updates the parameter, in seconds.
     update_s: float
     #: The bytes of the optimizer's state for the parameter.
     optimizer_bytes: int
-    #: The peak of memory that the parameter's update needs beyond the state, in bytes.
+    #: The peak memory that the parameter's update needs in addition to the state, in bytes.
     update_transient_bytes: int
 
 
@@ -45,7 +45,7 @@ def measure_updates(
     Parameters beyond that size get times in proportion to their bytes. Frozen parameters have no entry.
 
     Args:
-        optimizer: parameters -> Optimizer.
+        optimizer: a function from parameters to an Optimizer.
         parameters: the model's parameters by name.
         device: the device to run on.
         intra_op_threads: the number of intra-op threads.

@@ -1,7 +1,7 @@
-"""Optimizer memory: find the bytes of an optimizer's state, and the peak of its step, for any parameters.
+"""Optimizer memory: computes the bytes of an optimizer's state, and the peak memory of its step, for any parameters.
 
-An optimizer of the same class makes steps on meta tensors. These need no memory, so any stage can be examined. Times
-need real steps; see `pipesched.profiling.optimizer_costs`.
+An optimizer of the same class runs steps on meta tensors. These need no memory, so a stage of any size can be examined.
+For times, which need real steps, see `pipesched.profiling.optimizer_costs`.
 """
 
 import inspect
@@ -17,18 +17,18 @@ from pipesched.tensors.memory_tracker import Ledger
 
 __all__ = ["Upkeep", "another", "upkeep_of"]
 
-_SMALL = 8  # largest dim of a stand-in with contents
+_SMALL = 8  # the largest dimension of a stand-in with contents
 
 
 class Upkeep(NamedTuple):
-    """Bytes of an optimizer's state, and the peak that its step needs beyond the state."""
+    """The bytes of an optimizer's state, and the peak memory that its step needs in addition to the state."""
 
     state_bytes: int
     transient_bytes: int
 
 
 def another(optimizer: Optimizer) -> Callable[[list[Any]], Optimizer]:
-    """A function that makes optimizers of the same class with the same defaults."""
+    """Return a function that makes optimizers of the same class with the same defaults."""
     taken = inspect.signature(type(optimizer)).parameters
     defaults = {name: value for name, value in optimizer.defaults.items() if name in taken}
     return lambda parameters: type(optimizer)(parameters, **defaults)
@@ -38,10 +38,10 @@ def upkeep_of(make: Callable[[list[Any]], Optimizer], parameters: Sequence[Tenso
     """Find the memory that an optimizer needs for these parameters after its first step.
 
     Stand-ins replace the parameters: meta tensors if the optimizer's step accepts them, else small tensors. The bytes
-    of small tensors are scaled up: the state dim by dim, the peak in proportion.
+    of small tensors are scaled up: the state dimension by dimension, the peak in proportion to the bytes.
 
     Args:
-        make: parameters -> Optimizer.
+        make: a function from parameters to an Optimizer.
         parameters: the parameters. Only the trained ones count.
 
     """
@@ -58,7 +58,7 @@ def upkeep_of(make: Callable[[list[Any]], Optimizer], parameters: Sequence[Tenso
 def _stepped(
     make: Callable[[list[Any]], Optimizer], parameters: Sequence[Tensor], stand_ins: Sequence[Tensor]
 ) -> Upkeep:
-    """The memory needs of two steps on the stand-ins, scaled up to the size of the parameters."""
+    """Run two steps on the stand-ins; return their memory needs, scaled up to the size of the parameters."""
     ledger = Ledger(stand_ins[0].device.type)
     weights = [nn.Parameter(tensor) for tensor in stand_ins]
     for weight in weights:
@@ -81,10 +81,10 @@ def _stepped(
 
 
 def _enlarged(value: Tensor, stand_in: Tensor, parameter: Tensor) -> int:
-    """The bytes of a state tensor for the parameter, from its size for the stand-in.
+    """Return the bytes of a state tensor for the parameter, given the state tensor for its stand-in.
 
-    A dim as large as the stand-in's becomes as large as the parameter's. A tensor with another number of dims is scaled
-    in proportion, unless it is a scalar.
+    A dimension as large as the stand-in's becomes as large as the parameter's. A tensor with another number of
+    dimensions is scaled in proportion to the bytes, unless it is a scalar.
     """
     if value.dim() != stand_in.dim():
         return math.ceil(value.nbytes * parameter.nbytes / max(1, stand_in.nbytes)) if value.dim() else value.nbytes

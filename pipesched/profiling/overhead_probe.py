@@ -1,12 +1,11 @@
-"""Overhead probe: measure the time that ranks need in addition to the work of their stages.
+"""Overhead probe: measures the time that ranks need in addition to the work of their stages.
 
-The programs run like any program, on the usual executors and stages. A stage's layer times its own work, so the rest of
-an action is overhead. If one of two neighbours has twice as much work as the other, it is known which of them waits. So
-the overhead can be found between actions of one rank, with and without messages, and between actions of two ranks.
+Test programs run on the executors and stages that training uses. A stage's layer times its own work, so the rest of an
+action is overhead. If one of two neighbouring ranks has twice as much work as the other, the other one always waits.
+This separates the overhead of an action without messages, of sending, of receiving, and of the transfer.
 
-The cost of waking up is measured on a pipeline of ranks that wait, as for a GPU, because delays that alternate between
-neighbours add up to more than the delays of any single rank. It is the difference between the measured and the
-simulated time.
+The cost of waking up a waiting rank is measured on a pipeline whose ranks only wait, as they would for a GPU. It is the
+difference between the measured and the simulated time of the whole pipeline, because delays of different ranks add up.
 """
 
 import os
@@ -47,7 +46,7 @@ __all__ = ["Ran", "find_overheads", "probe_overheads", "waited_s"]
 
 _MICROBATCHES = 6
 _MICROBATCHES_ASLEEP = 16
-_DISTURBED = 0.02  # a run is repeated if other processes took this share of its time
+_DISTURBED = 0.02  # a run is repeated if other processes took more than this fraction of its time
 _TRIES = 5  # attempts at an undisturbed run
 # The work: about 3 ms, with as much computation per byte as usual layers.
 _ROWS = 128
@@ -63,7 +62,7 @@ _KINDS = Kind.F, Kind.B
 
 
 class _Worked(torch.autograd.Function):
-    """Runs the same work forward and backward."""
+    """Runs the same work in the forward and in the backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, work: Callable[[Tensor], Tensor]) -> Tensor:
@@ -76,7 +75,7 @@ class _Worked(torch.autograd.Function):
 
 
 class _Layer(nn.Module):
-    """A layer that computes or waits, for a given number of equal parts of work. ``seconds`` has each call's time."""
+    """A layer that computes or sleeps for a time in proportion to ``parts``. ``seconds`` has the time of each call."""
 
     def __init__(self, parts: int, waits: bool, device: torch.device) -> None:
         super().__init__()
@@ -104,7 +103,7 @@ class _Layer(nn.Module):
 
 @dataclass(frozen=True)
 class Ran:
-    """A run of a program: its trace, and the time of each action's work."""
+    """A run of a program: its trace, and the seconds of each action's work, without overhead."""
 
     trace: Trace
     work_s: dict[Action, float]
@@ -126,7 +125,7 @@ class Run(Protocol):
 
 
 def _chains(over: Sequence[tuple[int, ...]], num_ranks: int, num_microbatches: int = _MICROBATCHES) -> Program:
-    """A program of parallel chains of stages over these ranks: all forwards, then all backwards."""
+    """Return a program of parallel chains of stages, each over the given ranks: all forwards, then all backwards."""
     orders: list[list[Action]] = [[] for _ in range(num_ranks)]
     placement = tuple(rank for ranks in over for rank in ranks)
     for stage, rank in enumerate(placement):
@@ -155,7 +154,7 @@ def probe_overheads(
     Args:
         devices: one CPU device for each rank, for ranks in this process. Pass this or ``mesh``.
         mesh: a one-dimensional torch DeviceMesh, for one process per rank.
-        timeout: how long a rank of a mesh waits for another one, in seconds.
+        timeout: seconds that a rank of a mesh waits for another rank.
         rounds: the number of measurements. The overheads are medians over them. Default: 5.
 
     Returns:
@@ -164,7 +163,7 @@ def probe_overheads(
     Raises:
         InputError: ``rounds`` is not a positive integer, or a device is not a CPU.
         DeviceCountError: there are no devices, or the mesh has several dimensions.
-        ExecutionError: a rank did not answer in time.
+        ExecutionError: a rank did not respond within the timeout.
 
     """
     if not is_count(rounds):
@@ -236,7 +235,7 @@ def _runner(host: RankHost) -> Run:
 
 
 def waited_s() -> float:
-    """How many seconds this process's threads have waited for a busy core, by Linux's statistics; elsewhere 0."""
+    """Return the seconds that this process's threads have waited for a busy core, as counted by Linux; 0 elsewhere."""
     waited_ns = 0
     for path in Path("/proc/self/task").glob("*/schedstat"):
         with suppress(OSError):  # the thread has ended meanwhile
@@ -249,7 +248,7 @@ def _of_stage(program: Program, stage: int) -> list[Action]:
 
 
 def find_overheads(num_ranks: int, num_cores: int, run: Run, rounds: int = 1) -> Overheads:
-    """Measure the overheads of this number of ranks on this number of cores with the programs that ``run`` runs."""
+    """Measure the overheads of ``num_ranks`` ranks on ``num_cores`` cores, with programs that ``run`` executes."""
     most = max(2, min(num_ranks, num_cores)) if num_ranks > 1 else 1  # the number of ranks that compute at once
     seen = _Seen()
     everybody = _chains([tuple(range(num_ranks))], num_ranks, _MICROBATCHES_ASLEEP)
@@ -269,10 +268,10 @@ def find_overheads(num_ranks: int, num_cores: int, run: Run, rounds: int = 1) ->
 
 
 def _waking_s(alone: Ran, program: Program, ran: Ran, awake: Overheads) -> float:
-    """The extra time per action of waiting ranks, along the longest path through the program.
+    """Return the extra seconds per action of waiting ranks, along the longest path through the program.
 
     Args:
-        alone: a run of one waiting rank. A profile would contain the times of its work.
+        alone: a run of one waiting rank; its work takes as long as a profile would state.
         program: the program of all ranks.
         ran: a run of this program in which all ranks wait instead of computing.
         awake: the other overheads, which are subtracted.
@@ -299,8 +298,8 @@ def _pairs(num_ranks: int) -> list[tuple[int, int]]:
 class _Seen:
     """Collects overheads in seconds, by kind of action and rows of the message.
 
-    There are four cases: an action without messages, an action that sends a message, an action that receives one, and a
-    pair of actions of which the second waits for the first.
+    There are four cases: an action without messages, an action that sends a message, an action that receives a message,
+    and a pair of actions on two ranks, the second of which waits for the first.
     """
 
     def __init__(self) -> None:
@@ -330,7 +329,7 @@ class _Seen:
         self._lost.setdefault((case, kind, rows), []).extend(seconds)
 
     def overheads(self) -> Overheads:
-        """The overheads that follow from the medians of all runs."""
+        """Return the overheads, computed from the medians over all runs."""
         action_s = self._seconds("action", 0)
         crowding = [1.0]
         for count in sorted(self._work)[1:]:
@@ -358,14 +357,14 @@ class _Seen:
 
 
 def _line(seconds: Sequence[float]) -> Link:
-    """The line through the times of a short and a long message, as latency and bandwidth."""
+    """Return latency and bandwidth, given the times of a short and a long message."""
     short_s, long_s = (max(0.0, took_s) for took_s in seconds)
     byte_s = (long_s - short_s) / ((_LONG - _SHORT) * _ROW_BYTES)
     return Link(max(0.0, short_s - byte_s * _SHORT * _ROW_BYTES), 1 / byte_s) if byte_s > 0 else Link(short_s)
 
 
 def _per_action(ran: Ran, ranks: Sequence[int], kind: Kind) -> list[float]:
-    """The times between the starts of two consecutive actions of one kind, minus the work of the first."""
+    """Return the seconds between the starts of consecutive actions of one kind, minus the work of the first action."""
     found = []
     for rank in ranks:
         for one, other in pairwise(ran.trace.by_rank[rank]):
@@ -375,7 +374,7 @@ def _per_action(ran: Ran, ranks: Sequence[int], kind: Kind) -> list[float]:
 
 
 def _chained(ran: Ran, kind: Kind) -> list[float]:
-    """The times from the start of an action to the end of the action that waits for it, minus the work of both."""
+    """Return the seconds from the start of an action to the end of the one that waits for it, without their work."""
     spans = {span.action: span for rank in ran.trace.by_rank for span in rank}
     found = []
     for action, span in spans.items():

@@ -1,4 +1,4 @@
-"""Plausibility: check whether the measured times of layers can be true.
+"""Plausibility: checks whether the measured times of layers can be correct.
 
 Three of the profiles that PipeDream published have an implausible layer; a plan made from such a profile can be up to
 three times slower than necessary.
@@ -12,17 +12,17 @@ from pipesched.simulation.layer_costs import LayerCosts
 
 __all__ = ["Measured", "doubt", "doubt_of_sum"]
 
-_HEAVY = 0.05  # share of all layers' time above which a layer is checked
+_HEAVY = 0.05  # a layer is checked if it takes more than this fraction of all layers' time
 _LEAST_S = 2e-4  # seconds; shorter layers are too noisy to check
 _BACKWARD = 1, 4  # least and most time of a backward, as a multiple of the forward
 _BYTES_PER_S = 1e9  # slowest rate at which a backward writes large gradients
 _ALIKE = 2  # the largest ratio between the times of equal layers
-_SUM = 0.1  # tolerated difference from the model's time, as a share
+_SUM = 0.1  # tolerated difference from the model's time, as a fraction of it
 
 
 @dataclass(frozen=True)
 class Measured:
-    """A layer's costs, with the times of all measured layers of its kind."""
+    """A layer's costs, with the times of all measured layers of the same kind."""
 
     costs: LayerCosts
     #: The time of each measured layer of the same kind, in seconds.
@@ -52,7 +52,7 @@ def doubt(layer: Measured, all_s: float) -> str:
 
 
 def doubt_of_sum(layers: Mapping[str, LayerCosts], whole: LayerCosts) -> str:
-    """Describe the difference of the sum of the layers' times from the whole model's time; return "" if it is small."""
+    """Describe how far the sum of the layers' times is from the whole model's time; return "" if it is close."""
     for column, name in (("forward_s", "forward"), ("backward_s", "backward")):
         took = getattr(whole, column)
         together = sum(getattr(costs, column) for costs in layers.values())

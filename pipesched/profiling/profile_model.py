@@ -1,4 +1,4 @@
-"""Profile model: measure the costs of a model's layers for micro-batches of several sizes, as a Profile."""
+"""Profile model: measures the costs of a model's layers for micro-batches of several sizes, as a Profile."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -35,13 +35,13 @@ from pipesched.user_warning import warn
 __all__ = ["as_loss", "profile", "put_updates"]
 
 _FACTORS = (0.25, 0.5, 1, 2)  # default sizes, as multiples of the sample's rows
-_PASSES = 3  # passes over all sizes: a disturbance of some seconds then affects one pass of a size
+_PASSES = 3  # passes over all sizes, so that a disturbance of some seconds affects only one pass of a size
 _EFFORT = Effort(rounds=5, enough_s=2.0)
 _CROWDED = replace(_EFFORT, crowds=True)
 _LARGEST_BYTES = 1 << 31  # bytes of parameters up to which the model is also measured in one piece
 _ROWS = "rows must be a list of micro-batch sizes"
 _MEDIANS = (*TIMES, "waiting_s", "crowded_s")
-_FEWEST = 2  # code may treat a single row differently
+_FEWEST = 2  # the smallest measured size; code may treat a single row differently
 
 
 def profile(
@@ -74,8 +74,8 @@ def profile(
         sample: one micro-batch: a tensor, a tuple of arguments, or a dict of keywords.
         loss_fn: (output, target) -> scalar tensor; its costs are added to the last layer. Default: None (no loss).
         target: the sample's target, required with ``loss_fn``. Default: None.
-        optimizer: parameters -> torch.optim.Optimizer. Layers then also have ``update_s`` and ``optimizer_bytes``.
-            Default: None.
+        optimizer: a function from parameters to a torch.optim.Optimizer. Layers then also have ``update_s`` and
+            ``optimizer_bytes``. Default: None.
         rows: the micro-batch sizes to measure, in rows. The micro-batches are made from the sample's rows. A size of 1
             is measured as 2. Default: a quarter, half, one and two times the sample's number of rows.
         device: the torch device to measure on. Default: "cpu".
@@ -83,8 +83,9 @@ def profile(
         split_dims: the dimension of the rows: an int, a sequence by position, or a mapping by position or name. With
             None an argument is not split. Default: 0.
         whole_layers: names of modules that are kept as one layer. Default: none.
-        cache: a folder of profiles. If it has a profile of an equal model, sample, device and torch version, that one
-            is returned and nothing is measured. The numbers in weights and inputs may differ. Default: None (no cache).
+        cache: a folder of profiles. If it has a profile for an equal model, sample, device and torch version, that
+            profile is returned and nothing is measured. The contents of weights and inputs may differ. Default: None
+            (no cache).
 
     Returns:
         Profile, for `pipesched.tune` and ``Search(profile=...)``.
@@ -145,7 +146,7 @@ def profile(
 
 
 def as_loss(loss_fn: Any, target: Any) -> nn.Module | None:
-    """A loss as a module of two arguments, or None. Raises InputError if only one of loss and target is given."""
+    """Return the loss as a module of (output, target), or None. Raises InputError if only loss or target is given."""
     if (loss_fn is None) != (target is None):
         raise InputError(
             f"loss_fn= and target= must be passed together; only {'a target' if loss_fn is None else 'a loss_fn'} was "
@@ -158,7 +159,7 @@ def as_loss(loss_fn: Any, target: Any) -> nn.Module | None:
 def _with_loss(
     costs: LayerCosts, model: nn.Module, batch: Batch, loss: nn.Module, device: torch.device, threads: int
 ) -> LayerCosts:
-    """The last layer's costs plus the costs of the loss."""
+    """Return the last layer's costs plus the costs of the loss."""
     args, kwargs = batch.inputs[0]
     with untouched(model, model.training), torch.no_grad():
         output = model(*unchanged(args), **unchanged(kwargs))
@@ -168,7 +169,7 @@ def _with_loss(
 
 
 def _between(passes: Sequence[Mapping[str, LayerCosts]]) -> dict[str, LayerCosts]:
-    """The medians of each layer's costs over several passes."""
+    """Return the medians of each layer's costs over several passes."""
     found = {}
     for name, first in passes[0].items():
         times = {column: median(getattr(costs[name], column) for costs in passes) for column in _MEDIANS}
@@ -182,7 +183,7 @@ def _between(passes: Sequence[Mapping[str, LayerCosts]]) -> dict[str, LayerCosts
 def _check_sum(
     costs: Mapping[str, LayerCosts], model: nn.Module, batch: Batch, device: torch.device, threads: int
 ) -> None:
-    """Warn if the layers' times do not add up to the model's time. Very large models are not checked."""
+    """Warn if the layers' times do not add up to the model's time. Models over 2 GiB are not checked."""
     if lacks_contents(model) or sum(parameter.nbytes for parameter in model.parameters()) > _LARGEST_BYTES:
         return
     calls = {"model": (model, unchanged(batch.inputs[0]))}

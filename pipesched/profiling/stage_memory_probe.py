@@ -1,8 +1,8 @@
-"""Stage memory probe: measure the memory of each stage of a captured model by running the stage in one piece.
+"""Stage memory probe: measures the memory of each stage of a captured model by running the stage as a whole.
 
 A stage needs more memory than the sum of its layers: a view keeps its whole storage, values that skip layers are held
-until they are used, gradients of such values wait for each other, and variables of code between layers keep tensors
-alive.
+until they are used, the gradients of such a value are held until they are added, and variables of code between layers
+keep tensors alive.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -40,11 +40,11 @@ class StageSizes:
     """The memory needs of a stage."""
 
     memory: LayerMemory
-    #: The peak of a forward beyond its input, if nothing is kept for a backward.
+    #: The peak memory of a forward without its input, if nothing is kept for a backward.
     dropping_bytes: int
     #: Parameter name -> bytes.
     parameters: Mapping[str, int]
-    #: Consumer stage -> the message to it.
+    #: Consumer stage -> the sizes of the message to it.
     messages: Mapping[int, Message]
 
 
@@ -59,13 +59,13 @@ def stage_sizes(
 ) -> list[StageSizes]:
     """Measure the memory of each stage by running the sample through the stages, each on its device.
 
-    The model is left unchanged: the memory of its parameters is shared, but their gradients and hooks are not used.
+    The model is left unchanged: the run shares the memory of its parameters, but not their gradients and hooks.
 
     Args:
         captured: the model.
         cut: the layers of each stage.
         devices: the device of each stage.
-        trade: exchange of values between ranks, for tied weights.
+        trade: exchanges tied weights between ranks.
         checkpoint_of_call: the checkpointing of layers.
         own_loss: whether the loss is the model's own, which the last stage computes.
 
@@ -114,7 +114,7 @@ def stage_sizes(
 
 
 def messages_of(program: Program, stages: Sequence[StageSizes]) -> dict[tuple[int, int], Message]:
-    """The messages between the stages of a program. ``stages`` has the sizes of the stages with their own weights."""
+    """Return the sizes of the messages between a program's stages. ``stages`` has the stages with their own weights."""
     own = program.weights
     return {
         (giver, taker): stages[own[giver]].messages[own[taker]]
@@ -124,7 +124,7 @@ def messages_of(program: Program, stages: Sequence[StageSizes]) -> dict[tuple[in
 
 
 def costs_with(costs: Costs, program: Program, stages: Sequence[StageSizes], loss: LayerMemory | None) -> Costs:
-    """The costs of a program's stages with the measured memory. ``loss`` is the memory of a separate loss, if any."""
+    """Return the stages' costs with the measured memory. ``loss`` is the memory of a separate loss, if any."""
     rows = []
     for index, part in enumerate(program.weights):
         memories = [stages[part].memory]
@@ -165,7 +165,7 @@ class _Alone:
         self._given = Payload.joined(arrived)
         self._step = StepData(0, 0, [])
         grads = [tuple(torch.ones_like(leaf) for leaf in one.wanted) for one in self._outputs(split=True)]
-        stage.input_grad(0, *grads)  # the first pass finds out how to split
+        stage.input_grad(0, *grads)  # the first backward determines how to split
         stage.weight_grad(0)
 
     def sizes(self, leaves: Sequence[Tensor]) -> Sizes:
@@ -181,11 +181,11 @@ class _Alone:
         return sizes_of(layer, self._given)
 
     def dropping_bytes(self, buffer_bytes: int) -> int:
-        """The peak of a checkpointed forward beyond its input and the copies of its buffers."""
+        """Return the peak bytes of a checkpointed forward, without its input and the copies of its buffers."""
         books = books_of(self._stage.device)
         with books.watching():
             given = self._given.map_tensors(Tensor.clone)
-            for _ in range(2):  # the first run finds out whether the input is modified
+            for _ in range(2):  # the first run determines whether the input is modified
                 held = books.bytes
                 books.mark()
                 self._forward(given, checkpointed=True)
@@ -193,13 +193,13 @@ class _Alone:
         return max(0, books.peak - held - buffer_bytes)
 
     def output(self) -> list[Payload]:
-        """The output for each consumer."""
+        """Run a forward, and return the output for each consumer."""
         outputs = self._outputs()
         self._end()
         return outputs
 
     def _release(self) -> None:
-        """Free the model's inputs that a pass has kept."""
+        """Free the model's inputs that a forward has stored."""
         self._step.inputs = [None]
 
     def _end(self) -> None:

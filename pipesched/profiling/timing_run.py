@@ -1,7 +1,7 @@
-"""Timing run: measure layers together, forwards in order and then backwards in reverse order.
+"""Timing run: times layers together, forwards in order and then backwards in reverse order.
 
-So each layer finds the caches in the same state as in a step: its input has just been written, and its weights were
-last used in the previous round. One backward runs through all layers and notes when it reaches each of them, so work
+The caches are then in the same state as in a step: a layer's input has just been written, and its weights were last
+used in the previous round. One backward runs through all layers and records when it reaches each of them, so work
 between layers is not counted. Layers run on copies of their weights.
 """
 
@@ -37,23 +37,23 @@ _TOGETHER = "weight_grads_together_s"
 
 @dataclass(eq=False, kw_only=True)
 class Subject:
-    """A measured call of a layer."""
+    """A call of a layer that is measured, with its times."""
 
     name: str
     layer: nn.Module
     #: The call's (args, kwargs).
     given: Payload
-    #: Kind of time, such as "forward_s" -> the time of each round.
+    #: Kind of time, such as "forward_s" -> the seconds of each round.
     seconds: dict[str, list[float]] = field(default_factory=dict)
-    #: Kind of time -> for each round, the part of its time in which the thread did not run on a processor.
+    #: Kind of time -> for each round, the seconds in which the thread did not run on a processor.
     waited: dict[str, list[float]] = field(default_factory=dict)
 
 
 @dataclass(eq=False, kw_only=True)
 class Run:
-    """The state between forwards and backwards; each list has one entry per layer."""
+    """The state of a round between its forwards and its backwards; each list has one entry per layer."""
 
-    #: Whether weight gradients are left to W.
+    #: Whether the backwards leave weight gradients to W.
     deferred: bool
     #: The last layer's output.
     output: Any = None
@@ -65,7 +65,7 @@ class Run:
 
 
 class TimingRun(nn.Module):
-    """Measures layers together on copies of their weights; ``caller`` has the autocast settings for forwards."""
+    """Times layers together on copies of their weights; ``caller`` has the autocast settings for forwards."""
 
     def __init__(self, subjects: Sequence[Subject], device: torch.device, caller: Caller) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ class TimingRun(nn.Module):
             Subject(name="", layer=nn.Identity(), given=Payload.of(((torch.empty(0, requires_grad=True),), {})))
             for _ in range(3)
         ]
-        # Layers without work show the cost of noting times. The last one does not, because the backward starts there.
+        # Layers without work show the cost of recording times, except the last, where the backward starts.
         self._blank = blanks[1]
         self._all = [blanks[0], *subjects, *blanks[1:]]
         self._device = device
@@ -96,11 +96,11 @@ class TimingRun(nn.Module):
         return act()
 
     def held(self, act: Callable[[], Any]) -> Any:
-        """Call ``act`` while the layers use the copies."""
+        """Call ``act`` while the layers use the copies of their weights."""
         return torch.func.functional_call(self, self.tensors, (act,))
 
     def forget(self) -> None:
-        """Free the copies, immediately if there may be no memory for several sets of copies."""
+        """Free the copies of the weights. For a model on the meta device, which may be large, free them immediately."""
         for layer in self.layers:
             self.forget_graphs(layer)
         for tensor in self.tensors.values():
@@ -142,7 +142,7 @@ class TimingRun(nn.Module):
         clock.settle()
 
     def clear(self) -> None:
-        """Discard the times so far."""
+        """Discard the times recorded so far."""
         for subject in self._all:
             subject.seconds.clear()
             subject.waited.clear()
@@ -150,11 +150,11 @@ class TimingRun(nn.Module):
     def correct(self) -> None:
         """Correct the times for effects of the measurement.
 
-        - Noting the start of a backward takes time, so the time of a layer without work is subtracted.
-        - The weight gradients of single layers take longer than one call for all layers. So the time of that call is
-          divided among the layers.
-        - A short disturbance occurs in every step, but is in no layer's median. So the layers' times are scaled until
-          their sum is the median time of a round.
+        - Recording the start of a backward takes time. Therefore the time of a layer without work is subtracted.
+        - Computing weight gradients layer by layer takes longer than one call for all layers. Therefore the time of
+          that call is divided among the layers.
+        - Short disturbances occur in every step, but a layer's median contains none. Therefore the layers' times are
+          scaled so that their sum is the median time of a round.
         """
         for column in ("backward_s", "input_grad_s"):
             blank_s = median(self._blank.seconds[column])
@@ -172,7 +172,7 @@ class TimingRun(nn.Module):
             subject.seconds[column] = [share * took_s for took_s in subject.seconds[column]]
 
     def forwards(self, run: Run, clock: "Clock", *, split: bool = False) -> None:
-        """Call all layers and note their times."""
+        """Call all layers and record their times."""
         noted = run.deferred or (split and self._deferral.learning)
         counts = [0]
         for subject, layer in self.modules_of.items():
@@ -213,14 +213,14 @@ class TimingRun(nn.Module):
         with self._backward_mode[run.deferred], self._deferral.unnoted():
             if run.roots:
                 with _naming_turn(run.turns, self._device):
-                    edges = [edge_of(root) for root in run.roots]  # given tensors, torch would leave the mode
+                    edges = [edge_of(root) for root in run.roots]  # with tensors, torch would leave the mode
                     torch.autograd.backward(edges, [root.detach() for root in run.roots])
         end = clock.now()
         for turn in run.turns:  # each ends where the backward of the layer before it begins
             end = turn.note(column, end)
 
     def weight_grads(self, products: Sequence[Product]) -> None:
-        """Compute the weight gradients that the input gradients have deferred."""
+        """Compute the weight gradients that the split backwards have deferred."""
         with self._backward_mode[False]:
             weight_grad(products)
 
@@ -233,7 +233,7 @@ class Clock:
         self._noted: list[tuple[Subject, str, Any, Any]] = []
 
     def now(self) -> Any:
-        """The current wall time and the thread's processor time, or a CUDA event."""
+        """Return the current wall time and the thread's processor time, or a CUDA event."""
         if self._device.type != "cuda":
             return time.perf_counter(), time.thread_time()
         event = torch.cuda.Event(enable_timing=True)
@@ -241,11 +241,11 @@ class Clock:
         return event
 
     def note(self, subject: Subject, column: str, begin: Any, end: Any = None) -> None:
-        """Note the time from ``begin`` to ``end`` for a subject. Default for ``end``: now."""
+        """Record the time from ``begin`` to ``end`` for a subject. Default for ``end``: now."""
         self._noted.append((subject, column, begin, self.now() if end is None else end))
 
     def settle(self) -> None:
-        """Compute the noted times, and store them in the subjects."""
+        """Convert the recorded times to seconds, and store them in the subjects."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         for subject, column, begin, end in self._noted:
@@ -259,7 +259,7 @@ class Clock:
 
 
 class _Turn:
-    """The start of one layer's backward, with the form of the gradients that this backward gets."""
+    """The start of one layer's backward, with the shapes and types of the gradients that it receives."""
 
     def __init__(self, subject: Subject, clock: Clock, leaves: Sequence[Tensor]) -> None:
         self.subject = subject
@@ -270,14 +270,14 @@ class _Turn:
         self._begin: Any = None
 
     def come(self) -> list[Tensor]:
-        """Make the gradients of the layer's output. They are freshly written, as if they came from a later layer."""
+        """Return new gradients of the layer's output, in the cache as if a later layer had just computed them."""
         self.came = self._clock.now()
         ones = [torch.ones_like(form, device=self._device) for form in self._forms]
         self._begin = self._clock.now()
         return ones
 
     def note(self, column: str, end: Any) -> Any:
-        """Note the layer's backward, which ended at ``end``. Return the time at which the preceding backward ended."""
+        """Record that the layer's backward ended at ``end``. Returns the time at which the previous backward ended."""
         if self.came is None:
             self._clock.note(self.subject, column, end, end)
             return end
@@ -288,7 +288,7 @@ class _Turn:
 class _Begin(torch.autograd.Function):
     """Marks the start of a layer's backward.
 
-    The turn must not hold the graph, because the garbage collector cannot find a reference cycle through the graph.
+    The _Turn must not hold the graph, because the garbage collector cannot find a reference cycle through the graph.
     """
 
     @staticmethod
@@ -312,7 +312,7 @@ def _naming(subject: Subject, device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def _naming_turn(turns: Sequence[_Turn], device: torch.device) -> Iterator[None]:
-    """Like ``_naming``, but names the layer that the backward has reached."""
+    """Add a note to exceptions that names the layer whose backward was running."""
     try:
         yield
     except Exception as error:
@@ -322,7 +322,7 @@ def _naming_turn(turns: Sequence[_Turn], device: torch.device) -> Iterator[None]
 
 
 def _callable(layer: nn.Module, device: torch.device) -> nn.Module:
-    """The layer, or a copy of a scripted layer, which cannot be called with other tensors."""
+    """Return the layer; for a scripted layer a copy, because it cannot be called with other tensors."""
     if not _is_scripted(layer):
         return layer
     with torch.no_grad():

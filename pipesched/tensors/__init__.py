@@ -1,1 +1,1 @@
-"""Tools for torch tensors in general: payloads, meta tensors, keyed random numbers. No model, stage or rank."""
+"""Tools for torch tensors: payloads, meta tensors and keyed random numbers, independent of models, stages and ranks."""

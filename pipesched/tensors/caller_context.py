@@ -1,4 +1,4 @@
-"""Caller context: apply the thread-local settings of the thread that calls step() in the ranks' threads.
+"""Caller context: copies the thread-local torch settings of the thread that calls step() to the ranks' threads.
 
 Default dtype, deterministic algorithms and matmul precision belong to the whole process and need no copying.
 """
@@ -15,7 +15,7 @@ __all__ = ["Caller", "intra_op"]
 
 @dataclass(frozen=True)
 class Caller:
-    """A thread's grad mode and inference mode, and its autocast settings for forwards."""
+    """A thread's grad mode, inference mode and autocast settings."""
 
     grad: bool
     inference: bool
@@ -23,7 +23,7 @@ class Caller:
 
     @classmethod
     def here(cls, device_types: Iterable[str], *, grad: bool) -> "Caller":
-        """The settings of the current thread, but with the given grad mode."""
+        """Return the settings of the current thread, with the given grad mode."""
         autocasts = tuple(
             {
                 "device_type": kind,
@@ -37,7 +37,7 @@ class Caller:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Apply grad and inference mode to all code of a rank, and run backwards in the rank's own thread."""
+        """Apply the grad and inference modes, and run backwards in the current thread."""
         with ExitStack() as stack:
             stack.enter_context(torch.inference_mode(self.inference))
             stack.enter_context(torch.set_grad_enabled(self.grad))
@@ -46,7 +46,7 @@ class Caller:
 
     @contextmanager
     def autocast(self) -> Iterator[None]:
-        """Apply autocast, only in forwards: a backward computes in the types of its forward."""
+        """Apply the autocast settings to forwards. A backward computes in the types of its forward without them."""
         with ExitStack() as stack:
             for settings in self.autocasts:
                 stack.enter_context(torch.autocast(**settings))
@@ -55,7 +55,7 @@ class Caller:
 
 @contextmanager
 def intra_op(threads: int) -> Iterator[None]:
-    """Compute with this number of intra-op threads in the current thread."""
+    """Set the number of intra-op threads of the current thread during the ``with`` block."""
     before = torch.get_num_threads()
     if before == threads:
         yield

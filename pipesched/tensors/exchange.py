@@ -1,4 +1,4 @@
-"""Exchange: send values between ranks outside the schedule, such as gradients of tied weights."""
+"""Exchange: sends values between ranks outside the schedule, such as gradients of tied weights."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NoReturn, Protocol
@@ -10,7 +10,7 @@ from pipesched.tensors.meta_tensors import is_expanded
 
 __all__ = ["Move", "RankDevices", "Trade", "copy_into", "moved"]
 
-#: (rank that has a value, rank that gets it, function that makes it)
+#: (rank that sends a value, rank that receives it, function that returns the value on the sender)
 Move = tuple[int, int, Callable[[], Any]]
 
 
@@ -18,7 +18,7 @@ class Trade(Protocol):
     """Exchanges values between ranks of different processes, outside the schedule."""
 
     def holds(self, rank: int) -> bool:
-        """Whether the rank runs in this process."""
+        """Return whether the rank runs in this process."""
 
     def trade(self, what: str, given: Mapping[int, Any], sources: Collection[int]) -> dict[int, Any]:
         """Send each value in ``given`` to the rank of its key; return the values that ``sources`` send to this rank."""
@@ -32,16 +32,16 @@ class RankDevices(Protocol):
         """The device of each rank."""
 
     def holds(self, rank: int) -> bool:
-        """Whether the rank runs in this process."""
+        """Return whether the rank runs in this process."""
 
     def fail(self, what: str, error: Exception) -> NoReturn:
-        """Raise the error here and make the ranks of other processes raise, too."""
+        """Raise the error, and make the ranks of other processes raise as well."""
 
 
 def moved(trade: Trade, what: str, moves: Sequence[Move]) -> Iterator[Any]:
-    """For each move, the value if the target rank is in this process, else None. Collective over processes.
+    """Yield for each move the value if the target rank is in this process, else None. Collective over processes.
 
-    All values from one rank to another travel in one message.
+    All values from one rank to another are sent in one message.
     """
     holds = trade.holds
     given: dict[int, list[Any]] = {}
@@ -59,7 +59,7 @@ def moved(trade: Trade, what: str, moves: Sequence[Move]) -> Iterator[Any]:
 
 @torch.no_grad()
 def copy_into(mine: Tensor, theirs: Tensor) -> None:
-    """Overwrite a tensor without counting it as an in-place modification, so that running backwards do not fail."""
+    """Overwrite a tensor without increasing its version, so that a backward that has saved the tensor does not fail."""
     if (mine.dtype, mine.shape) == (theirs.dtype, theirs.shape) and not is_expanded(mine):
         mine.data.copy_(theirs)
     else:

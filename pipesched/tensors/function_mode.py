@@ -1,7 +1,7 @@
-"""Function mode: one TorchFunctionMode that intercepts all torch functions of a stage, with a table of handlers.
+"""Function mode: one TorchFunctionMode that intercepts torch functions in a stage, with a table of handlers.
 
-Keyed random numbers and deferred weight gradients both intercept calls. Both use one table, so that each call is looked
-up only once.
+Keyed random numbers and deferred weight gradients both intercept calls. They share one table, so that each call is
+looked up only once.
 """
 
 import types
@@ -21,14 +21,14 @@ Handler = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
 
 class _Provider(Protocol):
-    """Selects the functions that it handles."""
+    """Provides handlers for some torch functions."""
 
     def handler_for(self, function: Callable[..., Any]) -> Handler | None:
-        """The handler for a torch function, or None if the function is not intercepted."""
+        """Return the handler for a torch function, or None if the function is not intercepted."""
 
 
 class Intercept(TorchFunctionMode):
-    """While entered, passes each torch function to the first provider that handles it; costs about 1 us per call."""
+    """Passes each torch function to the first provider that handles it. Costs about 1 us per call."""
 
     def __init__(self, *providers: _Provider) -> None:
         super().__init__()
@@ -48,9 +48,10 @@ class Intercept(TorchFunctionMode):
         return handler(func, args, kwargs or {})
 
     def passes(self, function: Any) -> bool:
-        """Whether this function was seen before and is not intercepted.
+        """Return whether this function was called before and is not intercepted.
 
-        Such a function need not be called within the mode, because torch leaves the mode while its body runs.
+        The mode need not be active when such a function is called, because torch leaves the mode while the function's
+        body runs.
         """
         return isinstance(function, types.FunctionType) and self._table.get(function, self) is None
 
@@ -64,9 +65,9 @@ class Intercept(TorchFunctionMode):
         return self._opened(func)(*args, **kwargs)
 
     def _opened(self, func: types.FunctionType) -> Callable[..., Any]:
-        """A copy of a function of torch.nn.functional that calls the handlers of the functions that have one.
+        """Return a copy of a function of torch.nn.functional in which handlers replace the functions that have one.
 
-        All other calls in the body go straight to torch: of fifty calls only about three need a handler.
+        All other calls in the body go straight to torch, because only about three of fifty calls need a handler.
         """
         if func not in self._copies:
             named = {**func.__globals__, **_ANSWERS}
@@ -78,7 +79,7 @@ class Intercept(TorchFunctionMode):
         return self._copies[func]
 
     def _within(self, func: types.FunctionType, other: Any) -> Any:
-        """The replacement for a function called by the copied one."""
+        """Return the replacement for ``other``, which the body of ``func`` calls."""
         handler = self._find(other)
         if handler is not None:
             return lambda *args, **kwargs: handler(other, args, kwargs)

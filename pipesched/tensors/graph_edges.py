@@ -1,4 +1,4 @@
-"""Graph edges: the start and the end of a stage's autograd graph."""
+"""Graph edges: functions for the start and the end of a stage's autograd graph."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,7 +12,7 @@ __all__ = ["edge_of", "enter"]
 
 
 class _Entry(torch.autograd.Function):
-    """The start of a graph. Its backward stores the gradients of the graph's inputs.
+    """The first autograd node of a graph. Its backward stores the gradients of the graph's inputs.
 
     Unlike leaves, the tensors that it returns may be modified in place, for example by the first layer of a stage.
     """
@@ -32,15 +32,15 @@ class _Entry(torch.autograd.Function):
         return None, None, None
 
 
-#: An argument that requires a gradient, so that the results require one, too. Its own gradient is always None.
+#: An argument that requires a gradient, so that the results require one as well. Its own gradient is always None.
 _ANCHOR = torch.empty(0, device="cpu", requires_grad=True)
 
 
 def enter(tensors: Sequence[Tensor], into: list[Tensor | None] | None = None) -> tuple[Tensor, ...]:
     """Return these tensors as the inputs of a new graph. A backward writes their gradients into ``into``.
 
-    With None the gradients are dropped. ``into`` is a list instead of a callback, because a callback could create a
-    reference cycle through the graph. The garbage collector cannot find such a cycle.
+    If ``into`` is None, the gradients are dropped. It is a list instead of a callback, because a callback could create
+    a reference cycle through the graph, which the garbage collector cannot find.
     """
     detached = tuple([tensor.detach() for tensor in tensors])
     entered: tuple[Tensor, ...] = _Entry.apply(_ANCHOR, detached, into)  # type: ignore[no-untyped-call]
@@ -48,7 +48,7 @@ def enter(tensors: Sequence[Tensor], into: list[Tensor | None] | None = None) ->
 
 
 def edge_of(tensor: Tensor) -> GradientEdge:
-    """A faster ``get_gradient_edge``: only leaves and Python nodes need torch's function."""
+    """Return torch's ``get_gradient_edge(tensor)``, but faster for results of built-in operations."""
     node: Any = tensor.grad_fn
     if node is None or isinstance(node, BackwardCFunction):
         return get_gradient_edge(tensor)

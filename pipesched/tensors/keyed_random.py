@@ -1,9 +1,10 @@
-"""Keyed random: random numbers that depend on the place where they are drawn, never on the plan.
+"""Keyed random: random numbers that depend on where in the model and in training they are drawn, never on the plan.
 
-Each draw is keyed by (seed, step, micro-batch, layer, call, op). It gives the same bits in every stage, thread and
-order, and again when the layer is recomputed. Dropout uses its own generator. Every other random function runs with the
-default generator seeded for this one call, under a lock, because all threads share that generator. The same holds for
-layers, and code between layers, that draw from the global generators of Python and numpy.
+The seed of each draw is computed from (seed, step, micro-batch, layer, call, op). The draw therefore gives the same
+bits in every stage, thread and order, and when the layer is recomputed. Dropout uses a generator of its own. For other
+random functions the default generator is seeded for each call, under a lock, because all threads share that generator.
+The global generators of Python and numpy are seeded in the same way around layers, and code between layers, that use
+them.
 """
 
 import functools
@@ -43,7 +44,7 @@ _OUTSIDE = threading.RLock()
 
 
 class Key(NamedTuple):
-    """The point in training at which a forward runs. ``microbatch`` counts over all replicas."""
+    """The point in training at which a forward runs. ``microbatch`` is numbered over all data-parallel replicas."""
 
     seed: int
     step: int
@@ -51,19 +52,19 @@ class Key(NamedTuple):
 
 
 class Place(NamedTuple):
-    """The place of a draw: the call of a layer in which it occurs, and the number of earlier draws in that call."""
+    """The place of a draw: the layer call in which it occurs, and the number of earlier draws in that call."""
 
     key: Key
     layer: str
     call: int = 0
     op: int = 0
-    #: The key of draws from the generators of Python and numpy, if the code may draw from them.
+    #: The key of draws from the generators of Python and numpy; None if the code does not use them.
     outside: str | None = None
 
 
 @functools.cache
 def is_random(function: Callable[..., Any]) -> bool:
-    """Whether a torch function draws from a generator, by torch's operator tags or inside its body."""
+    """Return whether a torch function draws from a generator, by torch's operator tags or inside its body."""
     if function in _DRAW_INSIDE or getattr(function, "__module__", "") == nn.init.__name__:
         return True
     packet = getattr(torch.ops.aten, getattr(function, "__name__", ""), None)
@@ -74,14 +75,14 @@ def is_random(function: Callable[..., Any]) -> bool:
 
 
 def draws(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether this call draws random numbers without a generator of the caller's own."""
+    """Return whether this call draws random numbers and gets no generator as an argument."""
     if not (function in _DROPOUTS or is_random(function)):
         return False
     return kwargs.get("generator") is None and not _is_quiet(function.__name__, args, kwargs)
 
 
 def outside_state() -> Hashable:
-    """The state of Python's and numpy's global generators; it changes with every draw."""
+    """Return the state of Python's and numpy's global generators; it changes with every draw."""
     _, numbers, *rest = np.random.get_state(legacy=True)
     return random.getstate(), np.asarray(numbers).tobytes(), *rest
 
@@ -90,7 +91,7 @@ def outside_state() -> Hashable:
 def outside_kept(seed: int | None = None, *, alone: bool = True) -> Iterator[None]:
     """Seed Python's and numpy's global generators if a seed is given, and restore their states afterwards.
 
-    With ``alone``, other threads that make keyed draws from these generators wait until the end.
+    With ``alone``, other threads that make keyed draws from these generators wait until the ``with`` block ends.
     """
     with _OUTSIDE if alone else nullcontext():
         states = random.getstate(), np.random.get_state()
@@ -105,7 +106,7 @@ def outside_kept(seed: int | None = None, *, alone: bool = True) -> Iterator[Non
 
 
 class KeyedRandom:
-    """Provides handlers for keyed random functions. Each stage has one, used by one thread at a time."""
+    """Provides handlers for keyed random functions. Each stage has one object, used by one thread at a time."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -126,12 +127,12 @@ class KeyedRandom:
 
     @property
     def place(self) -> Place:
-        """The place of the next draw."""
+        """The place of the next draw, for ``repeated``."""
         return Place(self.key, self._layer, self._call, self._op, self._outside)
 
     @contextmanager
     def repeated(self, place: Place) -> Iterator[None]:
-        """In this context, draws repeat the numbers that were drawn at ``place`` and after it."""
+        """Make draws repeat the numbers that were drawn at ``place`` and after it, during the ``with`` block."""
         before = self.place
         again = self.again
         self.enter(*place[:-1])
@@ -145,18 +146,18 @@ class KeyedRandom:
 
     @property
     def op(self) -> int:
-        """The number of draws in the current call of the layer: those since ``enter``, plus the ``op`` passed to it."""
+        """The number of draws in the current call of the layer, including the earlier draws passed to ``enter``."""
         return self._op
 
     def handler_for(self, function: Callable[..., Any]) -> Handler | None:
-        """The handler for dropout and for every function that torch tags as random."""
+        """Return the handler if the function is dropout or another random function, else None."""
         if function in _DROPOUTS:
             return self._dropout
         return self._seeded if is_random(function) else None
 
     @contextmanager
     def outside(self, layer: str, call: int) -> Iterator[None]:
-        """In this context, key draws outside torch by this call of a layer or this part of the code between layers."""
+        """Seed Python's and numpy's generators for a call of a layer, or with ``layer`` "" for code between layers."""
         before = self._outside
         self._outside = f"{layer}/{call}/outside"
         try:
@@ -201,7 +202,7 @@ class KeyedRandom:
 
     @contextmanager
     def _default_generators(self) -> Iterator[list[torch.Generator]]:
-        """Seed the default generators by key for one draw; other threads cannot draw from them meanwhile."""
+        """Seed the default generators with the key of the next draw, while other threads cannot draw from them."""
         generators = [torch.default_generator]
         if self._device.type == "cuda":
             generators.append(torch.cuda.default_generators[self._device.index or 0])
@@ -217,7 +218,7 @@ class KeyedRandom:
                     generator.set_state(state)
 
     def keyed(self, act: Callable[[], Any]) -> tuple[Any, bool]:
-        """Call ``act`` with keyed default generators; return its result, and whether it drew from these generators."""
+        """Call ``act`` with seeded default generators; return its result, and whether it drew from these generators."""
         with self._default_generators() as generators:
             before = [generator.get_state() for generator in generators]
             output = act()
@@ -226,13 +227,13 @@ class KeyedRandom:
 
 
 def _not_compiling() -> AbstractContextManager[Any]:
-    """Keep other threads from compiling: compilation restores the default generators to their earlier state."""
-    compiler = sys.modules.get("torch._dynamo.convert_frame")  # not loaded: nothing compiles
+    """Return a lock that keeps other threads from compiling, because compilation resets the default generators."""
+    compiler = sys.modules.get("torch._dynamo.convert_frame")  # None if not loaded; then no thread compiles
     return getattr(compiler, "compile_lock", nullcontext())
 
 
 def _is_quiet(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether this call of a random function draws nothing: dropout with probability 0 or in evaluation mode."""
+    """Return whether this call of a random function draws nothing: dropout with probability 0 or in evaluation mode."""
     if name == "scaled_dot_product_attention":
         return not kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0)
     if name in ("lstm", "gru", "rnn_tanh", "rnn_relu"):
@@ -248,7 +249,7 @@ def _is_quiet(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 class InBackward:
-    """Provides handlers for backwards. Recomputation repeats its draws; any other draw has no key and is an error."""
+    """Provides handlers for backwards. Recomputation repeats the forward's draws; any other draw is an error."""
 
     def __init__(self, random: KeyedRandom) -> None:
         self._random = random

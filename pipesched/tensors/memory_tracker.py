@@ -1,4 +1,4 @@
-"""Memory tracker: count the exact bytes of live tensors, of watched threads on a CPU, or on a GPU by its allocator.
+"""Memory tracker: counts the exact bytes of live tensors, per thread on a CPU, or by the allocator on a GPU.
 
 On a CPU a dispatch mode sees every operation of the thread, including those of backwards. Each storage that an
 operation creates is counted until it is freed, by any thread. Memory that a kernel allocates and frees internally is
@@ -28,7 +28,7 @@ class Books(Protocol):
 
     @property
     def bytes(self) -> int:
-        """The live bytes."""
+        """The bytes of live storages."""
 
     @property
     def peak(self) -> int:
@@ -38,23 +38,23 @@ class Books(Protocol):
         """Reset the peak to the live bytes."""
 
     def watching(self) -> AbstractContextManager[Any]:
-        """A context in which allocations of the current thread are counted."""
+        """Return a context in which allocations of the current thread are counted."""
 
 
 def books_of(device: torch.device) -> Books:
-    """The memory counter for a device."""
+    """Return a memory counter for a device."""
     return _Allocator(device) if device.type == "cuda" else Ledger()
 
 
 class Ledger:
-    """Counts the storages on devices of one type that operations of watched threads make or that are added.
+    """Counts storages on devices of one type: results of operations in watched threads, and storages passed to ``add``.
 
-    Storages on the meta device count with the size that they would have elsewhere.
+    Storages on the meta device are counted with the size that they would have on another device.
     """
 
     def __init__(self, device: str = "cpu") -> None:
         self._device = device
-        self._lock = threading.RLock()  # a storage may be freed while another one is added
+        self._lock = threading.RLock()  # a storage may be freed while another storage is added
         self._living: dict[int, tuple[weakref.ref[Any], int]] = {}
         self._others: dict[int, weakref.ref[Any]] = {}
         self._bytes = self._peak = 0
@@ -90,7 +90,7 @@ class Ledger:
                 self._others[key] = weakref.ref(storage, lambda _, key=key: self._others.pop(key, None))  # type: ignore[misc]
 
     def _storages(self, tensors: Iterable[Tensor]) -> list[Any]:
-        """The storages of the tensors on devices of this type. A storage keeps its Python object while it lives."""
+        """Return the storages of the tensors on devices of this type. A live storage keeps its Python object."""
         mine = [tensor for tensor in tensors if tensor.layout is torch.strided and tensor.device.type == self._device]
         return [tensor.untyped_storage() for tensor in mine]
 

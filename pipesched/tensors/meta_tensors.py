@@ -1,7 +1,7 @@
-"""Meta tensors: run code with some tensors on the meta device, which have only a shape and a type.
+"""Meta tensors: runs code in which some tensors are on the meta device and have no contents.
 
-Results computed only from the model's inputs keep their contents; results computed with meta weights have none. So code
-that reads masks or lengths takes its usual path.
+Results computed only from the model's inputs have contents; results computed with meta weights have none. Code that
+reads masks or lengths therefore runs as usual.
 """
 
 from collections.abc import Callable, Iterable
@@ -21,7 +21,7 @@ _DEVICE = Tensor.device.__get__
 
 
 def lacks_contents(module: nn.Module) -> bool:
-    """Whether a parameter or buffer is on the meta device."""
+    """Return whether a parameter or buffer is on the meta device."""
     return any(tensor.is_meta for tensor in _tensors_of(module))
 
 
@@ -30,13 +30,13 @@ def _tensors_of(module: nn.Module) -> list[Tensor]:
 
 
 def is_expanded(tensor: Tensor) -> bool:
-    """Whether several elements share one address; such a tensor cannot be written to."""
+    """Return whether several elements share one address; such a tensor cannot be written to."""
     steps = tensor.stride() if tensor.layout == torch.strided else ()
     return any(step == 0 and size > 1 for size, step in zip(tensor.shape, steps, strict=False))
 
 
 def give_contents(tensor: Tensor, full: Tensor) -> None:
-    """Give a meta tensor the contents of another one; it stays the same object with the same attributes."""
+    """Give a meta tensor the contents of another tensor; it stays the same object with the same attributes."""
     full.__class__ = type(tensor)
     full.__dict__.update(tensor.__dict__)
     full.requires_grad_(tensor.requires_grad)
@@ -51,7 +51,7 @@ def give_contents(tensor: Tensor, full: Tensor) -> None:
 
 
 def apart(value: Any) -> Any:
-    """Replace the meta tensors in a value by new ones, because they may be views of weights."""
+    """Replace the meta tensors in a value by new meta tensors, because they may be views of weights."""
     return pytree.tree_map_only(Tensor, lambda tensor: torch.empty_like(tensor) if tensor.is_meta else tensor, value)
 
 
@@ -82,9 +82,9 @@ def stand_in(tensor: Tensor, device: torch.device | str = "cpu", *, weight: bool
 
 
 class Beside(TorchFunctionMode):
-    """While entered, functions accept meta tensors together with other tensors, which become meta for the call.
+    """Lets functions take meta tensors together with other tensors, which are converted to meta tensors for the call.
 
-    ``claimed`` is the device that a meta tensor reports. Raises GraphError if code reads contents that do not exist.
+    ``claimed`` is the device that a meta tensor reports. Raises GraphError if code reads the contents of a meta tensor.
     """
 
     def __init__(self, claimed: torch.device) -> None:
@@ -136,7 +136,7 @@ def _with_changes(result: Any, changed: Iterable[tuple[Tensor, Tensor]]) -> Any:
 
 
 def _transferred(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Convert a tensor's type but leave it on its device, so that it keeps its contents or stays a meta tensor."""
+    """Convert a tensor's dtype but not its device, so that it keeps its contents or stays a meta tensor."""
     tensor = args[0]
     if func is not Tensor.to:
         return tensor
@@ -153,7 +153,7 @@ def _transferred(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 def call_beside(
     layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], again: Callable[[], tuple[Any, Any]]
 ) -> Any:
-    """Call a layer whose weights or arguments may be meta tensors. If it reads contents, call it with stand-ins.
+    """Call a layer whose weights or arguments may be meta tensors. If it reads their contents, call it with stand-ins.
 
     ``again`` returns the arguments as they were before the call.
     """

@@ -1,4 +1,4 @@
-"""Payload: the pytrees of tensors and plain values that stages exchange, and the split of batches into them."""
+"""Payload: the pytrees of tensors and plain values that stages exchange, and functions to split and join batches."""
 
 import dataclasses
 from collections import Counter
@@ -44,7 +44,7 @@ Gradients = tuple[Tensor | None, ...]
 
 
 class PerConsumer(tuple[Any, ...]):
-    """One value for each consuming stage, if they receive different ones."""
+    """One value for each consuming stage, if consuming stages receive different values."""
 
 
 def used_here(tensor: Tensor) -> Tensor:
@@ -55,7 +55,7 @@ def used_here(tensor: Tensor) -> Tensor:
 
 
 def memory_of(tensor: Tensor) -> int:
-    """The address of a tensor's memory; 0 if it is not strided."""
+    """Return the address of a tensor's storage; 0 if the tensor is not strided."""
     return 0 if tensor.layout is not torch.strided else tensor.untyped_storage().data_ptr()
 
 
@@ -63,7 +63,7 @@ def memory_of(tensor: Tensor) -> int:
 class Payload:
     """A flattened value. A tensor that appears in several places is one leaf.
 
-    Immutable by convention; a frozen dataclass would take twice as long to make.
+    Immutable by convention; a frozen dataclass would take twice as long to create.
     """
 
     leaves: tuple[Any, ...]
@@ -75,7 +75,7 @@ class Payload:
 
     @classmethod
     def of(cls, value: Any, detached: Callable[[Tensor], Tensor] = Tensor.detach) -> "Payload":
-        """Flatten a value and apply ``detached`` to its tensors. By default they share memory and version."""
+        """Flatten a value and apply ``detached`` to its tensors. By default the results share memory and version."""
         if isinstance(value, Tensor):  # the usual case
             return cls((detached(value),), (0,), _LEAF, (value.requires_grad,))
         leaves, places, spec = _distinct(value)
@@ -85,7 +85,7 @@ class Payload:
 
     @classmethod
     def joined(cls, payloads: "Sequence[Payload]") -> "Payload":
-        """Join payloads into the payload of the tuple of their values. A tensor in two of them becomes two leaves."""
+        """Return the payload of the tuple of these payloads' values. A tensor in two payloads becomes two leaves."""
         leaves: list[Any] = []
         places: list[int] = []
         for payload in payloads:
@@ -120,7 +120,7 @@ class Payload:
         return tuple(leaf for leaf, needs in zip(self.leaves, self.needs_grad, strict=True) if needs)
 
     def with_wanted(self, tensors: Sequence[Tensor]) -> Any:
-        """The value rebuilt with other tensors in place of those whose gradient must be sent back."""
+        """Return the value, rebuilt with ``tensors`` in place of the tensors in ``wanted``."""
         if self.spec is _LEAF:
             return (tensors or self.leaves)[0]
         if not tensors or len(self.leaves) == 1:
@@ -131,11 +131,11 @@ class Payload:
         )
 
     def same_form(self) -> "Callable[[Sequence[Any]], Any]":
-        """A function that rebuilds a value of this form from other leaves. It does not keep this payload's leaves."""
+        """Return a function that rebuilds the value from other leaves, without keeping this payload's leaves alive."""
         return Payload((), self.places, self.spec, ())._together
 
     def map_tensors(self, change: Callable[[Tensor], Tensor]) -> "Payload":
-        """The same payload with each tensor changed, for example copied to another device."""
+        """Return the payload with ``change`` applied to each tensor, for example a copy to another device."""
         leaves = tuple(change(leaf) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves)
         return Payload(leaves, self.places, self.spec, self.needs_grad)
 
@@ -151,7 +151,7 @@ _LEAF = pytree.tree_structure(0)
 
 
 def flatten(value: Any) -> tuple[list[Any], pytree.TreeSpec]:
-    """``pytree.tree_flatten`` with a fast path for a single tensor and for (args, kwargs) of tensors."""
+    """Flatten as ``pytree.tree_flatten``, with a fast path for a single tensor and for (args, kwargs) of tensors."""
     if isinstance(value, Tensor):
         return [value], _LEAF
     if type(value) is tuple and len(value) == 2 and type(value[0]) is tuple and type(value[1]) is dict:
@@ -189,7 +189,7 @@ def _distinct(value: Any) -> tuple[list[Any], tuple[int, ...], pytree.TreeSpec]:
 
 
 class Opened:
-    """A pytree node for an object of a dataclass that is not registered as one; unflattening returns the object."""
+    """A pytree node for an object of a dataclass that is not registered as a node; unflattening returns the object."""
 
     def __init__(self, values: Iterable[Any], kind: type) -> None:
         self.values = list(values)
@@ -197,7 +197,7 @@ class Opened:
 
     @staticmethod
     def closed(values: Iterable[Any], kind: Any) -> Any:
-        """Make an object of the dataclass with these field values, without running the code of the class."""
+        """Return an object of the dataclass with these field values, without running ``__init__``."""
         made: Any = object.__new__(kind)
         for item, value in zip(dataclasses.fields(kind), values, strict=True):
             object.__setattr__(made, item.name, value)
@@ -221,12 +221,12 @@ _NO_RECORDS = (
 
 
 def is_record(value: Any) -> bool:
-    """Whether a value is an object of a dataclass that has no contents except its fields."""
+    """Return whether a value is an object of a dataclass and has no contents except its fields."""
     return dataclasses.is_dataclass(value) and not isinstance(value, (type, *_NO_RECORDS))
 
 
 def opened(value: Any) -> Any:
-    """Replace the dataclasses in a value by pytree nodes."""
+    """Replace the dataclass objects in a value by pytree nodes."""
 
     def open_one(leaf: Any) -> Any:
         if not is_record(leaf):
@@ -237,20 +237,20 @@ def opened(value: Any) -> Any:
 
 
 def form_of(value: Any) -> tuple[pytree.TreeSpec, list[type]]:
-    """The form of a value, without its leaves: its tree of containers, and the types of its enums."""
+    """Return the structure of a value without its leaves: its tree of containers, and the types of its enums."""
     leaves, spec = pytree.tree_flatten(opened(value))
     return spec, [type(leaf) for leaf in leaves if isinstance(leaf, Enum)]
 
 
 def trainable_leaves(value: Any) -> list[Tensor]:
-    """The distinct tensors of a value that require a gradient, in the order of a Payload's leaves."""
+    """Return the distinct tensors of a value that require a gradient, in the order of a Payload's leaves."""
     if isinstance(value, Tensor):
         return [value] if value.requires_grad else []
     return [leaf for leaf in _distinct(value)[0] if isinstance(leaf, Tensor) and leaf.requires_grad]
 
 
 def has_a_row_each(value: Any) -> bool:
-    """Whether a value is a list with one dict for each row, as detection models take targets."""
+    """Return whether a value is a list with one dict per row, such as the targets of detection models."""
     return isinstance(value, list) and bool(value) and all(isinstance(item, Mapping) for item in value)
 
 
@@ -266,7 +266,7 @@ def choose_rows(value: Any, choose: Callable[[Tensor], Tensor], rows: Sequence[i
 
 
 def rows_of(value: Any, dim: int | None, name: str) -> int | None:
-    """The number of rows along ``dim`` in a value's tensors and lists of dicts; None if there is nothing to split.
+    """Return the number of rows along ``dim`` in a value's tensors and lists of dicts; None if nothing can be split.
 
     Raises:
         InputError: the numbers of rows differ, or a tensor cannot be split along ``dim``.
@@ -308,8 +308,8 @@ def rows_of(value: Any, dim: int | None, name: str) -> int | None:
 def split(value: Any, dim: int | None, parts: int) -> list[Any]:
     """Split every tensor along ``dim`` into views as ``torch.tensor_split`` does (7 rows in 4 parts: 2, 2, 2, 1).
 
-    A list of dicts is split between its dicts. Other leaves and scalar tensors go to every part. With dim None
-    every part gets the whole value.
+    A list of dicts is split between dicts. Every part gets all scalar tensors and other leaves. With dim None every
+    part gets the whole value.
     """
     if isinstance(value, Tensor) and value.dim() and dim is not None:
         return list(torch.tensor_split(value, parts, dim))
@@ -331,7 +331,7 @@ def _parts_of(leaf: Any, dim: int, parts: int) -> Sequence[Any] | None:
 
 
 def gather(values: Sequence[Any], rows: Sequence[int], dim: int = 0) -> Any:
-    """The inverse of ``split`` for outputs: concatenate tensors, and stack scalar ones.
+    """Join the outputs of micro-batches, as the inverse of ``split``: concatenate tensors, and stack scalar tensors.
 
     A tensor whose size along ``dim`` is not its micro-batch's number of rows is concatenated along dim 0. Other leaves
     are taken from the first micro-batch.
@@ -346,7 +346,7 @@ def gather(values: Sequence[Any], rows: Sequence[int], dim: int = 0) -> Any:
         pytree.tree_flatten(opened(value), is_leaf=partial(_has_a_dict_each, count))
         for value, count in zip(values, rows, strict=True)
     ]
-    if any(spec != trees[0][1] for _, spec in trees):  # a list of dicts has a micro-batch's number of rows by chance
+    if any(spec != trees[0][1] for _, spec in trees):  # by chance a list of dicts is as long as a micro-batch
         trees = [pytree.tree_flatten(opened(value)) for value in values]
     merged = [_merge(column, rows, dim) for column in zip(*(leaves for leaves, _ in trees), strict=True)]
     return pytree.tree_unflatten(merged, trees[0][1])
@@ -366,7 +366,7 @@ def _merge(column: tuple[Any, ...], rows: Sequence[int], dim: int) -> Any:
 
 
 def row_dim(pieces: Sequence[Tensor], rows: Sequence[int], dim: int) -> int:
-    """``dim`` if each piece has its number of rows there, else 0."""
+    """Return ``dim`` if each piece has its micro-batch's number of rows along it, else 0."""
     fits = all(
         -piece.dim() <= dim < piece.dim() and piece.shape[dim] == count
         for piece, count in zip(pieces, rows, strict=True)

@@ -14,10 +14,10 @@ __all__ = ["pending"]
 
 
 def pending(take: Callable[[], Tensor]) -> Tensor:
-    """A tensor that receives its value from ``take`` on first use and then is a plain torch.Tensor.
+    """Return a tensor that gets its value from ``take`` on first use and then becomes a plain torch.Tensor.
 
-    Any operation, attribute, conversion or collective counts as a use. If ``take`` raises, so does the use. The one
-    exception is ``torch.tensor``: it calls no subclass method, so before the first use it copies nan.
+    Any operation, attribute, conversion or collective counts as a use. If ``take`` raises, the use raises. The only
+    exception is ``torch.tensor(pending)``: it calls no subclass method and copies nan before the first use.
     """
     with torch.inference_mode(False):
         tensor = torch.tensor(nan).as_subclass(_Pending)

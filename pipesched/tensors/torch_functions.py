@@ -35,20 +35,20 @@ FUNCTION_APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore
 
 
 def name_of(function: Callable[..., Any]) -> str:
-    """A torch function's name; for a property the full name."""
+    """Return a torch function's name; for a property the full name, such as ``torch.Tensor.device.__get__``."""
     name = getattr(function, "__name__", "")
     return (resolve_name(function) or name) if name in ("__get__", "") else name
 
 
 def is_shaped_by_contents(name: str, args: Sequence[Any]) -> bool:
-    """Whether the shape of a function's result depends on the contents of tensors."""
+    """Return whether the shape of a function's result depends on the contents of tensors."""
     if name == "__getitem__":
         return any(tensor.dtype is torch.bool for tensor in tensors_in(args[1:]))
     return name in _SHAPED or (name == "where" and len(args) == 1)
 
 
 def changed_in_place(tensors: list[Tensor], versions: list[int]) -> list[int]:
-    """The positions of the tensors that were changed in place."""
+    """Return the positions of the tensors that were changed in place since they had these versions."""
     return [
         position
         for position, (tensor, version) in enumerate(zip(tensors, versions, strict=True))
@@ -57,7 +57,7 @@ def changed_in_place(tensors: list[Tensor], versions: list[int]) -> list[int]:
 
 
 def memory_at(tensor: Tensor) -> int:
-    """A key that is equal for tensors that share memory."""
+    """Return a key that is equal for tensors that share memory."""
     try:
         storage = tensor.untyped_storage()
         return storage.data_ptr() or id(storage)
@@ -66,7 +66,7 @@ def memory_at(tensor: Tensor) -> int:
 
 
 def backward_region() -> FrameType | None:
-    """The frame of the outermost running torch.utils.checkpoint or autograd.Function, else None.
+    """Return the frame of the outermost running torch.utils.checkpoint or autograd.Function; None if none runs.
 
     The backward of such code cannot be split.
     """

@@ -1,4 +1,4 @@
-"""Tree structure: the form of a value, with the places of its tensors. Dataclasses of users are opened."""
+"""Tree structure: the containers of a value and the places of its tensors, also inside dataclasses of users."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -18,7 +18,7 @@ _NUMBERS = bool, int, float, complex, torch.Size, str, bytes, range, slice, set,
 
 
 class Pattern:
-    """The form of a value: the places of its tensors, and everything else. ``numbers`` has its numbers in order."""
+    """A value with its tensors and numbers taken out. ``numbers`` has the numbers in order."""
 
     def __init__(self, value: Any) -> None:
         leaves, self._spec = pytree.tree_flatten(value)
@@ -26,13 +26,13 @@ class Pattern:
         self.numbers = tuple(_numbers_in(value))
 
     def is_like(self, other: "Pattern") -> bool:
-        """Whether two values have objects of the same types in the same places."""
+        """Return whether two values have objects of the same types in the same places."""
         kinds = [type(part) for part in self._parts]
         others = [type(part) for part in other._parts]
         return self._spec == other._spec and kinds == others
 
     def build(self, tensors: Iterator[Any], numbers: Iterable[Any] | None = None) -> Any:
-        """The value rebuilt with these tensors, and with other numbers if given."""
+        """Return the value, rebuilt with these tensors and, if given, with other numbers."""
         present = iter(self.numbers if numbers is None else numbers)
         kinds = _Place | _Number | _Record
         leaves = [part.build(tensors, present) if isinstance(part, kinds) else part for part in self._parts]
@@ -40,14 +40,14 @@ class Pattern:
 
 
 class _Place:
-    """The place of a tensor."""
+    """Marks the place of a tensor in a Pattern."""
 
     def build(self, tensors: Iterator[Any], numbers: Iterator[Any]) -> Any:
         return next(tensors)
 
 
 class _Number:
-    """The place of a number."""
+    """Marks the place of a number in a Pattern."""
 
     def build(self, tensors: Iterator[Any], numbers: Iterator[Any]) -> Any:
         return next(numbers)
@@ -55,7 +55,7 @@ class _Number:
 
 @dataclass(frozen=True)
 class _Record:
-    """The form of a dataclass that is not registered as a pytree."""
+    """A dataclass object that is not registered as a pytree node, with a Pattern for each field."""
 
     kind: type
     parts: Mapping[str, Pattern]
@@ -79,12 +79,12 @@ def _part(leaf: Any) -> Any:
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """The tensors of a value, once for each place, in the order of ``Pattern.build``."""
+    """Iterate over the tensors of a value, once for each place, in the order of ``Pattern.build``."""
     return _leaves_in(value, Tensor)
 
 
 def _numbers_in(value: Any) -> Iterator[Any]:
-    """The numbers of a value, once for each place."""
+    """Iterate over the numbers of a value, once for each place."""
     return _leaves_in(value, _NUMBERS)
 
 
@@ -98,7 +98,7 @@ def _leaves_in(value: Any, kinds: Any) -> Iterator[Any]:
 
 
 def positional(forward: Callable[..., Any]) -> list[str]:
-    """The names of the parameters that may be passed by position."""
+    """Return the names of the parameters that may be passed by position."""
     kinds = Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD
     return [name for name, parameter in signature(forward).parameters.items() if parameter.kind in kinds]
 
@@ -106,7 +106,7 @@ def positional(forward: Callable[..., Any]) -> list[str]:
 def named_leaves(
     names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Iterator[tuple[tuple[str, int], Any]]:
-    """The leaves of a call, in the order of the pytree (args, kwargs), each with (argument name, index within it).
+    """Iterate over a call's leaves as ((argument name, index in the argument), leaf), in the order of its pytree.
 
     A leaf has the same name whether its argument is passed by position or by keyword. In a list with one dict for each
     row, all dicts have the same names, because another batch may have more or fewer rows.

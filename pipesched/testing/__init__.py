@@ -1,4 +1,4 @@
-"""Tools for tests of schedules and pipelines. Every pipeline must give the same results as ``reference_step``."""
+"""Tools for tests of schedules and pipelines. ``reference_step`` computes the results that every pipeline must give."""
 
 from pipesched.testing.fake_executor import FakeStage
 from pipesched.testing.memory_meter import MemoryMeter

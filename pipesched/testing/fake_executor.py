@@ -1,7 +1,7 @@
-"""Fake executor: run a program on stages that only check and count, on a virtual clock or with sleeps.
+"""Fake executor: runs a program on stages that compute nothing, on a virtual clock or with sleeps.
 
-The interpreter that also runs real stages runs the program in one thread, within milliseconds. If the program was not
-validated, the run reports its fault: a deadlock, missing work, work done twice, or a message to the wrong action.
+The program runs in the same interpreter as real stages, but in one thread and within milliseconds. If the program was
+not validated, the run raises an error for a deadlock, missing work, work done twice, or a message to the wrong action.
 """
 
 import time
@@ -30,11 +30,11 @@ class _VirtualClock:
         self._copied: dict[Kind, float] = {}  # kind of copy -> the end of the last copy of that kind
 
     def now(self) -> float:
-        """The current time."""
+        """Return the current time in seconds."""
         return self.time_s
 
     def pass_time(self, seconds: float) -> None:
-        """Advance the clock by a computation of this time."""
+        """Advance the clock by the time of a computation."""
         self.time_s += seconds
 
     def copy(self, kind: Kind, seconds: float) -> float:
@@ -61,7 +61,7 @@ class _HostClock(_VirtualClock):
 
 
 class FakeStage:
-    """A stage for tests that computes nothing, takes the time given by its costs, and checks the order of its actions.
+    """A stage for tests that computes nothing. It takes the time given by its costs and checks its actions' order.
 
     Its methods are those of a real stage, one for each kind of action.
 
@@ -69,7 +69,7 @@ class FakeStage:
         index: the stage's number.
         costs: the times of its actions, in seconds.
         clock: the virtual clock of its rank. Default: None (the stage sleeps, so that the processor stays free).
-        versions: for each micro-batch the weight version that it uses. Default: () (the newest for all).
+        versions: the weight version that each micro-batch uses. Default: () (the newest for all).
 
     """
 
@@ -87,7 +87,7 @@ class FakeStage:
         self.updates: list[list[int]] = []  # the micro-batches of each update
 
     def forward(self, microbatch: int, *arrived: Any, split: bool, checkpointed: bool) -> Action:
-        """Run F. The output is the action itself, so that the receiver can check the message."""
+        """Run F (the forward). Returns the action as the output, so that the receiver can check the message."""
         if self._versions and microbatch >= len(self._versions):
             raise ExecutionError(
                 f"every micro-batch must have a weight version; stage {self.index} has versions for "
@@ -105,11 +105,11 @@ class FakeStage:
         return Action(self.index, Kind.F, microbatch)
 
     def recompute(self, microbatch: int, *, split: bool) -> None:
-        """Run R."""
+        """Run R (recompute)."""
         self._run(Kind.R, microbatch, after=(Kind.F,))
 
     def backward(self, microbatch: int, *grads: Any) -> PerConsumer:
-        """Run B."""
+        """Run B (the whole backward)."""
         self._wait_for_copy(microbatch)
         self._run(Kind.B, microbatch, after=(Kind.F,))
         self._gradients.append(microbatch)
@@ -117,28 +117,28 @@ class FakeStage:
         return PerConsumer([Action(self.index, Kind.B, microbatch)] * self._num_producers)
 
     def input_grad(self, microbatch: int, *grads: Any) -> PerConsumer:
-        """Run I."""
+        """Run I (the input gradient)."""
         self._wait_for_copy(microbatch)
         self._run(Kind.I, microbatch, after=(Kind.F,))
         self._check(grads, Kind.B, microbatch)
         return PerConsumer([Action(self.index, Kind.B, microbatch)] * self._num_producers)
 
     def weight_grad(self, microbatch: int) -> None:
-        """Run W."""
+        """Run W (the weight gradient)."""
         self._run(Kind.W, microbatch, after=(Kind.F, Kind.I))
         self._gradients.append(microbatch)
 
     def offload(self, microbatch: int) -> None:
-        """Start the copy of OFFLOAD."""
+        """Start the copy to the host (OFFLOAD)."""
         self._begin_copy(Kind.OFFLOAD, microbatch, after=Kind.F)
 
     def free(self, microbatch: int) -> None:
-        """Run FREE, after the copy of OFFLOAD has ended."""
+        """Run FREE (release the offloaded activations) once the copy of OFFLOAD has ended."""
         self._note(Kind.FREE, microbatch, (Kind.OFFLOAD,))
         self._clock.reach(self._copied[microbatch])
 
     def fetch(self, microbatch: int) -> None:
-        """Start the copy of FETCH."""
+        """Start the copy back to the device (FETCH)."""
         self._begin_copy(Kind.FETCH, microbatch, after=Kind.FREE)
 
     def _begin_copy(self, kind: Kind, microbatch: int, after: Kind) -> None:
@@ -152,7 +152,7 @@ class FakeStage:
         self._clock.reach(self._copied.pop(microbatch, self._clock.now()))
 
     def update(self, number: int) -> None:
-        """Run UPDATE."""
+        """Run UPDATE (the optimizer's step)."""
         action = Action(self.index, Kind.UPDATE, number)
         if number != len(self.updates):
             raise ExecutionError(f"updates must run in order; number {len(self.updates)} is due, but {action} runs")
@@ -216,16 +216,16 @@ class _Mail:
         return self._channel(action.peer or 0, action.stage, action.kind is Kind.RECV_F)
 
     def has_arrived(self, action: Action) -> bool:
-        """Whether the action can start: its message, if it receives one, has been sent."""
+        """Return whether the action can start: if it receives a message, the message must have been sent."""
         return action.kind not in (Kind.RECV_F, Kind.RECV_B) or bool(self._incoming(action))
 
     def sender(self, action: Action) -> Callable[[Any], None]:
-        """A function that sends a message."""
+        """Return a function that sends a message."""
         channel = self._channel(action.stage, action.peer or 0, action.kind is Kind.SEND_F)
         return lambda value: channel.append((self._arrival(action) + self._costs.transfer_s, value))
 
     def _arrival(self, action: Action) -> float:
-        """The time at which a message that is sent now arrives."""
+        """Return the time at which a message that is sent now arrives."""
         ends = self._placement[action.stage], self._placement[action.peer or 0]
         start = self._clocks[ends[0]].now()
         links = self._costs.links
@@ -239,7 +239,7 @@ class _Mail:
         return self._free[ends] + link.latency_s
 
     def receiver(self, action: Action) -> Callable[[], Any]:
-        """A function that receives the channel's next message, waiting for its arrival."""
+        """Return a function that waits for the channel's next message and receives it."""
         channel = self._incoming(action)
         clock = self._clocks[self._placement[action.stage]]
 

@@ -1,4 +1,4 @@
-"""Memory meter: measure the exact memory of each rank of a running pipeline, to compare it with the prediction."""
+"""Memory meter: measures the exact memory of each rank of a running pipeline, for comparison with the prediction."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -33,7 +33,7 @@ class MemoryMeter:
     counts all ranks on that device together.
 
     Args:
-        pipe: the Pipeline. The meter counts from now on, and stops when the ``with`` block ends.
+        pipe: the Pipeline. The meter counts from its construction until the ``with`` block ends.
 
     """
 
@@ -49,7 +49,7 @@ class MemoryMeter:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Stop counting. The figures can still be read."""
+        """Stop counting. ``peak_bytes`` can still be read."""
         while self._put_back:
             self._put_back.pop()()
 
@@ -120,7 +120,7 @@ def _own(stage: Stage) -> Iterable[Tensor]:
 
 
 class _Metered:
-    """A lane that counts the allocations of its rank."""
+    """Wraps the DeviceStreams of a rank to count the allocations of this rank."""
 
     def __init__(self, streams: DeviceStreams, books: Books, *, copies: bool) -> None:
         self._streams = streams

@@ -1,4 +1,4 @@
-"""Reference step: a training step without a pipeline. Exact programs give the same results, to the bit."""
+"""Reference step: a training step without a pipeline. Pipelines with exact programs give bit-identical results."""
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -53,8 +53,8 @@ def reference_step(
         loss = reference_step(model, x, loss_fn=loss_fn, target=y, num_microbatches=4, seed=0)
         assert torch.equal(pipe.step(x, target=y), loss)  # pipe over a copy of the model
 
-    Each micro-batch runs forward and then ``(loss * factor).backward()``, with the pipeline's split, loss weights,
-    keyed random numbers and order of sums. Gradients are added to ``.grad``.
+    Each micro-batch runs forward and then ``(loss * factor).backward()``. The batch is split, losses are weighted,
+    random numbers are drawn and gradients are added as in a pipeline. Gradients are added to ``.grad``.
 
     Args:
         model: nn.Module, or a list of modules that form a chain.
@@ -63,11 +63,11 @@ def reference_step(
             loss).
         target: the target of the mini-batch. Default: None.
         num_microbatches: the number of parts into which the mini-batch is split, at least 1. Default: 1.
-        step: the number of steps that ran before, which is part of the key of random numbers. Default: 0.
-        seed: the seed of keyed random numbers. Default: that of torch's default generator.
+        step: the number of earlier steps, on which random numbers depend. Default: 0.
+        seed: the seed of all random numbers in layers. Default: the seed of torch's default generator.
         loss_weight: maps a micro-batch's target (its inputs if there is no target) to its weight in the loss.
             Default: its number of rows, or the number of targets over which the loss averages.
-        loss_reduction: how the loss reduces over rows: "mean" or "sum". Default: read from ``loss_fn``, else "mean".
+        loss_reduction: how the loss reduces over rows, "mean" or "sum". Default: read from ``loss_fn``, else "mean".
         split_dims: the dimension of the rows: an int, a sequence by position, or a mapping by position or name. With
             None an argument is not split. Default: 0.
         batch_norm: the rows over which BatchNorm updates its running statistics: "micro-batch" or "mini-batch".
@@ -117,7 +117,7 @@ def reference_step(
                 root = torch.zeros_like(loss) if factor == 0 else loss if factor is None else loss * factor
                 if factor != 0:
                     with _without_autocast(), run.in_backward:
-                        torch.autograd.backward((edge_of(root),))  # given a tensor, torch would leave the mode
+                        torch.autograd.backward((edge_of(root),))  # with a tensor, torch would leave the mode
                 total = root.detach() if total is None else total + root.detach()
         run.deliver()
     finally:
@@ -127,7 +127,7 @@ def reference_step(
 
 
 class _Unpipelined:
-    """The model's forward and loss. Shared weights have a leaf for each use."""
+    """Computes the model's forward and loss. A shared weight has a leaf tensor for each use."""
 
     def __init__(
         self,
@@ -180,7 +180,7 @@ class _Unpipelined:
         return own
 
     def deliver(self) -> None:
-        """For each shared weight, add the gradients of its uses in call order."""
+        """Add the gradients of each shared weight's uses in call order, and pass the sum to the weight."""
         for parameter in {id(parameter): parameter for parameter, _ in self._leaves.values()}.values():
             deliver(parameter, [leaf.grad for own, leaf in self._leaves.values() if own is parameter])
 

@@ -30,8 +30,9 @@ def run_fake(program: Program, costs: Costs | None = None, *, sleeping: bool = F
         trace = run_fake(pipesched.schedules.get("1f1b").program(4, 8))
         print(trace.makespan_s, trace.bubble_ratio)
 
-    The virtual clock needs no threads and no validation, so it also shows the faults of an invalid program. Messages
-    arrive in order within a channel. So over links a large message may delay later messages, unlike in ``simulate``.
+    The virtual clock needs no threads and no validation, so it can also show the faults of an invalid program. Messages
+    between two ranks arrive in order. Over links a large message may therefore delay later ones, unlike in
+    ``simulate``.
 
     Args:
         program: the program. It is lowered first if necessary.
@@ -83,8 +84,8 @@ def check_schedule(
             stage per rank.
         max_ranks: the largest number of ranks. Default: 8.
         max_microbatches: the largest number of micro-batches. Default: 16.
-        exact: whether to require ascending micro-batch order, too; see ``Program.exact``. Schedules of several chains
-            are never exact, and it is not required of them. Default: True.
+        exact: whether to also require ascending micro-batch order; see ``Program.exact``. Schedules with several chains
+            of stages are never exact, so this is not required of them. Default: True.
         report: whether to print makespan, bubble, the distance from ``lower_bound`` (backwards whole or split, any
             memory) and peak in flight, for some shapes. Each rank has unit costs, so one of its v chunks costs 1/v.
             Default: True.

@@ -1,4 +1,4 @@
-"""Unsplit model: a model that runs in one piece, with the keyed random numbers and tied weights of a pipeline."""
+"""Unsplit model: runs a model as a whole, with the random numbers and the tied weights of a pipeline."""
 
 from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
@@ -36,13 +36,13 @@ class _Functions(TorchFunctionMode):
 
 
 class Unsplit:
-    """A model in one piece. Each call takes the key for its random numbers.
+    """Runs a model as a whole. Each call takes the Key of its random numbers.
 
     Args:
         model: the user's module.
         layers: layer name -> layer.
         stand_ins: for each call, tensors that replace some of its parameters. Default: none.
-        norms: collects statistics over whole mini-batches. Default: None.
+        norms: collects BatchNorm statistics over whole mini-batches. Default: None.
 
     """
 
@@ -88,7 +88,7 @@ class Unsplit:
         return output
 
     def _begin_code(self) -> None:
-        """Begin a part of the code between layers."""
+        """Seed Python's and numpy's generators for the next part of the code between layers."""
         self._code.enter_context(self._random.outside("", self._code_parts))
         self._code_parts += 1
 
@@ -106,7 +106,7 @@ class Unsplit:
             return loss_fn(output, target)
 
     def _between(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Call a torch function; one that uses parameters counts as a call, like that of a layer."""
+        """Call a torch function. If it uses parameters, it is counted as a call, as layer calls are."""
         used = [] if self._inside else [leaf for leaf in tensors_in((args, kwargs)) if isinstance(leaf, nn.Parameter)]
         if used:
             number = self._counts[""] = self._counts.get("", -1) + 1
