@@ -2,7 +2,7 @@
 
 import copy
 import types
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache, partial
@@ -72,8 +72,6 @@ _HOLDERS = (nn.Module, tuple, Tensor, torch.Generator, *GROWING)
 
 
 def _parts(one: Any) -> Iterable[Any]:
-    if type(one) is OrderedDict or type(one) is dict:
-        return one.values()
     if isinstance(one, nn.Module):  # scripted modules store their attributes in separate tables
         scripted = [*one.parameters(False), *one.buffers(False), *one.children()]
         return [*one.__dict__.values(), *scripted, *filter(is_of_user, type(one).__mro__)]
