@@ -7,7 +7,7 @@ from pipesched.errors import ScheduleError
 __all__ = ["Placement", "chunks_of", "linear", "loop", "table", "v"]
 
 Placement = tuple[int, ...]
-#: (num_ranks, chunks_per_rank) -> placement
+#: A function (num_ranks, chunks_per_rank) -> placement.
 PlacementRule = Callable[[int, int], Placement]
 
 

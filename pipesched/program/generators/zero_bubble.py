@@ -2,7 +2,7 @@
 
 Warm-up forwards fill the time until a rank's first input gradient can start. Then every rank runs input gradients and
 forwards in turn. It runs weight gradients when it would otherwise wait, or when memory is full. The paper leaves three
-choices open; all eight combinations are tried, and the shortest order is taken.
+choices open; this module tries all eight combinations and returns the shortest order.
 """
 
 from collections.abc import Sequence
@@ -67,8 +67,8 @@ def zero_bubble(
 
     Args:
         shape: the ranks and micro-batches.
-        costs: seconds, one number for each stage. None: 1 s for every action, 0 s for messages.
-        max_in_flight: the most micro-batches that a rank may hold at once. None: p.
+        costs: the time of each kind of action on each stage, in seconds. None: 1 s for every action, 0 s for messages.
+        max_in_flight: the most micro-batches that a rank may hold at once. None: the number of ranks.
         weight_grad_share: the share of a micro-batch's activations that is held from I to W, from 0 to 1.
 
     Raises:
@@ -107,7 +107,7 @@ def _check(shape: Shape, costs: StageTimes, limit: int, share: float) -> None:
 
 
 class _Rank:
-    """One rank with its only stage: the actions that it has run, and their times."""
+    """One rank with one stage: the actions that it has run, and their times."""
 
     def __init__(self, shape: Shape, stage: int, costs: StageTimes, share: float) -> None:
         self.order = Order(shape)
@@ -135,12 +135,12 @@ class _Rank:
 
     @property
     def owed(self) -> int:
-        """The number of weight gradients that can run."""
+        """The number of weight gradients that can run, because their input gradients have run."""
         return self.input_grads - self.weight_grads
 
     @property
     def held(self) -> float:
-        """The number of micro-batches in memory. One that waits for W counts as ``weight_grad_share``."""
+        """The number of micro-batches in memory. A micro-batch that waits for W counts as ``weight_grad_share``."""
         return self.forwards - self.input_grads + self._share * self.owed
 
     def run_forward(self, ready_s: float) -> None:
@@ -170,7 +170,7 @@ class _Rank:
 
 
 class _Pipeline:
-    """All ranks of one candidate: the heuristic with given choices, or ZB-H1 if ``switches`` is None."""
+    """All ranks of one candidate order: the heuristic with the given choices, or ZB-H1 if ``switches`` is None."""
 
     def __init__(self, shape: Shape, costs: StageTimes, limit: int, share: float, switches: Switches | None) -> None:
         self.ranks = [_Rank(shape, stage, costs, share) for stage in range(shape.num_stages)]
@@ -192,7 +192,7 @@ class _Pipeline:
 
     @property
     def makespan_s(self) -> float:
-        """The last end of all ranks; rank 0 starts at 0."""
+        """The time at which the last rank ends; rank 0 starts at 0."""
         return max(rank.end_s for rank in self.ranks)
 
     def _run_heuristic(self, switches: Switches) -> None:
@@ -239,7 +239,11 @@ class _Pipeline:
         return self.ranks[rank.stage + 1].input_grad_ends[rank.input_grads] + self._transfer_s
 
     def _warm_up(self, rank: _Rank, switches: Switches) -> None:
-        """Run forwards until the first input gradient can start, fewer than on the previous rank, within the limit."""
+        """Run forwards until the first input gradient can start.
+
+        The rank runs fewer forwards than the previous rank, unless its next rank needs more, and never exceeds the
+        memory limit.
+        """
         behind = self.ranks[rank.stage + 1 :]
         needed = min(self._m, self._limit, len(behind) + 1)
         most = min(self._m, self._limit)
@@ -278,7 +282,7 @@ class _Pipeline:
         return rank.stage == 0 or self.ranks[rank.stage - 1].forwards > rank.forwards
 
     def _run_forward(self, rank: _Rank, switches: Switches) -> None:
-        """Run a forward if the limit allows it, after weight gradients that free memory for it."""
+        """Run a forward if the limit allows it. First run the weight gradients that free memory for it."""
         if not self._has_input(rank) or rank.forwards - rank.input_grads >= self._limit:
             return
         while rank.held + 1 > self._limit:

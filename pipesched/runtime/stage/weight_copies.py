@@ -1,11 +1,12 @@
 """Weight copies: copies of layers for stages that share the weights of an earlier stage.
 
-The first stage of a weight copy runs the user's own layers, called the home. Every further stage runs a copy on its own
-device with its own Parameters. Copies are set equal to the home before each run, and their gradients are added to the
-home's after the run. Chimera (Li & Hoefler 2021) and DualPipe (DeepSeek-AI 2024) use such stages.
+Of several stages with the same weights, the first runs the user's own layers, called the home. Every other stage runs a
+copy of these layers on its own device with its own Parameters. Copies are set equal to the home before each run, and
+their gradients are added to the home's after the run. Chimera (Li & Hoefler 2021) and DualPipe (DeepSeek-AI 2024) use
+such stages.
 
 With one process per rank, the home and its copy may be in two processes. Both processes have the user's layers, so
-modes and other settings come from the copy's own process. Tensors are sent, in one message for each pair of ranks.
+modes and other settings are read in the copy's process. Only tensors are sent, in one message for each pair of ranks.
 """
 
 import copy
@@ -32,7 +33,8 @@ _Tensors = list[Tensor | None]
 class _WeightCopy:
     """A copy of a stage's layers and of its loss module; tensors shared between layers are shared between their copies.
 
-    Module hooks that were registered before the copy run for both. Raises GraphError for layers that cannot be copied.
+    Module hooks that were registered before the copy was made run for the home and for the copy. Raises GraphError for
+    layers that cannot be copied.
     """
 
     def __init__(
@@ -52,7 +54,10 @@ class _WeightCopy:
         self.layers = dict(zip(layers, copies, strict=False))
 
     def refresh(self, state: Sequence[Tensor]) -> None:
-        """Copy the home's weights and buffers, ``requires_grad``, and its modules' modes and other settings."""
+        """Set the copy equal to the home: tensors, ``requires_grad``, and the modules' modes and other settings.
+
+        ``state`` holds the home's buffers, then its parameters.
+        """
         for theirs, mine in self._pairs("named_modules"):
             settings = {name: value for name, value in vars(theirs).items() if isinstance(value, _SETTINGS)}
             vars(mine).update(settings)
@@ -64,7 +69,7 @@ class _WeightCopy:
             mine.requires_grad_(theirs.requires_grad)
 
     def taken_grads(self) -> _Tensors:
-        """Take the gradients from the copy's parameters."""
+        """Return the gradients of the copy's parameters, and reset them to None."""
         parameters = list(self._copy.parameters())
         grads = [parameter.grad for parameter in parameters]
         for parameter in parameters:
@@ -87,7 +92,7 @@ class _WeightCopy:
 
 @dataclass(frozen=True, kw_only=True)
 class _Pair:
-    """The home of a part's layers, the ranks of the home and of the copy, and the copy if it is in this process."""
+    """A copy and its home: the home's layers, the ranks of the home and the copy, the copy if it is in this process."""
 
     home: nn.ModuleList
     home_rank: int
@@ -132,9 +137,9 @@ class WeightCopies:
 
     @contextmanager
     def delivering(self) -> Iterator[None]:
-        """A context around a run: adds the copies' gradients to the homes' in stage order, or drops them on failure.
+        """A context around a run. At its end, the copies' gradients are added to the homes' gradients in stage order.
 
-        Collective over processes.
+        If the run fails, the copies' gradients are dropped. Collective over processes.
         """
         try:
             yield
@@ -168,7 +173,7 @@ def _deliver(targets: Sequence[Tensor], grads: _Tensors) -> None:
 
 
 def _kept(home: nn.Module) -> dict[int, Any]:
-    """A memo that makes deepcopy share, and not copy, hooks and the objects whose bound methods are hooks."""
+    """A memo with which deepcopy shares hooks, and objects whose bound methods are hooks, instead of copying them."""
     own = set(home.modules())
     hooks = [hook for module in own for hook in hooks_of(module)]
     owners = [getattr(hook, "__self__", hook) for hook in hooks]
