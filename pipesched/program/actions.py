@@ -51,7 +51,7 @@ class Holding(StrEnum):
 
 
 class _KindRow(NamedTuple):
-    """The properties of a kind: its lane, the memory taken when an action starts, and the memory freed at its end."""
+    """The properties of a kind of action: its lane, the memory taken at its start, and the memory freed at its end."""
 
     lane: Lane
     takes: Holding | None = None

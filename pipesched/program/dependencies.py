@@ -79,8 +79,8 @@ class _Need(NamedTuple):
     """One dependency: the location of the needed action (``at``), and its possible kinds, in order of preference.
 
     The kinds are alternatives: a backward may be split (I) or whole (B), a stage may be recomputed (R), and an edge may
-    be a transfer (RECV) or lie inside one rank. The needed action has the first kind for which the program contains it.
-    If the program contains it for no kind, an action of the last kind is reported as missing.
+    be a transfer (RECV) or lie inside one rank. The first alternative that the program contains counts. If it contains
+    none, an action of the last kind is reported as missing.
     """
 
     at: _At

@@ -17,7 +17,7 @@ _TAKERS = {Holding.WEIGHT_GRAD: Kind.I, Holding.ACTIVATIONS: Kind.F, Holding.INP
 
 
 class Held(NamedTuple):
-    """The amount that a rank holds while each action runs and after it ends, in pairs or in bytes."""
+    """The memory that a rank holds during and after each action, in bytes or in (stage, micro-batch) pairs."""
 
     during: Ints
     after: Ints
@@ -35,7 +35,7 @@ class Held(NamedTuple):
 
 
 class _Pairs(NamedTuple):
-    """For each row: the number of its (stage, micro-batch) pair, and whether the pair has an R, and a B or W."""
+    """For each row: the number of its (stage, micro-batch) pair, whether the pair has an R, and whether a B or W."""
 
     pair: Ints
     recomputed: Mask
@@ -52,7 +52,7 @@ class _Pairs(NamedTuple):
 
 
 def pairs_held(columns: Columns) -> Held:
-    """Count the (stage, micro-batch) pairs in flight during one rank's order.
+    """Count the (stage, micro-batch) pairs in flight during and after each action of one rank's order.
 
     A pair is in flight from its F, or from its R if it is recomputed, to the end of its B or W. A pair without a
     backward is in flight only while its F runs.
@@ -76,7 +76,7 @@ def peaks_of_stages(columns: Columns) -> Ints:
 
 
 def rank_limits(max_in_flight: object, num_ranks: int) -> list[int]:
-    """One limit for each rank; a single number is repeated. Raises ScheduleError if a limit is not a whole number."""
+    """Return a limit for each rank; a single number is repeated. Raises ScheduleError unless all are whole numbers."""
     limits = list(max_in_flight if isinstance(max_in_flight, Iterable) else [max_in_flight] * num_ranks)
     wrong = [limit for limit in limits if not isinstance(limit, Integral)]
     if wrong:

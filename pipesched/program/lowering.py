@@ -180,8 +180,9 @@ def add_offloading(program: Program, stages: Collection[int], *, ahead: int = 1)
     """Offload the activations of some stages to the host between forward and backward.
 
     OFFLOAD follows the F, so that its copy runs during the next compute action. FREE follows that action. FETCH comes
-    ``ahead`` compute actions before the backward, so that its copy runs during them. A pair is not offloaded if no
-    action would run between its FREE and its FETCH, or if it is recomputed (R). Two overlapping actions count as one.
+    ``ahead`` compute actions before the backward, so that its copy runs during them. Two overlapping actions count as
+    one. A (stage, micro-batch) pair is not offloaded if no action would run between its FREE and its FETCH, or if it is
+    recomputed (R).
 
     Args:
         program: the program.

@@ -50,7 +50,7 @@ class Shape:
     num_chains: int = 1
     #: The number of steps that an asynchronous schedule runs without draining.
     num_steps: int = 1
-    #: The number of token slices of a micro-batch, which have consecutive numbers.
+    #: The number of token slices of a micro-batch. Its slices have consecutive numbers.
     slices_per_microbatch: int = 1
 
     @property
@@ -272,7 +272,7 @@ class Schedule:
 
     @property
     def searches(self) -> bool:
-        """Whether the function returns the orders of all ranks, usually after a search, which takes longer."""
+        """Whether the function returns the orders of all ranks. It then usually searches for them and takes longer."""
         return len(_required(self.function)) == 1
 
     @property

@@ -134,7 +134,7 @@ class Program:
 
     @property
     def num_weights(self) -> int:
-        """The number of weight copies. It is also the number of parts that the model is cut into."""
+        """The number of different sets of weights, which is the number of parts that the model is cut into."""
         return len(set(self.weights))
 
     @property
@@ -207,7 +207,7 @@ class Program:
 
     @property
     def visits(self) -> Mask:
-        """A boolean array (stages, micro-batches): whether the micro-batch visits the stage."""
+        """Whether each micro-batch visits each stage, as a boolean array of shape (stages, micro-batches)."""
         visits = np.full((self.num_stages, self.num_microbatches), not self.routes)
         for microbatch, route in enumerate(self.routes):
             visits[list(route), microbatch] = True

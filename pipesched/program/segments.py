@@ -52,7 +52,7 @@ class Segments:
 
     @cached_property
     def groups(self) -> tuple[tuple[int, ...], ...]:
-        """For each update of a step, the micro-batches with the gradients that it applies, numbered within the step."""
+        """For each update of a step, the micro-batches whose gradients it applies, numbered from 0 within the step."""
         size = self.num_microbatches
         groups = [tuple(number % size for number in group) for group in update_groups(self.program) if group[0] < size]
         if sorted(number for group in groups for number in group) != list(range(size)):
@@ -147,7 +147,7 @@ class Segments:
         self._check_losses(segment)
 
     def _check_losses(self, segment: Ints) -> None:
-        """Check that the last stage runs all forwards of a step by the end of its segment, which completes the loss."""
+        """Check that a step's loss is known at the end of its segment: the last stage has run all its forwards."""
         columns = self.program.columns
         last = self.program.num_stages - 1
         late = columns.are(Kind.F) & (columns.stage == last) & (segment > columns.microbatch // self.num_microbatches)

@@ -1,4 +1,4 @@
-"""Traversal: runs a program on a virtual clock, with or without times.
+"""Traversal: runs a program on a virtual clock, with given durations or with all durations 0.
 
 Every rank runs its order until an action waits for another rank. If some actions never run, the program has a deadlock.
 """

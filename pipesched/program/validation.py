@@ -232,7 +232,7 @@ def check_slices(program: Program) -> None:
 
 
 def check_overlaps(program: Program) -> None:
-    """Check that each overlap is of an F and the B or I directly after it, on one rank, for different pairs."""
+    """Check that overlapping actions are an F and the next action of its rank, a B or I of another pair."""
     columns = program.columns
     rank_of = program.orders.rank_of
     pair = program.columns.pair

@@ -73,7 +73,7 @@ def loss_places(output: Any) -> list[int]:
 
 
 class Weighting(NamedTuple):
-    """The weights of the micro-batches' losses: the factors before their backwards, and in the mini-batch's loss.
+    """The weights of the micro-batches' losses, for their backwards and for the mini-batch's loss.
 
     None leaves a loss unscaled. A factor of 0 replaces the loss with zero, even if the loss is NaN.
     """
@@ -104,7 +104,7 @@ class Splitter:
     """Splits mini-batches into micro-batches and weights the losses."""
 
     num_microbatches: int
-    #: Whether the program requires exactly this number of micro-batches.
+    #: Whether the program requires exactly ``num_microbatches``, however few rows a batch has.
     fixed: bool
     split_dims: SplitDims = 0
     #: Maps a micro-batch's target (its inputs if there is no target) to the weight of its loss. Default: a micro-batch
@@ -124,8 +124,8 @@ class Splitter:
         """Split a mini-batch. A batch with fewer rows than micro-batches gets one micro-batch per row.
 
         Raises:
-            InputError: for no rows, different numbers of rows, a target that does not match, or too few rows for a
-                program with a fixed number of micro-batches.
+            InputError: if the batch has no rows, if its arguments and target have different numbers of rows, or if it
+                has fewer rows than a program with a fixed number of micro-batches needs.
 
         """
         if not isinstance(self.split_dims, int):
@@ -285,7 +285,7 @@ _Given = dict[str, tuple[Any, int | None]]
 
 
 def _common_rows(given: _Given) -> int:
-    """The number of rows of a batch. Raises InputError if tensors have different numbers of rows, or none."""
+    """The number of rows of a batch. Raises InputError if there are no rows, or if tensors have different numbers."""
     counts = {what: rows_of(value, dim, what) for what, (value, dim) in given.items()}
     known = {what: rows for what, rows in counts.items() if rows is not None}
     if not known:

@@ -1,7 +1,4 @@
-"""Rank host: one interface to a pipeline's ranks, wherever they run.
-
-Either all ranks run in this process, or each rank runs in its own process, one of them in this process.
-"""
+"""Rank host: one interface to a pipeline's ranks, for a single process and for one process per rank."""
 
 import copy
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -155,8 +152,8 @@ class RankHost(Protocol):
 
         Raises:
             InputError: if this rank passed a batch although ``inputs=`` forbids it, or passed none although ``inputs=``
-                requires it. An error of ``make`` is raised here; the other processes raise an ExecutionError that
-                contains its text.
+                requires it. If ``make`` raises an error, this process raises the same error, and the other processes
+                raise an ExecutionError that contains its text.
 
         """
 
@@ -175,7 +172,7 @@ class RankHost(Protocol):
     def trade(self, what: str, given: Mapping[int, Any], sources: Collection[int]) -> dict[int, Any]:
         """Send the values in ``given`` to ranks in other processes; return the values received from ``sources``.
 
-        Both dicts have an entry for each rank. ``what`` names the values in error messages.
+        ``given`` and the result map ranks to values. ``what`` names the values in error messages.
         """
 
     def abandon(self, what: str, error: BaseException) -> None:
@@ -438,7 +435,7 @@ class MeshRanks:
 def host_for(
     devices: Sequence[Any] | None, mesh: DeviceMesh | None, threads: int, timeout: float | None, inputs: Inputs
 ) -> RankHost:
-    """The host of a Pipeline with these arguments. Raises InputError, DeviceCountError, ExecutionError."""
+    """Create the host of a Pipeline from its arguments. Raises InputError, DeviceCountError, ExecutionError."""
     if inputs not in get_args(Inputs):
         raise InputError(
             f"inputs must be one of {', '.join(get_args(Inputs))}; got {inputs!r}; choose whether all ranks or only "

@@ -29,7 +29,7 @@ class StepCall:
 
     method: str
     batch: Batch
-    #: How losses are weighted; None without losses. In a call of forward, the weights apply to losses in the outputs.
+    #: The loss weights; None if there is no loss. In a call of forward, they apply to losses in the outputs.
     weighting: Weighting | None = None
     _: KW_ONLY
     return_outputs: bool = False
@@ -56,7 +56,7 @@ class StepCall:
         return self.weighting
 
     def loss(self, step_data: StepData) -> Tensor:
-        """The mini-batch's loss, in the process of the last stage."""
+        """The mini-batch's loss. Only the process of the last stage can compute it."""
         return self.counting.total([step_data.losses[microbatch] for microbatch in range(len(self.batch.rows))])
 
     def outputs(self, step_data: StepData, *, own_loss: bool) -> Any:
@@ -103,7 +103,7 @@ def dealt(call: StepCall, program: Program, bodies: Sequence[Body], num_ranks: i
     Args:
         call: rank 0's call with the whole batch.
         program: the program that the call runs.
-        bodies: the layers of the program's stages, indexed by the stages' numbers in ``program.weights``.
+        bodies: the layers of each part of the model. Stage s runs ``bodies[program.weights[s]]``.
         num_ranks: the size of the mesh; the program may use fewer ranks.
 
     Returns:

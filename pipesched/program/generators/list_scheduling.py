@@ -23,7 +23,7 @@ __all__ = ["backward_first", "whole_waves"]
 def whole_waves(shape: Shape) -> int:
     """The number of waves of a `v` placement; a wave goes down the ranks and up again.
 
-    Raises ScheduleError if the last wave is only a half.
+    Raises ScheduleError if the number of chunks per rank is odd, because the last wave would then be only half a wave.
     """
     waves, half = divmod(shape.chunks_per_rank, 2)
     if half:

@@ -63,7 +63,7 @@ def zero_bubble(
 ) -> list[Order]:
     """Write the orders of all ranks, one stage each, with the shortest span that the heuristic finds.
 
-    ZB-H1 is also tried if the limit allows it; the result's span is then at most that of ZB-H1.
+    ZB-H1 is also tried if ``max_in_flight`` allows it; the result's span is then at most that of ZB-H1.
 
     Args:
         shape: the ranks and micro-batches.
@@ -187,7 +187,7 @@ class _Pipeline:
 
     @property
     def span_s(self) -> float:
-        """The longest time from the first start to the last end of a rank."""
+        """The longest time that any rank takes from its first start to its last end."""
         return max(rank.end_s - rank.start_s for rank in self.ranks)
 
     @property
@@ -196,7 +196,7 @@ class _Pipeline:
         return max(rank.end_s for rank in self.ranks)
 
     def _run_heuristic(self, switches: Switches) -> None:
-        """Write the orders by section 3.1 of the paper, with the given choices."""
+        """Write the orders with the heuristic of section 3.1 of the paper and the given choices."""
         for rank in self.ranks:
             self._warm_up(rank, switches)
         needed = set(range(len(self.ranks)))
@@ -213,7 +213,7 @@ class _Pipeline:
                     self._run_forward(rank, switches)
 
     def _run_by_hand(self) -> None:
-        """Write ZB-H1: on rank r, weight gradients run r micro-batches after input gradients."""
+        """Write ZB-H1: on rank r, the weight gradients lag r micro-batches behind the input gradients."""
         for rank in self.ranks:
             for _ in range(min(self._m, len(self.ranks) - rank.stage)):
                 rank.run_forward(self._forward_ready_s(rank))

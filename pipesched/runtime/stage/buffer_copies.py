@@ -63,7 +63,7 @@ class BufferCopies:
         return {name: {key: live.clone() for key, live in self._live(name)} for name in self._places}
 
     def note(self, name: str, own: Mapping[str, Tensor], copies: Mapping[str, Buffers]) -> None:
-        """Record the buffers after a module's call, because the call may have replaced a copy by another tensor."""
+        """Record the buffers after a module's call, because the call may have replaced a copy with another tensor."""
         for key in self._places.get(name, ()):
             copies[name][key] = own[key]
 

@@ -31,7 +31,7 @@ def compiler(compile: Any, batch_norm: BatchNormMode) -> "Callable[[torch.device
 
     Args:
         compile: True, False, or the arguments of ``torch.compile`` by name, as in Pipeline.
-        batch_norm: as in Pipeline.
+        batch_norm: the option ``batch_norm`` of the pipeline.
 
     Raises:
         InputError: for a ``compile`` of another type, for arguments that torch.compile refuses, and for compilation
@@ -100,7 +100,7 @@ class Compiled:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """Call a compiled layer with ``mode``, the stage's mode, disabled. ``own`` replaces tensors of the layer."""
+        """Call a compiled layer with ``mode`` disabled. The tensors in ``own`` replace the layer's own."""
         compiled = self._layers.get(layer)
         if compiled is None:
             compiled = self._layers[layer] = _Layer(layer, self._compiled(layer))
@@ -119,8 +119,8 @@ class Compiled:
     def _compiled(self, layer: nn.Module) -> Callable[..., Any]:
         """The compiled function for layers with the structure of this one.
 
-        Every structure gets its own code object: torch.compile specializes a code object at most eight times and then
-        runs it eagerly, which would make the result depend on the other layers and the order of compilation.
+        Every structure gets its own code object, because torch.compile specializes a code object at most eight times
+        and then runs it eagerly. The result would then depend on the other layers and the order of compilation.
         """
         form = fingerprint(form_of(layer))
         if (self._device, form) not in self._made:

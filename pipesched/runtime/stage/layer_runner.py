@@ -210,7 +210,7 @@ class LayerRunner:
     def deliver(self, saved: MicrobatchState, weights: WeightStash) -> None:
         """End a micro-batch: accumulate all its gradients into the Parameters.
 
-        None is accumulated earlier, so an update between the I and the W of the micro-batch applies none of them.
+        No gradient is accumulated earlier, so an update between the micro-batch's I and W applies none of them.
         """
         with self._backward_mode:
             weights.deliver([*saved.version_grads, *weights.taken(saved.weights)])

@@ -102,8 +102,8 @@ class RecomputedLayers:
     def _after(self, which: _Call, layer: nn.Module, own: Mapping[str, Tensor], seen: _Seen) -> None:
         """Sort the buffers in ``seen`` by whether the call changes them.
 
-        This is found out in the call's first run with these training modes, by comparing values, because some operators
-        change a tensor without incrementing its version counter.
+        The call's first run with these training modes decides this by comparing values, because some operators change a
+        tensor without incrementing its version counter.
         """
         if not seen.still:
             return
@@ -132,7 +132,7 @@ _DEAR = frozenset({"mm", "addmm", "bmm", "baddbmm", "convolution"})
 
 
 def is_dear(operator: Any) -> bool:
-    """Whether an operator's results are kept by "recompute-cheap"."""
+    """Whether "recompute-cheap" keeps an operator's results, because they are expensive to recompute."""
     name = operator.name().removeprefix("aten::").partition(".")[0]
     return name in _DEAR or "scaled_dot_product" in name
 

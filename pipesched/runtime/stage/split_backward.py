@@ -52,9 +52,9 @@ class _WeightUses:
     def deferrable(self, outputs: Sequence[GradientEdge]) -> frozenset[Tensor]:
         """The weights that are used only in products that the backward reaches, and whose deferral saves time.
 
-        The gradient of a weight that is also used in other ways is a sum over all uses, which W could not rebuild bit
-        by bit. A product that the backward does not reach was computed for the layer's own differentiation, or without
-        gradients.
+        The gradient of a weight that is also used in other ways is a sum over all uses. W could not reproduce this sum
+        bit by bit. A product that the backward does not reach was computed for differentiation within the layer, or
+        without gradients.
         """
         passed, reached = _reached(outputs)
         uses = Counter({self._live(leaf): count for leaf, count in reached.items()})

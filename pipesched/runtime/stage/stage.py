@@ -97,7 +97,7 @@ class Stage:
         return self._saved[microbatch].products
 
     def forward(self, microbatch: int, *arrived: Payload, split: bool = False, checkpointed: bool = False) -> Any:
-        """F: run the layers on the values that arrived from the producer stages, in stage order.
+        """F: run the layers. ``arrived`` contains the value received from each producer stage, in stage order.
 
         Returns:
             The stage's output: a Payload, or a PerConsumer with one Payload for each consumer stage. On the last stage,

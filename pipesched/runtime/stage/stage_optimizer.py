@@ -32,7 +32,7 @@ class StageOptimizer:
         return [parameter for parameter in own if parameter not in self.elsewhere]
 
     def update(self, weights: WeightStash | None) -> None:
-        """Step the optimizer with the gradients accumulated since the last update; if ``late``, postpone this.
+        """Step the optimizer with the gradients accumulated since the last update. If ``late`` is set, postpone it.
 
         ``weights`` keeps the weight versions that micro-batches in flight still use.
         """
@@ -46,7 +46,7 @@ class StageOptimizer:
             weights.after_update()
 
     def update_late(self) -> None:
-        """Run the postponed update, if there is one: the gradients of tied parameters have now been summed."""
+        """Run the postponed update, if there is one. Call this after the gradients of tied parameters are summed."""
         if self._waiting:
             self._waiting = False
             self._step()

@@ -92,7 +92,7 @@ class _WeightCopy:
 
 @dataclass(frozen=True, kw_only=True)
 class _Pair:
-    """A copy and its home: the home's layers, the ranks of the home and the copy, the copy if it is in this process."""
+    """A copy (None in other processes), its home (the original layers), and the ranks of both."""
 
     home: nn.ModuleList
     home_rank: int

@@ -96,7 +96,7 @@ def spread(value: Any, spatial: int) -> list[int]:
 
 
 def _operands(grad: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-    """The output gradient and the input of a product, as matrices of the gradient's dtype, as under autocast in F."""
+    """The output gradient and the input x as matrices. x is cast to the gradient's dtype, as autocast did in F."""
     if x.dtype is not grad.dtype:
         x = x.to(grad.dtype)
     dims = x.dim()
@@ -156,7 +156,7 @@ _GROUP_BYTES = DELIVERED_BYTES
 
 
 def weight_grad(products: Sequence[Product]) -> None:
-    """W: compute the weight gradients, sum them over each weight's uses, and accumulate them, which runs hooks."""
+    """W: compute the weight gradients, sum them over each weight's uses, and accumulate them through autograd."""
     uses: _Uses = {}
     for product in reversed(products):  # the order of a backward
         for index, weight in enumerate(product.weights):
