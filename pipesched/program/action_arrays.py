@@ -65,7 +65,7 @@ class Columns:
 
     @classmethod
     def numbered(cls, stage: Ints, kind: Ints, microbatch: Ints, peer: Ints | int = -1) -> "Columns":
-        """Build columns from integer arrays. No action overlaps with another."""
+        """Build columns of actions that do not overlap. ``kind`` contains the codes of the kinds (see `CODES`)."""
         peers = np.full(len(stage), peer, np.int32) if isinstance(peer, int) else peer.astype(np.int32)
         return cls(
             stage.astype(np.int32),
@@ -153,7 +153,7 @@ class Orders(Sequence[tuple[Action, ...]]):
 
     @classmethod
     def of(cls, orders: Iterable[Iterable[Action]]) -> "Orders":
-        """Convert an iterable that contains each rank's order."""
+        """Build the orders of all ranks from the actions of each rank."""
         if isinstance(orders, Orders):
             return orders
         shown = [tuple(order) for order in orders]

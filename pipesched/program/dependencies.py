@@ -131,9 +131,7 @@ def _ends_of(action: Action, at: _At, graph: StageGraph) -> tuple[int, ...]:
 
 
 def _form(action: Action, at: _At, kind: Kind, end: int) -> Action:
-    """Build one alternative of a needed action: the other end of a transfer, a receive on ``action``'s stage, or a
-    compute action.
-    """
+    """Build an alternative of a needed action: a transfer's other end, a receive on this stage, or a compute action."""
     if at is _At.PEER:
         return Action(end, kind, action.microbatch, action.stage)
     if kind in OTHER_END:

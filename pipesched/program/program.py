@@ -144,7 +144,7 @@ class Program:
 
     @property
     def is_chains(self) -> bool:
-        """Whether the graph is one or more chains over all weight copies, and each micro-batch visits one chain."""
+        """Whether the graph consists of chains through all weight copies, and each micro-batch visits one chain."""
         num_chains, rest = divmod(self.num_stages, max(1, self.num_weights))
         copies = tuple(range(self.num_weights)) * num_chains
         if rest or self.weights != copies or self.graph != chain(self.num_stages, num_chains):

@@ -30,7 +30,7 @@ class Timing(NamedTuple):
 
 
 class Walked(NamedTuple):
-    """The result of `walk`."""
+    """The result of `walk`: the time of each action, and how far each rank came."""
 
     #: The start of each action, by row; None if it never ran.
     starts: list[Any]

@@ -119,7 +119,7 @@ def check_places(program: Program) -> None:
 
 
 def check_routes(program: Program) -> None:
-    """Check that a micro-batch that visits a stage also visits its producers and its consumers."""
+    """Check that a micro-batch that visits a stage also visits all producers and consumers of the stage."""
     for route in set(program.routes):
         if not route or len(set(route)) < len(route):
             raise ScheduleError(
@@ -144,7 +144,7 @@ def check_routes(program: Program) -> None:
 def check_complete(program: Program) -> None:
     """Check that every stage runs each micro-batch that visits it exactly once.
 
-    It must run one F, and either one B or one I and one W. In a forward-only program, it must run only the F.
+    Each micro-batch needs one F, and either one B or one I and one W. In a forward-only program, it needs only the F.
     """
     index = program.index
     columns = program.columns
@@ -232,7 +232,7 @@ def check_slices(program: Program) -> None:
 
 
 def check_overlaps(program: Program) -> None:
-    """Check that overlapping actions are an F and the next action of its rank, a B or I of another pair."""
+    """Check that overlapping actions are an F and the B or I directly after it on its rank, of different pairs."""
     columns = program.columns
     rank_of = program.orders.rank_of
     pair = program.columns.pair
@@ -297,7 +297,7 @@ def check_dependencies(program: Program) -> None:
 def check_transfers(program: Program) -> None:
     """Check the transfers of a program that has any.
 
-    Every send needs its receive, each channel (from rank, to rank, kind) must be first in, first out, and every result
+    Every send must have its receive. Each channel (from rank, to rank, kind) must be first in, first out. Every result
     that another rank needs must be transferred.
     """
     if not program.index.has(*OTHER_END):
@@ -387,7 +387,7 @@ def _has_run(program: Program, action: Action, reached: Sequence[int]) -> bool:
 
 
 def _deadlock(program: Program, waits: Mapping[int, tuple[Action, Action]]) -> str:
-    """Describe the cycle, in which each rank waits for an action of the next rank."""
+    """Describe a deadlock by a cycle of ranks, in which each rank waits for an action of the next rank."""
     chain: list[int] = []
     rank = next(iter(waits))
     while rank not in chain and rank in waits:

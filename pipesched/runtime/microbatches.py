@@ -65,7 +65,7 @@ class Batch:
 
 
 def loss_places(output: Any) -> list[int]:
-    """The positions of the model's own scalar loss among the leaves of an output."""
+    """The positions of the model's own scalar loss among the pytree leaves of an output; empty if it has none."""
     loss = loss_entry(output)
     if not isinstance(loss, Tensor) or loss.dim():
         return []
@@ -199,8 +199,8 @@ class Splitter:
     def _target_dim(self, target: Any, given: "_Given") -> int | None:
         """The dim along which the target is split.
 
-        If ``split_dims`` is one dim for all arguments, the target is split along this dim if its size there is the
-        batch's number of rows, otherwise along dim 0.
+        If ``split_dims`` is one dim for all arguments, the target is split along this dim if its size in this dim is
+        the batch's number of rows, otherwise along dim 0.
         """
         dim = self._dim("target")
         if not isinstance(self.split_dims, int) or not self.split_dims:

@@ -80,10 +80,10 @@ class SegmentedRun(Protocol):
         """The number of unfinished parts that may be queued while the caller continues."""
 
     def hand(self, orders: Sequence[tuple[Action, ...]]) -> Any:
-        """Give each rank of this process the next part of its order. Return an object for ``finish``."""
+        """Give each rank of this process the next part of its order. Return a handle for ``finish``."""
 
     def finish(self, part: Any) -> Timeline:
-        """Wait until a part that ``hand`` returned has run; return its timeline. Raises a stage's exception."""
+        """Wait until a part has run; return its timeline. ``part`` is the handle. Raises a stage's exception."""
 
     def abandon(self) -> None:
         """Stop all ranks."""
@@ -136,7 +136,7 @@ class RankHost(Protocol):
         """Register the types of the values that stages will send. Raises GraphError for a type that cannot be sent."""
 
     def fail(self, what: str, error: Exception) -> NoReturn:
-        """Raise an error here, and report it to the other processes as a failure of this process."""
+        """Raise ``error`` here, and report it to the other processes as a failure of ``what`` in this process."""
 
     def start(self) -> None:
         """Start the ranks, after all checks that need no running rank."""
@@ -183,7 +183,7 @@ class RankHost(Protocol):
 
 
 class ThreadRanks:
-    """All ranks in this process, each with a device. Several ranks may share a device."""
+    """Runs all ranks in this process, each on its device. Several ranks may share a device."""
 
     def __init__(self, devices: Sequence[torch.device], intra_op_threads: int) -> None:
         self.devices = self.all_devices = list(devices)
@@ -241,7 +241,7 @@ class ThreadRanks:
 
 
 class MeshRanks:
-    """The ranks of a one-dimensional DeviceMesh, with one process per rank. All methods are collective."""
+    """Runs the ranks of a one-dimensional DeviceMesh, with one process per rank. All methods are collective."""
 
     def __init__(self, mesh: DeviceMesh, intra_op_threads: int, timeout_s: float, inputs: Inputs = "all") -> None:
         check_type(

@@ -37,7 +37,7 @@ class StepCall:
     gather: bool = False
 
     def step_data(self, seed: int, step: int) -> StepData:
-        """The StepData of this call for the stages."""
+        """Make the `StepData` with which the stages run this call."""
         factors = None if self.weighting is None or self.method == "forward" else self.weighting.factors
         return StepData(
             seed,

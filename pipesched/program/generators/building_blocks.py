@@ -37,7 +37,7 @@ def repeated(
     Args:
         shape: the ranks, micro-batches and placement.
         block: for each stage, the slots of the forward and of the input gradient of micro-batch 0.
-        interval: the number of slots between micro-batches.
+        interval: the number of slots by which each micro-batch starts after the previous one.
         max_in_flight: the largest number of (stage, micro-batch) pairs that a rank may hold at once.
         early_forwards: whether forwards may also overtake passes that are not ready, provided that the overtaken passes
             still fit within ``max_in_flight``.

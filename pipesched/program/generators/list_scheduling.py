@@ -44,9 +44,9 @@ def backward_first(
     Args:
         shape: the ranks, micro-batches and placement.
         max_in_flight: the most (stage, micro-batch) pairs on a rank, at least its number of chunks.
-        windows: the limits to try on how far a rank's forwards may be ahead of its oldest unfinished micro-batch, in
-            micro-batches. The limit with the shortest makespan is used: running ahead as far as memory allows can be
-            slower.
+        windows: the windows to try. A window is the number of micro-batches by which a rank's forwards may be ahead of
+            its oldest unfinished micro-batch. The window with the shortest makespan is used, because running ahead as
+            far as memory allows can be slower.
         forward_time: the time of a forward, equal for all stages, in any unit.
         backward_time: the time of a backward, in the same unit.
 

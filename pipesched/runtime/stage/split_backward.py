@@ -254,7 +254,7 @@ def _is_plain(x: Any, *weights: Any) -> bool:
 
 
 def _lies_in_rows(x: Tensor) -> bool:
-    """Whether torch's own product uses x as a matrix of rows without a copy.
+    """Whether torch's own matrix product uses x as a matrix of rows without copying it.
 
     Otherwise torch copies x if the weight requires a gradient. If the weight does not, torch uses a slower method that
     rounds differently. A detached weight would select the slower method, so the caller makes the copy.

@@ -77,9 +77,10 @@ class _WeightCopy:
         return grads
 
     def _pairs(self, named: str) -> Iterator[tuple[Any, Any]]:
-        """Pairs of entries with the same name, one of the home and one of the copy.
+        """Pair each entry of the original layers with the copy's entry of the same name.
 
-        ``named`` is the method that lists the entries. Raises ExecutionError if the names differ.
+        ``named`` is the method that lists the entries, such as "named_parameters". Raises ExecutionError if the names
+        differ.
         """
         home, mine = (dict(getattr(modules, named)()) for modules in (self._home, self._copy))
         if home.keys() != mine.keys():
@@ -121,7 +122,10 @@ class WeightCopies:
         device: torch.device,
         ranks: tuple[int, int],
     ) -> _WeightCopy | None:
-        """Create a copy; None if the copy is in another process. ``ranks`` are those of the home and the copy."""
+        """Create a copy of a stage's layers; return None if the copy is in another process.
+
+        ``ranks`` contains the rank of the user's layers and the rank of the copy.
+        """
         weight_copy = _WeightCopy(layers, loss_fn, device) if self._trade.holds(ranks[1]) else None
         home_rank, rank = ranks
         home = _together(layers, loss_fn)
@@ -129,7 +133,7 @@ class WeightCopies:
         return weight_copy
 
     def refresh(self) -> None:
-        """Set all copies equal to their homes. Collective over processes."""
+        """Set all copies equal to the user's layers (their homes). Collective over processes."""
         moves = [(pair.home_rank, pair.rank, partial(_state, pair.home)) for pair in self._all]
         for pair, state in zip(self._all, moved(self._trade, "weights", moves), strict=True):
             if pair.weight_copy is not None:

@@ -73,7 +73,7 @@ def saving_input(x: Tensor, product: Product) -> Tensor:
 
 
 class _SavedInput(torch.autograd.Function):
-    """An autograd node in front of a product. Its output is the tensor in ``again``, which autograd treats as new."""
+    """An autograd node in front of a product. It returns the tensor in ``again``, so autograd sees a new tensor."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, again: tuple[Tensor], product: Product) -> Tensor:

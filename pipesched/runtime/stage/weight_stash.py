@@ -35,7 +35,7 @@ class _Holder(nn.Module):
 
 
 class WeightStash:
-    """The weight versions of one stage.
+    """Keeps the versions of one stage's weights that micro-batches in flight use.
 
     Args:
         modules: the modules of the stage, by name.
