@@ -300,7 +300,12 @@ def check_program(program: Any) -> None:
 
 
 def _descents(columns: Columns, family: tuple[Kind, ...]) -> Ints:
-    """The rows with a lower micro-batch than the previous row of their stage, among rows of the kinds in ``family``."""
+    """Find the actions that are out of micro-batch order on their stage. Only the kinds in ``family`` are compared.
+
+    Returns:
+        The rows of the actions that have a lower micro-batch than the previous action of the stage.
+
+    """
     rows = np.flatnonzero(columns.are(*family))
     rows = rows[np.argsort(columns.stage[rows], kind="stable")]
     stage = columns.stage[rows]

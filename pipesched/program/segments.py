@@ -1,4 +1,4 @@
-"""Segments: the orders of asynchronous steps, for any number of steps that run without draining.
+"""Segments: divides the orders of an asynchronous schedule into steps, so that any number of steps can run in sequence.
 
 A schedule generates a program of a fixed number of steps, but training runs any number. Each rank's order is cut before
 the first action of each step, into one segment per step. This module checks that the schedule repeats: after the

@@ -77,7 +77,7 @@ def _first(rows: Mask) -> int | None:
 
 
 def check_places(program: Program) -> None:
-    """Check that stages are on existing ranks and actions on their stage's rank, and that all numbers are in range."""
+    """Check that stages and micro-batches are in range, stages on existing ranks, and actions on their stage's rank."""
     if program.num_microbatches < 1 or program.num_stages < 1:
         raise ScheduleError(
             f"a program must have at least one stage and one micro-batch; this program has {program.num_stages} stages "

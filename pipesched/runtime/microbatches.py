@@ -40,7 +40,7 @@ class Batch:
     looks: list[Hashable] = field(default_factory=list)
 
     def looking(self, look: Callable[[Any], Hashable]) -> list[Hashable]:
-        """Compute each micro-batch's form with ``look``, once per number of rows: equal row counts give equal forms."""
+        """Compute each micro-batch's form (dtypes and shapes). ``look`` runs once for each different number of rows."""
         looks = {rows: look(value) for rows, value in dict(zip(self.rows, self.inputs, strict=True)).items()}
         return [looks[rows] for rows in self.rows]
 
@@ -84,7 +84,7 @@ class Weighting(NamedTuple):
     shares: list[float | None]
 
     def weighted(self, losses: Sequence[Tensor]) -> list[Tensor]:
-        """The micro-batches' losses, multiplied by their factors."""
+        """Multiply the micro-batches' losses by their factors."""
         return [
             loss if factor is None else loss * factor if factor else torch.zeros_like(loss)
             for loss, factor in zip(losses, self.factors, strict=True)
@@ -285,7 +285,7 @@ _Given = dict[str, tuple[Any, int | None]]
 
 
 def _common_rows(given: _Given) -> int:
-    """The number of rows of a batch. Raises InputError if there are no rows, or if tensors have different numbers."""
+    """The number of rows of a batch. Raises InputError if it is 0, or if tensors have different numbers of rows."""
     counts = {what: rows_of(value, dim, what) for what, (value, dim) in given.items()}
     known = {what: rows for what, rows in counts.items() if rows is not None}
     if not known:

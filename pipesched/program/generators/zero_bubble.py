@@ -25,19 +25,19 @@ class StageTimes(Protocol):
 
     @property
     def forward_s(self) -> Sequence[float]:
-        """The time of F, by stage."""
+        """The seconds that a forward (F) takes on each stage."""
 
     @property
     def input_grad_s(self) -> Sequence[float]:
-        """The time of I, by stage."""
+        """The seconds that an input gradient (I) takes on each stage."""
 
     @property
     def weight_grad_s(self) -> Sequence[float]:
-        """The time of W, by stage."""
+        """The seconds that a weight gradient (W) takes on each stage."""
 
     @property
     def transfer_s(self) -> float:
-        """The time of a message between neighbouring ranks."""
+        """The seconds that a message between neighbouring ranks takes."""
 
 
 class _Equal(NamedTuple):
@@ -51,7 +51,7 @@ class _Equal(NamedTuple):
 
 
 class Switches(NamedTuple):
-    """The three choices that the paper leaves open."""
+    """The three choices that the paper leaves open, each as a switch."""
 
     late_input_grad: bool  # a warm-up forward may delay the first input gradient
     input_grad_first: bool  # a forward that is not needed yet must not delay an input gradient
@@ -192,7 +192,7 @@ class _Pipeline:
 
     @property
     def makespan_s(self) -> float:
-        """The time at which the last rank ends; rank 0 starts at 0."""
+        """The time in seconds at which the last rank ends; rank 0 starts at 0."""
         return max(rank.end_s for rank in self.ranks)
 
     def _run_heuristic(self, switches: Switches) -> None:
@@ -227,13 +227,13 @@ class _Pipeline:
                     rank.run_forward(self._forward_ready_s(rank))
 
     def _forward_ready_s(self, rank: _Rank) -> float:
-        """The time at which the input of the next forward is ready."""
+        """The time in seconds at which the input of the rank's next forward is ready."""
         if rank.stage == 0:
             return 0
         return self.ranks[rank.stage - 1].forward_ends[rank.forwards] + self._transfer_s
 
     def _input_grad_ready_s(self, rank: _Rank) -> float:
-        """The time at which the output gradient for the next input gradient is ready."""
+        """The time in seconds at which the output gradient for the rank's next input gradient is ready."""
         if rank is self.ranks[-1]:
             return rank.forward_ends[rank.input_grads]
         return self.ranks[rank.stage + 1].input_grad_ends[rank.input_grads] + self._transfer_s

@@ -145,7 +145,7 @@ def _equal(one: Any, other: Any) -> bool:
 
 
 def _near(state: Any, parameter: nn.Parameter, group: _Group) -> Any:
-    """A parameter's optimizer state, on the parameter's device.
+    """Move a parameter's optimizer state to the parameter's device.
 
     A step count on the host stays there, unless the optimizer counts steps on the device.
     """

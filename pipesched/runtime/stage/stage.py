@@ -226,7 +226,7 @@ class Stage:
         return (Payload.joined([given, *arrived]) if arrived else given), True
 
     def _buffers_copied(self, output: Payload) -> Payload:
-        """The output, with clones in place of this stage's buffers, because the next forward may change the buffers."""
+        """Clone tensors of the output that are buffers of this stage: the next forward may change the buffers."""
         own = {memory_of(buffer) for layer in self.layers.values() for buffer in layer.buffers()}
         return output.map_tensors(lambda one: one.clone() if memory_of(one) in own else one) if own else output
 

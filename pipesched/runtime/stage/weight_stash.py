@@ -64,7 +64,7 @@ class WeightStash:
         return self._held[self._uses.version(microbatch)]
 
     def during(self, weights: Tensors, act: Callable[[], None]) -> None:
-        """Call ``act``, a backward, while the modules hold ``weights``: torch.utils.checkpoint may call the modules."""
+        """Call ``act``, a backward, with ``weights`` in the modules, because torch.utils.checkpoint may call these."""
         tensors = {
             f"held.{index}.{key}": tensor
             for index, named in enumerate(weights.values())
