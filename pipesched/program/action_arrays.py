@@ -181,7 +181,7 @@ class Orders(Sequence[tuple[Action, ...]]):
 
     @property
     def rank_of(self) -> Ints:
-        """The rank of each row."""
+        """The rank that each row belongs to."""
         return np.repeat(np.arange(len(self)), np.diff(self.offsets))
 
     def place(self, row: int) -> tuple[int, int]:

@@ -47,7 +47,7 @@ class StageGraph:
 
     @cached_property
     def edge_codes(self) -> Ints:
-        """An integer for each edge, ascending: producer x number of stages + consumer."""
+        """For each edge, the integer producer x number of stages + consumer, in ascending order."""
         return np.array([a * len(self.consumers) + b for a, b in self.edges], np.int64)
 
     def ends(self, table: tuple[tuple[int, ...], ...]) -> list[Ints]:

@@ -24,7 +24,7 @@ class Held(NamedTuple):
 
     @classmethod
     def of(cls, takes: Ints, gives: Ints) -> "Held":
-        """Compute the held amounts from what each action takes at its start and frees at its end."""
+        """Compute the held amounts from the amounts that each action takes at its start and frees at its end."""
         after = np.cumsum(takes - gives)
         return cls(after + gives, after)
 

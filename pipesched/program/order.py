@@ -383,7 +383,7 @@ class Schedule:
 
 
 def _required(function: OrderFunction) -> list[str]:
-    """The positional parameters without defaults of a schedule's function."""
+    """The names of the positional parameters of a schedule's function that have no default."""
     parameters = inspect.signature(function).parameters.values()
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return [p.name for p in parameters if p.kind in positional and p.default is p.empty]

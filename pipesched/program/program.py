@@ -119,7 +119,7 @@ class Program:
 
     @property
     def columns(self) -> Columns:
-        """All actions, rank after rank."""
+        """The actions of all ranks as arrays, rank after rank."""
         return self.orders.columns
 
     @property
@@ -163,7 +163,7 @@ class Program:
 
     @cached_property
     def index(self) -> Index:
-        """The row of each action in `columns`."""
+        """A lookup table from each action to its row in `columns`."""
         return Index(self.columns, self.graph, self.num_microbatches)
 
     @cached_property

@@ -30,7 +30,7 @@ class Timing(NamedTuple):
 
 
 class Walked(NamedTuple):
-    """The result of `walk`: the time of each action, and how far each rank came."""
+    """The result of `walk`: the times of each action, and the number of actions that each rank ran."""
 
     #: The start of each action, by row; None if it never ran.
     starts: list[Any]

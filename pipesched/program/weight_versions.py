@@ -112,7 +112,7 @@ def check_versions(program: Program) -> None:
 
 
 def _placed(program: Program) -> list[list[tuple[int, Action]]]:
-    """For each stage, its actions and their positions in the order of its rank, as (position, action)."""
+    """For each stage, its (position, action) pairs in the order of its rank, where position counts all actions."""
     placed: list[list[tuple[int, Action]]] = [[] for _ in program.placement]
     for order in program.orders:
         for position, action in enumerate(order):

@@ -99,7 +99,10 @@ class Stream:
             return self._losses[max(0, self._steps - 2)]
 
     def flush(self) -> Tensor:
-        """Finish all queued steps, end the stream, and return the last step's loss. Raises the errors of ``step``."""
+        """Finish all queued steps, end the stream, and return the last step's loss.
+
+        Raises the same errors as ``step``.
+        """
         with self._alone("flush"):
             while self._parts:
                 self._finish_step()

@@ -157,7 +157,7 @@ class Splitter:
     def resized(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, rows: int) -> Batch:
         """Make a batch of one micro-batch with ``rows`` rows, dropping or repeating rows of a sample as needed.
 
-        Raises the errors of ``batch``.
+        Raises the same errors as ``batch``.
         """
         whole = replace(self, num_microbatches=1).batch(args, kwargs, target)
         has = whole.rows[0]

@@ -83,7 +83,7 @@ class SegmentedRun(Protocol):
         """Give each rank of this process the next part of its order. Return a handle for ``finish``."""
 
     def finish(self, part: Any) -> Timeline:
-        """Wait until a part has run; return its timeline. ``part`` is the handle. Raises a stage's exception."""
+        """Wait until the part with this handle has run, and return its timeline. Raises a stage's exception."""
 
     def abandon(self) -> None:
         """Stop all ranks."""
@@ -99,7 +99,7 @@ class Executor(Protocol):
         """Begin a run that receives the ranks' orders in parts. No other run starts before ``end``."""
 
     def end(self, run: Any) -> None:
-        """End a run."""
+        """End a run that ``begin`` returned."""
 
     def check_outside(self, method: str) -> None:
         """Raise ExecutionError if the caller is inside a running step. The message names the called ``method``."""

@@ -110,7 +110,7 @@ def dealt(call: StepCall, program: Program, bodies: Sequence[Body], num_ranks: i
         Rank 0's own call, and the message for each rank.
 
     Raises:
-        InputError: if another rank needs an input that requires a gradient: the gradient could not be returned.
+        InputError: if another rank needs an input that requires a gradient, because rank 0 could not get the gradient.
 
     """
     batch = call.batch
@@ -156,7 +156,7 @@ def received(message: tuple[Any, ...]) -> StepCall:
 
 
 def _needed(value: Any, takers: Sequence[Body]) -> Any:
-    """A micro-batch's inputs, with tensors that none of the bodies uses replaced by `_Unsent`."""
+    """A micro-batch's inputs, in which `_Unsent` replaces the tensors that none of the ``takers`` uses."""
     leaves, spec = pytree.tree_flatten(value)
     columns = zip(leaves, *(pytree.tree_leaves(body.inputs(value)) for body in takers), strict=True)
     return pytree.tree_unflatten(

@@ -144,7 +144,7 @@ class _Rank:
         return self.forwards - self.input_grads + self._share * self.owed
 
     def run_forward(self, ready_s: float) -> None:
-        """Run the next micro-batch's forward, when its input is ready."""
+        """Run the next micro-batch's forward, not before its input is ready at ``ready_s``."""
         if not self.forwards:
             self.start_s = self.end_s = ready_s
         self._run(ready_s, self.forward_s)
@@ -152,13 +152,13 @@ class _Rank:
         self.order.F(self.stage)
 
     def run_input_grad(self, ready_s: float) -> None:
-        """Run the next micro-batch's input gradient, when the gradient of its output is ready."""
+        """Run the next micro-batch's input gradient, not before the gradient of its output is ready at ``ready_s``."""
         self._run(ready_s, self.input_grad_s)
         self.input_grad_ends.append(self.end_s)
         self.order.I(self.stage)
 
     def run_weight_grad(self) -> None:
-        """Run the oldest weight gradient that can run."""
+        """Run the oldest weight gradient that is due."""
         self._run(self.end_s, self.weight_grad_s)
         self.weight_grads += 1
         self.order.W(self.stage)

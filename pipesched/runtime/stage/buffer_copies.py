@@ -32,7 +32,7 @@ def own_buffers(module: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
 
 
 def buffers_of(layer: nn.Module) -> Buffers:
-    """Copies of all buffers of a layer, by name."""
+    """Clone all buffers of a layer; return the clones by name."""
     return {name: buffer.clone() for name, buffer in layer.named_buffers()}
 
 
@@ -63,7 +63,7 @@ class BufferCopies:
         return {name: {key: live.clone() for key, live in self._live(name)} for name in self._places}
 
     def note(self, name: str, own: Mapping[str, Tensor], copies: Mapping[str, Buffers]) -> None:
-        """Record the buffers after a module's call, because the call may have replaced a copy with another tensor."""
+        """After a module's call, store its buffers in ``copies``: the call may have replaced a copy by a new tensor."""
         for key in self._places.get(name, ()):
             copies[name][key] = own[key]
 

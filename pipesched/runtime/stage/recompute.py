@@ -26,7 +26,7 @@ _Call = tuple[str, int]
 
 
 class _Seen(NamedTuple):
-    """A layer's buffers before a call."""
+    """A layer's buffers before a call, divided by whether the call changes them."""
 
     #: Copies of the buffers that the call changes.
     copies: dict[str, Tensor]

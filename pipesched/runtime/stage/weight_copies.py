@@ -33,8 +33,8 @@ _Tensors = list[Tensor | None]
 class _WeightCopy:
     """A copy of a stage's layers and of its loss module; tensors shared between layers are shared between their copies.
 
-    Module hooks that were registered before the copy was made run for the home and for the copy. Raises GraphError for
-    layers that cannot be copied.
+    Module hooks that were registered before the copy was made run for the original layers and for the copy. Raises
+    GraphError for layers that cannot be copied.
     """
 
     def __init__(
@@ -54,9 +54,9 @@ class _WeightCopy:
         self.layers = dict(zip(layers, copies, strict=False))
 
     def refresh(self, state: Sequence[Tensor]) -> None:
-        """Set the copy equal to the home: tensors, ``requires_grad``, and the modules' modes and other settings.
+        """Set tensors, ``requires_grad``, and the modules' modes and other settings to those of the original layers.
 
-        ``state`` holds the home's buffers, then its parameters.
+        ``state`` holds the buffers of the original layers, then their parameters.
         """
         for theirs, mine in self._pairs("named_modules"):
             settings = {name: value for name, value in vars(theirs).items() if isinstance(value, _SETTINGS)}
@@ -93,7 +93,7 @@ class _WeightCopy:
 
 @dataclass(frozen=True, kw_only=True)
 class _Pair:
-    """A copy (None in other processes), its home (the original layers), and the ranks of both."""
+    """A copy (None in other processes), the original layers (``home``), and the ranks of both."""
 
     home: nn.ModuleList
     home_rank: int
@@ -104,7 +104,7 @@ class _Pair:
 class WeightCopies:
     """All weight copies of a pipeline, in stage order.
 
-    ``target`` maps a home's parameter and a rank to the tensor that receives the parameter's gradients.
+    ``target`` maps a parameter of the original layers and a rank to the tensor that receives its gradients.
     """
 
     def __init__(self, trade: Trade, target: Callable[[nn.Parameter, int], Tensor]) -> None:
@@ -124,7 +124,7 @@ class WeightCopies:
     ) -> _WeightCopy | None:
         """Create a copy of a stage's layers; return None if the copy is in another process.
 
-        ``ranks`` contains the rank of the user's layers and the rank of the copy.
+        ``ranks`` contains the rank of the original layers and the rank of the copy.
         """
         weight_copy = _WeightCopy(layers, loss_fn, device) if self._trade.holds(ranks[1]) else None
         home_rank, rank = ranks
@@ -133,7 +133,7 @@ class WeightCopies:
         return weight_copy
 
     def refresh(self) -> None:
-        """Set all copies equal to the user's layers (their homes). Collective over processes."""
+        """Set all copies equal to the original layers. Collective over processes."""
         moves = [(pair.home_rank, pair.rank, partial(_state, pair.home)) for pair in self._all]
         for pair, state in zip(self._all, moved(self._trade, "weights", moves), strict=True):
             if pair.weight_copy is not None:
@@ -141,7 +141,7 @@ class WeightCopies:
 
     @contextmanager
     def delivering(self) -> Iterator[None]:
-        """A context around a run. At its end, the copies' gradients are added to the homes' gradients in stage order.
+        """A context around a run. At its end, the copies' gradients are added to the original layers', in stage order.
 
         If the run fails, the copies' gradients are dropped. Collective over processes.
         """
