@@ -241,7 +241,7 @@ class _Pipeline:
     def _warm_up(self, rank: _Rank, switches: Switches) -> None:
         """Run forwards until the first input gradient can start.
 
-        The rank runs fewer forwards than the previous rank, unless its next rank needs more, and never exceeds the
+        The rank runs fewer forwards than the previous rank, unless the later ranks need more, and never exceeds the
         memory limit.
         """
         behind = self.ranks[rank.stage + 1 :]
