@@ -1,1 +1,1 @@
-"""Programs: schedules as data, with their validation, text form, lowering, and the tools to write them."""
+"""Programs: the orders of actions that schedules generate, with validation, text form, lowering, and loading."""

@@ -1,7 +1,7 @@
 """Action arrays: many actions as arrays of integers, one row per action.
 
-A program for a thousand ranks has millions of actions. Code that visits all of them works on these arrays; code that
-visits a few reads rows as `Action`.
+A program for a thousand ranks has millions of actions. Code that processes all of them works on these arrays. Code that
+needs only a few reads them as `Action` objects.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -25,7 +25,7 @@ _KINDS = tuple(Kind)
 NUM_KINDS = len(_KINDS)
 #: The integer code of each kind in `Columns.kind`.
 CODES: dict[Kind, int] = {kind: code for code, kind in enumerate(_KINDS)}
-MOST_SLOTS = 64  # table slots per action; a sparser table means wrong counts, and might not fit in memory
+MOST_SLOTS = 64  # limit on table slots per action: a sparser table means wrong counts, and might not fit in memory
 _COMPUTES = np.array([KINDS[kind].lane is Lane.COMPUTE for kind in _KINDS])
 
 
@@ -39,12 +39,12 @@ class Columns:
     microbatch: Ints
     #: The other stage of a transfer; -1 for other actions.
     peer: Ints
-    #: Whether the action overlaps with the next row: both start together.
+    #: Whether the action overlaps with the action in the next row: both start together.
     joined: Mask
 
     @classmethod
     def of(cls, actions: Iterable[Action]) -> "Columns":
-        """Convert actions to columns. Raises ScheduleError for values other than actions with integers below 2**31."""
+        """Convert actions to columns. Raises ScheduleError for other values and for numbers beyond 32 bits."""
         try:
             rows: list[tuple[Any, ...]] = [
                 (stage, CODES[kind], mb, -1 if peer is None else peer) for stage, kind, mb, peer in actions
@@ -65,7 +65,7 @@ class Columns:
 
     @classmethod
     def numbered(cls, stage: Ints, kind: Ints, microbatch: Ints, peer: Ints | int = -1) -> "Columns":
-        """Build columns from integer arrays, without overlapping actions."""
+        """Build columns of actions that do not overlap. ``kind`` contains the codes of the kinds (see `CODES`)."""
         peers = np.full(len(stage), peer, np.int32) if isinstance(peer, int) else peer.astype(np.int32)
         return cls(
             stage.astype(np.int32),
@@ -99,23 +99,23 @@ class Columns:
         return tuple(getattr(self, field.name) for field in fields(self))
 
     def action(self, row: int) -> Action:
-        """One row as an Action."""
+        """The action in a row."""
         return next(iter(self[row : row + 1]))
 
     def are(self, *kinds: Kind) -> Mask:
-        """A mask of the rows of these kinds."""
+        """A mask of the rows with an action of one of these kinds."""
         chosen = np.zeros(NUM_KINDS, np.bool_)
         chosen[[CODES[kind] for kind in kinds]] = True
         return chosen[self.kind]
 
     @property
     def compute(self) -> Mask:
-        """A mask of the rows on the compute lane."""
+        """A mask of the rows with a compute action, as opposed to a copy or a message."""
         return _COMPUTES[self.kind]
 
     @property
     def overlapping(self) -> Mask:
-        """A mask of the rows that overlap with the row before them."""
+        """A mask of the rows whose action overlaps with the action in the previous row."""
         second = np.zeros(len(self), np.bool_)
         second[1:] = self.joined[:-1]
         return second
@@ -127,21 +127,21 @@ class Columns:
         pair: Ints = self.stage.astype(np.int64) * width + self.microbatch
         if pair.max(initial=0) <= MOST_SLOTS * (len(pair) + 1024):
             return pair
-        return np.unique(pair, return_inverse=True)[1].reshape(-1)  # small, so that a table of all fits in memory
+        return np.unique(pair, return_inverse=True)[1].reshape(-1)  # consecutive, so that a table of all fits in memory
 
     @staticmethod
     def joined_up(parts: Sequence["Columns"]) -> "Columns":
-        """Concatenate columns: the rows of the first part, then those of the next, and so on."""
+        """Concatenate the rows of all parts, in the given order."""
         if not parts:
             return Columns.of(())
         return Columns(*(np.concatenate(columns) for columns in zip(*(part._all() for part in parts), strict=True)))
 
 
 class Orders(Sequence[tuple[Action, ...]]):
-    """The orders of all ranks, as a sequence of tuples of actions. They are stored as columns, rank after rank.
+    """The orders of all ranks: a sequence with one tuple of actions per rank, stored as columns, rank after rank.
 
-    The rows of rank r are ``offsets[r]`` to ``offsets[r + 1]``. An object equals a tuple or list of the same
-    tuples of actions.
+    Rank r has the rows ``offsets[r]`` to ``offsets[r + 1] - 1``. An `Orders` compares equal to a tuple or list of the
+    same tuples of actions.
     """
 
     __slots__ = ("_shown", "columns", "offsets")
@@ -153,7 +153,7 @@ class Orders(Sequence[tuple[Action, ...]]):
 
     @classmethod
     def of(cls, orders: Iterable[Iterable[Action]]) -> "Orders":
-        """Convert any sequence of orders, one per rank."""
+        """Build the orders of all ranks from the actions of each rank."""
         if isinstance(orders, Orders):
             return orders
         shown = [tuple(order) for order in orders]
@@ -163,7 +163,7 @@ class Orders(Sequence[tuple[Action, ...]]):
 
     @classmethod
     def of_ranks(cls, ranks: Sequence[Columns]) -> "Orders":
-        """Build the orders from the columns of each rank."""
+        """Build the orders of all ranks from the columns of each rank."""
         return cls(Columns.joined_up(ranks), _offsets(map(len, ranks)))
 
     def parts(self) -> tuple[Ints | Mask, ...]:
@@ -181,16 +181,16 @@ class Orders(Sequence[tuple[Action, ...]]):
 
     @property
     def rank_of(self) -> Ints:
-        """The rank of each row."""
+        """The rank that each row belongs to."""
         return np.repeat(np.arange(len(self)), np.diff(self.offsets))
 
     def place(self, row: int) -> tuple[int, int]:
-        """The rank of a row, and its position in that rank's order."""
+        """The rank of a row, and the position of the row in that rank's order."""
         rank = int(np.searchsorted(self.offsets, row, side="right")) - 1
         return rank, row - int(self.offsets[rank])
 
     def where(self, rows: Mask) -> "Orders":
-        """Keep the rows that a mask selects. An overlapping action no longer overlaps if its partner is not kept."""
+        """Keep only the rows that a mask selects. If one of two overlapping actions is removed, the overlap ends."""
         kept = np.concatenate([[0], np.cumsum(rows)])
         columns = self.columns[rows]
         columns.joined[:] &= np.concatenate([rows[1:], [False]])[rows]

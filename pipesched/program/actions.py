@@ -16,7 +16,7 @@ __all__ = ["KINDS", "OTHER_END", "Action", "Holding", "Kind", "Lane"]
 
 
 class Lane(StrEnum):
-    """The resource of a rank that an action occupies. Only compute counts for the bubble."""
+    """The resource of a rank that an action occupies. A rank's bubble is the idle time of COMPUTE only."""
 
     COMPUTE = "compute"
     COPY = "copy"
@@ -47,11 +47,11 @@ class Holding(StrEnum):
     ACTIVATIONS = "activations"  # the tensors saved for the backward
     OFFLOADED = "offloaded"  # the part of the activations that is on the host between FREE and FETCH
     WEIGHT_GRAD = "weight_grad"  # the tensors that W needs, from I to W
-    WEIGHTS = "weights"  # an old version of a stage's weights, still used by micro-batches in flight
+    WEIGHTS = "weights"  # an old version of a stage's weights that micro-batches in flight still use
 
 
 class _KindRow(NamedTuple):
-    """The properties of a kind: its lane, the memory taken when an action starts, and the memory freed at its end."""
+    """The properties of a kind of action: its lane, the memory taken at its start, and the memory freed at its end."""
 
     lane: Lane
     takes: Holding | None = None
@@ -61,7 +61,8 @@ class _KindRow(NamedTuple):
 _EVERYTHING = (Holding.INPUT, Holding.ACTIVATIONS, Holding.WEIGHT_GRAD)
 
 #: The table of kinds. F takes INPUT instead of ACTIVATIONS if the program has an R for its (stage, micro-batch) pair.
-#: UPDATE takes WEIGHTS if micro-batches still use the version that it replaces, until the last of them has ended.
+#: UPDATE takes WEIGHTS only if micro-batches in flight still use the version that it replaces. This memory is freed
+#: when the last of these micro-batches has ended.
 KINDS: dict[Kind, _KindRow] = {
     Kind.F: _KindRow(Lane.COMPUTE, takes=Holding.ACTIVATIONS),
     Kind.B: _KindRow(Lane.COMPUTE, gives=_EVERYTHING),
@@ -91,7 +92,7 @@ _TEXT = re.compile(r"([0-9]{1,9})([A-Z_]+)([0-9]{1,9})(?:([<>])([0-9]{1,9}))?")
 
 
 class Action(NamedTuple):
-    """An action of the rank that holds ``stage``, for ``microbatch``. ``peer``: the other stage of a transfer."""
+    """An operation of a stage for a micro-batch. ``peer`` is the other stage of a transfer; None for other actions."""
 
     stage: int
     kind: Kind
@@ -109,7 +110,7 @@ class Action(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> "Action":
-        """Read the text form. Raises ScheduleError, with the expected form in the message."""
+        """Parse the text form of an action. Raises ScheduleError for any other text."""
         match = _TEXT.fullmatch(text) if isinstance(text, str) else None
         if match is None or match[2] not in Kind.__members__:
             kinds = ", ".join(Kind)

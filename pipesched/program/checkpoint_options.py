@@ -17,19 +17,19 @@ __all__ = [
     "offloading",
 ]
 
-#: For whole stages: for which micro-batches the stage's forward is recomputed (R) before the backward.
+#: An option for whole stages: the micro-batches whose forward is recomputed (R) before their backward.
 CheckpointMode = Literal["never", "always", "except_last"]
-#: For one layer: "recompute" runs its forward again inside its backward; "recompute-cheap" does so, but keeps the
-#: results of matrix products and attention; "offload" moves its saved tensors to the host until the backward.
+#: An option for one layer. "recompute" runs its forward again during its backward. "recompute-cheap" does the same, but
+#: keeps the results of matrix products and attention. "offload" moves its saved tensors to the host until the backward.
 LayerCheckpoint = Literal["recompute", "recompute-cheap", "offload"]
 #: One mode for all stages, or an option for each named layer; other layers keep their activations.
 Checkpoint = CheckpointMode | Mapping[str, LayerCheckpoint]
 
 
 def as_checkpoint(checkpoint: Any, layers: Iterable[str]) -> Checkpoint:
-    """Check a checkpoint option against the model's layers, and sort its layers in model order.
+    """Validate a checkpoint option, and return it with its layers in model order.
 
-    Raises ScheduleError for an unknown mode or option, and for a layer that does not exist.
+    Raises ScheduleError for an unknown mode or option, and for a layer that is not in the model.
     """
     if not isinstance(checkpoint, Mapping):
         if checkpoint not in get_args(CheckpointMode):
@@ -61,7 +61,7 @@ def checkpoint_by_layer(checkpoint: Checkpoint) -> Mapping[str, LayerCheckpoint]
 
 
 def offloading(checkpoint: Checkpoint, stages: Iterable[Iterable[str]]) -> frozenset[int]:
-    """The stages that have an offloaded layer, as numbers. stages: the layers of each stage."""
+    """The numbers of the stages that contain an offloaded layer. ``stages`` holds the layer names of each stage."""
     keep = checkpoint_by_layer(checkpoint)
     return frozenset(
         stage for stage, layers in enumerate(stages) if any(keep.get(layer) == "offload" for layer in layers)

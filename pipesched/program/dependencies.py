@@ -1,7 +1,7 @@
 """Dependencies: which actions must have ended before an action starts.
 
-``NEEDS`` is the only statement of these rules. ``needs`` applies it to one action, for messages; ``requirements``
-applies it to all actions at once. The validator, the lowering, the simulator and the executors all use it.
+``NEEDS`` is the single definition of these rules. ``needs`` applies it to one action, for error messages;
+``requirements`` applies it to all actions at once. The validator, the lowering, the simulator and the executors use it.
 """
 
 from collections.abc import Container, Iterable, Iterator, Sequence
@@ -25,7 +25,7 @@ BACKWARDS = (Kind.B, Kind.I)
 
 @dataclass(frozen=True)
 class StageGraph:
-    """The producers and consumers of each stage, ascending."""
+    """For each stage, the stages that produce its inputs and those that consume its output, in ascending order."""
 
     producers: tuple[tuple[int, ...], ...]
     consumers: tuple[tuple[int, ...], ...]
@@ -47,18 +47,21 @@ class StageGraph:
 
     @cached_property
     def edge_codes(self) -> Ints:
-        """An integer for each edge, ascending: producer x number of stages + consumer."""
+        """For each edge, the integer producer x number of stages + consumer, in ascending order."""
         return np.array([a * len(self.consumers) + b for a, b in self.edges], np.int64)
 
     def ends(self, table: tuple[tuple[int, ...], ...]) -> list[Ints]:
-        """``producers`` or ``consumers`` as arrays by stage: the n-th array has each stage's n-th entry, or -1."""
+        """Convert ``producers`` or ``consumers`` to arrays indexed by stage.
+
+        The n-th array contains the n-th producer or consumer of each stage; -1 if the stage has fewer.
+        """
         most = max(map(len, table), default=0)
         return [np.array([row[nth] if nth < len(row) else -1 for row in table], np.int64) for nth in range(most)]
 
 
 @cache
 def chain(num_stages: int, num_chains: int = 1) -> StageGraph:
-    """The default graph: every stage feeds the next. With several chains, they are separate and of equal length."""
+    """The default graph: every stage feeds the next. Several chains have equal lengths and no edges between them."""
     length = num_stages // num_chains
     return StageGraph.of(num_stages, [(s, s + 1) for s in range(num_stages - 1) if (s + 1) % length])
 
@@ -73,11 +76,11 @@ class _At(Enum):
 
 
 class _Need(NamedTuple):
-    """One dependency: an action on the stages ``at``, of the first kind in ``kinds`` that the program has.
+    """One dependency: the location of the needed action (``at``), and its possible kinds, in order of preference.
 
-    The kinds are alternatives. A backward may be split (I) or whole (B), a stage may be recomputed (R), and an edge may
-    be a transfer (RECV) or lie inside one rank. If the program has none of the kinds, an action of the last kind is
-    missing.
+    The kinds are alternatives: a backward may be split (I) or whole (B), a stage may be recomputed (R), and an edge may
+    be a transfer (RECV) or lie inside one rank. The first alternative that the program contains counts. If it contains
+    none, an action of the last kind is reported as missing.
     """
 
     at: _At
@@ -107,8 +110,8 @@ NEEDS: dict[Kind, tuple[_Need, ...]] = {
 def needs(action: Action, graph: StageGraph, present: Container[Action]) -> Iterator[Action]:
     """Yield the actions that must have ended before ``action`` starts.
 
-    ``present`` contains the program's actions. A needed action has several forms, such as I and B; if the program has
-    none of them, the last one is yielded.
+    A dependency may have alternatives, such as I and B. The first alternative in ``present`` (the program's actions) is
+    yielded; if there is none, the last alternative.
     """
     for need in NEEDS.get(action.kind, ()):
         for end in _ends_of(action, need.at, graph):
@@ -128,7 +131,7 @@ def _ends_of(action: Action, at: _At, graph: StageGraph) -> tuple[int, ...]:
 
 
 def _form(action: Action, at: _At, kind: Kind, end: int) -> Action:
-    """Build one form of a needed action: the other end of a transfer, a receive on this stage, or a compute action."""
+    """Build an alternative of a needed action: a transfer's other end, a receive on this stage, or a compute action."""
     if at is _At.PEER:
         return Action(end, kind, action.microbatch, action.stage)
     if kind in OTHER_END:
@@ -137,9 +140,9 @@ def _form(action: Action, at: _At, kind: Kind, end: int) -> Action:
 
 
 class Index:
-    """Finds the row of an action in a program's columns, or -1 if the program does not have it.
+    """A lookup table from actions to their rows in a program's columns, with -1 for actions not in the program.
 
-    The table has a slot for each (kind, stage, micro-batch), and for transfers for each (kind, edge, micro-batch).
+    A compute action has a slot for each (kind, stage, micro-batch), a transfer for each (kind, edge, micro-batch).
     """
 
     def __init__(self, columns: Columns, graph: StageGraph, num_microbatches: int) -> None:
@@ -158,7 +161,7 @@ class Index:
                     f"{shown(num_microbatches)} micro-batches, but only {len(columns)} actions; correct the counts or "
                     f"add the actions"
                 )
-        self._table = np.full(size + 1, -1, np.int32)  # the last slot stays empty, for actions without a slot
+        self._table = np.full(size + 1, -1, np.int32)  # the extra last slot stays -1; all invalid actions map to it
         self.slots = self._slots(columns.kind, columns.stage, columns.microbatch, columns.peer)
         self._table[self.slots] = np.arange(len(columns))
         self._table[size] = -1
@@ -179,7 +182,7 @@ class Index:
         return np.where(good & (self._bases[kind] >= 0), slots, len(self._table) - 1)
 
     def _edges(self, kind: Ints, stage: Ints, peer: Ints) -> tuple[Ints, np.ndarray[tuple[int], np.dtype[np.bool_]]]:
-        """Returns the number of each transfer's edge, and a mask of the transfers whose edge is in the graph."""
+        """Return the index of each transfer's edge in ``edge_codes``, and a mask of the transfers that have an edge."""
         codes = self._graph.edge_codes
         outward = _CODE_IS_OUTWARD[kind]  # the action's stage is the edge's producer
         wanted = np.where(outward, stage * self._num_stages + peer, peer * self._num_stages + stage)
@@ -188,7 +191,7 @@ class Index:
         return numbers, known
 
     def rows(self, kind: Kind, stage: Ints, microbatch: Ints, peer: Ints | None = None) -> Ints:
-        """The rows of many actions of one kind; -1 for each that the program does not have."""
+        """The rows of several actions of one kind; -1 for actions that are not in the program."""
         if self._bases[CODES[kind]] < 0:
             return np.full(len(stage), -1, np.int64)
         kinds = np.full(len(stage), CODES[kind])
@@ -196,7 +199,7 @@ class Index:
         return self._table[self._slots(kinds, stage, microbatch, peers)]
 
     def row(self, action: Action) -> int:
-        """The row of one action; -1 if the program does not have it."""
+        """The row of an action; -1 if it is not in the program."""
         stage, kind, microbatch, peer = action
         ends = None if peer is None else np.array([peer])
         return int(self.rows(kind, np.array([stage]), np.array([microbatch]), ends)[0])
@@ -209,7 +212,7 @@ class Index:
         return any(self._bases[CODES[kind]] >= 0 for kind in kinds)
 
     def grid(self, kind: Kind) -> Ints:
-        """The rows of all actions of a compute kind, as an array (stages, micro-batches); -1 for none."""
+        """The rows of all actions of a compute kind, with shape (stages, micro-batches); -1 for missing actions."""
         shape = self._num_stages, self._num_microbatches
         base = int(self._bases[CODES[kind]])
         if base < 0:
@@ -217,7 +220,7 @@ class Index:
         return self._table[base : base + shape[0] * shape[1]].reshape(shape)
 
     def repeated(self) -> Ints:
-        """The rows of actions that occur again in a later row, and of actions without a slot in the table."""
+        """The rows of actions that a later row repeats, and of actions with an invalid stage, micro-batch or edge."""
         return np.flatnonzero(self._table[self.slots] != np.arange(len(self.slots)))
 
 
@@ -226,14 +229,17 @@ _CODE_IS_OUTWARD = np.array([kind in (Kind.SEND_F, Kind.RECV_B) for kind in Kind
 
 
 class Requirements(NamedTuple):
-    """Pairs of rows: ``needed[i]`` must have ended before ``row[i]`` starts. -1 if a needed action is missing."""
+    """Dependencies as pairs of rows: the action ``needed[i]`` must have ended before the action ``row[i]`` starts.
+
+    ``needed[i]`` is -1 if the program does not contain the needed action.
+    """
 
     row: Ints
     needed: Ints
 
 
 def requirements(columns: Columns, index: Index, graph: StageGraph) -> Requirements:
-    """The dependencies of all actions."""
+    """Compute the dependencies of all actions of a program."""
     pairs: list[tuple[Ints, Ints]] = []
     producers = graph.ends(graph.producers)
     consumers = graph.ends(graph.consumers)
@@ -266,7 +272,7 @@ def _ends(at: _At, stage: Ints, peer: Ints, producers: Sequence[Ints], consumers
 
 
 def _first_form(need: _Need, columns: Columns, ends: Ints, index: Index) -> Ints:
-    """For many actions at once: the row of the first form of a needed action that the program has, or -1."""
+    """For each action, the row of the first alternative of ``need`` that the program contains; -1 if there is none."""
     first_rows = np.full(len(ends), -1, np.int64)
     for kind in need.kinds:
         if not index.has(kind):

@@ -17,14 +17,14 @@ _TAKERS = {Holding.WEIGHT_GRAD: Kind.I, Holding.ACTIVATIONS: Kind.F, Holding.INP
 
 
 class Held(NamedTuple):
-    """For each action, the amount of memory held while it runs, and after it."""
+    """The memory that a rank holds during and after each action, in bytes or in (stage, micro-batch) pairs."""
 
     during: Ints
     after: Ints
 
     @classmethod
     def of(cls, takes: Ints, gives: Ints) -> "Held":
-        """Compute the held amounts from what each action takes at its start and frees at its end."""
+        """Compute the held amounts from the amounts that each action takes at its start and frees at its end."""
         after = np.cumsum(takes - gives)
         return cls(after + gives, after)
 
@@ -35,7 +35,7 @@ class Held(NamedTuple):
 
 
 class _Pairs(NamedTuple):
-    """For each row: its (stage, micro-batch) pair, whether the pair is recomputed, and whether it has a B or W."""
+    """For each row: the number of its (stage, micro-batch) pair, whether the pair has an R, and whether a B or W."""
 
     pair: Ints
     recomputed: Mask
@@ -52,7 +52,7 @@ class _Pairs(NamedTuple):
 
 
 def pairs_held(columns: Columns) -> Held:
-    """Count the (stage, micro-batch) pairs in flight during one rank's order.
+    """Count the (stage, micro-batch) pairs in flight during and after each action of one rank's order.
 
     A pair is in flight from its F, or from its R if it is recomputed, to the end of its B or W. A pair without a
     backward is in flight only while its F runs.
@@ -69,14 +69,14 @@ def peak_in_flight(actions: Iterable[Action] | Columns) -> int:
 
 
 def peaks_of_stages(columns: Columns) -> Ints:
-    """The largest number of micro-batches in flight at once on each stage. columns: the orders of all ranks."""
-    by_stage = columns[np.argsort(columns.stage, kind="stable")]  # a stage ends holding nothing
+    """The largest number of micro-batches in flight at once on each stage. ``columns`` has the orders of all ranks."""
+    by_stage = columns[np.argsort(columns.stage, kind="stable")]  # every stage ends with none in flight
     begins = np.searchsorted(by_stage.stage, np.arange(int(columns.stage.max(initial=-1)) + 1))
     return np.maximum.reduceat(pairs_held(by_stage).during, begins)
 
 
 def rank_limits(max_in_flight: object, num_ranks: int) -> list[int]:
-    """One limit for each rank; a single number is repeated. Raises ScheduleError if a limit is not a whole number."""
+    """Return a limit for each rank; a single number is repeated. Raises ScheduleError unless all are whole numbers."""
     limits = list(max_in_flight if isinstance(max_in_flight, Iterable) else [max_in_flight] * num_ranks)
     wrong = [limit for limit in limits if not isinstance(limit, Integral)]
     if wrong:
@@ -90,12 +90,12 @@ def rank_limits(max_in_flight: object, num_ranks: int) -> list[int]:
 def bytes_held(
     columns: Columns, sizes: Mapping[Holding, Sequence[int]], versions: tuple[tuple[int, ...], ...] = ()
 ) -> Held:
-    """The bytes held during one rank's order.
+    """The bytes that a rank holds while each action of its order runs, and after it ends.
 
     Args:
-        columns: the order.
-        sizes: for each holding, its bytes on each stage.
-        versions: as in `Program`.
+        columns: the rank's order.
+        sizes: for each kind of memory, the bytes that one micro-batch (or one weight version) takes on each stage.
+        versions: the weight version of each micro-batch, by stage, as in `Program`.
 
     """
     pairs = _Pairs.of(columns)
@@ -124,7 +124,7 @@ def bytes_held(
 
 
 def versions_held(columns: Columns, versions: tuple[tuple[int, ...], ...] = ()) -> dict[int, int]:
-    """The largest number of weight versions that each stage of a rank holds at once, the newest included."""
+    """For each stage of a rank, the largest number of weight versions held at once, including the newest."""
     held: dict[int, list[tuple[int, int]]] = {stage: [] for stage in np.unique(columns.stage).tolist()}
     for stage, begin, end in _stashes(columns, versions):
         held[stage].append((begin, end))
@@ -163,14 +163,14 @@ def _stashes(columns: Columns, versions: tuple[tuple[int, ...], ...]) -> list[tu
 
 
 def _any_of(pair: Ints, rows: Mask) -> Mask:
-    """A mask of the rows of all pairs that have at least one of the given rows."""
+    """A mask of all rows whose (stage, micro-batch) pair has at least one row in ``rows``."""
     has = np.zeros(int(pair.max(initial=0)) + 1, np.bool_)
     has[pair[rows]] = True
     return has[pair]
 
 
 def _firsts(pair: Ints, rows: Mask) -> Mask:
-    """A mask that selects, for each pair, the first of its given rows."""
+    """A mask of the first row in ``rows`` of each (stage, micro-batch) pair."""
     chosen = np.zeros(len(pair), np.bool_)
     candidates = np.flatnonzero(rows)
     chosen[candidates[np.unique(pair[candidates], return_index=True)[1]]] = True

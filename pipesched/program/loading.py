@@ -15,7 +15,7 @@ from pipesched.program.program import Program
 __all__ = ["load_program"]
 
 _CELL = re.compile(r"([0-9]{1,9})([A-Z_]+)([0-9]{0,9})")
-#: Names of kinds in a table: the long names of PyTorch, and the short ones.
+#: The kind for each name in a table: PyTorch's long names and the short names.
 _NAMES = {
     "FORWARD": Kind.F,
     "FULL_BACKWARD": Kind.B,
@@ -29,12 +29,11 @@ _Place = tuple[int, int, Action]  # row and column, both from 1
 def load_program(path: str | PathLike[str]) -> Program:
     """Read a program from a text file as written by ``str(program)``, or from a .csv table of actions.
 
-    A table has one row per rank and one action per cell, such as ``2F0``; empty cells and empty lines are skipped. The
-    placement follows from the rows that contain the actions of each stage, and the number of micro-batches from the
-    largest micro-batch number. A table
-    with only F actions is a forward-only program. ``torch.distributed.pipelining`` writes such tables with
-    ``format="compute_only"``. Cells for communication or sharding are refused, since `lower` adds communication; so
-    are overlapped pairs such as ``(0F1;1B0)OVERLAP_F_B``.
+    A table has one row per rank and one action per cell, such as ``2F0``; empty cells and empty lines are skipped. A
+    stage is placed on the rank whose row contains its actions. The largest micro-batch number determines the number of
+    micro-batches. A table with only F actions is a forward-only program. ``torch.distributed.pipelining`` writes such
+    tables with ``format="compute_only"``. Cells for communication or sharding are refused, because `lower` adds
+    communication. Overlapped pairs such as ``(0F1;1B0)OVERLAP_F_B`` are also refused.
 
     The program is not validated; call `validate` for that.
 
@@ -45,7 +44,7 @@ def load_program(path: str | PathLike[str]) -> Program:
         The program.
 
     Raises:
-        ScheduleError: the content cannot be read. The error names the file and the line, or the row and the column.
+        ScheduleError: the content cannot be parsed. The error names the file and the line, or the row and the column.
         OSError: the file cannot be read.
 
     """
@@ -99,7 +98,7 @@ def _action(cell: str, row: int, column: int) -> Action:
 
 
 def _placement(rows: Iterable[list[_Place]]) -> tuple[int, ...]:
-    """The rank of each stage: the index of the row with the stage's actions."""
+    """The rank of each stage: the index of the table row that contains the stage's actions."""
     first: dict[int, tuple[int, int, int]] = {}  # stage -> rank, row, column
     for rank, cells in enumerate(rows):
         for row, column, action in cells:

@@ -33,7 +33,7 @@ def lower(program: Program) -> Program:
         The same program with a send after each action whose result another rank needs, and the matching receives.
 
     Raises:
-        ScheduleError: a stage, or an action, is on a rank that does not exist.
+        ScheduleError: a stage is on a rank that does not exist, or an action is not on the rank of its stage.
 
     """
     check_program(program)
@@ -45,9 +45,10 @@ def _add_communication(program: Program) -> Program:
     """Add a send after each producer and a receive before each consumer on another rank.
 
     A channel (sending rank, receiving rank, kind) is first in, first out, so its receives are in the order of its
-    sends. Each receive is as late as possible: before its consumer, or before the consumer of a later message of the
-    channel if that runs first. Actions that overlap stay together: the receives of both come before the first, the
-    sends of both after the second. A program that already has transfers is returned unchanged.
+    sends. Each receive is as late as possible: just before the action that consumes its message, or just before an
+    earlier action that consumes a later message of the same channel. Overlapping actions stay together: the receives of
+    both come before the first action, the sends of both after the second. A program that already has transfers is
+    returned unchanged.
     """
     if program.index.has(*OTHER_END):
         return program
@@ -62,7 +63,7 @@ def _add_communication(program: Program) -> Program:
     return replace(program, orders=_inserted(program.orders, parts))
 
 
-#: The code of the other end of a transfer, by its code; other kinds map to themselves.
+#: Maps the code of each kind of transfer to the code of its other end (SEND_F to RECV_F); other kinds to themselves.
 _RECEIVE_OF = np.array([CODES[OTHER_END.get(kind, kind)] for kind in CODES])
 
 
@@ -102,7 +103,7 @@ class _Messages(NamedTuple):
 
 
 def _places(program: Program, messages: _Messages) -> Ints:
-    """For each message, the row before which to receive it.
+    """For each message, the row before which its receive is inserted.
 
     This is the first row that consumes the message or a later message of the same channel.
     """
@@ -119,9 +120,10 @@ def _places(program: Program, messages: _Messages) -> Ints:
 
 
 def _inserted(orders: Orders, parts: Sequence[tuple[Ints, Columns, int]]) -> Orders:
-    """Merge actions into the orders.
+    """Merge several groups of actions into new orders of all ranks.
 
-    Each part is (rows to insert at, actions, turn). At the same row, lower turns come first.
+    Each part is (the row of ``orders`` at which each action is placed, the actions, turn). Of the actions placed at the
+    same row, those with a lower turn come first.
     """
     turns = 4
     keys = np.concatenate([rows * turns + turn for rows, _, turn in parts])
@@ -136,10 +138,14 @@ def add_recompute(program: Program, mode: Checkpoint) -> Program:
 
     Args:
         program: the program.
-        mode: "never", "always", "except_last", or options for named layers. These options add no R, because such
-            layers are recomputed inside their backward. "except_last" skips pairs with no other B, I, W or R between
-            their F and their backward: nothing is freed in between, so recomputing them would not lower the peak. In
-            1F1B these are all pairs of the last rank, and the first pair of every other rank.
+        mode: "never", "always", "except_last", or options for named layers. Options for named layers add no R, because
+            such layers are recomputed during their backward. "except_last" skips (stage, micro-batch) pairs with no
+            other B, I, W or R between their F and their backward: nothing is freed in between, so recomputing them
+            would not lower the peak. In 1F1B these are all pairs of the last rank, and the first pair of every other
+            rank.
+
+    Returns:
+        The program with an R for each recomputed pair.
 
     Raises:
         ScheduleError: the mode is unknown.
@@ -160,7 +166,7 @@ def add_recompute(program: Program, mode: Checkpoint) -> Program:
 
 
 def _next_back(program: Program) -> Mask:
-    """A mask of the backwards that have no other B, I, W or R between their forward and themselves."""
+    """A mask of the backwards with no other B, I, W or R between them and their forward."""
     columns = program.columns
     rows = np.flatnonzero(columns.are(*BACKWARDS, Kind.W, Kind.R))
     forwards = program.index.rows(Kind.F, columns.stage[rows], columns.microbatch[rows])
@@ -174,20 +180,21 @@ def add_offloading(program: Program, stages: Collection[int], *, ahead: int = 1)
     """Offload the activations of some stages to the host between forward and backward.
 
     OFFLOAD follows the F, so that its copy runs during the next compute action. FREE follows that action. FETCH comes
-    ``ahead`` compute actions before the backward, so that its copy runs during them. A pair is not offloaded if no
-    action would run between its FREE and its FETCH, or if it is recomputed (R). Two overlapping actions count as one.
+    ``ahead`` compute actions before the backward, so that its copy runs during them. Two overlapping actions count as
+    one. A (stage, micro-batch) pair is not offloaded if no action would run between its FREE and its FETCH, or if it is
+    recomputed (R).
 
     Args:
         program: the program.
         stages: the stages to offload. If several chains share weights, the stage numbers of the first chain.
-        ahead: how many compute actions before the backward the copy back starts.
+        ahead: the number of compute actions that run between a FETCH and its backward. Default: 1.
 
     """
     if not stages or program.forward_only:
         return program
     columns = program.columns
     rank_of = program.orders.rank_of
-    acts = np.flatnonzero(columns.compute & ~columns.overlapping)  # the first row of each
+    acts = np.flatnonzero(columns.compute & ~columns.overlapping)  # the first row of each action or overlapping pair
     going = [stage for stage, part in enumerate(program.weights) if part in stages]
     backs = np.flatnonzero(columns.are(*BACKWARDS) & np.isin(columns.stage, going))
     pairs = columns[backs]
@@ -241,7 +248,12 @@ def forward_then_backward(program: Program) -> Program:
 
 
 def halves(program: Program) -> tuple[tuple[tuple[Action, ...], ...], tuple[tuple[Action, ...], ...]]:
-    """Split the orders of a lowered `forward_then_backward` program after each rank's last forward action."""
+    """Split each rank's order of a lowered `forward_then_backward` program into its forward and its backward half.
+
+    Returns:
+        The forward halves of all ranks, and the backward halves of all ranks.
+
+    """
     forward_kinds = (Kind.F, Kind.SEND_F, Kind.RECV_F)
     cuts = [
         next((i for i, action in enumerate(order) if action.kind not in forward_kinds), len(order))

@@ -12,7 +12,7 @@ A schedule is a function ``def name(rank: int, shape: Shape) -> Order`` that wri
         return order
 
 Micro-batches are numbered automatically: the first ``order.F(2)`` is 2F0, the next is 2F1. Calls beyond the last
-micro-batch add nothing, so a rule for many micro-batches also works for few.
+micro-batch add nothing, so a loop written for many micro-batches also works for few.
 """
 
 import inspect
@@ -38,10 +38,10 @@ __all__ = ["Order", "Schedule", "Shape", "linear", "loop", "schedule", "v"]
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes that a schedule is written for: ranks, micro-batches, and the placement of the stages."""
+    """The pipeline that an order is written for: the numbers of ranks and micro-batches, and the stage placement."""
 
     num_ranks: int
-    #: The micro-batches of all steps; with token slices, the slices.
+    #: The number of micro-batches of all steps; with token slices, the number of slices.
     num_microbatches: int
     chunks_per_rank: int
     #: The rank of each stage.
@@ -50,7 +50,7 @@ class Shape:
     num_chains: int = 1
     #: The number of steps that an asynchronous schedule runs without draining.
     num_steps: int = 1
-    #: The number of token slices of a micro-batch, which have consecutive numbers.
+    #: The number of token slices of a micro-batch. Its slices have consecutive numbers.
     slices_per_microbatch: int = 1
 
     @property
@@ -63,14 +63,14 @@ class Shape:
         return chunks_of(self.placement, rank)
 
     def microbatches(self, stage: int) -> range:
-        """The micro-batches that visit a stage. Several chains share them evenly, each a range of consecutive ones."""
+        """The micro-batches that visit a stage. They are divided evenly among the chains, in consecutive ranges."""
         shares = near_equal_parts(self.num_microbatches, self.num_chains)
         nth_chain = stage * self.num_chains // self.num_stages
         first = sum(shares[:nth_chain])
         return range(first, first + shares[nth_chain])
 
     def exactly(self, count: int, rank: int) -> tuple[int, ...]:
-        """The chunks of a rank, after checking that there are ``count``. Raises ScheduleError otherwise."""
+        """The chunks of a rank. Raises ScheduleError if a rank does not have exactly ``count`` chunks."""
         if self.chunks_per_rank != count:
             raise ScheduleError(
                 f"this schedule needs {count} stages on each rank; got chunks_per_rank={self.chunks_per_rank}; cut the "
@@ -79,10 +79,14 @@ class Shape:
         return self.chunks(rank)
 
     def interleaved(self, rank: int) -> tuple[list[int], list[int]]:
-        """The stages of a rank's forwards and of its backwards, interleaved (Megatron-LM, Narayanan et al. 2021).
+        """The order of a rank's chunks in interleaved 1F1B (Megatron-LM, Narayanan et al. 2021).
 
         Micro-batches run group by group (see `groups`). In a group, forwards run chunk by chunk, and backwards run from
         the last chunk to the first.
+
+        Returns:
+            The stage of each forward, and the stage of each backward.
+
         """
         chunks = self.chunks(rank)
         sizes = self.groups()
@@ -103,7 +107,8 @@ class Shape:
     def groups(self) -> list[int]:
         """The sizes of the groups of micro-batches for interleaving.
 
-        There are as many near-equal groups of at least p micro-batches as possible (in Megatron-LM all have size p).
+        There are as many near-equal groups as possible with at least p micro-batches each, where p is the number of
+        ranks. (In Megatron-LM, every group has p micro-batches.) Fewer than p micro-batches are one group.
         """
         return near_equal_parts(self.num_microbatches, max(1, self.num_microbatches // self.num_ranks))
 
@@ -111,7 +116,7 @@ class Shape:
 class Order:
     """The order of one rank, written action by action.
 
-    Each method appends an action for the next micro-batch of a stage, or nothing if the stage has run all of them:
+    Each method appends an action for the next micro-batch of a stage, or nothing if no micro-batch is left:
 
         order = Order(shape)
         for _ in range(shape.num_microbatches):
@@ -122,7 +127,7 @@ class Order:
         shape: the shape that the schedule's function receives.
 
     Raises:
-        ScheduleError: a method got a number that is not a stage, or W was called without an I before it.
+        ScheduleError: a method is called with a number that is not a stage, or W is called without an earlier I.
 
     """
 
@@ -131,15 +136,15 @@ class Order:
         self._limit = shape.num_microbatches
         #: Each action as one number: (stage x NUM_KINDS + kind) x number of micro-batches + micro-batch.
         self._numbers: list[int] = []
-        #: The actions not yet written, by kind and stage.
+        #: The actions that are not written yet, by kind and stage.
         self._left: list[dict[int, Iterator[int]]] = [{} for _ in range(NUM_KINDS)]
-        #: The W actions whose I has been written, by stage.
+        #: The W actions that are not written yet although their I is, by stage.
         self._owed: dict[int, deque[int]] = {}
         self._joined: list[int] = []
         self._versions: dict[tuple[int, int], int] = {}
 
     def F(self, stage: int, *, version: int | None = None) -> None:
-        """Append a forward. version: the number of updates that its weights have had. Default: the newest weights."""
+        """Append a forward that uses the weights after ``version`` updates. Default: the newest weights."""
         if self._add(stage, _F) and version is not None:
             self._versions[stage, self._numbers[-1] % self._limit] = version
 
@@ -154,7 +159,10 @@ class Order:
             self._owed.setdefault(stage, deque()).append(self._numbers[-1] + (_W - _I) * self._limit)
 
     def W(self, stage: int) -> None:
-        """Append the weight gradients of the oldest I without a W. Raises ScheduleError if there is no such I."""
+        """Append the weight gradients of the oldest I without a W.
+
+        Raises ScheduleError if there is no such I although some micro-batches have no backward yet.
+        """
         if owed := self._owed.get(stage):
             self._numbers.append(owed.popleft())
         elif left := length_hint(self._left[_B].get(stage, range(self._limit))):
@@ -164,11 +172,14 @@ class Order:
             )
 
     def UPDATE(self, stage: int) -> None:
-        """Append an optimizer step on the stage's weights, with the gradients accumulated since the last step."""
+        """Append an optimizer step on a stage's weights, with the gradients accumulated since the last UPDATE."""
         self._add(stage, _UPDATE)
 
     def overlap(self, forward: int, backward: int) -> None:
-        """Append an overlapping forward and full backward of two micro-batches. They start and end together."""
+        """Append a forward of stage ``forward`` that overlaps with a full backward of stage ``backward``.
+
+        The two actions start and end together.
+        """
         first = self._add(forward, _F)
         if self._add(backward, _B) and first:
             self._joined.append(len(self._numbers) - 2)
@@ -184,7 +195,7 @@ class Order:
         return True
 
     def _numbers_of(self, stage: int, kind: int) -> Iterator[int]:
-        """The numbers of all actions of one kind on a stage, in micro-batch order."""
+        """All actions of one kind on a stage in micro-batch order, encoded as in ``_numbers``."""
         if not isinstance(stage, int) or not 0 <= stage < self._shape.num_stages:
             raise ScheduleError(
                 f"an order may only have actions of the stages 0..{self._shape.num_stages - 1}; got {stage!r}; take a "
@@ -210,7 +221,7 @@ class Order:
         return columns
 
     def _last_slice_first(self, numbers: Ints) -> Ints:
-        """Reverse the slices of each micro-batch: backwards start with the last, which depends on the others."""
+        """Reverse the slices of each micro-batch: backwards start with the last slice, because it uses all others."""
         whole, part = np.divmod(numbers, self._shape.slices_per_microbatch)
         slices: Ints = (whole + 1) * self._shape.slices_per_microbatch - 1 - part
         return slices
@@ -261,9 +272,7 @@ class Schedule:
 
     @property
     def searches(self) -> bool:
-        """Whether the function returns the orders of all ranks at once. Such a schedule usually searches for them,
-        which takes longer.
-        """
+        """Whether the function returns the orders of all ranks. It then usually searches for them and takes longer."""
         return len(_required(self.function)) == 1
 
     @property
@@ -277,7 +286,7 @@ class Schedule:
         return self.options.get("chunks_per_rank", 1)  # type: ignore[no-any-return]
 
     def with_options(self, **options: Any) -> "Schedule":
-        """Return the schedule with other values of its options.
+        """Return a copy of the schedule with new values of some options.
 
         Args:
             options: new values by name, such as ``chunks_per_rank=4``. Other options keep their values.
@@ -307,7 +316,7 @@ class Schedule:
             The program, without communication; `lower` adds it.
 
         Raises:
-            ScheduleError: a count is below 1, an option is unknown, or the schedule does not have this shape.
+            ScheduleError: a count is below 1, an option is unknown, or the schedule does not support these counts.
 
         """
         if options:
@@ -374,14 +383,14 @@ class Schedule:
 
 
 def _required(function: OrderFunction) -> list[str]:
-    """The positional parameters without defaults of a schedule's function."""
+    """The names of the positional parameters of a schedule's function that have no default."""
     parameters = inspect.signature(function).parameters.values()
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return [p.name for p in parameters if p.kind in positional and p.default is p.empty]
 
 
 def _versions(orders: Sequence[Order], shape: Shape) -> tuple[tuple[int, ...], ...]:
-    """The weight versions given in the orders, by stage and micro-batch; () for a stage without given versions."""
+    """The weight versions passed to ``Order.F``, by stage and micro-batch; () for a stage without such versions."""
     written = {pair: version for order in orders for pair, version in order.versions.items()}
     stages = {stage for stage, _ in written}
     return tuple(
@@ -393,7 +402,7 @@ def _versions(orders: Sequence[Order], shape: Shape) -> tuple[tuple[int, ...], .
 
 
 def _with_chains(program: Program, shape: Shape) -> Program:
-    """Set the weights and routes of a program with several chains over one set of weights."""
+    """Set the ``weights`` and ``routes`` of a program in which several chains use the same weights."""
     length = shape.num_stages // shape.num_chains
     routes: list[tuple[int, ...]] = []
     for first in range(0, shape.num_stages, length):
@@ -401,8 +410,8 @@ def _with_chains(program: Program, shape: Shape) -> Program:
     return replace(program, weights=tuple(range(length)) * shape.num_chains, routes=tuple(routes))
 
 
-_MOST_PAIRS = 10**8  # a program with so many pairs takes about 10 GB of memory
-#: Options that reach the function through the shape.
+_MOST_PAIRS = 10**8  # a program with this many pairs takes about 10 GB of memory
+#: Options that the schedule's function receives as fields of the shape, not as keyword arguments.
 _OF_THE_SHAPE = ("chunks_per_rank", "slices_per_microbatch")
 
 
@@ -433,8 +442,8 @@ def schedule(
             None, always one stage per rank.
         num_chains: the number of pipelines that run at once over the same weights, each with its share of the
             micro-batches. Stage s of the second of two chains of p stages has the number p + s. Default: 1.
-        slices_per_microbatch: the default number of token slices, for schedules of causal models that run slice by
-            slice; it becomes an option. Default: None, no slices.
+        slices_per_microbatch: the default number of token slices of a micro-batch, for schedules that run causal models
+            slice by slice. It becomes an option of the schedule. Default: None, no slices.
 
     Returns:
         A decorator for the function.

@@ -7,22 +7,22 @@ from pipesched.errors import ScheduleError
 __all__ = ["Placement", "chunks_of", "linear", "loop", "table", "v"]
 
 Placement = tuple[int, ...]
-#: (num_ranks, chunks_per_rank) -> placement
+#: A function (num_ranks, chunks_per_rank) -> placement.
 PlacementRule = Callable[[int, int], Placement]
 
 
 def linear(num_ranks: int, chunks_per_rank: int = 1) -> Placement:
-    """Place consecutive stages on the same rank: with 2 chunks, 0 0 1 1 2 2."""
+    """Place consecutive stages on the same rank. With 3 ranks and 2 chunks per rank: 0 0 1 1 2 2."""
     return tuple(rank for rank in range(num_ranks) for _ in range(chunks_per_rank))
 
 
 def loop(num_ranks: int, chunks_per_rank: int) -> Placement:
-    """Place stages round robin: with 2 chunks, 0 1 2 0 1 2 (Narayanan et al. 2021)."""
+    """Place stages round robin (Narayanan et al. 2021). With 3 ranks and 2 chunks per rank: 0 1 2 0 1 2."""
     return tuple(range(num_ranks)) * chunks_per_rank
 
 
 def v(num_ranks: int, chunks_per_rank: int) -> Placement:
-    """Place stages down the ranks and up again: with 2 chunks, 0 1 2 2 1 0 (Qi et al. 2023)."""
+    """Place stages down the ranks and up again (Qi et al. 2023). With 3 ranks and 2 chunks per rank: 0 1 2 2 1 0."""
     down = tuple(range(num_ranks))
     up = tuple(reversed(range(num_ranks)))
     return tuple(rank for chunk in range(chunks_per_rank) for rank in (up if chunk % 2 else down))

@@ -52,11 +52,11 @@ class Program:
         graph: which stage feeds which. Default: a chain, every stage feeding the next.
         forward_only: whether the program has no backward, for evaluation. Default: False.
         name: the schedule's name, for display; ignored by ``==``. Default: "".
-        weights: the weight copy of each stage. Stages with the same copy hold the same layers. Default: one copy for
-            each stage.
-        routes: the stages that each micro-batch visits, a whole chain of the graph. Default: all stages.
-        versions: for each stage, the weight version that each micro-batch uses in its forward and its backward, as the
-            number of updates that those weights have had; () for the newest weights when its F runs. Default: () for
+        weights: the number of each stage's weight copy. Stages with the same number hold the same layers. Default: a
+            weight copy for each stage.
+        routes: for each micro-batch, the stages that it visits, a whole chain of the graph. Default: all stages.
+        versions: for each stage, the weight version of each micro-batch, in its forward and its backward: the number of
+            updates applied to these weights. () means the newest weights at the time of the forward. Default: () for
             all stages.
         slices_per_microbatch: the number of token slices of a micro-batch. Actions then count slices, and the slices of
             a micro-batch have consecutive numbers. Default: 1.
@@ -119,7 +119,7 @@ class Program:
 
     @property
     def columns(self) -> Columns:
-        """All actions, rank after rank."""
+        """The actions of all ranks as arrays, rank after rank."""
         return self.orders.columns
 
     @property
@@ -134,7 +134,7 @@ class Program:
 
     @property
     def num_weights(self) -> int:
-        """The number of weight copies. It is also the number of parts that the model is cut into."""
+        """The number of different sets of weights, which is the number of parts that the model is cut into."""
         return len(set(self.weights))
 
     @property
@@ -144,7 +144,7 @@ class Program:
 
     @property
     def is_chains(self) -> bool:
-        """Whether the graph is one or more chains over all weight copies, and each micro-batch visits one chain."""
+        """Whether the graph consists of chains through all weight copies, and each micro-batch visits one chain."""
         num_chains, rest = divmod(self.num_stages, max(1, self.num_weights))
         copies = tuple(range(self.num_weights)) * num_chains
         if rest or self.weights != copies or self.graph != chain(self.num_stages, num_chains):
@@ -163,7 +163,7 @@ class Program:
 
     @cached_property
     def index(self) -> Index:
-        """The row of each action in `columns`."""
+        """A lookup table from each action to its row in `columns`."""
         return Index(self.columns, self.graph, self.num_microbatches)
 
     @cached_property
@@ -207,7 +207,7 @@ class Program:
 
     @property
     def visits(self) -> Mask:
-        """A boolean array (stages, micro-batches): whether the micro-batch visits the stage."""
+        """Whether each micro-batch visits each stage, as a boolean array of shape (stages, micro-batches)."""
         visits = np.full((self.num_stages, self.num_microbatches), not self.routes)
         for microbatch, route in enumerate(self.routes):
             visits[list(route), microbatch] = True
@@ -217,15 +217,15 @@ class Program:
     def exact(self) -> bool:
         """Whether the program's results are bit-identical to those of every other exact program.
 
-        Every stage must have weights of its own, micro-batches must not be sliced, and each stage must run its F, its B
-        or I, and its B or W in ascending micro-batch order. Buffers are then updated and gradients summed in one order,
-        whatever the schedule. (I counts because it delivers the gradients that are too cheap to defer.)
+        Every stage must have its own weights, micro-batches must not be sliced, and each stage must run its F, its B or
+        I, and its B or W in ascending micro-batch order. Every schedule then updates buffers and sums gradients in the
+        same order. (The order of I matters because I accumulates the weight gradients that are too cheap to defer.)
         """
         own_weights = self.num_weights == self.num_stages
         return own_weights and self.slices_per_microbatch == 1 and self.first_descent() is None
 
     def first_descent(self) -> tuple[int, int, Action] | None:
-        """The first (rank, position, action) that is out of ascending micro-batch order, or None."""
+        """The (rank, position, action) of the first action that is not in ascending micro-batch order, or None."""
         rows = [row for family in _ORDERED for row in _descents(self.columns, family)]
         return (*self.orders.place(min(rows)), self.columns.action(min(rows))) if rows else None
 
@@ -235,7 +235,7 @@ class Program:
         return replace(self, orders=changed)
 
     def forward(self) -> "Program":
-        """Only the forwards of this program, in the same order, for evaluation."""
+        """Return a program with only the forwards, in the same order, for evaluation."""
         return replace(self, orders=self.orders.where(self.columns.are(Kind.F)), forward_only=True, versions=())
 
     def __repr__(self) -> str:
@@ -259,7 +259,7 @@ class Program:
         return "\n".join(lines)
 
     def _first_words(self, rank: int) -> Iterable[str]:
-        """The first columns of a rank's row in the grid; two actions that overlap share a column."""
+        """The first cells of a rank's row in the grid. Two overlapping actions share a cell."""
         start = self.orders.rank(rank)[: 2 * _REPR_COLUMNS]
         return islice(order_words(start), _REPR_COLUMNS)
 
@@ -300,7 +300,12 @@ def check_program(program: Any) -> None:
 
 
 def _descents(columns: Columns, family: tuple[Kind, ...]) -> Ints:
-    """The rows of the kinds in ``family`` that directly follow a higher micro-batch on their stage."""
+    """Find the actions that are out of micro-batch order on their stage. Only the kinds in ``family`` are compared.
+
+    Returns:
+        The rows of the actions that have a lower micro-batch than the previous action of the stage.
+
+    """
     rows = np.flatnonzero(columns.are(*family))
     rows = rows[np.argsort(columns.stage[rows], kind="stable")]
     stage = columns.stage[rows]
@@ -310,7 +315,10 @@ def _descents(columns: Columns, family: tuple[Kind, ...]) -> Ints:
 
 
 def marked_grid(program: Program, marks: Mapping[int, int]) -> str:
-    """The orders as a grid, cut to a few positions around the marks: ``>action<`` at position ``marks[rank]``."""
+    """The orders as a text grid, cut to a few positions around the marks.
+
+    On each rank in ``marks``, the action at position ``marks[rank]`` is shown as ``>action<``.
+    """
     reach = range(
         max(0, min(marks.values(), default=0) - _GRID_REACH), max(marks.values(), default=0) + _GRID_REACH + 1
     )

@@ -1,9 +1,9 @@
-"""Segments: the orders of asynchronous steps, for any number of steps that run without draining.
+"""Segments: divides the orders of an asynchronous schedule into steps, so that any number of steps can run in sequence.
 
-A schedule writes a fixed number of steps, but training runs any number. Each rank's order is cut into segments, before
-the first action of each step. Not every schedule repeats, so this module checks that after the warm-up every segment
-equals the previous one, shifted by one step, with the same weight versions and the same R and I actions. The
-cool-down is then the same after any number of steps, apart from the shift.
+A schedule generates a program of a fixed number of steps, but training runs any number. Each rank's order is cut before
+the first action of each step, into one segment per step. This module checks that the schedule repeats: after the
+warm-up, every segment must equal the previous one, shifted by one step, with the same weight versions and the same R
+and I actions. The cool-down is then the same after any number of steps, apart from the shift.
 """
 
 from collections.abc import Sequence
@@ -20,12 +20,12 @@ from pipesched.program.weight_versions import Uses, update_groups, used_versions
 __all__ = ["Orders", "Segments", "enough_steps"]
 
 _FORMS = (Kind.R, Kind.I)  # a forward runs differently if its pair has one of these actions
-#: A part of every rank's order.
+#: For each rank, a part of its order.
 Orders = tuple[tuple[Action, ...], ...]
 
 
 def enough_steps(num_ranks: int, num_microbatches: int) -> int:
-    """The number of steps to write: the warm-up, two equal steps, and one more that marks the end of the second."""
+    """The number of steps to generate: the warm-up, two equal steps, and one more to find the end of the second."""
     return 4 + -(-2 * num_ranks // num_microbatches)
 
 
@@ -37,7 +37,7 @@ class Segments:
         num_microbatches: the number of micro-batches of a step.
 
     Raises:
-        ScheduleError: the last two steps of the program are not the same.
+        ScheduleError: the last two complete steps of the program differ, or a step needs an action of a later segment.
 
     """
 
@@ -52,7 +52,7 @@ class Segments:
 
     @cached_property
     def groups(self) -> tuple[tuple[int, ...], ...]:
-        """For each update of a step, the micro-batches whose gradients it applies, numbered within the step."""
+        """For each update of a step, the micro-batches whose gradients it applies, numbered from 0 within the step."""
         size = self.num_microbatches
         groups = [tuple(number % size for number in group) for group in update_groups(self.program) if group[0] < size]
         if sorted(number for group in groups for number in group) != list(range(size)):
@@ -78,7 +78,7 @@ class Segments:
         return self._moved([order[start:end] for order, (start, end) in self._ranges(known)], step - known)
 
     def cooldown(self, steps: int) -> Orders:
-        """The actions that drain the pipeline after a number of steps, without those of later steps."""
+        """The actions that drain the pipeline after ``steps`` steps. Actions of later steps are left out."""
         known = min(steps, self._steps)
         rest = (order[ends[known - 1] :] for order, ends in zip(self.program.orders, self._cuts, strict=True))
         microbatches = known * self.num_microbatches
@@ -94,7 +94,7 @@ class Segments:
         return Uses(self._used[stage][: self._steps * self.num_microbatches], (self.num_microbatches, self.updates))
 
     def pair(self, microbatch: int) -> int:
-        """The micro-batch of the program that has the same actions as a micro-batch of any step."""
+        """Map a micro-batch of any step to the micro-batch of the program that has the same actions."""
         over = microbatch // self.num_microbatches - (self._steps - 1)
         return microbatch - max(0, over) * self.num_microbatches
 
@@ -126,7 +126,7 @@ class Segments:
         )
 
     def _check_cuts(self) -> None:
-        """Check that no action needs a later segment: a step must be able to run before the next is requested."""
+        """Check that no action needs a later segment: a step must be able to run before the next step is requested."""
         program = self.program
         offsets = program.orders.offsets
         segment = np.concatenate(
@@ -147,7 +147,7 @@ class Segments:
         self._check_losses(segment)
 
     def _check_losses(self, segment: Ints) -> None:
-        """Check that a step's segment has all its forwards of the last stage, so that the loss is then known."""
+        """Check that a step's loss is known at the end of its segment: the last stage has run all its forwards."""
         columns = self.program.columns
         last = self.program.num_stages - 1
         late = columns.are(Kind.F) & (columns.stage == last) & (segment > columns.microbatch // self.num_microbatches)

@@ -34,7 +34,7 @@ def order_words(columns: Columns) -> Iterator[str]:
 
 
 def table_lines(routes: tuple[tuple[int, ...], ...], versions: tuple[tuple[int, ...], ...]) -> Iterator[str]:
-    """The lines for routes, each with its micro-batches, and for weight versions, one line per stage."""
+    """Write a line for each route, with its micro-batches, and a line for each stage's weight versions."""
     for route in dict.fromkeys(routes):
         members = [microbatch for microbatch, its_route in enumerate(routes) if its_route == route]
         yield f"route {_spaced(route)} : {_spaced(members)}"
@@ -58,7 +58,7 @@ class _Read:
     versions: dict[int, tuple[int, ...]] = field(default_factory=dict)
 
     def line(self, words: list[str], number: int) -> None:
-        """Parse one line, given as its words."""
+        """Parse the words of one line. ``number`` is the line's number."""
         match words[0]:
             case "rank":
                 self.ranks.append(_parse_order(words, len(self.ranks)))
@@ -145,7 +145,7 @@ def _parse_header(words: list[str]) -> dict[str, Any]:
 
 
 def _complete(read: _Read) -> dict[str, Any]:
-    """Check the header, and add the default placement and the lines for routes, versions and edges to the fields."""
+    """Check the parsed lines, and combine them into the fields of `Program`."""
     header = read.header
     if "num_microbatches" not in header:
         raise ScheduleError(

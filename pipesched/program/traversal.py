@@ -1,4 +1,4 @@
-"""Traversal: runs a program on a virtual clock, with or without times.
+"""Traversal: runs a program on a virtual clock, with given durations or with all durations 0.
 
 Every rank runs its order until an action waits for another rank. If some actions never run, the program has a deadlock.
 """
@@ -21,16 +21,16 @@ Times = NDArray[Any]  # any type of number: ints and Fractions stay exact
 class Timing(NamedTuple):
     """The times of a program's actions and messages."""
 
-    #: The duration of each action. Of two overlapping actions, the first has the time of both and the second 0.
+    #: The duration of each action. The first of two overlapping actions has the duration of both, the second has 0.
     seconds: Times
     #: For each of the program's requirements, the time from the end of the needed action to the arrival of its result.
     lags: Times
-    #: The link that each action occupies, -1 for none; None if no action occupies a link.
+    #: The number of the link that each action occupies, -1 if none; None if no action of the program occupies a link.
     links: Ints | None = None
 
 
 class Walked(NamedTuple):
-    """The result of `walk`."""
+    """The result of `walk`: the times of each action, and the number of actions that each rank ran."""
 
     #: The start of each action, by row; None if it never ran.
     starts: list[Any]
@@ -43,9 +43,9 @@ class Walked(NamedTuple):
 class _Waits(NamedTuple):
     """The rows that each action waits for, with their lags."""
 
-    #: The first row that each action waits for; -1 for none.
+    #: The first row that each action waits for; -1 if it waits for none.
     first: list[int]
-    #: The lag of that row.
+    #: The lag between the end of that row's action and the arrival of its result.
     lag: list[Any]
     #: For the few actions that wait for several rows: the other rows and their lags.
     others: dict[int, list[tuple[int, Any]]]
@@ -58,8 +58,8 @@ _COMPUTES, _SENDS, _RECEIVES, _OVERLAPS = range(4)
 def walk(program: Program, timing: Timing | None = None) -> Walked:  # noqa: PLR0915  one loop, with few calls for speed
     """Run a program on a virtual clock. Without ``timing`` every action takes no time.
 
-    An action starts when its rank is free and the results that it needs have arrived. Only compute actions keep a rank
-    busy, and FREE, because it waits for a copy to the host. A transfer to another rank or to the host starts at its
+    An action starts when its rank is free and the results that it needs have arrived. Only compute actions and FREE
+    (which waits for a copy to the host) keep a rank busy. A transfer to another rank or to the host starts at its
     position in the order and does not block its rank. Overlapping actions start together and end together.
     """
     orders = program.orders
@@ -127,7 +127,7 @@ class _Links:
         self._free: dict[int, Any] = {}
 
     def send(self, row: int, start: Any) -> tuple[Any, Any]:
-        """Returns the start and end of a transfer that is ready at ``start``, after earlier transfers on its link."""
+        """Return the start and end of a transfer that is ready at ``start``, after earlier transfers on its link."""
         link = self._link[row] if self._link else -1
         if link < 0:
             return start, start
@@ -137,7 +137,7 @@ class _Links:
 
 
 def _arrivals(waits: list[tuple[int, Any]], ends: list[Any]) -> list[Any] | int:
-    """The arrival time of each awaited result. If a needed action has not run yet, the row of that action instead."""
+    """The arrival time of each awaited result; or, if a needed action has not run yet, the row of that action."""
     for need, _ in waits:
         if ends[need] is None:
             return need

@@ -20,7 +20,7 @@ from pipesched.program.weight_versions import check_versions
 
 __all__ = ["check_order", "deadlock_error", "validate"]
 
-_SHOWN = 16  # numbers of a list that an error shows
+_SHOWN = 16  # largest number of list entries that an error shows
 _WORK = (Kind.F, Kind.B, Kind.I, Kind.W)
 
 
@@ -30,10 +30,10 @@ def validate(program: Program, *, max_in_flight: int | Sequence[int] | None = No
         pipesched.validate(pipesched.schedules.get("1f1b").program(4, 8), max_in_flight=4)
 
     Args:
-        program: the program, plain or lowered.
+        program: the program, with or without communication.
         max_in_flight: the most (stage, micro-batch) pairs that a rank may hold at once: a number, or one for each rank.
             Default: None, no limit.
-        exact: whether the program must be exact, with bit-identical results (see `Program.exact`). Default: False.
+        exact: whether to check that the program's results are bit-identical (see `Program.exact`). Default: False.
 
     Raises:
         ScheduleError: an action is missing, repeated, on a wrong rank or out of order.
@@ -77,7 +77,7 @@ def _first(rows: Mask) -> int | None:
 
 
 def check_places(program: Program) -> None:
-    """Check that there are stages and micro-batches, on existing ranks, and that actions are on their stage's rank."""
+    """Check that stages and micro-batches are in range, stages on existing ranks, and actions on their stage's rank."""
     if program.num_microbatches < 1 or program.num_stages < 1:
         raise ScheduleError(
             f"a program must have at least one stage and one micro-batch; this program has {program.num_stages} stages "
@@ -119,7 +119,7 @@ def check_places(program: Program) -> None:
 
 
 def check_routes(program: Program) -> None:
-    """Check that a micro-batch that visits a stage also visits its producers and its consumers."""
+    """Check that a micro-batch that visits a stage also visits all producers and consumers of the stage."""
     for route in set(program.routes):
         if not route or len(set(route)) < len(route):
             raise ScheduleError(
@@ -144,7 +144,7 @@ def check_routes(program: Program) -> None:
 def check_complete(program: Program) -> None:
     """Check that every stage runs each micro-batch that visits it exactly once.
 
-    That is one F, and one B or both I and W. A forward-only program has the F alone.
+    Each micro-batch needs one F, and either one B or one I and one W. In a forward-only program, it needs only the F.
     """
     index = program.index
     columns = program.columns
@@ -197,7 +197,7 @@ def _incomplete(program: Program, stage: int, microbatch: int, kinds: set[Kind])
 
 
 def check_slices(program: Program) -> None:
-    """Check that slices of a micro-batch run in ascending order in forwards, and in descending order in backwards."""
+    """Check that the slices of a micro-batch run forward in ascending order and backward in descending order."""
     slices = program.slices_per_microbatch
     if slices == 1:
         return
@@ -232,7 +232,7 @@ def check_slices(program: Program) -> None:
 
 
 def check_overlaps(program: Program) -> None:
-    """Check that overlapping actions are an F and the backward after it, of another pair, on the same rank."""
+    """Check that overlapping actions are an F and the B or I directly after it on its rank, of different pairs."""
     columns = program.columns
     rank_of = program.orders.rank_of
     pair = program.columns.pair
@@ -271,7 +271,7 @@ def check_offloads(program: Program) -> None:
 
 
 def check_dependencies(program: Program) -> None:
-    """Check that every needed action is in the program, and on the same rank comes before the action that needs it."""
+    """Check that every needed action exists and, if it is on the same rank, comes before the action that needs it."""
     row, needed = program.requirements
     rank_of = program.orders.rank_of
     late = (needed < 0) | ((rank_of[row] == rank_of[needed]) & (needed > row))
@@ -297,7 +297,7 @@ def check_dependencies(program: Program) -> None:
 def check_transfers(program: Program) -> None:
     """Check the transfers of a program that has any.
 
-    Every send needs its receive, each channel (from rank, to rank, kind) must be first in, first out, and every result
+    Every send must have its receive. Each channel (from rank, to rank, kind) must be first in, first out. Every result
     that another rank needs must be transferred.
     """
     if not program.index.has(*OTHER_END):
@@ -369,7 +369,7 @@ def check_deadlock(program: Program) -> None:
 
 
 def deadlock_error(program: Program, reached: Sequence[int]) -> DeadlockError:
-    """The error for a deadlock, with the cycle of waiting ranks. reached: the number of actions that each rank ran."""
+    """The error for a deadlock, with the cycle of waiting ranks. ``reached`` counts the actions that each rank ran."""
     waits: dict[int, tuple[Action, Action]] = {}
     for rank, order in enumerate(program.orders):
         if reached[rank] < len(order):
@@ -387,7 +387,7 @@ def _has_run(program: Program, action: Action, reached: Sequence[int]) -> bool:
 
 
 def _deadlock(program: Program, waits: Mapping[int, tuple[Action, Action]]) -> str:
-    """Describe the cycle: each of its ranks waits for an action of the next."""
+    """Describe a deadlock by a cycle of ranks, in which each rank waits for an action of the next rank."""
     chain: list[int] = []
     rank = next(iter(waits))
     while rank not in chain and rank in waits:
@@ -427,7 +427,7 @@ def check_memory(program: Program, max_in_flight: int | Sequence[int]) -> None:
 
 
 def check_exact(program: Program) -> None:
-    """Check that the program is exact, so that gradients are summed in one order (see `Program.exact`)."""
+    """Check that the program is exact: it sums gradients in the order of the micro-batches (see `Program.exact`)."""
     if program.num_weights < program.num_stages:
         raise ScheduleError(
             f"every stage of an exact program must have its own weights; here {program.num_stages} stages share "

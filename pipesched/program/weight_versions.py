@@ -25,8 +25,8 @@ class Uses:
 
     #: The version, by micro-batch.
     used: tuple[int, ...]
-    #: (micro-batches, updates) of a step if steps repeat without end: later micro-batches continue the last step of
-    #: ``used``, and each such step adds its number of updates to the versions. None: there are no later micro-batches.
+    #: (micro-batches per step, updates per step) if steps repeat without end: later steps repeat the versions of the
+    #: last step in ``used``, each increased by the updates in between. None: there are no later micro-batches.
     period: tuple[int, int] | None = None
 
     def version(self, microbatch: int) -> int:
@@ -51,7 +51,7 @@ class Uses:
 
 
 def used_versions(program: Program) -> tuple[tuple[int, ...], ...]:
-    """The version that each micro-batch uses, by stage: that given in the program, else the newest when its F runs."""
+    """By stage, the version of each micro-batch: the version set in the program, or the newest when its F runs."""
     of_stages: list[tuple[int, ...]] = []
     for stage, rank in enumerate(program.placement):
         written = program.versions[stage] if program.versions else ()
@@ -65,7 +65,10 @@ def used_versions(program: Program) -> tuple[tuple[int, ...], ...]:
 
 
 def update_groups(program: Program) -> tuple[tuple[int, ...], ...]:
-    """The micro-batches whose gradients each update applies, ascending; the same on all stages of a valid program."""
+    """For each update of the last stage, the micro-batches whose gradients it applies, in ascending order.
+
+    They are the same on all stages of a valid program.
+    """
     groups: list[tuple[int, ...]] = []
     waiting: list[int] = []
     last = program.num_stages - 1
@@ -79,9 +82,10 @@ def update_groups(program: Program) -> tuple[tuple[int, ...], ...]:
 
 
 def check_versions(program: Program) -> None:
-    """Check that updates are in order and the same on every stage, and that every version exists before its first use.
+    """Check the updates and the weight versions of a program.
 
-    Raises ScheduleError.
+    Updates must be in order and apply the same micro-batches on every stage. Every version must exist before its first
+    use. Raises ScheduleError.
     """
     if not program.index.has(Kind.UPDATE):
         if any(any(own) for own in program.versions):
@@ -108,7 +112,7 @@ def check_versions(program: Program) -> None:
 
 
 def _placed(program: Program) -> list[list[tuple[int, Action]]]:
-    """The (position, action) pairs of each stage, in the order of its rank."""
+    """For each stage, its (position, action) pairs in the order of its rank, where position counts all actions."""
     placed: list[list[tuple[int, Action]]] = [[] for _ in program.placement]
     for order in program.orders:
         for position, action in enumerate(order):
@@ -121,7 +125,10 @@ def _quoted(groups: list[tuple[int, ...]], number: int) -> str:
 
 
 def _updated(program: Program, stage: int, actions: list[tuple[int, Action]]) -> list[tuple[int, ...]]:
-    """The micro-batches whose gradients each update of a stage applies. Raises ScheduleError if any is not applied."""
+    """For each update of a stage, the micro-batches whose gradients it applies.
+
+    Raises ScheduleError if an update has a wrong number or applies no gradient, or if a gradient is never applied.
+    """
     groups: list[tuple[int, ...]] = []
     open_group: list[int] = []
     rank = program.placement[stage]

@@ -1,9 +1,9 @@
-"""Async steps: the steps of an asynchronous schedule. They overlap until a flush.
+"""Async steps: runs the steps of an asynchronous schedule, which overlap until a flush.
 
-Every rank receives the orders of the requested steps and runs them without waiting for the other ranks. In one process,
-the ranks are threads and the caller is one step ahead of them; with one process per rank, the caller itself runs the
-rank. Weights are updated while micro-batches are in flight, and older versions are kept until those micro-batches no
-longer need them (PipeDream, Narayanan et al. 2019; PipeDream-2BW, 2021).
+Every rank receives its order for each requested step and runs it without waiting for the other ranks to finish. In one
+process, the ranks are threads and the caller is one step ahead of them; with one process per rank, the caller itself
+runs the rank. Weights are updated while micro-batches are in flight, and older versions are kept until those
+micro-batches no longer need them (PipeDream, Narayanan et al. 2019; PipeDream-2BW, 2021).
 """
 
 import threading
@@ -28,7 +28,7 @@ from pipesched.tensors.payload import used_here
 
 __all__ = ["Stream"]
 
-_REMEMBERED = 6  # timelines to keep, one for each part
+_REMEMBERED = 6  # number of parts (steps and the flush) of which the timelines are kept
 
 
 class Stream:
@@ -36,11 +36,11 @@ class Stream:
 
     Args:
         host: the host of the ranks.
-        segments: the parts of the program's orders, one for each step.
+        segments: splits the program's orders into one part per step.
         stages: the stages of this process.
         step_data: an empty StepData with the number of the first step.
-        caller: the settings of the calling thread.
-        finished: called with the timeline of each part that all ranks of this process have run.
+        caller: the settings of the calling thread, such as autocast.
+        finished: called with the timeline of each part after all ranks of this process have run the part.
 
     Raises:
         ExecutionError: if another run is in progress.
@@ -79,10 +79,12 @@ class Stream:
     def step(self, batch: Batch, weighting: Weighting) -> Tensor:
         """Queue a step, and wait until all ranks of this process have run the previous step.
 
-        Returns the loss of the previous step; the first step returns its own loss. With one process per rank, this call
-        runs the rank's part of the step without waiting for the other ranks to finish, and the loss may still be in
-        transit.
-        Raises a layer's exception, after which the stream has ended.
+        With one process per rank, this call runs the rank's part of the step without waiting for the other ranks to
+        finish, and the loss may still be in transit. A layer's exception is raised here and ends the stream.
+
+        Returns:
+            The loss of the previous step; at the first call, the loss of the first step.
+
         """
         with self._alone("step"):
             first = self._steps * self.segments.num_microbatches
@@ -97,7 +99,10 @@ class Stream:
             return self._losses[max(0, self._steps - 2)]
 
     def flush(self) -> Tensor:
-        """Finish all queued steps, end the stream, and return the last step's loss. Raises the errors of ``step``."""
+        """Finish all queued steps, end the stream, and return the last step's loss.
+
+        Raises the same errors as ``step``.
+        """
         with self._alone("flush"):
             while self._parts:
                 self._finish_step()
@@ -117,14 +122,14 @@ class Stream:
 
     @property
     def versions(self) -> tuple[tuple[int, ...], ...]:
-        """The weight versions used so far, in the form of ``Program.versions``; empty if any part was forgotten."""
+        """The weight versions used so far, as in ``Program.versions``; empty if early timelines have been discarded."""
         whole = self.num_parts == len(self.timelines)
         count = self._steps * self.segments.num_microbatches
         return self.segments.versions(count) if whole else ()
 
     @contextmanager
     def _alone(self, method: str) -> Iterator[None]:
-        """A context for one call of the caller. An exception within it ends the stream.
+        """A context for one call of ``method``. An exception within it ends the stream.
 
         Raises ExecutionError if another call is in progress, or if a rank makes the call.
         """
@@ -151,7 +156,7 @@ class Stream:
         self._finished(self.timelines[-1])
 
     def _finish_step(self) -> None:
-        """Finish the part of the oldest step in progress. All forwards of the step have then run: its loss is known."""
+        """Finish the oldest unfinished part, and store the loss of its step: all forwards of the step have now run."""
         step = self.num_parts
         weighting = self._weightings.popleft()
         self._finish_part()

@@ -36,11 +36,11 @@ class Batch:
     _: KW_ONLY
     #: The dim along which outputs are concatenated.
     output_dim: int = 0
-    #: The form of each micro-batch, if this process does not have the whole batch.
+    #: The form (dtypes and shapes) of each micro-batch's inputs, if this process does not have the whole batch.
     looks: list[Hashable] = field(default_factory=list)
 
     def looking(self, look: Callable[[Any], Hashable]) -> list[Hashable]:
-        """The form of each micro-batch. ``look`` runs once per number of rows: equal numbers give equal forms."""
+        """Compute each micro-batch's form (dtypes and shapes). ``look`` runs once for each different number of rows."""
         looks = {rows: look(value) for rows, value in dict(zip(self.rows, self.inputs, strict=True)).items()}
         return [looks[rows] for rows in self.rows]
 
@@ -51,7 +51,8 @@ class Batch:
     def gathered(self, outputs: Sequence[Any], weighting: "Weighting | None") -> Any:
         """Concatenate the micro-batches' outputs.
 
-        ``weighting`` applies to the loss in the outputs. It is None if the outputs contain no loss.
+        If the outputs contain the model's own loss, ``weighting`` combines the losses of the micro-batches. Otherwise
+        it is None.
         """
         whole = gather(outputs, self.rows, self.output_dim)
         places = [] if weighting is None else loss_places(outputs[0])
@@ -64,7 +65,7 @@ class Batch:
 
 
 def loss_places(output: Any) -> list[int]:
-    """The positions of the model's own scalar loss among the leaves of an output."""
+    """The positions of the model's own scalar loss among the pytree leaves of an output; empty if it has none."""
     loss = loss_entry(output)
     if not isinstance(loss, Tensor) or loss.dim():
         return []
@@ -72,18 +73,18 @@ def loss_places(output: Any) -> list[int]:
 
 
 class Weighting(NamedTuple):
-    """The weights of the micro-batches' losses: before the backward, and in the mini-batch's loss.
+    """The weights of the micro-batches' losses, for their backwards and for the mini-batch's loss.
 
-    None leaves a loss unscaled; a factor of 0 replaces the loss by zero, even if it is NaN.
+    None leaves a loss unscaled. A factor of 0 replaces the loss with zero, even if the loss is NaN.
     """
 
     #: The factor of each loss before its backward.
     factors: list[float | None]
-    #: A further factor of each loss in the mini-batch's loss.
+    #: Another factor of each loss, which applies only in the sum that is the mini-batch's loss.
     shares: list[float | None]
 
     def weighted(self, losses: Sequence[Tensor]) -> list[Tensor]:
-        """The micro-batches' losses, multiplied by their factors."""
+        """Multiply the micro-batches' losses by their factors."""
         return [
             loss if factor is None else loss * factor if factor else torch.zeros_like(loss)
             for loss, factor in zip(losses, self.factors, strict=True)
@@ -103,7 +104,7 @@ class Splitter:
     """Splits mini-batches into micro-batches and weights the losses."""
 
     num_microbatches: int
-    #: Whether the program requires exactly this number of micro-batches.
+    #: Whether the program requires exactly ``num_microbatches``, however few rows a batch has.
     fixed: bool
     split_dims: SplitDims = 0
     #: Maps a micro-batch's target (its inputs if there is no target) to the weight of its loss. Default: a micro-batch
@@ -123,8 +124,8 @@ class Splitter:
         """Split a mini-batch. A batch with fewer rows than micro-batches gets one micro-batch per row.
 
         Raises:
-            InputError: for no rows, different numbers of rows, a target that does not match, or too few rows for a
-                program with a fixed number of micro-batches.
+            InputError: if the batch has no rows, if its arguments and target have different numbers of rows, or if it
+                has fewer rows than a program with a fixed number of micro-batches needs.
 
         """
         if not isinstance(self.split_dims, int):
@@ -154,9 +155,9 @@ class Splitter:
         return Batch(inputs, targets, sizes, output_dim=self._dim("output") or 0)
 
     def resized(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, rows: int) -> Batch:
-        """One micro-batch of ``rows`` rows, from a sample whose rows are dropped or repeated as needed.
+        """Make a batch of one micro-batch with ``rows`` rows, dropping or repeating rows of a sample as needed.
 
-        Raises the errors of ``batch``.
+        Raises the same errors as ``batch``.
         """
         whole = replace(self, num_microbatches=1).batch(args, kwargs, target)
         has = whole.rows[0]
@@ -198,8 +199,8 @@ class Splitter:
     def _target_dim(self, target: Any, given: "_Given") -> int | None:
         """The dim along which the target is split.
 
-        If ``split_dims`` is one dim for all arguments, the target is split along this dim if it has the batch's rows in
-        it, otherwise along dim 0.
+        If ``split_dims`` is one dim for all arguments, the target is split along this dim if its size in this dim is
+        the batch's number of rows, otherwise along dim 0.
         """
         dim = self._dim("target")
         if not isinstance(self.split_dims, int) or not self.split_dims:
@@ -225,13 +226,13 @@ class Splitter:
         return dims[argument] if isinstance(argument, int) and argument < len(dims) else 0
 
     def factors(self, batch: Batch) -> list[float | None]:
-        """The factors of the micro-batches' losses that make the summed gradients those of the whole mini-batch."""
+        """The factors of the losses with which the micro-batches' gradients sum to the gradients of the mini-batch."""
         return self.weighting(batch).factors
 
     def weighting(self, batch: Batch, groups: Sequence[Sequence[int]] = ()) -> "Weighting":
-        """The weights of the losses.
+        """The weights of a batch's losses. Raises InputError if they do not add up to a finite number above 0.
 
-        Each of ``groups`` lists micro-batches whose gradients are applied together. The factors in a group add up to 1.
+        Each of ``groups`` lists the micro-batches whose gradients one update applies. Their factors add up to 1.
         Default: one group of all micro-batches.
         """
         if self.loss_reduction == "sum":
@@ -253,7 +254,7 @@ class Splitter:
         return Weighting(list(factors), list(shares))
 
     def weighting_of_outputs(self, batch: Batch) -> Weighting | None:
-        """The weights of losses in a model's outputs, in a call without a loss; None if they cannot be computed."""
+        """The weights of the losses that outputs may contain in a call of forward; None if they cannot be computed."""
         if self.loss_reduction == "sum":
             return self.weighting(batch)
         try:
@@ -265,7 +266,7 @@ class Splitter:
 
 
 def _weights(batch: Batch, loss_weight: Callable[..., Any]) -> list[float]:
-    """The weight of each micro-batch by ``loss_weight``, with one device synchronisation. Raises InputError."""
+    """Compute each micro-batch's weight with ``loss_weight``, synchronising with the device once. Raises InputError."""
     given: list[Any] = [((target,), {}) for target in batch.targets] or batch.inputs
     weights = [loss_weight(*args, **kwargs) for args, kwargs in given]
     try:
@@ -279,12 +280,12 @@ def _weights(batch: Batch, loss_weight: Callable[..., Any]) -> list[float]:
         ) from None
 
 
-#: Arguments by their name in error messages: (value, the dim along which it is split).
+#: Arguments by their name in error messages, each as (value, the dim along which the value is split).
 _Given = dict[str, tuple[Any, int | None]]
 
 
 def _common_rows(given: _Given) -> int:
-    """The number of rows of a batch. Raises InputError if tensors have different numbers of rows, or none."""
+    """The number of rows of a batch. Raises InputError if it is 0, or if tensors have different numbers of rows."""
     counts = {what: rows_of(value, dim, what) for what, (value, dim) in given.items()}
     known = {what: rows for what, rows in counts.items() if rows is not None}
     if not known:

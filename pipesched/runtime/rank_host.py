@@ -1,7 +1,4 @@
-"""Rank host: the processes and executors in which a pipeline's ranks run, behind one interface.
-
-Either all ranks run in this process, or one rank runs here and the others in processes of their own.
-"""
+"""Rank host: one interface to a pipeline's ranks, for a single process and for one process per rank."""
 
 import copy
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -49,7 +46,7 @@ __all__ = ["Executor", "Inputs", "MeshRanks", "RankHost", "SegmentedRun", "Threa
 
 T = TypeVar("T")
 
-#: Types of the values that ranks agree on, in addition to built-in types.
+#: Types in the values that rank 0 decides and sends to the other ranks, in addition to built-in types.
 _DECIDED = (
     Plan,
     Tie,
@@ -68,44 +65,44 @@ _DECIDED = (
     Links,
 )
 
-#: Splits rank 0's call into its own part and a message for each rank.
+#: Splits a call of rank 0 into rank 0's own part and a message for each rank.
 Deal = Callable[[StepCall], tuple[StepCall, list[Any]]]
 
-#: Which ranks of a mesh pass a batch: all of them the same batch, or only the first.
+#: Which ranks of a mesh pass a batch: "all" (every rank passes the same batch) or "first" (only rank 0 passes one).
 Inputs = Literal["all", "first"]
 
 
 class SegmentedRun(Protocol):
-    """A run whose orders are handed over in parts."""
+    """A run of an executor that receives the ranks' orders in parts, such as one step at a time."""
 
     @property
     def ahead(self) -> int:
-        """The number of parts that may be queued while the caller continues."""
+        """The number of unfinished parts that may be queued while the caller continues."""
 
     def hand(self, orders: Sequence[tuple[Action, ...]]) -> Any:
-        """Give each rank of this process the next part of that rank's order."""
+        """Give each rank of this process the next part of its order. Return a handle for ``finish``."""
 
     def finish(self, part: Any) -> Timeline:
-        """Wait until a part has run; return its timeline. Raises a stage's exception."""
+        """Wait until the part with this handle has run, and return its timeline. Raises a stage's exception."""
 
     def abandon(self) -> None:
         """Stop all ranks."""
 
 
 class Executor(Protocol):
-    """The interface of an executor that a stream uses."""
+    """The methods of an executor that a `Stream` of asynchronous steps uses."""
 
     def caller(self, *, grad: bool) -> Caller:
-        """The settings of this thread, with ``grad`` as grad mode."""
+        """The calling thread's settings, such as autocast, with ``grad`` as grad mode."""
 
     def begin(self, run_spec: RunSpec, caller: Caller) -> SegmentedRun:
-        """Begin a run whose orders are handed over in parts. No other run starts before ``end``."""
+        """Begin a run that receives the ranks' orders in parts. No other run starts before ``end``."""
 
     def end(self, run: Any) -> None:
-        """End a run."""
+        """End a run that ``begin`` returned."""
 
     def check_outside(self, method: str) -> None:
-        """Raise ExecutionError within a running step. ``method`` is the name of the called method, for the message."""
+        """Raise ExecutionError if the caller is inside a running step. The message names the called ``method``."""
 
 
 class RankHost(Protocol):
@@ -121,47 +118,47 @@ class RankHost(Protocol):
         """The executor of this process's ranks."""
 
     def use(self, num_ranks: int, *, all_ranks: bool = False) -> "RankHost":
-        """The same host with ``num_ranks`` ranks that hold stages.
+        """Return a host for the same ranks, of which the first ``num_ranks`` hold stages.
 
-        ``all_ranks`` states whether every rank of a mesh must hold stages. Raises DeviceCountError if one holds none.
+        ``all_ranks`` states whether every rank of a mesh must hold stages. If one does not, DeviceCountError is raised.
         """
 
     def holds(self, rank: int) -> bool:
         """Whether a rank runs in this process."""
 
     def agreed(self, make: Callable[[], T]) -> T:
-        """Call ``make`` once, and return its result in all processes."""
+        """Call ``make`` in one process, and return its result in all processes."""
 
     def check(self, program: Program, decided: Any) -> None:
         """Raise ExecutionError if the programs or other decisions of the ranks differ."""
 
     def learn(self, model: LayeredModel, cut: StageLayers) -> None:
-        """Register the types of values sent between ranks. Raises GraphError for a type that cannot be sent."""
+        """Register the types of the values that stages will send. Raises GraphError for a type that cannot be sent."""
 
     def fail(self, what: str, error: Exception) -> NoReturn:
-        """Raise an error here, and report it to the other processes as a failure of this process."""
+        """Raise ``error`` here, and report it to the other processes as a failure of ``what`` in this process."""
 
     def start(self) -> None:
         """Start the ranks, after all checks that need no running rank."""
 
     def call(self, method: str, given: bool, make: Callable[[], StepCall], deal: Deal) -> StepCall:
-        """The call that this process is to run.
+        """Return the call that this process must run, with the part of the batch that its stages need.
 
         Args:
             method: the name of the pipeline's method.
             given: whether a batch was passed in this process.
             make: makes the call from the batch.
-            deal: splits rank 0's call between the ranks.
+            deal: splits rank 0's call into a message for each rank.
 
         Raises:
             InputError: if this rank passed a batch although ``inputs=`` forbids it, or passed none although ``inputs=``
-                requires it. An error of ``make`` is raised here; the other processes raise an ExecutionError that
-                contains its text.
+                requires it. If ``make`` raises an error, this process raises the same error, and the other processes
+                raise an ExecutionError that contains its text.
 
         """
 
     def run(self, run_spec: RunSpec, batch: Batch, *, grad: bool) -> Timeline:
-        """Run a program on all ranks."""
+        """Run a program on all ranks, and return the timeline of the ranks in this process."""
 
     def loss(self, rank: int, make: Callable[[], Tensor]) -> Tensor:
         """Return, in all processes, the loss that only one rank can compute.
@@ -173,17 +170,20 @@ class RankHost(Protocol):
         """Return, in all processes, the value that only one rank can compute."""
 
     def trade(self, what: str, given: Mapping[int, Any], sources: Collection[int]) -> dict[int, Any]:
-        """Send values to ranks in other processes, and return the values received from the ranks in ``sources``."""
+        """Send the values in ``given`` to ranks in other processes; return the values received from ``sources``.
+
+        ``given`` and the result map ranks to values. ``what`` names the values in error messages.
+        """
 
     def abandon(self, what: str, error: BaseException) -> None:
         """Close the host, and report a failure of this process to the other processes."""
 
     def close(self) -> None:
-        """End the ranks."""
+        """End the threads or connections of the ranks."""
 
 
 class ThreadRanks:
-    """All ranks in this process, each with a device. Several ranks may share a device."""
+    """Runs all ranks in this process, each on its device. Several ranks may share a device."""
 
     def __init__(self, devices: Sequence[torch.device], intra_op_threads: int) -> None:
         self.devices = self.all_devices = list(devices)
@@ -191,7 +191,7 @@ class ThreadRanks:
 
     @cached_property
     def executor(self) -> ThreadExecutor:
-        """The executor with a thread for each rank; starts at the first use."""
+        """The executor with a thread for each rank. The first use starts it."""
         return ThreadExecutor(self.devices, self._threads)
 
     def start(self) -> None:
@@ -241,7 +241,7 @@ class ThreadRanks:
 
 
 class MeshRanks:
-    """The ranks of a one-dimensional DeviceMesh, with one process per rank. All methods are collective."""
+    """Runs the ranks of a one-dimensional DeviceMesh, with one process per rank. All methods are collective."""
 
     def __init__(self, mesh: DeviceMesh, intra_op_threads: int, timeout_s: float, inputs: Inputs = "all") -> None:
         check_type(
@@ -359,7 +359,7 @@ class MeshRanks:
         return self._receive(method) if self.rank else self._deal(method, make, deal)
 
     def _deal(self, method: str, make: Callable[[], StepCall], deal: Deal) -> StepCall:
-        """Send the other ranks their parts of a call, or the error of ``make``; return rank 0's own part."""
+        """Send the other ranks their parts of a call, or the error that ``make`` raised; return rank 0's own part."""
         try:
             call, messages = deal(make())
         except BaseException as error:
@@ -422,7 +422,7 @@ class MeshRanks:
             executor.close()
 
     def gather(self, timelines: Iterable[Timeline]) -> list[Span]:
-        """The spans of all ranks on one clock."""
+        """The measured spans of all ranks in these timelines, on one clock."""
         return self.executor.gather(*(own for own in timelines if isinstance(own, RankTimeline)))
 
     def abandon(self, what: str, error: BaseException) -> None:
@@ -435,7 +435,7 @@ class MeshRanks:
 def host_for(
     devices: Sequence[Any] | None, mesh: DeviceMesh | None, threads: int, timeout: float | None, inputs: Inputs
 ) -> RankHost:
-    """The host of a Pipeline with these arguments. Raises InputError, DeviceCountError, ExecutionError."""
+    """Create the host of a Pipeline from its arguments. Raises InputError, DeviceCountError, ExecutionError."""
     if inputs not in get_args(Inputs):
         raise InputError(
             f"inputs must be one of {', '.join(get_args(Inputs))}; got {inputs!r}; choose whether all ranks or only "

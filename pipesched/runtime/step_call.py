@@ -1,7 +1,7 @@
 """Step call: one call of step, evaluate or forward, with its batch, its loss weights and its options.
 
-With ``inputs='first'`` only rank 0 passes a batch; the call is then sent to the other ranks, each with the part of the
-batch that its stages need.
+With ``inputs='first'`` only rank 0 passes a batch. Rank 0 then sends the call to the other ranks, each with the part of
+the batch that the rank's stages need.
 """
 
 from collections.abc import Hashable, Sequence
@@ -29,7 +29,7 @@ class StepCall:
 
     method: str
     batch: Batch
-    #: How losses are weighted; None without losses. In a call of forward, the weights apply to losses in the outputs.
+    #: The loss weights; None if there is no loss. In a call of forward, they apply to losses in the outputs.
     weighting: Weighting | None = None
     _: KW_ONLY
     return_outputs: bool = False
@@ -37,7 +37,7 @@ class StepCall:
     gather: bool = False
 
     def step_data(self, seed: int, step: int) -> StepData:
-        """The StepData of this call for the stages."""
+        """Make the `StepData` with which the stages run this call."""
         factors = None if self.weighting is None or self.method == "forward" else self.weighting.factors
         return StepData(
             seed,
@@ -50,17 +50,17 @@ class StepCall:
 
     @property
     def counting(self) -> Weighting:
-        """How losses are weighted. Raises ValueError if the call computes no loss."""
+        """The loss weights of this call. Raises ValueError if the call computes no loss."""
         if self.weighting is None:
             raise ValueError(f"loss weights need a call that computes a loss; {self.method} computes no loss")
         return self.weighting
 
     def loss(self, step_data: StepData) -> Tensor:
-        """The mini-batch's loss, in the process of the last stage."""
+        """The mini-batch's loss. Only the process of the last stage can compute it."""
         return self.counting.total([step_data.losses[microbatch] for microbatch in range(len(self.batch.rows))])
 
     def outputs(self, step_data: StepData, *, own_loss: bool) -> Any:
-        """The outputs in mini-batch order; None if the last stage is in another process.
+        """The outputs of the whole mini-batch; None if the last stage is in another process.
 
         ``own_loss`` states whether the outputs contain the model's own loss.
         """
@@ -72,7 +72,7 @@ class StepCall:
 
 @dataclass(frozen=True, kw_only=True)
 class _Opening:
-    """The part of a call that every rank needs and that seldom changes from step to step."""
+    """The fields of a call that every rank needs. They seldom change from step to step."""
 
     method: str
     rows: list[int]
@@ -91,7 +91,7 @@ class _Unsent:
     shape: tuple[int, ...]
 
 
-#: Types in a message of a call, in addition to those of the batch.
+#: Types in the message that transmits a call, in addition to the types in the batch.
 SENT_TYPES = _Opening, _Unsent
 
 
@@ -103,14 +103,14 @@ def dealt(call: StepCall, program: Program, bodies: Sequence[Body], num_ranks: i
     Args:
         call: rank 0's call with the whole batch.
         program: the program that the call runs.
-        bodies: the bodies of its stages, indexed by ``program.weights``.
+        bodies: the layers of each part of the model. Stage s runs ``bodies[program.weights[s]]``.
         num_ranks: the size of the mesh; the program may use fewer ranks.
 
     Returns:
         Rank 0's own call, and the message for each rank.
 
     Raises:
-        InputError: if an input on another rank requires a gradient, which could not be returned to rank 0.
+        InputError: if another rank needs an input that requires a gradient, because rank 0 could not get the gradient.
 
     """
     batch = call.batch
@@ -156,7 +156,7 @@ def received(message: tuple[Any, ...]) -> StepCall:
 
 
 def _needed(value: Any, takers: Sequence[Body]) -> Any:
-    """A micro-batch's inputs, with tensors that none of the bodies uses replaced by `_Unsent`."""
+    """A micro-batch's inputs, in which `_Unsent` replaces the tensors that none of the ``takers`` uses."""
     leaves, spec = pytree.tree_flatten(value)
     columns = zip(leaves, *(pytree.tree_leaves(body.inputs(value)) for body in takers), strict=True)
     return pytree.tree_unflatten(
@@ -173,7 +173,7 @@ def _without_contents(one: _Unsent) -> Tensor:
 
 
 def _written(numbers: Any) -> Tensor | None:
-    """Return numbers as a tensor, so that the message's layout is independent of them; None if a number is None."""
+    """Convert numbers to a tensor, so that the message's layout does not depend on them; None if a number is None."""
     return None if None in numbers else torch.tensor(numbers, dtype=torch.float64, device="cpu")
 
 

@@ -1,1 +1,1 @@
-"""Generators of orders that several schedules share."""
+"""Algorithms that write orders, each used by several schedules."""

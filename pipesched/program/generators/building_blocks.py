@@ -1,8 +1,8 @@
 """Building blocks: schedules that repeat one micro-batch's time slots (Qi et al. 2024, arXiv:2405.15362).
 
-A building block has the slots of one micro-batch's forward and input gradient on every stage. It is repeated at an
-interval that puts no two passes of a rank in the same slot. A rank then holds as many micro-batches as the lifetime of
-activations in the block, divided by the interval. Weight gradients fill the remaining slots.
+A building block gives the time slots of one micro-batch's forward and input gradient on every stage. It is repeated at
+an interval that puts no two passes of a rank in the same slot. The number of micro-batches that a rank holds is then
+the lifetime of their activations in the block, divided by the interval. Weight gradients fill the remaining slots.
 """
 
 from collections import Counter
@@ -29,7 +29,7 @@ Ended = set[tuple[Pass, int]]
 def repeated(
     shape: Shape, block: Mapping[int, tuple[int, int]], *, interval: int, max_in_flight: int, early_forwards: bool
 ) -> list[Order]:
-    """Write the orders of all ranks by repeating a block for each micro-batch, without its gaps.
+    """Write the orders of all ranks by repeating a block for each micro-batch and closing the gaps.
 
     All passes take one slot. In each slot, a rank runs the first ready pass of the repeated blocks. If no pass is ready
     or memory is full, it runs a weight gradient. Input gradients may overtake passes that are not ready.
@@ -37,13 +37,13 @@ def repeated(
     Args:
         shape: the ranks, micro-batches and placement.
         block: for each stage, the slots of the forward and of the input gradient of micro-batch 0.
-        interval: the number of slots between micro-batches.
+        interval: the number of slots by which each micro-batch starts after the previous one.
         max_in_flight: the largest number of (stage, micro-batch) pairs that a rank may hold at once.
-        early_forwards: whether forwards may also overtake passes that are not ready, provided that these still fit
-            within the limit.
+        early_forwards: whether forwards may also overtake passes that are not ready, provided that the overtaken passes
+            still fit within ``max_in_flight``.
 
     Raises:
-        ScheduleError: the block has a pass before its dependencies, or does not fit within the limit.
+        ScheduleError: the block has a pass before its dependencies, or does not fit within ``max_in_flight``.
 
     """
     ranks = [_Rank(shape, rank, block, interval, max_in_flight) for rank in range(shape.num_ranks)]
@@ -60,7 +60,7 @@ def repeated(
 
 
 class _Rank:
-    """One rank: its passes to run, in the order of the repeated blocks, and the order written so far."""
+    """One rank: the passes that it has not run yet, in the order of the repeated blocks, and its order so far."""
 
     def __init__(
         self, shape: Shape, rank: int, block: Mapping[int, tuple[int, int]], interval: int, max_in_flight: int
@@ -90,7 +90,10 @@ class _Rank:
         return self._run(self._passes.pop(position))
 
     def _choose(self, ended: Ended, early_forwards: bool) -> int | None:
-        """The position of the first pass that can run. Passes of the same stage and kind never overtake each other."""
+        """The position in ``_passes`` of the first pass that can run, or None.
+
+        Passes of the same stage and kind never overtake each other.
+        """
         seen: set[Pass] = set()
         for position, a_pass in enumerate(self._passes):
             if a_pass in seen:
@@ -116,7 +119,7 @@ class _Rank:
     def _fits_before(self, position: int) -> bool:
         """Whether the passes before this position still fit in memory if a forward runs first.
 
-        Weight gradients are assumed to run at once.
+        Weight gradients are assumed to run immediately.
         """
         held = self._held - len(self._owed) + 1
         if held > self._limit:

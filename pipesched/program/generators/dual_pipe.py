@@ -18,7 +18,8 @@ def eight_steps(order: Order, near: int, far: int, *, depth: int, place: int, co
         far: the rank's other stage.
         depth: the number of ranks from an end of the pipeline to its turning point.
         place: the position of this rank among those ranks, from 0 at the end of the pipeline.
-        count: the number of micro-batches in each direction. Below 2 x depth the order is the same, with gaps.
+        count: the number of micro-batches in each direction. Below 2 x depth, the order is the one for 2 x depth
+            without the additional micro-batches.
 
     """
     ahead = depth - 1 - place
@@ -26,7 +27,7 @@ def eight_steps(order: Order, near: int, far: int, *, depth: int, place: int, co
     left = _Left(order)
     for _ in range(2 * ahead):  # 1: forwards
         order.F(near)
-    for _ in range(place + 1):  # 2: forwards of both
+    for _ in range(place + 1):  # 2: forwards of both stages
         order.F(near)
         order.F(far)
     for _ in range(ahead):  # 3: zero bubble
@@ -43,7 +44,7 @@ def eight_steps(order: Order, near: int, far: int, *, depth: int, place: int, co
     for _ in range(ahead):  # 5: the last forwards
         order.B(far)
         order.overlap(far, near)
-    for back in range(2 * (place + 1)):  # 6: backwards of both, the second half split
+    for back in range(2 * (place + 1)):  # 6: backwards of both stages, the second half split
         stage = near if back % 2 else far
         (left.I if back > place else order.B)(stage)
     for _ in range(ahead):  # 7: zero bubble
@@ -55,7 +56,7 @@ def eight_steps(order: Order, near: int, far: int, *, depth: int, place: int, co
 
 
 class _Left:
-    """A first-in, first-out queue of weight gradients that are still to be written, of both stages."""
+    """A first-in, first-out queue of the weight gradients of both stages that are not written yet."""
 
     def __init__(self, order: Order) -> None:
         self._order = order

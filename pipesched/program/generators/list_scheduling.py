@@ -1,13 +1,13 @@
 """List scheduling: writes the orders of all ranks while a virtual clock runs (Graham 1969).
 
-It serves placements for which no order in closed form is known. A free rank starts the ready action of the highest
-priority: backwards come before forwards, and of several backwards (or forwards) the one with the fewest stages to go
-comes first.
+It is used for placements for which no closed-form order is known. A free rank starts the ready action of the highest
+priority: backwards come before forwards, and of several backwards (or forwards), the action of the micro-batch with the
+fewest remaining stages comes first.
 
-With a memory limit this rule alone could deadlock: young micro-batches could fill a rank, so that the oldest one, which
-all others wait for, does not fit. Therefore a forward starts only if its rank could then finish all micro-batches that
-it holds within the limit, one after the other, oldest first (the banker's algorithm, Dijkstra 1965). The oldest
-micro-batch can then always proceed, and the clock runs to the end.
+With a memory limit, this rule alone could deadlock: later micro-batches could fill the memory of a rank, so that the
+oldest micro-batch, for which all others wait, does not fit. Therefore a forward starts only if its rank could then
+finish all micro-batches that it holds within the limit, one after the other, oldest first (the banker's algorithm,
+Dijkstra 1965). The oldest micro-batch can then always proceed, and the clock runs to the end.
 """
 
 from collections.abc import Callable, Iterable
@@ -23,7 +23,7 @@ __all__ = ["backward_first", "whole_waves"]
 def whole_waves(shape: Shape) -> int:
     """The number of waves of a `v` placement; a wave goes down the ranks and up again.
 
-    Raises ScheduleError if the last wave is only a half.
+    Raises ScheduleError if the number of chunks per rank is odd, because the last wave would then be only half a wave.
     """
     waves, half = divmod(shape.chunks_per_rank, 2)
     if half:
@@ -44,14 +44,14 @@ def backward_first(
     Args:
         shape: the ranks, micro-batches and placement.
         max_in_flight: the most (stage, micro-batch) pairs on a rank, at least its number of chunks.
-        windows: the limits to try on how far a rank's forwards may be ahead of its oldest unfinished micro-batch, in
-            micro-batches. The limit with the shortest makespan is used: running ahead as far as memory allows can be
-            slower.
+        windows: the windows to try. A window is the number of micro-batches by which a rank's forwards may be ahead of
+            its oldest unfinished micro-batch. The window with the shortest makespan is used, because running ahead as
+            far as memory allows can be slower.
         forward_time: the time of a forward, equal for all stages, in any unit.
         backward_time: the time of a backward, in the same unit.
 
     Raises:
-        ScheduleError: ``max_in_flight`` is less than the number of chunks a rank.
+        ScheduleError: ``max_in_flight`` is less than the number of chunks per rank.
 
     """
     if max_in_flight < shape.chunks_per_rank:
@@ -93,7 +93,7 @@ class _Clock:
         self.backwards = [[] for _ in range(self.shape.num_stages)]
 
     def ended(self, ends: list[int], microbatch: int) -> bool:
-        """Whether a stage's forward or backward of a micro-batch has ended. ends: the stage's ends so far."""
+        """Whether a stage's forward or backward of a micro-batch has ended. ``ends`` lists the stage's end times."""
         return microbatch < len(ends) and ends[microbatch] <= self.now
 
     def forward_is_ready(self, stage: int) -> bool:
@@ -124,13 +124,13 @@ class _Rank:
         self._window = window
 
     def starts_backward(self, time: int) -> bool:
-        """Of the backwards that are ready, start the one nearest to the first stage, if any."""
+        """Start the ready backward that is nearest to the first stage; return whether there is one."""
         clock = self._clock
         stage = next((stage for stage in self._chunks if clock.backward_is_ready(stage)), None)
         return stage is not None and self._start(self.order.B, stage, clock.backwards, time)
 
     def starts_forward(self, time: int) -> bool:
-        """Of the forwards that are ready and fit in memory, start the one nearest to the last stage, if any."""
+        """Start the forward nearest to the last stage that is ready and fits in memory; return whether there is one."""
         clock = self._clock
         ready = (stage for stage in reversed(self._chunks) if clock.forward_is_ready(stage) and self._has_place(stage))
         stage = next(ready, None)

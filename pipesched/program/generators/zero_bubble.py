@@ -2,7 +2,7 @@
 
 Warm-up forwards fill the time until a rank's first input gradient can start. Then every rank runs input gradients and
 forwards in turn. It runs weight gradients when it would otherwise wait, or when memory is full. The paper leaves three
-choices open; all eight combinations are tried, and the shortest order is taken.
+choices open; this module tries all eight combinations and returns the shortest order.
 """
 
 from collections.abc import Sequence
@@ -25,19 +25,19 @@ class StageTimes(Protocol):
 
     @property
     def forward_s(self) -> Sequence[float]:
-        """The time of F, by stage."""
+        """The seconds that a forward (F) takes on each stage."""
 
     @property
     def input_grad_s(self) -> Sequence[float]:
-        """The time of I, by stage."""
+        """The seconds that an input gradient (I) takes on each stage."""
 
     @property
     def weight_grad_s(self) -> Sequence[float]:
-        """The time of W, by stage."""
+        """The seconds that a weight gradient (W) takes on each stage."""
 
     @property
     def transfer_s(self) -> float:
-        """The time of a message between neighbouring ranks."""
+        """The seconds that a message between neighbouring ranks takes."""
 
 
 class _Equal(NamedTuple):
@@ -51,7 +51,7 @@ class _Equal(NamedTuple):
 
 
 class Switches(NamedTuple):
-    """The three choices that the paper leaves open."""
+    """The three choices that the paper leaves open, each as a switch."""
 
     late_input_grad: bool  # a warm-up forward may delay the first input gradient
     input_grad_first: bool  # a forward that is not needed yet must not delay an input gradient
@@ -63,12 +63,12 @@ def zero_bubble(
 ) -> list[Order]:
     """Write the orders of all ranks, one stage each, with the shortest span that the heuristic finds.
 
-    ZB-H1 is also tried if the limit allows it; the result's span is then at most that of ZB-H1.
+    ZB-H1 is also tried if ``max_in_flight`` allows it; the result's span is then at most that of ZB-H1.
 
     Args:
         shape: the ranks and micro-batches.
-        costs: seconds, one number for each stage. None: 1 s for every action, 0 s for messages.
-        max_in_flight: the most micro-batches that a rank may hold at once. None: p.
+        costs: the time of each kind of action on each stage, in seconds. None: 1 s for every action, 0 s for messages.
+        max_in_flight: the most micro-batches that a rank may hold at once. None: the number of ranks.
         weight_grad_share: the share of a micro-batch's activations that is held from I to W, from 0 to 1.
 
     Raises:
@@ -107,7 +107,7 @@ def _check(shape: Shape, costs: StageTimes, limit: int, share: float) -> None:
 
 
 class _Rank:
-    """One rank with its only stage: the actions that it has run, and their times."""
+    """One rank with one stage: the actions that it has run, and their times."""
 
     def __init__(self, shape: Shape, stage: int, costs: StageTimes, share: float) -> None:
         self.order = Order(shape)
@@ -135,16 +135,16 @@ class _Rank:
 
     @property
     def owed(self) -> int:
-        """The number of weight gradients that can run."""
+        """The number of weight gradients that can run, because their input gradients have run."""
         return self.input_grads - self.weight_grads
 
     @property
     def held(self) -> float:
-        """The number of micro-batches in memory. One that waits for W counts as ``weight_grad_share``."""
+        """The number of micro-batches in memory. A micro-batch that waits for W counts as ``weight_grad_share``."""
         return self.forwards - self.input_grads + self._share * self.owed
 
     def run_forward(self, ready_s: float) -> None:
-        """Run the next micro-batch's forward, when its input is ready."""
+        """Run the next micro-batch's forward, not before its input is ready at ``ready_s``."""
         if not self.forwards:
             self.start_s = self.end_s = ready_s
         self._run(ready_s, self.forward_s)
@@ -152,13 +152,13 @@ class _Rank:
         self.order.F(self.stage)
 
     def run_input_grad(self, ready_s: float) -> None:
-        """Run the next micro-batch's input gradient, when the gradient of its output is ready."""
+        """Run the next micro-batch's input gradient, not before the gradient of its output is ready at ``ready_s``."""
         self._run(ready_s, self.input_grad_s)
         self.input_grad_ends.append(self.end_s)
         self.order.I(self.stage)
 
     def run_weight_grad(self) -> None:
-        """Run the oldest weight gradient that can run."""
+        """Run the oldest weight gradient that is due."""
         self._run(self.end_s, self.weight_grad_s)
         self.weight_grads += 1
         self.order.W(self.stage)
@@ -170,7 +170,7 @@ class _Rank:
 
 
 class _Pipeline:
-    """All ranks of one candidate: the heuristic with given choices, or ZB-H1 if ``switches`` is None."""
+    """All ranks of one candidate order: the heuristic with the given choices, or ZB-H1 if ``switches`` is None."""
 
     def __init__(self, shape: Shape, costs: StageTimes, limit: int, share: float, switches: Switches | None) -> None:
         self.ranks = [_Rank(shape, stage, costs, share) for stage in range(shape.num_stages)]
@@ -187,16 +187,16 @@ class _Pipeline:
 
     @property
     def span_s(self) -> float:
-        """The longest time from the first start to the last end of a rank."""
+        """The longest time that any rank takes from its first start to its last end."""
         return max(rank.end_s - rank.start_s for rank in self.ranks)
 
     @property
     def makespan_s(self) -> float:
-        """The last end of all ranks; rank 0 starts at 0."""
+        """The time in seconds at which the last rank ends; rank 0 starts at 0."""
         return max(rank.end_s for rank in self.ranks)
 
     def _run_heuristic(self, switches: Switches) -> None:
-        """Write the orders by section 3.1 of the paper, with the given choices."""
+        """Write the orders with the heuristic of section 3.1 of the paper and the given choices."""
         for rank in self.ranks:
             self._warm_up(rank, switches)
         needed = set(range(len(self.ranks)))
@@ -213,7 +213,7 @@ class _Pipeline:
                     self._run_forward(rank, switches)
 
     def _run_by_hand(self) -> None:
-        """Write ZB-H1: on rank r, weight gradients run r micro-batches after input gradients."""
+        """Write ZB-H1: on rank r, the weight gradients lag r micro-batches behind the input gradients."""
         for rank in self.ranks:
             for _ in range(min(self._m, len(self.ranks) - rank.stage)):
                 rank.run_forward(self._forward_ready_s(rank))
@@ -227,19 +227,23 @@ class _Pipeline:
                     rank.run_forward(self._forward_ready_s(rank))
 
     def _forward_ready_s(self, rank: _Rank) -> float:
-        """The time at which the input of the next forward is ready."""
+        """The time in seconds at which the input of the rank's next forward is ready."""
         if rank.stage == 0:
             return 0
         return self.ranks[rank.stage - 1].forward_ends[rank.forwards] + self._transfer_s
 
     def _input_grad_ready_s(self, rank: _Rank) -> float:
-        """The time at which the output gradient for the next input gradient is ready."""
+        """The time in seconds at which the output gradient for the rank's next input gradient is ready."""
         if rank is self.ranks[-1]:
             return rank.forward_ends[rank.input_grads]
         return self.ranks[rank.stage + 1].input_grad_ends[rank.input_grads] + self._transfer_s
 
     def _warm_up(self, rank: _Rank, switches: Switches) -> None:
-        """Run forwards until the first input gradient can start, fewer than on the previous rank, within the limit."""
+        """Run forwards until the first input gradient can start.
+
+        The rank runs fewer forwards than the previous rank, unless the later ranks need more, and never exceeds the
+        memory limit.
+        """
         behind = self.ranks[rank.stage + 1 :]
         needed = min(self._m, self._limit, len(behind) + 1)
         most = min(self._m, self._limit)
@@ -278,7 +282,7 @@ class _Pipeline:
         return rank.stage == 0 or self.ranks[rank.stage - 1].forwards > rank.forwards
 
     def _run_forward(self, rank: _Rank, switches: Switches) -> None:
-        """Run a forward if the limit allows it, after weight gradients that free memory for it."""
+        """Run a forward if the limit allows it. First run the weight gradients that free memory for it."""
         if not self._has_input(rank) or rank.forwards - rank.input_grads >= self._limit:
             return
         while rank.held + 1 > self._limit:

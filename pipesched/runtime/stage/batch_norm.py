@@ -3,8 +3,8 @@
 This is deferred batch normalisation as in torchgpipe (Kim et al. 2020, arXiv:2004.09910): each micro-batch is
 normalised with its own mean and variance, and the running statistics are updated once per mini-batch, as by one forward
 over the whole mini-batch. The statistics of every call of ``functional.batch_norm`` are kept for each micro-batch and
-combined after the run in micro-batch order (Chan et al. 1983). So the bits do not depend on the schedule, and a
-mini-batch may have any number of micro-batches of any sizes.
+combined after the run in micro-batch order (Chan et al. 1983). The running statistics are therefore bit-identical for
+every schedule, and a mini-batch may have any number of micro-batches of any sizes.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,7 +31,7 @@ BatchNormMode = Literal["micro-batch", "mini-batch"]
 
 
 class _Part(NamedTuple):
-    """The statistics of one call: number of values per channel, mean, unbiased variance, and the momentum to use."""
+    """The statistics of one call per channel (number of values, mean, unbiased variance), and the call's momentum."""
 
     numbers: int
     mean: Tensor
@@ -49,7 +49,7 @@ SENT_TYPES = (_Part,)
 
 
 class Norms:
-    """Collects statistics of one stage's BatchNorm calls by micro-batch, in place of updating running statistics.
+    """Collects the statistics of one stage's BatchNorm calls by micro-batch, instead of updating running statistics.
 
     ``modules`` are searched for BatchNorm layers at the start of every run.
     """
@@ -64,7 +64,7 @@ class Norms:
         self.uncounted = _Uncounted(self)  # for backwards, in which layers may be recomputed
 
     def begin(self) -> None:
-        """Start a run: find the BatchNorm layers and remember their batch counters."""
+        """Start a run: find the BatchNorm layers and save their batch counters (``num_batches_tracked``)."""
         found = [module for root in self._roots.values() for module in root.modules()]
         self._modules = [m for m in dict.fromkeys(found) if isinstance(getattr(m, "running_mean", None), Tensor)]
         self._index = {id(module.running_mean): index for index, module in enumerate(self._modules)}
@@ -107,20 +107,23 @@ class Norms:
         return output, (index, _Part(numbers=numbers, mean=mean, var=var, momentum=momentum))
 
     def restore(self) -> None:
-        """Reset the batch counters that forwards have incremented."""
+        """Reset the batch counters to their values before the run, because forwards have incremented them."""
         for tracked, before in zip(self._tracked(), self._before, strict=True):
             if tracked is not None and before is not None:
                 tracked.copy_(before)
 
     def taken(self) -> _Seen:
-        """Return the collected statistics, and start again with none."""
+        """Return the collected statistics and clear them."""
         seen = self._seen
         self._seen = {}
         return seen
 
     @torch.no_grad()
     def commit(self, *seen: _Seen) -> None:
-        """Update the running statistics as one forward over all micro-batches would."""
+        """Update the running statistics as one forward over all micro-batches would.
+
+        Each of ``seen`` has the statistics that one stage collected; all these stages use the same weights.
+        """
         for index, number in sorted({key for one in seen for key in one}):
             parts = {microbatch: part for one in seen for microbatch, part in one.get((index, number), {}).items()}
             module = self._modules[index]
@@ -152,7 +155,7 @@ class _Uncounted:
 
 
 def _combined(parts: Sequence[_Part], device: torch.device) -> tuple[Tensor, Tensor]:
-    """The mean and the unbiased variance over all parts."""
+    """The mean and the unbiased variance over the values of all parts, per channel."""
     total = sum(part.numbers for part in parts)
     means = torch.stack([part.mean.to(device).double() for part in parts])
     within = torch.stack([part.var.to(device).double() * (part.numbers - 1) for part in parts])
@@ -164,7 +167,7 @@ def _combined(parts: Sequence[_Part], device: torch.device) -> tuple[Tensor, Ten
 
 @dataclass(frozen=True)
 class _Held:
-    """A stage's norms (None in other processes), its rank, and the rank of the stage that owns its weights."""
+    """A stage's `Norms` (None in other processes), its rank, and the rank of the stage that owns its weights."""
 
     norms: Norms | None
     rank: int
@@ -183,8 +186,8 @@ class MiniBatchNorms:
         self.active = mode == "mini-batch"
         self._trade = trade
         self._all: dict[tuple[int, int], _Held] = {}
-        #: A context around a run. Updates the running statistics once after the run, and not at all if the run fails.
-        #: Collective over processes.
+        #: Makes a context for a run. The running statistics are updated once after the run, or not at all if the run
+        #: fails. Collective over processes.
         self.counting = self._counting if self.active else nullcontext
 
     def check(self, model: nn.Module, program: Program, *, streams: bool) -> None:
@@ -219,7 +222,7 @@ class MiniBatchNorms:
     def of_stage(
         self, stage: tuple[int, int], ranks: tuple[int, int], modules: Mapping[str, nn.Module]
     ) -> Norms | None:
-        """Register a stage and return its norms; None in the mode "micro-batch", or for a stage of another process.
+        """Register a stage and return its `Norms`; None in the mode "micro-batch", or for a stage of another process.
 
         Args:
             stage: the stage's number, and the number of the stage that owns the weights.

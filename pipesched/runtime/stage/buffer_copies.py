@@ -1,7 +1,7 @@
 """Buffer copies: copies of the buffers that forwards write to, so that a backward uses the buffers of its own forward.
 
-Several micro-batches are in flight, and autograd saves buffers that the next forward would overwrite. So each forward
-writes to copies, which autograd saves, and the buffers take over the copies' values.
+Several micro-batches are in flight, and autograd saves buffers that the next forward would overwrite. Therefore each
+forward writes to copies, which autograd saves. The values of the copies are then written back to the buffers.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -19,7 +19,7 @@ Buffers = dict[str, Tensor]
 
 
 def own_buffers(module: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
-    """The buffers of a module as (name, owning module, key), except those of torch's own layers.
+    """Yield (name, owning module, name in that module) for each buffer, except buffers of torch's own layers.
 
     Autograd never reads a buffer of torch's own layers, such as running statistics, after it has changed.
     """
@@ -32,7 +32,7 @@ def own_buffers(module: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
 
 
 def buffers_of(layer: nn.Module) -> Buffers:
-    """Copies of a layer's buffers."""
+    """Clone all buffers of a layer; return the clones by name."""
     return {name: buffer.clone() for name, buffer in layer.named_buffers()}
 
 
@@ -41,8 +41,9 @@ class BufferCopies:
 
     Args:
         modules: the stage's modules by name.
-        written: names of the model's tensors that its forwards write to.
-        statistics_apart: whether running statistics are collected elsewhere, so that their buffers do not change.
+        written: the names in the model of the buffers that forwards write to.
+        statistics_apart: whether running statistics are collected elsewhere, so that forwards do not change their
+            buffers.
 
     """
 
@@ -58,11 +59,11 @@ class BufferCopies:
         return bool(self._places)
 
     def copies(self) -> dict[str, Buffers]:
-        """Copies of all written buffers, for a forward to write to."""
+        """Copies of all buffers that forwards write to, for the next forward."""
         return {name: {key: live.clone() for key, live in self._live(name)} for name in self._places}
 
     def note(self, name: str, own: Mapping[str, Tensor], copies: Mapping[str, Buffers]) -> None:
-        """Record the buffers after a module's call, because the call may have replaced a copy by another tensor."""
+        """After a module's call, store its buffers in ``copies``: the call may have replaced a copy by a new tensor."""
         for key in self._places.get(name, ()):
             copies[name][key] = own[key]
 
@@ -108,5 +109,8 @@ class BufferCopies:
 
 
 def _names(layer: str, key: str) -> set[str]:
-    """The names that a layer's buffer may have in the model: a layer may be the whole model, or code between layers."""
+    """The names that a layer's buffer may have in the model.
+
+    There are two, because a layer may also be the whole model, or code between layers.
+    """
     return {f"{layer}.{key}", key.replace("/", ".")}

@@ -1,8 +1,8 @@
 """Compiled layers: layers that run through torch.compile, with random numbers that do not depend on the plan.
 
-A TorchFunctionMode does not see the calls inside a compiled graph. So no weight gradients of a compiled layer are
-deferred to W, and a compiled layer that draws random numbers uses the default generator, seeded for that call. The
-numbers differ from those of eager code, but they are the same for every plan and when the layer is recomputed.
+A TorchFunctionMode does not see the calls inside a compiled graph. Therefore no weight gradients of a compiled layer
+are deferred to W, and a compiled layer that draws random numbers uses the default generator, seeded for that call. The
+numbers differ from those of eager code, but they are the same for every plan, and when the layer is recomputed.
 """
 
 from collections.abc import Callable, Mapping
@@ -27,11 +27,11 @@ _Made = dict[tuple[torch.device, str], Callable[..., Any]]
 
 
 def compiler(compile: Any, batch_norm: BatchNormMode) -> "Callable[[torch.device], Compiled | None]":
-    """A function that creates the compiled layers of a stage on a device, or returns None without compilation.
+    """Return a function that maps a stage's device to its `Compiled` layers; to None if ``compile`` is False.
 
     Args:
         compile: True, False, or the arguments of ``torch.compile`` by name, as in Pipeline.
-        batch_norm: as in Pipeline.
+        batch_norm: the option ``batch_norm`` of the pipeline.
 
     Raises:
         InputError: for a ``compile`` of another type, for arguments that torch.compile refuses, and for compilation
@@ -76,7 +76,7 @@ class Compiled:
     Args:
         options: the arguments of ``torch.compile``.
         device: the device of the stage.
-        made: compiled functions, shared between stages and with later plans.
+        made: the functions compiled so far. Stages and later plans share them.
 
     """
 
@@ -88,7 +88,7 @@ class Compiled:
         self._quiet: set[nn.Module] = set()
 
     def begin(self) -> None:
-        """Start a run: check again which layers draw random numbers."""
+        """Start a run. The first call of each layer checks whether the layer draws random numbers."""
         self._quiet.clear()
 
     def call(
@@ -100,7 +100,7 @@ class Compiled:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """Call a compiled layer with the stage's mode disabled. ``own`` holds tensors that replace the layer's own."""
+        """Call a compiled layer with ``mode`` disabled. The tensors in ``own`` replace the layer's own."""
         compiled = self._layers.get(layer)
         if compiled is None:
             compiled = self._layers[layer] = _Layer(layer, self._compiled(layer))
@@ -119,8 +119,8 @@ class Compiled:
     def _compiled(self, layer: nn.Module) -> Callable[..., Any]:
         """The compiled function for layers with the structure of this one.
 
-        Every structure gets its own code object: torch.compile specializes a code object at most eight times and then
-        runs it eagerly, which would make the result depend on the other layers and the order of compilation.
+        Every structure gets its own code object, because torch.compile specializes a code object at most eight times
+        and then runs it eagerly. The result would then depend on the other layers and the order of compilation.
         """
         form = fingerprint(form_of(layer))
         if (self._device, form) not in self._made:
@@ -136,7 +136,7 @@ def _call(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 
 
 class _Layer(nn.Module):
-    """A layer and the function that calls it, as one module in which ``functional_call`` can replace tensors."""
+    """A layer and the compiled function that calls it, as one module, so ``functional_call`` can replace tensors."""
 
     def __init__(self, layer: nn.Module, call: Callable[..., Any]) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
 """Layer runner: calls the layers of one stage and its loss, one micro-batch at a time.
 
-The layers are the user's own modules. They use their own Parameters and buffers, except where a call replaces
-them by leaves for tied weights, by an older weight version, or by copies of buffers.
+The layers are the user's own modules. They use their own Parameters and buffers, unless a call replaces these with
+separate tensors for tied weights, with an older weight version, or with copies of buffers.
 """
 
 from collections.abc import Collection, Hashable, Mapping, Sequence
@@ -52,8 +52,8 @@ class LayerRunner:
         head: the loss, on the last stage; otherwise None.
         ties: tensors that replace tied weights.
         norms: collects BatchNorm statistics by micro-batch; None if each micro-batch updates them directly.
-        compiled: calls layers through ``torch.compile``; None for eager.
-        checkpoint_of_call: the calls whose activations are recomputed or offloaded.
+        compiled: calls layers through ``torch.compile``; None to call them eagerly.
+        checkpoint_of_call: the option of each (layer, call number) whose activations are recomputed or offloaded.
         written: names of the model's buffers that forwards write to.
 
     """
@@ -113,7 +113,7 @@ class LayerRunner:
             self.deferral.begin()
 
     def run(self, saved: MicrobatchState, arrived: Payload, split: bool = False) -> Any:
-        """Call the layers and, on the last stage, the head. The backward starts from the returned value."""
+        """Call the layers and, on the last stage, the loss. Return the value from which the backward starts."""
         wanted = arrived.wanted
         if wanted and torch.is_grad_enabled():
             into: list[Tensor | None] = [None] * len(wanted)
@@ -139,7 +139,7 @@ class LayerRunner:
             return output if self._head is None else self._loss(self._head, saved, output)
 
     def run_keeping(self, saved: MicrobatchState, arrived: Payload, split: bool) -> Any:
-        """Run forward and save the activations. ``split`` states whether I defers weight gradients to W."""
+        """Run the forward and save its activations. ``split`` states whether I defers weight gradients to W."""
         split = split and self._may_split()
         saved.deferred = split and self.deferral.decide(saved.microbatch, lambda: self._kind(arrived))
         noted = saved.deferred or (split and self.deferral.learning)
@@ -159,7 +159,7 @@ class LayerRunner:
         return value
 
     def _may_split(self) -> bool:
-        """Whether weight gradients can be deferred to W: no Parameter is sharded."""
+        """Whether weight gradients can be deferred to W: not if a Parameter is of a subclass, such as a sharded one."""
         if self._splits is None:
             parameters = [parameter for module in self.modules.values() for parameter in module.parameters()]
             self._splits = all(type(parameter) is nn.Parameter for parameter in parameters)
@@ -167,7 +167,7 @@ class LayerRunner:
         return self._splits
 
     def run_dropping(self, saved: MicrobatchState, arrived: Payload) -> Any:
-        """Run forward for a checkpointed F: in grad mode, as without checkpointing, but keep only the inputs."""
+        """Run a checkpointed F: in grad mode, as without checkpointing, but keep only the inputs and the buffers."""
         snapshot = {name: buffers_of(module) for name, module in self.modules.items()}
         versions = [tensor._version for tensor in arrived.tensors]
         kept = arrived if self._modifies_input is False else arrived.map_tensors(Tensor.clone)
@@ -182,7 +182,7 @@ class LayerRunner:
         return value
 
     def backward(self, saved: MicrobatchState, arrived: Sequence[Gradients]) -> None:
-        """Differentiate a forward. Recomputed layers use the same random numbers, weights and buffers as before."""
+        """Run the backward of a forward. Recomputed layers use the forward's random numbers, weights and buffers."""
         edges = saved.edges
         saved.edges = ()
         if self.offloads is not None:
@@ -203,12 +203,15 @@ class LayerRunner:
                 self._weights.during(saved.weights, lambda: torch.autograd.backward(edges, grads))
 
     def weight_grad(self, products: Sequence[Product]) -> None:
-        """Accumulate the weight gradients that an I has deferred."""
+        """Accumulate the weight gradients that an I has deferred to W."""
         with self._backward_mode:
             weight_grad(products)
 
     def deliver(self, saved: MicrobatchState, weights: WeightStash) -> None:
-        """End a micro-batch: deliver all its gradients together, so that an update between I and W applies none."""
+        """End a micro-batch: accumulate all its gradients into the Parameters.
+
+        No gradient is accumulated earlier, so an update between the micro-batch's I and W applies none of them.
+        """
         with self._backward_mode:
             weights.deliver([*saved.version_grads, *weights.taken(saved.weights)])
         saved.version_grads = ()
@@ -217,7 +220,7 @@ class LayerRunner:
         weights.ended(saved.microbatch)
 
     def held_by_others(self, saved: MicrobatchState) -> frozenset[int]:
-        """The addresses of memory that is not offloaded, because it is also used outside the backward."""
+        """The addresses of memory that must not be offloaded, because it is also used outside the backward."""
         own = [tensor for module in self.modules.values() for tensor in (*module.parameters(), *module.buffers())]
         return saved.staying | addresses(tensors_in((saved.weights, list(self._ties.values()), own)))
 
@@ -238,7 +241,7 @@ class LayerRunner:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """Call a layer with replacement tensors, and keep, recompute or offload its activations."""
+        """Call a layer with its replacement tensors; keep, recompute or offload its activations."""
         self._random.enter(saved.key, name, number)
         own = self._stand_ins(saved, name, number)
         word = checkpoint_of_call.get((name, number))
@@ -261,7 +264,7 @@ class LayerRunner:
         return call_with(own, layer, args, kwargs)
 
     def _loss(self, head: Head, saved: MicrobatchState, output: Any) -> Any:
-        """The loss of the last stage's output; the output itself if no loss is computed."""
+        """Compute the scaled loss of the last stage's output; return the output itself if the step has no loss."""
         if self._step_data.keep_outputs:
             self._step_data.outputs.setdefault(saved.microbatch, Payload.of(output))
         if saved.loss_inputs is None:
@@ -288,7 +291,7 @@ class LayerRunner:
     # ---- values kept by a run -----------------------------------------------------------------------------------
 
     def _run_offloading(self, offloads: Offloads, saved: MicrobatchState, arrived: Payload, noted: bool) -> Any:
-        """Run, and record the memory of the batch and of the stage's outputs, which must stay on the device."""
+        """Run the forward, and record the memory that must stay on the device: that of the batch and the outputs."""
         with offloads.saving(saved.microbatch), self.deferral.saving():
             value = self.run(saved, arrived, noted)
         inputs = self._step_data.inputs[saved.microbatch] if saved.takes_inputs or not saved.num_grads else None
@@ -298,12 +301,12 @@ class LayerRunner:
         return value
 
     def _kind(self, arrived: Payload) -> Hashable:
-        """The key under which deferrable weights are learned: input shapes and which parameters are trainable."""
+        """The key under which deferrable weights are stored: the input shapes, and which parameters are trainable."""
         shapes = tuple(tensor.shape for tensor in arrived.tensors)
         return shapes, tuple(p.requires_grad for layer in self._body.layers.values() for p in layer.parameters())
 
     def _check_input(self, modified: bool) -> None:
-        """Record at the first forward whether the stage modifies its input; if so, R must run from a copy.
+        """Record at the first forward whether the stage modifies its input in place; if so, R must run on a copy.
 
         Raises ExecutionError if a later forward modifies its input although the first did not.
         """
@@ -318,9 +321,9 @@ class LayerRunner:
 
 
 def _roots(saved: MicrobatchState, value: Any) -> list[Tensor]:
-    """The leaves of a stage's output from which the backward starts; empty if all parameters before them are frozen.
+    """The tensors of a stage's output that require a gradient. The backward starts from them.
 
-    Raises InputError if a loss depends on no trainable parameter.
+    Raises InputError if the value is a loss that depends on no trainable parameter.
     """
     roots = [leaf for part in value for leaf in trainable_leaves(part)] if isinstance(value, PerConsumer) else None
     roots = trainable_leaves(value) if roots is None else roots

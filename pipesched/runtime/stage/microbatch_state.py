@@ -1,4 +1,4 @@
-"""Micro-batch state: the values that a stage keeps of one micro-batch from its F to the end of its B or W."""
+"""Micro-batch state: the values that a stage keeps for one micro-batch, from its F to the end of its B or W."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,30 +18,30 @@ __all__ = ["MicrobatchState"]
 
 @dataclass(eq=False, kw_only=True)
 class MicrobatchState:
-    """The values that a stage keeps of one micro-batch."""
+    """The values that a stage keeps for one micro-batch between its actions."""
 
     microbatch: int
     key: Key
-    #: For each received value, the number of gradients to return.
+    #: For each value received from a producer stage, the number of gradients to return.
     num_grads: tuple[int, ...]
-    #: Whether the body's inputs begin with the model's inputs.
+    #: Whether the stage takes inputs of the model, in front of the values received from other stages.
     takes_inputs: bool
-    #: The tensors of the weight version to use; empty if the Parameters themselves are used.
+    #: The tensors of the weight version to use; empty to use the Parameters themselves.
     weights: Tensors
     #: The target and the factor of the loss, if this stage computes the loss.
     loss_inputs: tuple[Any, float | None] | None
-    #: Whether F deferred weight gradients to W.
+    #: Whether I leaves the weight gradients of large products to W.
     deferred: bool = field(default=False, init=False)
     #: Addresses of the memory of the batch and of the outputs, which must stay on the device.
     staying: frozenset[int] = field(default=frozenset(), init=False)
     input_grads: list[Tensor | None] = field(default_factory=list, init=False)
     edges: Sequence[GradientEdge] = field(default=(), init=False)
     products: Sequence[Product] = field(default=(), init=False)
-    #: Gradients of the weight version's tensors, kept from I to W.
+    #: The weight version's tensors and their gradients, kept from I to W.
     version_grads: Sequence[tuple[Tensor, Tensor]] = field(default=(), init=False)
-    #: Tensors that replace the layers' buffers during a run.
+    #: Tensors that replace the layers' buffers during the next F or R.
     buffers: Mapping[str, Buffers] | None = field(default=None, init=False)
-    #: The buffers as F left them, for B.
+    #: Copies of the buffers with the values that F left in them, for the backward.
     written_buffers: Mapping[str, Buffers] | None = field(default=None, init=False)
     #: The inputs that a checkpointed F keeps for R.
     arrived: Payload | None = field(default=None, init=False)

@@ -1,8 +1,8 @@
 """Offloading: moves activations that some layers save for the backward to host memory and back.
 
 Saved-tensor hooks see all tensors that autograd saves during a stage's forward. OFFLOAD copies the memory that only
-offloaded layers have saved, each piece once. FREE releases the device memory after the copy. FETCH allocates device
-memory and copies back. On a CUDA device the copies use pinned memory and streams of their own, so they overlap with
+offloaded layers have saved, each storage once. FREE releases the device memory after the copy. FETCH allocates device
+memory and copies back. On a CUDA device the copies use pinned memory and separate streams, so they overlap with
 computation; on a CPU they are synchronous. Memory in use elsewhere is not moved: parameters, buffers, outputs of the
 stage, and tensors that other layers save.
 """
@@ -27,10 +27,10 @@ _PLAIN = (Tensor, nn.Parameter)
 
 
 def host_bytes_per_s(device: torch.device) -> float | None:
-    """The bandwidth of a device's copies to and from the host, with both directions in use, as in `Offloads`.
+    """Measure the bandwidth of copies between a device and the host, with copies in both directions at the same time.
 
     Returns:
-        Bytes per second; for a CPU, the bandwidth of a memory copy; None for other device types.
+        Bytes per second in each direction; for a CPU, the bandwidth of a memory copy; None for other device types.
 
     """
     if device.type not in ("cpu", "cuda"):
@@ -73,7 +73,7 @@ def _both_ways_s(device: torch.device) -> float:
 
 
 class _Piece:
-    """A piece of memory that saved tensors share: on the device, on the host, or being copied."""
+    """A storage that several saved tensors may share: on the device, on the host, or being copied."""
 
     __slots__ = ("__weakref__", "device", "host", "ready")
 
@@ -84,7 +84,7 @@ class _Piece:
 
 
 class _Held:
-    """A saved tensor: the tensor itself while it is on the device, then its layout and the piece that contains it."""
+    """A saved tensor. Once it is offloaded, only its layout and the `_Piece` that contains it are kept."""
 
     __slots__ = ("__weakref__", "form", "goes", "memory", "piece", "tensor", "version")
 
@@ -97,7 +97,7 @@ class _Held:
         self.piece: _Piece | None = None
 
     def leave(self, piece: _Piece) -> None:
-        """Replace the tensor by its layout within a piece."""
+        """Release the tensor; keep its layout within ``piece``."""
         tensor = self.unchanged()
         self.form = tensor.dtype, tensor.storage_offset(), tensor.size(), tensor.stride()
         self.tensor = None
@@ -114,7 +114,7 @@ class _Held:
         return self.tensor
 
     def back(self) -> Tensor:
-        """Return the tensor to the backward. Raises ExecutionError if it was modified, or was not fetched."""
+        """Return the saved tensor for the backward. Raises ExecutionError if it was modified, or was not fetched."""
         if self.piece is None:
             return self.unchanged()
         if self.piece.device is None:
@@ -133,7 +133,7 @@ class Offloads:
 
     Args:
         device: the device of the stage.
-        streams: the CUDA streams for copies to the host and back. Default: two new ones; none on a CPU.
+        streams: the CUDA streams for copies to the host and back. Default: two new streams; none on a CPU.
 
     """
 
@@ -201,7 +201,7 @@ class Offloads:
             self._to_device(piece)
 
     def arrived(self, microbatch: int) -> None:
-        """Prepare a micro-batch's backward: later computation on the current stream waits for the fetched tensors."""
+        """Prepare a micro-batch's backward: make later work on the current stream wait for the fetched tensors."""
         self._held.pop(microbatch, None)
         for piece in _alive(self._pieces.pop(microbatch, ())):
             self._wait(piece)
@@ -250,7 +250,7 @@ class Offloads:
 
 
 def addresses(tensors: Iterable[Tensor]) -> frozenset[int]:
-    """The memory addresses of the tensors that have memory of their own."""
+    """The addresses of the tensors' storages, except for Tensor subclasses and tensors without a storage."""
     return frozenset(map(_address, tensors)) - {0}
 
 
@@ -259,7 +259,7 @@ def _address(tensor: Tensor) -> int:
 
 
 def _is_weight(tensor: Tensor) -> bool:
-    """Whether a tensor is a parameter or a view of one.
+    """Whether a tensor is a parameter or a view of a parameter.
 
     Parameters are not moved, because sharding libraries change their memory.
     """

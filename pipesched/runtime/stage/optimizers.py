@@ -25,7 +25,7 @@ _NO_SETTINGS = ("params", "param_names")  # keys of a parameter group that are n
 
 @dataclass(frozen=True)
 class _Heir:
-    """An optimizer, its parameter groups with the changes to each, and the states of its parameters."""
+    """The optimizer of a new stage, its (parameter group, entries to change) pairs, and its parameters' states."""
 
     optimizer: Optimizer
     groups: list[tuple[_Group, _Group]]
@@ -38,12 +38,12 @@ class Inheritance:
     A stage has an optimizer if one of its parameters is trainable, or was in an optimizer before.
 
     Args:
-        make: creates an optimizer for a list of parameters that are in no optimizer yet.
-        before: the optimizers of the old stages.
+        make: creates an optimizer for a list of parameters.
+        before: the optimizers of the old stages, by stage.
         stages: the parameters of each new stage.
 
     Raises:
-        ModelTypeError: if ``make`` does not return an optimizer of exactly the given parameters.
+        ModelTypeError: if ``make`` does not return an optimizer, or returns one that has other parameters.
 
     """
 
@@ -69,7 +69,8 @@ class Inheritance:
             states = {p: held[p][0].state for p in parameters if p in held and p in held[p][0].state}
             near: dict[Tensor, Any] = {p: _near(state[p], p, group_of[p]) for p, state in states.items()}
             self._heirs[index] = _Heir(optimizer, _regrouped(optimizer, parameters, group_of), near)
-        #: Stages whose optimizer is new, so that the learning rate scheduler of the old optimizers does not drive it.
+        #: Stages with a new optimizer, which no learning rate scheduler changes although a scheduler changes the old
+        #: optimizers.
         self.undriven = [i for i in self._heirs if i not in before and any("initial_lr" in g for _, g in held.values())]
 
     def take(self) -> dict[int, Optimizer]:
@@ -106,10 +107,10 @@ def _members(optimizer: Optimizer) -> list[tuple[_Group, nn.Parameter]]:
 def _regrouped(
     optimizer: Optimizer, parameters: Sequence[nn.Parameter], group_of: Mapping[nn.Parameter, _Group]
 ) -> list[tuple[_Group, _Group]]:
-    """Assign parameters to groups with their settings; return each group with the entries to change in it.
+    """Assign each parameter to a group that has its settings; return (group, entries to change in it) for each group.
 
-    The optimizer's own groups come first, including empty ones because a scheduler counts them; groups with other
-    settings follow. A parameter that was in no group stays out: the user's function left it out.
+    The optimizer's own groups come first, even if they become empty, because a scheduler counts them. Groups with other
+    settings follow. A parameter that was in no group stays in none: the user's function left it out.
     """
     groups = list(optimizer.param_groups)
     taken: list[list[nn.Parameter]] = [[] for _ in groups]
@@ -144,7 +145,7 @@ def _equal(one: Any, other: Any) -> bool:
 
 
 def _near(state: Any, parameter: nn.Parameter, group: _Group) -> Any:
-    """A parameter's optimizer state, on the parameter's device.
+    """Move a parameter's optimizer state to the parameter's device.
 
     A step count on the host stays there, unless the optimizer counts steps on the device.
     """
@@ -164,7 +165,7 @@ def optimizers_for(
     home: Callable[[nn.Parameter], int | None],
     before: Mapping[int, Optimizer],
 ) -> Inheritance:
-    """Prepare the stages' optimizers. Each is created by the user's function, or kept from an old stage.
+    """Prepare the optimizers of the new stages. The user's function creates an optimizer, or an old stage's is kept.
 
     Args:
         optimizer: the user's function, params -> Optimizer.

@@ -26,7 +26,7 @@ _Call = tuple[str, int]
 
 
 class _Seen(NamedTuple):
-    """The buffers before a call."""
+    """A layer's buffers before a call, divided by whether the call changes them."""
 
     #: Copies of the buffers that the call changes.
     copies: dict[str, Tensor]
@@ -100,9 +100,10 @@ class RecomputedLayers:
         return _Seen(copies, {name: (buffer, buffer._version) for name, buffer in buffers.items()})
 
     def _after(self, which: _Call, layer: nn.Module, own: Mapping[str, Tensor], seen: _Seen) -> None:
-        """Record which buffers a call changes, as learned from its first run with these training modes.
+        """Sort the buffers in ``seen`` by whether the call changes them.
 
-        Values are compared, because some operators change a tensor without incrementing its version counter.
+        The call's first run with these training modes decides this by comparing values, because some operators change a
+        tensor without incrementing its version counter.
         """
         if not seen.still:
             return
@@ -131,7 +132,7 @@ _DEAR = frozenset({"mm", "addmm", "bmm", "baddbmm", "convolution"})
 
 
 def is_dear(operator: Any) -> bool:
-    """Whether an operator's results are kept by "recompute-cheap"."""
+    """Whether "recompute-cheap" keeps an operator's results, because they are expensive to recompute."""
     name = operator.name().removeprefix("aten::").partition(".")[0]
     return name in _DEAR or "scaled_dot_product" in name
 

@@ -1,11 +1,11 @@
-"""Split backward: weight products are recorded in F so that the backward can be split into I and W.
+"""Split backward: F records products with weights, so that the backward can be split into I and W.
 
-I computes input gradients and W weight gradients (Qi et al. 2023, arXiv:2401.10241), without running anything twice.
+I computes input gradients and W weight gradients (Qi et al. 2023, arXiv:2401.10241); no computation runs twice.
 During F, each product with a weight, such as ``linear(x, w)``, is called with ``w`` detached, so autograd propagates to
 ``x`` only. I is an ordinary backward over that graph: it also computes cheap weight gradients (norms, biases,
 embeddings) and those that cannot be separated (custom functions, recurrent nets), and a hook stores the gradient ``gy``
-of each product's output. W computes ``gy^T x`` with the operations that autograd itself would have used, so the bits
-are equal. It then passes this weight gradient to autograd, which runs all hooks.
+of each product's output. W computes ``gy^T x`` with the operations that autograd itself would have used, so the result
+is bit-identical. W then passes this weight gradient to autograd, which runs all hooks.
 """
 
 from collections import Counter
@@ -34,7 +34,7 @@ __all__ = ["PAYS_FLOPS", "Deferral"]
 
 
 class _WeightUses:
-    """The uses of each weight in one forward: the number of products, their operations and their autograd nodes."""
+    """The products with each weight in one forward: their number, floating-point operations and autograd nodes."""
 
     def __init__(self, live: Callable[[Tensor], Tensor]) -> None:
         self._live = live
@@ -43,7 +43,7 @@ class _WeightUses:
         self._nodes: dict[Tensor, list[Node | None]] = {}
 
     def note(self, weights: Iterable[Tensor], flops: int, output: Tensor) -> None:
-        """Record a product of these weights that was called unchanged."""
+        """Record a product with these weights whose gradients autograd computes as usual."""
         for weight in map(self._live, weights):
             self._uses[weight] += 1
             self._flops[weight] += flops
@@ -52,9 +52,9 @@ class _WeightUses:
     def deferrable(self, outputs: Sequence[GradientEdge]) -> frozenset[Tensor]:
         """The weights that are used only in products that the backward reaches, and whose deferral saves time.
 
-        The gradient of a weight that is also used in other ways is a sum over all uses, which W could not rebuild bit
-        by bit. A product that the backward does not reach was computed for the layer's own differentiation, or without
-        gradients.
+        The gradient of a weight that is also used in other ways is a sum over all uses. W could not reproduce this sum
+        bit by bit. A product that the backward does not reach was computed for differentiation within the layer, or
+        without gradients.
         """
         passed, reached = _reached(outputs)
         uses = Counter({self._live(leaf): count for leaf, count in reached.items()})
@@ -74,10 +74,10 @@ def _itself(tensor: Tensor) -> Tensor:
 class Deferral:
     """Intercepts one stage's products with weights, detaches the weights and records the products for W.
 
-    The deferrable weights are learned from the first micro-batch of each kind, and the backward of that micro-batch is
-    not split. The decision for a step's first micro-batch holds for the whole step. Micro-batches before the one used
-    for learning are not split either, even if they are recomputed after later ones, so that gradient sums keep their
-    order.
+    The deferrable weights are learned from the first micro-batch of each kind (input shapes, trainable parameters), and
+    the backward of that micro-batch is not split. The decision for a step's first micro-batch holds for the whole step.
+    The backwards of earlier micro-batches are not split either, even if these are recomputed after the micro-batch used
+    for learning, so that gradient sums keep their order.
     """
 
     def __init__(self) -> None:
@@ -102,7 +102,7 @@ class Deferral:
     def decide(self, microbatch: int, kind: Callable[[], Hashable]) -> bool:
         """Return whether the next forward defers weight gradients.
 
-        The first forward of a step decides by its kind (shapes, trainable parameters). If the kind is new, the
+        The kind (input shapes, trainable parameters) of a step's first forward decides. If the kind is new, the
         deferrable weights are learned from that forward.
         """
         if not self._decided:
@@ -215,7 +215,7 @@ class Deferral:
         return torch.is_grad_enabled() and all(self._live(weight) in self._deferrable for weight in weights)
 
     def _learn(self, output: Tensor, x: Tensor, *weights: Tensor, channels: int = -1) -> Tensor:
-        """Record a product that was called unchanged. The product sums over the dim ``channels`` of x."""
+        """While learning, record a product that is not deferred. It sums over the dim ``channels`` of x."""
         if self._weight_uses is not None and self._noting:
             self._weight_uses.note(weights, 2 * weights[0].numel() * x.numel() // max(1, x.shape[channels]), output)
         return output
@@ -237,8 +237,8 @@ class Deferral:
         return output
 
 
-#: The number of operations from which a weight gradient is deferred. Deferring a product costs about 20 us of host
-#: time; a smaller product takes less than that.
+#: The smallest number of floating-point operations for which a weight gradient is deferred. Deferring a product costs
+#: about 20 us of host time, which is more than a smaller product takes.
 PAYS_FLOPS = 2_000_000
 
 _PLAIN = (Tensor, nn.Parameter)
@@ -254,10 +254,10 @@ def _is_plain(x: Any, *weights: Any) -> bool:
 
 
 def _lies_in_rows(x: Tensor) -> bool:
-    """Whether torch's own product uses x as a matrix of rows without a copy.
+    """Whether torch's own matrix product uses x as a matrix of rows without copying it.
 
-    Otherwise torch copies x if the weight requires a gradient; if not, it uses a slower method, which gives other bits.
-    A detached weight would select the slower method, so the caller makes the copy.
+    Otherwise torch copies x if the weight requires a gradient. If the weight does not, torch uses a slower method that
+    rounds differently. A detached weight would select the slower method, so the caller makes the copy.
     """
     return x.dim() <= 2 or x.is_contiguous()
 

@@ -42,9 +42,9 @@ class Stage:
         ties: tensors that replace tied weights, by layer call. Default: none.
         norms: collects BatchNorm statistics of the whole mini-batch. Default: each micro-batch updates them.
         compiled: calls layers through ``torch.compile``. Default: eager.
-        checkpoint_of_call: how each (layer, call number) that does not keep its activations is treated. Default: all
-            keep them.
-        written: names of the model's buffers that forwards write to.
+        checkpoint_of_call: the checkpoint option of each (layer, call number) whose activations are not kept. Default:
+            all are kept.
+        written: names of the model's buffers that forwards write to. Default: none.
 
     """
 
@@ -72,7 +72,7 @@ class Stage:
         self._runner = LayerRunner(self.body, device, head, **options)
         self.modules = self._runner.modules
         self.optimizer = StageOptimizer(self.modules, self.layers)
-        #: Creates an empty stage over the same layers, for a pass that stays open while other passes run.
+        #: Creates a new stage over the same layers, for a pass that stays open while other passes run.
         self.fresh = partial(Stage, self.body, device, head, **options)
 
     def begin(self, step_data: StepData, uses: Uses | None = None) -> None:
@@ -97,11 +97,11 @@ class Stage:
         return self._saved[microbatch].products
 
     def forward(self, microbatch: int, *arrived: Payload, split: bool = False, checkpointed: bool = False) -> Any:
-        """F: return the stage's output.
+        """F: run the layers. ``arrived`` contains the value received from each producer stage, in stage order.
 
         Returns:
-            A Payload, or a PerConsumer with one Payload for each consumer stage. On the last stage, the loss if
-            ``StepData.factors`` is set.
+            The stage's output: a Payload, or a PerConsumer with one Payload for each consumer stage. On the last stage,
+            the loss if ``StepData.factors`` is set.
 
         """
         step_data = self._step_data
@@ -200,7 +200,7 @@ class Stage:
     def _loss_inputs(self, microbatch: int) -> tuple[Any, float | None] | None:
         """The target and the factor of the loss; None if no loss is computed.
 
-        F reads them and keeps them: an asynchronous stream may have dropped them from the step data by the time R runs.
+        F reads and keeps both, because an asynchronous stream may have dropped them from the step data before R runs.
         """
         step_data = self._step_data
         if step_data.factors is None:
@@ -214,7 +214,7 @@ class Stage:
         return here, step_data.factors[microbatch]
 
     def _body_inputs(self, microbatch: int, arrived: Sequence[Payload]) -> tuple[Payload, bool]:
-        """The inputs of the body, and whether they begin with the model's inputs."""
+        """The inputs of the stage's body, and whether they begin with inputs of the model."""
         if arrived and not self.body.late_inputs:
             return arrived[0] if len(arrived) == 1 else Payload.joined(arrived), False
         given = Payload.of(self.body.inputs(self._step_data.inputs[microbatch]), self._on_device)
@@ -226,12 +226,12 @@ class Stage:
         return (Payload.joined([given, *arrived]) if arrived else given), True
 
     def _buffers_copied(self, output: Payload) -> Payload:
-        """The output, with this stage's buffers cloned: the next forward may change them before they are read."""
+        """Clone tensors of the output that are buffers of this stage: the next forward may change the buffers."""
         own = {memory_of(buffer) for layer in self.layers.values() for buffer in layer.buffers()}
         return output.map_tensors(lambda one: one.clone() if memory_of(one) in own else one) if own else output
 
     def _on_device(self, tensor: Tensor) -> Tensor:
-        """An input of the model, on this device.
+        """Return an input tensor of the model on this stage's device.
 
         The result shares memory with the batch but has its own version counter, so a layer that modifies one
         micro-batch in place does not break the backward of another.

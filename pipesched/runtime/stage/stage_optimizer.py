@@ -17,7 +17,7 @@ class StageOptimizer:
     def __init__(self, modules: Mapping[str, nn.Module], layers: Iterable[str]) -> None:
         self._modules = modules
         self._layers = layers
-        #: None if the stage had no trainable parameter when the pipeline was made.
+        #: The user's optimizer; None if the stage had no trainable parameter when the pipeline was made.
         self.wrapped: Optimizer | None = None
         #: Tied parameters that another stage updates.
         self.elsewhere: Collection[nn.Parameter] = ()
@@ -32,7 +32,10 @@ class StageOptimizer:
         return [parameter for parameter in own if parameter not in self.elsewhere]
 
     def update(self, weights: WeightStash | None) -> None:
-        """Step with the gradients since the last update. ``weights`` holds the versions in flight."""
+        """Step the optimizer with the gradients accumulated since the last update. If ``late`` is set, postpone this.
+
+        ``weights`` keeps the weight versions that micro-batches in flight still use.
+        """
         if self.late:
             self._waiting = True
             return
@@ -43,7 +46,7 @@ class StageOptimizer:
             weights.after_update()
 
     def update_late(self) -> None:
-        """Run the update that was postponed until the gradients of tied parameters were summed."""
+        """Run the postponed update, if there is one. Call this after the gradients of tied parameters are summed."""
         if self._waiting:
             self._waiting = False
             self._step()

@@ -1,4 +1,4 @@
-"""Step data: the inputs that a step gives to its stages, and the results that it collects from them."""
+"""Step data: the inputs of a step's stages, and the results that the stages produce."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -15,12 +15,12 @@ __all__ = ["StepData"]
 
 @dataclass
 class StepData:
-    """Inputs and results of one step, or of a stream of steps, by micro-batch."""
+    """Inputs and results of one step, or of a stream of overlapping steps, by micro-batch."""
 
     seed: int
     #: The number of the step; in a stream, the number of its first step.
     step: int
-    #: The model's (args, kwargs).
+    #: The model's (args, kwargs) for each micro-batch.
     inputs: list[Any] | dict[int, Any]
     _: KW_ONLY
     targets: list[Any] | dict[int, Any] = field(default_factory=list)

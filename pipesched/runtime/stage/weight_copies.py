@@ -1,11 +1,12 @@
 """Weight copies: copies of layers for stages that share the weights of an earlier stage.
 
-The first stage of a weight copy runs the user's own layers, called the home. Every further stage runs a copy on its own
-device with its own Parameters. Copies are set equal to the home before each run, and their gradients are added to the
-home's after the run. Chimera (Li & Hoefler 2021) and DualPipe (DeepSeek-AI 2024) use such stages.
+Of several stages with the same weights, the first runs the user's own layers, called the home. Every other stage runs a
+copy of these layers on its own device with its own Parameters. Copies are set equal to the home before each run, and
+their gradients are added to the home's after the run. Chimera (Li & Hoefler 2021) and DualPipe (DeepSeek-AI 2024) use
+such stages.
 
 With one process per rank, the home and its copy may be in two processes. Both processes have the user's layers, so
-modes and other settings come from the copy's own process. Tensors are sent, in one message for each pair of ranks.
+modes and other settings are read in the copy's process. Only tensors are sent, in one message for each pair of ranks.
 """
 
 import copy
@@ -32,7 +33,8 @@ _Tensors = list[Tensor | None]
 class _WeightCopy:
     """A copy of a stage's layers and of its loss module; tensors shared between layers are shared between their copies.
 
-    Module hooks that were registered before the copy run for both. Raises GraphError for layers that cannot be copied.
+    Module hooks that were registered before the copy was made run for the original layers and for the copy. Raises
+    GraphError for layers that cannot be copied.
     """
 
     def __init__(
@@ -52,7 +54,10 @@ class _WeightCopy:
         self.layers = dict(zip(layers, copies, strict=False))
 
     def refresh(self, state: Sequence[Tensor]) -> None:
-        """Copy the home's weights and buffers, ``requires_grad``, and its modules' modes and other settings."""
+        """Set tensors, ``requires_grad``, and the modules' modes and other settings to those of the original layers.
+
+        ``state`` holds the buffers of the original layers, then their parameters.
+        """
         for theirs, mine in self._pairs("named_modules"):
             settings = {name: value for name, value in vars(theirs).items() if isinstance(value, _SETTINGS)}
             vars(mine).update(settings)
@@ -64,7 +69,7 @@ class _WeightCopy:
             mine.requires_grad_(theirs.requires_grad)
 
     def taken_grads(self) -> _Tensors:
-        """Take the gradients from the copy's parameters."""
+        """Return the gradients of the copy's parameters, and reset them to None."""
         parameters = list(self._copy.parameters())
         grads = [parameter.grad for parameter in parameters]
         for parameter in parameters:
@@ -72,9 +77,10 @@ class _WeightCopy:
         return grads
 
     def _pairs(self, named: str) -> Iterator[tuple[Any, Any]]:
-        """Pairs of entries with the same name, one of the home and one of the copy.
+        """Pair each entry of the original layers with the copy's entry of the same name.
 
-        ``named`` is the method that lists the entries. Raises ExecutionError if the names differ.
+        ``named`` is the method that lists the entries, such as "named_parameters". Raises ExecutionError if the names
+        differ.
         """
         home, mine = (dict(getattr(modules, named)()) for modules in (self._home, self._copy))
         if home.keys() != mine.keys():
@@ -87,7 +93,7 @@ class _WeightCopy:
 
 @dataclass(frozen=True, kw_only=True)
 class _Pair:
-    """The home of a part's layers, the ranks of the home and of the copy, and the copy if it is in this process."""
+    """A copy (None in other processes), the original layers (``home``), and the ranks of both."""
 
     home: nn.ModuleList
     home_rank: int
@@ -98,7 +104,7 @@ class _Pair:
 class WeightCopies:
     """All weight copies of a pipeline, in stage order.
 
-    ``target`` maps a home's parameter and a rank to the tensor that receives the parameter's gradients.
+    ``target`` maps a parameter of the original layers and a rank to the tensor that receives its gradients.
     """
 
     def __init__(self, trade: Trade, target: Callable[[nn.Parameter, int], Tensor]) -> None:
@@ -116,7 +122,10 @@ class WeightCopies:
         device: torch.device,
         ranks: tuple[int, int],
     ) -> _WeightCopy | None:
-        """Create a copy; None if the copy is in another process. ``ranks`` are those of the home and the copy."""
+        """Create a copy of a stage's layers; return None if the copy is in another process.
+
+        ``ranks`` contains the rank of the original layers and the rank of the copy.
+        """
         weight_copy = _WeightCopy(layers, loss_fn, device) if self._trade.holds(ranks[1]) else None
         home_rank, rank = ranks
         home = _together(layers, loss_fn)
@@ -124,7 +133,7 @@ class WeightCopies:
         return weight_copy
 
     def refresh(self) -> None:
-        """Set all copies equal to their homes. Collective over processes."""
+        """Set all copies equal to the original layers. Collective over processes."""
         moves = [(pair.home_rank, pair.rank, partial(_state, pair.home)) for pair in self._all]
         for pair, state in zip(self._all, moved(self._trade, "weights", moves), strict=True):
             if pair.weight_copy is not None:
@@ -132,9 +141,9 @@ class WeightCopies:
 
     @contextmanager
     def delivering(self) -> Iterator[None]:
-        """A context around a run: adds the copies' gradients to the homes' in stage order, or drops them on failure.
+        """A context around a run. At its end, the copies' gradients are added to the original layers', in stage order.
 
-        Collective over processes.
+        If the run fails, the copies' gradients are dropped. Collective over processes.
         """
         try:
             yield
@@ -168,7 +177,7 @@ def _deliver(targets: Sequence[Tensor], grads: _Tensors) -> None:
 
 
 def _kept(home: nn.Module) -> dict[int, Any]:
-    """A memo that makes deepcopy share, and not copy, hooks and the objects whose bound methods are hooks."""
+    """A memo with which deepcopy shares hooks, and objects whose bound methods are hooks, instead of copying them."""
     own = set(home.modules())
     hooks = [hook for module in own for hook in hooks_of(module)]
     owners = [getattr(hook, "__self__", hook) for hook in hooks]

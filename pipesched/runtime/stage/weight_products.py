@@ -45,9 +45,9 @@ class Product:
         self.grad = grads[0]
 
     def weight_grad(self, index: int) -> Tensor | None:
-        """Return the gradient of one weight; None if no gradient arrived, or at a second call.
+        """Return the gradient of the weight ``weights[index]``; None if no gradient arrived, or at a second call.
 
-        Raises ExecutionError if the input was modified in place since the product ran.
+        Raises ExecutionError if the input was modified in place after the product ran.
         """
         if self.grad is not None and self.input._version != self.version:
             raise ExecutionError(
@@ -64,16 +64,16 @@ class Product:
 
 
 def saving_input(x: Tensor, product: Product) -> Tensor:
-    """Save a product's input through autograd, so that saved-tensor hooks apply to it.
+    """Save a product's input through autograd, so that saved-tensor hooks apply to it. Return the tensor to use in F.
 
-    The backward passes the input to the product.
+    The backward passes the saved input to ``product``.
     """
     saved: Tensor = _SavedInput.apply(x, (x.detach(),), product)  # type: ignore[no-untyped-call]
     return saved
 
 
 class _SavedInput(torch.autograd.Function):
-    """An autograd node in front of a product. Its output is the tensor in ``again``, which autograd treats as new."""
+    """An autograd node in front of a product. It returns the tensor in ``again``, so autograd sees a new tensor."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, again: tuple[Tensor], product: Product) -> Tensor:
@@ -96,7 +96,7 @@ def spread(value: Any, spatial: int) -> list[int]:
 
 
 def _operands(grad: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradient and the input as matrices. The input is cast to the gradient's dtype, as autocast did in F."""
+    """The output gradient and the input x as matrices. x is cast to the gradient's dtype, as autocast did in F."""
     if x.dtype is not grad.dtype:
         x = x.to(grad.dtype)
     dims = x.dim()
@@ -127,7 +127,7 @@ class ConvolutionRule:
         self._groups = groups
 
     def forward(self, function: Callable[..., Any], x: Tensor) -> Tensor:
-        """The convolution with its weight and bias detached."""
+        """Compute the convolution of ``x`` with the detached weight and bias."""
         output: Tensor = function(x, self._weight, self._bias, *self._numbers, self._groups)
         return output
 
@@ -150,13 +150,13 @@ class ConvolutionRule:
         return tuple(grads[:1] if self._bias is None else grads)
 
 
-#: Approximate bytes of weights in one delivery. A large gradient is accumulated while it is in the cache, and its
-#: memory is reused for the next; small gradients share the fixed cost of one autograd node.
+#: Approximate number of bytes of weights per `_Delivery` node. A large gradient is accumulated while it is in the
+#: cache, and its memory is reused for the next gradient. Small gradients share the fixed cost of one autograd node.
 _GROUP_BYTES = DELIVERED_BYTES
 
 
 def weight_grad(products: Sequence[Product]) -> None:
-    """W: compute the weight gradients, sum them over each weight's uses, and deliver them with the weights' hooks."""
+    """W: compute the weight gradients, sum them over each weight's uses, and accumulate them through autograd."""
     uses: _Uses = {}
     for product in reversed(products):  # the order of a backward
         for index, weight in enumerate(product.weights):
@@ -184,7 +184,7 @@ def _groups(uses: _Uses) -> Iterator[_Uses]:
 
 
 class _Delivery(torch.autograd.Function):
-    """An autograd node above some weights' AccumulateGrad nodes: autograd accumulates the results and runs hooks."""
+    """An autograd node that passes computed gradients to weights; autograd accumulates them and runs the hooks."""
 
     @staticmethod
     def forward(ctx: Any, group: _Uses, *weights: Tensor) -> Tensor:

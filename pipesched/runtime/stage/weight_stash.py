@@ -1,6 +1,6 @@
 """Weight stash: older versions of a stage's weights, for micro-batches in flight while the optimizer updates them.
 
-A version is a set of leaf tensors that share memory with the Parameters and have version counters of their own;
+A version is a set of leaf tensors that share memory with the Parameters but have their own version counters;
 ``torch.func.functional_call`` runs the user's layers on them. Gradients of a version are passed on to the Parameters,
 and the Parameters' hooks run. Before an update changes weights that are still in use, the Parameters move to new memory
 and the version keeps the old memory (weight stashing: PipeDream, Narayanan et al. 2019).
@@ -17,9 +17,9 @@ from pipesched.tensors.payload import used_here
 
 __all__ = ["Tensors", "WeightStash"]
 
-#: The tensors of one version by module and name.
+#: The tensors of one version, by module name and parameter name.
 Tensors = dict[str, dict[str, Tensor]]
-#: Tensors of a version with their gradients.
+#: (tensor of a version, its gradient) pairs.
 _Arrived = list[tuple[Tensor, Tensor]]
 
 
@@ -35,7 +35,7 @@ class _Holder(nn.Module):
 
 
 class WeightStash:
-    """The weight versions of one stage.
+    """Keeps the versions of one stage's weights that micro-batches in flight use.
 
     Args:
         modules: the modules of the stage, by name.
@@ -60,11 +60,11 @@ class WeightStash:
         return sorted({*self._held, self._newest})
 
     def used_by(self, microbatch: int) -> Tensors:
-        """The weights for a micro-batch's forward, recompute and backward."""
+        """The weight version that a micro-batch's forward, recompute and backward use."""
         return self._held[self._uses.version(microbatch)]
 
     def during(self, weights: Tensors, act: Callable[[], None]) -> None:
-        """Call ``act``, a backward, while the modules hold a version: torch.utils.checkpoint may call the modules."""
+        """Call ``act``, a backward, with ``weights`` in the modules, because torch.utils.checkpoint may call these."""
         tensors = {
             f"held.{index}.{key}": tensor
             for index, named in enumerate(weights.values())
@@ -73,11 +73,11 @@ class WeightStash:
         torch.func.functional_call(self._holder, tensors, (act,))
 
     def live(self, tensor: Tensor) -> Tensor:
-        """The Parameter of a version's tensor; any other tensor unchanged."""
+        """The Parameter that a version's tensor belongs to. Any other tensor is returned unchanged."""
         return self._live.get(tensor, tensor)
 
     def taken(self, weights: Tensors) -> _Arrived:
-        """Take the accumulated gradients from a version's tensors."""
+        """Return the gradients accumulated in a version's tensors, and reset them to None."""
         tensors = (tensor for named in weights.values() for tensor in named.values())
         arrived = [(tensor, tensor.grad) for tensor in tensors if tensor.grad is not None]
         for tensor, _ in arrived:
@@ -129,7 +129,7 @@ class WeightStash:
         self._held[self._newest] = version
 
     def _drop_unused(self) -> None:
-        """Drop the versions that no micro-batch needs any more.
+        """Drop the versions that micro-batches no longer need.
 
         The newest is always kept, because the Parameters themselves hold it.
         """
