@@ -120,7 +120,7 @@ class Request:
 
     @property
     def num_ranks(self) -> int:
-        """The number of ranks: one for each stage, or that of the placement."""
+        """The number of ranks: the number in the placement or, without one, the number of stages."""
         return self.num_stages if self.placement is None else 1 + max(self.placement)
 
     @cached_property
@@ -151,7 +151,7 @@ class Request:
 
     @cached_property
     def layers(self) -> Layers:
-        """The graph's layers. Raises PartitionError for a graph that cannot be read."""
+        """The layers of the graph with their costs. Raises PartitionError if the graph cannot be read."""
         needed = [
             *(["output_bytes"] if self.communication != "none" else []),
             *(["parameter_bytes"] if set(self.limits) != {None} else []),
@@ -253,7 +253,7 @@ def _number(value: Any, what: str) -> Any:
 
 
 def _one_each(value: Any, num_ranks: int, name: str) -> list[Any]:
-    """One value for each rank: a single value is repeated. Raises PartitionError for another number of values."""
+    """One value for each rank: a single value is repeated. Raises PartitionError if a list has the wrong length."""
     values = list(value) if isinstance(value, Iterable) and not isinstance(value, str) else [value] * num_ranks
     if len(values) != num_ranks:
         raise PartitionError(
