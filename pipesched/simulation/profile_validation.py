@@ -16,9 +16,7 @@ _AGAIN = "measure it again"
 
 
 def check_graphs(graphs: Mapping[int, "nx.DiGraph[str]"]) -> None:
-    """Raise ScheduleError for a profile without layers, with sizes that differ in their layers, or with invalid
-    figures.
-    """
+    """Raise ScheduleError unless all micro-batch sizes of a profile have the same layers and valid figures."""
     if not isinstance(graphs, Mapping) or not all(isinstance(graph, nx.DiGraph) for graph in graphs.values()):
         raise ScheduleError(f"a profile must have a graph of layers for each size; got {shown(graphs)}; {_AGAIN}")
     if not graphs or not all(len(graph) for graph in graphs.values()):
@@ -67,12 +65,12 @@ def _check_alike(one: "nx.DiGraph[str]", other: "nx.DiGraph[str]", rows: str) ->
 
 
 def _figures(value: Any) -> Any:
-    """The keys if the value is a mapping; otherwise whether it is a number."""
+    """For comparing two values: the keys if the value is a mapping, otherwise whether it is a number."""
     return {*value} if isinstance(value, Mapping) else isinstance(value, int | float)
 
 
 def _check_parameters(graph: "nx.DiGraph[str]") -> None:
-    """Raise ScheduleError if the graph lacks the size of a layer's parameter."""
+    """Raise ScheduleError unless the graph has a valid size for every parameter of its layers."""
     sizes = graph.graph.get("parameters", {})
     for name, size in sizes.items():
         if not isinstance(size, tuple) or not len(size) == 2 or not all(is_count(number, 0) for number in size):
