@@ -1,1 +1,1 @@
-"""Planning: from a request to a plan, by search over candidates; the plan itself, and its report."""
+"""Planning: searches for the best plan for a request. It also has the plan itself and the report on a plan."""

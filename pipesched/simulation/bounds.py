@@ -273,9 +273,8 @@ def _held_back(chunks: Sequence[_Stage], num_microbatches: int, limit: int) -> l
     """
     left: float = 0
     room = limit
-    for stage in sorted(
-        chunks, key=lambda stage: stage.forward, reverse=True
-    ):  # longest first, so the rest is shortest
+    # The longest forwards come first, so that the remaining work is shortest.
+    for stage in sorted(chunks, key=lambda stage: stage.forward, reverse=True):
         left += (num_microbatches - min(room, num_microbatches)) * stage.forward
         room -= min(room, num_microbatches)
     return [(min(stage.after_forward for stage in chunks), left)] if left else []

@@ -214,9 +214,8 @@ class _Gradients(NamedTuple):
         order = np.argsort(columns.stage, kind="stable")
         updates = columns.are(Kind.UPDATE)
         number = np.empty(len(columns), np.int64)
-        number[order] = (
-            np.cumsum(updates[order]) - updates[order]
-        )  # the number of earlier updates, in the order of stages
+        # The number of earlier updates, in the order of stages.
+        number[order] = np.cumsum(updates[order]) - updates[order]
         change = np.zeros(len(columns), np.int64)
         first = np.zeros(len(columns), np.bool_)
         for kind, size in ((Kind.I, whole - deferred), (Kind.W, deferred)):
@@ -295,9 +294,8 @@ class _Received(NamedTuple):
         columns = lower(program).columns
         at = np.flatnonzero(columns.are(Kind.RECV_F, Kind.RECV_B))
         received = columns[at]
-        place = np.cumsum(~columns.are(*OTHER_END), dtype=np.int64)[
-            at
-        ]  # the number of program actions before the receive
+        # The number of program actions before the receive.
+        place = np.cumsum(~columns.are(*OTHER_END), dtype=np.int64)[at]
         forward = received.are(Kind.RECV_F)
         rows = {
             kind: program.index.rows(kind, received.stage, received.microbatch) for kind in (Kind.F, Kind.B, Kind.I)

@@ -125,9 +125,8 @@ def _to_hosts(program: Program) -> Ints | None:
     for direction, kind in enumerate((Kind.OFFLOAD, Kind.FETCH)):
         rows = program.columns.are(kind)
         ranks = program.orders.rank_of[rows]
-        occupied[rows] = (
-            program.num_ranks + direction
-        ) * program.num_ranks + ranks  # after the links of pairs of ranks
+        # Host links are numbered after the links of pairs of ranks.
+        occupied[rows] = (program.num_ranks + direction) * program.num_ranks + ranks
     return occupied
 
 

@@ -188,7 +188,7 @@ def _memory(plan: Plan) -> Table | None:
 
 
 def _in_words(kinds: Iterable[Kind]) -> str:
-    """The column heads of kinds of actions, spelled out."""
+    """The names of kinds of actions, as a legend for the column headings."""
     return " ".join(f"{kind}: {KIND_NAMES[kind]}." for kind in kinds if kind in KIND_NAMES)
 
 
