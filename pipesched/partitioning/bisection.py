@@ -1,4 +1,4 @@
-"""Exact bisection on integers for the smallest bottleneck of a partition (Pinar and Aykanat 2004)."""
+"""Bisection: finds the smallest bottleneck of a partition, exactly, on integers (Pinar and Aykanat 2004)."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

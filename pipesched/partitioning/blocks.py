@@ -1,4 +1,4 @@
-"""Blocks of layers that always share a stage, and the sums of costs before each possible cut."""
+"""Blocks: groups of layers that must share a stage, and the total costs before each possible cut."""
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
@@ -36,7 +36,7 @@ class Blocks:
         return int(self.block_of.max()) + 1
 
     def total(self, of_layers: Ints) -> Ints:
-        """The sum of a per-layer number over each block's layers."""
+        """For each block, the sum of ``of_layers`` over its layers. ``of_layers`` has one number per layer."""
         sums = np.zeros(len(self), np.int64)
         np.add.at(sums, self.block_of, of_layers)
         return sums

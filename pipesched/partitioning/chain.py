@@ -108,7 +108,7 @@ class Chain:
     def _highs(self, snap: list[int] | None) -> list[int]:
         """For each number of stages, the last cut at which they may end and leave a block for each later stage.
 
-        Later stages that may stay empty need no block.
+        Later stages that may stay empty need no block. ``snap`` has the last allowed cut up to each cut (`_allowed`).
         """
         highs = [high for _, high in self._spans]
         for stage in reversed(range(len(highs) - 1)):

@@ -171,7 +171,7 @@ class CheckpointedChain:
         return min((ticks for ticks in tolls if ticks > bound), default=INFINITE)
 
     def _allowed(self, ends: list[Run], bound: int) -> list[Run]:
-        """The cuts of these runs at which the transfer time is within the bound, as runs."""
+        """Restrict runs to the cuts with a transfer time within the bound."""
         if len(self._toll) == 1:
             return ends
         return _joined([(e, e) for first, last in ends for e in range(first, last + 1) if self._toll[e] <= bound])

@@ -123,7 +123,7 @@ def _summaries(costs: _StageCosts, stages: list[list[Any]]) -> Iterator[StageSum
 
 
 def _bottleneck(costs: _StageCosts, stages: list[list[Any]], solution: Solution) -> tuple[str, str]:
-    """Describe the bottleneck (a stage, rank or cut), and why no partition, or none much faster, can exist."""
+    """Returns two texts: the bottleneck (a stage, rank or cut), and the reason why no partition is much faster."""
     problem = costs.problem
     ticks = costs.found.bottleneck
     if problem.line_up.shares_ranks:

@@ -143,7 +143,7 @@ def _more_ranks(request: Request) -> str:
 
 
 def _pins(request: Request) -> tuple[str, str, str]:
-    """The three parts of the error if no partition satisfies the pins (starts, together, exactly)."""
+    """The error if no partition satisfies the pins (starts, together, exactly): its place, numbers and remedy."""
     pins = [f"{layer!r} begins stage {stage}" for layer, stage in request.starts.items()]
     pins += [f"{', '.join(map(repr, group))} share a stage" for group in request.together]
     pins += ["no stage is empty"] * request.exactly

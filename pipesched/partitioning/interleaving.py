@@ -1,8 +1,9 @@
 """Interleaving: cuts for ranks with several stages, which minimise the time of the busiest rank by descent.
 
-The descent starts from the cuts that minimise the slowest stage, and from even cuts. It moves one cut at a time to the
-position that gives the busiest rank the least time (among equal positions, the most even times), until no cut moves.
-Then it moves some cuts at random, with a fixed seed, descends again, and keeps the result if it is better.
+The descent starts from the cuts that minimise the slowest stage, and from cuts that divide the work evenly. It moves
+one cut at a time to the position that gives the busiest rank the least time (among equal positions, the most even
+times), until no cut moves. Then it moves some cuts at random, with a fixed seed, descends again, and keeps the result
+if it is better.
 """
 
 import random
@@ -56,7 +57,7 @@ def _descended(problem: Problem, begin: Solution) -> "_Descent":
 def _with_choices(problem: Problem, begin: Solution) -> Found | None:
     """Choose cuts and activation options by descent from two starting points; the blocks stay in graph order.
 
-    With all activations held, these are the best cuts without memory limits and the best cuts with them.
+    The starting points are the best cuts for held activations, once without memory limits and once with them.
     """
     line_up = problem.line_up
     kept = CheckpointedRanks(problem, range(len(problem.blocks)))
@@ -68,7 +69,10 @@ def _with_choices(problem: Problem, begin: Solution) -> Found | None:
 
 
 def _begins(problem: Problem, begin: Solution, count: int) -> Iterator[tuple[list[int], list[int]]]:
-    """The orders and cuts to start from: those that minimise the slowest stage and, without pins, even cuts."""
+    """Yield the orders and cuts from which the descent starts.
+
+    These are the cuts that minimise the slowest stage and, without pins, cuts that divide the work evenly.
+    """
     in_order = list(range(len(problem.blocks)))
     if begin.found and problem.pins:
         yield begin.found.order, [0, *begin.found.ends]

@@ -88,7 +88,7 @@ class Lattice:
         return Fails(following) if state is None else self._found(state, closed, limits)
 
     def _bands_below(self, bound: int) -> list[tuple[int, int]]:
-        """For each level, the range of slots that may end there: the slots before and after can do the other work."""
+        """For each level, the range of slots that may end there, given the work that the other slots can do in time."""
         count = len(self._line_up.slots)
         if not self._line_up.in_line:
             return [(0, count)] * len(self._least)
@@ -123,7 +123,10 @@ class Lattice:
                 closed[index, first:last] &= self._allowed[slot.stage + 1][first:last]
 
     def _reached(self, closed: Bools, *, empty: bool) -> Bools:
-        """A mask of shape (states, ideals): whether each state can be reached at each ideal. Stages may stay empty."""
+        """A mask of shape (states, ideals): whether each state can be reached at each ideal.
+
+        Stages that may stay empty can be skipped. empty: whether the only ideal is the empty set.
+        """
         reached = np.zeros((self._line_up.num_states, closed.shape[1]), bool)
         reached[0] = empty
         reached[1:] = np.logical_or.reduceat(closed, self._first_of_target, axis=0)
@@ -166,7 +169,7 @@ class Lattice:
         return Found(bottleneck=bottleneck, order=order, ends=ends, slots=[slot for slot, _ in stages])
 
     def _begin(self, state: int, ideal: int, closed: Bools, limits: Ints) -> tuple[int, int, Bools]:
-        """Find the stage that ends at an ideal. Returns its slot's index, the ideal of its start, and `_below`."""
+        """Find the stage that ends at an ideal. Returns its slot's index, its start ideal, and the mask of `_below`."""
         sent = self._ideals.cuts.sent_bytes
         for index, slot in enumerate(self._line_up.slots):
             if slot.target == state and closed[index, ideal]:

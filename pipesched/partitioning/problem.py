@@ -111,7 +111,13 @@ class Problem:
         return [{int(self.blocks.block_of[layer]) for layer in group} for group in groups]
 
     def lattice(self, ideals: Ideals, ceiling: int) -> Lattice:
-        """The search over all orders. ideals: enumerated with the sets of `counted`. ceiling: a known bottleneck."""
+        """The search over all orders of the blocks.
+
+        Args:
+            ideals: the order ideals, enumerated with the sets of `counted`.
+            ceiling: the bottleneck of a known partition.
+
+        """
         allowed: dict[int, NDArray[np.bool_]] = {}
         counts = ideals.contains
         for pin, itself, needed, blocks in zip(self.pins, counts[::2], counts[1::2], self.counted[1::2], strict=True):

@@ -125,7 +125,7 @@ class Request:
 
     @cached_property
     def link(self) -> Link:
-        """The link between stages. Raises PartitionError for a wrong latency or bandwidth."""
+        """The link between stages. Raises PartitionError for an invalid latency or bandwidth."""
         try:
             return Link(self.latency_s, self.bandwidth_bytes_per_s)
         except ScheduleError as error:

@@ -39,7 +39,7 @@ class Toll:
 
 @dataclass(frozen=True, kw_only=True)
 class Slot:
-    """One stage on one rank, or on a rank of one kind: a transition between two states."""
+    """A transition between two states: one stage on one rank or, if ranks may have any order, on one kind of rank."""
 
     source: int
     target: int
@@ -115,7 +115,15 @@ class LineUp:
 
 
 def fixed_order(ranks: Sequence[Rank], in_flight: Sequence[int], *, exactly: bool, pinned: int) -> LineUp:
-    """The slots for stage k on rank k. exactly: no stage may be empty. pinned: nor may this many first stages."""
+    """The slots for stage k on rank k.
+
+    Args:
+        ranks: the ranks in stage order.
+        in_flight: the number of micro-batches in flight on each stage.
+        exactly: whether no stage may be empty.
+        pinned: the number of first stages that must not be empty.
+
+    """
     slots = tuple(
         Slot(source=k, target=k + 1, stage=k, rank=k, speed=rank.speed, limit=rank.limit, in_flight=in_flight[k])
         for k, rank in enumerate(ranks)

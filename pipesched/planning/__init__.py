@@ -1,1 +1,1 @@
-"""Planning: searches for the best plan for a request. It also has the plan itself and the report on a plan."""
+"""Planning: searches for the best plan for a request, and defines the plan and its report."""

@@ -35,7 +35,7 @@ class StageTimes:
 
 @dataclass(frozen=True)
 class Known:
-    """The current layer costs, and the factors by which devices are slow."""
+    """The current layer costs, and the slow devices."""
 
     #: Costs of each layer on a device that is not slow.
     layers: Mapping[str, LayerCosts]
@@ -79,9 +79,10 @@ class Known:
     def _slow_devices(
         self, stages: Sequence[StageTimes], factors: Mapping[str, float], tolerance: float
     ) -> dict[Hashable, float]:
-        """Find the slow devices: layers of the same kinds as all of their layers run faster on other devices.
+        """Find the devices on which layers run slower than equal layers on other devices.
 
-        Returns {device: the factor by which it is slow}.
+        Only stages are considered in which every layer has an equal layer on another device. Returns the factor by
+        which each slow device is slower.
         """
         devices = self._by_kind(stages, lambda stage: stage.device)
         slow = dict(self.slow)

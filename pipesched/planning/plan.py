@@ -64,7 +64,7 @@ class Plan:
     Attributes:
         stages: the names of each stage's layers. In bidirectional schedules, the stages of one direction.
         schedule: the name of the schedule that made the program.
-        program: the program that runs.
+        program: the program, without the recomputes and host copies that ``checkpoint`` adds.
         checkpoint: the layers to recompute or offload. Default: "never".
         costs: the costs of each stage of the program. None: not measured.
         options: the schedule's options: numbers, flags and strings.

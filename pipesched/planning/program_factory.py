@@ -54,7 +54,7 @@ class ProgramFactory:
     def of(self, num_microbatches: int) -> "StepPrograms":
         """The programs of steps with this number of micro-batches.
 
-        If the user gave a program with a different number, its use raises ScheduleError.
+        If the user gave a program with a different number, using the result raises ScheduleError.
         """
         if num_microbatches not in self._made:
             self._made[num_microbatches] = StepPrograms(self, num_microbatches)
@@ -94,7 +94,7 @@ class ProgramFactory:
         return {option: value for option, value in options.items() if isinstance(value, int | float | str)}
 
     def connect(self, edges: Sequence[tuple[int, int]], offloading: Collection[int] = ()) -> Program:
-        """Set which stages consume the outputs of which other stages, equally for each chain of stages.
+        """Connect the stages: set which stages use the outputs of which stages, the same in each chain of stages.
 
         Args:
             edges: pairs of a producing and a consuming stage of one chain.
@@ -166,7 +166,7 @@ class StepPrograms:
 
     @cached_property
     def timed(self) -> Program:
-        """The program that runs, without transfers. If steps overlap, it has enough steps for the pattern to repeat."""
+        """The program that runs, without transfers: one step or, if steps overlap, as many as it takes to repeat."""
         factory = self._factory
         source = factory.source
         program = self._beginning(source) if factory.streams and isinstance(source, Schedule) else self.plain
@@ -174,7 +174,7 @@ class StepPrograms:
         return add_offloading(program, factory.offloading)
 
     def _beginning(self, schedule: Schedule) -> Program:
-        """The first of a stream of overlapping steps, up to the step from which the order of actions repeats.
+        """The first steps of a stream of overlapping steps, up to the step from which the order of actions repeats.
 
         Schedules that use old weight versions for a long time need more steps than others.
         """

@@ -56,7 +56,7 @@ class StagePartitioner:
             )
 
     def partition(self) -> tuple[StageLayers, Partition | None]:
-        """Returns the layers of each stage, and the partition with its costs; None if layers need not be measured.
+        """Returns the layers of each stage, and the partition with its costs (None if no measurements were needed).
 
         Raises:
             PartitionError: if there are more stages than layers, or if the boundaries do not fit.

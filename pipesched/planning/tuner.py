@@ -5,9 +5,9 @@ work. The layers of the first candidate in the queue are assigned to stages, and
 `pipesched.planning.recomputation_choice` decides which layers are recomputed or offloaded to keep the memory limits.
 The candidate is queued again with the bound of these stages (`pipesched.simulation.bounds`), and simulated when it is
 first again. The search ends when no bound is below the best step time. If no candidate fits into memory, the candidates
-that need the least memory are tried with extra effort (`pipesched.planning.lean_candidates`), and finally the plan with
-the smallest peak memory is searched (`pipesched.planning.infeasibility`). At the end the boundaries of the best
-candidates are moved as long as that shortens the simulated step (`pipesched.planning.boundary_refinement`).
+that need the least memory are tried with extra effort (`pipesched.planning.lean_candidates`). If none of these fits,
+the plan with the smallest peak memory is searched (`pipesched.planning.infeasibility`). At the end the boundaries of
+the best candidates are moved as long as that shortens the simulated step (`pipesched.planning.boundary_refinement`).
 """
 
 import heapq

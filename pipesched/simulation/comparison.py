@@ -1,4 +1,4 @@
-"""Comparison: predicted against measured figures of a step, by stage and rank; and costs from measured traces."""
+"""Comparison: compares predicted and measured times by stage and rank, and computes costs from measured traces."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -23,7 +23,7 @@ class Pair(NamedTuple):
 
     @property
     def off(self) -> float | None:
-        """Relative error of the prediction: 0.03 if the measured figure is 3 % above it. None if zero was predicted."""
+        """Relative error: 0.03 if the measured figure is 3 % above the predicted one. None if zero was predicted."""
         return self.measured / self.predicted - 1 if self.predicted else None
 
 
