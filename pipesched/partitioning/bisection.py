@@ -29,7 +29,7 @@ class Found:
     order: list[int]
     #: For each stage, the position in ``order`` just after its last block.
     ends: list[int]
-    #: The slot of each stage.
+    #: The slot of each stage, which has the stage's rank.
     slots: list[Slot]
     #: The activation option of each layer; empty if all activations are held.
     chosen: tuple[ActivationOption, ...] = ()

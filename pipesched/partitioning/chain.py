@@ -30,7 +30,7 @@ class Chain:
         order: the blocks.
         cuts: the total costs before each cut of this order.
         toll: the transfer time at each cut.
-        line_up: the slots for the stages.
+        line_up: the slots, that is, which stages may run on which ranks.
         spans: entry k has the first and the last cut at which stage k - 1 may end.
 
     """

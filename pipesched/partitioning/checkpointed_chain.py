@@ -40,7 +40,7 @@ class CheckpointedChain:
         members: the layers of each block.
         options: the activation options of each layer.
         toll: the transfer time at each cut.
-        line_up: the slots for the stages.
+        line_up: the slots, that is, which stages may run on which ranks.
         spans: entry k has the first and the last cut at which stage k - 1 may end.
 
     """

@@ -55,7 +55,7 @@ class _Text:
         return repr(self._text)
 
     def __reduce__(self) -> tuple[type[str], tuple[str]]:
-        return str, (self._text,)  # a plain string in other processes
+        return str, (self._text,)  # pickled as a plain string
 
 
 def _possible(request: Request) -> bool:

@@ -66,7 +66,8 @@ _EMPTY = _Front(held=_NOTHING, ticks=_NOTHING, copies=None, parent=_NOTHING, opt
 class Knapsack:
     """Finds the fastest options of layers within a memory limit, and caches partial results.
 
-    ``exact`` tells whether all answers so far are proved to be optimal.
+    An item is a layer with a given number of micro-batches in flight. ``exact`` is True while all answers so far are
+    proved to be optimal.
     """
 
     def __init__(self, options: Sequence[Sequence[ActivationOption]]) -> None:
@@ -162,7 +163,7 @@ class Knapsack:
         return front
 
     def _with(self, front: _Front, options: _Options, working: int) -> _Front:
-        """Add one item with these options to a front."""
+        """Extend a front by one more item with these options."""
         rows = [(at, held, c) for at, (held, c) in enumerate(options) if c.working_bytes <= working]
         size = len(front.held)
         held = np.concatenate([front.held + more for _, more, _ in rows])
@@ -248,5 +249,5 @@ def _thinned(kept: Ints, held: Ints, ticks: Ints, copies: Ints | None) -> Ints:
     for values in sizes:
         width = max(1, -(-int(values.max() - values.min() + 1) // steps))
         buckets = buckets * steps + (values - values.min()) // width
-    _, first = np.unique(buckets, return_index=True)  # states ascend in bytes
+    _, first = np.unique(buckets, return_index=True)  # states are in ascending order of bytes
     return kept[np.sort(first)]

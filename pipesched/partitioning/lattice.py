@@ -30,7 +30,7 @@ class Lattice:
     Args:
         ideals: all order ideals of the blocks.
         toll: the transfer time at each ideal's cut.
-        line_up: the slots for the stages.
+        line_up: the slots, that is, which stages may run on which ranks.
         allowed: entry k is a mask of the ideals at which stage k - 1 may end. Without an entry it may end at any ideal.
         ceiling: the bottleneck of a known partition. Larger bounds are not probed.
 

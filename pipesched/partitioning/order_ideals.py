@@ -26,7 +26,7 @@ class Ideals:
     A step adds a block to an ideal and thus makes an ideal of the next level. Steps are sorted by the ideal they make.
     """
 
-    #: The sums before the cut of each ideal.
+    #: The total costs of the blocks in each ideal.
     cuts: Cuts
     #: The index of the first ideal of each level. The last entry is the number of ideals.
     levels: list[int]
@@ -51,7 +51,7 @@ class _Level:
 
     #: The blocks of each ideal, as bits.
     members: Masks
-    #: The blocks that may be added, as bits.
+    #: The blocks that may be added to each ideal, as bits.
     ready: Masks
     #: A hash of each ideal: the sum of its blocks' random keys.
     keys: Masks
@@ -163,7 +163,10 @@ class _Growth:
         return rows[order], new[order], np.bincount(child), grown
 
     def _ready(self, level: _Level) -> tuple[Ints, Ints]:
-        """All pairs of an ideal of the level and a block that may be added, as two arrays."""
+        """All pairs of an ideal of the level and a block that may be added to it.
+
+        Returns two arrays: the index of the ideal in the level, and the block.
+        """
         some = np.bitwise_or.reduce(level.ready, axis=0)
         rows = []
         new = []

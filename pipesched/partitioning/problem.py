@@ -33,7 +33,7 @@ class Pin:
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """A partitioning problem: the blocks to divide, and the slots for the stages."""
+    """A partitioning problem: the blocks to divide, and the slots (``line_up``) for the resulting stages."""
 
     blocks: Blocks
     line_up: LineUp

@@ -169,7 +169,10 @@ class Request:
         return ranks[: len(self.layers)] if spare else ranks
 
     def problem(self) -> Problem:
-        """The partitioning problem of this request. Raises PartitionError for unknown layers and impossible pins."""
+        """The partitioning problem of this request.
+
+        Raises PartitionError for unknown layers, and for ``starts`` and ``together`` that no partition can satisfy.
+        """
         layers = self.layers
         position = {name: at for at, name in enumerate(layers.names)} if self.starts or self.together else {}
         groups = [[_known(layer, position, "together") for layer in group] for group in self.together]

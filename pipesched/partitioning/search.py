@@ -66,7 +66,16 @@ def _with_choices(problem: Problem) -> Solution:
 
 
 def _searched(problem: Problem, small: Problem, ideals: Ideals, known: int, tried: int) -> Solution:
-    """Search all orders. known: the bottleneck of a known partition. tried: the probes so far."""
+    """Search all orders of the blocks.
+
+    Args:
+        problem: the original problem.
+        small: the problem with merged blocks, which is searched.
+        ideals: the order ideals of ``small``.
+        known: the bottleneck of a known partition.
+        tried: the number of probes so far.
+
+    """
     found, probes = smallest(problem.lower, known, small.lattice(ideals, known).probe)
     return _exact(found and _of(problem, small, found), len(ideals), probes + tried)
 
@@ -83,7 +92,16 @@ def _along(problem: Problem, order: Sequence[int]) -> tuple[Found | None, int]:
 
 
 def _along_many(problem: Problem, lower: int, best: Found | None, ideals: int, probes: int) -> Solution:
-    """Search several orders of the blocks. best: the best partition so far."""
+    """Search several orders of the blocks.
+
+    Args:
+        problem: the problem.
+        lower: a lower bound of the bottleneck.
+        best: the best partition so far.
+        ideals: the number of order ideals searched so far.
+        probes: the number of probes so far.
+
+    """
     for order in linear_orders(problem.blocks, _RESTARTS):
         if best and best.bottleneck == lower:
             break

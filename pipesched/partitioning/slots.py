@@ -70,7 +70,7 @@ class Slot:
 
 @dataclass(frozen=True, kw_only=True)
 class LineUp:
-    """The ranks and all slots, sorted by target state."""
+    """The ranks, and all slots that stages may take on them, sorted by target state."""
 
     ranks: tuple[Rank, ...]
     slots: tuple[Slot, ...]

@@ -110,7 +110,7 @@ def confirmed_plan(search: SearchRequest, run: Run, count: int, progress: Progre
     fastest = _fastest(tried)
     if new.step_s < fastest.found.step_s * (1 - WORTH) and not any(_alike(new, one.found) for one in tried):
         others = [one for one in tried if one is not fastest]
-        rivals = _run([fastest.found, new], tuner, run, _part(progress, 0.7, 0.9))  # alternating
+        rivals = _run([fastest.found, new], tuner, run, _part(progress, 0.7, 0.9))  # in alternation
         rivals = [replace(one, first_s=fastest.first_s) if one.found is fastest.found else one for one in rivals]
         tried = [*rivals, *others]
         tuner, _, tried = _search_again(_corrected(search, tried), tried, _part(progress, 0.9, 1.0))

@@ -32,7 +32,7 @@ class EvaluatedCandidate:
     costs: Costs
     #: The memory limit of each rank; None without limits.
     limit_bytes: tuple[int, ...] | None = None
-    #: The number of receives per channel that are posted in advance and have buffers.
+    #: The number of receives per channel that are posted in advance, each with a buffer.
     posted: int = 0
 
     @cached_property

@@ -178,7 +178,7 @@ class FittingPlans:
 
     Args:
         thrifty: a cache of `LeanCandidates.thrifty` for each checkpoint setting.
-        effort: counts the work.
+        effort: the remaining effort, from which all work is subtracted.
 
     """
 

@@ -22,7 +22,7 @@ class LeanCandidates:
     Args:
         search: the request.
         chooser: assigns layers to stages, and chooses the layers to recompute or offload.
-        effort: counts the work.
+        effort: the remaining effort, from which all work is subtracted.
 
     """
 

@@ -39,7 +39,7 @@ class RecomputationChooser:
 
     Args:
         search: the request.
-        effort: counts the work.
+        effort: the remaining effort, from which all work is subtracted.
 
     """
 

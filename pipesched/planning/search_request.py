@@ -79,7 +79,7 @@ class SearchRequest:
 
     @property
     def posted(self) -> int:
-        """The number of receives per channel that are posted in advance and have buffers; 0 for threads."""
+        """The number of receives per channel that are posted in advance, each with a buffer; 0 for threads."""
         return AHEAD if self.ranks_are == "processes" else 0
 
     @classmethod

@@ -247,7 +247,7 @@ _TIME_OF = {
     Kind.FETCH: "fetch_s",
 }
 _GIVEN = ("forward_s", "input_grad_s", "weight_grad_s")
-_SUMS = {  # columns with sums of other columns as defaults
+_SUMS = {  # fields with the sum of other fields as their default
     "backward_s": ("input_grad_s", "weight_grad_s"),
     "recompute_s": ("forward_s",),
     "dropping_transient_bytes": ("activation_bytes", "forward_transient_bytes"),

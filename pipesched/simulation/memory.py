@@ -79,7 +79,7 @@ def rank_memory(
     Args:
         program: the program as it runs, with recomputes (R) and updates.
         costs: the sizes of the stages.
-        posted: the number of receives per channel that are posted in advance and have buffers. Default: 0.
+        posted: the number of receives per channel that are posted in advance, each with a buffer. Default: 0.
         messages: the sizes of messages by (sending stage, receiving stage). Default: each stage sends its output.
 
     Raises:
@@ -247,7 +247,7 @@ def _transients(columns: Columns, sizes: Mapping[str, Ints], gradients: _Gradien
     fresh = sizes["first_backward_transient_bytes"]
     first = columns.are(Kind.B) & (gradients.first | versioned)  # each weight version gets its own gradients
     found[first] = fresh[stage[first]]
-    handed = columns.are(Kind.B) & gradients.first & versioned  # then moved to the live weights
+    handed = columns.are(Kind.B) & gradients.first & versioned  # these are then moved to the current weights
     twice = 2 * whole + sizes["input_bytes"] + sizes["output_bytes"] - sizes["activation_bytes"]
     found[handed] = np.maximum(fresh, twice)[stage[handed]]
     first = columns.are(Kind.I) & gradients.first
@@ -255,7 +255,7 @@ def _transients(columns: Columns, sizes: Mapping[str, Ints], gradients: _Gradien
     first = columns.are(Kind.W) & gradients.first
     found[first] = np.maximum(found[first], sizes["deferred_gradient_bytes"][stage[first]])
     late = columns.are(Kind.W) & versioned
-    found[late] += whole[stage[late]]  # gradients of the version, until they are moved to the live weights
+    found[late] += whole[stage[late]]  # gradients of the version, until they are moved to the current weights
     dropping = columns.are(Kind.F) & np.isin(columns.pair, columns.pair[columns.are(Kind.R)])
     found[dropping] = sizes["dropping_transient_bytes"][stage[dropping]]
     return found
@@ -309,7 +309,7 @@ class _Received(NamedTuple):
         return cls(place=place, taker=taker, size=size, channel=ends * 2 + forward)
 
     def ahead(self, posted: int) -> Iterator[tuple[Ints, Ints, Ints]]:
-        """Yield when the buffers of posted receives are held, in the form that ``_waits`` yields.
+        """Yield the actions during which the buffers of posted receives are held, in the form that ``_waits`` yields.
 
         The buffer of a message is allocated at the receive that is ``posted`` messages earlier on the channel.
         """
@@ -323,10 +323,11 @@ class _Received(NamedTuple):
 
 
 def _waits(program: Program, sizes: _Sizes) -> Iterator[tuple[Ints, Ints, Ints]]:
-    """Yield when the values that pass between stages are held, as arrays: (first row, row before which freed, bytes).
+    """Yield the actions during which values that pass between stages are held.
 
-    A value used on the rank that made it is freed by the action that uses it. A value sent to another rank counts as
-    held until a message comes back that the other rank made after it had used the value.
+    A value used on the rank that made it counts until the action that uses it. A value sent to another rank counts
+    until a message comes back that the other rank made after it had used the value. Each result has three arrays: the
+    row from which a value counts, the row from which it no longer counts, and its bytes.
     """
     columns = program.columns
     rank_of = program.orders.rank_of

@@ -102,7 +102,8 @@ class Overheads:
             lengths = np.diff(moments)
             for part in np.unique(share[own]):
                 same = own[share[own] == part]
-                done = np.concatenate([[0], np.cumsum(lengths / (1 + part * slower))])  # in seconds of an action alone
+                # In seconds of an action that runs alone.
+                done = np.concatenate([[0], np.cumsum(lengths / (1 + part * slower))])
                 spent = np.interp(ends[same], moments, done) - np.interp(starts[same], moments, done)
                 took = ends[same] - starts[same]
                 slowest = 1 + part * slower.max(initial=0)

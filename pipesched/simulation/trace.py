@@ -26,7 +26,7 @@ from pipesched.units import counted, quote_time
 __all__ = ["Span", "Spans", "Trace", "check_trace", "chrome_json"]
 
 Times = NDArray[Any]
-_MOST_RANKS = 100_000  # in a trace
+_MOST_RANKS = 100_000  # the largest number of ranks in a trace
 _SPANS = "a trace must have num_ranks and spans, each [action, rank, start_s, end_s]"
 _TO_DICT = "write it with to_dict"
 
@@ -178,7 +178,7 @@ class Trace:
 
     def _repr_html_(self) -> str:
         """The timeline, for notebooks."""
-        notebook = import_module("pipesched.viz.notebook")  # by name: pictures are drawn in a package above this one
+        notebook = import_module("pipesched.viz.notebook")  # by name, because viz imports this package
         return str(notebook.timeline_html(self))
 
     @cached_property
