@@ -22,7 +22,7 @@ _MOST = 2**59  # upper bound for the ticks of all copies one way, so that sums f
 
 @dataclass(frozen=True, kw_only=True)
 class ActivationOption:
-    """One way to treat a layer's activations, with its time and memory."""
+    """A way to store or recompute a layer's activations, with the resulting time and memory of the layer."""
 
     #: "recompute" or "offload"; None if the activations are kept on the device.
     keep: LayerCheckpoint | None

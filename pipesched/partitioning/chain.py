@@ -57,7 +57,10 @@ class Chain:
             ]
 
     def probe(self, bound: int) -> Found | Fails:
-        """Find a partition with a bottleneck of at most ``bound`` ticks. Filling makes earlier stages large."""
+        """Find a partition with a bottleneck of at most ``bound`` ticks.
+
+        If stages are filled, earlier stages are as large as possible.
+        """
         return self._fill(bound) if self._fills else self._reach(bound)
 
     # ---- filling ----------------------------------------------------------------------------------------------------

@@ -124,7 +124,7 @@ class CheckpointedChain:
         return slot.stage >= self._line_up.skippable
 
     def _single(self, slot: Slot) -> list[int]:
-        """For each block, the ticks of a stage of only this block. The last entry is the maximum."""
+        """For each block, the time of a stage of this block alone, in ticks. The last entry is the maximum."""
         if not self._alone[slot.stage]:
             kinds = [tuple(self._held(slot, block, block + 1)) for block in range(self._end)]
             ticks = {kind: self.knapsack.least(kind, slot.limit, slot.speed) for kind in {*kinds}}
@@ -133,7 +133,7 @@ class CheckpointedChain:
         return self._alone[slot.stage]
 
     def _fitting(self, slot: Slot, begins: Run, bound: int) -> Iterator[Run]:
-        """Split a run of starts into the parts where a stage of only the next block is within the bound."""
+        """Split a run of starts into the parts where a stage of the next block alone is within the bound."""
         first = begins[0]
         last = min(begins[1], self._end - 1)
         single = self._single(slot)

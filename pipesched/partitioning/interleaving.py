@@ -32,8 +32,8 @@ Key = tuple[int, int, float]
 def solved(problem: Problem, most_ideals: int) -> Solution:
     """Find the partition with the smallest bottleneck.
 
-    For ranks with several stages only the starting point is searched exactly; the rest is a descent, which may leave a
-    gap to the lower bound.
+    For ranks with several stages, only the starting point is searched exactly. The descent from there may leave a gap
+    to the lower bound.
     """
     slots = problem.line_up.slots
     if not problem.line_up.shares_ranks:

@@ -1,10 +1,10 @@
-"""Knapsack: chooses an activation option for each layer of a rank, the fastest that fit into its memory, exactly.
+"""Knapsack: finds the fastest activation options with which a rank's layers fit into its memory.
 
-It is a multiple-choice knapsack (Kellerer, Pferschy and Pisinger 2004, chapter 11). A state is a choice of one option
-for each item; only states are kept that no other state beats in both bytes and time (Nemhauser and Ullmann 1969). Equal
-layers are the same item, so results are reused wherever the same items occur. A rank runs one layer at a time, so only
-the largest working memory of its layers counts. For each of its possible sizes, the search combines only the options
-that need at most this much working memory.
+It solves a multiple-choice knapsack (Kellerer, Pferschy and Pisinger 2004, chapter 11) exactly, unless there are too
+many states. A state is a choice of one option for each item. Only states are kept that no other state beats in both
+bytes and time (Nemhauser and Ullmann 1969). Equal layers are the same item, so results are reused wherever the same
+items occur. A rank runs one layer at a time, so only the largest working memory of its layers counts. For each possible
+size of this memory, the search combines only the options that need at most as much.
 """
 
 from bisect import bisect_left, bisect_right

@@ -1,4 +1,4 @@
-"""Order ideals: all sets of blocks that contain the producers of each of their blocks, level by level, as arrays.
+"""Order ideals: enumerates all sets of blocks that contain the producers of each of their blocks.
 
 The blocks before a cut form an order ideal. Level k has the ideals of k blocks; each is an ideal of level k - 1 with
 one more block. Sets are bit masks during the enumeration. Afterwards only levels and the steps between them are kept.

@@ -52,7 +52,7 @@ class Front:
         return lower
 
     def _all(self, values: Ints, rows: slice, absent: int) -> Ints:
-        """Extend the values of some slots to all slots, with ``absent`` for the others."""
+        """Extend the values of some slots to all slots, with the value ``absent`` for all other slots."""
         every = np.full((len(self._worth), *values.shape[1:]), absent)
         every[rows] = values
         return every

@@ -66,8 +66,8 @@ class Problem:
     def toll(self, cuts: Cuts) -> Toll:
         """The transfer time at each cut.
 
-        If the stages on both sides wait for transfers, it is the time of one. Otherwise only the link is busy, and the
-        times of activations and gradients are added.
+        If the stages on both sides wait for transfers, it is the time of one transfer. Otherwise only the link is busy,
+        with activations in one direction and gradients in the other, and both times are added.
         """
         if self.communication == "none":
             return Toll(np.zeros(1, np.int64), blocking=False)

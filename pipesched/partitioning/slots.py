@@ -75,7 +75,7 @@ class LineUp:
     ranks: tuple[Rank, ...]
     slots: tuple[Slot, ...]
     num_states: int
-    #: The states in which a partition may end, those of fewer stages first.
+    #: The states in which a partition may end. States with fewer stages come first.
     accepted: tuple[int, ...]
     #: The first stage that may be left out.
     skippable: int

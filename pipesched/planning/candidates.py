@@ -79,7 +79,7 @@ class Candidate:
 
     @property
     def outline(self) -> Program:
-        """A program with the same stages and placement that is quick to create, whatever the schedule."""
+        """A program with the same stages and placement, but in an order that is quick to create."""
         quick = schedules.get("looped-bfs").with_options(chunks_per_rank=self.schedule.chunks_per_rank)
         return replace(quick, placement=self.schedule.placement).program(self.num_ranks, self.num_microbatches)
 

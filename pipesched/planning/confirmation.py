@@ -70,7 +70,7 @@ class _Tried:
         return self.found.step_s if off <= _needed(self.noise) else self.step_s
 
     def is_slower(self, other: "_Tried") -> bool:
-        """Whether this plan is slower than the other by more than noise."""
+        """Whether this plan's measured steps are slower than the other plan's by more than noise."""
         return self.step_s > other.step_s * (1 + _needed(hypot(self.noise, other.noise)))
 
     def alternative(self, chosen: "_Tried") -> Alternative:

@@ -39,7 +39,7 @@ class Known:
 
     #: Costs of each layer on a device that is not slow.
     layers: Mapping[str, LayerCosts]
-    #: The kind of each layer. Layers of one kind are equal.
+    #: The kind of each layer, such as its first measured costs. Layers of the same kind are regarded as equal.
     kinds: Mapping[str, Hashable]
     #: The slow devices, each with the factor by which it is slower than the others.
     slow: Mapping[Hashable, float] = field(default_factory=dict)

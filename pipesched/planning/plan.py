@@ -65,7 +65,7 @@ class Plan:
         stages: the names of each stage's layers. In bidirectional schedules, the stages of one direction.
         schedule: the name of the schedule that made the program.
         program: the program, without the recomputes and host copies that ``checkpoint`` adds.
-        checkpoint: the layers to recompute or offload. Default: "never".
+        checkpoint: which activations to recompute or offload: one setting, or a mapping by layer. Default: "never".
         costs: the costs of each stage of the program. None: not measured.
         options: the schedule's options: numbers, flags and strings.
         partition: the times and sizes of the stages, and the reason for the boundaries. None: not measured.

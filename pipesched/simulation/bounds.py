@@ -311,6 +311,6 @@ def _littles_law(chunks: Sequence[_Stage], num_microbatches: int, limit: int) ->
 
 
 def _ratio(seconds: Any, count: int) -> float:
-    """The time divided by the count; exact if the time is an exact number."""
+    """The time divided by the count; exact for whole numbers and Fractions."""
     quotient: Any = Fraction(seconds) / count if isinstance(seconds, Rational) else seconds / count
     return quotient  # type: ignore[no-any-return]  # mypy does not accept a Fraction as a float

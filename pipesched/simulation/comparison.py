@@ -16,14 +16,14 @@ __all__ = ["Comparison", "Pair", "StageComparison", "compared", "measured_costs"
 
 
 class Pair(NamedTuple):
-    """A predicted and a measured figure."""
+    """A predicted and a measured value."""
 
     predicted: float
     measured: float
 
     @property
     def off(self) -> float | None:
-        """Relative error: 0.03 if the measured figure is 3 % above the predicted one. None if zero was predicted."""
+        """Relative error: 0.03 if the measured value is 3 % above the predicted one. None if zero was predicted."""
         return self.measured / self.predicted - 1 if self.predicted else None
 
 
@@ -46,7 +46,7 @@ class StageComparison:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """The predicted and measured figures of one program."""
+    """The predicted and measured times of one program."""
 
     #: The makespan; None if the traces differ in their numbers of actions, for example after a shorter batch.
     step_s: Pair | None

@@ -55,7 +55,7 @@ class Costs:
             ``gradient_bytes + backward_transient_bytes``.
         input_grad_transient_bytes: transient of I. Default: ``weight_grad_bytes + backward_transient_bytes``.
         weight_grad_transient_bytes: transient of W. Default: ``backward_transient_bytes``.
-        deferred_gradient_bytes: the part of ``gradient_bytes`` that W makes.
+        deferred_gradient_bytes: the part of ``gradient_bytes`` that W computes.
         update_transient_bytes: transient of the optimizer's step.
         offload_bytes: the part of ``activation_bytes`` that OFFLOAD copies to the host and FETCH copies back.
         offload_s: time of the copy to the host. The rank computes meanwhile.

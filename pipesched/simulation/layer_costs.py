@@ -32,7 +32,7 @@ Stages = Sequence[Sequence[str]]
 #: The measured times of a layer.
 TIMES = ("forward_s", "backward_s", "input_grad_s", "weight_grad_s")
 
-#: The figures that every layer of a profile has.
+#: The times and sizes that every layer of a profile must have.
 NEEDED = (*TIMES, "input_bytes", "output_bytes", "activation_bytes", "weight_grad_bytes", "parameter_bytes")
 
 #: The sizes that `LayerMemory` and `Costs` have in common. `kept_output_bytes` is excluded, because a stage takes it
@@ -178,7 +178,7 @@ def joined_costs(stages: Sequence[Mapping[str, Any]], **others: Any) -> Costs:
     return Costs(**columns, **others)
 
 
-#: The figures of a stage that are sums over its layers.
+#: The times and sizes of a stage that are sums over its layers.
 _SUMS = (
     "forward_s",
     "input_grad_s",

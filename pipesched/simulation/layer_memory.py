@@ -18,7 +18,7 @@ __all__ = [
 #: W computes weight gradients in groups of about this size before it adds them to the parameters' gradients.
 DELIVERED_BYTES = 1 << 20
 
-#: Scalars of a step, such as the losses of up to 16 micro-batches.
+#: The size of the scalars of a step, such as the losses of up to 16 micro-batches.
 SCALARS_BYTES = 128
 
 
@@ -52,7 +52,7 @@ class LayerMemory:
     left_grad_bytes: int = 0
     #: Size of the gradients of the parameters.
     gradient_bytes: int = 0
-    #: The part of `gradient_bytes` that W makes.
+    #: The part of `gradient_bytes` that W computes.
     deferred_gradient_bytes: int = 0
     #: Size of the buffers.
     buffer_bytes: int = 0

@@ -192,7 +192,7 @@ class Profile:
 
 
 def _check_layers(layers: list[str], stages: Stages, keep: Mapping[str, str]) -> None:
-    """Raise ScheduleError unless stages contain each layer once, and ``keep`` has only known layers and treatments."""
+    """Raise ScheduleError unless stages contain each layer once, and ``keep`` has only known layers and settings."""
     listed = [name for names in stages for name in names]
     for name in dict.fromkeys([*layers, *listed]):
         if name in layers and listed.count(name) == 1:
@@ -210,7 +210,7 @@ def _check_layers(layers: list[str], stages: Stages, keep: Mapping[str, str]) ->
             )
 
 
-#: The attributes of a layer, and below those of an edge, that are saved.
+#: The attributes of a layer that are saved. ``_EDGE`` has the attributes of an edge.
 _LAYER = (*LayerCosts().figures(), "num_parameters", "parameters", "buffers")
 _EDGE = ("bytes", "tensors")
 _AGAIN = "measure it again"

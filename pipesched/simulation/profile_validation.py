@@ -1,4 +1,4 @@
-"""Profile validation: checks that a profile's figures are consistent, and that it belongs to a model."""
+"""Profile validation: checks that a profile's values are consistent, and that a profile belongs to a model."""
 
 from collections.abc import Iterator, Mapping
 from itertools import zip_longest
@@ -49,7 +49,7 @@ def check_graphs(graphs: Mapping[int, "nx.DiGraph[str]"]) -> None:
 
 
 def _check_alike(one: "nx.DiGraph[str]", other: "nx.DiGraph[str]", rows: str) -> None:
-    """Raise ScheduleError if a figure of a layer or an edge is a number for only one of two micro-batch sizes."""
+    """Raise ScheduleError if a value of a layer or an edge is a number for only one of two micro-batch sizes."""
     pairs: list[tuple[Any, Mapping[str, Any], Mapping[str, Any]]] = [
         *((layer, one.nodes[layer], other.nodes[layer]) for layer in one),
         *((edge, one.edges[edge], other.edges[edge]) for edge in one.edges),

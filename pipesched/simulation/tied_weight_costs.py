@@ -45,7 +45,7 @@ def stage_parameters(graph: "nx.DiGraph[str]", layers: Iterable[str]) -> set[str
 def weight_bytes(program: Program, parameters: Sequence[Mapping[str, int]]) -> list[int]:
     """The bytes of weights that each stage adds to its rank, without parameters that the rank already has.
 
-    In bidirectional schedules two stages have the same layers. The later stage has its own copy, which counts again.
+    In bidirectional schedules several stages have the same layers. Each has its own copy of the weights, which counts.
 
     Args:
         program: the program.

@@ -57,9 +57,9 @@ def _step(predicted: Trace | None, comparison: Comparison | None) -> Iterator[st
 
 
 def _causes(plan: Plan, measured: Trace | None, comparison: Comparison | None) -> Iterator[str]:
-    """Divide the prediction error into the part of the stages' compute times and the rest.
+    """Divide the prediction error into the errors of the stages' compute times and the gaps between actions.
 
-    The first part is the difference that measured stage times make in the simulation.
+    The first part is the change of the simulated step if measured stage times are used.
     """
     if plan.costs is None or measured is None or comparison is None:
         return

@@ -103,7 +103,7 @@ class Report:
 
     @property
     def tables(self) -> list[Table]:
-        """The tables: compared plans, prediction errors, stages, ranks and memory, as far as the figures are known."""
+        """The tables: compared plans, prediction errors, stages, ranks and memory, as far as their values are known."""
         return tables(self.plan, self.predicted, self.comparison)
 
     # ---- output -----------------------------------------------------------------------------------------------

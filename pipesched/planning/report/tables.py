@@ -1,4 +1,4 @@
-"""Report tables: the figures of a report in rows and columns."""
+"""Report tables: the numbers of a report in rows and columns."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -36,8 +36,9 @@ _Row = dict[str, Cell]
 
 
 def tables(plan: Plan, predicted: Trace | None, comparison: Comparison | None) -> list[Table]:
-    """The tables of a report: compared plans, prediction errors, stages, ranks and memory, as far as the figures are
-    known.
+    """The tables of a report: compared plans, prediction errors, stages, ranks and memory.
+
+    Tables without known values are left out.
     """
     made = (
         _weighed(plan.alternatives),
