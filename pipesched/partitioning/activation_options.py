@@ -16,17 +16,17 @@ from pipesched.program.checkpoint_options import LayerCheckpoint
 
 __all__ = ["ActivationOption", "activation_options", "with_copies"]
 
-_ON_DEVICE = 3  # micro-batches with offloaded activations on the device: one leaving, one in use, one returning
+_ON_DEVICE = 3  # micro-batches whose offloaded activations are on the device: one leaving, one in use, one returning
 _MOST = 2**59  # upper bound for the ticks of all copies one way, so that sums fit into 64 bits
 
 
 @dataclass(frozen=True, kw_only=True)
 class ActivationOption:
-    """One way to treat a layer's activations, with its time and memory."""
+    """A way to store or recompute a layer's activations, with the resulting time and memory of the layer."""
 
-    #: "recompute" or "offload"; None: the activations are held.
+    #: "recompute" or "offload"; None if the activations are kept on the device.
     keep: LayerCheckpoint | None
-    #: The time of forward, backward and recomputation.
+    #: The time of forward, backward and recomputation of a micro-batch, in ticks.
     ticks: int
     #: Bytes held throughout a step.
     fixed_bytes: int
@@ -35,9 +35,10 @@ class ActivationOption:
     most_in_flight: int | None = None
     #: Bytes needed only while the layer runs. A rank runs one of its layers at a time.
     working_bytes: int = 0
-    #: The time of one copy: to the host, or back. Copies overlap with compute, see ``with_copies``.
+    #: The time to copy a micro-batch's activations to the host, in ticks. The copy back takes as long. Copies overlap
+    #: with compute, see ``with_copies``.
     copy_ticks: int = 0
-    #: The time of the first forward, the same for all options of a layer.
+    #: The time of the forward without recomputation, in ticks. It is the same for all options of a layer.
     forward_ticks: int = 0
 
     def held_bytes(self, in_flight: int) -> int:
@@ -47,15 +48,15 @@ class ActivationOption:
 
 
 def with_copies(forward: Any, ticks: Any, copies: Any) -> Any:
-    """The time of a stage for a micro-batch, with copies to the host and back.
+    """The time of a stage for a micro-batch in ticks, with copies to the host and back.
 
     A copy overlaps with one compute action. In 1F1B the copy to the host overlaps with a backward and the copy back
     with a forward; in GPipe it is the other way round. A forward or backward takes at least as long as its copy.
 
     Args:
-        forward: ticks of the forwards, a number or an array.
-        ticks: ticks of all compute: forwards, backwards and recomputation.
-        copies: ticks of the copies, one way.
+        forward: the ticks of the layers' forwards, a number or an array.
+        ticks: the ticks of all compute: forwards, backwards and recomputation.
+        copies: the ticks of the copies to the host. The copies back take as long.
 
     """
     return np.maximum(forward, copies) + np.maximum(ticks - forward, copies)
@@ -64,7 +65,10 @@ def with_copies(forward: Any, ticks: Any, copies: Any) -> Any:
 def activation_options(
     graph: "nx.DiGraph[Any]", layers: Layers, allowed: Collection[LayerCheckpoint], offload_bytes_per_s: float | None
 ) -> list[tuple[ActivationOption, ...]]:
-    """The options of each layer, beginning with that of holding everything. Raises PartitionError for missing costs."""
+    """The activation options of each layer; the first one holds all activations.
+
+    Raises PartitionError if an argument or a cost is invalid.
+    """
     _check(allowed, offload_bytes_per_s)
     made = []
     for place, name in enumerate(layers.names):
@@ -118,7 +122,10 @@ def _working(node: Mapping[str, Any]) -> int:
 
 
 def _input_bytes(graph: "nx.DiGraph[Any]", layer: Any) -> int:
-    """The bytes of a layer's input: as measured, otherwise the tensors of its incoming edges, each counted once."""
+    """The bytes of a layer's input: measured or, without a measurement, the sum over the tensors of its incoming edges.
+
+    Each tensor counts once.
+    """
     if "input_bytes" in graph.nodes[layer]:
         return round(float(numbers([graph.nodes[layer]["input_bytes"]], "input_bytes of layer")[0]))
     inputs: dict[Any, float] = {}

@@ -1,4 +1,4 @@
-"""Exact bisection on integers for the smallest bottleneck of a partition (Pinar and Aykanat 2004)."""
+"""Bisection: finds the smallest bottleneck of a partition, exactly, on integers (Pinar and Aykanat 2004)."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,14 +8,14 @@ from pipesched.partitioning.slots import Slot
 
 __all__ = ["INFINITE", "Fails", "Found", "smallest"]
 
-INFINITE = 2**61  # above every number of ticks
+INFINITE = 2**61  # larger than any time in ticks
 
 
 @dataclass(frozen=True)
 class Fails:
     """The answer of a probe that finds no partition within the bound."""
 
-    #: No partition is within any bound below this one.
+    #: The next bound worth probing: the probe fails for every smaller bound, too.
     following: int
 
 
@@ -27,11 +27,11 @@ class Found:
     bottleneck: int
     #: The blocks in the order of the stages.
     order: list[int]
-    #: The position in ``order`` at which each stage ends.
+    #: For each stage, the position in ``order`` just after its last block.
     ends: list[int]
-    #: The slot of each stage.
+    #: The slot of each stage, which has the stage's rank.
     slots: list[Slot]
-    #: The activation option of each layer; empty if there was no choice.
+    #: The activation option of each layer; empty if all activations are held.
     chosen: tuple[ActivationOption, ...] = ()
 
 

@@ -1,4 +1,4 @@
-"""Blocks of layers that always share a stage, and the sums of costs before each possible cut."""
+"""Blocks: groups of layers that must share a stage, and the total costs before each possible cut."""
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ __all__ = ["Blocks", "Cuts", "Tensor", "contract", "cuts_of", "reduce_blocks"]
 
 @dataclass(frozen=True)
 class Tensor:
-    """A tensor that a block produces for later blocks. It crosses a cut once, however many blocks after it need it."""
+    """A tensor that a block produces for later blocks. It is sent across a cut once, even if several blocks use it."""
 
     producer: int
     consumers: tuple[int, ...]
@@ -26,7 +26,7 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Blocks:
-    """Layers grouped into blocks, which are numbered in topological order."""
+    """Layers grouped into blocks. Blocks are numbered in topological order."""
 
     layers: Layers
     #: The block of each layer.
@@ -36,7 +36,7 @@ class Blocks:
         return int(self.block_of.max()) + 1
 
     def total(self, of_layers: Ints) -> Ints:
-        """The sum of a per-layer number over each block's layers."""
+        """For each block, the sum of ``of_layers`` over its layers. ``of_layers`` has one number per layer."""
         sums = np.zeros(len(self), np.int64)
         np.add.at(sums, self.block_of, of_layers)
         return sums
@@ -51,7 +51,7 @@ class Blocks:
 
     @cached_property
     def edges(self) -> list[tuple[int, int]]:
-        """The (producer, consumer) pairs of blocks, each once, ascending."""
+        """The distinct (producer, consumer) pairs of blocks, in ascending order."""
         tails = self.block_of[self.layers.tails]
         heads = self.block_of[self.layers.heads]
         keys = np.unique(tails[tails != heads] * len(self) + heads[tails != heads])
@@ -59,7 +59,7 @@ class Blocks:
 
     @cached_property
     def producers(self) -> list[list[int]]:
-        """The blocks that each block needs directly."""
+        """For each block, the blocks that produce its inputs."""
         producers: list[list[int]] = [[] for _ in range(len(self))]
         for tail, head in self.edges:
             producers[head].append(tail)
@@ -67,7 +67,7 @@ class Blocks:
 
     @cached_property
     def consumers(self) -> list[list[int]]:
-        """The blocks that directly need each block."""
+        """For each block, the blocks that use its outputs."""
         consumers: list[list[int]] = [[] for _ in range(len(self))]
         for tail, head in self.edges:
             consumers[tail].append(head)
@@ -92,16 +92,17 @@ class Blocks:
 
 @dataclass(frozen=True, kw_only=True)
 class Cuts:
-    """Sums of costs before each possible cut: the positions of a chain, or the ideals of a lattice.
+    """For each possible cut, the total costs of the layers before it.
 
-    The first cut has no layers before it, and the last has all of them.
+    A cut is a position in an order of the blocks, or an order ideal of the graph. The first cut has no layers before
+    it, and the last has all of them.
     """
 
-    #: The ticks of the layers before each cut.
+    #: The time of forward and backward of the layers before each cut, in ticks.
     work: Ints
     #: The bytes of the tensors that cross each cut.
     sent_bytes: Ints
-    #: The state bytes of the layers before each cut.
+    #: The bytes of the parameters, gradients and optimizer state of the layers before each cut.
     state_bytes: Ints
     #: The activation bytes of the layers before each cut, for one micro-batch.
     activation_bytes: Ints
@@ -146,15 +147,15 @@ def _renumbered(layers: Layers, leader: Ints) -> Ints:
 
 
 def reduce_blocks(blocks: Blocks, *, by_size: bool, by_memory: bool) -> Blocks:
-    """Merge blocks without cost into a neighbour, if the smallest bottleneck stays the same.
+    """Merge blocks without cost into a neighbour where that does not change the smallest bottleneck.
 
-    A block without cost joins its only producer if a cut between the two is never smaller than the cut after both. It
-    joins its only consumer if a cut between the two is never smaller than the cut before both.
+    A block without cost joins its only producer if a cut between the two never sends fewer bytes than a cut after both.
+    It joins its only consumer if a cut between the two never sends fewer bytes than a cut before both.
 
     Args:
         blocks: the blocks.
-        by_size: whether the bytes that cross cuts matter.
-        by_memory: whether the bytes that layers hold matter.
+        by_size: whether the bytes sent across cuts count as a cost.
+        by_memory: whether the bytes held by layers count as a cost.
 
     """
     while True:
@@ -173,7 +174,7 @@ def reduce_blocks(blocks: Blocks, *, by_size: bool, by_memory: bool) -> Blocks:
 
 
 class _Sizes:
-    """The tensors that go in and out of blocks: the bytes that each block produces, and the tensors that it uses."""
+    """For each block, the bytes that it produces for other blocks, and the tensors that it uses from them."""
 
     def __init__(self, blocks: Blocks) -> None:
         self.out = [0] * len(blocks)
@@ -207,7 +208,7 @@ def _joined_forward(blocks: Blocks, free: list[int], sizes: _Sizes | None) -> li
 
 
 def cuts_of(blocks: Blocks, order: Sequence[int]) -> Cuts:
-    """The cuts of one order of the blocks: before each block, and after the last."""
+    """Compute the costs before each cut of one order of the blocks. There is a cut before each block and at the end."""
     layers = blocks.layers
     count = len(blocks)
     place = np.empty(count, np.int64)

@@ -1,9 +1,9 @@
-"""Chain: probes for a partition of one order of the blocks within a bound.
+"""Chain: looks for a partition of one order of the blocks in which no stage takes longer than a bound.
 
-If the cost of a stage can only grow with its layers, filling each stage as far as the bound allows is exact, because
-the next stage never does better by starting earlier. This fails in two cases: if stages wait while a tensor crosses a
-cut, a shorter stage may cost more; and if a slow or small rank must not stay empty, the next layer may be too large for
-it. In both cases the probe tracks every reachable cut, slot by slot.
+If adding a layer to a stage never makes the stage faster, filling each stage as far as the bound allows is exact: the
+next stage never does better by starting earlier. Filling is not exact in two cases. If stages wait while a tensor
+crosses a cut, a shorter stage may take longer. If a slow or small rank must not stay empty, the next layer may be too
+large for it. In both cases the probe tracks every reachable cut, slot by slot.
 """
 
 from bisect import bisect_right
@@ -24,14 +24,14 @@ Bools = NDArray[np.bool_]
 
 
 class Chain:
-    """Partitions of one order of the blocks.
+    """Searches the partitions of one order of the blocks.
 
     Args:
         order: the blocks.
-        cuts: the sums before each cut of this order.
-        toll: the cost of crossing each cut.
-        line_up: the slots for the stages.
-        spans: for each number of stages, the first and the last cut at which that many stages may end.
+        cuts: the total costs before each cut of this order.
+        toll: the transfer time at each cut.
+        line_up: the slots, that is, which stages may run on which ranks.
+        spans: entry k has the first and the last cut at which stage k - 1 may end.
 
     """
 
@@ -57,7 +57,10 @@ class Chain:
             ]
 
     def probe(self, bound: int) -> Found | Fails:
-        """Find a partition within the bound. If it is found by filling, earlier stages are as large as possible."""
+        """Find a partition with a bottleneck of at most ``bound`` ticks.
+
+        If stages are filled, earlier stages are as large as possible.
+        """
         return self._fill(bound) if self._fills else self._reach(bound)
 
     # ---- filling ----------------------------------------------------------------------------------------------------
@@ -94,7 +97,10 @@ class Chain:
         return Fails(following) if state is None else self._filled(state, reach, closed_by)
 
     def _allowed(self, bound: int) -> tuple[list[int] | None, int]:
-        """The last allowed cut up to each cut (None: all are allowed), and the smallest bound that allows one more."""
+        """Returns the last allowed cut up to each cut (None if all are allowed), and the next bound that allows more.
+
+        A cut is allowed if its transfer time is within the bound.
+        """
         ticks = self._toll.ticks
         beyond = ticks[ticks > bound]
         if not len(beyond):
@@ -103,7 +109,10 @@ class Chain:
         return np.maximum.accumulate(places).tolist(), int(beyond.min())
 
     def _highs(self, snap: list[int] | None) -> list[int]:
-        """For each number of stages, the last cut at which they may end if every later stage is to have a layer."""
+        """For each number of stages, the last cut at which they may end and leave a block for each later stage.
+
+        Later stages that may stay empty need no block. ``snap`` has the last allowed cut up to each cut (`_allowed`).
+        """
         highs = [high for _, high in self._spans]
         for stage in reversed(range(len(highs) - 1)):
             behind = highs[stage + 1] - (stage < self._line_up.skippable)
@@ -154,7 +163,10 @@ class Chain:
         return Fails(following) if state is None else self._reached(state, reached, bound)
 
     def _costs(self, index: int, starts: Bools) -> Ints:
-        """The least cost of a slot's stage that ends at each cut, over all cuts at which it may begin."""
+        """For each cut, the least cost of a slot's stage that ends there, over all possible starts.
+
+        ``starts`` is a mask of the cuts at which the stage may start.
+        """
         ends, begins = self._weighed[index]
         values = np.where(starts, begins, -INFINITE)
         memory = self._memory[index]
@@ -166,7 +178,7 @@ class Chain:
         return np.where(best > -INFINITE, ends - best, INFINITE)
 
     def _reached(self, state: int, reached: Bools, bound: int) -> Found:
-        """Trace the stages back from the end: each stage begins at the earliest possible cut."""
+        """Reconstruct the partition, last stage first. Each stage starts at the earliest possible cut."""
         ends = []
         used = []
         stop = self._end
@@ -195,19 +207,19 @@ class Chain:
 
 
 def _later_is_better(line_up: LineUp) -> bool:
-    """Whether a stage that begins later can always end as far, so that filling stages is exact."""
+    """Whether a stage that starts later can always end at least as late, so that filling stages is exact."""
     if line_up.exactly or line_up.skippable:
         return len({(rank.speed, rank.limit) for rank in line_up.ranks}) == 1 and not line_up.capped
     return line_up.in_line or not line_up.capped
 
 
 def _each(line_up: LineUp, name: str) -> list[tuple[object, Slot]]:
-    """One slot for each different value of an attribute."""
+    """The distinct values of a slot attribute, each with one slot that has it."""
     return list({getattr(slot, name): slot for slot in line_up.slots}.items())
 
 
 def _window_maxima(values: Ints, lefts: Ints) -> Ints:
-    """For each index, the maximum of the values from ``lefts`` to just before the index."""
+    """For each index i, the maximum of ``values[lefts[i]:i]``; -INFINITE if that is empty."""
     places = np.arange(len(values))
     best = np.full(len(values), -INFINITE)
     table = values

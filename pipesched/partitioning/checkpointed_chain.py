@@ -1,9 +1,9 @@
-"""Checkpointed chain: probes one order of the blocks, with a choice of activation options for each layer.
+"""Checkpointed chain: searches one order of the blocks, with a choice of activation options for each layer.
 
-The time of a stage is the shortest with which its layers fit into its rank's memory (`knapsack`). More layers never
-make it shorter. If the begins of a stage form a contiguous run, the cuts at which it may end therefore do, too, up to
-the furthest end from the last begin. A layer that does not fit even alone splits a run of begins. So only one end
-per run has to be searched.
+The time of a stage is the shortest time with which its layers fit into its rank's memory (see `knapsack`). More layers
+never make a stage faster. Therefore, if a stage may start at any cut of a contiguous run, the cuts at which it may end
+are contiguous, too. They reach to the furthest end of a stage that starts at the run's last cut, so only this end has
+to be searched. A block that exceeds the bound even alone splits a run of starts in two.
 """
 
 from bisect import bisect_left, bisect_right
@@ -26,22 +26,22 @@ class _Row:
     """The layers in the order of their blocks."""
 
     layers: Sequence[int]
-    #: The index in ``layers`` at which each block begins, and the number of layers at the end.
+    #: The index in ``layers`` of each block's first layer. The last entry is the number of layers.
     begins: Sequence[int]
-    #: A lower bound of the ticks of all blocks before each cut.
+    #: For each cut, a lower bound of the time of all blocks before it, in ticks.
     fastest: Sequence[int]
 
 
 class CheckpointedChain:
-    """Partitions of one order of the blocks, with a choice of activation options for each layer.
+    """Searches the partitions of one order of the blocks, with a choice of activation options for each layer.
 
     Args:
         order: the blocks.
         members: the layers of each block.
         options: the activation options of each layer.
-        toll: the cost of crossing each cut.
-        line_up: the slots for the stages.
-        spans: for each number of stages, the first and the last cut at which that many stages may end.
+        toll: the transfer time at each cut.
+        line_up: the slots, that is, which stages may run on which ranks.
+        spans: entry k has the first and the last cut at which stage k - 1 may end.
 
     """
 
@@ -80,7 +80,7 @@ class CheckpointedChain:
         return self._items[slot.in_flight][self._row.begins[begin] : self._row.begins[end]]
 
     def time(self, slot: Slot, begin: int, end: int) -> int:
-        """The least ticks of a stage between two cuts; INFINITE if it does not fit into memory."""
+        """The shortest time of a stage between two cuts, in ticks; INFINITE if it does not fit into memory."""
         known = self._times[slot.stage]
         ticks = known.get((begin, end))
         if ticks is None:
@@ -88,7 +88,7 @@ class CheckpointedChain:
         return ticks
 
     def with_choices(self, found: Found) -> Found:
-        """The partition with the option chosen for each layer."""
+        """Add the activation option chosen for each layer to a partition."""
         chosen: list[ActivationOption] = []
         for slot, (begin, end) in zip(found.slots, pairwise([0, *found.ends]), strict=True):
             chosen += self.knapsack.chosen(self._held(slot, begin, end), slot.limit, slot.speed)
@@ -98,7 +98,7 @@ class CheckpointedChain:
     # ---- reachable cuts ---------------------------------------------------------------------------------------------
 
     def probe(self, bound: int) -> Found | Fails:
-        """Find a partition within the bound. Its first stages are as large as possible."""
+        """Find a partition with a bottleneck of at most ``bound`` ticks. Its first stages are as large as possible."""
         following = INFINITE
         bound = min(bound, INFINITE - 1)
         reached: list[list[Run]] = [[(0, 0)]]
@@ -124,7 +124,7 @@ class CheckpointedChain:
         return slot.stage >= self._line_up.skippable
 
     def _single(self, slot: Slot) -> list[int]:
-        """The ticks of each block alone in a slot; the last entry is their maximum."""
+        """For each block, the time of a stage of this block alone, in ticks. The last entry is the maximum."""
         if not self._alone[slot.stage]:
             kinds = [tuple(self._held(slot, block, block + 1)) for block in range(self._end)]
             ticks = {kind: self.knapsack.least(kind, slot.limit, slot.speed) for kind in {*kinds}}
@@ -133,7 +133,7 @@ class CheckpointedChain:
         return self._alone[slot.stage]
 
     def _fitting(self, slot: Slot, begins: Run, bound: int) -> Iterator[Run]:
-        """The parts of a run of begins after which the next block alone is within the bound."""
+        """Split a run of starts into the parts where a stage of the next block alone is within the bound."""
         first = begins[0]
         last = min(begins[1], self._end - 1)
         single = self._single(slot)
@@ -146,7 +146,7 @@ class CheckpointedChain:
             yield first, last
 
     def _next_alone(self, slot: Slot, begins: Sequence[Run], bound: int) -> int:
-        """The smallest bound within which one more block alone fits."""
+        """The smallest bound that allows a stage of a single block at another of these starts; INFINITE if none."""
         single = self._single(slot)
         if single[-1] <= bound:
             return INFINITE
@@ -154,7 +154,7 @@ class CheckpointedChain:
         return min((ticks for ticks in times if ticks > bound), default=INFINITE)
 
     def _furthest(self, slot: Slot, begin: int, bound: int) -> int:
-        """The last cut at which a stage with this begin can end within the bound. At least one block must fit."""
+        """The last cut at which a stage that starts at ``begin`` can end within the bound. One block must fit."""
         fastest = self._row.fastest
         speed = slot.speed
         within = fastest[begin] + bound * speed.numerator // speed.denominator
@@ -171,7 +171,7 @@ class CheckpointedChain:
         return min((ticks for ticks in tolls if ticks > bound), default=INFINITE)
 
     def _allowed(self, ends: list[Run], bound: int) -> list[Run]:
-        """The cuts of the runs whose toll is within the bound."""
+        """Restrict runs to the cuts with a transfer time within the bound."""
         if len(self._toll) == 1:
             return ends
         return _joined([(e, e) for first, last in ends for e in range(first, last + 1) if self._toll[e] <= bound])
@@ -197,16 +197,16 @@ class CheckpointedChain:
         return Found(bottleneck=max(times), order=self._order, ends=ends, slots=slots)
 
     def settled(self, found: Found) -> Found:
-        """Of the partitions with the same bottleneck, the one with the least total time, then the most even stages.
+        """Among partitions with the same bottleneck, find the one with the least total time, then the most even stages.
 
-        The result includes the chosen option of each layer. If stages were left out, the given partition is returned.
+        The result includes the option chosen for each layer. If the given partition leaves out stages, its cuts stay.
         """
         slots = self._line_up.slots
         fastest = self._row.fastest
         bottleneck = found.bottleneck
         if len(found.slots) < len(slots):
             return self.with_choices(found)
-        best: list[dict[int, tuple[int, int, int]]] = [{0: (0, 0, 0)}]  # ticks, squares, begin; by end
+        best: list[dict[int, tuple[int, int, int]]] = [{0: (0, 0, 0)}]  # end: (ticks, squares, begin)
         rooms = [bottleneck * slot.speed.numerator // slot.speed.denominator for slot in slots]
         left = sum(rooms)
         for slot, room in zip(slots, rooms, strict=True):

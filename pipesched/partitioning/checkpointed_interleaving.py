@@ -1,7 +1,8 @@
 """Cuts for ranks with several stages, with a choice of activation options for each layer.
 
 The stages of a rank share its memory. The search starts from the best cuts without recomputation or offloading, and
-moves cuts as long as the busiest rank becomes faster. Each rank has the best options for all its layers (`knapsack`).
+moves cuts as long as the busiest rank becomes faster. For given cuts, `knapsack` chooses the fastest options that fit
+into each rank's memory.
 """
 
 from collections.abc import Sequence
@@ -23,7 +24,7 @@ Stages = tuple[tuple[int, int], ...]  # (begin, end) of each stage of a rank
 
 
 class CheckpointedRanks:
-    """The time and memory of ranks for any cuts of one order of the blocks."""
+    """Computes the time and memory of the ranks for given cuts of one order of the blocks."""
 
     def __init__(self, problem: Problem, order: Sequence[int]) -> None:
         self._line_up = problem.line_up
@@ -39,13 +40,13 @@ class CheckpointedRanks:
         self._known: dict[tuple[int, Stages], tuple[int, int]] = {}
 
     def descended(self, cuts: list[int]) -> Found | None:
-        """Move cuts one by one as long as that gives a smaller `_key`.
+        """Move cuts one at a time as long as a move makes `_key` smaller.
 
         Args:
             cuts: the cuts to start from, including both ends.
 
         Returns:
-            The partition with its options, or None if it does not fit into memory.
+            The partition with the chosen activation options, or None if it does not fit into memory.
 
         """
         key = self._key(cuts)
@@ -75,7 +76,10 @@ class CheckpointedRanks:
         return sum(excess for excess, _ in both), busiest, sum(times), sum(ticks * ticks for ticks in times)
 
     def _of_rank(self, rank: int, stages: Stages) -> tuple[int, int]:
-        """Returns the bytes above a rank's limit, and its least ticks. If nothing fits, the ticks ignore the limit."""
+        """Returns the bytes by which a rank exceeds its memory limit, and its shortest time in ticks.
+
+        If the layers do not fit with any options, the time ignores the limit.
+        """
         if (rank, stages) not in self._known:
             kind = self._line_up.ranks[rank]
             items = self._items(rank, stages)[1]
@@ -88,7 +92,7 @@ class CheckpointedRanks:
         return self._known[rank, stages]
 
     def _items(self, rank: int, stages: Stages) -> tuple[list[int], list[int]]:
-        """Returns the layers of a rank's stages, and their items for the knapsack."""
+        """Returns the layers of a rank's stages, and the knapsack item of each layer."""
         layers = []
         items = []
         for stage, (begin, end) in zip(self._own[rank], stages, strict=True):

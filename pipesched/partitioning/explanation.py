@@ -44,11 +44,11 @@ class _StageCosts:
 
     @cached_property
     def stages(self) -> list[tuple[Slot, int, int]]:
-        """The slot, the begin and the end of each stage."""
+        """The slot, the start cut and the end cut of each stage."""
         return [(slot, a, b) for slot, (a, b) in zip(self.found.slots, pairwise([0, *self.found.ends]), strict=True)]
 
     def time(self, slot: Slot, begin: int, end: int) -> int:
-        """The ticks of a stage between two cuts."""
+        """The time of a stage between two cuts, in ticks."""
         if self.found.chosen:
             chosen = self.chosen(begin, end)
             ticks = slot.time(sum(option.ticks for option in chosen) * slot.speed.denominator)
@@ -62,7 +62,7 @@ class _StageCosts:
         return [self.found.chosen[layer] for layer in self.layers(begin, end)] if self.found.chosen else []
 
     def held(self, slot: Slot, begin: int, end: int) -> tuple[int, int]:
-        """Returns the bytes of activations for all micro-batches in flight, and the bytes of all memory."""
+        """Returns a stage's activation bytes for all micro-batches in flight, and its total bytes."""
         chosen = self.chosen(begin, end)
         if chosen:
             held = sum(c.held_bytes(slot.in_flight) for c in chosen)
@@ -79,7 +79,7 @@ class _StageCosts:
 
 
 def explained(problem: Problem, found: Found, solution: Solution) -> Partition:
-    """Build the Partition, with the cost of each stage and the reason why none is faster."""
+    """Build the Partition, with the cost of each stage and the reason why no partition is faster."""
     costs = _StageCosts(problem, found)
     layers = problem.blocks.layers
     stages = [[layers.names[layer] for layer in costs.layers(begin, end)] for _, begin, end in costs.stages]
@@ -123,7 +123,7 @@ def _summaries(costs: _StageCosts, stages: list[list[Any]]) -> Iterator[StageSum
 
 
 def _bottleneck(costs: _StageCosts, stages: list[list[Any]], solution: Solution) -> tuple[str, str]:
-    """Returns the bottleneck (a stage, rank or cut), and why no partition is faster or how much faster one may be."""
+    """Returns two texts: the bottleneck (a stage, rank or cut), and the reason why no partition is much faster."""
     problem = costs.problem
     ticks = costs.found.bottleneck
     if problem.line_up.shares_ranks:
@@ -150,7 +150,7 @@ def _bottleneck(costs: _StageCosts, stages: list[list[Any]], solution: Solution)
 
 
 def _busiest(costs: _StageCosts) -> str:
-    """The bottleneck of ranks with several stages: a rank or a cut."""
+    """Describe the bottleneck if ranks have several stages: a rank or a cut."""
     loads: dict[int, int] = {}
     for slot, begin, end in costs.stages:
         loads[slot.rank] = loads.get(slot.rank, 0) + costs.time(slot, begin, end)

@@ -1,4 +1,4 @@
-"""Infeasibility: the error for a request without a partition, with the limit that it breaks and a remedy."""
+"""Infeasibility: the error for a request that no partition satisfies. It names the violated limit and a remedy."""
 
 from bisect import bisect_left
 from functools import cached_property
@@ -18,13 +18,13 @@ _MOST_IDEALS = 5_000  # a small search: the remedy need not be exact
 
 
 def infeasible(request: Request, *, exact: bool) -> PartitionError:
-    """Build the error for a request without a partition.
+    """Build the error for a request that no partition satisfies.
 
-    The remedy is searched only when the message is read, since the planner tries many requests and reads no message.
+    The remedy is searched only when the message is read: the planner tries many requests and ignores the messages.
 
     Args:
         request: the request.
-        exact: whether it is proved that there is no partition; otherwise none was found.
+        exact: True if it is proved that no partition exists; False if the search only found none.
 
     """
     return PartitionError(_Text(request, exact))
@@ -55,7 +55,7 @@ class _Text:
         return repr(self._text)
 
     def __reduce__(self) -> tuple[type[str], tuple[str]]:
-        return str, (self._text,)  # a plain string in other processes
+        return str, (self._text,)  # pickled as a plain string
 
 
 def _possible(request: Request) -> bool:
@@ -82,7 +82,10 @@ def _memory(request: Request, limits: list[int]) -> tuple[str, str, str]:
 
 
 def _alone(request: Request) -> tuple[str, int]:
-    """Returns the name and bytes of the block that needs the most memory, with the fewest micro-batches in flight."""
+    """Describe the block that needs the most memory on the stage with the fewest micro-batches in flight.
+
+    Returns its name and its bytes.
+    """
     problem = request.problem()
     layers = problem.blocks.layers
     blocks = problem.blocks
@@ -100,7 +103,10 @@ def _alone(request: Request) -> tuple[str, int]:
 
 
 def _enough(request: Request) -> int:
-    """A memory limit, the same for every rank, that makes a partition possible; the smallest if the graph is small."""
+    """A memory limit in bytes, the same for every rank, that makes a partition possible.
+
+    It is the smallest such limit if the graph is small.
+    """
     problem = request.problem()
     layers = problem.blocks.layers
     most = max(slot.in_flight for slot in problem.line_up.slots)
@@ -110,7 +116,7 @@ def _enough(request: Request) -> int:
 
 
 def _recompute(request: Request) -> str:
-    """The advice to recompute activations, if that makes a partition possible."""
+    """The advice to recompute activations, if that makes a partition possible; otherwise an empty text."""
     if (
         request.checkpoint
         or request.any_order
@@ -122,7 +128,7 @@ def _recompute(request: Request) -> str:
 
 
 def _more_ranks(request: Request) -> str:
-    """The advice to use more ranks, if all ranks are alike and more of them make a partition possible."""
+    """The advice to use more ranks, if all ranks are alike and more of them help; otherwise an empty text."""
     if (
         request.placement is not None
         or len(set(request.ranks)) > 1
@@ -137,7 +143,7 @@ def _more_ranks(request: Request) -> str:
 
 
 def _pins(request: Request) -> tuple[str, str, str]:
-    """The parts of the error for pins (starts, together, exactly) that no partition satisfies."""
+    """The error if no partition satisfies the pins (starts, together, exactly): its place, numbers and remedy."""
     pins = [f"{layer!r} begins stage {stage}" for layer, stage in request.starts.items()]
     pins += [f"{', '.join(map(repr, group))} share a stage" for group in request.together]
     pins += ["no stage is empty"] * request.exactly
@@ -149,7 +155,7 @@ def _pins(request: Request) -> tuple[str, str, str]:
 
 
 def _without(request: Request) -> str:
-    """The advice to drop one pin, if that makes a partition possible."""
+    """The advice to drop a single pin, if that makes a partition possible; otherwise to drop several."""
     starts: dict[Any, int] = dict(request.starts)
     for layer in starts:
         others = {name: stage for name, stage in starts.items() if name != layer}

@@ -1,8 +1,9 @@
 """Interleaving: cuts for ranks with several stages, which minimise the time of the busiest rank by descent.
 
-The descent starts from the cuts with the fastest slowest stage, and from even cuts. It moves one cut at a time to the
-position at which the busiest rank is fastest (of several, that with the most even ranks), until no cut moves. Then it
-moves some cuts at random, with a fixed seed, descends again, and keeps the result if it is better.
+The descent starts from the cuts that minimise the slowest stage, and from cuts that divide the work evenly. It moves
+one cut at a time to the position that gives the busiest rank the least time (among equal positions, the most even
+times), until no cut moves. Then it moves some cuts at random, with a fixed seed, descends again, and keeps the result
+if it is better.
 """
 
 import random
@@ -31,8 +32,8 @@ Key = tuple[int, int, float]
 def solved(problem: Problem, most_ideals: int) -> Solution:
     """Find the partition with the smallest bottleneck.
 
-    For ranks with several stages only the starting point is searched exactly; the rest is a descent, which may leave a
-    gap to the lower bound.
+    For ranks with several stages, only the starting point is searched exactly. The descent from there may leave a gap
+    to the lower bound.
     """
     slots = problem.line_up.slots
     if not problem.line_up.shares_ranks:
@@ -54,9 +55,9 @@ def _descended(problem: Problem, begin: Solution) -> "_Descent":
 
 
 def _with_choices(problem: Problem, begin: Solution) -> Found | None:
-    """Descend from the best cuts without memory limits, and from the best cuts with limits and all activations held.
+    """Choose cuts and activation options by descent from two starting points; the blocks stay in graph order.
 
-    The blocks stay in their own order.
+    The starting points are the best cuts for held activations, once without memory limits and once with them.
     """
     line_up = problem.line_up
     kept = CheckpointedRanks(problem, range(len(problem.blocks)))
@@ -68,7 +69,10 @@ def _with_choices(problem: Problem, begin: Solution) -> Found | None:
 
 
 def _begins(problem: Problem, begin: Solution, count: int) -> Iterator[tuple[list[int], list[int]]]:
-    """The orders and cuts to start from: those with the fastest slowest stage and, if no layer is pinned, even cuts."""
+    """Yield the orders and cuts from which the descent starts.
+
+    These are the cuts that minimise the slowest stage and, without pins, cuts that divide the work evenly.
+    """
     in_order = list(range(len(problem.blocks)))
     if begin.found and problem.pins:
         yield begin.found.order, [0, *begin.found.ends]
@@ -104,9 +108,12 @@ class _Descent:
         self._memory: list[list[int]] = [held[slot.in_flight] for slot in slots]
 
     def run(self) -> Key:
-        """Move cuts until none moves.
+        """Move cuts until no move improves the partition.
 
-        Returns the bytes above the limits, the ticks of the busiest rank, and the sum of the ranks' squared ticks.
+        Returns:
+            Sort key of the partition: the bytes above the memory limits, the ticks of the busiest rank or link, and the
+            sum of the ranks' squared ticks.
+
         """
         self._count()
         for _ in range(_ROUNDS):
@@ -165,7 +172,7 @@ class _Descent:
         return memory[end] - memory[begin]
 
     def _pay(self, index: int, times: int) -> None:
-        """Add the toll of a cut to its two ranks or its link. times: 1, or -1 to subtract the toll."""
+        """Add the transfer time at a cut to its two ranks or its link. times: 1 to add, -1 to subtract."""
         before = self._slots[index - 1].rank
         after = self._slots[index].rank
         toll = times * self._toll[self.cuts[index]] if before != after else 0
@@ -184,7 +191,7 @@ class _Descent:
         return max(0, held - limit) if limit else 0
 
     def _move(self, index: int) -> bool:
-        """Move a cut to the position with the smallest key, the first of equal ones. Return whether the key fell."""
+        """Move a cut to the first position with the smallest `_key`. Returns whether the key became smaller."""
         low, high = self._spans[index]
         here = self.cuts[index]
         first = max(low, self.cuts[index - 1] + 1)
@@ -202,7 +209,10 @@ class _Descent:
         return best[0] < now
 
     def _as_good(self, index: int, now: Key, first: int, last: int) -> range:
-        """The positions of a cut at which neither rank beside it takes longer than the slowest rank does now."""
+        """The positions of a cut at which neither of its two ranks takes longer than the slowest rank does now.
+
+        If a rank exceeds its memory limit, all positions from ``first`` to ``last`` are returned.
+        """
         excess, slowest, _ = now
         if not excess:
             (here, per_tick), (behind, per_tick_behind) = self._work[index - 1 : index + 1]
@@ -213,7 +223,10 @@ class _Descent:
         return range(first, last + 1)
 
     def _count_beside(self, index: int, times: int) -> None:
-        """Add the two stages beside a cut, and the cut's toll, to their ranks. times: 1, or -1 to subtract."""
+        """Add the time and memory of the two stages beside a cut, and its transfer time, to their ranks' totals.
+
+        times: 1 to add, -1 to subtract.
+        """
         for stage in (index - 1, index):
             rank = self._slots[stage].rank
             begin = self.cuts[stage]
@@ -223,7 +236,7 @@ class _Descent:
         self._pay(index, times)
 
     def _key_at(self, index: int, place: int, others: int) -> Key:
-        """The key to minimise if the cut is at ``place``. others: the largest load of other ranks and links."""
+        """The `_key` of the partition with the cut at ``place``. others: the largest load of other ranks and links."""
         rank = self._slots[index - 1].rank
         next_rank = self._slots[index].rank
         begin = self.cuts[index - 1]

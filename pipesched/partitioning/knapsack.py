@@ -1,9 +1,10 @@
-"""Knapsack: chooses an activation option for each layer of a rank, the fastest that fit into its memory, exactly.
+"""Knapsack: finds the fastest activation options with which a rank's layers fit into its memory.
 
-It is a multiple-choice knapsack (Kellerer, Pferschy and Pisinger 2004, chapter 11), solved by keeping only states that
-no other state beats in both bytes and time (Nemhauser and Ullmann 1969). Equal layers are the same item, so results are
-reused wherever the same items occur. Only the largest working memory of all layers counts, so for each of its possible
-sizes the options that need no more are combined.
+It solves a multiple-choice knapsack (Kellerer, Pferschy and Pisinger 2004, chapter 11) exactly, unless there are too
+many states. A state is a choice of one option for each item. Only states are kept that no other state beats in both
+bytes and time (Nemhauser and Ullmann 1969). Equal layers are the same item, so results are reused wherever the same
+items occur. A rank runs one layer at a time, so only the largest working memory of its layers counts. For each possible
+size of this memory, the search combines only the options that need at most as much.
 """
 
 from bisect import bisect_left, bisect_right
@@ -20,7 +21,7 @@ from pipesched.program.action_arrays import Ints
 __all__ = ["Knapsack"]
 
 _MOST_STATES = 20_000  # above this, nearly equal states are merged, and answers are no longer exact
-_MOST_WITH_COPIES = 2_000
+_MOST_WITH_COPIES = 2_000  # the same limit for states with copies to the host
 
 
 #: The options of an item, each with the bytes that the item then holds.
@@ -29,19 +30,24 @@ _Options = Sequence[tuple[int, ActivationOption]]
 
 @dataclass(frozen=True, kw_only=True)
 class _Front:
-    """The undominated states of some items, in ascending order of their bytes."""
+    """The states of some items that no other state beats in all costs, in ascending order of their bytes."""
 
+    #: The bytes held in each state.
     held: Ints
+    #: The compute time of each state, in ticks.
     ticks: Ints
-    #: The ticks of copies; None if nothing is copied.
+    #: The ticks of each state's copies to the host; None if nothing is copied.
     copies: Ints | None
-    #: The state of all items but the last.
+    #: For each state, the index of the state without the last item, in the front of the other items.
     parent: Ints
-    #: The option of the last item.
+    #: For each state, the index of the last item's option.
     option: Ints
 
     def best(self, room: int, speed: Fraction, forward: int) -> tuple[int, int] | None:
-        """The least time within ``room`` bytes and its state, or None. forward: the ticks of all first forwards."""
+        """Returns the shortest time within ``room`` bytes, in ticks, and the index of its state; None if no state fits.
+
+        forward: the ticks of all forwards without recomputation.
+        """
         count = int(np.searchsorted(self.held, room, "right"))
         if not count:
             return None
@@ -60,7 +66,8 @@ _EMPTY = _Front(held=_NOTHING, ticks=_NOTHING, copies=None, parent=_NOTHING, opt
 class Knapsack:
     """Finds the fastest options of layers within a memory limit, and caches partial results.
 
-    ``exact`` tells whether all answers so far are proved to be optimal.
+    An item is a layer with a given number of micro-batches in flight. ``exact`` is True while all answers so far are
+    proved to be optimal.
     """
 
     def __init__(self, options: Sequence[Sequence[ActivationOption]]) -> None:
@@ -74,7 +81,7 @@ class Knapsack:
         self.exact = True
 
     def item(self, layer: int, in_flight: int) -> int:
-        """The item of a layer with ``in_flight`` micro-batches in flight: a number, equal for equal layers."""
+        """The item number of a layer with ``in_flight`` micro-batches in flight. Equal layers have the same number."""
         kind = self._kind_of[layer]
         if (kind, in_flight) not in self._items:
             self._items[kind, in_flight] = len(self._items)
@@ -82,7 +89,7 @@ class Knapsack:
         return self._items[kind, in_flight]
 
     def least(self, items: Sequence[int], limit: int | None, speed: Fraction) -> int:
-        """The least total ticks of the items within ``limit`` bytes; INFINITE if they do not fit."""
+        """The shortest total time of the items within ``limit`` bytes, in ticks; INFINITE if they do not fit."""
         limit = INFINITE if limit is None else limit
         if self._fits_at_once(items, limit):
             return _slowed(sum(self._options[item][0][1].ticks for item in items), speed)
@@ -92,7 +99,7 @@ class Knapsack:
         return self._least[key]
 
     def chosen(self, items: Sequence[int], limit: int | None, speed: Fraction) -> list[ActivationOption]:
-        """The options with which the items take the least ticks. Of equal items, the first ones recompute."""
+        """Choose an option for each item so that the total time is shortest. The first of equal items recompute."""
         limit = INFINITE if limit is None else limit
         if self._fits_at_once(items, limit):
             return [self._options[item][0][1] for item in items]
@@ -109,13 +116,13 @@ class Knapsack:
         return [taken[item].pop() for item in items]
 
     def _fits_at_once(self, items: Sequence[int], limit: int) -> bool:
-        """Whether the fastest options of all items fit together, without copies."""
+        """Whether the fastest options of all items fit into the limit together and copy nothing to the host."""
         fastest = [self._options[item][0] for item in items]
         needed = sum(held for held, _ in fastest) + max(option.working_bytes for _, option in fastest)
         return needed <= limit and not any(option.copy_ticks for _, option in fastest)
 
     def least_bytes(self, items: Sequence[int]) -> int:
-        """The smallest memory in which the items fit, regardless of their time."""
+        """The smallest number of bytes in which the items fit, regardless of their time."""
         kinds = {item: self._options[item] for item in items}
         needed = []
         for working in self._sizes(kinds.values()):
@@ -124,7 +131,9 @@ class Knapsack:
         return min(needed)
 
     def _found(self, key: tuple[int, ...], limit: int, speed: Fraction) -> Iterator[tuple[int, int, int]]:
-        """For each possible size of the working memory: the least ticks, the size, and the state."""
+        """For each size of the largest working memory with which the items fit, yield three numbers: the shortest time
+        in ticks, the size, and the index of the state.
+        """
         kinds = {item: self._options[item] for item in key}
         forward = sum(kinds[item][0][1].forward_ticks for item in key)
         for working in self._sizes(kinds.values()):
@@ -137,13 +146,13 @@ class Knapsack:
 
     @staticmethod
     def _sizes(kinds: Collection[_Options]) -> list[int]:
-        """The possible sizes of the largest working memory."""
+        """The possible sizes of the items' largest working memory in bytes, in ascending order."""
         sizes = {option.working_bytes for options in kinds for _, option in options}
         floor = max(min(option.working_bytes for _, option in options) for options in kinds)
         return sorted(size for size in sizes if size >= floor)
 
     def _front(self, key: tuple[int, ...], working: int) -> _Front:
-        """The front of some items, from options with at most ``working`` bytes of working memory."""
+        """The front of some items, with only the options that need at most ``working`` bytes of working memory."""
         count = len(key)
         while count and (key[:count], working) not in self._fronts:
             count -= 1
@@ -154,7 +163,7 @@ class Knapsack:
         return front
 
     def _with(self, front: _Front, options: _Options, working: int) -> _Front:
-        """A front with one more item."""
+        """Extend a front by one more item with these options."""
         rows = [(at, held, c) for at, (held, c) in enumerate(options) if c.working_bytes <= working]
         size = len(front.held)
         held = np.concatenate([front.held + more for _, more, _ in rows])
@@ -177,7 +186,7 @@ class Knapsack:
 
 
 def _smallest(kinds: Mapping[int, _Options], working: int) -> dict[int, int]:
-    """The fewest bytes that each item holds, with options of at most ``working`` bytes of working memory."""
+    """The fewest bytes that each item can hold, with options that need at most ``working`` bytes of working memory."""
     return {
         item: min(held for held, option in options if option.working_bytes <= working)
         for item, options in kinds.items()
@@ -189,7 +198,7 @@ def _slowed(ticks: int, speed: Fraction) -> int:
 
 
 def _undominated_options(options: Sequence[ActivationOption], in_flight: int) -> list[tuple[int, ActivationOption]]:
-    """The undominated options with the bytes that each holds, the fastest first."""
+    """The options that no other option beats in all costs, fastest first, each with the bytes that it holds."""
     made: list[tuple[tuple[int, int, int, int], ActivationOption]] = []
     for option in options:
         costs = (option.ticks, option.copy_ticks, option.held_bytes(in_flight), option.working_bytes)
@@ -200,7 +209,7 @@ def _undominated_options(options: Sequence[ActivationOption], in_flight: int) ->
 
 
 def _undominated(held: Ints, ticks: Ints) -> Ints:
-    """The indices of the undominated states, in ascending order of bytes."""
+    """The indices of the states that no other state beats in bytes and ticks, in ascending order of bytes."""
     order = np.lexsort((ticks, held))
     sorted_ticks = ticks[order]
     least = np.minimum.accumulate(sorted_ticks)
@@ -210,7 +219,10 @@ def _undominated(held: Ints, ticks: Ints) -> Ints:
 
 
 def _undominated_with_copies(held: Ints, ticks: Ints, copies: Ints) -> Ints:
-    """As `_undominated`, for bytes, ticks and copies. A staircase holds the best ticks and copies of smaller states."""
+    """Like `_undominated`, with copies as a third cost.
+
+    The two staircase lists hold the best pairs of ticks and copies among the states with fewer bytes.
+    """
     kept: list[int] = []
     stair_ticks: list[int] = []
     stair_copies: list[int] = []
@@ -230,12 +242,12 @@ def _undominated_with_copies(held: Ints, ticks: Ints, copies: Ints) -> Ints:
 
 
 def _thinned(kept: Ints, held: Ints, ticks: Ints, copies: Ints | None) -> Ints:
-    """Merge nearly equal states: of the states that are about as fast, keep the one with the fewest bytes."""
+    """Thin out a front: of each group of states with nearly equal times, keep the one with the fewest bytes."""
     sizes = [ticks[kept]] if copies is None else [ticks[kept], copies[kept]]
     steps = _MOST_STATES if copies is None else 40
     buckets = np.zeros(len(kept), np.int64)
     for values in sizes:
         width = max(1, -(-int(values.max() - values.min() + 1) // steps))
         buckets = buckets * steps + (values - values.min()) // width
-    _, first = np.unique(buckets, return_index=True)  # states ascend in bytes
+    _, first = np.unique(buckets, return_index=True)  # states are in ascending order of bytes
     return kept[np.sort(first)]

@@ -1,8 +1,9 @@
-"""Lattice: probes for a partition within a bound over all orders of a graph, by dynamic programming over its ideals.
+"""Lattice: looks for a partition within a bound among all orders of a graph, by dynamic programming over its ideals.
 
-A stage is the difference of two order ideals. Its cost is the difference of two numbers, one for the ideal at its end
-and one for the ideal at its begin. For each slot and ideal it is therefore enough to know the best begin contained in
-the ideal. The best begins are passed on level by level, for all slots and ideals of a level at once.
+A stage is the difference of two order ideals (see `order_ideals`). Its cost is the difference of two numbers, one for
+the ideal at its end and one for the ideal at its start. For each slot and ideal it is therefore enough to store the
+best start contained in the ideal. The best starts are passed on level by level, for all slots and ideals of a level
+together.
 """
 
 from bisect import bisect_right
@@ -24,14 +25,13 @@ Bools = NDArray[np.bool_]
 
 
 class Lattice:
-    """Partitions whose stages begin and end at order ideals.
+    """Searches the partitions of a graph: each stage starts and ends at an order ideal.
 
     Args:
         ideals: all order ideals of the blocks.
-        toll: the cost of crossing each ideal's cut.
-        line_up: the slots for the stages.
-        allowed: for each number of stages, the ideals at which that many stages may end. A number without an entry
-            allows all ideals.
+        toll: the transfer time at each ideal's cut.
+        line_up: the slots, that is, which stages may run on which ranks.
+        allowed: entry k is a mask of the ideals at which stage k - 1 may end. Without an entry it may end at any ideal.
         ceiling: the bottleneck of a known partition. Larger bounds are not probed.
 
     """
@@ -88,7 +88,7 @@ class Lattice:
         return Fails(following) if state is None else self._found(state, closed, limits)
 
     def _bands_below(self, bound: int) -> list[tuple[int, int]]:
-        """For each level, the range of slots that can end there while the other slots can do the rest of the work."""
+        """For each level, the range of slots that may end there, given the work that the other slots can do in time."""
         count = len(self._line_up.slots)
         if not self._line_up.in_line:
             return [(0, count)] * len(self._least)
@@ -108,7 +108,7 @@ class Lattice:
         return None if self._memory is None else self._memory[rows, first:last]
 
     def _least_memory(self, rows: slice, first: int, last: int) -> Ints | None:
-        """For a stage that ends at each ideal: the least memory before its begin that keeps the slot's limit."""
+        """For each ideal as a stage's end, the fewest bytes before its start that keep the slot's memory limit."""
         if self._memory is None:
             return None
         return np.asarray(self._memory[rows, first:last] - self._caps[rows, None])
@@ -123,7 +123,10 @@ class Lattice:
                 closed[index, first:last] &= self._allowed[slot.stage + 1][first:last]
 
     def _reached(self, closed: Bools, *, empty: bool) -> Bools:
-        """A mask (states, ideals): whether the state can be reached at the ideal, with empty stages skipped."""
+        """A mask of shape (states, ideals): whether each state can be reached at each ideal.
+
+        Stages that may stay empty can be skipped. empty: whether the only ideal is the empty set.
+        """
         reached = np.zeros((self._line_up.num_states, closed.shape[1]), bool)
         reached[0] = empty
         reached[1:] = np.logical_or.reduceat(closed, self._first_of_target, axis=0)
@@ -166,7 +169,7 @@ class Lattice:
         return Found(bottleneck=bottleneck, order=order, ends=ends, slots=[slot for slot, _ in stages])
 
     def _begin(self, state: int, ideal: int, closed: Bools, limits: Ints) -> tuple[int, int, Bools]:
-        """Returns the slot of the stage that ends at the ideal, the ideal of its begin, and a mask as from `_below`."""
+        """Find the stage that ends at an ideal. Returns its slot's index, its start ideal, and the mask of `_below`."""
         sent = self._ideals.cuts.sent_bytes
         for index, slot in enumerate(self._line_up.slots):
             if slot.target == state and closed[index, ideal]:
@@ -183,7 +186,7 @@ class Lattice:
         raise RuntimeError(f"no stage leads to state {state}")  # an internal error
 
     def _below(self, ideal: int, least: int, index: int) -> Bools:
-        """A mask of the ideals that ``ideal`` contains, except itself, with enough work to begin the stage."""
+        """A mask of the smaller ideals in ``ideal`` that contain enough work for the stage to start there."""
         ideals = self._ideals
         ends = self._ends[self._kind[index]]
         below = np.zeros(len(ideals), bool)

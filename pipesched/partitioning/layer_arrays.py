@@ -14,7 +14,7 @@ from pipesched.simulation.links import Link, check_times
 
 __all__ = ["Layers", "Tensors", "numbers", "read", "ticks_per_s"]
 
-_FINEST = 10**12  # picoseconds, as integers: sums and ties are exact
+_FINEST = 10**12  # ticks are picoseconds; as integers they make sums and comparisons exact
 _MOST = 2**60  # upper bound for the sum of all ticks, so that results fit into 64 bits
 
 
@@ -26,9 +26,9 @@ class Tensors:
     makers: Ints
     #: The bytes of each tensor.
     sizes: Ints
-    #: The tensor of each use.
+    #: For each use of a tensor by a layer, the index of the tensor.
     used: Ints
-    #: The layer of each use.
+    #: For each use of a tensor by a layer, the layer.
     users: Ints
 
 
@@ -37,8 +37,9 @@ class Layers:
     """The costs of layers in topological order."""
 
     names: list[Any]
-    #: The time of forward and backward.
+    #: The time of forward and backward of a micro-batch, in ticks.
     ticks: Ints
+    #: The number of ticks in a second.
     ticks_per_s: int
     parameter_bytes: Ints
     num_parameters: Ints
@@ -61,7 +62,7 @@ class Layers:
 
 
 def ticks_per_s(total_s: float, scale: int = 1) -> int:
-    """The resolution of time: picoseconds, or coarser if the sum times ``scale`` would not fit into 64 bits."""
+    """Choose the number of ticks per second: 10**12, or fewer if ``total_s * scale`` would not fit into 64 bits."""
     per_s = _FINEST
     while total_s * per_s * scale > _MOST and per_s:
         per_s //= 10
@@ -92,14 +93,14 @@ def read(
 ) -> Layers:
     """Read the layers of a graph.
 
-    An edge carries its producer's whole output, or only the tensors in its attribute ``tensors``, bytes by name.
+    An edge carries its producer's whole output, or only the tensors in its attribute ``tensors``: {name: bytes}.
 
     Args:
         graph: the layers, with their costs as node attributes.
         needed: the attributes that every layer must have besides its times. Other missing attributes count as 0.
-        link: the link between stages, whose times must fit into the ticks.
-        weight_copies: state_bytes / parameter_bytes.
-        scale: the largest factor that ticks are multiplied with later.
+        link: the link between stages. Sums of transfer times must fit into 64 bits, too.
+        weight_copies: the bytes of parameters, gradients and optimizer state, as a multiple of the parameters' bytes.
+        scale: the largest factor by which the caller multiplies ticks.
 
     Raises:
         PartitionError: the graph has a cycle or no layers, or an attribute is missing or not a finite number.
@@ -149,7 +150,7 @@ def _whole(values: NDArray[np.float64]) -> Ints:
 def _named_tensors(
     names: Sequence[Any], edges: Sequence[tuple[Any, Any, Mapping[Any, float] | None]], outputs: NDArray[np.float64]
 ) -> Tensors:
-    """The tensors that edges name; for an edge without names, the producer's whole output."""
+    """The tensors that the edges name. An edge without names carries the producer's whole output."""
     place = {name: position for position, name in enumerate(names)}
     sizes: dict[tuple[int, Any], float] = {}
     uses: list[tuple[tuple[int, Any], int]] = []
@@ -168,7 +169,10 @@ def _named_tensors(
 
 
 def _ordered(graph: "nx.DiGraph[Any]") -> tuple[list[Any], Ints, Ints]:
-    """Returns the layers in topological order (where possible the graph's own), and the edges' tails and heads."""
+    """Returns the layers in topological order, and the producer and the consumer of each edge.
+
+    The graph's own order is kept if it is topological.
+    """
     names = list(graph)
     number = {name: position for position, name in enumerate(names)}
     if any(number[a] >= number[b] for a, b in graph.edges):

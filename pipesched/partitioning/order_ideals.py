@@ -1,7 +1,7 @@
-"""Order ideals: all sets of blocks that contain the producers of each of their blocks, level by level, as arrays.
+"""Order ideals: enumerates all sets of blocks that contain the producers of each of their blocks.
 
-The blocks before a cut form an order ideal. Level k has the ideals of k blocks, each made from ideals of level k - 1 by
-adding one block. Sets are bit masks while the lattice is built; later only levels and the steps between them are kept.
+The blocks before a cut form an order ideal. Level k has the ideals of k blocks; each is an ideal of level k - 1 with
+one more block. Sets are bit masks during the enumeration. Afterwards only levels and the steps between them are kept.
 """
 
 from collections.abc import Collection, Mapping
@@ -23,12 +23,12 @@ Bools = NDArray[np.bool_]
 class Ideals:
     """The order ideals of a graph, sorted by level, and the steps between them.
 
-    A step makes an ideal from one that has one block fewer. Steps are sorted by the ideal that they make.
+    A step adds a block to an ideal and thus makes an ideal of the next level. Steps are sorted by the ideal they make.
     """
 
-    #: The sums before the cut of each ideal.
+    #: The total costs of the blocks in each ideal.
     cuts: Cuts
-    #: The first ideal of each level, then the number of ideals.
+    #: The index of the first ideal of each level. The last entry is the number of ideals.
     levels: list[int]
     #: The ideal that each step starts from.
     parents: Ints
@@ -36,9 +36,9 @@ class Ideals:
     children: Ints
     #: The block that each step adds.
     added: Ints
-    #: The first step to each ideal, then the number of steps.
+    #: The index of the first step that makes each ideal. The last entry is the number of steps.
     steps: Ints
-    #: For each requested set of blocks, the number of them that each ideal contains.
+    #: For each requested set of blocks, the number of its blocks that each ideal contains.
     contains: list[Ints]
 
     def __len__(self) -> int:
@@ -47,20 +47,23 @@ class Ideals:
 
 @dataclass(kw_only=True)
 class _Level:
-    """The ideals of one size."""
+    """The ideals with the same number of blocks."""
 
     #: The blocks of each ideal, as bits.
     members: Masks
-    #: The blocks that may be added, as bits.
+    #: The blocks that may be added to each ideal, as bits.
     ready: Masks
-    #: A random key of each set, the sum of its blocks' keys.
+    #: A hash of each ideal: the sum of its blocks' random keys.
     keys: Masks
     #: The sums over the blocks of each ideal, in the order of `_Growth`: (sums, ideals).
     sums: Ints
 
 
 def enumerate_ideals(blocks: Blocks, asked: Collection[Collection[int]], at_most: int) -> Ideals | None:
-    """All order ideals; None if there are more than ``at_most``. asked: sets of blocks to count in each ideal."""
+    """Enumerate the order ideals. Returns None if there are more than ``at_most``.
+
+    asked: sets of blocks. `Ideals.contains` has the number of their blocks in each ideal.
+    """
     growth = _Growth(blocks, asked)
     level = growth.first()
     levels = [0, 1]
@@ -95,7 +98,7 @@ def _joined(parts: list[Ints]) -> Ints:
 
 
 class _Growth:
-    """Makes each level from the one before.
+    """Makes each level of ideals from the level before.
 
     The rows of ``sums`` are work, state bytes, activation bytes and bytes sent, then the counts of the requested sets.
     """
@@ -131,7 +134,13 @@ class _Growth:
         )
 
     def next(self, level: _Level) -> tuple[Ints, Ints, Ints, _Level]:
-        """Returns the row and the block of each step, the number of steps to each ideal, and the next level."""
+        """Make the next level.
+
+        Returns:
+            For each step, the index of its ideal in ``level`` and the block that it adds; the number of steps to each
+            new ideal; and the next level.
+
+        """
         rows, new = self._ready(level)
         keys = level.keys[rows] + self._keys[new]
         _, first, child = np.unique(keys, return_index=True, return_inverse=True)
@@ -154,7 +163,10 @@ class _Growth:
         return rows[order], new[order], np.bincount(child), grown
 
     def _ready(self, level: _Level) -> tuple[Ints, Ints]:
-        """All pairs of an ideal of the level and a block that may be added, as two arrays."""
+        """All pairs of an ideal of the level and a block that may be added to it.
+
+        Returns two arrays: the index of the ideal in the level, and the block.
+        """
         some = np.bitwise_or.reduce(level.ready, axis=0)
         rows = []
         new = []
@@ -166,11 +178,11 @@ class _Growth:
         return np.concatenate(rows), np.concatenate(new)
 
     def _same(self, level: _Level, rows: Ints, new: Ints, child: Ints, members: Masks) -> bool:
-        """Whether sets with equal keys are equal."""
+        """Whether ideals with equal keys are equal, so that no keys collided."""
         return bool((_with(level.members[rows], new) == members[child]).all())
 
     def _again(self, level: _Level) -> tuple[Ints, Ints, Ints, _Level]:
-        """Repeat the step with other keys, after two sets had the same key (in about one of 10^8 lattices)."""
+        """Make the next level with other keys, after two ideals had the same key (in about one of 10^8 graphs)."""
         self._seed += 1
         self._new_keys(len(self._keys))
         level.keys = np.array(
@@ -201,7 +213,7 @@ def _used(blocks: Blocks) -> list[list[tuple[Tensor, Mapping[int, np.uint64]]]]:
 
 
 def _words(members: Collection[int]) -> dict[int, np.uint64]:
-    """A set of blocks as 64-bit words, by index, without zero words."""
+    """A set of blocks as a bit mask of 64-bit words: {index of the word: word}, without words that are 0."""
     words: dict[int, int] = {}
     for member in members:
         words[member // 64] = words.get(member // 64, 0) | 1 << member % 64

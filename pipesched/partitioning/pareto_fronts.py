@@ -1,7 +1,7 @@
-"""Pareto fronts: for each ideal, the best begins of a stage that ends there.
+"""Pareto fronts: for each ideal, the best ideals at which a stage that ends there may start.
 
-Without memory limits one number describes the best begin. With limits a begin may save work or save memory, so all
-begins are kept that no other begin beats in both.
+Without memory limits one number describes the best start. With limits, one start may leave the stage less work and
+another one less memory, so all starts are kept that no other start beats in both.
 """
 
 import numpy as np
@@ -15,9 +15,10 @@ __all__ = ["Front"]
 
 
 class Front:
-    """The best begins for the ideals of one level.
+    """The best starts of stages that end at the ideals of one level.
 
-    Their worth, and with limits their memory, are arrays of shape (slots, begins, ideals).
+    Two arrays of shape (slots, starts, ideals) describe them: ``_worth``, the cost that the stage saves by this start,
+    and with limits ``_memory``, the bytes before the start.
     """
 
     def __init__(self, num_slots: int, *, capped: bool) -> None:
@@ -25,7 +26,10 @@ class Front:
         self._memory = np.full((num_slots, 1, 1), -1) if capped else None
 
     def down(self, ideals: Ideals, level: int, rows: slice) -> "Front":
-        """Pass the begins on to the ideals of ``level``, for some slots."""
+        """The front of the next level, ``level``: its ideals inherit the starts of the ideals that they contain.
+
+        rows: the slots to pass on.
+        """
         above, first, last = ideals.levels[level - 1 : level + 2]
         steps = ideals.steps[first : last + 1]
         parents = ideals.parents[steps[0] : steps[-1]] - above
@@ -48,18 +52,18 @@ class Front:
         return lower
 
     def _all(self, values: Ints, rows: slice, absent: int) -> Ints:
-        """Extend the values of some slots to all slots, with ``absent`` for the others."""
+        """Extend the values of some slots to all slots, with the value ``absent`` for all other slots."""
         every = np.full((len(self._worth), *values.shape[1:]), absent)
         every[rows] = values
         return every
 
     def costs(self, rows: slice, ends: Ints, least_memory: Ints | None) -> Ints:
-        """The least cost of a stage that ends at each ideal, as an array (slots, ideals); INFINITE if it has no begin.
+        """The least cost of a stage that ends at each ideal, shape (slots, ideals); INFINITE if it has no start.
 
         Args:
             rows: the slots.
-            ends: the first term of the cost, from the end of the stage.
-            least_memory: the least memory that must lie before the begin to keep the slot's limit.
+            ends: the cost of everything before each ideal, from which the worth of the start is subtracted.
+            least_memory: the fewest bytes before the start that keep the slot's memory limit.
 
         """
         worth = self._worth[rows]
@@ -69,7 +73,7 @@ class Front:
         return np.where(best > -INFINITE, ends - best, INFINITE)
 
     def begin(self, rows: slice, begun: NDArray[np.bool_], begins: Ints, memory: Ints | None) -> None:
-        """Add this level's own ideals as begins, where the mask ``begun`` is set."""
+        """Add the ideals of this level as starts, where the mask ``begun`` is set."""
         worth = np.where(begun, begins, -INFINITE)
         if self._memory is None or memory is None:
             self._worth[rows, 0] = np.maximum(self._worth[rows, 0], worth)
@@ -80,7 +84,7 @@ class Front:
 
 
 def _undominated(worth: Ints, memory: Ints) -> tuple[Ints, Ints]:
-    """Along axis 1, keep the entries that no other beats in both worth and memory, padded to the longest list."""
+    """Along axis 1, keep the entries that no other entry beats in worth and memory. Pad the lists to equal length."""
     order = np.lexsort((-memory, -worth), axis=1)
     worth = np.take_along_axis(worth, order, 1)
     memory = np.take_along_axis(memory, order, 1)

@@ -65,32 +65,33 @@ def partition(
 
     The result is optimal for a chain, and for a graph of up to ``max_ideals`` order ideals. For other graphs several
     linear orders are searched; `Partition.gap` is the most that the result may be above the optimum. Memory limits on a
-    large graph may leave a gap, too. Equal arguments give equal partitions. The search is exact bisection on integers
-    (Pinar and Aykanat 2004).
+    large graph may leave a gap, too. An order ideal is a set of layers that contains all producers of its layers. Equal
+    arguments give equal partitions. The search is exact bisection on integers (Pinar and Aykanat 2004).
 
     Args:
         graph: the layers, a networkx.DiGraph with an edge from each layer to its consumers.
         num_stages: the largest number of stages. Stages are not empty.
         communication: "none"; "overlap": transfers run while ranks compute, and a link may be the bottleneck
             (PipeDream, Narayanan et al. 2019); or "serial": stages wait for their transfers. Default: "none".
-        bandwidth_bytes_per_s: the bandwidth of the link between stages, required with communication. A tensor that
-            skips stages crosses every cut on its way.
+        bandwidth_bytes_per_s: the bandwidth of the link between stages, required unless communication is "none". A
+            tensor that skips stages crosses every cut on its way.
         latency_s: the latency of the link, in seconds. Default: 0.
-        memory_limit_bytes: the memory of a rank, one number for all ranks or one for each. Default: no limit.
-        in_flight: the number of micro-batches in flight: a list with one number for each stage, or a function (stage,
-            num_stages). Default: 1.
-        weight_copies: how many times the parameters count as memory. Default: 4, for weights, gradients and the two
-            moments of Adam.
-        speeds: the speed of each rank relative to the measured one, in stage order. Default: all 1.
+        memory_limit_bytes: the memory of a rank: one number for all ranks, or one for each rank. Default: no limit.
+        in_flight: the number of micro-batches in flight: a list with one number for each stage, or a function of
+            (stage, num_stages) that returns it. Default: 1.
+        weight_copies: the memory of parameters, gradients and optimizer state, as a multiple of the parameters' bytes.
+            Default: 4, for weights, gradients and the two moments of Adam.
+        speeds: the speed of each rank relative to the rank on which the layers were measured, in stage order.
+            Default: all 1.
         any_order: whether ranks may be used in any order. Default: False.
         starts: {layer: the stage that it begins}; all layers that it needs are then in earlier stages. Default: none.
         together: groups of layers that must share a stage. Default: none.
         exactly: whether to use exactly ``num_stages`` stages. Default: False.
         placement: the rank of each stage, for ranks with several stages (see `pipesched.program.placement`). The
             busiest rank is then the bottleneck; it is minimised by descent, which may leave a gap. Default: one stage
-            a rank.
-        checkpoint: how activations may be treated if memory is short, chosen for each layer: any of "recompute" and
-            "offload". Layers stay in graph order, and their ``forward_transient_bytes`` and
+            per rank.
+        checkpoint: the ways to save activation memory where memory is short, any of "recompute" and "offload". The
+            search chooses for each layer. Layers stay in graph order, and their ``forward_transient_bytes`` and
             ``backward_transient_bytes`` count as memory. Default: (), all activations are held.
         offload_bytes_per_s: the bandwidth to the host and back, required for "offload".
         max_ideals: the largest number of order ideals to search exactly. Default: 300,000.
@@ -99,7 +100,7 @@ def partition(
         The partition: the layers of each stage, with the time and memory of the stages.
 
     Raises:
-        PartitionError: an argument is invalid, or there is no partition. The error has a remedy.
+        PartitionError: an argument is invalid, or there is no partition. The message suggests a remedy.
 
     """
     rule = "together must be a list of groups of layers that share a stage"
@@ -139,7 +140,7 @@ def balance(times: Sequence[float], num_stages: int) -> list[int]:
         num_stages: the number of stages.
 
     Returns:
-        The first layer of each stage.
+        The index of the first layer of each stage.
 
     Raises:
         PartitionError: there are more stages than layers, no stages, or invalid times.

@@ -33,14 +33,14 @@ class Pin:
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """A partitioning problem: the blocks to divide, and the slots for the stages."""
+    """A partitioning problem: the blocks to divide, and the slots (``line_up``) for the resulting stages."""
 
     blocks: Blocks
     line_up: LineUp
     communication: Communication
     link: Link
     pins: Sequence[Pin]
-    #: The activation options of each layer; empty if all activations are held.
+    #: The activation options of each layer; empty if all activations must be held.
     options: Sequence[Sequence[ActivationOption]] = ()
 
     @property
@@ -50,18 +50,25 @@ class Problem:
 
     @cached_property
     def heaviest(self) -> int:
-        """The block with the most work."""
+        """The block with the longest forward and backward."""
         return int(self.blocks.total(self.blocks.layers.ticks).argmax())
 
     @cached_property
     def lower(self) -> int:
-        """A lower bound in ticks: the larger of equal shares of all work and the heaviest block on the fastest rank."""
+        """A lower bound of the bottleneck in ticks: all work divided evenly, or the heaviest block on the fastest rank.
+
+        The larger of the two times counts.
+        """
         work = self.blocks.total(self.blocks.layers.ticks)
         speeds = [rank.speed for rank in self.line_up.ranks]
         return max(-(-int(work.sum()) // sum(speeds)), -(-int(work.max()) // max(speeds)))
 
     def toll(self, cuts: Cuts) -> Toll:
-        """The toll of each cut: one way if the stages beside it wait for it, both ways if it occupies only the link."""
+        """The transfer time at each cut.
+
+        If the stages on both sides wait for transfers, it is the time of one transfer. Otherwise only the link is busy,
+        with activations in one direction and gradients in the other, and both times are added.
+        """
         if self.communication == "none":
             return Toll(np.zeros(1, np.int64), blocking=False)
         per_s = self.blocks.layers.ticks_per_s
@@ -87,7 +94,7 @@ class Problem:
         )
 
     def spans(self, order: Sequence[int]) -> list[tuple[int, int]]:
-        """For each number of stages, the first and the last cut of an order at which the pins let them end."""
+        """Entry k has the first and the last cut of an order at which the pins let stage k - 1 end."""
         place = {block: position for position, block in enumerate(order)}
         spans = [(0, len(order)) for _ in range(max(slot.stage for slot in self.line_up.slots) + 2)]
         for pin in self.pins:
@@ -104,7 +111,13 @@ class Problem:
         return [{int(self.blocks.block_of[layer]) for layer in group} for group in groups]
 
     def lattice(self, ideals: Ideals, ceiling: int) -> Lattice:
-        """The search over all orders. ideals: enumerated with the sets of `counted`. ceiling: a known bottleneck."""
+        """The search over all orders of the blocks.
+
+        Args:
+            ideals: the order ideals, enumerated with the sets of `counted`.
+            ceiling: the bottleneck of a known partition.
+
+        """
         allowed: dict[int, NDArray[np.bool_]] = {}
         counts = ideals.contains
         for pin, itself, needed, blocks in zip(self.pins, counts[::2], counts[1::2], self.counted[1::2], strict=True):

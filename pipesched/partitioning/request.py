@@ -120,12 +120,12 @@ class Request:
 
     @property
     def num_ranks(self) -> int:
-        """The number of ranks: one for each stage, or that of the placement."""
+        """The number of ranks: the number in the placement or, without one, the number of stages."""
         return self.num_stages if self.placement is None else 1 + max(self.placement)
 
     @cached_property
     def link(self) -> Link:
-        """The link between stages. Raises PartitionError for a wrong latency or bandwidth."""
+        """The link between stages. Raises PartitionError for an invalid latency or bandwidth."""
         try:
             return Link(self.latency_s, self.bandwidth_bytes_per_s)
         except ScheduleError as error:
@@ -151,7 +151,7 @@ class Request:
 
     @cached_property
     def layers(self) -> Layers:
-        """The graph's layers. Raises PartitionError for a graph that cannot be read."""
+        """The layers of the graph with their costs. Raises PartitionError if the graph cannot be read."""
         needed = [
             *(["output_bytes"] if self.communication != "none" else []),
             *(["parameter_bytes"] if set(self.limits) != {None} else []),
@@ -169,7 +169,10 @@ class Request:
         return ranks[: len(self.layers)] if spare else ranks
 
     def problem(self) -> Problem:
-        """The partitioning problem of this request. Raises PartitionError for unknown layers and impossible pins."""
+        """The partitioning problem of this request.
+
+        Raises PartitionError for unknown layers, and for ``starts`` and ``together`` that no partition can satisfy.
+        """
         layers = self.layers
         position = {name: at for at, name in enumerate(layers.names)} if self.starts or self.together else {}
         groups = [[_known(layer, position, "together") for layer in group] for group in self.together]
@@ -253,7 +256,7 @@ def _number(value: Any, what: str) -> Any:
 
 
 def _one_each(value: Any, num_ranks: int, name: str) -> list[Any]:
-    """One value for each rank: a single value is repeated. Raises PartitionError for another number of values."""
+    """One value for each rank: a single value is repeated. Raises PartitionError if a list has the wrong length."""
     values = list(value) if isinstance(value, Iterable) and not isinstance(value, str) else [value] * num_ranks
     if len(values) != num_ranks:
         raise PartitionError(

@@ -27,7 +27,7 @@ class StageSummary:
     #: The last layer.
     last: Any
     num_layers: int
-    #: Forward and backward of a micro-batch on this rank, with the transfers that the stage waits for.
+    #: The time of forward and backward of a micro-batch on this rank, with the transfers that the stage waits for.
     time_s: float
     #: The parameters alone, without gradients and optimizer state.
     parameter_bytes: int
@@ -39,7 +39,7 @@ class StageSummary:
     bytes_in: int
     #: The bytes that leave the stage in a forward.
     bytes_out: int
-    #: 0 if the layers have no ``num_parameters``.
+    #: The number of parameters; 0 if the graph does not have it.
     num_parameters: int = 0
     num_recomputed: int = 0
     num_offloaded: int = 0
@@ -75,22 +75,22 @@ class Partition:
 
     @property
     def gap(self) -> float:
-        """The most that the bottleneck may be above the optimum, as a ratio: 0.02 is 2 %."""
+        """An upper bound of the bottleneck's excess over the optimum, as a fraction: 0.02 is 2 %."""
         return self.bottleneck_s / self.lower_bound_s - 1 if self.lower_bound_s else 0.0
 
     @property
     def proved(self) -> bool:
-        """Whether the partition is proved to be optimal: none has a smaller bottleneck."""
+        """Whether it is proved that no partition has a smaller bottleneck."""
         return self.bottleneck_s <= self.lower_bound_s
 
     @property
     def is_summarised(self) -> bool:
-        """Whether the summaries match the stages, or there are none."""
+        """Whether the summaries match the stages. Also True if there are no summaries."""
         seen = [(stage.first, stage.last, stage.num_layers) for stage in self.summaries]
         return seen in ([], [(layers[0], layers[-1], len(layers)) for layers in self.stages if layers])
 
     def to_dict(self) -> dict[str, Any]:
-        """Convert to plain values for JSON, without the layers of the stages."""
+        """Convert to plain values for JSON. ``stages`` is left out."""
         return {name: value for name, value in asdict(self).items() if name != "stages"} | {"ranks": list(self.ranks)}
 
     @classmethod
@@ -122,7 +122,7 @@ class Partition:
     __str__ = explain
 
     def with_class_names(self, classes: Mapping[Any, str]) -> "Partition":
-        """The same partition with class names behind the names of layers, for display: ``3 Block``."""
+        """The same partition with each layer's class name after its name, for display: ``3 Block``."""
         if not classes:
             return self
 
@@ -170,7 +170,7 @@ def span(layers: Sequence[Any]) -> str:
 
 
 def with_class_name(layer: Any, classes: Mapping[Any, str]) -> Any:
-    """The layer's name with its class behind it, if that is known: ``3 Block``."""
+    """The layer's name, followed by its class if ``classes`` has it: ``3 Block``."""
     return f"{layer} {classes[layer]}" if layer in classes else layer
 
 

@@ -1,4 +1,4 @@
-"""Search: exact for a chain and for a graph with few order ideals, otherwise along many orders of the layers."""
+"""Search: exact for a chain and for a graph with few order ideals; for other graphs, the best of several orders."""
 
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from pipesched.partitioning.problem import Problem
 
 __all__ = ["Solution", "fill_up", "solve"]
 
-_MOST_LIMITED = 100_000  # ideals up to which memory limits are searched exactly from the start: a few seconds
+_MOST_LIMITED = 100_000  # up to this many ideals, the first search includes memory limits: it takes a few seconds
 _RESTARTS = 24
 
 
@@ -22,11 +22,11 @@ _RESTARTS = 24
 class Solution:
     """The result of a search."""
 
-    #: None if there is no partition, or none was found.
+    #: The best partition; None if there is none, or none was found.
     found: Found | None
     #: A lower bound of the bottleneck in ticks.
     lower: int
-    #: Whether it is proved that no partition is better; or, if none was found, that there is none.
+    #: Whether it is proved that no partition is better or, if ``found`` is None, that there is no partition.
     exact: bool
     #: The number of order ideals that were searched.
     ideals: int
@@ -66,7 +66,16 @@ def _with_choices(problem: Problem) -> Solution:
 
 
 def _searched(problem: Problem, small: Problem, ideals: Ideals, known: int, tried: int) -> Solution:
-    """Search all orders. known: the bottleneck of a known partition. tried: the probes so far."""
+    """Search all orders of the blocks.
+
+    Args:
+        problem: the original problem.
+        small: the problem with merged blocks, which is searched.
+        ideals: the order ideals of ``small``.
+        known: the bottleneck of a known partition.
+        tried: the number of probes so far.
+
+    """
     found, probes = smallest(problem.lower, known, small.lattice(ideals, known).probe)
     return _exact(found and _of(problem, small, found), len(ideals), probes + tried)
 
@@ -77,13 +86,22 @@ def _exact(found: Found | None, ideals: int, probes: int) -> Solution:
 
 
 def _along(problem: Problem, order: Sequence[int]) -> tuple[Found | None, int]:
-    """Search one order. Return the best partition and the number of probes."""
+    """Search one order of the blocks. Returns the best partition and the number of probes."""
     largest = int(problem.blocks.total(problem.blocks.layers.ticks).max())
     return smallest(problem.lower, problem.lower + largest, problem.chain(order).probe)
 
 
 def _along_many(problem: Problem, lower: int, best: Found | None, ideals: int, probes: int) -> Solution:
-    """Search several orders of the blocks. best: the best partition so far."""
+    """Search several orders of the blocks.
+
+    Args:
+        problem: the problem.
+        lower: a lower bound of the bottleneck.
+        best: the best partition so far.
+        ideals: the number of order ideals searched so far.
+        probes: the number of probes so far.
+
+    """
     for order in linear_orders(problem.blocks, _RESTARTS):
         if best and best.bottleneck == lower:
             break
@@ -101,8 +119,8 @@ def _along_many(problem: Problem, lower: int, best: Found | None, ideals: int, p
 def _with_limits(problem: Problem, small: Problem, ideals: Ideals, in_order: Found | None, tried: int) -> Solution:
     """Search a large lattice with memory limits.
 
-    The search without limits gives a lower bound, and the answer if its partition keeps the limits. Otherwise several
-    orders are searched with limits. If none has a partition, all orders are searched, which may take minutes.
+    The search without limits gives a lower bound. If its partition keeps the limits, it is the answer. Otherwise
+    several orders are searched with limits. If no order has a partition, all orders are searched, possibly for minutes.
     """
     line_up = problem.line_up
     free = replace(small, line_up=line_up.without_limits)
@@ -135,7 +153,7 @@ def _reduced(problem: Problem) -> Problem:
 
 
 def _of(problem: Problem, small: Problem, found: Found) -> Found:
-    """Convert a partition of the reduced problem to the original problem."""
+    """Convert a partition of the reduced problem to a partition of the original problem."""
     order: list[int] = []
     ends = []
     for first, last in pairwise([0, *found.ends]):
@@ -146,16 +164,16 @@ def _of(problem: Problem, small: Problem, found: Found) -> Found:
 
 
 def fill_up(found: Found, problem: Problem) -> Found:
-    """Split the slowest stage of several blocks in two, until there are as many stages as slots."""
+    """Repeatedly split the slowest stage that has several blocks, until there are as many stages as slots."""
     slots = problem.line_up.slots[: len(problem.blocks)]
     work = cuts_of(problem.blocks, found.order).work.tolist()
     return replace(found, ends=filled_up([0, *found.ends], work, len(slots))[1:], slots=list(slots))
 
 
 def filled_up(cuts: list[int], prefix: list[int], num_stages: int) -> list[int]:
-    """Split the most expensive stage, as evenly as possible, until there are ``num_stages`` stages.
+    """Repeatedly split the most expensive stage, as evenly as possible, until there are ``num_stages`` stages.
 
-    ``cuts`` and the result include both ends; ``prefix`` holds the cumulative costs.
+    ``cuts`` and the result include the first and the last cut; ``prefix`` has the total cost before each cut.
     """
     waiting = [(prefix[a] - prefix[b], a, b) for a, b in pairwise(cuts) if b - a > 1]
     heapify(waiting)

@@ -1,7 +1,7 @@
 """Slots: the stages that a partition may have, as transitions between states.
 
-A slot is one stage on one rank. If ranks have a fixed order, state k means that k stages are done. If ranks may be used
-in any order, a state is the number of used ranks of each kind.
+A slot is one stage on one rank. If ranks have a fixed order, state k means that the first k stages have their layers.
+If ranks may be used in any order, a state is the number of used ranks of each kind.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ __all__ = ["LineUp", "Rank", "Slot", "Toll", "fixed_order", "free_order", "place
 class Rank:
     """The speed and the memory of a rank."""
 
-    #: Relative to the rank on which the layers were measured.
+    #: The speed relative to the rank on which the layers were measured.
     speed: Fraction = Fraction(1)
     #: The memory in bytes; None for no limit.
     limit: int | None = None
@@ -29,9 +29,9 @@ class Rank:
 
 @dataclass(frozen=True)
 class Toll:
-    """The cost of crossing each cut."""
+    """The transfer time at each cut."""
 
-    #: The ticks of each cut.
+    #: The transfer time at each cut in ticks; a single 0 if communication is not modelled.
     ticks: Ints
     #: Whether the stages on both sides wait for the transfer. Otherwise only the link is busy.
     blocking: bool
@@ -39,7 +39,7 @@ class Toll:
 
 @dataclass(frozen=True, kw_only=True)
 class Slot:
-    """One stage on one rank, or on a rank of one kind: a transition between two states."""
+    """A transition between two states: one stage on one rank or, if ranks may have any order, on one kind of rank."""
 
     source: int
     target: int
@@ -51,9 +51,9 @@ class Slot:
     in_flight: int
 
     def weighed(self, cuts: Cuts, toll: Toll) -> tuple[Ints, Ints]:
-        """The cost terms of each cut as the end and as the begin of a stage.
+        """Returns two cost terms of each cut: one as the end of a stage, and one as its start.
 
-        Their difference, end - begin, is the stage's time x speed.numerator.
+        The difference, end - start, is the stage's time in ticks times ``speed.numerator``.
         """
         work = cuts.work * self.speed.denominator
         paid = toll.ticks * self.speed.numerator if toll.blocking else np.zeros(1, np.int64)
@@ -64,18 +64,18 @@ class Slot:
         return np.asarray(cuts.state_bytes + self.in_flight * cuts.activation_bytes)
 
     def time(self, difference: int) -> int:
-        """The ticks of a stage. difference: its cost term at the end minus that at the begin."""
+        """The time of a stage in ticks. difference: the cost term of its end minus the cost term of its start."""
         return -(-difference // self.speed.numerator)
 
 
 @dataclass(frozen=True, kw_only=True)
 class LineUp:
-    """The ranks and all slots, sorted by target state."""
+    """The ranks, and all slots that stages may take on them, sorted by target state."""
 
     ranks: tuple[Rank, ...]
     slots: tuple[Slot, ...]
     num_states: int
-    #: The states in which a partition may end, those of fewer stages first.
+    #: The states in which a partition may end. States with fewer stages come first.
     accepted: tuple[int, ...]
     #: The first stage that may be left out.
     skippable: int
@@ -115,7 +115,15 @@ class LineUp:
 
 
 def fixed_order(ranks: Sequence[Rank], in_flight: Sequence[int], *, exactly: bool, pinned: int) -> LineUp:
-    """The slots for stage k on rank k. exactly: no stage is empty. pinned: how many first stages are not empty."""
+    """The slots for stage k on rank k.
+
+    Args:
+        ranks: the ranks in stage order.
+        in_flight: the number of micro-batches in flight on each stage.
+        exactly: whether no stage may be empty.
+        pinned: the number of first stages that must not be empty.
+
+    """
     slots = tuple(
         Slot(source=k, target=k + 1, stage=k, rank=k, speed=rank.speed, limit=rank.limit, in_flight=in_flight[k])
         for k, rank in enumerate(ranks)

@@ -1,1 +1,1 @@
-"""Planning: from a request to a plan, by search over candidates; the plan itself, and its report."""
+"""Planning: searches for the best plan for a request, and defines the plan and its report."""

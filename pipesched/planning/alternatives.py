@@ -14,7 +14,7 @@ __all__ = ["Alternative", "fastest", "taken"]
 class Alternative:
     """A plan that the search considered."""
 
-    #: The name; "one device" and "equal split" for the baselines.
+    #: The name in tables: the schedule with its chunks, or "one device" or "equal split" for a baseline.
     label: str
     schedule: str
     num_ranks: int
@@ -26,8 +26,9 @@ class Alternative:
     step_s: float
     #: The predicted bubble: idle time over ranks x makespan.
     bubble_ratio: float
-    #: Predicted peak memory of the rank that needs the most, and that rank's limit. None: not known.
+    #: Predicted peak memory of the rank that needs the most. None: not known.
     peak_bytes: int | None = None
+    #: Memory limit of the rank that needs the most. None: not known.
     limit_bytes: int | None = None
     #: Measured seconds of a step, the median of several. None: the plan did not run.
     measured_s: float | None = None
@@ -48,12 +49,12 @@ class Alternative:
         return self.peak_bytes is None or self.limit_bytes is None or self.peak_bytes <= self.limit_bytes
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields as plain values for JSON, without those that are unknown."""
+        """Convert to plain values for JSON. Unknown fields are left out."""
         return {name: value for name, value in asdict(self).items() if value not in (None, "")}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "Alternative":
-        """The inverse of ``to_dict``. Raises ScheduleError for values of another form."""
+        """The inverse of ``to_dict``. Raises ScheduleError for invalid values."""
         return read_fields(
             cls, {"checkpoint": "", **values} if isinstance(values, Mapping) else values, "an alternative must have"
         )

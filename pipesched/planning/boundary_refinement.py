@@ -12,10 +12,10 @@ from pipesched.planning.pins import Pins
 
 __all__ = ["refined"]
 
-#: The index of each stage's first layer, then the number of layers.
+#: The index of each stage's first layer. The last entry is the number of layers.
 _Boundaries = tuple[int, ...]
 
-_GAIN = 1e-6  # of a step: smaller gains are rounding errors
+_GAIN = 1e-6  # gains below this fraction of a step are rounding errors
 
 
 def refined(
@@ -26,7 +26,7 @@ def refined(
     *,
     goes_on: Callable[[], bool],
 ) -> StageLayers:
-    """Move boundaries until no move shortens the step.
+    """Move boundaries until no move shortens the step, and return the resulting stages.
 
     Moves from the slowest stages to the fastest are tried first; the first move that shortens the step is made.
 
@@ -34,8 +34,8 @@ def refined(
         stages: the stages to start from.
         pins: constraints that every partition must meet.
         seconds: the time of each layer.
-        step_s: computes the step time of a partition.
-        goes_on: returns False once the search has to stop.
+        step_s: computes the step time of a partition in seconds.
+        goes_on: returns False when the search must stop.
 
     """
     boundaries: _Boundaries = (*(pins.places[names[0]] for names in stages), len(pins.layers))
@@ -61,8 +61,9 @@ def refined(
 
 
 def _moves(boundaries: _Boundaries, seconds: Sequence[float]) -> Iterator[_Boundaries]:
-    """The boundaries after each possible move. Pairs of stages with the largest difference in time come first, and of
-    equal pairs the closest.
+    """Yield the boundaries after each possible move.
+
+    Moves between stages with the largest difference in time come first; in ties, moves between the closest stages.
     """
     loads = [sum(seconds[begin:end]) for begin, end in pairwise(boundaries)]
     moves = sorted(

@@ -15,12 +15,13 @@ from pipesched.program.program import Program
 
 __all__ = ["LADDER", "Candidate", "candidates", "microbatch_counts", "smaller_counts", "synchronous"]
 
-LADDER: tuple[CheckpointMode, ...] = ("never", "except_last", "always")  # each needs less memory and more time
+# Each setting needs less memory and more time than the one before it.
+LADDER: tuple[CheckpointMode, ...] = ("never", "except_last", "always")
 _SIMPLEST = "1f1b"
 _CHUNKS = (1, 2, 3, 4)  # per rank: with more, messages cost more than the smaller bubble saves
 _FEW_RANKS = 8  # up to this many ranks, every smaller number of ranks is tried too
 _MOST_ROUNDS = 16  # micro-batches per rank: with 16 the bubble is already a sixteenth of the work
-_MOST_COUNTS = 12
+_MOST_COUNTS = 12  # numbers of micro-batches to try
 
 
 @cache
@@ -56,7 +57,7 @@ class Candidate:
 
     @property
     def order(self) -> tuple[int, bool, bool, str, int, int]:
-        """Sort key that puts simpler candidates first: few chunks, whole backwards, orders given by a formula."""
+        """Sort key, simpler candidates first: few chunks, whole backwards, schedules that need no search."""
         return (
             self.schedule.chunks_per_rank,
             self.splits,
@@ -78,13 +79,13 @@ class Candidate:
 
     @property
     def outline(self) -> Program:
-        """A program that is quick to make, with the same stages and placement."""
+        """A program with the same stages and placement, but in an order that is quick to create."""
         quick = schedules.get("looped-bfs").with_options(chunks_per_rank=self.schedule.chunks_per_rank)
         return replace(quick, placement=self.schedule.placement).program(self.num_ranks, self.num_microbatches)
 
     @cached_property
     def program(self) -> Program:
-        """The program as the schedule defines it."""
+        """The program that the schedule creates, without recomputes."""
         return self.schedule.program(self.num_ranks, self.num_microbatches)
 
     @cached_property
@@ -94,7 +95,7 @@ class Candidate:
 
     @property
     def is_written(self) -> bool:
-        """Whether ``program`` has been made."""
+        """Whether ``program`` has already been created."""
         return "program" in self.__dict__
 
     def recomputing(self, mode: Checkpoint) -> "Candidate":
@@ -112,7 +113,7 @@ def candidates(
     counts: Iterable[int],
     most_stages: int,
 ) -> Iterator[Candidate]:
-    """All candidates for these ranks and micro-batch counts.
+    """Yield all candidates for these numbers of ranks and micro-batches.
 
     Args:
         wished: the schedule to use; None: every synchronous schedule.
@@ -138,7 +139,7 @@ def candidates(
 
 
 def _variants(schedule: Schedule, *, chosen: bool) -> Iterator[tuple[Schedule, bool]]:
-    """Yields the schedule with each number of chunks that it accepts, and whether that splits backwards."""
+    """Yield the schedule with each number of chunks to try, and whether this variant splits backwards."""
     if "chunks_per_rank" not in schedule.options:
         variants = [schedule]
     else:
@@ -163,10 +164,11 @@ def smaller_counts(num_ranks: int) -> list[int]:
 def microbatch_counts(batch_size: int, num_ranks: int, sizes: Iterable[int]) -> list[int]:
     """The numbers of micro-batches to try for a batch.
 
-    Each divides the batch or is a multiple of the ranks, and gives micro-batches within the measured sizes.
+    Each number divides the batch evenly or is a multiple of the number of ranks. The resulting micro-batches are within
+    the range of the measured sizes.
 
     Args:
-        batch_size: rows of a batch.
+        batch_size: the number of rows of a batch.
         num_ranks: the number of ranks.
         sizes: the measured micro-batch sizes, in rows.
 

@@ -1,7 +1,7 @@
 """Confirmation: runs the best plans for a few steps, corrects the costs by the measurements, and chooses the fastest.
 
-After the correction the search is repeated. The caller supplies the function that runs plans: on devices, or in tests
-as a simulation with other costs.
+After the correction the search is repeated. The caller supplies the function that runs plans. It runs them on devices;
+in tests it simulates them with other costs.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,14 +31,14 @@ __all__ = ["Run", "confirmed_plan", "corrected"]
 
 Progress = Callable[[float], None]
 
-#: Runs some steps of each plan, alternating between plans. Returns each plan's measured steps, [] if it could not run;
-#: at least one plan has some.
+#: A function that runs some steps of each plan, alternating between plans. It returns the measured steps of each plan,
+#: [] for a plan that could not run. At least one plan must run.
 Run = Callable[[Sequence[Plan], Progress], Sequence[Sequence[Trace]]]
 
-_LEAST = 0.01  # of a step: smaller differences do not count
+_LEAST = 0.01  # differences below this fraction of a step do not count
 _TIMES_NOISE = 2
 _ERROR_OF_MEDIAN = 1.86  # the standard error of a median is this times the median deviation / sqrt(count)
-_SWEEPS = 3  # over all plans that ran: correcting by one plan changes the correction by the next
+_SWEEPS = 3  # passes over all plans that ran, because the correction by one plan changes the correction by the next
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class _Tried:
         return self.found.step_s if off <= _needed(self.noise) else self.step_s
 
     def is_slower(self, other: "_Tried") -> bool:
-        """Whether this plan is slower than the other by more than noise."""
+        """Whether this plan's measured steps are slower than the other plan's by more than noise."""
         return self.step_s > other.step_s * (1 + _needed(hypot(self.noise, other.noise)))
 
     def alternative(self, chosen: "_Tried") -> Alternative:
@@ -83,7 +83,7 @@ class _Tried:
 
 
 def _needed(noise: float) -> float:
-    """The smallest relative difference that counts."""
+    """The relative difference between step times above which the difference is more than noise."""
     return max(_LEAST, _TIMES_NOISE * noise)
 
 
@@ -96,9 +96,10 @@ def confirmed_plan(search: SearchRequest, run: Run, count: int, progress: Progre
     Args:
         search: the request.
         run: runs plans and measures their steps.
-        count: the number of plans to run, each of a different sort (number of ranks, micro-batches, chunks, backward
-            splitting or checkpointing). One more plan runs if the corrected costs lead to a better one.
-        progress: called with the completed share of the work.
+        count: the number of plans to run, each of a different sort: plans of one sort have equal numbers of ranks,
+            micro-batches and chunks, and the same backward splitting and checkpointing. One more plan runs if the
+            corrected costs lead to a better one.
+        progress: called with the completed fraction of the work.
 
     """
     progress = _forward(progress)
@@ -109,7 +110,7 @@ def confirmed_plan(search: SearchRequest, run: Run, count: int, progress: Progre
     fastest = _fastest(tried)
     if new.step_s < fastest.found.step_s * (1 - WORTH) and not any(_alike(new, one.found) for one in tried):
         others = [one for one in tried if one is not fastest]
-        rivals = _run([fastest.found, new], tuner, run, _part(progress, 0.7, 0.9))  # alternating
+        rivals = _run([fastest.found, new], tuner, run, _part(progress, 0.7, 0.9))  # in alternation
         rivals = [replace(one, first_s=fastest.first_s) if one.found is fastest.found else one for one in rivals]
         tried = [*rivals, *others]
         tuner, _, tried = _search_again(_corrected(search, tried), tried, _part(progress, 0.9, 1.0))
@@ -161,8 +162,8 @@ def _part(progress: Progress, begin: float, end: float) -> Progress:
 def _best_of_sorts(chosen: EvaluatedCandidate, best: Sequence[EvaluatedCandidate]) -> list[EvaluatedCandidate]:
     """The chosen candidate and the best one of each other sort.
 
-    Plans of one sort do the same work in another order, which the simulation predicts well. Prediction errors differ
-    between sorts.
+    Plans of one sort do the same work in different orders. The simulation predicts the effect of the order well, but
+    its errors differ between sorts.
     """
     sorts: dict[Any, EvaluatedCandidate] = {}
     for found in (chosen, *best):
@@ -186,7 +187,7 @@ def _alike(one: EvaluatedCandidate, other: EvaluatedCandidate) -> bool:
 
 
 def _fastest(tried: Sequence[_Tried]) -> _Tried:
-    """The fastest plan. Of plans that are equally fast within noise, the one that a search would choose."""
+    """The fastest plan that ran. Of plans that are equally fast within noise, the one that a search would choose."""
     least = min(tried, key=lambda one: one.step_s)
     near = [one for one in tried if not one.is_slower(least)]
     chosen = simplest((one.found, one.expected_s) for one in near)
@@ -194,7 +195,7 @@ def _fastest(tried: Sequence[_Tried]) -> _Tried:
 
 
 def _weighed(plan: Plan, tried: Sequence[_Tried], fastest: _Tried) -> Iterator[Alternative]:
-    """The alternatives of the final plan: the plan itself, the others that ran, and the rest of the search."""
+    """Yield the alternatives of the final plan: the plan itself, other plans that ran, and the rest of the search."""
     ran = {}
     for one in sorted(tried, key=lambda one: (one is not fastest, one.step_s)):
         own = one.alternative(fastest)
@@ -215,7 +216,7 @@ def _shape(other: Alternative) -> tuple[Any, ...]:
 
 
 def _not_run(other: Alternative, chosen_s: float, least_s: float) -> Alternative:
-    """The alternative. Its note says so if it was predicted to be faster than the chosen plan but did not run.
+    """Add a note to an alternative that did not run although it was predicted to be faster than the chosen plan.
 
     Args:
         other: the alternative.
@@ -234,17 +235,17 @@ def _not_run(other: Alternative, chosen_s: float, least_s: float) -> Alternative
 def corrected(
     profile: Profile, ran: Sequence[tuple[EvaluatedCandidate, Sequence[Trace]]], batch_size: int, sweeps: int = _SWEEPS
 ) -> Profile:
-    """The profile with layer times corrected so that they reproduce the measured stage times, for all micro-batch
-    sizes.
+    """Correct a profile's layer times, for all micro-batch sizes, so that they reproduce the measured stage times.
 
-    A stage time does not show which of its layers changed (see `pipesched.planning.cost_correction`); plans with other
-    boundaries do. So the plans are applied one after the other, the best one last.
+    The time of a stage does not show which of its layers are slower than profiled (see
+    `pipesched.planning.cost_correction`). Plans with different boundaries do show it, so the times are corrected by one
+    plan after another, by the best plan last.
 
     Args:
         profile: the measured layers.
         ran: the plans that ran with their measured steps, the best first.
-        batch_size: rows of a batch.
-        sweeps: how many times to go through the plans.
+        batch_size: the number of rows of a batch.
+        sweeps: the number of passes over the plans.
 
     """
     factors = {name: dict.fromkeys(TIMES, 1.0) for name in profile.layers}
@@ -260,7 +261,7 @@ def corrected(
 def _stage_times(
     found: EvaluatedCandidate, steps: Sequence[Trace], layers: Mapping[str, LayerCosts]
 ) -> list[StageTimes]:
-    """The time of a micro-batch on each stage: the sum over its layers' times, multiplied by measured / predicted."""
+    """The corrected times of a micro-batch on each stage: the sum of its layers' times x measured / predicted."""
     stages: dict[int, list[StageComparison]] = {}
     for step in steps:
         for own in compared(found.trace, step).stages:
@@ -274,15 +275,15 @@ def _stage_times(
 
 
 def _slower(steps: Sequence[StageComparison]) -> dict[str, float]:
-    """For each kind of layer time, measured / predicted of a stage: the median over steps."""
+    """For each of a layer's times, the ratio of measured to predicted time on one stage, as the median over steps."""
     return {time: _ratio([own.seconds for own in steps], *kinds) for time, kinds in _KINDS.items()}
 
 
 def _ratio(steps: Sequence[Mapping[Kind, Pair]], kinds: Sequence[Kind], others: Sequence[Kind]) -> float:
-    """Measured / predicted time of the actions of some kinds, the median over steps.
+    """The ratio of measured to predicted time of some kinds of actions, as the median over steps.
 
-    For a step without actions of ``kinds``, those of ``others`` count. The ratio is 1 if there are none of these, or if
-    the predicted time is 0.
+    A step without actions of ``kinds`` counts with its actions of ``others``. Its ratio is 1 if it has none of them
+    either, or if the predicted time is 0.
     """
     ratios = []
     for seconds in steps:
@@ -294,7 +295,7 @@ def _ratio(steps: Sequence[Mapping[Kind, Pair]], kinds: Sequence[Kind], others: 
     return median(ratios) if ratios else 1.0
 
 
-#: Kind of layer time -> (action kinds that measure it, action kinds to use in steps without these).
+#: For each of a layer's times, the kinds of actions that measure it, and the kinds to use in steps without these.
 _KINDS: dict[str, tuple[Sequence[Kind], Sequence[Kind]]] = {
     "forward_s": ((Kind.F,), ()),
     "backward_s": ((Kind.B,), (Kind.I, Kind.W)),
@@ -313,7 +314,7 @@ def _ratios(new: LayerCosts, first: LayerCosts) -> dict[str, float]:
 
 
 def _scaled(graph: "nx.DiGraph[str]", factors: Mapping[str, Mapping[str, float]]) -> "nx.DiGraph[str]":
-    """The graph with scaled layer times. Waiting and crowding times scale as the sum of forward and backward."""
+    """Scale the layer times of a graph. Waiting and crowding times scale like the sum of forward and backward."""
     scaled = graph.copy()
     for name, node in scaled.nodes(data=True):
         first = costs_of(graph, name)

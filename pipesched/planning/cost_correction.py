@@ -1,9 +1,9 @@
 """Cost correction: updates layer costs from measured stage times, and detects slow devices.
 
-A stage time alone does not show how much of it is due to each layer or to the device. So all layers of a stage are
-scaled together, with one exception: if equal layers run faster in another stage, that stage's ratio applies to them.
-The remaining excess is assigned to the layers that exist only in the slow stage. If there are none, and equal layers
-run faster on other devices, the excess is assigned to the device.
+The time of a stage does not show how much of it is due to each layer or to the device. All layers of a stage are
+therefore scaled by one ratio, measured / known time. If equal layers run faster in another stage, they get the smaller
+ratio of that stage. The rest of the slow stage's excess is assigned to the layers that exist only in this stage. If
+there are no such layers, and equal layers run faster on other devices, the excess is assigned to the device.
 """
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -18,7 +18,7 @@ __all__ = ["Known", "StageTimes", "slowed"]
 
 @dataclass(frozen=True)
 class StageTimes:
-    """The layers of a stage, and the measured seconds of a micro-batch on it."""
+    """The layers of a stage, and the measured times of a micro-batch on this stage in seconds."""
 
     layers: Sequence[str]
     device: Hashable
@@ -35,13 +35,13 @@ class StageTimes:
 
 @dataclass(frozen=True)
 class Known:
-    """The current layer costs, and the slowness of devices."""
+    """The current layer costs, and the slow devices."""
 
     #: Costs of each layer on a device that is not slow.
     layers: Mapping[str, LayerCosts]
-    #: The kind of each layer. Layers of one kind are equal.
+    #: The kind of each layer, such as its first measured costs. Layers of the same kind are regarded as equal.
     kinds: Mapping[str, Hashable]
-    #: Slow devices, and by which factor they are slower.
+    #: The slow devices, each with the factor by which it is slower than the others.
     slow: Mapping[Hashable, float] = field(default_factory=dict)
 
     def slowness(self, device: Hashable) -> float:
@@ -49,11 +49,11 @@ class Known:
         return self.slow.get(device, 1.0)
 
     def corrected(self, stages: Sequence[StageTimes], tolerance: float) -> "Known":
-        """The costs that reproduce measured stage times.
+        """Correct the costs so that they reproduce measured stage times.
 
         Args:
             stages: the measured times of all stages; together they contain every layer.
-            tolerance: the largest relative excess over equal layers in other stages that still counts as noise.
+            tolerance: the largest relative excess over equal layers in other stages that is regarded as noise.
 
         """
         factors = self._least_ratios(stages)
@@ -68,7 +68,7 @@ class Known:
         return known._with({name: _mean(costs) for name, costs in found.items()}, {stage.device for stage in stages})
 
     def _least_ratios(self, stages: Sequence[StageTimes]) -> dict[str, float]:
-        """Measured / known time for each layer: the smallest ratio among stages with a layer of its kind."""
+        """For each layer, the smallest ratio of measured to known time among the stages with a layer of its kind."""
         least: dict[Hashable, float] = {}
         for stage in stages:
             ratio = self._ratio(stage)
@@ -79,7 +79,11 @@ class Known:
     def _slow_devices(
         self, stages: Sequence[StageTimes], factors: Mapping[str, float], tolerance: float
     ) -> dict[Hashable, float]:
-        """The slow devices: all their layers also run elsewhere, and faster there."""
+        """Find the devices on which layers run slower than equal layers on other devices.
+
+        Only stages are considered in which every layer has an equal layer on another device. Returns the factor by
+        which each slow device is slower.
+        """
         devices = self._by_kind(stages, lambda stage: stage.device)
         slow = dict(self.slow)
         for device in dict.fromkeys(stage.device for stage in stages):
@@ -95,7 +99,7 @@ class Known:
     def _by_kind(
         self, stages: Sequence[StageTimes], value: Callable[[StageTimes], Hashable]
     ) -> dict[Hashable, set[Hashable]]:
-        """For each kind of layer, the different values of a property of the stages that contain such layers."""
+        """For each kind of layer, the distinct results of ``value`` for the stages that contain such layers."""
         found: dict[Hashable, set[Hashable]] = {}
         for stage in stages:
             for name in stage.layers:
@@ -103,7 +107,7 @@ class Known:
         return found
 
     def _ratio(self, stage: StageTimes, factors: Mapping[str, float] | None = None) -> float:
-        """Measured / known time of a stage. ``factors``: by how much some layers are known to have changed."""
+        """The ratio of measured to known time of a stage. ``factors`` multiply the known times of some layers."""
         known = sum(
             (self.layers[name].forward_s + self.layers[name].backward_s) * (factors or {}).get(name, 1.0)
             for name in stage.layers
@@ -115,8 +119,8 @@ class Known:
 
         Args:
             stage: the stage and its measured times.
-            factors: by how much each layer changed elsewhere.
-            own: the layers that take the rest of the change; if empty, all layers are scaled together.
+            factors: the factor by which each layer's time changed in other stages.
+            own: the layers to which the rest of the change is assigned; if empty, all layers are scaled together.
 
         """
         scaled = {name: self.layers[name] for name in stage.layers}
@@ -151,7 +155,7 @@ def _mean(costs: Sequence[LayerCosts]) -> LayerCosts:
 
 
 def slowed(costs: Costs, slowness: Sequence[float]) -> Costs:
-    """Stage costs on devices that are slower by the given factors, one for each stage."""
+    """The costs of stages on devices that are slower by the given factors. ``slowness`` has one factor per stage."""
     times: dict[str, Any] = {
         time: tuple(own * slow for own, slow in zip(getattr(costs, time), slowness, strict=True))
         for time in (*TIMES, "recompute_s", "update_s", "waiting_s")

@@ -17,8 +17,8 @@ class Effort:
     """The effort that one search may still spend.
 
     Args:
-        actions: how many actions the search may simulate.
-        progress: called with the spent share of the effort.
+        actions: the number of actions that the search may simulate.
+        progress: called with the spent fraction of the effort.
 
     """
 

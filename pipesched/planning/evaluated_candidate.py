@@ -19,7 +19,7 @@ from pipesched.units import quote_bytes, quote_speed
 
 __all__ = ["WORTH", "EvaluatedCandidate", "label_of", "simplest"]
 
-WORTH = 0.005  # a saving below this share of a step does not justify a more complicated plan
+WORTH = 0.005  # a saving below this fraction of a step does not justify a more complicated plan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +32,7 @@ class EvaluatedCandidate:
     costs: Costs
     #: The memory limit of each rank; None without limits.
     limit_bytes: tuple[int, ...] | None = None
-    #: How many receives per channel are posted, with their buffers, before they are needed.
+    #: The number of receives per channel that are posted in advance, each with a buffer.
     posted: int = 0
 
     @cached_property
@@ -58,7 +58,7 @@ class EvaluatedCandidate:
 
     @property
     def excess_bytes(self) -> tuple[int, ...]:
-        """By how much each rank exceeds its limit, in bytes; () without limits."""
+        """The bytes by which each rank exceeds its limit; () without limits."""
         if self.limit_bytes is None:
             return ()
         return tuple(max(0, peak - limit) for peak, limit in zip(self.peak_bytes, self.limit_bytes, strict=False))
@@ -70,7 +70,7 @@ class EvaluatedCandidate:
         return (chunks, _weight(self.candidate.checkpoint), max(self.peak_bytes), *others)
 
     def alternative(self, label: str = "", note: str = "") -> Alternative:
-        """The candidate as plain numbers."""
+        """Convert the candidate to plain numbers."""
         largest = max(range(len(self.peak_bytes)), key=self.peak_bytes.__getitem__)
         return Alternative(
             label=label or label_of(self.candidate),
@@ -87,7 +87,7 @@ class EvaluatedCandidate:
         )
 
     def against(self, chosen: "EvaluatedCandidate", label: str) -> Alternative:
-        """The candidate as plain numbers, with the reason why ``chosen`` was chosen instead."""
+        """Convert the candidate to plain numbers, with the reason why ``chosen`` was chosen instead."""
         share = self.step_s / chosen.step_s - 1
         speed = quote_speed(chosen.step_s / self.step_s)
         if more := max(self.excess_bytes, default=0):
@@ -100,7 +100,7 @@ class EvaluatedCandidate:
 
 
 def simplest(found: Iterable[tuple[EvaluatedCandidate, float]]) -> EvaluatedCandidate:
-    """The simplest of the candidates that are as fast as the fastest, within ``WORTH``.
+    """The simplest of the candidates whose step takes at most a fraction ``WORTH`` longer than the fastest.
 
     Args:
         found: candidates, each with its step time in seconds.
@@ -119,7 +119,7 @@ def label_of(candidate: Candidate) -> str:
 
 
 def _weight(checkpoint: Checkpoint) -> int:
-    """A number to sort by: higher the more is recomputed, and highest for offloading."""
+    """Sort key of a checkpoint setting: settings that recompute more are higher, and offloading is the highest."""
     if isinstance(checkpoint, str):
         return LADDER.index(checkpoint)
     return len(LADDER) if "offload" in checkpoint.values() else 1

@@ -21,8 +21,8 @@ from pipesched.units import counted, quote_bytes
 __all__ = ["FittingPlans", "infeasible", "leanest", "no_partition"]
 
 _FINE = 1.01  # relative precision of the smallest limit
-_MOST_TIMES = 16  # try up to this many times the requested ranks
-_A_PASS = 3  # times `LeanCandidates.effort_in_need`: the effort allowed for trying further candidates
+_MOST_TIMES = 16  # more ranks are tried up to this multiple of the requested number
+_A_PASS = 3  # the effort for trying further candidates, as a multiple of `LeanCandidates.effort_in_need`
 _LOOKED_AT = 3  # schedules to try when checking whether any plan fits
 
 
@@ -90,10 +90,10 @@ def _on_the_host(search: SearchRequest, fitting: "FittingPlans") -> str:
 
 
 def leanest(search: SearchRequest, fitting: "FittingPlans") -> EvaluatedCandidate:
-    """The plan that needs the least memory per rank, whatever the limit.
+    """Find the plan that needs the least memory per rank, regardless of the request's limit.
 
-    It starts from the schedules that need the least, then tries every other candidate with a smaller limit until none
-    fits or the effort is spent.
+    The search starts from the schedules that need the least. It then tries every other candidate with a smaller limit,
+    until no candidate fits or the effort is spent.
     """
 
     def within(limit: int, only: Candidate | None = None) -> EvaluatedCandidate | None:
@@ -122,11 +122,11 @@ def leanest(search: SearchRequest, fitting: "FittingPlans") -> EvaluatedCandidat
 def _leaner(
     found: EvaluatedCandidate, low: int, within: Callable[[int], EvaluatedCandidate | None]
 ) -> EvaluatedCandidate:
-    """The plan with the smallest peak memory, by bisection of the limit.
+    """Find the plan with the smallest peak memory, by bisection of the limit.
 
     Args:
         found: a plan to start from.
-        low: bytes within which no plan fits.
+        low: a limit in bytes within which no plan fits.
         within: returns a plan within a limit, or None.
 
     """
@@ -140,7 +140,10 @@ def _leaner(
 
 
 def _ranks(search: SearchRequest, fitting: "FittingPlans") -> int | None:
-    """The smallest number of ranks for which a plan was found, if each has the smallest of the limits; None if none."""
+    """The smallest number of ranks for which a plan was found, if every rank has the smallest of the given limits.
+
+    Returns None if no plan was found.
+    """
     limit = min(search.memory_limit_bytes or (1,))
     most = min(len(search.pins.layers), search.num_ranks * _MOST_TIMES)
 
@@ -174,8 +177,8 @@ class FittingPlans:
     """Finds plans within the memory limits of a search.
 
     Args:
-        thrifty: a cache of the schedules as `LeanCandidates.thrifty` sorts them, by checkpoint setting.
-        effort: counts the work.
+        thrifty: a cache of `LeanCandidates.thrifty` for each checkpoint setting.
+        effort: the remaining effort, from which all work is subtracted.
 
     """
 
@@ -193,13 +196,13 @@ class FittingPlans:
         return lean.any_that_fits(self._thrifty[checkpoint][:_LOOKED_AT])
 
     def of(self, search: SearchRequest, candidate: Candidate) -> EvaluatedCandidate | None:
-        """A plan of this candidate within the limits."""
+        """A plan of this candidate within the limits; None if none was found."""
         return self.lean(search).that_fits(candidate)
 
     def others(self, search: SearchRequest) -> list[Candidate]:
         """All candidates, those that may need the least memory first.
 
-        Also sets the effort that ``has_time`` allows from now on.
+        Also starts the effort budget that ``has_time`` checks.
         """
         lean = self.lean(search)
         self._until = self._effort.left - _A_PASS * lean.effort_in_need
@@ -211,5 +214,5 @@ class FittingPlans:
         return self._effort.left >= self._until
 
     def lean(self, search: SearchRequest) -> LeanCandidates:
-        """The lean candidates of a search."""
+        """The candidates of a search, ordered by the memory that they need."""
         return LeanCandidates(search, RecomputationChooser(search, self._effort), self._effort)

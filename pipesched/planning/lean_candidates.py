@@ -1,4 +1,4 @@
-"""Lean candidates: those that may need the least memory, for searches in which no other candidate fits."""
+"""Lean candidates: the candidates that may need the least memory, for searches in which no other candidate fits."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
@@ -22,7 +22,7 @@ class LeanCandidates:
     Args:
         search: the request.
         chooser: assigns layers to stages, and chooses the layers to recompute or offload.
-        effort: counts the work.
+        effort: the remaining effort, from which all work is subtracted.
 
     """
 
@@ -52,7 +52,7 @@ class LeanCandidates:
         return [evaluated.candidate.schedule for evaluated in found[:1] + thrifty]
 
     def by_thrift(self, every: Iterable[Candidate], thrifty: Sequence[Schedule]) -> list[Candidate]:
-        """Candidates sorted: most ranks, smallest micro-batches, then schedules in the order of ``thrifty``."""
+        """Sort candidates: most ranks first, then smallest micro-batches, then schedules in ``thrifty``'s order."""
         places = thrifty[1:]
 
         def place(each: Candidate) -> int:
@@ -99,7 +99,7 @@ class LeanCandidates:
         return limits is None or self.least_bytes(candidate.num_microbatches) <= sum(limits[: candidate.num_ranks])
 
     def least_bytes(self, num_microbatches: int) -> int:
-        """A lower bound of the memory of all ranks together.
+        """A lower bound of the memory of all ranks together, in bytes.
 
         It counts weights, buffers and optimizer states of all layers, and with two or more micro-batches all
         gradients.

@@ -1,4 +1,4 @@
-"""Pins: a user's constraints on the partition: which layers begin stages, and which layers share a stage."""
+"""Pins: a user's constraints on which layers begin stages, and on which layers share a stage."""
 
 from bisect import bisect
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -52,7 +52,7 @@ class Pins:
 
     @cached_property
     def places(self) -> dict[str, int]:
-        """The position of each layer."""
+        """The position of each layer in execution order."""
         return {layer: place for place, layer in enumerate(self.layers)}
 
     @property
@@ -114,7 +114,7 @@ class Pins:
         return tuple(tuple(self.layers[begin:end]) for begin, end in pairwise([*starts, len(self.layers)]))
 
     def allows(self, starts: Sequence[int]) -> bool:
-        """Whether stages that begin at these positions meet constraints that leave some boundaries free."""
+        """Whether stages that begin at these positions meet the constraints, if not all boundaries are given."""
         return all(starts[stage] == place for place, stage in self._begins) and all(
             bisect(starts, first) == bisect(starts, last) for first, last in self._groups
         )
@@ -125,7 +125,7 @@ class Pins:
 
     @cached_property
     def _groups(self) -> list[tuple[int, int]]:
-        """The first and the last position of each group."""
+        """The position of the first and of the last layer of each group in ``together``."""
         places = [[self.places[layer] for layer in group] for group in self.together if group]
         return [(min(group), max(group)) for group in places]
 

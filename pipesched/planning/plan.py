@@ -1,4 +1,4 @@
-"""Plan: all decisions in one value: partition, schedule, ranks, micro-batches and checkpointing."""
+"""Plan: one value with all decisions on partition, schedule, ranks, micro-batches and checkpointing."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -31,10 +31,10 @@ __all__ = ["Plan", "Tie"]
 
 @dataclass(frozen=True)
 class Tie:
-    """Parameters that several calls use."""
+    """Tied parameters, which several calls of layers use."""
 
     parameters: tuple[str, ...]
-    #: The stage of each use, in execution order.
+    #: The stage of each call that uses the parameters, in execution order.
     stages: tuple[int, ...]
     #: Bytes sent per step: the weights to the ranks of later uses, and a gradient back from each of these uses.
     bytes_per_step: int
@@ -62,14 +62,14 @@ class Plan:
         pipe = pipesched.Pipeline(model, sample, plan=pipesched.Plan.load("plan.json"), devices=devices)
 
     Attributes:
-        stages: the names of each stage's layers. If several chains of stages share weights, the stages of one chain.
+        stages: the names of each stage's layers. In bidirectional schedules, the stages of one direction.
         schedule: the name of the schedule that made the program.
-        program: the program that runs.
-        checkpoint: the layers to recompute or offload. Default: "never".
-        costs: the costs of each stage, for all chains. None: not measured.
+        program: the program, without the recomputes and host copies that ``checkpoint`` adds.
+        checkpoint: which activations to recompute or offload: one setting, or a mapping by layer. Default: "never".
+        costs: the costs of each stage of the program. None: not measured.
         options: the schedule's options: numbers, flags and strings.
         partition: the times and sizes of the stages, and the reason for the boundaries. None: not measured.
-        ties: the parameters that several calls use.
+        ties: the parameters that several calls of layers use.
         alternatives: the plans that the search compared, this one first. Empty without a search.
 
     """
@@ -97,14 +97,12 @@ class Plan:
 
     @property
     def chained(self) -> Program:
-        """The program with the stage graph of its author: a plain chain of stages, without the model's skip
-        connections.
-        """
+        """The program with its stages connected as a plain chain, without the model's skip connections."""
         count = self.program.num_stages
         return replace(self.program, graph=chain(count, count // self.program.num_weights))
 
     def maker(self) -> Schedule | None:
-        """The schedule that the plan names, if it makes the plan's program; otherwise None."""
+        """The schedule that the plan names, with its options; None if it does not create the plan's program."""
         program = self.program
         if self.schedule not in schedules.names():
             return None
@@ -129,8 +127,8 @@ class Plan:
         return rank_memory(self.treated, self.costs) if self.costs else ()
 
     def explain(self) -> str:
-        """A text with the stages and their costs, the bottleneck, whether the split is optimal, ties, and the predicted
-        step.
+        """Describe the stages and their costs, the bottleneck, whether the split is optimal, ties, and the predicted
+        step, as text.
         """
         predicted = self.predicted()
         lines = [f"{self.schedule} on {self._shape}, checkpoint {checkpoint_in_words(self.checkpoint)!r}"]
@@ -166,7 +164,7 @@ class Plan:
         return f"Plan({self.schedule}: {cut}, checkpoint {checkpoint_in_words(self.checkpoint)!r}{step})"
 
     def to_dict(self) -> dict[str, Any]:
-        """The plan as plain values for JSON. ``predicted`` is for human readers; loading computes it from the costs."""
+        """Convert to plain values for JSON. ``predicted`` is only for human readers; loading ignores it."""
         predicted = self.predicted()
         summary = {"makespan_s": predicted.makespan_s, "bubble_ratio": predicted.bubble_ratio} if predicted else None
         return {
@@ -185,7 +183,7 @@ class Plan:
         }
 
     def _program(self) -> dict[str, Any] | list[str]:
-        """The lines of the program, or only its digest if one of pipesched's schedules makes the program quickly."""
+        """The program as text lines, or only its digest if one of pipesched's schedules quickly creates it again."""
         program = self.program
         known = self.schedule in schedules.names() and schedules.get(self.schedule)
         quick = known and not known.searches and known.module.startswith(f"{schedules.__name__}.")
@@ -198,12 +196,11 @@ class Plan:
     def from_dict(cls, values: Mapping[str, Any]) -> "Plan":
         """The inverse of ``to_dict``. The program is validated.
 
-        ``program`` may always be given as lines. If the stages were edited, costs, ties and alternatives are dropped,
-        because they belong to the stages before the edit.
+        ``program`` may be text lines even if ``to_dict`` writes a digest. If the stages were edited, costs, ties and
+        alternatives are dropped, because they belong to the stages before the edit.
 
         Raises:
-            ScheduleError: for an invalid plan, or if the schedule now makes another program than when the plan was
-                saved.
+            ScheduleError: for an invalid plan, or if the schedule no longer creates the program that was saved.
 
         """
         check_known("a plan must have", values, (*_KEYS, *_MORE))
@@ -292,7 +289,7 @@ def _schedule(name: str, options: Mapping[str, Any], chunks: int) -> Schedule:
 
 
 def _read_program(values: Mapping[str, Any]) -> Program:
-    """The program of a saved plan: parsed from its lines, or made by its schedule."""
+    """The program of a saved plan, parsed from its lines or created by its schedule."""
     given = values["program"]
     if not isinstance(given, Mapping):
         return Program.parse("\n".join(_as_list(given)))

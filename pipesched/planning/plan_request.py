@@ -1,4 +1,4 @@
-"""Plan request: a user's choices for a plan: schedule, stages, micro-batches, boundaries, checkpointing."""
+"""Plan request: a user's choices of schedule, stages, micro-batches, boundaries and checkpointing for a plan."""
 
 from collections import Counter
 from collections.abc import Collection, Sequence
@@ -67,8 +67,7 @@ class PlanRequest:
             )
         program = plan.program
         return PlanRequest(
-            schedule=plan.maker()
-            or plan.chained,  # a schedule, unlike a program, also makes programs for short batches
+            schedule=plan.maker() or plan.chained,  # a schedule, unlike a program, also works for short batches
             num_stages=program.num_weights,
             num_microbatches=program.num_microbatches,
             boundaries=plan.boundaries,

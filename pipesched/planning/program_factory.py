@@ -1,4 +1,4 @@
-"""Program factory: makes the programs that a pipeline runs from the user's request."""
+"""Program factory: creates the programs that a pipeline runs from the user's request."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
@@ -20,12 +20,12 @@ from pipesched.program.weight_versions import Uses, update_groups, used_versions
 __all__ = ["MICROBATCHES_PER_RANK", "ProgramFactory", "StepPrograms"]
 
 _AUTO = "1f1b"
-_MORE_STEPS = 4  # times the steps that PipeDream needs: a stream that is not periodic by then never is
-MICROBATCHES_PER_RANK = 4  # with so many, the bubble is small (GPipe, Huang et al. 2019)
+_MORE_STEPS = 4  # a stream that is not periodic after this multiple of the steps that PipeDream needs never is
+MICROBATCHES_PER_RANK = 4  # enough for a small bubble (GPipe, Huang et al. 2019)
 
 
 class ProgramFactory:
-    """Makes the programs of a pipeline, validated and lowered, once for each number of micro-batches.
+    """Creates the programs of a pipeline once for each number of micro-batches, validates them, and adds transfers.
 
     Args:
         request: the user's choices.
@@ -52,8 +52,9 @@ class ProgramFactory:
         self._made: dict[int, StepPrograms] = {}
 
     def of(self, num_microbatches: int) -> "StepPrograms":
-        """The programs of steps with this many micro-batches. Raises ScheduleError if the user gave a program with
-        another number.
+        """The programs of steps with this number of micro-batches.
+
+        If the user gave a program with a different number, using the result raises ScheduleError.
         """
         if num_microbatches not in self._made:
             self._made[num_microbatches] = StepPrograms(self, num_microbatches)
@@ -71,7 +72,7 @@ class ProgramFactory:
 
     @property
     def request(self) -> PlanRequest:
-        """A request that leads to programs of the same shape."""
+        """A request for programs with the same schedule, stages, micro-batches and ranks, without boundaries."""
         return replace(
             self._request,
             schedule=self.source,
@@ -83,7 +84,7 @@ class ProgramFactory:
 
     @cached_property
     def streams(self) -> bool:
-        """Whether steps overlap: true for a schedule with updates, false for a program, which runs step by step."""
+        """Whether steps overlap. True for a schedule with updates; a program given by the user runs step by step."""
         return not self.fixed and self.full.plain.has_updates
 
     @property
@@ -93,7 +94,7 @@ class ProgramFactory:
         return {option: value for option, value in options.items() if isinstance(value, int | float | str)}
 
     def connect(self, edges: Sequence[tuple[int, int]], offloading: Collection[int] = ()) -> Program:
-        """Set the stage graph: which stage feeds which, the same in each chain.
+        """Connect the stages: set which stages use the outputs of which stages, the same in each chain of stages.
 
         Args:
             edges: pairs of a producing and a consuming stage of one chain.
@@ -113,7 +114,7 @@ class ProgramFactory:
         return self.full.plain
 
     def check_updates(self) -> None:
-        """Raise ScheduleError if schedule and optimizers do not fit together."""
+        """Raise ScheduleError if the schedule needs optimizers but has none, or does not support them."""
         program = self.full.plain
         if program.has_updates and not self.updates:
             raise ScheduleError(
@@ -130,7 +131,7 @@ class ProgramFactory:
 
 
 class StepPrograms:
-    """The programs of steps with one number of micro-batches. Each is made on first use."""
+    """The programs of steps with one number of micro-batches. Each is created on first use."""
 
     def __init__(self, factory: ProgramFactory, num_microbatches: int) -> None:
         self._factory = factory
@@ -138,8 +139,9 @@ class StepPrograms:
 
     @cached_property
     def plain(self) -> Program:
-        """The program as its author wrote it. Raises ScheduleError if the user gave a program with another number of
-        micro-batches.
+        """The program from the schedule or the user, without updates, recomputes or transfers added to it.
+
+        Raises ScheduleError if the user gave a program with a different number of micro-batches.
         """
         source = self._factory.source
         if not isinstance(source, Program):
@@ -164,9 +166,7 @@ class StepPrograms:
 
     @cached_property
     def timed(self) -> Program:
-        """The program that runs, without transfers: one step, or for a stream as many steps as it takes to become
-        periodic.
-        """
+        """The program that runs, without transfers: one step or, if steps overlap, as many as it takes to repeat."""
         factory = self._factory
         source = factory.source
         program = self._beginning(source) if factory.streams and isinstance(source, Schedule) else self.plain
@@ -174,9 +174,9 @@ class StepPrograms:
         return add_offloading(program, factory.offloading)
 
     def _beginning(self, schedule: Schedule) -> Program:
-        """The first steps of a stream, until it is periodic.
+        """The first steps of a stream of overlapping steps, up to the step from which the order of actions repeats.
 
-        Schedules that use old weight versions for long need more steps than others.
+        Schedules that use old weight versions for a long time need more steps than others.
         """
         num_ranks = self._factory.num_ranks
         steps = enough_steps(num_ranks, self.num_microbatches)
@@ -195,12 +195,12 @@ class StepPrograms:
 
     @cached_property
     def training(self) -> Program:
-        """The lowered program of a training step."""
+        """The program of a training step, with transfers between ranks."""
         return lower(self.timed)
 
     @cached_property
     def segments(self) -> Segments:
-        """The lowered program of a stream, cut into steps."""
+        """The program of a stream of overlapping steps, with transfers, divided into steps."""
         return Segments(self.training, self.num_microbatches)
 
     @cached_property
@@ -218,12 +218,12 @@ class StepPrograms:
 
     @cached_property
     def inference(self) -> Program:
-        """The lowered program of the forwards alone."""
+        """The program of the forwards alone, with transfers between ranks."""
         return lower(self.plain.forward())
 
     @cached_property
     def open_pass(self) -> Program:
-        """The lowered program of all forwards, then all backwards."""
+        """The program of all forwards, then all backwards, with transfers between ranks."""
         return lower(add_recompute(forward_then_backward(self.plain), self._factory.checkpoint))
 
 

@@ -1,9 +1,9 @@
 """Recomputation choice: decides which layers to recompute or offload so that ranks keep their memory limits.
 
-`pipesched.planning.tuner` calls it for each candidate. Layers are first partitioned into stages without memory limits.
-If a rank then exceeds its limit, they are partitioned again under limits, and for each layer the activations are held,
-recomputed or offloaded: `pipesched.partitioning.activation_options` lists the options of a layer,
-`pipesched.partitioning.knapsack` takes the fastest combination that fits. If none fits, whole stages are recomputed.
+`pipesched.planning.tuner` uses it for each candidate. Layers are first partitioned into stages without memory limits.
+If a rank then exceeds its limit, the layers are partitioned again under limits, and the activations of each layer are
+held, recomputed or offloaded. `pipesched.partitioning.activation_options` lists the options of a layer, and
+`pipesched.partitioning.knapsack` chooses the fastest combination that fits. If none fits, whole stages are recomputed.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -29,8 +29,8 @@ _TRIES = 6  # partitions to try under a memory limit
 _RECOMPUTE: tuple[LayerCheckpoint, ...] = ("recompute",)
 _RECOMPUTE_OR_OFFLOAD: tuple[LayerCheckpoint, ...] = ("recompute", "offload")
 
-#: Each stage's layers, the treatment of layers with activations that are not held, and the partitioner's estimate of
-#: each rank's bytes (empty if there is none).
+#: Each stage's layers, the layers with recomputed or offloaded activations, and the partitioner's estimate of each
+#: rank's bytes (empty if there is none).
 _Partitioned = tuple[StageLayers, Mapping[str, LayerCheckpoint], list[float]]
 
 
@@ -39,7 +39,7 @@ class RecomputationChooser:
 
     Args:
         search: the request.
-        effort: counts the work.
+        effort: the remaining effort, from which all work is subtracted.
 
     """
 
@@ -49,10 +49,10 @@ class RecomputationChooser:
         self._partitions: dict[Any, _Partitioned | None] = {}
 
     def choices(self, candidate: Candidate) -> Iterator[EvaluatedCandidate]:
-        """The candidate with stages. If it exceeds the limits without recomputation, one result for each treatment that
-        fits.
+        """Assign layers to the candidate's stages, and choose the layers to recompute or offload.
 
-        If the request gives a checkpoint setting, only that setting is tried.
+        If the candidate fits into memory without recomputation, it is the only result. Otherwise there is one result
+        for each checkpoint setting that fits. If the request gives a checkpoint setting, only that setting is tried.
         """
         asked = self._search.checkpoint
         plain = self.without_limits(candidate.recomputing(LADDER[0] if asked is None else asked))
@@ -89,11 +89,11 @@ class RecomputationChooser:
 
         Args:
             candidate: the candidate.
-            allowed: treatments that single layers may get to save memory.
+            allowed: the ways to save memory that may be chosen for single layers: "recompute" and "offload".
 
         """
         asked = [float(limit) for limit in (self._search.memory_limit_bytes or ())[: candidate.num_ranks]]
-        enough: list[float] = []  # limits with a partition, although it exceeds the real limits
+        enough: list[float] = []  # lowered limits with a partition that exceeds the real limits
         for _ in range(_TRIES):
             partitioned = self._partitioned(candidate, tuple(asked), allowed)
             if partitioned is None and not enough:
@@ -114,7 +114,7 @@ class RecomputationChooser:
         return None
 
     def _excess_bytes(self, found: EvaluatedCandidate) -> tuple[int, ...]:
-        """By how many bytes each rank exceeds its limit; () without limits."""
+        """The bytes by which each rank exceeds its limit; () without limits. Spends the effort of computing them."""
         if found.limit_bytes is not None:
             searches = found.candidate.schedule.searches and not found.candidate.is_written
             self._effort.spend(found.candidate.num_actions * (IN_ORDER_SEARCH if searches else FOR_MEMORY))
@@ -123,7 +123,7 @@ class RecomputationChooser:
     # ---- stages and their costs -------------------------------------------------------------------------------------
 
     def evaluated(self, candidate: Candidate, stages: StageLayers) -> EvaluatedCandidate:
-        """The candidate with these stages."""
+        """Evaluate the candidate with these stages, under the limits of the request."""
         search = self._search
         costs = search.profile.costs(
             stages,
@@ -159,7 +159,7 @@ class RecomputationChooser:
     def _partitioned(
         self, candidate: Candidate, limits: tuple[float, ...] | None, allowed: Collection[LayerCheckpoint] = ()
     ) -> _Partitioned | None:
-        """The partition for a candidate, cached; None if there is none."""
+        """The partition of the layers for a candidate; None if there is none. Results are cached."""
         key: tuple[Any, ...] = (candidate.placement, self._rows(candidate.num_microbatches))
         if limits is not None:  # schedules with equally many micro-batches in flight share a partition
             held = tuple(self.partitioner(candidate, candidate.program).in_flight)

@@ -1,7 +1,7 @@
-"""Replan verdict: whether a better plan saves enough to move layers for it.
+"""Replan verdict: whether a better plan saves enough to justify moving layers.
 
-Thresholds keep noise from causing moves: a saving must exceed 3 % of a step and twice the noise, and over the remaining
-steps it must exceed the cost of moving.
+Thresholds keep noise from causing moves. The saving must exceed 3 % of a step and twice the noise, and the saving over
+all remaining steps must exceed the cost of moving.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,8 +16,8 @@ from pipesched.units import counted, quote_bytes, quote_time
 
 __all__ = ["Replanned", "certain", "check_steps_left", "layers_moved", "strayed", "verdict"]
 
-_LEAST = 0.03  # of a step: smaller savings do not count
-_CERTAIN = 0.05  # of a stage's time: smaller differences between two stages do not count
+_LEAST = 0.03  # savings below this fraction of a step do not count
+_CERTAIN = 0.05  # differences between two stages below this fraction of a stage's time do not count
 _TIMES_NOISE = 2
 
 
@@ -88,7 +88,7 @@ def layers_moved(before: Mapping[str, int], after: Mapping[str, int]) -> dict[st
 
 
 def strayed(steps: Sequence[Trace]) -> float:
-    """The median relative deviation of a rank's work from its usual value, for the rank where it is largest.
+    """The median relative deviation of a rank's work between steps, for the rank with the largest deviation.
 
     Actions are compared with others of the same stage and kind, so steps may differ in their number of micro-batches.
     """
@@ -112,7 +112,7 @@ def strayed(steps: Sequence[Trace]) -> float:
 
 
 def certain(noise: float) -> float:
-    """The relative difference between two stage times above which it is more than noise."""
+    """The relative difference between two stage times above which the difference is more than noise."""
     return max(_CERTAIN, _TIMES_NOISE * noise)
 
 

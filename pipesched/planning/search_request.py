@@ -1,4 +1,4 @@
-"""Search request: the validated input of the tuner."""
+"""Search request: the validated input of the search for a plan."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -21,7 +21,7 @@ from pipesched.simulation.profile import Profile
 
 __all__ = ["Offload", "SearchRequest", "check_offload", "limits_of"]
 
-#: Whether activations may be offloaded to the host. "auto": if the host has separate memory.
+#: Whether activations may be offloaded to the host. "auto": yes if the host has separate memory of known bandwidth.
 Offload = Literal["auto"] | bool
 
 _EFFORT = 3_000_000  # default number of actions to simulate, about three seconds
@@ -37,7 +37,7 @@ class SearchRequest:
     pins: Pins
     #: The number of available ranks.
     num_ranks: int
-    #: Rows of a step.
+    #: The number of rows of a batch. A step processes one batch.
     batch_size: int
     #: The numbers of micro-batches to try.
     num_microbatches: Sequence[int]
@@ -47,13 +47,13 @@ class SearchRequest:
     num_stages: int | None = None
     #: The checkpoint setting. None: any that keeps the memory limits.
     checkpoint: Checkpoint | None = None
-    #: Links between ranks. None: those of the profile's machine.
+    #: Links between ranks. None: the links of the profile's machine.
     links: Links | None = None
     #: The memory limit of each rank. None: no limit.
     memory_limit_bytes: tuple[int, ...] | None = None
     #: Whether the plan must use all ranks.
     all_ranks: bool = False
-    #: Whether ranks are threads or processes; overheads differ.
+    #: "threads" or "processes", which have different overheads.
     ranks_are: RanksAre = "threads"
     #: Whether activations may be offloaded. "auto": if the host's bandwidth is known and the device is not a CPU.
     offload: Offload = "auto"
@@ -79,9 +79,7 @@ class SearchRequest:
 
     @property
     def posted(self) -> int:
-        """The number of receives per channel that are posted, with their buffers, before they are needed; 0 for
-        threads.
-        """
+        """The number of receives per channel that are posted in advance, each with a buffer; 0 for threads."""
         return AHEAD if self.ranks_are == "processes" else 0
 
     @classmethod
@@ -103,13 +101,13 @@ class SearchRequest:
         Args:
             profile: the costs of the layers.
             num_ranks: the number of available ranks.
-            batch_size: rows of a step.
+            batch_size: the number of rows of a batch.
             request: the user's choices.
-            memory_limit_bytes: one limit for all ranks, or one for each. Default: no limit.
-            counts: the numbers of micro-batches to try if the request gives none. Default: those that give measured
-                sizes or sizes between them.
-            ranks_are: whether ranks are threads or processes.
-            num_cores: the cores of the host on which all ranks compute. Default: ``num_ranks``.
+            memory_limit_bytes: one limit for all ranks, or one for each rank. Default: no limit.
+            counts: the numbers of micro-batches to try if the request gives none. Default: chosen so that micro-batches
+                are within the range of the measured sizes.
+            ranks_are: "threads" or "processes". Default: "threads".
+            num_cores: the number of cores of the host on which all ranks compute. Default: ``num_ranks``.
             others: further fields of SearchRequest.
 
         Raises:

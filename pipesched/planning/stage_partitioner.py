@@ -1,7 +1,7 @@
 """Stage partitioner: assigns layers to the stages of a program, within the user's constraints.
 
-It calls `pipesched.partitioning`, which works on graphs without programs, and explains the result by the program's
-ranks.
+It calls `pipesched.partitioning`, which does not use programs, and adds the program's ranks to the explanation of the
+result.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -24,9 +24,9 @@ from pipesched.units import quote_speed, quote_time
 
 __all__ = ["StagePartitioner"]
 
-_COPIES = 2  # of the parameters: weights and gradients; optimizer states are not counted here
-_MOST_TIES = 8  # tied weights, the largest first, for which a partition with all users in one stage is tried
-_MOST_IDEALS = 5_000  # of a graph; larger graphs are not searched for other layer orders
+_COPIES = 2  # memory of the parameters: weights and gradients; optimizer states are not counted here
+_MOST_TIES = 8  # for this many tied weights, the largest ones, a partition with all users in one stage is tried
+_MOST_IDEALS = 5_000  # graphs with more order ideals are not searched for other layer orders
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,16 +35,16 @@ class StagePartitioner:
 
     pins: Pins
     program: Program
-    #: Returns the measured layers in the form of `pipesched.graph_of`. Called on first use.
+    #: Returns the graph of the measured layers, as `pipesched.graph_of` does. Called only when the graph is needed.
     graph: Callable[[], "nx.DiGraph[str]"]
     checkpoint: Checkpoint = "never"
-    #: Links between ranks. If given, communication across boundaries counts.
+    #: Links between ranks. If given, the partition takes communication between stages into account.
     links: Links | None = None
     #: Each rank's limit for weights, gradients and activations.
     memory_limit_bytes: Sequence[float] | None = None
     #: Relative speed of slow devices: rank -> speed. Default: 1.
     speeds: Mapping[int, float] = field(default_factory=dict)
-    #: Treatments that single layers may get to keep the limit; the resulting partition lists them.
+    #: The ways to save memory that may be chosen for single layers. The resulting partition lists the choices.
     allowed: Collection[LayerCheckpoint] = ()
     #: Bandwidth between a rank and its host, for offloading.
     host_bytes_per_s: float | None = None
@@ -56,7 +56,7 @@ class StagePartitioner:
             )
 
     def partition(self) -> tuple[StageLayers, Partition | None]:
-        """The layers of each stage, and the partition with costs and reason if layers were measured for it.
+        """Returns the layers of each stage, and the partition with its costs (None if no measurements were needed).
 
         Raises:
             PartitionError: if there are more stages than layers, or if the boundaries do not fit.
@@ -88,7 +88,7 @@ class StagePartitioner:
         return self.pins.stages(starts), found
 
     def evaluate(self, stages: Sequence[Sequence[str]], why: str = "the boundaries were given") -> Partition:
-        """The partition into these stages, with its costs, the reason for it, and its distance from the optimum."""
+        """The partition into these stages, with its costs, the reason for this split, and its gap to the optimum."""
         graph = self.graph()
         row = _in_a_row(graph)
         found = self._partition(row, {names[0]: stage for stage, names in enumerate(stages) if stage})
@@ -103,7 +103,7 @@ class StagePartitioner:
         return self._explained(graph, found, "the boundaries were given")
 
     def _solved(self) -> Partition:
-        """The best partition that meets the constraints, with the reason why none is better."""
+        """The best partition that meets the constraints, with the reason why no other is better."""
         graph = self.graph()
         row = _in_a_row(graph)
         found = self._with_ties_together(graph, row)
@@ -139,7 +139,7 @@ class StagePartitioner:
     def in_flight(self) -> list[int]:
         """The peak number of micro-batches in flight on each stage.
 
-        If several chains share weights, it is summed over the stages with the same weights.
+        In bidirectional schedules, the numbers of all stages with the same layers are added.
         """
         held = [0] * self.program.num_weights
         for part, peak in zip(self.program.weights, peaks_of_stages(self.program.columns).tolist(), strict=True):
@@ -185,12 +185,15 @@ class StagePartitioner:
         )
 
     def _speeds(self, named: Sequence[int]) -> list[float] | None:
-        """The speeds of ranks if ranks have several stages, otherwise of stages; None if all are equal."""
+        """The speed of each rank if ranks have several stages, otherwise of each stage; None if no rank is slow."""
         ranks = named if self._chunks else self._ranks
         return [self.speeds.get(rank, 1.0) for rank in ranks] if self.speeds else None
 
     def _link(self) -> tuple[float, float] | None:
-        """Latency and bandwidth of the slowest link between neighbours; None if no link limits the bandwidth."""
+        """The largest latency and the smallest bandwidth of the links between neighbouring stages.
+
+        Returns seconds and bytes per second; None if no link limits the bandwidth.
+        """
         if self.links is None:
             return None
         pairs = {pair for pair in pairwise(self._ranks) if pair[0] != pair[1]}
@@ -199,7 +202,7 @@ class StagePartitioner:
         return (max(link.latency_s for link in both), 1 / slowest) if slowest else None
 
     def _cost(self, graph: "nx.DiGraph[str]", found: Partition) -> tuple[float, int]:
-        """Sort key: (the part of the step time that the split decides, bytes sent for tied weights)."""
+        """Sort key of a partition: (the part of the step time that depends on it, bytes sent for tied weights)."""
         rank_of = {layer: rank for names, rank in zip(found.stages, self._ranks, strict=True) for layer in names}
         moved = sum(
             tied_traffic_bytes(parameter_bytes(graph, names), [rank_of[user] for user in users])
@@ -212,8 +215,8 @@ class StagePartitioner:
     # ---- explanation ------------------------------------------------------------------------------------------------
 
     def _explained(self, graph: "nx.DiGraph[str]", found: Partition, reason: str) -> Partition:
-        """The partition with the program's rank numbers, each parameter counted once per stage, and activations after
-        checkpointing.
+        """Correct the summaries of a partition: the program's rank numbers, each parameter counted once per stage, and
+        the activations that remain with checkpointing.
         """
         summaries = []
         for names, rank, count, own in zip(found.stages, self._ranks, self.in_flight, found.summaries, strict=True):
@@ -247,7 +250,7 @@ def _against(found: Partition, best: Partition, choice: str) -> str:
 
 
 def _in_a_row(graph: "nx.DiGraph[str]") -> "nx.DiGraph[str]":
-    """The layers as a chain in execution order: each depends on the one before it, even without an edge."""
+    """The graph with the layers as a chain in execution order. Edges without tensors are added where none exists."""
     row = graph.copy()
     row.add_edges_from(
         (one, other, {"tensors": {}}) for one, other in pairwise(graph) if not graph.has_edge(one, other)

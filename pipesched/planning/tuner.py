@@ -1,12 +1,13 @@
 """Tuner: finds the plan with the shortest simulated step for a profile, ranks, a batch and memory limits.
 
-Candidates wait in a queue, sorted by a lower bound of their step time, at first the bound of their work alone. The
-first candidate gets its stages; `pipesched.planning.recomputation_choice` decides which layers are recomputed or
-offloaded to keep the memory limits. It is queued again with the bound of these stages (`pipesched.simulation.bounds`),
-and simulated when it is first again. The search ends when no bound is below the best step. If no candidate fits in
-memory, those that need the least are tried next, whatever the effort (`pipesched.planning.lean_candidates`), and
-finally the plan that needs the least of all (`pipesched.planning.infeasibility`). At the end the boundaries of the best
-candidates are moved as long as that shortens the simulated step (`pipesched.planning.boundary_refinement`).
+Candidates wait in a queue, sorted by a lower bound of their step time. At first the bound considers only their total
+work. The layers of the first candidate in the queue are assigned to stages, and
+`pipesched.planning.recomputation_choice` decides which layers are recomputed or offloaded to keep the memory limits.
+The candidate is queued again with the bound of these stages (`pipesched.simulation.bounds`), and simulated when it is
+first again. The search ends when no bound is below the best step time. If no candidate fits into memory, the candidates
+that need the least memory are tried with extra effort (`pipesched.planning.lean_candidates`). If none of these fits,
+the plan with the smallest peak memory is searched (`pipesched.planning.infeasibility`). At the end the boundaries of
+the best candidates are moved as long as that shortens the simulated step (`pipesched.planning.boundary_refinement`).
 """
 
 import heapq
@@ -40,11 +41,10 @@ from pipesched.units import quote_time
 
 __all__ = ["Tuner", "find_plan", "too_small"]
 
-_NEAR = (
-    1.3  # times the fastest step: boundaries of candidates up to here are refined, each with half of the effort left
-)
+# Candidates within this factor of the fastest step get refined boundaries, each with half of the remaining effort.
+_NEAR = 1.3
 _A_MOVE = 500  # actions: the cost of adding up the costs of moved boundaries
-_TO_REFINE = 0.4  # the share of the effort that is kept for refining boundaries
+_TO_REFINE = 0.4  # the fraction of the effort that is reserved for refining boundaries
 _SHOWN = 8  # alternatives to list beside the baselines
 _BASELINES = ("1f1b", "gpipe")
 _ACTIONS = ("forward_s", "input_grad_s", "weight_grad_s", "backward_s")
@@ -52,15 +52,15 @@ _WHY = "the search chose the split by simulated step time, not by the bottleneck
 
 
 def find_plan(search: SearchRequest, progress: Callable[[float], None] = lambda _: None) -> Plan:
-    """The best plan for a request.
+    """Find the best plan for a request.
 
     Args:
         search: the request.
-        progress: called with the completed share of the search.
+        progress: called with the completed fraction of the search.
 
     Raises:
         PartitionError: if the layers cannot be partitioned as requested.
-        MemoryLimitError: if no candidate fits.
+        MemoryLimitError: if no candidate fits into memory.
 
     """
     tuner = Tuner(search, progress)
@@ -70,7 +70,7 @@ def find_plan(search: SearchRequest, progress: Callable[[float], None] = lambda 
 
 
 def too_small(plan: Plan, num_ranks: int) -> str:
-    """The warning for a plan that uses one device because several gain nothing; "" for other plans."""
+    """The warning for a plan that uses one device because several devices gain nothing; "" for other plans."""
     chosen, *others = plan.alternatives
     several = [_expected_s(other) for other in others if other.num_ranks > 1 and other.fits]
     if num_ranks == 1 or chosen.num_ranks > 1 or not several:
@@ -97,7 +97,7 @@ class Tuner:
         self._work: dict[int, tuple[float, float, float]] = {}
 
     def search(self, known: Sequence[EvaluatedCandidate] = ()) -> EvaluatedCandidate:
-        """The best candidate: the simplest of those that are as fast as the fastest. Raises as ``find_plan``.
+        """Find the simplest of the candidates that are about as fast as the fastest. Raises as ``find_plan`` does.
 
         Args:
             known: evaluated candidates to start from.
@@ -117,7 +117,10 @@ class Tuner:
         return simplest((found, found.step_s) for found in self._found)
 
     def _leanest(self) -> EvaluatedCandidate:
-        """The plan that needs the least memory. Raises as ``find_plan`` if it exceeds the limits."""
+        """Find the plan that needs the least memory. Raises MemoryLimitError if it exceeds the limits.
+
+        Raises PartitionError if there is no plan even without limits.
+        """
         search = self._search
         if search.memory_limit_bytes is None or not self._can_be_partitioned():
             raise no_partition(search)
@@ -135,8 +138,9 @@ class Tuner:
     # ---- candidates, the most promising first -----------------------------------------------------------------------
 
     def _best_first(self, until: float) -> list[Candidate]:
-        """Evaluate candidates in order of their bounds while more than ``until`` effort is left. Returns the candidates
-        not tried.
+        """Evaluate candidates in order of their bounds while more than ``until`` effort is left.
+
+        Returns the candidates that were not tried.
         """
         every = list(filter(self._lean.may_fit, self._lean.candidates()))
         for candidate in sorted(filter(self._is_usual, every), key=lambda each: each.num_ranks):
@@ -166,8 +170,9 @@ class Tuner:
         return list(rest.values())
 
     def _thrifty_first(self, rest: Sequence[Candidate]) -> None:
-        """Try candidates by memory until one fits, with extra effort: a small effort must not turn a feasible limit
-        into an error.
+        """Try candidates in the order of the memory that they need, until one fits.
+
+        This may exceed the effort, so that a small effort does not turn a feasible limit into an error.
         """
         until = self._effort.left - self._lean.effort_in_need
         for candidate in self._lean.by_thrift(rest, self._lean.thrifty):
@@ -183,11 +188,11 @@ class Tuner:
         return own or candidate.num_ranks == 1
 
     def _least_s(self, candidate: Candidate) -> float:
-        """A lower bound of the step time for any partition: the work in equal shares, or the heaviest layer.
+        """A lower bound of the step time for any partition: evenly divided work or, if longer, the heaviest layer.
 
-        With one stage per rank and whole backwards, a rank does its share of each micro-batch, and in addition waits
-        for the work of earlier ranks on one micro-batch. The longest of these sums is shortest if shares fall by a
-        factor of 1 - 1/count from rank to rank.
+        With one stage per rank and whole backwards, a rank works on its part of each micro-batch, and in addition waits
+        for the work of earlier ranks on one micro-batch. The longest of these sums is smallest if the parts decrease by
+        a factor of 1 - 1/count from rank to rank.
         """
         count = candidate.num_microbatches
         if count not in self._work:
@@ -216,7 +221,7 @@ class Tuner:
         return found
 
     def _refined(self, found: EvaluatedCandidate, until: float) -> EvaluatedCandidate:
-        """The candidate with refined boundaries."""
+        """Move the candidate's boundaries while that shortens the step and more than ``until`` effort is left."""
         candidate = found.candidate
         pins = self._search.pins
         if pins.complete or candidate.num_stages in (1, len(pins.layers)):
@@ -271,7 +276,7 @@ class Tuner:
         return tuple(ties)
 
     def _alternatives(self, chosen: EvaluatedCandidate) -> Iterator[Alternative]:
-        """The plan itself, the best candidate of each other schedule, and the baselines."""
+        """Yield the plan itself, the best candidate of each other schedule, and the baselines."""
         yield chosen.alternative()
         seen = {label_of(chosen.candidate)}
         for found in self.best():
@@ -283,7 +288,7 @@ class Tuner:
             yield found.against(chosen, label)
 
     def _baselines(self, num_microbatches: int) -> Iterator[tuple[str, EvaluatedCandidate]]:
-        """One device alone, and the same number of layers on each rank with each standard schedule."""
+        """Yield the baselines: one device alone, and equal numbers of layers per rank with each standard schedule."""
         pins = self._search.pins
         num_layers = len(pins.layers)
         num_ranks = min(self._search.num_ranks, num_layers)
@@ -329,7 +334,7 @@ def _bound_s(found: EvaluatedCandidate) -> float:
 
 
 def _quickest(costs: Costs, placement: Placement) -> Costs:
-    """The costs for bounds, which know no links and overheads.
+    """Adapt the costs for `lower_bound`, which ignores links and overheads.
 
     The smallest overhead of an action is added to all actions, and the smallest latency to all messages.
     """

@@ -1,1 +1,1 @@
-"""Simulation: predicts the time and memory of programs from costs; cost tables as plain data."""
+"""Simulation: predicts the step time and memory of programs from measured or assumed costs."""

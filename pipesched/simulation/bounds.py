@@ -5,7 +5,7 @@ arXiv:2401.10241), generalised to any placement:
 
 - One machine: earliest start + work + shortest time to the end, for any part of a rank's work (Carlier 1982).
 - In turns: if a stage may hold n micro-batches, forward number n + 1 waits until one of the first n is released.
-- Little's law: pairs in flight = rate x lifetime, so long lifetimes under a limit take long in total.
+- Little's law: pairs in flight = rate x lifetime. If the pairs in flight are limited, long lifetimes need a long step.
 """
 
 from collections.abc import Iterable, Sequence
@@ -33,10 +33,10 @@ def lower_bound(
     max_in_flight: int | Sequence[int] | None = None,
     split: bool = True,
 ) -> float:
-    """The makespan in seconds that no valid program of a chain of stages with these costs can beat.
+    """A lower bound of the makespan of all valid programs for a chain of stages with these costs.
 
     A gap between a schedule and the bound means that the schedule is not optimal, or that the bound is loose (finding
-    the optimum is NP-hard). Whole numbers and Fractions give exact results; floats hold up to rounding.
+    the optimum is NP-hard). Whole numbers and Fractions give exact results; floats are subject to rounding.
 
     ::
 
@@ -46,11 +46,11 @@ def lower_bound(
         costs: the costs of each stage.
         num_microbatches: the number of micro-batches, at least 1.
         placement: the rank of each stage. Default: one rank per stage.
-        max_in_flight: the most (stage, micro-batch) pairs that a rank holds at once, from their F on; one number, or
-            one per rank. Default: no limit. A recomputed pair counts only from its R; bound programs with recompute
-            without a limit.
-        split: whether each backward may be either one B or an I and a W, whichever is faster. False: every backward is
-            a B. Default: True.
+        max_in_flight: the most (stage, micro-batch) pairs that a rank may hold at the same time, counted from their F;
+            one number, or one per rank. Default: no limit. Pass no limit for programs with recompute, which hold a
+            recomputed pair only from its R.
+        split: whether each backward may be either one B, or an I and a W, whichever is faster. If False, every backward
+            is a B. Default: True.
 
     Returns:
         The bound in seconds.
@@ -83,10 +83,10 @@ def lower_bound(
 
 
 def program_bound(program: Program, costs: Costs) -> float | None:
-    """A lower bound for all programs of this program's shape, with whole or split backwards; None for a forward-only
-    program.
+    """A lower bound of the makespan of all programs with the stages, placement and micro-batches of this program.
 
-    The bound is weaker if the stages are not a single chain.
+    Backwards may be whole or split. The bound is weaker if the stages are not a single chain. Returns seconds, or None
+    for a forward-only program.
     """
     if program.forward_only:
         return None
@@ -96,7 +96,7 @@ def program_bound(program: Program, costs: Costs) -> float | None:
 
 
 def _of_graph(program: Program, costs: Costs) -> float:
-    """A lower bound for any stage graph, even if micro-batches skip stages.
+    """A lower bound of the makespan in seconds for any stage graph, even if micro-batches skip stages.
 
     Only forwards can run on a rank before its first gradient arrives, and after a rank's last gradient the earlier
     stages still have to run.
@@ -148,7 +148,7 @@ def _check(costs: Costs, num_microbatches: int, placement: Placement) -> None:
 
 
 def _limits(given: int | Sequence[int] | None, chunks: dict[int, int], num_microbatches: int) -> dict[int, int]:
-    """The number of pairs that each rank may hold, capped at the number of pairs that it has."""
+    """The number of (stage, micro-batch) pairs that each rank may hold: its limit, or all of its pairs if fewer."""
     most = {rank: count * num_microbatches for rank, count in chunks.items()}
     if given is None:
         return most
@@ -172,20 +172,18 @@ def _limits(given: int | Sequence[int] | None, chunks: dict[int, int], num_micro
 class _Stage:
     """Times of one micro-batch on one stage, in seconds: durations, earliest starts, and the least time that must
     follow.
-
-    A backward consists of ``gradient`` and ``rest``; the previous stage waits for the gradient alone.
     """
 
-    forward: float
-    gradient: float
-    rest: float
+    forward: float  # duration of F
+    gradient: float  # duration of the first part of the backward, for which the previous stage waits
+    rest: float  # duration of the other part of the backward
     start: float  # earliest start of F
     turn: float  # earliest start of the gradient
-    rest_start: float
+    rest_start: float  # earliest start of the rest
     after_forward: float  # from the end of F to the end of all work that follows it
-    after_gradient: float
+    after_gradient: float  # from the end of the gradient to the end of all work that follows it
     down: float  # from the end of the gradient to the end of the work that follows on earlier stages
-    release: float  # the shortest action that releases a pair
+    release: float  # the shortest action that releases a (stage, micro-batch) pair
 
     @property
     def backward(self) -> float:
@@ -194,12 +192,12 @@ class _Stage:
 
     @property
     def life(self) -> float:
-        """The shortest time from the start of F until the pair is released."""
+        """The shortest time from the start of F until the (stage, micro-batch) pair is released."""
         return self.turn - self.start + self.backward
 
 
 def _stages(costs: Costs, placement: Placement, split: bool) -> list[_Stage]:
-    """The times of each stage, from one micro-batch that goes down the chain and back as fast as possible."""
+    """Compute the times of each stage from one micro-batch that passes down the chain and back without waiting."""
     count = costs.num_stages
     way = [costs.transfer_s if a != b else 0 for a, b in pairwise(placement)]
     forward = costs.forward_s
@@ -242,7 +240,7 @@ def _stages(costs: Costs, placement: Placement, split: bool) -> list[_Stage]:
 
 
 def _one_machine(chunks: Sequence[_Stage], num_microbatches: int, limit: int) -> float:
-    """The largest of: earliest start + work + shortest time to the end, over all parts of a rank's work."""
+    """The largest value of earliest start + work + shortest time to the end, over all parts of a rank's work."""
     release = min(stage.turn + stage.backward for stage in chunks)
     moments = {moment for s in chunks for moment in (s.start, s.turn, s.rest_start)} | {release}
     best: float = 0
@@ -258,7 +256,7 @@ def _one_machine(chunks: Sequence[_Stage], num_microbatches: int, limit: int) ->
 
 
 def _tasks_from(moment: float, chunks: Sequence[_Stage]) -> Iterable[tuple[float, float]]:
-    """The parts of one micro-batch that cannot start before a moment, as (time that must follow, duration)."""
+    """Yield a micro-batch's parts that cannot start before ``moment``, as (time that must follow, duration)."""
     for stage in chunks:
         if stage.start >= moment:
             yield stage.after_forward, stage.forward
@@ -271,32 +269,32 @@ def _tasks_from(moment: float, chunks: Sequence[_Stage]) -> Iterable[tuple[float
 def _held_back(chunks: Sequence[_Stage], num_microbatches: int, limit: int) -> list[tuple[float, float]]:
     """The forwards that must wait for the release of a pair because of the limit.
 
-    They are one part, as (time that must follow, duration), or none.
+    Returns a list of one pair (time that must follow, total duration), or an empty list if none must wait.
     """
     left: float = 0
     room = limit
-    for stage in sorted(
-        chunks, key=lambda stage: stage.forward, reverse=True
-    ):  # longest first, so the rest is shortest
+    # The longest forwards come first, so that the remaining work is shortest.
+    for stage in sorted(chunks, key=lambda stage: stage.forward, reverse=True):
         left += (num_microbatches - min(room, num_microbatches)) * stage.forward
         room -= min(room, num_microbatches)
     return [(min(stage.after_forward for stage in chunks), left)] if left else []
 
 
 def _in_turns(stage: _Stage, num_microbatches: int, limit: int) -> float:
-    """The bound for a limit on one stage.
+    """The lower bound in seconds that follows from the limit on one stage.
 
-    F number 1 + limit starts one lifetime after F number 1, and so on. The remaining F follow back to back.
+    F number 1 + limit starts at least one lifetime after F number 1, F number 1 + 2 x limit at least two lifetimes
+    after it, and so on. The remaining forwards follow back to back.
     """
     rounds, left = divmod(num_microbatches - 1, limit)
     return stage.start + rounds * stage.life + (left + 1) * stage.forward + stage.after_forward
 
 
 def _littles_law(chunks: Sequence[_Stage], num_microbatches: int, limit: int) -> float:
-    """The bound from packing all lifetimes, at most ``limit`` at a time. F start, and pairs are released, one by one.
+    """The lower bound in seconds from packing the lifetimes of all pairs, at most ``limit`` at a time.
 
-    The larger of two results is used: with lifetimes up to the release of the pair, and with lifetimes up to its
-    gradient, after which the work of earlier stages follows.
+    Forwards start one by one, and pairs are released one by one. The larger of two results is used: with lifetimes up
+    to the release of the pair, and with lifetimes up to its gradient, after which the work of earlier stages follows.
     """
     start = min(stage.start for stage in chunks)
     lives = sum(stage.life for stage in chunks)
@@ -313,6 +311,6 @@ def _littles_law(chunks: Sequence[_Stage], num_microbatches: int, limit: int) ->
 
 
 def _ratio(seconds: Any, count: int) -> float:
-    """The time divided by the count; exact if the time is an exact number."""
+    """The time divided by the count; exact for whole numbers and Fractions."""
     quotient: Any = Fraction(seconds) / count if isinstance(seconds, Rational) else seconds / count
     return quotient  # type: ignore[no-any-return]  # mypy does not accept a Fraction as a float

@@ -1,4 +1,4 @@
-"""Comparison: predicted against measured figures of a step, by stage and rank; and costs from measured traces."""
+"""Comparison: compares predicted and measured times by stage and rank, and computes costs from measured traces."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,14 +16,14 @@ __all__ = ["Comparison", "Pair", "StageComparison", "compared", "measured_costs"
 
 
 class Pair(NamedTuple):
-    """A predicted and a measured figure."""
+    """A predicted and a measured value."""
 
     predicted: float
     measured: float
 
     @property
     def off(self) -> float | None:
-        """Relative error of the prediction: 0.03 if the measured figure is 3 % above it. None if zero was predicted."""
+        """Relative error: 0.03 if the measured value is 3 % above the predicted one. None if zero was predicted."""
         return self.measured / self.predicted - 1 if self.predicted else None
 
 
@@ -40,20 +40,20 @@ class StageComparison:
 
     @property
     def work_s(self) -> Pair:
-        """The stage's work in a step: each action counted with the median time of its kind."""
+        """The stage's total time in a step, in seconds: each action counts with the median time of its kind."""
         return Pair(*(sum(count * self.seconds[kind][side] for kind, count in self.counts.items()) for side in (0, 1)))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """The predicted and measured figures of one program."""
+    """The predicted and measured times of one program."""
 
     #: The makespan; None if the traces differ in their numbers of actions, for example after a shorter batch.
     step_s: Pair | None
     bubble_ratio: Pair
     #: The stages that are in both traces.
     stages: tuple[StageComparison, ...]
-    #: For each rank, the share of the makespan that it computes.
+    #: The fraction of the makespan in which each rank computes.
     busy: tuple[Pair, ...]
 
     @property
@@ -73,8 +73,8 @@ class Comparison:
 def compared(predicted: Trace, measured: Trace) -> Comparison:
     """Compare a predicted and a measured trace of one program, by stage and rank.
 
-    Medians are compared, so a single delayed action does not count. Raises InputError if the traces have no stage in
-    common, or different numbers of ranks.
+    Stages are compared by median times, which a single delayed action does not change. Raises InputError if the traces
+    have no stage in common, or different numbers of ranks.
     """
     foreseen = _durations(predicted)
     seen = _durations(measured)
@@ -104,14 +104,14 @@ def compared(predicted: Trace, measured: Trace) -> Comparison:
 def measured_costs(traces: Sequence[Trace], num_stages: int, profiled: Costs | None = None) -> Costs:
     """Costs from measured traces: times are medians over each stage's actions, sizes are copied from ``profiled``.
 
-    If a stage ran only whole backwards, they are divided as in ``profiled``; without ``profiled`` the whole time counts
-    as that of the input gradients. If a stage ran only split backwards, a whole backward is the sum of both parts.
-    Kinds that did not run cost 0.
+    If a stage ran only whole backwards, their time is divided as in ``profiled``; without ``profiled`` the whole time
+    counts as the time of the input gradients. If a stage ran only split backwards, the time of a whole backward is the
+    sum of both parts. Kinds of action that did not run cost 0.
 
     Args:
         traces: the measured steps.
         num_stages: the number of stages.
-        profiled: costs to take sizes and ratios from. Default: none.
+        profiled: the costs that provide the sizes, and the ratio of input to weight gradients. Default: none.
 
     """
     seen = _durations(*traces)
@@ -149,7 +149,7 @@ def quote_off(share: float | None) -> str:
 
 
 def _durations(*traces: Trace) -> dict[tuple[int, Kind], list[float]]:
-    """The times of the actions in all traces, by stage and kind."""
+    """The durations of the actions in all traces in seconds, by (stage, kind)."""
     seen: dict[tuple[int, Kind], list[float]] = {}
     for row in chain.from_iterable(trace.by_rank for trace in traces):
         for span in row:

@@ -1,4 +1,4 @@
-"""Costs: times and sizes of each stage, the input of the simulation. Times that are whole numbers give exact sums."""
+"""Costs: the times and sizes of each stage, from which the simulation predicts a step."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
@@ -34,11 +34,11 @@ class Costs:
         backward_s: time of a full backward (B). Default: ``input_grad_s + weight_grad_s``.
         recompute_s: time of a recompute (R). Default: ``forward_s``.
         transfer_s: latency of a message between two ranks, a single number; ``links`` add to it.
-        activation_bytes: memory held from F to the backward, without the model's inputs, which belong to the batch.
+        activation_bytes: memory held from F to the backward, without the model's inputs (they count as the batch).
         input_bytes: size of the stage's input. A checkpointed F holds nothing else.
         weight_grad_bytes: memory held from I to W.
         update_s: time of the optimizer's step.
-        weight_bytes: size of the weights, for each version of them.
+        weight_bytes: size of one version of the weights.
         output_bytes: size of the stage's output, and of its gradient.
         overlap: time of an overlapping forward and backward, divided by the sum of both times; a single number.
             Default: 1, no gain.
@@ -50,22 +50,22 @@ class Costs:
         backward_transient_bytes: transient of a B that adds to existing gradients.
         waiting_s: the part of a forward plus a full backward in which the processor is idle, for example while it waits
             for a device.
-        overheads: time of a rank besides its stages' work. Default: None.
+        overheads: time that a rank spends outside its stages' work. Default: None, no time.
         first_backward_transient_bytes: transient of the first B, which allocates the gradients. Default:
             ``gradient_bytes + backward_transient_bytes``.
         input_grad_transient_bytes: transient of I. Default: ``weight_grad_bytes + backward_transient_bytes``.
         weight_grad_transient_bytes: transient of W. Default: ``backward_transient_bytes``.
-        deferred_gradient_bytes: the part of ``gradient_bytes`` that W makes.
+        deferred_gradient_bytes: the part of ``gradient_bytes`` that W computes.
         update_transient_bytes: transient of the optimizer's step.
         offload_bytes: the part of ``activation_bytes`` that OFFLOAD copies to the host and FETCH copies back.
-        offload_s: time of the copy to the host, during which the rank computes.
-        fetch_s: time of the copy back, during which the rank computes.
-        dropping_transient_bytes: transient of an F that holds only its input. Default: ``activation_bytes +
-            forward_transient_bytes``.
+        offload_s: time of the copy to the host. The rank computes meanwhile.
+        fetch_s: time of the copy back. The rank computes meanwhile.
+        dropping_transient_bytes: transient of a checkpointed F, which keeps only its input. Default:
+            ``activation_bytes + forward_transient_bytes``.
         kept_output_bytes: the part of ``activation_bytes`` that shares memory with the output.
 
     Raises:
-        ScheduleError: for columns of different lengths, and for numbers that are negative, not finite or too large.
+        ScheduleError: for tuples of different lengths, and for numbers that are negative, not finite or too large.
 
     """
 
@@ -144,7 +144,7 @@ class Costs:
 
     @property
     def shares(self) -> tuple[float, ...]:
-        """For each stage, the share of its time in which it computes instead of waiting."""
+        """For each stage, the fraction of its time in which it computes instead of waiting."""
         times = zip(self.forward_s, self.backward_s, self.waiting_s, strict=True)
         return tuple(max(0.0, 1 - wait / (forward + backward)) if wait else 1 for forward, backward, wait in times)
 
@@ -155,7 +155,7 @@ class Costs:
 
     @classmethod
     def uniform(cls, num_stages: int, **costs: Any) -> "Costs":
-        """Equal costs for all stages.
+        """Create costs that are equal for all stages.
 
         Args:
             num_stages: the number of stages, at least 1.
@@ -180,18 +180,18 @@ class Costs:
         return cls(**spread)
 
     def times(self, kind: Kind) -> tuple[float, ...]:
-        """The time of an action of this kind, by stage; () for transfers."""
+        """The time in seconds of an action of this kind on each stage; () for transfers between stages."""
         name = _TIME_OF.get(kind)
         times: tuple[float, ...] = getattr(self, name) if name else ()
         return times
 
     def seconds(self, action: Action) -> float:
-        """The time of an action; 0 for transfers between stages."""
+        """The time of an action in seconds; 0 for transfers between stages."""
         times = self.times(action.kind)
         return times[action.stage] if times else 0
 
     def sizes(self) -> dict[Holding, tuple[int, ...]]:
-        """The bytes that each stage holds for one micro-batch, or one weight version, by kind of holding."""
+        """The bytes that each stage holds for one micro-batch, or for one version of the weights, by purpose."""
         return {
             Holding.INPUT: self.input_bytes,
             Holding.ACTIVATIONS: self.activation_bytes,
@@ -211,7 +211,7 @@ class Costs:
         return replace(self, transfer_s=self.transfer_s * factor, **times)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain lists and numbers for JSON."""
+        """Convert to plain lists and numbers for JSON."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         parts = {name: values[name].to_dict() if values[name] else None for name in ("links", "overheads")}
         return {name: list(v) if isinstance(v, tuple) else v for name, v in values.items()} | parts
@@ -247,7 +247,7 @@ _TIME_OF = {
     Kind.FETCH: "fetch_s",
 }
 _GIVEN = ("forward_s", "input_grad_s", "weight_grad_s")
-_SUMS = {  # columns with sums of other columns as defaults
+_SUMS = {  # fields with the sum of other fields as their default
     "backward_s": ("input_grad_s", "weight_grad_s"),
     "recompute_s": ("forward_s",),
     "dropping_transient_bytes": ("activation_bytes", "forward_transient_bytes"),

@@ -1,4 +1,4 @@
-"""Layer costs: measured times and sizes of single layers, and the costs of stages made of them."""
+"""Layer costs: the measured times and sizes of single layers, and the costs of stages that consist of such layers."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -32,11 +32,11 @@ Stages = Sequence[Sequence[str]]
 #: The measured times of a layer.
 TIMES = ("forward_s", "backward_s", "input_grad_s", "weight_grad_s")
 
-#: The figures that every layer of a profile has.
+#: The times and sizes that every layer of a profile must have.
 NEEDED = (*TIMES, "input_bytes", "output_bytes", "activation_bytes", "weight_grad_bytes", "parameter_bytes")
 
-#: The sizes that a stage shares with a layer and with `Costs`. `kept_output_bytes` is excluded: with a loss the stage
-#: has no output, but the kept output of the last layer still counts.
+#: The sizes that `LayerMemory` and `Costs` have in common. `kept_output_bytes` is excluded, because a stage takes it
+#: from its last layer even if a loss follows.
 MEMORY_COLUMNS = {item.name for item in fields(LayerMemory) if item.name != "kept_output_bytes"}
 MEMORY_COLUMNS &= {item.name for item in fields(Costs)}
 
@@ -73,7 +73,7 @@ class LayerCosts:
     loss: LossMemory = field(default_factory=LossMemory)
 
     def __add__(self, other: "LayerCosts") -> "LayerCosts":
-        """The costs of two layers in sequence, with the loss of the second."""
+        """The costs of two layers in sequence. The loss is that of the second layer."""
         sums = {name: getattr(self, name) + getattr(other, name) for name in (*_SUMS, "crowded_s", "parameter_bytes")}
         spread = max(self.spread, other.spread)
         return replace(other, **sums, spread=spread, memory=self.memory + other.memory)
@@ -84,16 +84,17 @@ class LayerCosts:
         return self.loss.as_layer(self.memory.output_bytes)
 
     def figures(self) -> dict[str, Any]:
-        """All figures as one flat mapping, with the names and the order of a profile's layers."""
+        """All times and sizes as one flat mapping, with the names and the order that a profile uses."""
         figures: dict[str, Any] = dict.fromkeys(NEEDED) | vars(self)
         del figures["memory"], figures["loss"]
         loss = {f"loss_{name}": size for name, size in vars(self.loss).items()}
         return figures | vars(self.memory) | loss
 
     def recomputed(self, *, keeps_dear: bool = False) -> "LayerCosts":
-        """The layer with its forward recomputed before the backward.
+        """The costs of the layer if its forward is recomputed before the backward.
 
-        The time that ``keeps_dear`` saves was not measured, so the full forward is counted.
+        ``keeps_dear`` holds the activations that are expensive to compute. The time saved by this was not measured, so
+        the full forward is counted.
         """
         return replace(
             self,
@@ -104,7 +105,7 @@ class LayerCosts:
         )
 
     def treated(self, keep: LayerCheckpoint | None) -> "LayerCosts":
-        """The layer with its activations held (None), recomputed or offloaded."""
+        """The costs of the layer if its activations are held (None), recomputed or offloaded."""
         if keep == "offload":
             return replace(self, memory=replace(self.memory, offloads=1))
         return self if keep is None else self.recomputed(keeps_dear=keep == "recompute-cheap")
@@ -172,12 +173,12 @@ def costs_of_stage(
 
 
 def joined_costs(stages: Sequence[Mapping[str, Any]], **others: Any) -> Costs:
-    """The costs of stages from the result of ``costs_of_stage`` for each, and fields that all stages share."""
+    """Build `Costs` from the results of ``costs_of_stage``. ``others`` are fields with one value for all stages."""
     columns: dict[str, Any] = {name: tuple(row[name] for row in stages) for name in stages[0]}
     return Costs(**columns, **others)
 
 
-#: The figures of a stage that are sums over its layers.
+#: The times and sizes of a stage that are sums over its layers.
 _SUMS = (
     "forward_s",
     "input_grad_s",
@@ -191,9 +192,9 @@ _SUMS = (
 
 
 def messages(graph: "nx.DiGraph[str]", stages: Stages) -> dict[tuple[int, int], int]:
-    """The bytes of a micro-batch that each stage sends to each later one.
+    """The bytes that stages send to later stages for a micro-batch: {(sending stage, receiving stage): bytes}.
 
-    A tensor with several users is passed on from one user to the next.
+    A tensor that several stages use is passed on from one to the next.
     """
     home = {layer: stage for stage, layers in enumerate(stages) for layer in layers}
     ways: dict[tuple[int, str], tuple[int, set[int]]] = {}  # (stage, tensor): its bytes, and the stages that use it
@@ -209,6 +210,6 @@ def messages(graph: "nx.DiGraph[str]", stages: Stages) -> dict[tuple[int, int], 
 
 
 def treated(profile: Mapping[str, LayerCosts], checkpoint: Checkpoint) -> dict[str, LayerCosts]:
-    """The costs of layers by name, with the treatment of each layer's activations that ``checkpoint`` gives."""
+    """The costs of layers by name, with activations recomputed or offloaded where ``checkpoint`` says so."""
     keep = checkpoint_by_layer(checkpoint)
     return {name: costs.treated(keep.get(name)) for name, costs in profile.items()}

@@ -1,4 +1,4 @@
-"""Layer memory: the memory of a sequence of layers, from that of each layer alone."""
+"""Layer memory: computes the memory of a sequence of layers from the measured memory of each layer."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -15,10 +15,10 @@ __all__ = [
     "stage_memory",
 ]
 
-#: W delivers weight gradients in groups of about this size.
+#: W computes weight gradients in groups of about this size before it adds them to the parameters' gradients.
 DELIVERED_BYTES = 1 << 20
 
-#: Scalars of a step, such as the losses of up to 16 micro-batches.
+#: The size of the scalars of a step, such as the losses of up to 16 micro-batches.
 SCALARS_BYTES = 128
 
 
@@ -52,7 +52,7 @@ class LayerMemory:
     left_grad_bytes: int = 0
     #: Size of the gradients of the parameters.
     gradient_bytes: int = 0
-    #: The part of `gradient_bytes` that W makes.
+    #: The part of `gradient_bytes` that W computes.
     deferred_gradient_bytes: int = 0
     #: Size of the buffers.
     buffer_bytes: int = 0
@@ -72,9 +72,10 @@ class LayerMemory:
     def __add__(self, other: "LayerMemory") -> "LayerMemory":
         """The memory of two layers in sequence.
 
-        What the first holds as its output and the second as its input counts once.
+        Memory that the first layer holds as its output and the second as its input counts once.
 
-        While one layer runs, the other holds its activations; so transients combine by their maximum, not by their sum.
+        Layers run one at a time, so the transient of the sequence is a maximum over its layers, not a sum. While one
+        layer runs, the other one holds its activations.
         """
         shared = min(self.kept_output_bytes, other.kept_input_bytes)
         kept = self.activation_bytes + other.activation_bytes - shared
@@ -107,7 +108,7 @@ class LayerMemory:
         )
 
     def of_batch(self) -> "LayerMemory":
-        """The layer as the first of a model: its inputs belong to the batch and are not counted."""
+        """The memory of this layer as the first of a model: its inputs belong to the batch and are not counted."""
         return replace(
             self,
             activation_bytes=self.activation_bytes - self.kept_input_bytes,
@@ -117,10 +118,10 @@ class LayerMemory:
         )
 
     def recomputed(self, *, keeps_dear: bool) -> "LayerMemory":
-        """The layer with its forward recomputed before the backward.
+        """The memory of this layer if its forward is recomputed before the backward.
 
-        Until then it holds its input, copies of its buffers, and with ``keeps_dear`` the activations that are expensive
-        to compute.
+        Until the recomputation it holds its input, copies of its buffers, and with ``keeps_dear`` the activations that
+        are expensive to compute.
         """
         recomputed = self.activation_bytes - self.kept_input_bytes
         kept = self.input_bytes + self.buffer_bytes + keeps_dear * self.dear_bytes
@@ -186,7 +187,7 @@ def stage_memory(layers: Sequence[LayerMemory]) -> LayerMemory:
 
 
 def _shared(layers: Sequence[LayerMemory]) -> list[int]:
-    """For each layer, the memory that it holds as its input and the layer before holds as its output."""
+    """For each layer, the bytes that it holds as its input and that the previous layer holds as its output."""
     pairs = [min(one.kept_output_bytes, other.kept_input_bytes) for one, other in pairwise(layers)]
     return [0, *pairs]
 
@@ -201,10 +202,10 @@ def _forward(layers: Sequence[LayerMemory]) -> int:
 
 
 def offloaded_bytes(layers: Sequence[LayerMemory]) -> int:
-    """The bytes that are copied to the host and back.
+    """The bytes of activations that are copied to the host and back.
 
-    Of consecutive offloaded layers, the memory shared with the input of the first or the output of the last stays on
-    the device, because other layers may hold it.
+    In a run of consecutive offloaded layers, memory shared with the first layer's input or the last layer's output
+    stays on the device, because other layers may hold it.
     """
     copied = 0
     for offloads, run in groupby(layers, lambda layer: layer.offloads):
@@ -215,18 +216,19 @@ def offloaded_bytes(layers: Sequence[LayerMemory]) -> int:
 
 
 def dropping_bytes(layers: Sequence[LayerMemory]) -> int:
-    """The memory beyond its input that a forward of these layers needs if it holds no activations: the maximum over
-    layers.
+    """The bytes that a forward of these layers needs beyond its input if it keeps no activations.
+
+    It is the maximum over the layers.
     """
     inside = [layer.activation_bytes + layer.forward_transient_bytes for layer in layers]
     return max(0, inside[0] - layers[0].input_bytes, *inside[1:]) if layers else 0
 
 
 def _backwards(layers: Sequence[LayerMemory]) -> dict[str, int]:
-    """Transients of the stage's backwards, beyond its activations.
+    """The transients of the stage's backwards beyond its activations, by the field names of `LayerMemory`.
 
-    W needs the inputs of matrix products. If the previous layer holds such an input as its output, it is held twice
-    until that layer's backward has run.
+    W needs the inputs of matrix products. Until the previous layer's backward has run, such an input may also be held
+    as that layer's output. It must not count twice.
     """
     freed = made = left = whole = first = split = twice = received = 0
     for layer, shared in zip(reversed(layers), reversed(_shared(layers)), strict=True):
@@ -247,7 +249,7 @@ def _backwards(layers: Sequence[LayerMemory]) -> dict[str, int]:
 
 
 def _delivered(layers: Sequence[LayerMemory]) -> int:
-    """The peak size of a group of weight gradients, minus the output gradients that W freed while it made the group."""
+    """The peak bytes of a group of weight gradients, minus the output gradients that W has freed during the group."""
     most = group = gone = 0
     for layer in reversed(layers):
         most = max(most, group - gone + layer.weight_grad_transient_bytes)

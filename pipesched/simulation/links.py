@@ -18,7 +18,7 @@ __all__ = ["Link", "Links", "check_speed", "check_times", "plain"]
 
 
 def plain(value: Any) -> Any:
-    """Convert a numpy scalar to a Python number, because JSON accepts it and its integers do not overflow."""
+    """Convert a numpy scalar to a Python number, which JSON accepts. Python integers do not overflow."""
     return value.item() if isinstance(value, np.generic) else value
 
 
@@ -46,8 +46,8 @@ class Link:
 
     Attributes:
         latency_s: seconds. Default: 0.
-        bytes_per_s: bandwidth. Default: None, messages take no time for their size.
-        spread: deviation of measured times: (slowest - fastest) / median. Default: 0.
+        bytes_per_s: bandwidth. Default: None, unlimited.
+        spread: spread of the measured times: (slowest - fastest) / median. Default: 0.
 
     """
 
@@ -73,7 +73,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Links:
-    """The links between all ranks, one in each direction of each pair.
+    """The links between all ranks. Each pair of ranks has one link in each direction.
 
     ::
 
@@ -125,11 +125,11 @@ class Links:
 
     @classmethod
     def of_hosts(cls, ranks_per_host: int, num_ranks: int, **links: Any) -> "Links":
-        """Links for hosts with equally many ranks, numbered host by host.
+        """Create the links between hosts with the same number of ranks each. Ranks are numbered host by host.
 
         Args:
             ranks_per_host: the number of ranks on each host.
-            num_ranks: the number of all ranks.
+            num_ranks: the total number of ranks.
             links: the other fields of Links.
 
         """
@@ -165,7 +165,7 @@ class Links:
         return travel
 
     def _figures(self, senders: Ints, receivers: Ints, figure: Callable[[Link], float]) -> NDArray[Any]:
-        """A figure of each message's link, computed once per pair of ranks."""
+        """A property of each message's link, such as its latency. It is computed once per pair of ranks."""
         num_ranks = 1 + int(max(senders.max(initial=0), receivers.max(initial=0)))
         pairs = senders * num_ranks + receivers
         figures: NDArray[Any] = np.zeros(num_ranks * num_ranks, object)
@@ -176,7 +176,7 @@ class Links:
         return figures[pairs]  # type: ignore[no-any-return]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain lists and numbers for JSON."""
+        """Convert to plain lists and numbers for JSON."""
         return asdict(self) | {
             "hosts": list(self.hosts),
             "special": [[sender, receiver, asdict(link)] for (sender, receiver), link in self.special],

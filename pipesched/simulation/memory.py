@@ -1,5 +1,6 @@
-"""Memory: the peak memory of each rank of a program, by purpose. It depends on the order of actions, not on their
-times.
+"""Memory: the peak memory of each rank of a program, by purpose.
+
+The peak depends on the order of actions, not on their times.
 """
 
 from collections.abc import Iterator, Mapping
@@ -19,9 +20,9 @@ from pipesched.simulation.costs import Costs
 
 __all__ = ["AHEAD", "Message", "RankMemory", "rank_memory"]
 
-#: Receives per channel between processes that are posted before they are needed.
+#: The number of receives that a process posts in advance on each channel.
 AHEAD = 4
-_HEADER_BYTES = 64  # for each message between processes
+_HEADER_BYTES = 64  # the size of a header; each message between processes has one
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +39,7 @@ class RankMemory:
     batch: int
     #: Gradients of the parameters, held from a stage's first backward to its update.
     gradients: int
-    #: Activations of the micro-batches in flight; for checkpointed ones the inputs and copies of buffers.
+    #: Activations of the micro-batches in flight. Checkpointed stages hold their inputs and copies of buffers instead.
     activations: int
     #: Memory held from I to W.
     weight_grads: int
@@ -51,12 +52,12 @@ class RankMemory:
 
     @property
     def total_bytes(self) -> int:
-        """The sum of all parts."""
+        """The rank's peak memory, the sum of all fields."""
         return sum(getattr(self, field.name) for field in fields(self))
 
 
 class Message(NamedTuple):
-    """The sizes of the value that one stage sends to another for a micro-batch, in bytes."""
+    """The sizes of a message that one stage sends to another for a micro-batch, in bytes."""
 
     #: Size at the receiver.
     arriving: int
@@ -73,16 +74,16 @@ def rank_memory(
 ) -> tuple[RankMemory, ...]:
     """An upper bound of each rank's peak memory, divided by purpose.
 
-    Of the batch, only the inputs on the ranks' devices are counted, not the targets.
+    The model's inputs on the ranks' devices are counted; the targets are not.
 
     Args:
         program: the program as it runs, with recomputes (R) and updates.
         costs: the sizes of the stages.
-        posted: receives per channel that are posted, with their buffers, before they are needed. Default: 0.
-        messages: the messages by (sending stage, receiving stage). Default: each stage sends its output.
+        posted: the number of receives per channel that are posted in advance, each with a buffer. Default: 0.
+        messages: the sizes of messages by (sending stage, receiving stage). Default: each stage sends its output.
 
     Raises:
-        ScheduleError: if the costs have another number of stages.
+        ScheduleError: if the costs and the program have different numbers of stages.
 
     """
     if costs.num_stages != program.num_stages:
@@ -124,7 +125,7 @@ class _Around(NamedTuple):
 
     @classmethod
     def of(cls, program: Program, change: Ints) -> "_Around":
-        """Add up the changes at each action. Each rank begins with 0 bytes."""
+        """Add up the changes of held bytes by each action. Each rank starts with 0 bytes."""
         total = np.concatenate([[0], np.cumsum(change)])
         begins = program.orders.offsets[:-1][program.orders.rank_of]
         return cls(total[:-1] - total[begins], total[1:] - total[begins])
@@ -136,7 +137,7 @@ class _Around(NamedTuple):
 
 
 class _Sizes(NamedTuple):
-    """The sizes of messages, as in `Message`, by sending and receiving stage."""
+    """The fields of `Message` as arrays, indexed by (sending stage, receiving stage)."""
 
     arriving: Ints
     made: Ints
@@ -145,7 +146,7 @@ class _Sizes(NamedTuple):
 
     @classmethod
     def of(cls, program: Program, costs: Costs, messages: Mapping[tuple[int, int], Message] | None) -> "_Sizes":
-        """The given sizes, or by default those of the stages' outputs."""
+        """The sizes of the given messages. Default: each stage sends its output to its consumers."""
         stages = range(costs.num_stages)
         own = [
             Message(arriving=size, made=size, kept=min(kept, size), back=size)
@@ -159,7 +160,7 @@ class _Sizes(NamedTuple):
 
 
 def _held(program: Program, costs: Costs, messages: _Sizes, posted: int) -> dict[str, Ints]:
-    """The peak bytes during each action, by purpose."""
+    """The peak bytes during each action, by purpose (a field of `RankMemory`)."""
     columns = program.columns
     sizes: dict[str, Ints] = {name: np.asarray(values, np.int64) for name, values in _sizes(costs).items()}
     inputs = tuple(size if program.graph.producers[stage] else 0 for stage, size in enumerate(costs.input_bytes))
@@ -190,7 +191,7 @@ def _holding(program: Program, costs: Costs, *wanted: Holding) -> _Around:
 
 
 def _met(program: Program, buffer_bytes: Ints) -> _Around:
-    """Copies of buffers that a checkpointed forward keeps for its backward."""
+    """The bytes of the copies of buffers that checkpointed forwards keep for their backwards."""
     columns = program.columns
     recomputed = np.isin(columns.pair, columns.pair[columns.are(Kind.R)])
     size = np.where(recomputed, buffer_bytes[columns.stage], 0)
@@ -198,7 +199,7 @@ def _met(program: Program, buffer_bytes: Ints) -> _Around:
 
 
 class _Gradients(NamedTuple):
-    """The gradients of parameters, held from a stage's first backward to its update or to the end of the step."""
+    """The bytes of parameter gradients, held from a stage's first backward to its update or the end of the step."""
 
     around: _Around
     #: A mask of the actions that allocate the gradients.
@@ -206,14 +207,15 @@ class _Gradients(NamedTuple):
 
     @classmethod
     def of(cls, program: Program, sizes: Mapping[str, Ints]) -> "_Gradients":
-        """The gradients of a program's stages."""
+        """Compute the bytes of the gradients around each action of a program."""
         columns = program.columns
         whole = sizes["gradient_bytes"]
         deferred = sizes["deferred_gradient_bytes"]
         order = np.argsort(columns.stage, kind="stable")
         updates = columns.are(Kind.UPDATE)
         number = np.empty(len(columns), np.int64)
-        number[order] = np.cumsum(updates[order]) - updates[order]  # the number of updates before, of all stages
+        # The number of earlier updates, in the order of stages.
+        number[order] = np.cumsum(updates[order]) - updates[order]
         change = np.zeros(len(columns), np.int64)
         first = np.zeros(len(columns), np.bool_)
         for kind, size in ((Kind.I, whole - deferred), (Kind.W, deferred)):
@@ -226,7 +228,7 @@ class _Gradients(NamedTuple):
 
 
 def _transients(columns: Columns, sizes: Mapping[str, Ints], gradients: _Gradients) -> Ints:
-    """The temporary memory of each action: its peak, less the memory held at its start and the memory it keeps."""
+    """The transient bytes of each action: its peak, minus the memory held at its start and the memory it keeps."""
     stage = columns.stage
     found = np.zeros(len(columns), np.int64)
     for kind, name in (
@@ -245,7 +247,7 @@ def _transients(columns: Columns, sizes: Mapping[str, Ints], gradients: _Gradien
     fresh = sizes["first_backward_transient_bytes"]
     first = columns.are(Kind.B) & (gradients.first | versioned)  # each weight version gets its own gradients
     found[first] = fresh[stage[first]]
-    handed = columns.are(Kind.B) & gradients.first & versioned  # then moved to the live weights
+    handed = columns.are(Kind.B) & gradients.first & versioned  # these are then moved to the current weights
     twice = 2 * whole + sizes["input_bytes"] + sizes["output_bytes"] - sizes["activation_bytes"]
     found[handed] = np.maximum(fresh, twice)[stage[handed]]
     first = columns.are(Kind.I) & gradients.first
@@ -253,14 +255,14 @@ def _transients(columns: Columns, sizes: Mapping[str, Ints], gradients: _Gradien
     first = columns.are(Kind.W) & gradients.first
     found[first] = np.maximum(found[first], sizes["deferred_gradient_bytes"][stage[first]])
     late = columns.are(Kind.W) & versioned
-    found[late] += whole[stage[late]]  # gradients of the version, until they are moved to the live weights
+    found[late] += whole[stage[late]]  # gradients of the version, until they are moved to the current weights
     dropping = columns.are(Kind.F) & np.isin(columns.pair, columns.pair[columns.are(Kind.R)])
     found[dropping] = sizes["dropping_transient_bytes"][stage[dropping]]
     return found
 
 
 def _waiting(program: Program, sizes: _Sizes, posted: int) -> Ints:
-    """The bytes of outputs and gradients that are not yet received or used, and of posted receives."""
+    """The bytes of outputs and gradients in transit or not yet used, and of posted receives, for each action."""
     change = np.zeros(len(program.columns) + 1, np.int64)
     received = _Received.of(program, sizes)
     early = (received.place, received.taker, received.size)
@@ -277,13 +279,13 @@ def _waiting(program: Program, sizes: _Sizes, posted: int) -> Ints:
 class _Received(NamedTuple):
     """The receives of all ranks, in the order of the ranks' programs."""
 
-    #: Row of the next action of the program.
+    #: Row of the first action after the receive, in the program without transfers.
     place: Ints
     #: Row of the action that uses the value.
     taker: Ints
     #: Size in bytes.
     size: Ints
-    #: A number for the pair of ranks and the direction.
+    #: The channel as a number: each ordered pair of ranks has one for outputs and one for gradients.
     channel: Ints
 
     @classmethod
@@ -292,9 +294,8 @@ class _Received(NamedTuple):
         columns = lower(program).columns
         at = np.flatnonzero(columns.are(Kind.RECV_F, Kind.RECV_B))
         received = columns[at]
-        place = np.cumsum(~columns.are(*OTHER_END), dtype=np.int64)[
-            at
-        ]  # the number of program actions before the receive
+        # The number of program actions before the receive.
+        place = np.cumsum(~columns.are(*OTHER_END), dtype=np.int64)[at]
         forward = received.are(Kind.RECV_F)
         rows = {
             kind: program.index.rows(kind, received.stage, received.microbatch) for kind in (Kind.F, Kind.B, Kind.I)
@@ -308,9 +309,9 @@ class _Received(NamedTuple):
         return cls(place=place, taker=taker, size=size, channel=ends * 2 + forward)
 
     def ahead(self, posted: int) -> Iterator[tuple[Ints, Ints, Ints]]:
-        """The buffers of posted receives, in the form that ``_waits`` yields.
+        """Yield the actions during which the buffers of posted receives are held, in the form that ``_waits`` yields.
 
-        The buffer of a message exists from the receive that is ``posted`` places earlier in the channel.
+        The buffer of a message is allocated at the receive that is ``posted`` messages earlier on the channel.
         """
         for channel in np.unique(self.channel).tolist() if posted else ():
             own = self.channel == channel
@@ -322,10 +323,11 @@ class _Received(NamedTuple):
 
 
 def _waits(program: Program, sizes: _Sizes) -> Iterator[tuple[Ints, Ints, Ints]]:
-    """Yields the values that pass between stages: (row from which held, row before which freed, bytes).
+    """Yield the actions during which values that pass between stages are held.
 
-    On its own rank a value is freed by the action that uses it. A value sent to another rank counts as held until that
-    rank sends something back that was made after it received the value.
+    A value used on the rank that made it counts until the action that uses it. A value sent to another rank counts
+    until a message comes back that the other rank made after it had used the value. Each result has three arrays: the
+    row from which a value counts, the row from which it no longer counts, and its bytes.
     """
     columns = program.columns
     rank_of = program.orders.rank_of

@@ -1,4 +1,4 @@
-"""Overheads: the time that ranks spend besides their stages' work, and their slowdown of each other."""
+"""Overheads: the time that ranks spend outside their stages' work, and the slowdown of ranks that share a host."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -17,30 +17,31 @@ __all__ = ["Machine", "Overheads", "RanksAre"]
 
 Floats = NDArray[np.float64]
 
-#: Default overhead of an action and of each end of a message; a message between two other ranks then takes 150 us.
+#: Default overhead in seconds of an action, of sending a message, and of receiving a message.
 _USUAL_S = 50e-6
 
-#: Ranks are threads of one process (``devices=``), or processes (``mesh=``).
+#: Whether ranks are threads of one process (``devices=``) or processes (``mesh=``).
 RanksAre = Literal["threads", "processes"]
 
 
 @dataclass(frozen=True)
 class Overheads:
-    """The time of a rank besides its stages' work. Default: nothing."""
+    """The time that a rank spends outside its stages' work. Default: none."""
 
     #: Seconds for each action.
     action_s: float = 0
-    #: Additional seconds for an action that only waits, for example for a device: waking up, with cold caches. Actions
-    #: that wait for part of their time get the same part of it. W has none, because it waits for no message.
+    #: Additional seconds to wake up, with cold caches, for an action that spends its whole time waiting, for example
+    #: for a device. An action that waits for a fraction of its time takes this fraction of them. W takes none, because
+    #: it waits for no message.
     waking_s: float = 0
-    #: Time for each message to another rank, by its size. It blocks the rank.
+    #: Time to send a message to another rank, by its size. The rank computes nothing meanwhile.
     send: Link = field(default_factory=Link)
-    #: Time for each message from another rank, by its size. It blocks the rank.
+    #: Time to receive a message from another rank, by its size. The rank computes nothing meanwhile.
     receive: Link = field(default_factory=Link)
     #: Link between two ranks, if ``Costs.links`` is None.
     link: Link = field(default_factory=Link)
-    #: Slowdown of ranks while 1, 2, ... of them compute on one host, because they share memory and cores. If more ranks
-    #: compute than there are entries, they take turns. (): no slowdown.
+    #: The factor by which actions take longer while 1, 2, ... ranks compute on one host, because ranks share memory and
+    #: cores. If more ranks compute than there are entries, they take turns. Default: (), no slowdown.
     crowding: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
@@ -56,7 +57,10 @@ class Overheads:
             )
 
     def slower(self, load: Floats) -> Floats:
-        """The slowdown of an action while ``load`` ranks of its host compute. Fractions of ranks are allowed."""
+        """The factor by which an action takes longer while ``load`` ranks of its host compute.
+
+        ``load`` may be fractional.
+        """
         if not self.crowding:
             return np.ones_like(load)
         most = len(self.crowding)
@@ -64,10 +68,10 @@ class Overheads:
         return within * np.maximum(load / most, 1)
 
     def beside(self, crowding: float) -> "Overheads":
-        """A copy with the larger of two slowdowns: its own, and the one measured with the layers.
+        """A copy with the larger of two slowdowns: the one in ``self``, and the one measured with the layers.
 
         Args:
-            crowding: the measured slowdown with one other rank; each further rank is assumed to add the same.
+            crowding: the measured slowdown factor with one other rank; each further rank is assumed to add the same.
 
         """
         if crowding == 1:
@@ -77,7 +81,7 @@ class Overheads:
         return replace(self, crowding=tuple(max(own[count], 1 + (crowding - 1) * count) for count in counts))
 
     def crowded(self, starts: Floats, ends: Floats, share: Floats, host: Ints) -> Floats:
-        """How much slower each action runs because of other actions on the same host at the same time.
+        """The factor by which each action takes longer because of other actions on its host at the same time.
 
         Args:
             starts: the start of each action, in seconds.
@@ -98,7 +102,8 @@ class Overheads:
             lengths = np.diff(moments)
             for part in np.unique(share[own]):
                 same = own[share[own] == part]
-                done = np.concatenate([[0], np.cumsum(lengths / (1 + part * slower))])  # in seconds of an action alone
+                # In seconds of an action that runs alone.
+                done = np.concatenate([[0], np.cumsum(lengths / (1 + part * slower))])
                 spent = np.interp(ends[same], moments, done) - np.interp(starts[same], moments, done)
                 took = ends[same] - starts[same]
                 slowest = 1 + part * slower.max(initial=0)
@@ -107,7 +112,7 @@ class Overheads:
         return factor
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain lists and numbers for JSON."""
+        """Convert to plain lists and numbers for JSON."""
         return asdict(self) | {"crowding": list(self.crowding)}
 
     @classmethod
@@ -125,7 +130,7 @@ class Overheads:
 
 @dataclass(frozen=True)
 class Machine:
-    """The figures of a machine that do not depend on the layers."""
+    """The measured properties of a machine that do not depend on the model."""
 
     #: Name of the measured device.
     name: str = ""
@@ -135,7 +140,8 @@ class Machine:
     threads: Overheads | None = None
     #: Overheads of ranks that are processes.
     processes: Overheads | None = None
-    #: Bandwidth of copies between the device and its host, in both directions at the same time. None: unknown.
+    #: Bandwidth of copies between the device and its host, with copies in both directions at the same time. None if
+    #: unknown.
     host_bytes_per_s: float | None = None
     #: Whether the device is the host's CPU; then offloading frees no memory.
     on_host: bool = False
@@ -144,12 +150,12 @@ class Machine:
         check_speed(self.host_bytes_per_s, "host_bytes_per_s", "a machine")
 
     def assuming(self, ranks_are: RanksAre, num_ranks: int, num_cores: int | None = None) -> "Machine":
-        """A copy with default overheads for ranks of this kind, if none were measured.
+        """A copy with default overheads for threads or for processes, if no overheads of this kind were measured.
 
         Args:
-            ranks_are: threads or processes.
+            ranks_are: "threads" or "processes".
             num_ranks: the number of ranks.
-            num_cores: the cores of the host on which all ranks compute. Default: one per rank.
+            num_cores: the number of cores of the host on which all ranks compute. Default: one per rank.
 
         """
         if (self.threads if ranks_are == "threads" else self.processes) is not None:
@@ -162,14 +168,14 @@ class Machine:
     def between(self, ranks_are: RanksAre, crowding: float = 1.0) -> dict[str, Any]:
         """The ``links`` and ``overheads`` to pass to `Costs`, for ranks that are threads or processes.
 
-        ``crowding`` is the measured slowdown with one other rank (see `Overheads.beside`).
+        ``crowding`` is the measured slowdown factor with one other rank (see `Overheads.beside`).
         """
         threads = ranks_are == "threads"
         overheads = self.threads if threads else self.processes
         return {"links": None if threads else self.links, "overheads": overheads and overheads.beside(crowding)}
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
+        """Convert to plain values for JSON."""
         parts = {"links": self.links, "threads": self.threads, "processes": self.processes}
         plain = {"name": self.name, "host_bytes_per_s": self.host_bytes_per_s, "on_host": self.on_host}
         return plain | {name: part and part.to_dict() for name, part in parts.items()}

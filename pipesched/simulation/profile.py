@@ -36,13 +36,13 @@ class Profile:
         plan = pipesched.tune(pipesched.Profile.load("profile.json"), num_ranks=4, batch_size=32)
 
     Attributes:
-        graphs: rows of a micro-batch -> graph of the measured layers, as `pipesched.graph_of` returns it. All graphs
-            have the same layers and edges.
+        graphs: for each micro-batch size in rows, the graph of the measured layers, as `pipesched.graph_of` returns
+            it. All graphs have the same layers and edges.
         model: a digest of the measured model.
         machine: device name, links, overheads and host bandwidth of the machine.
 
     Raises:
-        ScheduleError: for graphs that differ, and for invalid figures.
+        ScheduleError: for graphs with different layers or edges, and for invalid figures.
 
     """
 
@@ -96,14 +96,14 @@ class Profile:
         """The costs of stages made of these layers, with the machine's links and overheads.
 
         A weight that several layers of a stage use counts once. ``input_bytes`` and ``output_bytes`` are the bytes that
-        cross the stage's boundaries; a tensor that skips stages goes from one user to the next.
+        cross the stage's boundaries. A tensor used by several later stages is passed on from one to the next.
 
         Args:
             stages: the names of each stage's layers. Every layer of the profile is in exactly one stage.
-            rows: rows of a micro-batch.
-            keep: treatment of layers by name: "recompute", "recompute-cheap" or "offload". Default: activations are
-                held.
-            ranks_are: "threads" or "processes"; overheads differ. Default: "threads".
+            rows: the number of rows of a micro-batch.
+            keep: how to save the memory of layers' activations, by layer name: "recompute", "recompute-cheap" or
+                "offload". Default: activations are held.
+            ranks_are: "threads" or "processes", which have different overheads. Default: "threads".
 
         Returns:
             The costs, one entry per stage.
@@ -143,7 +143,7 @@ class Profile:
         return known
 
     def _crowding(self, rows: int) -> float:
-        """The slowdown of all layers together while one other rank computes."""
+        """The factor by which all layers together take longer while one other rank computes."""
         nodes = self.graph(rows).nodes.values()
         took_s = sum(node["forward_s"] + node["backward_s"] for node in nodes)
         return 1 + sum(node.get("crowded_s", 0.0) for node in nodes) / took_s if took_s else 1.0
@@ -153,7 +153,7 @@ class Profile:
         return {}
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
+        """Convert to plain values for JSON."""
         return {
             "model": self.model,
             "machine": self.machine.to_dict(),
@@ -192,7 +192,7 @@ class Profile:
 
 
 def _check_layers(layers: list[str], stages: Stages, keep: Mapping[str, str]) -> None:
-    """Raise ScheduleError unless stages contain each layer once, and ``keep`` has only known layers and treatments."""
+    """Raise ScheduleError unless stages contain each layer once, and ``keep`` has only known layers and settings."""
     listed = [name for names in stages for name in names]
     for name in dict.fromkeys([*layers, *listed]):
         if name in layers and listed.count(name) == 1:
@@ -210,7 +210,7 @@ def _check_layers(layers: list[str], stages: Stages, keep: Mapping[str, str]) ->
             )
 
 
-#: The saved attributes of a layer, and of an edge.
+#: The attributes of a layer that are saved. ``_EDGE`` has the attributes of an edge.
 _LAYER = (*LayerCosts().figures(), "num_parameters", "parameters", "buffers")
 _EDGE = ("bytes", "tensors")
 _AGAIN = "measure it again"
@@ -228,7 +228,7 @@ def _plain(graph: "nx.DiGraph[str]") -> dict[str, Any]:
 
 
 def _rows(text: str) -> int:
-    """The micro-batch size, from a key of the file."""
+    """Parse a micro-batch size in rows from a key of the file."""
     rows = int(text) if len(text) < 10 else 0
     if str(rows) != text:
         raise ScheduleError(f"the sizes of a profile must be whole numbers of rows; got {shown(text)}; {_AGAIN}")
@@ -254,7 +254,7 @@ def _graph(values: Mapping[str, Any]) -> "nx.DiGraph[str]":
     return graph
 
 
-#: Figures that do not depend on the number of rows.
+#: Costs of a layer that do not depend on the number of rows.
 _FIXED = (
     "parameter_bytes",
     "num_parameters",
@@ -268,7 +268,7 @@ _FIXED = (
 
 
 def _at(graphs: Mapping[int, "nx.DiGraph[str]"], rows: int) -> "nx.DiGraph[str]":
-    """The interpolated graph for a micro-batch size that was not measured."""
+    """Interpolate the graph for a micro-batch size that was not measured."""
     sizes = sorted(graphs)
     found = graphs[sizes[0]].copy()
     for name, node in found.nodes(data=True):

@@ -1,4 +1,4 @@
-"""Profile validation: checks that a profile's figures are consistent, and that it belongs to a model."""
+"""Profile validation: checks that a profile's values are consistent, and that a profile belongs to a model."""
 
 from collections.abc import Iterator, Mapping
 from itertools import zip_longest
@@ -16,9 +16,7 @@ _AGAIN = "measure it again"
 
 
 def check_graphs(graphs: Mapping[int, "nx.DiGraph[str]"]) -> None:
-    """Raise ScheduleError for a profile without layers, with sizes that differ in their layers, or with invalid
-    figures.
-    """
+    """Raise ScheduleError unless all micro-batch sizes of a profile have the same layers and valid figures."""
     if not isinstance(graphs, Mapping) or not all(isinstance(graph, nx.DiGraph) for graph in graphs.values()):
         raise ScheduleError(f"a profile must have a graph of layers for each size; got {shown(graphs)}; {_AGAIN}")
     if not graphs or not all(len(graph) for graph in graphs.values()):
@@ -51,7 +49,7 @@ def check_graphs(graphs: Mapping[int, "nx.DiGraph[str]"]) -> None:
 
 
 def _check_alike(one: "nx.DiGraph[str]", other: "nx.DiGraph[str]", rows: str) -> None:
-    """Raise ScheduleError if a figure of a layer or an edge is a number for only one of two micro-batch sizes."""
+    """Raise ScheduleError if a value of a layer or an edge is a number for only one of two micro-batch sizes."""
     pairs: list[tuple[Any, Mapping[str, Any], Mapping[str, Any]]] = [
         *((layer, one.nodes[layer], other.nodes[layer]) for layer in one),
         *((edge, one.edges[edge], other.edges[edge]) for edge in one.edges),
@@ -67,12 +65,12 @@ def _check_alike(one: "nx.DiGraph[str]", other: "nx.DiGraph[str]", rows: str) ->
 
 
 def _figures(value: Any) -> Any:
-    """The keys if the value is a mapping; otherwise whether it is a number."""
+    """For comparing two values: the keys if the value is a mapping, otherwise whether it is a number."""
     return {*value} if isinstance(value, Mapping) else isinstance(value, int | float)
 
 
 def _check_parameters(graph: "nx.DiGraph[str]") -> None:
-    """Raise ScheduleError if the graph lacks the size of a layer's parameter."""
+    """Raise ScheduleError unless the graph has a valid size for every parameter of its layers."""
     sizes = graph.graph.get("parameters", {})
     for name, size in sizes.items():
         if not isinstance(size, tuple) or not len(size) == 2 or not all(is_count(number, 0) for number in size):

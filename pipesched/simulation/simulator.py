@@ -20,7 +20,7 @@ from pipesched.simulation.trace import Spans, Trace
 
 __all__ = ["simulate", "step_time"]
 
-_ROUNDS = 20  # the most iterations of a simulation with crowding
+_ROUNDS = 20  # the most iterations of a simulation in which ranks slow each other down
 _SETTLED = 1e-4  # relative change of the makespan at which the iteration ends
 
 
@@ -28,9 +28,9 @@ def simulate(program: Program, costs: Costs) -> Trace:
     """Simulate a step of a program on a virtual clock that starts at 0.
 
     An action starts when its rank is free and its inputs have arrived. A message between ranks takes
-    ``costs.transfer_s`` plus the time of its link, and occupies no rank; so a plain and a lowered program have equal
-    makespans. If links are contended, a message also occupies its link. ``costs.overheads`` lengthen actions: by the
-    rank's work for them and their messages, and while several ranks of a host compute.
+    ``costs.transfer_s`` plus the time of its link, and occupies no rank. A program therefore has the same makespan with
+    and without explicit transfers. If links are contended, a message also occupies its link. ``costs.overheads``
+    lengthen actions: by the time to start them and to pass their messages, and while several ranks of a host compute.
 
     ::
 
@@ -38,14 +38,14 @@ def simulate(program: Program, costs: Costs) -> Trace:
         print(trace.makespan_s, trace.bubble_ratio)
 
     Args:
-        program: the program, plain or lowered.
+        program: the program, with or without explicit transfers.
         costs: the costs of each stage.
 
     Returns:
         The trace of the step.
 
     Raises:
-        ScheduleError: for an invalid program, or costs of another number of stages.
+        ScheduleError: for an invalid program, or if program and costs have different numbers of stages.
 
     """
     check_program(program)
@@ -65,7 +65,7 @@ def simulate(program: Program, costs: Costs) -> Trace:
 
 
 def step_time(program: Program, costs: Costs) -> float:
-    """The makespan of a validated program. Faster than ``simulate``, for searches."""
+    """The makespan of a validated program in seconds. Faster than ``simulate``, for searches."""
     if costs.links is not None and costs.links.contended:
         program = lower(program)
     return max(_walked(program, costs).ends, default=0)  # the clock starts at 0
@@ -115,8 +115,9 @@ def _timing(program: Program, costs: Costs) -> Timing:
 
 
 def _to_hosts(program: Program) -> Ints | None:
-    """The link that each copy between device and host occupies: one per rank and direction. None if there are no
-    copies.
+    """For each action, the number of the host link that it occupies, or -1. None if the program has no host copies.
+
+    Each rank has two host links, one per direction.
     """
     if not program.index.has(Kind.OFFLOAD, Kind.FETCH):
         return None
@@ -124,14 +125,13 @@ def _to_hosts(program: Program) -> Ints | None:
     for direction, kind in enumerate((Kind.OFFLOAD, Kind.FETCH)):
         rows = program.columns.are(kind)
         ranks = program.orders.rank_of[rows]
-        occupied[rows] = (
-            program.num_ranks + direction
-        ) * program.num_ranks + ranks  # after the links of pairs of ranks
+        # Host links are numbered after the links of pairs of ranks.
+        occupied[rows] = (program.num_ranks + direction) * program.num_ranks + ranks
     return occupied
 
 
 def _overheads(program: Program, costs: Costs, overheads: Overheads, messages: "_Messages") -> NDArray[Any]:
-    """The time of each compute action besides its stage's work, including receiving inputs and sending outputs."""
+    """The overhead of each compute action in seconds, including receiving its inputs and sending its outputs."""
     columns = program.columns
     backward = columns.are(Kind.B, Kind.I, Kind.SEND_B, Kind.RECV_B)
     # A number for each stage, micro-batch and direction.
@@ -145,10 +145,10 @@ def _overheads(program: Program, costs: Costs, overheads: Overheads, messages: "
 
 
 def _crowded(program: Program, costs: Costs, timing: Timing, walked: Walked) -> Walked:
-    """The simulation with the mutual slowdown of ranks that compute at the same time.
+    """Simulate again, with the slowdown of ranks that compute on one host at the same time.
 
-    The slowdown depends on the times and the times on the slowdown, so the simulation is repeated until the makespan is
-    stable.
+    The slowdown depends on the times of the actions, and the times on the slowdown, so the simulation is repeated until
+    the makespan is stable.
     """
     if costs.overheads is None or costs.overheads.slower(np.array([float(program.num_ranks)]))[0] == 1:
         return walked
@@ -165,7 +165,7 @@ def _crowded(program: Program, costs: Costs, timing: Timing, walked: Walked) -> 
         took = float(ends.max(initial=0))
         if abs(took - last) <= _SETTLED * took:
             break
-        # The first action of an overlapping pair has the time of both; transfers take no time of a rank.
+        # The first action of an overlapping pair has the time of both actions. Transfers take no time of a rank.
         factor = costs.overheads.crowded(starts, np.where(alone > 0, ends, starts), share, host)
         seconds = np.where(alone > 0, alone * factor, timing.seconds)
         walked = walk(program, timing._replace(seconds=seconds))
@@ -175,7 +175,7 @@ def _crowded(program: Program, costs: Costs, timing: Timing, walked: Walked) -> 
 class _Messages(NamedTuple):
     """The messages between ranks."""
 
-    #: Index into the program's requirements.
+    #: Index of the message in the program's requirements.
     at: Ints
     #: Row of the action that produces the message.
     send: Ints

@@ -1,26 +1,26 @@
-"""Size interpolation: a figure at a micro-batch size that was not measured, from the measured sizes."""
+"""Size interpolation: estimates a time or size of a layer for a micro-batch size that was not measured."""
 
 from bisect import bisect_left
 from collections.abc import Sequence
 
 __all__ = ["figure_at"]
 
-_TINY = 1e-6  # relative to the largest value: smaller values count as zero
-_ENOUGH = 4  # sizes: with three, leaving out the middle one makes both methods use the same line
+_TINY = 1e-6  # values below this fraction of the largest value count as zero
+_ENOUGH = 4  # sizes to compare the methods; with three, both use the same line if the middle size is left out
 
 
 def figure_at(sizes: Sequence[int], values: Sequence[float], size: int) -> float:
-    """The value of a figure at a size, never negative.
+    """Estimate a time or size of a layer for a micro-batch size. The result is never negative.
 
-    A measured size returns its measured value. Otherwise each measured size except the smallest and the largest is left
-    out in turn, and the method that predicts the omitted values better is used: the line through the two nearest sizes,
-    or the line of least squares of relative errors through all sizes. With a single measured size the figure is
-    proportional to the size.
+    A measured size returns its measured value. Otherwise there are two methods: the line through the two nearest sizes,
+    and the line through all sizes with the least squares of relative errors. Each measured size except the smallest and
+    the largest is left out in turn, and the method that predicts the omitted values better is used. With fewer than
+    four sizes, or values near zero, the first method is used; with one size the value is proportional to the size.
 
     Args:
-        sizes: the measured sizes, ascending.
-        values: the figure at each of them.
-        size: the size to compute it for.
+        sizes: the measured micro-batch sizes in rows, ascending.
+        values: the measured value at each size.
+        size: the micro-batch size to estimate the value for.
 
     """
     if size in sizes:
@@ -48,7 +48,7 @@ def _nearest(sizes: Sequence[int], values: Sequence[float], size: int) -> float:
 
 
 def _on_line(sizes: Sequence[int], values: Sequence[float], size: int) -> float:
-    """The value at ``size`` on the line that minimises the squares of the relative errors at all sizes."""
+    """The value at ``size`` on the line with the least sum of squared relative errors at all sizes."""
     weights = [(min(values) / value) ** 2 for value in values]
     total = sum(weights)
     middle = sum(w * x for w, x in zip(weights, sizes, strict=True)) / total

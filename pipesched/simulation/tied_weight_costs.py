@@ -1,10 +1,11 @@
 """Tied weight costs: memory and messages of parameters that several layers use.
 
 In memory a tied parameter counts once per stage (`stage_parameters`), or once per rank if the placement is known
-(`weight_bytes`). Costs of layers without their graph (`pipesched.simulation.layer_costs`) count it once per use. Its
-gradient counts once per use. Its update counts with the first layer that uses it
-(`pipesched.profiling.profile_model.put_updates`). Messages between ranks (`tied_traffic_bytes`) are shown by plans, and
-compared by the search when it may put all users into one stage; the simulated step does not include them.
+(`weight_bytes`). `pipesched.simulation.layer_costs`, which adds up layers without their graph, counts the parameter
+once per use. Its gradient counts once per use. Its update counts with the first layer that uses the parameter
+(`pipesched.profiling.profile_model.put_updates`). The messages of tied weights between ranks (`tied_traffic_bytes`) are
+shown by plans. The search considers them when it decides whether to put all users into one stage; the simulated step
+does not include them.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,7 +20,7 @@ __all__ = ["parameter_bytes", "stage_parameters", "tied_traffic_bytes", "tied_gr
 
 
 def tied_groups(graph: "nx.DiGraph[str]") -> dict[tuple[str, ...], list[str]]:
-    """The parameters that several layers use, as a mapping: layers -> names of the parameters that they share."""
+    """The parameters that several layers use: {the layers: the names of the parameters that they share}."""
     users: dict[str, list[str]] = {}
     for layer, names in graph.nodes(data="parameters"):
         for name in names or ():
@@ -32,24 +33,23 @@ def tied_groups(graph: "nx.DiGraph[str]") -> dict[tuple[str, ...], list[str]]:
 
 
 def parameter_bytes(graph: "nx.DiGraph[str]", names: Iterable[str]) -> int:
-    """The total size of these parameters of a measured graph."""
+    """The total bytes of these parameters of a measured graph."""
     return sum(graph.graph["parameters"][name][1] for name in names)
 
 
 def stage_parameters(graph: "nx.DiGraph[str]", layers: Iterable[str]) -> set[str]:
-    """The parameters of a stage of these layers, each once."""
+    """The names of all parameters that a stage of these layers uses."""
     return {name for layer in layers for name in graph.nodes[layer]["parameters"]}
 
 
 def weight_bytes(program: Program, parameters: Sequence[Mapping[str, int]]) -> list[int]:
-    """The bytes that each stage adds to the weights of its rank. Parameters that an earlier stage of the rank has add
-    nothing.
+    """The bytes of weights that each stage adds to its rank, without parameters that the rank already has.
 
-    Stages that share weights with an earlier stage, as in bidirectional schedules, have copies of their own.
+    In bidirectional schedules several stages have the same layers. Each has its own copy of the weights, which counts.
 
     Args:
         program: the program.
-        parameters: parameter name -> bytes, for each stage of one chain.
+        parameters: for each stage of one chain, the bytes of its parameters by name.
 
     """
     counted: set[tuple[int, str]] = set()
@@ -62,7 +62,7 @@ def weight_bytes(program: Program, parameters: Sequence[Mapping[str, int]]) -> l
 
 
 def tied_traffic_bytes(size: int, ranks: Sequence[Any]) -> int:
-    """The bytes per step of a tied weight: it is sent to the other ranks, and each use there returns a gradient.
+    """The bytes sent per step for a tied weight: the weight to each other rank, and a gradient back from each use.
 
     Args:
         size: the size of the weight in bytes.

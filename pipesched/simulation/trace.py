@@ -26,7 +26,7 @@ from pipesched.units import counted, quote_time
 __all__ = ["Span", "Spans", "Trace", "check_trace", "chrome_json"]
 
 Times = NDArray[Any]
-_MOST_RANKS = 100_000  # in a trace
+_MOST_RANKS = 100_000  # the largest number of ranks in a trace
 _SPANS = "a trace must have num_ranks and spans, each [action, rank, start_s, end_s]"
 _TO_DICT = "write it with to_dict"
 
@@ -39,7 +39,7 @@ class Span(NamedTuple):
         rank: the rank that ran it.
         start_s: start in seconds.
         end_s: end in seconds.
-        lane: the lane of the action: compute, copy or collective.
+        lane: the resource of the rank that the action occupies: compute or copy.
 
     """
 
@@ -77,8 +77,9 @@ class Spans(Sequence[Span]):
 
     @classmethod
     def of_program(cls, orders: Orders, starts: list[Any], ends: list[Any]) -> "Spans":
-        """A span for each action of a program, in the order of its rows. Overlapping pairs appear only as overlapping
-        times.
+        """A span for each action of a program, in the order of its rows.
+
+        The actions of an overlapping pair are separate spans with overlapping times.
         """
         columns = replace(orders.columns, joined=np.zeros(len(orders.columns), np.bool_))
         return cls(columns, orders.rank_of, _times(starts), _times(ends))
@@ -141,10 +142,10 @@ class Trace:
         spans: the spans of all actions.
         num_ranks: the number of ranks.
         name: the name of the program. Default: "".
-        costs: the costs of the simulation, or the sizes held by the stages. Default: None; memory is then 0.
+        costs: the costs of the stages, from which memory is computed. Default: None; memory is then 0.
         versions: the program's weight versions, which determine how long older weights are held. Default: ().
-        bound_s: the makespan that no schedule of these stages can beat, from ``lower_bound`` without a memory limit.
-            Default: None, unknown.
+        bound_s: a lower bound of the makespan of every schedule of these stages, in seconds, from ``lower_bound``
+            without a memory limit. Default: None, unknown.
 
     Raises:
         ScheduleError: for invalid spans, ranks or bounds.
@@ -177,7 +178,7 @@ class Trace:
 
     def _repr_html_(self) -> str:
         """The timeline, for notebooks."""
-        notebook = import_module("pipesched.viz.notebook")  # by name: pictures are drawn in a package above this one
+        notebook = import_module("pipesched.viz.notebook")  # by name, because viz imports this package
         return str(notebook.timeline_html(self))
 
     @cached_property
@@ -213,28 +214,31 @@ class Trace:
 
     @property
     def makespan_s(self) -> float:
-        """Last end minus first start over all ranks, in seconds: the time of one isolated step."""
+        """The time of one isolated step in seconds, from the first start to the last end over all ranks."""
         return max((plain(row.end_s[-1]) for row in self._filled), default=0) - self.start_s
 
     @property
     def span_s(self) -> float:
-        """The longest of the ranks' own last end minus first start, in seconds: the cost in the zero-bubble papers."""
+        """The longest time of a rank from its first start to its last end, in seconds.
+
+        This is the cost in the zero-bubble papers.
+        """
         return max((plain(row.end_s[-1] - row.start_s[0]) for row in self._filled), default=0)
 
     @property
     def busy_s(self) -> tuple[float, ...]:
-        """The seconds that each rank computes; time in which two actions overlap counts once."""
+        """The seconds in which each rank computes. Time in which two actions overlap counts once."""
         return tuple(_busy(row) for row in self._rows)
 
     @property
     def busy_ratios(self) -> tuple[float, ...]:
-        """The share of the makespan in which each rank computes."""
+        """The fraction of the makespan in which each rank computes."""
         whole = self.makespan_s
         return tuple(busy_s / whole if whole else 0.0 for busy_s in self.busy_s)
 
     @property
     def bubble_ratio(self) -> float:
-        """Idle time over (ranks x makespan): 1F1B with uniform costs gives (p-1)/(m+p-1)."""
+        """The ranks' idle time divided by (ranks x makespan). 1F1B with uniform costs has (p-1)/(m+p-1)."""
         whole = self.num_ranks * self.makespan_s
         return max(0.0, 1 - sum(self.busy_s) / whole) if whole else 0.0  # rounding can make the sum exceed the whole
 
@@ -248,7 +252,7 @@ class Trace:
 
     @property
     def peak_in_flight(self) -> tuple[int, ...]:
-        """The most (stage, micro-batch) pairs that each rank holds at once."""
+        """The most (stage, micro-batch) pairs that each rank holds at the same time."""
         return tuple(pairs_held(row.columns).peak for row in self._rows)
 
     @property
@@ -260,7 +264,7 @@ class Trace:
 
     @property
     def peak_versions(self) -> dict[int, int]:
-        """The most weight versions that each stage holds at once, including the newest."""
+        """For each stage, the most weight versions that it holds at the same time, including the newest."""
         found = [versions_held(row.columns, self.versions) for row in self._rows]
         return {stage: most for own in found for stage, most in sorted(own.items())}
 
@@ -296,7 +300,7 @@ class Trace:
         return bytes_held(columns, costs.sizes(), self.versions)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain lists and numbers for JSON."""
+        """Convert to plain lists and numbers for JSON."""
         spans = [[str(s.action), s.rank, s.start_s, s.end_s] for s in self.spans]
         costs = self.costs.to_dict() if self.costs else None
         versions = {"versions": [list(own) for own in self.versions]} if self.versions else {}
@@ -320,7 +324,10 @@ class Trace:
         return made
 
     def to_chrome(self, path: str | PathLike[str]) -> None:
-        """Write Chrome trace-event JSON for Perfetto and chrome://tracing: one process per rank, one row per lane."""
+        """Write Chrome trace-event JSON for Perfetto and chrome://tracing.
+
+        Each rank is a process with one row for compute and one for copies.
+        """
         as_path(path).write_text(chrome_json(self.chrome_events()))
 
     def chrome_events(self, label: str = "", pids: tuple[int, int] = (0, 1)) -> list[dict[str, Any]]:
@@ -466,7 +473,7 @@ def _in_time(spans: Spans) -> Spans:
 
 
 def _steps(row: Spans, held: Held) -> Iterator[tuple[float, int]]:
-    """Yields (time in seconds, amount held from then on) at each start and each end."""
+    """Yield (time in seconds, amount held from then on) at each start and each end of a span."""
     lists = (values.tolist() for values in (row.start_s, row.end_s, held.during, held.after))
     for start_s, end_s, during, after in zip(*lists, strict=True):
         yield start_s, during

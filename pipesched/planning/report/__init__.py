@@ -1,1 +1,1 @@
-"""Report: a plan explained and compared with measured steps, as text, a picture or a page."""
+"""Report: explains a plan and compares it with measured steps, as text, a picture or an HTML page."""

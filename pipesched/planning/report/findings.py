@@ -28,8 +28,8 @@ def findings(
         plan: the plan.
         predicted: the predicted step.
         measured: the measured step.
-        comparison: the comparison of the two.
-        notes: sentences to insert after the figures of the step.
+        comparison: the comparison of the predicted with the measured step.
+        notes: sentences to insert after the step time and the bubble.
 
     """
     return [
@@ -47,7 +47,7 @@ def findings(
 
 
 def _step(predicted: Trace | None, comparison: Comparison | None) -> Iterator[str]:
-    """The step time."""
+    """The sentence about the step time."""
     if comparison is not None:
         yield str(comparison)
     elif predicted is not None:
@@ -57,7 +57,10 @@ def _step(predicted: Trace | None, comparison: Comparison | None) -> Iterator[st
 
 
 def _causes(plan: Plan, measured: Trace | None, comparison: Comparison | None) -> Iterator[str]:
-    """The parts of the prediction error: stage compute (the step simulated with measured stage times) and the rest."""
+    """Divide the prediction error into the errors of the stages' compute times and the gaps between actions.
+
+    The first part is the change of the simulated step if measured stage times are used.
+    """
     if plan.costs is None or measured is None or comparison is None:
         return
     step = comparison.step_s

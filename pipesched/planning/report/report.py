@@ -65,8 +65,9 @@ class Report:
 
     @cached_property
     def comparison(self) -> Comparison | None:
-        """The predicted step beside the measured one; None if one is missing. Raises InputError if their programs
-        differ.
+        """The comparison of the predicted with the measured step; None if one of them is missing.
+
+        Raises InputError if the two steps are of different programs.
         """
         if self.predicted is None or self.measured is None:
             return None
@@ -74,7 +75,7 @@ class Report:
 
     @property
     def traces(self) -> list[tuple[str, Trace]]:
-        """The predicted and the measured trace, with labels, as far as they exist."""
+        """The predicted and the measured trace, each with its label, as far as they exist."""
         both = (("predicted", self.predicted), ("measured", self.measured))
         return [(label, trace) for label, trace in both if trace is not None]
 
@@ -92,7 +93,7 @@ class Report:
 
     @property
     def lines(self) -> list[str]:
-        """The findings, one sentence each, beginning with the step time."""
+        """The findings, one sentence each; the first one is about the step time."""
         return findings(self.plan, self.predicted, self.measured, self.comparison, self.notes)
 
     @property
@@ -102,7 +103,7 @@ class Report:
 
     @property
     def tables(self) -> list[Table]:
-        """The tables: compared plans, prediction errors, stages, ranks and memory, as far as the figures are known."""
+        """The tables: compared plans, prediction errors, stages, ranks and memory, as far as their values are known."""
         return tables(self.plan, self.predicted, self.comparison)
 
     # ---- output -----------------------------------------------------------------------------------------------
@@ -124,7 +125,7 @@ class Report:
         return html_page(self.title, self.key_figures, self.lines, self.tables, self.traces)
 
     def _repr_html_(self) -> str:
-        """The picture, for notebooks."""
+        """The figure as HTML, for notebooks."""
         return image_html(self.figure(), "; ".join([self.title, *self.lines[:1]]))
 
     def save(self, path: str | PathLike[str]) -> None:

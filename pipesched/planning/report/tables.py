@@ -1,4 +1,4 @@
-"""Report tables: the figures of a report in rows and columns."""
+"""Report tables: the numbers of a report in rows and columns."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -36,8 +36,9 @@ _Row = dict[str, Cell]
 
 
 def tables(plan: Plan, predicted: Trace | None, comparison: Comparison | None) -> list[Table]:
-    """The tables of a report: compared plans, prediction errors, stages, ranks and memory, as far as the figures are
-    known.
+    """The tables of a report: compared plans, prediction errors, stages, ranks and memory.
+
+    Tables without known values are left out.
     """
     made = (
         _weighed(plan.alternatives),
@@ -188,7 +189,7 @@ def _memory(plan: Plan) -> Table | None:
 
 
 def _in_words(kinds: Iterable[Kind]) -> str:
-    """The column heads of kinds of actions, spelled out."""
+    """The names of kinds of actions, as a legend for the column headings."""
     return " ".join(f"{kind}: {KIND_NAMES[kind]}." for kind in kinds if kind in KIND_NAMES)
 
 
