@@ -17,7 +17,9 @@ from tests.support.quick_measurements import measure_quickly
 
 MINUTE = datetime.timedelta(seconds=60)
 FORKED = multiprocessing.get_context("forkserver")
-FORKED.set_forkserver_preload(["tests.support.places", "tests.support.quick_measurements"])
+FORKED.set_forkserver_preload(
+    ["tests.support.slow_imports", "tests.support.quick_measurements", "tests.support.jobs.peer"]
+)
 
 
 class Ranks:

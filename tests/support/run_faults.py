@@ -24,6 +24,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
 
+from tests.support import slow_imports  # noqa: F401
 from tests.support.jobs.faults import Case, as_script, run_rank
 
 ROOT = Path(__file__).parents[2]
