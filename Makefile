@@ -13,7 +13,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-fast check gallery bench clean
+.PHONY: help demo test test-all test-fast check gallery bench clean
 
 help: ## List the targets.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' Makefile
@@ -21,8 +21,11 @@ help: ## List the targets.
 demo: $(VENV)/demo ## Train a small GPT through a pipeline, and report and draw a step.
 	$(BIN)/python examples/train_gpt.py $(ARGS)
 
-test: $(VENV)/develop ## Run all tests, three at a time; ARGS="-k name" selects some.
+test: $(VENV)/develop ## Run the tests, three at a time; ARGS="-k name" selects some.
 	$(BIN)/python -m pytest -n 3 --dist worksteal $(ARGS)
+
+test-all: $(VENV)/develop ## Run all tests with every case of them, also those that `make test` leaves out.
+	$(BIN)/python -m pytest -n 3 --dist worksteal --exhaustive $(ARGS)
 
 test-fast: $(VENV)/develop ## Run the tests of schedules, simulation, partitioning and pictures, in about a minute.
 	$(BIN)/python -m pytest -n 2 --dist worksteal $(addprefix tests/,$(FAST)) $(ARGS)

@@ -1,6 +1,7 @@
 """Fixtures of all tests."""
 
 import os
+from collections import Counter
 from collections.abc import Iterator
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: test processes share the cores
@@ -17,6 +18,25 @@ from tests.support.rank_processes import Ranks
 settings.register_profile("same", derandomize=True, deadline=None)  # a run of the tests is as the one before
 settings.load_profile("same")
 measure_quickly()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--exhaustive", action="store_true", help="run every case of tests that are marked one_in")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Of a test marked ``one_in(n)``, keep about one case in n, spread evenly over its parameters' values."""
+    if config.getoption("exhaustive") or any("[" in name for name in config.args):
+        return
+    seen: Counter[str] = Counter()
+    chosen: dict[bool, list[pytest.Item]] = {True: [], False: []}
+    for item in items:
+        mark = item.get_closest_marker("one_in")
+        test = item.nodeid.partition("[")[0]
+        chosen[mark is None or seen[test] * 0.618034 % 1 < 1 / mark.args[0]].append(item)
+        seen[test] += 1
+    items[:] = chosen[True]
+    config.hook.pytest_deselected(items=chosen[False])
 
 
 @pytest.fixture(scope="module")

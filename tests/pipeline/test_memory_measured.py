@@ -82,6 +82,7 @@ def check(pairs):
         )
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("make", "schedule", "checkpoint"),
     [
@@ -108,6 +109,7 @@ def test_predicted_memory_is_at_least_what_ranks_hold_and_at_most_a_tenth_more(m
     check(compare(make, schedule, checkpoint=checkpoint))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("make", [gpt, mlp, conv])
 @pytest.mark.parametrize("word", ["recompute", "recompute-cheap"])
 def test_layers_that_run_again_keep_their_inputs_and_what_is_dear(make, word):
@@ -186,6 +188,7 @@ def test_optimizers_are_asked_what_they_hold(optimizer):
     check(compare(gpt, "1f1b", optimizer=optimizer))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("make", [gpt, mlp])
 @pytest.mark.parametrize("schedule", ["pipedream", "pipedream-2bw"])
 def test_asynchronous_schedules_hold_older_weights(schedule, make):

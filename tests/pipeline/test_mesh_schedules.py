@@ -22,6 +22,7 @@ def test_every_name_trains_over_a_mesh(ranks: Ranks, name: str) -> None:
     ranks.run(fitting(name, 2), jobs.trains, name)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("checkpoint", ["never", "always", "except_last"])
 @pytest.mark.parametrize("num_ranks", [2, 4])
 @pytest.mark.parametrize("name", SHARED)
@@ -29,6 +30,7 @@ def test_copies_of_layers_in_other_processes(ranks: Ranks, name: str, num_ranks:
     ranks.run(num_ranks, jobs.shared_weights, name, checkpoint)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("num_ranks", "optimizer", "checkpoint"),
     [(1, jobs.sgd, "never"), (2, jobs.sgd, "never"), (3, jobs.adam, "always"), (4, jobs.sgd, "except_last")],

@@ -38,12 +38,14 @@ pytestmark = pytest.mark.timeout(60)
 # ---- batches ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("sizes", [[32, 24, 32], [30, 7], [8, 64, 8]], ids=["smaller", "uneven", "larger"])
 def test_batches_of_other_sizes_in_inference(run: Run, sizes: list[int]) -> None:
     """Stale rows, wrong results, an abort in gloo."""
     run(2, infer, sizes)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("sizes", [[32, 24, 32], [30, 7], [8, 64, 8]], ids=["smaller", "uneven", "larger"])
 def test_batches_of_other_sizes_in_training(run: Run, sizes: list[int]) -> None:
     run(2, train_sizes, sizes)
@@ -57,6 +59,7 @@ def test_two_numbers_of_micro_batches_in_turn(run: Run) -> None:
 # ---- values between stages ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "layers",
     [[Packs, Unpacks], [Views, Views], [Views, Modifies], [Transposes, Transposes]],

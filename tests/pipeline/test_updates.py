@@ -197,6 +197,7 @@ def test_a_schedule_that_does_not_repeat_is_refused() -> None:
     pipeline(transformer(), odd, 3).close()
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("m", [1, 2, 4])
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_versions_in_memory_are_those_predicted(kind: str, m: int) -> None:
@@ -229,6 +230,7 @@ def test_the_versions_in_memory_are_those_predicted(kind: str, m: int) -> None:
     assert not [ref for ref in tensors if ref() is not None]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("p", [1, 2, 3, 4])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_streams_parts_are_the_program_of_as_many_steps(kind: str, p: int) -> None:

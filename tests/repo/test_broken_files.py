@@ -17,7 +17,7 @@ from pipesched.program.lowering import lower
 from pipesched.simulation.overheads import Machine, Overheads
 from pipesched.testing import run_fake
 
-FILES, LIMIT_S = 20, 60.0
+FILES, LIMIT_S = 10, 60.0
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))  # the processes that read files have it, too
 
 import broken_files  # noqa: E402

@@ -148,6 +148,7 @@ CORE = {
 CASES = [pytest.param(name, *each.values, id=f"{name}: {each.id}") for name in CORE for each in cases(CORE[name][2])]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("name", "argument", "strange"), CASES)
 def test_an_argument_that_is_not_taken(name, argument, strange):
     function, good, _ = CORE[name]
@@ -169,6 +170,7 @@ PLANNING = {
 }
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(("argument", "name"), cases(PLANNING))
 def test_an_argument_of_tune_that_is_not_taken(profile, argument, name):
     refused(pipesched.tune, **{"model": profile, "num_ranks": 2, "batch_size": 8} | {argument: STRANGE[name]})

@@ -23,19 +23,15 @@ TIMEOUT_S = 10.0
 
 CASES = [
     Case("SIGSTOP", "later forward", 1),
-    Case("SIGSTOP", "evaluate", 0, "rank 0"),
     Case("SIGKILL", "first backward", 2),
     Case("sys.exit(3)", "before construction", 1),
     Case("hang", "first forward", 0),
     Case("raise", "update", 2, "rank 0"),
-    Case("SIGKILL", "while measuring", 0),
     Case("SIGSTOP", "before construction", 0, "rank 0"),
-    Case("SIGKILL", "while connecting", 0, "rank 0"),
 ]
 SHARDED = [
     Case("raise", "first backward", 3, num_ranks=4, replicas=2),
     Case("SIGSTOP", "later forward", 0, "rank 0", 4, 2),
-    Case("hang", "update", 2, num_ranks=4, replicas=2),
 ]
 
 

@@ -9,6 +9,7 @@ import pytest
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "strangers.py"
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.timeout(110)
 @pytest.mark.parametrize("kinds", [("half-open", "flood"), ("drip", "replayed", "later")], ids=" ".join)
 def test_no_job_dies_of_strangers(kinds: tuple[str, ...]) -> None:

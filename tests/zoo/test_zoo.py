@@ -48,6 +48,7 @@ def parameters_of(pipe: Pipeline) -> list[int]:
     return [sum(p.numel() for layer in layers for p in layer.parameters()) for layers in stages]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", ZOO)
 @pytest.mark.usefixtures("every_product_deferred")
 def test_it_trains_as_the_loop_bit_by_bit_in_even_stages(name: str) -> None:
@@ -76,6 +77,7 @@ def test_graph_of_leaves_it_as_it_is(name: str) -> None:
         assert pipesched.graph_of(model, specimen.rows(2)).number_of_nodes() > STAGES
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", MORE)
 @pytest.mark.usefixtures("every_product_deferred")
 def test_it_trains_as_the_loop_bit_by_bit_cut_by_measured_times(name: str) -> None:
