@@ -1,8 +1,19 @@
 """Units: formats times, sizes and counts as short text in a fitting unit."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
-__all__ = ["Unit", "byte_unit", "counted", "quote_bytes", "quote_count", "quote_speed", "quote_time", "time_unit"]
+__all__ = [
+    "Unit",
+    "and_more",
+    "byte_unit",
+    "counted",
+    "quote_bytes",
+    "quote_count",
+    "quote_speed",
+    "quote_time",
+    "time_unit",
+]
 
 
 class Unit(NamedTuple):
@@ -51,6 +62,11 @@ def counted(count: int, what: str) -> str:
     """Format a count with its noun, in the plural where needed: ``1 rank``, ``2 micro-batches``."""
     many = "" if count == 1 else "es" if what.endswith("ch") else "s"
     return f"{count} {what}{many}"
+
+
+def and_more(names: Sequence[object]) -> str:
+    """Return the first name, quoted, with the number of further ones: ``'0'``, ``'0' and 3 more``."""
+    return f"{names[0]!r} and {len(names) - 1} more" if len(names) > 1 else f"{names[0]!r}"
 
 
 def quote_count(count: int) -> str:

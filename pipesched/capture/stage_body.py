@@ -94,9 +94,9 @@ def _watching(call: CallLayer) -> CallLayer:
         result = call(name, number, layer, args, kwargs)
         if outside_state() != before:
             warn(
-                f"layers of an nn.Sequential, which is not captured, must draw random numbers from torch; layer "
-                f"{name!r} draws from Python's or numpy's global generator, so the result depends on the schedule; "
-                f"draw from torch, or call the layers in the forward of your own module"
+                f"layers of an nn.Sequential must draw their random numbers from torch; layer {name!r} draws from "
+                f"Python's or numpy's global generator, so its results depend on the schedule; draw from torch, or "
+                f"call the layers in the forward of your own module, whose random numbers are captured"
             )
         return result
 

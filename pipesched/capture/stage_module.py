@@ -19,6 +19,7 @@ from pipesched.tensors.keyed_random import KeyedRandom
 from pipesched.tensors.meta_tensors import put_on
 from pipesched.tensors.payload import PerConsumer, pytree
 from pipesched.tensors.tree_structure import Pattern, tensors_in
+from pipesched.units import and_more
 
 __all__ = ["StageModule", "Wrap", "wrapped_bodies"]
 
@@ -198,8 +199,8 @@ def _wrapped(
     names = [name for name, parameter in module.named_parameters() if id(parameter) in extra]
     if names:
         raise GraphError(
-            f"parameters that wrap adds must belong to layers, so that they have names in the model; {names[0]!r} and "
-            f"{len(names) - 1} others of stage {stage} belong to the returned module; add them to the stage's layers"
+            f"parameters that wrap adds must belong to layers, so that they have names in the model; the module "
+            f"returned for stage {stage} has parameters of its own: {and_more(names)}; add them to the stage's layers"
         )
     for name, layer in list(body.layers.items()):
         now = dict(inner.named_modules()).get(name)

@@ -8,6 +8,7 @@ from torch import nn
 
 from pipesched.errors import GraphError, ModelTypeError
 from pipesched.model.stale_weights import StaleHook
+from pipesched.units import and_more
 
 __all__ = [
     "Members",
@@ -46,8 +47,8 @@ def check_initialised(model: nn.Module) -> None:
     lazy = [name for name, own in (*model.named_parameters(), *model.named_buffers()) if nn.parameter.is_lazy(own)]
     if lazy:
         raise ModelTypeError(
-            f"all parameters and buffers must have shapes before the model is cut; {lazy[0]!r} and {len(lazy) - 1} "
-            f"others belong to lazy modules that have not run; call the model once with a sample, under torch.no_grad()"
+            f"all parameters and buffers must have shapes before the model is cut; {and_more(lazy)} belong to lazy "
+            f"modules that have not run; call the model once with a sample, under torch.no_grad()"
         )
 
 

@@ -30,6 +30,8 @@ class PlanRequest:
     num_ranks: int | None = None
 
     def __post_init__(self) -> None:
+        if isinstance(self.schedule, str) and self.schedule.lower() == "auto":
+            object.__setattr__(self, "schedule", "auto")
         count: Any = self.num_microbatches
         if isinstance(count, float) and count.is_integer():  # such as 8.0 from a configuration file
             object.__setattr__(self, "num_microbatches", int(count))

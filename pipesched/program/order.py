@@ -99,7 +99,7 @@ class Shape:
         if self.num_ranks % 2:
             near = [str(count) for count in (self.num_ranks - 1, self.num_ranks + 1) if count]
             raise ScheduleError(
-                f"a schedule in two directions needs an even number of ranks; got {self.num_ranks}; use "
+                f"a bidirectional schedule needs an even number of ranks; got {self.num_ranks}; use "
                 f"{' or '.join(near)}, with any number of micro-batches"
             )
         return self.num_ranks
@@ -325,7 +325,7 @@ class Schedule:
         slices = self.options.get("slices_per_microbatch", 1)
         chunks_per_rank = self.chunks_per_rank
         counts = {"ranks": num_ranks, "micro-batches": num_microbatches, "chunks per rank": chunks_per_rank}
-        counts |= {"steps": steps, "slices a micro-batch": slices}
+        counts |= {"steps": steps, "slices per micro-batch": slices}
         for name, count in counts.items():
             if not is_count(count):
                 raise ScheduleError(

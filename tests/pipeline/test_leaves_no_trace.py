@@ -22,7 +22,7 @@ from tests.support.models import Scaled, TransformerBlock, assert_as, mixed_mode
 from tests.support.odd_models import Blocks, made, square
 from tests.support.places import place
 from tests.support.rank_processes import Ranks
-from tests.support.whole_state import check_nothing_changes, quick, unchanged
+from tests.support.whole_state import check_nothing_changes, unchanged
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.filterwarnings("ignore::UserWarning")]
 
@@ -78,11 +78,10 @@ CASES: dict[str, Callable[[], Case]] = {
 
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", CASES)
-def test_the_whole_model_is_as_it_was(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_whole_model_is_as_it_was(name: str) -> None:
     make, sample, loss_fn, target = CASES[name]()
     torch.manual_seed(0)
-    with quick(monkeypatch):
-        check_nothing_changes(make(), sample, loss_fn, target, 4)
+    check_nothing_changes(make(), sample, loss_fn, target, 4)
 
 
 # ---- weights that a layer reaches by itself ------------------------------------------------------------------------
@@ -126,9 +125,8 @@ def words(output: Tensor, target: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("way", ["argument", "reference", "closure"])
-def test_a_weight_that_another_layer_reaches_gets_no_gradient(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    with quick(monkeypatch):
-        check_nothing_changes(made(lambda: Reaches(way)), TEXT, words, TEXT, 4)
+def test_a_weight_that_another_layer_reaches_gets_no_gradient(way: str) -> None:
+    check_nothing_changes(made(lambda: Reaches(way)), TEXT, words, TEXT, 4)
 
 
 CUT: dict[str, Any] = {"loss_fn": words, "num_microbatches": 2, "schedule": "1f1b", "boundaries": ["blocks.2"]}
@@ -152,13 +150,13 @@ def test_over_a_mesh_it_would_be_an_old_one_and_is_refused(ranks: Ranks) -> None
     ranks.run(2, reach)
 
 
-def test_a_loss_that_reaches_the_models_weights_leaves_no_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_loss_that_reaches_the_models_weights_leaves_no_gradients() -> None:
     model, scale = made(Blocks), nn.Linear(8, 8)
 
     def loss(output: Tensor, target: Tensor) -> Tensor:
         return square(scale(output), target) + model.blocks[0].up.weight.pow(2).sum()
 
-    with quick(monkeypatch), unchanged(scale, "the loss's own"):
+    with unchanged(scale, "the loss's own"):
         check_nothing_changes(model, ROWS, loss, ROWS, 4)
 
 
@@ -270,11 +268,11 @@ def of_all(output: Tensor, target: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("name", WRITERS)
-def test_weights_that_forwards_write_to_are_put_back(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_that_forwards_write_to_are_put_back(name: str) -> None:
     make, sample = WRITERS[name]
     model = made(make)
     before = {name: (id(weight), weight.data_ptr(), weight.clone()) for name, weight in model.named_parameters()}
-    with quick(monkeypatch), warnings.catch_warnings():
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         known = pipesched.profile(model, sample, rows=[4])
         Pipeline(model, sample, loss_fn=of_all, devices=["cpu"] * 2).close()

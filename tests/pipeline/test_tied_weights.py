@@ -311,7 +311,7 @@ def test_running_statistics_are_the_first_chains_and_warned_of(name):
         return nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 4)).double()
 
     expected, actual = build(), build()
-    with pytest.warns(UserWarning, match="layer '1' and 0 others keep running statistics"):
+    with pytest.warns(UserWarning, match="the running statistics of layer '1' would miss"):
         pipe = wrap(actual, name, 2, 4, boundaries=[2])
     with pipe:
         pipe.step(X[:16], target=Y[:16])

@@ -22,8 +22,8 @@ pytestmark = [
 X, Y = jobs.X, jobs.Y
 SAID = re.compile(
     r"ExecutionError: a pipeline may only be used in the process that made it, which holds its threads and "
-    r"connections; process \d+ made the pipeline, and process \d+, which was forked from that process like a "
-    r"DataLoader worker, used it; use the pipeline in the process that made it"
+    r"connections; process (\d+) made this one, but it was used in process \d+, which was forked from process \1 "
+    r"\(as DataLoader workers are\); use it in process \1"
 )
 
 

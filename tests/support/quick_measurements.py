@@ -11,7 +11,7 @@ from pipesched.pipeline import plan_trials
 from pipesched.profiling import layer_profiler, optimizer_costs, overhead_probe, profile_model
 from pipesched.runtime.stage import offloading
 
-_EFFORT = replace(profile_model._EFFORT, rounds=2, enough_s=0.2)
+_EFFORT = replace(profile_model._EFFORT, rounds=1, enough_s=0.0)
 _QUICK: list[tuple[ModuleType | Any, str, Any]] = [
     (layer_profiler.QUICK, "rounds", 1),
     (profile_model, "_PASSES", 1),
@@ -23,7 +23,7 @@ _QUICK: list[tuple[ModuleType | Any, str, Any]] = [
     (overhead_probe, "_AGAIN", 1),
     (overhead_probe, "_AGAIN_ASLEEP", 1),
     (offloading, "_MEASURED_BYTES", 1 << 23),
-    (plan_trials, "_ROUNDS", 2),
+    (plan_trials, "_ROUNDS", 1),
 ]
 _THOROUGH = [(place, name, getattr(place, name)) for place, name, _ in _QUICK]
 

@@ -9,9 +9,6 @@ from torch import Tensor, nn
 
 import pipesched
 from pipesched import Pipeline
-from pipesched.pipeline import plan_trials as trial
-from pipesched.profiling import layer_profiler as profiler
-from pipesched.profiling import profile_model as profiling
 
 #: Whose contents are written down; of other objects only which one it is.
 PLAIN = bool, int, float, complex, str, bytes, type(None), torch.Size, torch.dtype, torch.device
@@ -100,18 +97,6 @@ def prepared(model: nn.Module) -> list[Any]:
     modules[-1].register_forward_hook(lambda module, args, output: None)
     modules[-1].eval()
     return fired
-
-
-@contextmanager
-def quick(monkeypatch: Any):
-    """Measure once, and run plans once."""
-    effort = profiler.Effort(rounds=1, enough_s=0.0)
-    with monkeypatch.context() as patch:
-        patch.setattr(profiling, "_PASSES", 1)
-        patch.setattr(profiling, "_EFFORT", effort)
-        patch.setattr(profiling, "_CROWDED", profiler.Effort(rounds=1, enough_s=0.0, crowds=True))
-        patch.setattr(trial, "_ROUNDS", 1)
-        yield
 
 
 def check_nothing_changes(model: nn.Module, sample: Any, loss_fn: Any, target: Any, rows: int) -> None:

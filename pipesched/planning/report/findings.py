@@ -7,7 +7,7 @@ from pipesched.planning.alternatives import Alternative, fastest, taken
 from pipesched.planning.plan import Plan
 from pipesched.simulation.comparison import Comparison, measured_costs, quote_off
 from pipesched.simulation.trace import Trace
-from pipesched.units import quote_speed, quote_time
+from pipesched.units import counted, quote_speed, quote_time
 
 __all__ = ["findings", "step_times"]
 
@@ -95,11 +95,11 @@ def _confirmed(plan: Plan) -> Iterator[str]:
     """The result of the plan's trial run, if it ran before it was chosen."""
     own = taken(plan.alternatives)
     if own is not None and own.measured_s is not None and own.first_s:
-        others = sum(other.measured_s is not None for other in plan.alternatives) - 1
+        num_tried = sum(other.measured_s is not None for other in plan.alternatives)
         off = quote_off(own.measured_s / own.first_s - 1)
         yield (
-            f"confirmed: in trial runs of this plan and {others} others it took {quote_time(own.measured_s)} per step, "
-            f"first predicted {quote_time(own.first_s)} ({off}); the costs below are corrected accordingly"
+            f"confirmed: in trial runs of {counted(num_tried, 'plan')} this one took {quote_time(own.measured_s)} per "
+            f"step, first predicted {quote_time(own.first_s)} ({off}); the costs below are corrected accordingly"
         )
 
 

@@ -33,8 +33,8 @@ class Forked:
         if self.here:
             raise ExecutionError(
                 f"a pipeline may only be used in the process that made it, which holds its threads and connections; "
-                f"process {self._made_in} made the pipeline, and process {os.getpid()}, which was forked from that "
-                f"process like a DataLoader worker, used it; use the pipeline in the process that made it"
+                f"process {self._made_in} made this one, but it was used in process {os.getpid()}, which was forked "
+                f"from process {self._made_in} (as DataLoader workers are); use it in process {self._made_in}"
             )
 
 

@@ -22,6 +22,7 @@ from pipesched.model.module_tree import normalised_over_rows, with_running_stati
 from pipesched.program.program import Program
 from pipesched.tensors.exchange import Move, Trade, moved
 from pipesched.tensors.function_mode import Handler
+from pipesched.units import and_more
 from pipesched.user_warning import warn
 
 __all__ = ["SENT_TYPES", "BatchNormMode", "MiniBatchNorms", "Norms"]
@@ -205,18 +206,17 @@ class MiniBatchNorms:
         names = normalised_over_rows(model)
         if names and program.num_microbatches > 1:
             warn(
-                f"BatchNorm sees one micro-batch at a time; layer {names[0]!r} and {len(names) - 1} others normalise "
-                f"each of {program.num_microbatches} micro-batches separately; for running statistics of the whole "
-                f"batch pass numerics=Numerics(batch_norm='mini-batch'); for gradients of the whole batch use a norm "
-                f"over features; otherwise ignore this warning"
+                f"BatchNorm sees one micro-batch at a time; each of {program.num_microbatches} micro-batches is "
+                f"normalised separately by layer {and_more(names)}; for running statistics of the whole batch pass "
+                f"numerics=Numerics(batch_norm='mini-batch'); for gradients of the whole batch use a norm over "
+                f"features; otherwise ignore this warning"
             )
         names = with_running_statistics(model)
         if names and program.num_weights < program.num_stages:
             warn(
-                f"{program.name} runs some micro-batches on copies of the layers and discards the copies' buffers; "
-                f"layer {names[0]!r} and {len(names) - 1} others keep running statistics, which then miss these "
-                f"micro-batches; pass numerics=Numerics(batch_norm='mini-batch') to count them, or use a schedule "
-                f"of one chain"
+                f"{program.name} runs some micro-batches on copies of the layers and discards the copies' buffers; the "
+                f"running statistics of layer {and_more(names)} would miss these micro-batches; pass "
+                f"numerics=Numerics(batch_norm='mini-batch') to count them, or use a schedule of one chain"
             )
 
     def of_stage(
