@@ -172,6 +172,9 @@ class RankHost(Protocol):
     def from_rank(self, rank: int, make: Callable[[], T]) -> T:
         """Return, in all processes, the value that only one rank can compute."""
 
+    def gathered(self, value: Any) -> list[Any]:
+        """The values of all processes, pytrees of tensors and plain values, in rank order."""
+
     def trade(self, what: str, given: Mapping[int, Any], sources: Collection[int]) -> dict[int, Any]:
         """Send values to ranks in other processes, and return the values received from the ranks in ``sources``."""
 
@@ -228,6 +231,9 @@ class ThreadRanks:
 
     def from_rank(self, rank: int, make: Callable[[], T]) -> T:
         return make()
+
+    def gathered(self, value: Any) -> list[Any]:
+        return [value]
 
     def trade(self, what: str, given: Mapping[int, Any], sources: Collection[int]) -> dict[int, Any]:
         return {}
@@ -404,6 +410,9 @@ class MeshRanks:
         here = self.devices[rank]
         shared: T = self.executor.share(rank)().map_tensors(lambda tensor: tensor.to(here)).value
         return shared
+
+    def gathered(self, value: Any) -> list[Any]:
+        return self.executor.exchange(value)
 
     def trade(self, what: str, given: Mapping[int, Any], sources: Collection[int]) -> dict[int, Any]:
         return self.executor.trade(what, given, sources) if given or sources else {}

@@ -1,0 +1,132 @@
+"""What the ranks of the tests of clipping run: clipped training beside the plain loop, by the documented rule."""
+
+import copy
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from pipesched import Pipeline
+from pipesched.errors import ExecutionError, InputError
+from pipesched.testing import clip_grad_norm_, reference_step
+from tests.support.places import pipeline
+
+ROWS, MICROBATCHES, VOCABULARY = 12, 4, 16
+
+
+class Head(nn.Linear):
+    """A head over the embedding's weight; two layers of the model have names of their own."""
+
+
+def tied_model(dtype: torch.dtype = torch.float32) -> nn.Sequential:
+    """An embedding whose weight is the head's, dropout, norms, and a layer that is not trained."""
+    torch.manual_seed(0)
+    layers = [nn.Embedding(VOCABULARY, 8)]
+    for _ in range(4):
+        layers += [nn.Linear(8, 8), nn.LayerNorm(8), nn.Dropout(0.1)]
+    layers += [nn.Linear(8, 8).requires_grad_(False), Head(8, VOCABULARY, bias=False)]
+    layers[-1].weight = layers[0].weight
+    return nn.Sequential(*layers).to(dtype)
+
+
+def plain_model(dtype: torch.dtype = torch.float32) -> nn.Sequential:
+    """The same without tied weights."""
+    model = tied_model()
+    model[-1].weight = nn.Parameter(model[-1].weight.detach().clone())
+    return model.to(dtype)
+
+
+def batch(step: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return torch.randint(VOCABULARY, (ROWS,), generator=generator), torch.randint(
+        VOCABULARY, (ROWS,), generator=generator
+    )
+
+
+def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+    return 30 * functional.cross_entropy(output.float(), target)
+
+
+def adam(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adam(parameters, lr=0.01)
+
+
+def assert_same(pipe: Pipeline, expected: nn.Module) -> None:
+    """The parameters of this process are the loop's, bit by bit."""
+    due = dict(expected.named_parameters())
+    assert [name for name, one in pipe.named_parameters() if not torch.equal(one, due[name])] == []
+
+
+def loop_step(model: nn.Module, optimizer: Any, step: int, clip: Callable[[Any], Tensor]) -> tuple[Tensor, Tensor]:
+    """A step of the plain loop: its loss and norm."""
+    x, y = batch(step)
+    loss = reference_step(model, x, loss_fn=loss_fn, target=y, num_microbatches=MICROBATCHES, seed=5, step=step)
+    norm = clip(model.parameters())
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss, norm
+
+
+def clip_between_steps(
+    group: Any,
+    schedule: str,
+    make: Callable[[torch.dtype], nn.Sequential],
+    dtype: torch.dtype,
+    checkpoint: str,
+    norm_type: float,
+    steps: int = 3,
+) -> list[float]:
+    """Clip before an optimizer of one's own; norms, losses and weights have the loop's bits. Returns the norms."""
+    expected, actual = make(dtype), make(dtype)
+    theirs = adam(expected.parameters())
+    norms = []
+    with pipeline(group, actual, batch(0)[0][:3], schedule=schedule, loss_fn=loss_fn, checkpoint=checkpoint) as pipe:
+        mine = adam(pipe.parameters())
+        for step in range(steps):
+            loss, due = loop_step(expected, theirs, step, lambda own: clip_grad_norm_(own, 1.0, norm_type))
+            x, y = batch(step)
+            assert torch.equal(pipe.step(x, target=y), loss)
+            norm = pipe.clip_grad_norm_(1.0, norm_type)
+            assert norm.dtype == torch.float32
+            assert torch.equal(norm, due)
+            assert float(norm) > 1.0
+            mine.step()
+            mine.zero_grad()
+            assert_same(pipe, expected)
+            norms.append(float(norm))
+    return norms
+
+
+def refuse_norms(group: Any) -> None:
+    """A norm that is not finite, other arguments on one rank, and gradients that are gone."""
+    model = plain_model()
+    with pipeline(group, model, batch(0)[0][:3], loss_fn=loss_fn) as pipe:
+        x, y = batch(0)
+        pipe.step(x, target=y)
+        before = {name: copy.deepcopy(one.grad) for name, one in pipe.named_parameters()}
+        own = [one for name, one in pipe.named_parameters() if name == "4.weight"]
+        for one in own:
+            one.grad[0, 0] = math.inf
+            before["4.weight"][0, 0] = math.inf
+        with pytest.raises(ExecutionError, match=r"norm of all gradients is inf, and '4\.weight' is the first"):
+            pipe.clip_grad_norm_(1.0, error_if_nonfinite=True)
+        for name, one in pipe.named_parameters():
+            assert one.grad is None or torch.equal(one.grad, before[name])
+        assert pipe.clip_grad_norm_(math.inf).isinf()
+        for one in own:
+            one.grad[0, 0] = 0
+        rank = getattr(group, "rank", int)()
+        if group.size() > 1 and hasattr(group, "rank"):
+            with pytest.raises(InputError, match="rank 1 passed"):
+                pipe.clip_grad_norm_(1.0 + rank)
+        assert pipe.clip_grad_norm_(math.inf).isfinite()
+        pipe.zero_grad()
+        assert pipe.clip_grad_norm_(1.0) == 0
+    with pipeline(group, plain_model(), batch(0)[0][:3], loss_fn=loss_fn, optimizer=adam) as pipe:
+        pipe.step(x, target=y)
+        with pytest.raises(InputError, match=r"clip_grad_norm=1\.0"):
+            pipe.clip_grad_norm_(1.0)
