@@ -30,6 +30,7 @@ from pipesched.runtime.rank_host import RankHost, ThreadRanks
 from pipesched.runtime.stage.batch_norm import BatchNormMode, MiniBatchNorms
 from pipesched.runtime.stage.buffer_copies import own_buffers
 from pipesched.runtime.stage.compiled_layers import Compiled
+from pipesched.runtime.stage.gradient_rules import GradientRules, Verdict
 from pipesched.runtime.stage.optimizers import Inheritance, optimizers_for
 from pipesched.runtime.stage.stage import Stage
 from pipesched.runtime.stage.weight_copies import WeightCopies
@@ -53,6 +54,7 @@ class AssemblySpec:
     compiled: Callable[[torch.device], Compiled | None]  #: the compiler of layers on a device
     wrap: Wrap | None
     optimizer: Callable[[list[Any]], Optimizer] | None
+    rules: GradientRules | None = None  #: how gradients are treated before an update
 
 
 @dataclass(kw_only=True)
@@ -133,9 +135,11 @@ class Assembly:
         if spec.optimizer is not None:
             tied = self.ties.parameters
             home = self.owners.stage
-            self._inheritance = optimizers_for(spec.optimizer, self.stages, tied, home, optimizers or {})
+            self._inheritance = optimizers_for(spec.optimizer, self.stages, tied, home, optimizers or {}, spec.rules)
         #: Whether some updates wait for the gradients of tied parameters.
-        self.updates_late = any(stage.optimizer.late for stage in self.stages.values())
+        self.updates_late = any(stage.optimizer.late for stage in self.stages.values()) or (
+            spec.rules is not None and bool(self.ties.parameters)
+        )
 
     def take_over(self) -> None:
         """Let this assembly's optimizers update the parameters, in place of those of the previous assembly."""
@@ -249,7 +253,17 @@ class Assembly:
             yield
 
     def update_late(self, intra_op_threads: int) -> None:
-        """Run the updates that waited for the gradients of tied parameters."""
+        """Run the updates that waited for the gradients of tied parameters. Collective if there are rules."""
+        rules = self._spec.rules
+        verdict = None
         with intra_op(intra_op_threads):
+            if rules is not None:
+                own = [parameter for stage in self.stages.values() for parameter in stage.optimizer.parameters]
+                verdict = rules.decide(self._host.gathered(rules.measure(own)))
             for stage in self.stages.values():
-                stage.optimizer.update_late()
+                stage.optimizer.update_late(verdict)
+
+    @property
+    def verdict(self) -> Verdict | None:
+        """The decision of the last update; None if gradients are used as they are, or this process has no stages."""
+        return next((stage.optimizer.verdict for stage in self.stages.values()), None)

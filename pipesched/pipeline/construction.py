@@ -74,7 +74,9 @@ def choose_plan(
 
 def checked_programs(request: PlanRequest, host: RankHost, spec: AssemblySpec) -> ProgramFactory:
     """Return the programs of a request. Raises ScheduleError or GraphError if the programs do not fit the model."""
-    programs = ProgramFactory(request, len(host.all_devices), updates=spec.optimizer is not None)
+    programs = ProgramFactory(
+        request, len(host.all_devices), updates=spec.optimizer is not None, norms=spec.rules is not None
+    )
     programs.check_updates()
     _ = programs.full.training  # raises if the program cannot be lowered
     spec.layered.check(programs.full.plain)

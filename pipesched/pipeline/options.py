@@ -8,12 +8,15 @@ from typing import Any, TypeVar
 from pipesched.capture.loss_reduction import LossReduction
 from pipesched.checks import check_type, is_count, shown
 from pipesched.errors import InputError
+from pipesched.model.parameter_order import ParameterOrder
 from pipesched.planning.search_request import Offload, check_offload
 from pipesched.runtime.microbatches import SplitDims
 from pipesched.runtime.rank_host import Inputs
 from pipesched.runtime.stage.batch_norm import BatchNormMode
+from pipesched.runtime.stage.gradient_rules import GradientRules
 from pipesched.simulation.links import Links
 from pipesched.simulation.profile import Profile
+from pipesched.tensors.gradient_norm import as_max_norm, as_norm_type
 from pipesched.torch_checks import as_function, as_threads
 
 __all__ = ["Distributed", "Numerics", "Search", "as_options"]
@@ -85,10 +88,15 @@ class Numerics:
         batch_norm: when BatchNorm updates its running statistics: after each "micro-batch", or once a "mini-batch" as a
             forward of the whole batch would. Default: "micro-batch".
         intra_op_threads: CPU threads with which each rank computes. Default: 1.
+        clip_grad_norm: with ``optimizer=``, the largest norm of all gradients together; larger ones are scaled down
+            before the update, as by ``Pipeline.clip_grad_norm_``. Default: None (gradients are not clipped).
+        norm_type: the order of the norm that clip_grad_norm limits; ``math.inf`` for the largest absolute value.
+            Default: 2.
 
     Raises:
         ModelTypeError: loss_weight is not a function.
-        InputError: intra_op_threads is not a whole number of at least 1.
+        InputError: intra_op_threads is not a whole number of at least 1, or clip_grad_norm or norm_type not a number
+            above 0.
 
     """
 
@@ -97,10 +105,27 @@ class Numerics:
     loss_reduction: LossReduction | None = None
     batch_norm: BatchNormMode = "micro-batch"
     intra_op_threads: int = 1
+    clip_grad_norm: float | None = None
+    norm_type: float = 2.0
 
     def __post_init__(self) -> None:
         as_function(self.loss_weight, "loss_weight")
         as_threads(self.intra_op_threads)
+        if self.clip_grad_norm is not None:
+            as_max_norm(self.clip_grad_norm, "clip_grad_norm")
+        as_norm_type(self.norm_type)
+
+    def gradient_rules(self, order: ParameterOrder, *, has_optimizers: bool) -> GradientRules | None:
+        """How gradients are treated before an update; None: as they are. Raises InputError without optimizers."""
+        if self.clip_grad_norm is None:
+            return None
+        if not has_optimizers:
+            raise InputError(
+                f"clip_grad_norm clips gradients before updates that step() makes; clip_grad_norm is "
+                f"{self.clip_grad_norm}, but there is no optimizer=; pass optimizer=, or call pipe.clip_grad_norm_() "
+                f"before you step an optimizer of your own"
+            )
+        return GradientRules(order, max_norm=self.clip_grad_norm, norm_type=as_norm_type(self.norm_type))
 
 
 @dataclass(frozen=True, kw_only=True)

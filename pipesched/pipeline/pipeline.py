@@ -164,6 +164,7 @@ class Pipeline(ModuleInterface):
                 compiled=compiler(compile, numerics.batch_norm),
                 wrap=wrap,
                 optimizer=optimizer,
+                rules=numerics.gradient_rules(self._parameter_order, has_optimizers=optimizer is not None),
             )
             self._book = CostBook(
                 model=module,
@@ -215,7 +216,7 @@ class Pipeline(ModuleInterface):
                 splitter=Splitter(1, False, numerics.split_dims, loss_weight, loss_reduction),
                 plan=plan,
                 request=request,
-                agreed=(threads, repr(seed), numerics.batch_norm),
+                agreed=(threads, repr(seed), numerics.batch_norm, numerics.clip_grad_norm, numerics.norm_type),
             )
             place_weights(self._roots, self._guard, self._running.host, self._running.assembly)
             self._running.host.start()
@@ -429,6 +430,15 @@ class Pipeline(ModuleInterface):
             intra_op_threads=self._intra_op_threads,
             has_optimizers=self._spec.optimizer is not None,
         )
+
+    @property
+    def grad_norm(self) -> torch.Tensor | None:
+        """The norm of all gradients in the last update, before ``Numerics(clip_grad_norm=)`` clipped them.
+
+        A 0-d tensor; None before the first step, without such an option, and on a rank of a mesh without stages.
+        """
+        verdict = self._running.assembly.verdict
+        return None if verdict is None else verdict.norm
 
     def flush(self) -> torch.Tensor | None:
         """Finish the steps of an asynchronous schedule that are under way, with all their updates.

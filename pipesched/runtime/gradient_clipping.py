@@ -50,9 +50,9 @@ def clip_gradients(
     norm_type = as_norm_type(norm_type)
     asked = float(max_norm), norm_type, bool(error_if_nonfinite)
     with intra_op(intra_op_threads):
-        parts = host.gathered((*asked, *GradientNorms.of(parameters, order, norm_type)))
-        _check_same([part[:3] for part in parts])
-        norms = GradientNorms.merged([GradientNorms(*part[3:]) for part in parts])
+        parts = host.gathered((asked, GradientNorms.of(parameters, order, norm_type)))
+        _check_same([asked for asked, _ in parts])
+        norms = GradientNorms.merged([norms for _, norms in parts])
         if has_optimizers and norms.norms is None:
             raise InputError(
                 f"clip_grad_norm_() clips gradients before an optimizer uses them; with optimizer= step() has used and "

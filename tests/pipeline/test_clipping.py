@@ -1,12 +1,17 @@
 """Clipping: one norm, bit for bit, under every plan, and the clipped weights of the plain loop."""
 
 import math
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
+from matplotlib.text import Text
 from torch import nn
 
-from pipesched.errors import InputError
+from pipesched import Kind, Numerics, Pipeline, Program, Trace, schedules, viz
+from pipesched.errors import InputError, ScheduleError
+from pipesched.program.lowering import add_norms, add_updates
 from pipesched.testing import clip_grad_norm_
 from tests.support.async_replay import pipeline as asynchronous
 from tests.support.async_replay import transformer
@@ -17,18 +22,21 @@ pytestmark = pytest.mark.timeout(60)
 FLOAT, HALF = torch.float32, torch.bfloat16
 
 
-@pytest.mark.parametrize(
-    ("count", "schedule", "make", "dtype", "checkpoint", "norm_type"),
-    [
-        (1, "1f1b", clipping.tied_model, FLOAT, "never", 2.0),
-        (2, "zb-v", clipping.plain_model, HALF, "always", 2.0),
-        (3, "1f1b", clipping.tied_model, FLOAT, "never", math.inf),
-        (2, "interleaved-1f1b", clipping.tied_model, HALF, "never", 3.0),
-        (3, "zb-h1", clipping.plain_model, FLOAT, "always", 1.0),
-    ],
-)
-def test_the_norm_and_the_clipped_weights_are_the_loops(run: Run, count, schedule, make, dtype, checkpoint, norm_type):
-    norms = run(count, clipping.clip_between_steps, schedule, make, dtype, checkpoint, norm_type)
+CASES = [
+    (1, "1f1b", clipping.tied_model, FLOAT, "never", 2.0),
+    (2, "zb-v", clipping.plain_model, HALF, "always", 2.0),
+    (3, "1f1b", clipping.tied_model, FLOAT, "never", math.inf),
+    (2, "interleaved-1f1b", clipping.tied_model, HALF, "never", 3.0),
+    (3, "zb-h1", clipping.plain_model, FLOAT, "always", 1.0),
+]
+
+
+@pytest.mark.parametrize("job", [clipping.clip_between_steps, clipping.clip_in_steps])
+@pytest.mark.parametrize(("count", "schedule", "make", "dtype", "checkpoint", "norm_type"), CASES)
+def test_the_norm_and_the_clipped_weights_are_the_loops(
+    run: Run, job, count, schedule, make, dtype, checkpoint, norm_type
+):
+    norms = run(count, job, schedule, make, dtype, checkpoint, norm_type)
     assert all(own == norms[0] for own in norms)
 
 
@@ -68,3 +76,68 @@ def test_asynchronous_schedules_cannot_be_clipped():
         pytest.raises(InputError, match="'pipedream' updates weights during its steps"),
     ):
         pipe.clip_grad_norm_(1.0)
+
+
+def make(schedule: object, numerics: Numerics | None, **options: object) -> Pipeline:
+    model, sample = clipping.plain_model(), clipping.batch(0)[0][:3]
+    choices: dict = {"optimizer": clipping.adam, "boundaries": [5], "seed": 5, **options}
+    return Pipeline(
+        model, sample, loss_fn=clipping.loss_fn, devices=["cpu"] * 2, schedule=schedule, numerics=numerics, **choices
+    )
+
+
+CLIPPED = Numerics(clip_grad_norm=1.0)
+
+
+def test_clipping_inside_a_step_needs_optimizers_and_one_update_a_step():
+    with pytest.raises(InputError, match=r"but there is no optimizer=; pass optimizer=, or call pipe\.clip_grad_norm_"):
+        make("1f1b", CLIPPED, optimizer=None)
+    for name in ("pipedream", "pipedream-2bw"):
+        with pytest.raises(ScheduleError, match=f"schedule '{name}' updates the weights while micro-batches"):
+            make(name, CLIPPED)
+
+
+def test_a_program_with_norms_runs_where_they_are_used(tmp_path: Path):
+    with make("1f1b", CLIPPED, num_microbatches=4) as pipe:
+        program = Program.parse(str(add_norms(add_updates(pipe.plan.program))))
+        x, y = clipping.batch(0)
+        loss, norm = pipe.step(x, target=y), pipe.grad_norm
+        pipe.step(x, target=y)
+        pipe.trace.to_chrome(tmp_path / "trace.json")
+        kinds = [span.action.kind for span in Trace.load(tmp_path / "trace.json").spans]
+        assert kinds.count(Kind.NORM) == 2
+        axes = viz.plot_timeline(pipe.trace)
+        assert "gradient norm (NORM)" in {text.get_text() for text in axes.findobj(Text)}
+    with make(program, CLIPPED) as pipe:
+        assert torch.equal(pipe.step(x, target=y), loss)
+        assert torch.equal(pipe.grad_norm, norm)
+    with pytest.raises(ScheduleError, match="no such option was passed"):
+        make(program, None)
+
+
+def test_a_failed_step_leaves_no_norms_behind():
+    with make("1f1b", CLIPPED, num_microbatches=4) as pipe:
+        x, y = clipping.batch(0)
+        first = pipe.model[0]
+        handle = first.weight.register_post_accumulate_grad_hook(lambda _: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            pipe.step(x, target=y)
+        handle.remove()
+        for _ in range(2):
+            assert pipe.step(x, target=y).isfinite()
+            assert pipe.grad_norm.isfinite()
+
+
+def test_a_new_plan_clips_on():
+    losses = []
+    for plans in (("1f1b",), ("1f1b", "zb-h1", "gpipe")):
+        with make("1f1b", CLIPPED, num_microbatches=4) as pipe:
+            others = {
+                name: replace(pipe.plan, schedule=name, program=schedules.get(name).program(2, 4)) for name in plans
+            }
+            for step in range(3):
+                if len(plans) > 1:
+                    pipe.replan(others[plans[step]])
+                x, y = clipping.batch(step)
+                losses.append((float(pipe.step(x, target=y)), float(pipe.grad_norm)))
+    assert losses[:3] == losses[3:]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from pipesched import Pipeline
+from pipesched import Kind, Numerics, Pipeline
 from pipesched.errors import ExecutionError, InputError
 from pipesched.testing import clip_grad_norm_, reference_step
 from tests.support.places import pipeline
@@ -130,3 +130,38 @@ def refuse_norms(group: Any) -> None:
         pipe.step(x, target=y)
         with pytest.raises(InputError, match=r"clip_grad_norm=1\.0"):
             pipe.clip_grad_norm_(1.0)
+
+
+def clip_in_steps(
+    group: Any,
+    schedule: str,
+    make: Callable[[torch.dtype], nn.Sequential],
+    dtype: torch.dtype,
+    checkpoint: str,
+    norm_type: float,
+    steps: int = 3,
+) -> list[float]:
+    """Clip with optimizer= and Numerics(clip_grad_norm=); all is the loop's, bit by bit. Returns the norms."""
+    expected, actual = make(dtype), make(dtype)
+    theirs = adam(expected.parameters())
+    norms = []
+    options: dict[str, Any] = {
+        "loss_fn": loss_fn,
+        "checkpoint": checkpoint,
+        "optimizer": adam,
+        "numerics": Numerics(clip_grad_norm=1.0, norm_type=norm_type),
+    }
+    with pipeline(group, actual, batch(0)[0][:3], schedule=schedule, **options) as pipe:
+        assert pipe.grad_norm is None
+        for step in range(steps):
+            loss, due = loop_step(expected, theirs, step, lambda own: clip_grad_norm_(own, 1.0, norm_type))
+            x, y = batch(step)
+            assert torch.equal(pipe.step(x, target=y), loss)
+            assert torch.equal(pipe.grad_norm, due)
+            assert_same(pipe, expected)
+            assert all(parameter.grad is None for parameter in pipe.parameters())
+            norms.append(float(due))
+        kinds = [span.action.kind for span in pipe.gather_trace().spans]
+        assert kinds.count(Kind.NORM) == kinds.count(Kind.UPDATE) == pipe.num_stages
+        assert pipe.predicted.makespan_s > 0
+    return norms
