@@ -96,6 +96,8 @@ class Assembly:
         begin = time.perf_counter()
         self.programs = programs
         self.stage_cut = stage_cut
+        #: How gradients are treated before an update; None: as they are.
+        self.rules = spec.rules
         self._filling_s = 0.0
         self._spec = spec
         self._host = host
@@ -254,7 +256,7 @@ class Assembly:
 
     def update_late(self, intra_op_threads: int) -> None:
         """Run the updates that waited for the gradients of tied parameters. Collective if there are rules."""
-        rules = self._spec.rules
+        rules = self.rules
         verdict = None
         with intra_op(intra_op_threads):
             if rules is not None:

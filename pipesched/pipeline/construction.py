@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 
 from pipesched.capture.layered_model import stages_of
 from pipesched.capture.stage_module import Wrap
+from pipesched.errors import DeviceCountError
 from pipesched.pipeline.assembly import Assembly, AssemblySpec
 from pipesched.pipeline.auto_plan import AutoPlan
 from pipesched.pipeline.cost_book import CostBook
@@ -18,7 +19,7 @@ from pipesched.planning.plan import Plan
 from pipesched.planning.plan_request import PlanRequest
 from pipesched.planning.program_factory import ProgramFactory
 from pipesched.runtime.microbatches import Splitter
-from pipesched.runtime.rank_host import RankHost
+from pipesched.runtime.rank_host import RankHost, ThreadRanks
 from pipesched.torch_checks import as_function, as_optimizer
 
 __all__ = ["check_functions", "checked_programs", "choose_plan", "ending_on_error", "start"]
@@ -109,6 +110,13 @@ def start(
     """
     programs = checked_programs(request, host, spec)
     host = host.use(programs.num_ranks, all_ranks=plan is None)
+    scaled = spec.rules is not None and spec.rules.scale is not None
+    if scaled and not isinstance(host, ThreadRanks) and len(host.devices) < len(host.all_devices):
+        raise DeviceCountError(
+            f"with scaler= every rank of the mesh must hold stages, because an idle rank would not learn of an "
+            f"overflow; the mesh has {len(host.all_devices)} ranks, the plan {len(host.devices)}; use a mesh of "
+            f"{len(host.devices)} ranks, or name a schedule"
+        )
     program = programs.full.plain
     pins = Pins(list(spec.layers), request.boundaries, request.together)
     if request.boundaries is None and (starts := stages_of(model, pins.layers, program.num_weights)):

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from os import PathLike
 from typing import Any, TypeVar
 
+from torch.amp import GradScaler
+
 from pipesched.capture.loss_reduction import LossReduction
 from pipesched.checks import check_type, is_count, shown
 from pipesched.errors import InputError
@@ -14,6 +16,7 @@ from pipesched.runtime.microbatches import SplitDims
 from pipesched.runtime.rank_host import Inputs
 from pipesched.runtime.stage.batch_norm import BatchNormMode
 from pipesched.runtime.stage.gradient_rules import GradientRules
+from pipesched.runtime.stage.loss_scale import LossScale
 from pipesched.simulation.links import Links
 from pipesched.simulation.profile import Profile
 from pipesched.tensors.gradient_norm import as_max_norm, as_norm_type
@@ -92,11 +95,15 @@ class Numerics:
             before the update, as by ``Pipeline.clip_grad_norm_``. Default: None (gradients are not clipped).
         norm_type: the order of the norm that clip_grad_norm limits; ``math.inf`` for the largest absolute value.
             Default: 2.
+        scaler: with ``optimizer=``, a ``torch.amp.GradScaler``, for float16 under autocast. Backwards start from the
+            scaled loss; ``step`` returns the loss unscaled. If a gradient of any stage overflows, no stage is updated.
+            Default: None (the loss is not scaled).
 
     Raises:
         ModelTypeError: loss_weight is not a function.
         InputError: intra_op_threads is not a whole number of at least 1, or clip_grad_norm or norm_type not a number
             above 0.
+        ArgumentError: scaler is not a GradScaler.
 
     """
 
@@ -107,6 +114,7 @@ class Numerics:
     intra_op_threads: int = 1
     clip_grad_norm: float | None = None
     norm_type: float = 2.0
+    scaler: GradScaler | None = None
 
     def __post_init__(self) -> None:
         as_function(self.loss_weight, "loss_weight")
@@ -114,18 +122,37 @@ class Numerics:
         if self.clip_grad_norm is not None:
             as_max_norm(self.clip_grad_norm, "clip_grad_norm")
         as_norm_type(self.norm_type)
+        check_type(
+            self.scaler, (GradScaler, type(None)), "scaler must be a torch.amp.GradScaler", "pass one, or leave it out"
+        )
 
     def gradient_rules(self, order: ParameterOrder, *, has_optimizers: bool) -> GradientRules | None:
         """How gradients are treated before an update; None: as they are. Raises InputError without optimizers."""
-        if self.clip_grad_norm is None:
+        scaler = self.scaler if self.scaler is not None and self.scaler.is_enabled() else None
+        if self.clip_grad_norm is None and scaler is None:
             return None
         if not has_optimizers:
-            raise InputError(
-                f"clip_grad_norm clips gradients before updates that step() makes; clip_grad_norm is "
-                f"{self.clip_grad_norm}, but there is no optimizer=; pass optimizer=, or call pipe.clip_grad_norm_() "
-                f"before you step an optimizer of your own"
+            asked, remedy = (
+                (f"clip_grad_norm={self.clip_grad_norm}", "call pipe.clip_grad_norm_() before your optimizer's step")
+                if scaler is None
+                else ("scaler=", "train in bfloat16, which needs no scaler")
             )
-        return GradientRules(order, max_norm=self.clip_grad_norm, norm_type=as_norm_type(self.norm_type))
+            raise InputError(
+                f"{asked} changes gradients before updates that step() makes; there is no optimizer=, so step() makes "
+                f"no updates; pass optimizer=, or {remedy}"
+            )
+        return GradientRules(
+            order,
+            max_norm=self.clip_grad_norm,
+            norm_type=as_norm_type(self.norm_type),
+            scale=None if scaler is None else LossScale(scaler),
+        )
+
+    @property
+    def agreed(self) -> tuple[Any, ...]:
+        """The options that must be equal in all processes, in a form that can be compared."""
+        scaler = None if self.scaler is None else sorted(self.scaler.state_dict().items())
+        return self.intra_op_threads, self.batch_norm, self.clip_grad_norm, self.norm_type, scaler
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,6 +5,7 @@ from typing import Any, Literal, Self, overload
 
 import torch
 from torch import nn
+from torch.amp import GradScaler
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
@@ -216,11 +217,12 @@ class Pipeline(ModuleInterface):
                 splitter=Splitter(1, False, numerics.split_dims, loss_weight, loss_reduction),
                 plan=plan,
                 request=request,
-                agreed=(threads, repr(seed), numerics.batch_norm, numerics.clip_grad_norm, numerics.norm_type),
+                agreed=(repr(seed), *numerics.agreed),
             )
             place_weights(self._roots, self._guard, self._running.host, self._running.assembly)
             self._running.host.start()
         self._intra_op_threads = threads
+        self._scaler = numerics.scaler
         self._history = StepHistory(self._running, self._book)
         self._memory = MemoryForecast(self._running, self._book, spec=self._spec, guard=self._guard, limits=limits)
         self._steps = StepRunner(
@@ -439,6 +441,11 @@ class Pipeline(ModuleInterface):
         """
         verdict = self._running.assembly.verdict
         return None if verdict is None else verdict.norm
+
+    @property
+    def scaler(self) -> GradScaler | None:
+        """The scaler of ``Numerics(scaler=)``: save its ``state_dict()`` with a checkpoint, and load it to resume."""
+        return self._scaler
 
     def flush(self) -> torch.Tensor | None:
         """Finish the steps of an asynchronous schedule that are under way, with all their updates.

@@ -90,11 +90,16 @@ class StepRunner:
             return self._enqueue(call)
         programs = assembly.programs.of(len(call.batch.rows))
         step_data = call.step_data(self._seed, running.step)
+        rules = assembly.rules
+        if rules is not None:
+            step_data.loss_scale = rules.loss_scale(running.host.devices[programs.plain.output_rank])
         run_spec = self._run_spec(programs.training, step_data, assembly.stages, programs.uses)
         with assembly.delivering(), assembly.norms.counting():
             running.runs.append(running.host.run(run_spec, call.batch, grad=True))
         if assembly.updates_late:
             assembly.update_late(self._intra_op_threads)
+        if rules is not None:
+            rules.finish(assembly.verdict)
         running.step += 1
         if not isinstance(running.host, ThreadRanks):
             bring_ends(programs.plain, step_data, running.host)

@@ -8,10 +8,12 @@ import pytest
 import torch
 from matplotlib.text import Text
 from torch import nn
+from torch.amp import GradScaler
 
 from pipesched import Kind, Numerics, Pipeline, Program, Trace, schedules, viz
-from pipesched.errors import InputError, ScheduleError
+from pipesched.errors import ArgumentError, InputError, ScheduleError
 from pipesched.program.lowering import add_norms, add_updates
+from pipesched.runtime.stage.loss_scale import LossScale
 from pipesched.testing import clip_grad_norm_
 from tests.support.async_replay import pipeline as asynchronous
 from tests.support.async_replay import transformer
@@ -90,7 +92,7 @@ CLIPPED = Numerics(clip_grad_norm=1.0)
 
 
 def test_clipping_inside_a_step_needs_optimizers_and_one_update_a_step():
-    with pytest.raises(InputError, match=r"but there is no optimizer=; pass optimizer=, or call pipe\.clip_grad_norm_"):
+    with pytest.raises(InputError, match=r"no optimizer=.* pass optimizer=, or call pipe\.clip_grad_norm_"):
         make("1f1b", CLIPPED, optimizer=None)
     for name in ("pipedream", "pipedream-2bw"):
         with pytest.raises(ScheduleError, match=f"schedule '{name}' updates the weights while micro-batches"):
@@ -141,3 +143,51 @@ def test_a_new_plan_clips_on():
                 x, y = clipping.batch(step)
                 losses.append((float(pipe.step(x, target=y)), float(pipe.grad_norm)))
     assert losses[:3] == losses[3:]
+
+
+@pytest.mark.parametrize(
+    ("count", "schedule", "make", "dtype", "checkpoint", "overflow"),
+    [
+        (2, "1f1b", clipping.tied_model, FLOAT, "never", None),
+        (2, "zb-v", clipping.plain_model, HALF, "always", 1),
+        (3, "1f1b", clipping.plain_model, FLOAT, "never", 7),
+        (2, "1f1b", clipping.tied_model, FLOAT, "always", 0),
+    ],
+)
+def test_an_overflow_in_any_stage_skips_the_update_of_all(run: Run, count, schedule, make, dtype, checkpoint, overflow):
+    """And halves the scale everywhere; weights, norms and scales are those of torch's scaler in the plain loop."""
+    start = 2.0**18 if overflow is None else 1024.0
+    results = run(count, clipping.scale_losses, schedule, make, dtype, checkpoint, overflow, start)
+    assert all(own == results[0] for own in results)
+    skips, scales = results[0]
+    assert 1 <= skips < len(scales)
+
+
+def test_a_scale_that_is_no_power_of_two_divides_as_torchs_does():
+    grads = [torch.randn(500), torch.randn(500).bfloat16(), torch.randn(500).double()]
+    for scale in (3.0, 1000.0, 65536.0):
+        due, scaler = (GradScaler("cpu", init_scale=scale) for _ in range(2))
+        mine, theirs = ([nn.Parameter(torch.zeros_like(grad)) for grad in grads] for _ in range(2))
+        for parameters in (mine, theirs):
+            for parameter, grad in zip(parameters, grads, strict=True):
+                parameter.grad = grad.clone()
+        due.scale(torch.ones(()))
+        due.unscale_(torch.optim.SGD(theirs, lr=0.1))
+        LossScale(scaler).unscale_([parameter.grad for parameter in mine])
+        assert all(torch.equal(one.grad, other.grad) for one, other in zip(mine, theirs, strict=True))
+
+
+def test_a_scaler_is_refused_where_it_cannot_be_right():
+    scaled = Numerics(scaler=GradScaler("cpu"))
+    with pytest.raises(InputError, match=r"scaler= changes gradients .* there is no optimizer=.* train in bfloat16"):
+        make("1f1b", scaled, optimizer=None)
+    with pytest.raises(ScheduleError, match="'pipedream' updates the weights while micro-batches"):
+        make("pipedream", scaled)
+    with pytest.raises(ArgumentError, match=r"scaler must be a torch\.amp\.GradScaler"):
+        Numerics(scaler=torch.amp)  # type: ignore[arg-type]
+    with make("1f1b", Numerics(scaler=GradScaler("cpu", enabled=False)), optimizer=None) as pipe:
+        assert pipe.step(clipping.batch(0)[0], target=clipping.batch(0)[1]).isfinite()
+    with make("1f1b", scaled) as pipe:
+        pipe.half()
+        with pytest.raises(InputError, match=r"a gradient of shape .* is float16"):
+            pipe.step(clipping.batch(0)[0], target=clipping.batch(0)[1])

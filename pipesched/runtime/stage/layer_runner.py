@@ -188,6 +188,9 @@ class LayerRunner:
         if self.offloads is not None:
             self.offloads.arrived(saved.microbatch)
         grads: Gradients = (None,) * len(edges)  # for the loss: autograd starts a scalar with gradient 1
+        if self._step_data.loss_scale is not None and not arrived:
+            loss = self._step_data.losses[saved.microbatch]
+            grads = (self._step_data.loss_scale.to(loss.dtype),) * len(edges)
         if arrived or self._step_data.factors is None:
             given = tuple(chain.from_iterable(arrived)) if arrived else self._step_data.output_grads[saved.microbatch]
             reached = [(edge, grad) for edge, grad in zip(edges, given, strict=True) if grad is not None]

@@ -29,6 +29,8 @@ class StepData:
     factors: list[float | None] | dict[int, float | None] | None = None
     #: Gradients of the outputs, if the loss is computed outside the pipeline.
     output_grads: list[Gradients] = field(default_factory=list)
+    #: The gradient of each loss, with which its backward starts, as a 0-d tensor. Default: 1.
+    loss_scale: Tensor | None = None
     keep_outputs: bool = False
     autocast: Callable[[], AbstractContextManager[None]] = nullcontext
     losses: dict[int, Tensor] = field(default_factory=dict)

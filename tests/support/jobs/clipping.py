@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.amp import GradScaler
 from torch.nn import functional
 
 from pipesched import Kind, Numerics, Pipeline
@@ -165,3 +166,78 @@ def clip_in_steps(
         assert kinds.count(Kind.NORM) == kinds.count(Kind.UPDATE) == pipe.num_stages
         assert pipe.predicted.makespan_s > 0
     return norms
+
+
+def overflow_in(model: nn.Sequential, layer: int, at_step: int) -> Callable[[], None]:
+    """Plant an infinite gradient in a layer's weight at one step; call the result after each step."""
+    step = 0
+
+    def hook(grad: Tensor) -> Tensor:
+        return grad / 0 if step == at_step else grad
+
+    def next_step() -> None:
+        nonlocal step
+        step += 1
+
+    model[layer].weight.register_hook(hook)
+    return next_step
+
+
+def scale_losses(
+    group: Any,
+    schedule: str,
+    make: Callable[[torch.dtype], nn.Sequential],
+    dtype: torch.dtype,
+    checkpoint: str,
+    overflow: int | None,
+    init_scale: float = 1024.0,
+    steps: int = 4,
+) -> tuple[int, list[float]]:
+    """Train with a scaler; all is as with torch's own scaler in the plain loop. Returns skips and scales.
+
+    overflow: the layer in whose weight a gradient overflows at step 1. None: in autocast of float16, by the scale.
+    """
+    models = make(dtype), make(dtype)
+    due, scaler = (GradScaler("cpu", init_scale=init_scale, growth_interval=2) for _ in range(2))
+    half = torch.autocast("cpu", torch.float16, enabled=overflow is None)
+    counts = [overflow_in(model, overflow, 1) if overflow is not None else (lambda: None) for model in models]
+    expected, actual = models
+    theirs = adam(expected.parameters())
+    options: dict[str, Any] = {
+        "loss_fn": loss_fn,
+        "checkpoint": checkpoint,
+        "optimizer": adam,
+        "numerics": Numerics(clip_grad_norm=1.0, scaler=scaler),
+    }
+    scales = []
+    skips = 0
+    with pipeline(group, actual, batch(0)[0][:3], schedule=schedule, **options) as pipe:
+        assert pipe.scaler is scaler
+        for step in range(steps):
+            x, y = batch(step)
+            with half:
+                scaled = reference_step(
+                    expected,
+                    x,
+                    loss_fn=lambda output, target: due.scale(loss_fn(output, target)),
+                    target=y,
+                    num_microbatches=MICROBATCHES,
+                    seed=5,
+                    step=step,
+                )
+                loss = pipe.step(x, target=y)
+            assert torch.equal(loss, scaled / due.get_scale())
+            due.unscale_(theirs)
+            norm = clip_grad_norm_(expected.parameters(), 1.0)
+            before = due.get_scale()
+            due.step(theirs)
+            due.update()
+            theirs.zero_grad()
+            skips += due.get_scale() < before
+            scales.append(scaler.get_scale())
+            assert scaler.state_dict() == due.state_dict()
+            assert torch.equal(pipe.grad_norm, norm) or (not norm.isfinite() and not pipe.grad_norm.isfinite())
+            assert_same(pipe, expected)
+            for count in counts:
+                count()
+    return skips, scales
