@@ -84,8 +84,7 @@ def scaled(ranks: Ranks, steps: int, every: int) -> bool:
         arguments = schedule, clipping.plain_model, dtype, CHECKPOINTS[number % 3], layer, 1024.0, steps
         try:
             results = run(ranks, place, count, clipping.scale_losses, *arguments)
-            if any(own != (1, results[0][1]) for own in results):
-                raise AssertionError(f"ranks disagree: {results}")
+            assert all(own == (1, results[0][1]) for own in results), f"ranks disagree: {results}"
             good += 1
         except AssertionError as error:
             failures.append(f"{count} ranks, {schedule}, {place}, layer {layer}, {dtype}: {error}")

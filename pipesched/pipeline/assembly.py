@@ -1,13 +1,13 @@
 """Assembly: the stages of a model on their ranks, for one plan."""
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from pipesched.capture.layered_model import LayeredModel
@@ -55,6 +55,11 @@ class AssemblySpec:
     wrap: Wrap | None
     optimizer: Callable[[list[Any]], Optimizer] | None
     rules: GradientRules | None = None  #: how gradients are treated before an update
+
+    @property
+    def updates_by_rules(self) -> bool:
+        """Whether steps update the weights by gradient rules, which need the norm of all gradients."""
+        return self.rules is not None and self.optimizer is not None
 
 
 @dataclass(kw_only=True)
@@ -140,7 +145,7 @@ class Assembly:
             self._inheritance = optimizers_for(spec.optimizer, self.stages, tied, home, optimizers or {}, spec.rules)
         #: Whether some updates wait for the gradients of tied parameters.
         self.updates_late = any(stage.optimizer.late for stage in self.stages.values()) or (
-            spec.rules is not None and bool(self.ties.parameters)
+            spec.updates_by_rules and bool(self.ties.parameters)
         )
 
     def take_over(self) -> None:
@@ -154,6 +159,11 @@ class Assembly:
     def undriven(self) -> list[int]:
         """The stages with a new optimizer that no learning rate scheduler drives; empty if there are no schedulers."""
         return [] if self._inheritance is None else self._inheritance.undriven
+
+    @property
+    def layer_names(self) -> list[str]:
+        """The names of the model's layers, in order."""
+        return list(self._spec.layers)
 
     @property
     def cut(self) -> StageLayers:
@@ -254,16 +264,22 @@ class Assembly:
                 stack.enter_context(holder.delivering())
             yield
 
-    def update_late(self, intra_op_threads: int) -> None:
+    def update_late(self, intra_op_threads: int, losses: Iterable[Tensor] = ()) -> None:
         """Run the updates that waited for the gradients of tied parameters. Collective if there are rules."""
-        rules = self.rules
-        verdict = None
+        verdict = None if self.rules is None else self.decide(intra_op_threads, losses)
         with intra_op(intra_op_threads):
-            if rules is not None:
-                own = [parameter for stage in self.stages.values() for parameter in stage.optimizer.parameters]
-                verdict = rules.decide(self._host.gathered(rules.measure(own)))
             for stage in self.stages.values():
                 stage.optimizer.update_late(verdict)
+
+    def decide(self, intra_op_threads: int, losses: Iterable[Tensor]) -> Verdict:
+        """Decide on the gradients that the stages of all processes now have. Collective.
+
+        ``losses`` are those of the step, in the process of the last stage.
+        """
+        assert self.rules is not None
+        with intra_op(intra_op_threads):
+            own = [parameter for stage in self.stages.values() for parameter in stage.optimizer.parameters]
+            return self.rules.decide(self._host.gathered(self.rules.measure(own, losses)))
 
     @property
     def verdict(self) -> Verdict | None:

@@ -76,7 +76,7 @@ def choose_plan(
 def checked_programs(request: PlanRequest, host: RankHost, spec: AssemblySpec) -> ProgramFactory:
     """Return the programs of a request. Raises ScheduleError or GraphError if the programs do not fit the model."""
     programs = ProgramFactory(
-        request, len(host.all_devices), updates=spec.optimizer is not None, norms=spec.rules is not None
+        request, len(host.all_devices), updates=spec.optimizer is not None, norms=spec.updates_by_rules
     )
     programs.check_updates()
     _ = programs.full.training  # raises if the program cannot be lowered
@@ -110,12 +110,12 @@ def start(
     """
     programs = checked_programs(request, host, spec)
     host = host.use(programs.num_ranks, all_ranks=plan is None)
-    scaled = spec.rules is not None and spec.rules.scale is not None
-    if scaled and not isinstance(host, ThreadRanks) and len(host.devices) < len(host.all_devices):
+    binds = spec.rules is not None and spec.rules.binds_all_ranks
+    if binds and not isinstance(host, ThreadRanks) and len(host.devices) < len(host.all_devices):
         raise DeviceCountError(
-            f"with scaler= every rank of the mesh must hold stages, because an idle rank would not learn of an "
-            f"overflow; the mesh has {len(host.all_devices)} ranks, the plan {len(host.devices)}; use a mesh of "
-            f"{len(host.devices)} ranks, or name a schedule"
+            f"with scaler= or on_nonfinite= every rank of the mesh must hold stages, because an idle rank would not "
+            f"learn of an overflow; the mesh has {len(host.all_devices)} ranks, the plan {len(host.devices)}; use a "
+            f"mesh of {len(host.devices)} ranks, or name a schedule"
         )
     program = programs.full.plain
     pins = Pins(list(spec.layers), request.boundaries, request.together)

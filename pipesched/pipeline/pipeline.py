@@ -165,7 +165,11 @@ class Pipeline(ModuleInterface):
                 compiled=compiler(compile, numerics.batch_norm),
                 wrap=wrap,
                 optimizer=optimizer,
-                rules=numerics.gradient_rules(self._parameter_order, has_optimizers=optimizer is not None),
+                rules=numerics.gradient_rules(
+                    self._parameter_order,
+                    has_optimizers=optimizer is not None,
+                    lags=mesh is None and any(device.type != "cpu" for device in host.all_devices),
+                ),
             )
             self._book = CostBook(
                 model=module,

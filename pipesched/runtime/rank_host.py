@@ -34,6 +34,7 @@ from pipesched.runtime.executors.threads import RunSpec, ThreadExecutor, Timelin
 from pipesched.runtime.microbatches import Batch
 from pipesched.runtime.stage import batch_norm as norms
 from pipesched.runtime.stage.gradient_norms import GradientNorms
+from pipesched.runtime.stage.nonfinite_watch import Nonfinite
 from pipesched.runtime.step_call import SENT_TYPES, StepCall, received
 from pipesched.simulation.costs import Costs
 from pipesched.simulation.layer_costs import LayerCosts
@@ -272,7 +273,7 @@ class MeshRanks:
 
         def connect() -> ProcessExecutor:
             executor = ProcessExecutor(group, device=device, intra_op_threads=intra_op_threads, timeout_s=timeout_s)
-            executor.encoding.know(*_DECIDED, *SENT_TYPES, *norms.SENT_TYPES, GradientNorms)
+            executor.encoding.know(*_DECIDED, *SENT_TYPES, *norms.SENT_TYPES, GradientNorms, Nonfinite)
             executor.encoding.know_own(Orders, Orders.parts, Orders.of_parts)
             executor.encoding.know_own(Looks, lambda looks: looks.values, Looks, immutable=True)
             return executor

@@ -156,7 +156,7 @@ def test_a_new_plan_clips_on():
 )
 def test_an_overflow_in_any_stage_skips_the_update_of_all(run: Run, count, schedule, make, dtype, checkpoint, overflow):
     """And halves the scale everywhere; weights, norms and scales are those of torch's scaler in the plain loop."""
-    start = 2.0**15 if overflow is None else 1024.0
+    start = 2.0**13 if overflow is None else 1024.0
     results = run(count, clipping.scale_losses, schedule, make, dtype, checkpoint, overflow, start)
     assert all(own == results[0] for own in results)
     skips, scales = results[0]
@@ -179,7 +179,7 @@ def test_a_scale_that_is_no_power_of_two_divides_as_torchs_does():
 
 def test_a_scaler_is_refused_where_it_cannot_be_right():
     scaled = Numerics(scaler=GradScaler("cpu"))
-    with pytest.raises(InputError, match=r"scaler= changes gradients .* there is no optimizer=.* train in bfloat16"):
+    with pytest.raises(InputError, match=r"scaler= is about updates .* there is no optimizer=.* train in bfloat16"):
         make("1f1b", scaled, optimizer=None)
     with pytest.raises(ScheduleError, match="'pipedream' updates the weights while micro-batches"):
         make("pipedream", scaled)
@@ -191,3 +191,33 @@ def test_a_scaler_is_refused_where_it_cannot_be_right():
         pipe.half()
         with pytest.raises(InputError, match=r"a gradient of shape .* is float16"):
             pipe.step(clipping.batch(0)[0], target=clipping.batch(0)[1])
+
+
+@pytest.mark.parametrize(
+    ("react", "backward", "optimizers", "tied"),
+    [
+        ("raise", False, True, False),
+        ("raise", True, False, True),
+        ("skip", True, True, True),
+        ("skip", False, True, False),
+        ("warn", False, False, False),
+    ],
+)
+def test_the_first_value_that_is_not_finite_is_named(run: Run, react, backward, optimizers, tied):
+    """With its layer and micro-batch, on every rank; all later layers have infinite values too."""
+    messages = run(2, clipping.find_nonfinite, react, backward, optimizers, tied)
+    assert all(own == messages[0] for own in messages)
+    what = "the gradient of the output" if backward else "the output"
+    assert len(messages[0]) == (1 if react != "warn" else 2)
+    assert f"in step 1, {what} of layer '6' for micro-batch 2 was the first that was not" in messages[0][0]
+
+
+def test_reactions_are_refused_where_they_cannot_be_right():
+    with pytest.raises(InputError, match=r"on_nonfinite='skip' is about updates .* no optimizer="):
+        make("1f1b", Numerics(on_nonfinite="skip"), optimizer=None)
+    with pytest.raises(InputError, match="must be one of raise, skip, warn; got 'stop'"):
+        Numerics(on_nonfinite="stop")  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="a scaler expects infinite gradients"):
+        Numerics(on_nonfinite="skip", scaler=GradScaler("cpu"))
+    with pytest.raises(ScheduleError, match="'pipedream' updates the weights while micro-batches"):
+        make("pipedream", Numerics(on_nonfinite="warn"))

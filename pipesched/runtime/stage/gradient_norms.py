@@ -21,8 +21,8 @@ class GradientNorms(NamedTuple):
     keys: str
     #: Their norms, as one vector; None if there are none.
     norms: Tensor | None
-    #: Whether an element was infinite or NaN before the gradients were unscaled, a 0-d tensor; None if unchecked.
-    overflowed: Tensor | None = None
+    #: Whether a scaled gradient, or a loss, is infinite or NaN, a 0-d tensor; None if neither is checked.
+    nonfinite: Tensor | None = None
 
     @classmethod
     def of(cls, parameters: Iterable[nn.Parameter], order: ParameterOrder, norm_type: float) -> "GradientNorms":
@@ -42,9 +42,9 @@ class GradientNorms(NamedTuple):
         places = sorted(range(len(keys)), key=keys.__getitem__)
         here = vectors[0].device
         whole = torch.cat([vector.to(here) for vector in vectors])
-        checks = [part.overflowed.to(here) for part in parts if part.overflowed is not None]
-        overflowed = torch.stack(checks).any() if checks else None
-        return cls(_BETWEEN.join(keys[place] for place in places), whole[places], overflowed)
+        checks = [part.nonfinite.to(here) for part in parts if part.nonfinite is not None]
+        nonfinite = torch.stack(checks).any() if checks else None
+        return cls(_BETWEEN.join(keys[place] for place in places), whole[places], nonfinite)
 
     def each_key(self) -> list[str]:
         """The keys of the parameters."""

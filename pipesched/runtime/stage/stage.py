@@ -196,7 +196,7 @@ class Stage:
 
     def norm(self, number: int) -> GradientNorms:
         """NORM: return the norms of the gradients accumulated since the last update."""
-        return self.optimizer.norm()
+        return self.optimizer.norm(self._step_data.losses.values() if self.head is not None else ())
 
     def update(self, number: int, norms: Sequence[GradientNorms] = ()) -> None:
         """UPDATE: step the optimizer with the gradients accumulated since the last update, then clear them.

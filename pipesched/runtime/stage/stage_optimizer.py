@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from pipesched.errors import ExecutionError
@@ -37,9 +37,14 @@ class StageOptimizer:
         own = dict.fromkeys(parameter for module in self._modules.values() for parameter in module.parameters())
         return [parameter for parameter in own if parameter not in self.elsewhere]
 
-    def norm(self) -> GradientNorms:
-        """The norms of the gradients since the last update; none yet if updates wait for tied parameters."""
-        return GradientNorms("", None) if self.late or self.rules is None else self.rules.measure(self.parameters)
+    def norm(self, losses: Iterable[Tensor]) -> GradientNorms:
+        """The norms of the gradients since the last update; none yet if updates wait for tied parameters.
+
+        ``losses`` are those of the stage's micro-batches.
+        """
+        if self.late or self.rules is None:
+            return GradientNorms("", None)
+        return self.rules.measure(self.parameters, losses)
 
     def update(self, weights: WeightStash | None, norms: Sequence[GradientNorms] = ()) -> None:
         """Step with the gradients since the last update.

@@ -2,6 +2,7 @@
 
 import copy
 import math
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -241,3 +242,66 @@ def scale_losses(
             for count in counts:
                 count()
     return skips, scales
+
+
+class Faulty(nn.Module):
+    """Passes its input on; the output or the gradient of one micro-batch of one step is made infinite."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8))
+        self.calls = 0
+        self.at = 6  # micro-batch 2 of step 1, of four
+        self.backward = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        faulty = self.calls == self.at
+        self.calls += 1
+        if not faulty:
+            return x * self.weight
+        if self.backward:
+            x = x * self.weight
+            x.register_hook(lambda grad: grad / 0)
+            return x
+        return x * self.weight / 0
+
+
+def find_nonfinite(group: Any, react: str, backward: bool, optimizers: bool, tied: bool) -> list[str]:
+    """Three steps with a fault in layer 6, in the second; weights that are not updated stay. Returns the messages."""
+    model = (tied_model if tied else plain_model)()
+    model[6] = Faulty()
+    model[6].backward = backward
+    numerics = Numerics(on_nonfinite=react)
+    messages = []
+    with pipeline(
+        group,
+        model,
+        batch(0)[0][:3],
+        loss_fn=loss_fn,
+        optimizer=adam if optimizers else None,
+        numerics=numerics,
+    ) as pipe:
+        pipe.model[6].calls = 0  # capture ran it
+        own = None if optimizers else adam(pipe.parameters())
+        for step in range(3):
+            before = [parameter.detach().clone() for parameter in pipe.parameters()]
+            x, y = batch(step)
+            updated = True
+            with warnings.catch_warnings(record=True) as seen:
+                warnings.simplefilter("always")
+                try:
+                    pipe.step(x, target=y)
+                except ExecutionError as error:
+                    messages.append(str(error))
+                    updated = False
+                    pipe.zero_grad()
+            messages += [str(one.message) for one in seen if "must be finite" in str(one.message)]
+            if own is not None and updated:
+                own.step()
+                own.zero_grad()
+            if step == 1 and react != "warn":
+                assert all(map(torch.equal, before, pipe.parameters()))
+            elif step != 2 or react != "warn":
+                same = [torch.equal(*pair) for pair in zip(before, pipe.parameters(), strict=True)]
+                assert not all(same) or not any(parameter.requires_grad for parameter in pipe.parameters())
+    return messages
