@@ -33,11 +33,11 @@ def norm_of(grad: Tensor, norm_type: float) -> Tensor:
 
 
 @torch.no_grad()
-def total_norm(norms: Sequence[Tensor], norm_type: float) -> Tensor:
-    """The norm of the norms of all gradients, on the device of the first; 0 if there are none."""
-    if not norms:
+def total_norm(norms: Sequence[Tensor] | Tensor, norm_type: float) -> Tensor:
+    """The norm of the norms of all gradients, a sequence or a vector, on the device of the first; 0 without any."""
+    if not len(norms):
         return torch.tensor(0.0)
-    vector = torch.stack([norm.to(norms[0].device) for norm in norms])
+    vector = norms if isinstance(norms, Tensor) else torch.stack([norm.to(norms[0].device) for norm in norms])
     total: Tensor = torch.linalg.vector_norm(vector, norm_type)
     return total
 

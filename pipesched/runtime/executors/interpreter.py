@@ -186,7 +186,8 @@ class Rank:
         self._graph = program.graph
         self._pair = pair
         self._transport = transport
-        self._norms = _Norms(len(program.chunks(index)), *transport.exchange(index)) if program.has_norms else None
+        count = len(program.chunks(index)) if program.has_norms else 0
+        self._norms = _Norms(count, *transport.exchange(index)) if count else None
         whole = program.orders[index] if index < program.num_ranks else ()  # bind() may receive only a part
         self._split = {(action.stage, action.microbatch) for action in whole if action.kind is Kind.I}
         self._recomputed = {(action.stage, action.microbatch) for action in whole if action.kind is Kind.R}

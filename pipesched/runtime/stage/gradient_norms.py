@@ -34,17 +34,24 @@ class GradientNorms(NamedTuple):
 
     @classmethod
     def merged(cls, parts: Sequence["GradientNorms"]) -> "GradientNorms":
-        """The norms of several stages or ranks together, in the model's order, on the device of the first."""
-        keys = [key for part in parts for key in part.each_key()]
-        vectors = [part.norms for part in parts if part.norms is not None]
-        if not vectors:
-            return cls("", None)
-        places = sorted(range(len(keys)), key=keys.__getitem__)
-        here = vectors[0].device
-        whole = torch.cat([vector.to(here) for vector in vectors])
-        checks = [part.nonfinite.to(here) for part in parts if part.nonfinite is not None]
+        """The norms of several stages or ranks together, in the model's order. They must be on one device."""
+        found = sorted((part for part in parts if part.norms is not None), key=lambda part: part.keys)
+        keys = [key for part in found for key in part.each_key()]
+        vectors = [part.norms for part in found if part.norms is not None]
+        checks = [part.nonfinite for part in parts if part.nonfinite is not None]
         nonfinite = torch.stack(checks).any() if checks else None
-        return cls(_BETWEEN.join(keys[place] for place in places), whole[places], nonfinite)
+        if not vectors:
+            return cls("", None, nonfinite)
+        whole = torch.cat(vectors)
+        places = sorted(range(len(keys)), key=keys.__getitem__)
+        if places != list(range(len(keys))):  # a stage's parameters are seldom between those of another
+            whole = whole[places]
+        return cls(_BETWEEN.join(keys[place] for place in places), whole, nonfinite)
+
+    def on(self, device: torch.device) -> "GradientNorms":
+        """These norms on a device."""
+        norms, nonfinite = (one if one is None else one.to(device, non_blocking=True) for one in self[1:])
+        return GradientNorms(self.keys, norms, nonfinite)
 
     def each_key(self) -> list[str]:
         """The keys of the parameters."""
@@ -52,7 +59,7 @@ class GradientNorms(NamedTuple):
 
     def total(self, norm_type: float) -> Tensor:
         """The norm of all these gradients."""
-        return total_norm([] if self.norms is None else list(self.norms), norm_type)
+        return total_norm([] if self.norms is None else self.norms, norm_type)
 
     def first_nonfinite(self) -> str | None:
         """The key of the first parameter whose norm is not finite. Waits for the norms on a GPU."""

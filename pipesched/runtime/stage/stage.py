@@ -203,7 +203,7 @@ class Stage:
 
         ``norms`` are those of all stages, if the program has NORMs.
         """
-        self.optimizer.update(self.weights, norms)
+        self.optimizer.update(self.weights, [one.on(self.device) for one in norms])
 
     def _loss_inputs(self, microbatch: int) -> tuple[Any, float | None] | None:
         """The target and the factor of the loss; None if no loss is computed.
