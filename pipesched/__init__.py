@@ -58,6 +58,7 @@ if TYPE_CHECKING:
     from pipesched.program.order import schedule as schedule
     from pipesched.program.program import Program as Program
     from pipesched.program.validation import validate as validate
+    from pipesched.runtime.stage.master_weights import with_master_weights as with_master_weights
     from pipesched.simulation.bounds import lower_bound as lower_bound
     from pipesched.simulation.costs import Costs as Costs
     from pipesched.simulation.links import Link as Link
@@ -100,6 +101,7 @@ _HOME = {
     "simulate": "simulation.simulator",
     "tune": "pipeline.tune",
     "validate": "program.validation",
+    "with_master_weights": "runtime.stage.master_weights",
 }
 _PACKAGES = ("errors", "schedules", "testing", "viz")
 

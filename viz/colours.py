@@ -12,7 +12,14 @@ GREY = "#808080"  # shades of chunks in the legend
 BUBBLE = "#e6e6e6"
 HATCH = "#c2c2c2"
 
-_COLOURS = {Kind.F: "#56b4e9", Kind.B: "#e69f00", Kind.I: "#d55e00", Kind.W: "#009e73", Kind.R: "#cc79a7"}
+_COLOURS = {
+    Kind.F: "#56b4e9",
+    Kind.B: "#e69f00",
+    Kind.I: "#d55e00",
+    Kind.W: "#009e73",
+    Kind.R: "#cc79a7",
+    Kind.NORM: "#f0e442",
+}
 _LIGHTEST = 0.55  # share of white in the last chunk's colour
 
 

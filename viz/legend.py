@@ -21,6 +21,7 @@ KIND_NAMES = {
     Kind.I: "input gradients",
     Kind.W: "weight gradients",
     Kind.R: "recompute",
+    Kind.NORM: "gradient norm",
     Kind.UPDATE: "optimizer step",
     Kind.OFFLOAD: "copy to the host",
     Kind.FETCH: "copy from the host",

@@ -1,13 +1,13 @@
 """Assembly: builds the stages of a model and places them on their ranks, for one plan."""
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from pipesched.capture.layered_model import LayeredModel
@@ -30,6 +30,7 @@ from pipesched.runtime.rank_host import RankHost, ThreadRanks
 from pipesched.runtime.stage.batch_norm import BatchNormMode, MiniBatchNorms
 from pipesched.runtime.stage.buffer_copies import own_buffers
 from pipesched.runtime.stage.compiled_layers import Compiled
+from pipesched.runtime.stage.gradient_rules import GradientRules, Verdict
 from pipesched.runtime.stage.optimizers import Inheritance, optimizers_for
 from pipesched.runtime.stage.stage import Stage
 from pipesched.runtime.stage.weight_copies import WeightCopies
@@ -53,6 +54,12 @@ class AssemblySpec:
     compiled: Callable[[torch.device], Compiled | None]  #: the compiler of layers on a device
     wrap: Wrap | None
     optimizer: Callable[[list[Any]], Optimizer] | None
+    rules: GradientRules | None = None  #: how gradients are treated before an update
+
+    @property
+    def updates_by_rules(self) -> bool:
+        """Whether steps update the weights by gradient rules, which need the norm of all gradients."""
+        return self.rules is not None and self.optimizer is not None
 
 
 @dataclass(kw_only=True)
@@ -94,6 +101,8 @@ class Assembly:
         begin = time.perf_counter()
         self.programs = programs
         self.stage_cut = stage_cut
+        #: How gradients are treated before an update; None: as they are.
+        self.rules = spec.rules
         self._filling_s = 0.0
         self._spec = spec
         self._host = host
@@ -133,9 +142,11 @@ class Assembly:
         if spec.optimizer is not None:
             tied = self.ties.parameters
             home = self.owners.stage
-            self._inheritance = optimizers_for(spec.optimizer, self.stages, tied, home, optimizers or {})
+            self._inheritance = optimizers_for(spec.optimizer, self.stages, tied, home, optimizers or {}, spec.rules)
         #: Whether some updates wait for the gradients of tied parameters.
-        self.updates_late = any(stage.optimizer.late for stage in self.stages.values())
+        self.updates_late = any(stage.optimizer.late for stage in self.stages.values()) or (
+            spec.updates_by_rules and bool(self.ties.parameters)
+        )
 
     def take_over(self) -> None:
         """Let this assembly's optimizers update the parameters, in place of those of the previous assembly."""
@@ -148,6 +159,11 @@ class Assembly:
     def undriven(self) -> list[int]:
         """The stages whose new optimizer has no learning rate scheduler; empty if no optimizer has one."""
         return [] if self._inheritance is None else self._inheritance.undriven
+
+    @property
+    def layer_names(self) -> list[str]:
+        """The names of the model's layers, in order."""
+        return list(self._spec.layers)
 
     @property
     def cut(self) -> StageLayers:
@@ -249,8 +265,24 @@ class Assembly:
                 stack.enter_context(holder.delivering())
             yield
 
-    def update_late(self, intra_op_threads: int) -> None:
-        """Run the updates that waited for the gradients of tied parameters."""
+    def update_late(self, intra_op_threads: int, losses: Iterable[Tensor] = ()) -> None:
+        """Run the updates that waited for the gradients of tied parameters. Collective if there are rules."""
+        verdict = None if self.rules is None else self.decide(intra_op_threads, losses)
         with intra_op(intra_op_threads):
             for stage in self.stages.values():
-                stage.optimizer.update_late()
+                stage.optimizer.update_late(verdict)
+
+    def decide(self, intra_op_threads: int, losses: Iterable[Tensor]) -> Verdict:
+        """Decide on the gradients that the stages of all processes now have. Collective.
+
+        ``losses`` are those of the step, in the process of the last stage.
+        """
+        assert self.rules is not None
+        with intra_op(intra_op_threads):
+            own = [parameter for stage in self.stages.values() for parameter in stage.optimizer.parameters]
+            return self.rules.decide(self._host.gathered(self.rules.measure(own, losses)))
+
+    @property
+    def verdict(self) -> Verdict | None:
+        """The decision of the last update; None if gradients are used as they are, or this process has no stages."""
+        return next((stage.optimizer.verdict for stage in self.stages.values()), None)

@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 
 from pipesched.capture.layered_model import stages_of
 from pipesched.capture.stage_module import Wrap
+from pipesched.errors import DeviceCountError
 from pipesched.pipeline.assembly import Assembly, AssemblySpec
 from pipesched.pipeline.auto_plan import AutoPlan
 from pipesched.pipeline.cost_book import CostBook
@@ -18,7 +19,7 @@ from pipesched.planning.plan import Plan
 from pipesched.planning.plan_request import PlanRequest
 from pipesched.planning.program_factory import ProgramFactory
 from pipesched.runtime.microbatches import Splitter
-from pipesched.runtime.rank_host import RankHost
+from pipesched.runtime.rank_host import RankHost, ThreadRanks
 from pipesched.torch_checks import as_function, as_optimizer
 
 __all__ = ["check_functions", "checked_programs", "choose_plan", "ending_on_error", "start"]
@@ -74,7 +75,9 @@ def choose_plan(
 
 def checked_programs(request: PlanRequest, host: RankHost, spec: AssemblySpec) -> ProgramFactory:
     """Return the programs of a request. Raises ScheduleError or GraphError if the programs do not fit the model."""
-    programs = ProgramFactory(request, len(host.all_devices), updates=spec.optimizer is not None)
+    programs = ProgramFactory(
+        request, len(host.all_devices), updates=spec.optimizer is not None, norms=spec.updates_by_rules
+    )
     programs.check_updates()
     _ = programs.full.training  # raises if the program cannot be lowered
     spec.layered.check(programs.full.plain)
@@ -107,6 +110,13 @@ def start(
     """
     programs = checked_programs(request, host, spec)
     host = host.use(programs.num_ranks, all_ranks=plan is None)
+    binds = spec.rules is not None and spec.rules.binds_all_ranks
+    if binds and not isinstance(host, ThreadRanks) and len(host.devices) < len(host.all_devices):
+        raise DeviceCountError(
+            f"with scaler= or on_nonfinite= every rank of the mesh must hold stages, because an idle rank would not "
+            f"learn of an overflow; the mesh has {len(host.all_devices)} ranks, the plan {len(host.devices)}; use a "
+            f"mesh of {len(host.devices)} ranks, or name a schedule"
+        )
     program = programs.full.plain
     pins = Pins(list(spec.layers), request.boundaries, request.together)
     if request.boundaries is None and (starts := stages_of(model, pins.layers, program.num_weights)):

@@ -103,8 +103,9 @@ class ModuleInterface:
     def parameters(self) -> Iterator[nn.Parameter]:
         """Iterate over the parameters: ``torch.optim.AdamW(pipe.parameters())``.
 
-        A rank of a mesh that trains no parameters yields one empty parameter, because torch's optimizers refuse an
-        empty list.
+        Under a mesh they are those of this rank's stages: to clip the gradients of all ranks, call the pipeline's
+        ``clip_grad_norm_``, not torch's. A rank without parameters yields an empty tensor, because torch's optimizers
+        refuse an empty list.
         """
         parameters = [parameter for _, parameter in self.named_parameters()]
         return iter(parameters or [nn.Parameter(torch.empty(0)) for _ in islice(self.model.parameters(), 1)])

@@ -3,17 +3,23 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from os import PathLike
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
+
+from torch.amp import GradScaler
 
 from pipesched.capture.loss_reduction import LossReduction
 from pipesched.checks import check_type, is_count, shown
 from pipesched.errors import InputError
+from pipesched.model.parameter_order import ParameterOrder
 from pipesched.planning.search_request import Offload, check_offload
 from pipesched.runtime.microbatches import SplitDims
 from pipesched.runtime.rank_host import Inputs
 from pipesched.runtime.stage.batch_norm import BatchNormMode
+from pipesched.runtime.stage.gradient_rules import GradientRules, OnNonfinite
+from pipesched.runtime.stage.loss_scale import LossScale
 from pipesched.simulation.links import Links
 from pipesched.simulation.profile import Profile
+from pipesched.tensors.gradient_norm import as_max_norm, as_norm_type
 from pipesched.torch_checks import as_function, as_threads
 
 __all__ = ["Distributed", "Numerics", "Search", "as_options"]
@@ -85,10 +91,23 @@ class Numerics:
         batch_norm: when BatchNorm updates its running statistics: after each "micro-batch", or once per "mini-batch" as
             in a forward of the whole batch. Default: "micro-batch".
         intra_op_threads: CPU threads with which each rank computes. Default: 1.
+        clip_grad_norm: with ``optimizer=``, the largest norm of all gradients together; larger ones are scaled down
+            before the update, as by ``Pipeline.clip_grad_norm_``. Default: None (gradients are not clipped).
+        norm_type: the order of the norm that clip_grad_norm limits; ``math.inf`` for the largest absolute value.
+            Default: 2.
+        scaler: with ``optimizer=``, a ``torch.amp.GradScaler``, for float16 under autocast. Backwards start from the
+            scaled loss; ``step`` returns the loss unscaled. If a gradient of any stage overflows, no stage is updated.
+            Default: None (the loss is not scaled).
+        on_nonfinite: what a step does if the loss or a gradient is infinite or NaN: "raise" an ExecutionError before
+            the update, "skip" the update on all ranks and warn (with ``optimizer=``), or only "warn". The message names
+            the first layer and micro-batch. On GPUs of one process "raise" and "warn" come one step later. Default:
+            None (not checked).
 
     Raises:
         ModelTypeError: loss_weight is not a function.
-        InputError: intra_op_threads is not a whole number of at least 1.
+        InputError: intra_op_threads is not a whole number of at least 1, clip_grad_norm or norm_type not a number
+            above 0, or on_nonfinite unknown or combined with a scaler.
+        ArgumentError: scaler is not a GradScaler.
 
     """
 
@@ -97,10 +116,62 @@ class Numerics:
     loss_reduction: LossReduction | None = None
     batch_norm: BatchNormMode = "micro-batch"
     intra_op_threads: int = 1
+    clip_grad_norm: float | None = None
+    norm_type: float = 2.0
+    scaler: GradScaler | None = None
+    on_nonfinite: OnNonfinite | None = None
 
     def __post_init__(self) -> None:
         as_function(self.loss_weight, "loss_weight")
         as_threads(self.intra_op_threads)
+        if self.clip_grad_norm is not None:
+            as_max_norm(self.clip_grad_norm, "clip_grad_norm")
+        as_norm_type(self.norm_type)
+        check_type(
+            self.scaler, (GradScaler, type(None)), "scaler must be a torch.amp.GradScaler", "pass one, or leave it out"
+        )
+        if self.on_nonfinite not in (None, *get_args(OnNonfinite)):
+            raise InputError(
+                f"on_nonfinite must be one of {', '.join(get_args(OnNonfinite))}; got {shown(self.on_nonfinite)}; "
+                f"choose what a step does if the loss or a gradient is infinite or NaN, or leave it out"
+            )
+        if self.on_nonfinite is not None and self.scaler is not None and self.scaler.is_enabled():
+            raise InputError(
+                f"a scaler expects infinite gradients, and skips their updates; on_nonfinite={self.on_nonfinite!r} was "
+                f"passed with scaler=; leave one of them out"
+            )
+
+    def gradient_rules(self, order: ParameterOrder, *, has_optimizers: bool, lags: bool) -> GradientRules | None:
+        """How gradients are treated before an update; None: as they are. Raises InputError without optimizers."""
+        scaler = self.scaler if self.scaler is not None and self.scaler.is_enabled() else None
+        if self.clip_grad_norm is None and scaler is None and self.on_nonfinite is None:
+            return None
+        needs_updates = {
+            f"clip_grad_norm={self.clip_grad_norm}": "call pipe.clip_grad_norm_() before your optimizer's step",
+            "scaler=": "train in bfloat16, which needs no scaler",
+            "on_nonfinite='skip'": "pass on_nonfinite='raise', and catch the error",
+        }
+        asked = self.clip_grad_norm is not None, scaler is not None, self.on_nonfinite == "skip"
+        for (option, remedy), passed in zip(needs_updates.items(), asked, strict=True):
+            if passed and not has_optimizers:
+                raise InputError(
+                    f"{option} is about updates that step() makes; there is no optimizer=, so step() makes no updates; "
+                    f"pass optimizer=, or {remedy}"
+                )
+        return GradientRules(
+            order,
+            max_norm=self.clip_grad_norm,
+            norm_type=as_norm_type(self.norm_type),
+            scale=None if scaler is None else LossScale(scaler),
+            on_nonfinite=self.on_nonfinite,
+            lags=lags,
+        )
+
+    @property
+    def agreed(self) -> tuple[Any, ...]:
+        """The options that must be equal in all processes, in a form that can be compared."""
+        scaler = None if self.scaler is None else sorted(self.scaler.state_dict().items())
+        return self.intra_op_threads, self.batch_norm, self.clip_grad_norm, self.norm_type, scaler, self.on_nonfinite
 
 
 @dataclass(frozen=True, kw_only=True)

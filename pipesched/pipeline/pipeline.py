@@ -5,14 +5,16 @@ from typing import Any, Literal, Self, overload
 
 import torch
 from torch import nn
+from torch.amp import GradScaler
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from pipesched.capture.layered_model import as_model, layered
 from pipesched.capture.loss_reduction import resolve_loss
 from pipesched.capture.stage_module import Wrap
-from pipesched.errors import ExecutionError
+from pipesched.errors import ExecutionError, InputError
 from pipesched.model.initialization import Init, Initial, built, check_model
+from pipesched.model.parameter_order import ParameterOrder
 from pipesched.pipeline.assembly import AssemblySpec
 from pipesched.pipeline.auto_plan import AutoPlan, adds_up
 from pipesched.pipeline.construction import check_functions, choose_plan, ending_on_error, start
@@ -35,6 +37,7 @@ from pipesched.program.checkpoint_options import Checkpoint, as_checkpoint
 from pipesched.program.order import Schedule
 from pipesched.program.program import Program
 from pipesched.runtime.coordination.rendezvous import collective
+from pipesched.runtime.gradient_clipping import clip_gradients
 from pipesched.runtime.microbatches import Splitter
 from pipesched.runtime.rank_host import MeshRanks, ThreadRanks, host_for
 from pipesched.runtime.stage.compiled_layers import compiler
@@ -151,6 +154,7 @@ class Pipeline(ModuleInterface):
             layers = layered(module, call, whole_layers)
             initial = Initial(module, init, self._seed, loss_fn)
             super().__init__(module, loss_fn)
+            self._parameter_order = ParameterOrder(self._roots)
             self._form = CallForm.of(*call) if distributed.inputs == "all" or host.holds(0) else None
             self._spec = AssemblySpec(
                 model=module,
@@ -162,6 +166,11 @@ class Pipeline(ModuleInterface):
                 compiled=compiler(compile, numerics.batch_norm),
                 wrap=wrap,
                 optimizer=optimizer,
+                rules=numerics.gradient_rules(
+                    self._parameter_order,
+                    has_optimizers=optimizer is not None,
+                    lags=mesh is None and any(device.type != "cpu" for device in host.all_devices),
+                ),
             )
             self._book = CostBook(
                 model=module,
@@ -213,10 +222,12 @@ class Pipeline(ModuleInterface):
                 splitter=Splitter(1, False, numerics.split_dims, loss_weight, loss_reduction),
                 plan=plan,
                 request=request,
-                agreed=(threads, repr(seed), numerics.batch_norm),
+                agreed=(repr(seed), *numerics.agreed),
             )
             place_weights(self._roots, self._guard, self._running.host, self._running.assembly)
             self._running.host.start()
+        self._intra_op_threads = threads
+        self._scaler = numerics.scaler
         self._history = StepHistory(self._running, self._book)
         self._memory = MemoryForecast(self._running, self._book, spec=self._spec, guard=self._guard, limits=limits)
         self._steps = StepRunner(
@@ -378,6 +389,68 @@ class Pipeline(ModuleInterface):
             raise
 
     __call__ = forward
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> torch.Tensor:
+        """Scale all gradients down so that their norm is at most ``max_norm``. Collective under a mesh.
+
+        ::
+
+            loss = pipe.step(x, target=y)
+            norm = pipe.clip_grad_norm_(1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+
+        The norm is that of all parameters on all ranks, and has the same bits under every plan;
+        ``pipesched.testing.clip_grad_norm_`` computes it for a model without a pipeline. torch's own
+        ``clip_grad_norm_`` sees only the parameters of one rank, so under a mesh each rank would scale its gradients by
+        another factor. With ``optimizer=`` pass ``Numerics(clip_grad_norm=)`` instead.
+
+        Args:
+            max_norm: the largest norm that the gradients keep, above 0. With ``math.inf`` they are only measured.
+            norm_type: the order of the norm, above 0; ``math.inf`` for the largest absolute value. Default: 2.
+            error_if_nonfinite: whether a norm that is infinite or NaN is an error. Default: False.
+
+        Returns:
+            The norm before clipping, a 0-d tensor: float32, or float64 if a gradient is. 0 if there are no gradients.
+
+        Raises:
+            InputError: an argument is wrong or differs between ranks, or steps update the weights themselves.
+            ExecutionError: the norm is not finite, and ``error_if_nonfinite`` is set; gradients are unchanged.
+
+        """
+        running = self._running
+        if self._running.program.has_updates:
+            raise InputError(
+                f"clip_grad_norm_() clips gradients between a step and an update; schedule {running.program.name!r} "
+                f"updates weights during its steps, {running.assembly.programs.num_microbatches} micro-batches each; "
+                f"choose a synchronous schedule, such as 1f1b"
+            )
+        return clip_gradients(
+            [parameter for _, parameter in self.named_parameters()],
+            running.host,
+            self._parameter_order,
+            max_norm=max_norm,
+            norm_type=norm_type,
+            error_if_nonfinite=error_if_nonfinite,
+            intra_op_threads=self._intra_op_threads,
+            has_optimizers=self._spec.optimizer is not None,
+        )
+
+    @property
+    def grad_norm(self) -> torch.Tensor | None:
+        """The norm of all gradients in the last update, before ``Numerics(clip_grad_norm=)`` clipped them.
+
+        A 0-d tensor; None before the first step, without such an option, and on a rank of a mesh without stages.
+        """
+        verdict = self._running.assembly.verdict
+        return None if verdict is None else verdict.norm
+
+    @property
+    def scaler(self) -> GradScaler | None:
+        """The scaler of ``Numerics(scaler=)``: save its ``state_dict()`` with a checkpoint, and load it to resume."""
+        return self._scaler
 
     def flush(self) -> torch.Tensor | None:
         """Finish the steps of an asynchronous schedule that are under way, with all their updates.

@@ -20,7 +20,10 @@ from pipesched.program.weight_versions import Uses
 from pipesched.runtime.async_steps import Stream
 from pipesched.runtime.executors.threads import RunSpec
 from pipesched.runtime.microbatches import Batch
+from pipesched.runtime.nonfinite_reaction import NonfiniteReaction
 from pipesched.runtime.rank_host import ThreadRanks
+from pipesched.runtime.stage.gradient_rules import GradientRules
+from pipesched.runtime.stage.nonfinite_watch import NonfiniteWatch
 from pipesched.runtime.stage.stage import Stage
 from pipesched.runtime.stage.step_data import StepData
 from pipesched.runtime.step_call import StepCall, bring_ends, dealt
@@ -67,6 +70,7 @@ class StepRunner:
         self._memory = memory
         self._seed = seed
         self._intra_op_threads = intra_op_threads
+        self._nonfinite = NonfiniteReaction()
 
     def step(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, **wanted: bool) -> Any:
         """Run all micro-batches forward and backward. ``wanted`` holds return_outputs and gather, as for StepCall."""
@@ -90,17 +94,35 @@ class StepRunner:
             return self._enqueue(call)
         programs = assembly.programs.of(len(call.batch.rows))
         step_data = call.step_data(self._seed, running.step)
+        rules = assembly.rules
+        if rules is not None:
+            step_data.loss_scale = rules.loss_scale(running.host.devices[programs.plain.output_rank])
+            if rules.on_nonfinite is not None:
+                step_data.watch = NonfiniteWatch(assembly.layer_names)
         run_spec = self._run_spec(programs.training, step_data, assembly.stages, programs.uses)
         with assembly.delivering(), assembly.norms.counting():
             running.runs.append(running.host.run(run_spec, call.batch, grad=True))
         if assembly.updates_late:
-            assembly.update_late(self._intra_op_threads)
+            assembly.update_late(self._intra_op_threads, step_data.losses.values())
         running.step += 1
         if not isinstance(running.host, ThreadRanks):
             bring_ends(programs.plain, step_data, running.host)
+        if rules is not None:
+            self._finish(rules, step_data)
         if step_data.input_grads:
             deliver_input_grads(call.batch, step_data)
         return self._result(call, step_data)
+
+    def _finish(self, rules: GradientRules, step_data: StepData) -> None:
+        """End a step with gradient rules: change the scale, and react to values that are not finite."""
+        assembly = self._running.assembly
+        verdict = assembly.verdict
+        rules.finish(verdict)
+        if step_data.watch is None:
+            return
+        if verdict is None:
+            verdict = assembly.decide(self._intra_op_threads, step_data.losses.values())
+        self._nonfinite.react(step_data.step, verdict, step_data.watch, rules, self._running.host)
 
     def evaluate(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, **wanted: bool) -> Any:
         """Run all micro-batches forward, and compute the loss of the batch."""

@@ -10,7 +10,14 @@ from pipesched.errors import DeviceCountError, PartitionError, ScheduleError
 from pipesched.planning.plan_request import PlanRequest
 from pipesched.program.checkpoint_options import Checkpoint
 from pipesched.program.dependencies import StageGraph
-from pipesched.program.lowering import add_offloading, add_recompute, add_updates, forward_then_backward, lower
+from pipesched.program.lowering import (
+    add_norms,
+    add_offloading,
+    add_recompute,
+    add_updates,
+    forward_then_backward,
+    lower,
+)
 from pipesched.program.order import Schedule
 from pipesched.program.program import Program
 from pipesched.program.segments import Segments, enough_steps
@@ -31,13 +38,15 @@ class ProgramFactory:
         request: the user's choices.
         num_devices: the number of devices; the programs may use fewer.
         updates: whether the pipeline has optimizers. If so, an update is added to programs that have none.
+        norms: whether updates need the norm of all gradients.
 
     """
 
-    def __init__(self, request: PlanRequest, num_devices: int, *, updates: bool = False) -> None:
+    def __init__(self, request: PlanRequest, num_devices: int, *, updates: bool = False, norms: bool = False) -> None:
         if request.num_ranks is not None:
             num_devices = _as_planned(request.num_ranks, num_devices)
         self.updates = updates
+        self.norms = norms
         self.checkpoint: Checkpoint = request.checkpoint or "never"
         self.source = _source(request, num_devices)
         self._request = request
@@ -126,6 +135,17 @@ class ProgramFactory:
                 f"optimizer= needs separate weights for each stage; here {program.num_stages} stages share "
                 f"{program.num_weights} weight copies; leave optimizer= out and step an optimizer of your own"
             )
+        if self.norms and program.has_updates and (not program.has_norms or len(self.full.groups) > 1):
+            raise ScheduleError(
+                f"clip_grad_norm, scaler and on_nonfinite= need all gradients of a step before its one update; "
+                f"schedule {program.name!r} updates the weights while micro-batches are in flight; leave these options "
+                f"out, or choose a synchronous schedule, such as 1f1b"
+            )
+        if program.has_norms and not self.norms:
+            raise ScheduleError(
+                f"a NORM measures gradients for an option that needs their norm; program {program.name!r} has NORMs, "
+                f"but no such option was passed; pass numerics=Numerics(clip_grad_norm=1.0), or remove the NORMs"
+            )
         if self.streams:
             _ = self.full.segments
 
@@ -170,7 +190,8 @@ class StepPrograms:
         factory = self._factory
         source = factory.source
         program = self._beginning(source) if factory.streams and isinstance(source, Schedule) else self.plain
-        program = add_recompute(add_updates(program) if factory.updates else program, factory.checkpoint)
+        program = add_updates(program) if factory.updates else program
+        program = add_recompute(add_norms(program) if factory.norms else program, factory.checkpoint)
         return add_offloading(program, factory.offloading)
 
     def _beginning(self, schedule: Schedule) -> Program:

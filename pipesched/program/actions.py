@@ -30,6 +30,7 @@ class Kind(StrEnum):
     I = "I"  # noqa: E741  input gradients only
     W = "W"  # weight gradients, after I
     R = "R"  # recompute the activations that a checkpointed F did not keep
+    NORM = "NORM"  # the norms of a stage's gradients, which an UPDATE of every stage needs; numbered as the UPDATE
     UPDATE = "UPDATE"  # an optimizer step on a stage's weights, numbered from 0 in place of a micro-batch
     SEND_F = "SEND_F"  # a stage's output, to a consumer
     RECV_F = "RECV_F"  # a stage's input, from a producer
@@ -69,6 +70,7 @@ KINDS: dict[Kind, _KindRow] = {
     Kind.I: _KindRow(Lane.COMPUTE, takes=Holding.WEIGHT_GRAD, gives=(Holding.INPUT, Holding.ACTIVATIONS)),
     Kind.W: _KindRow(Lane.COMPUTE, gives=_EVERYTHING),
     Kind.R: _KindRow(Lane.COMPUTE, takes=Holding.ACTIVATIONS, gives=(Holding.INPUT,)),
+    Kind.NORM: _KindRow(Lane.COMPUTE),
     Kind.UPDATE: _KindRow(Lane.COMPUTE, takes=Holding.WEIGHTS),
     Kind.SEND_F: _KindRow(Lane.COPY),
     Kind.RECV_F: _KindRow(Lane.COPY),

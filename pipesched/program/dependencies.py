@@ -67,12 +67,16 @@ def chain(num_stages: int, num_chains: int = 1) -> StageGraph:
 
 
 class _At(Enum):
-    """Where a needed action is: on the same stage, on its producers, on its consumers, or on the peer of a transfer."""
+    """Where a needed action is: on the same stage, on its producers, on its consumers, or on the peer of a transfer.
+
+    Or on every stage, provided that the action's own stage has one.
+    """
 
     OWN = auto()
     PRODUCERS = auto()
     CONSUMERS = auto()
     PEER = auto()
+    EVERY = auto()
 
 
 class _Need(NamedTuple):
@@ -97,6 +101,7 @@ NEEDS: dict[Kind, tuple[_Need, ...]] = {
     Kind.I: _BACKWARD,
     Kind.W: (_Need(_At.OWN, (Kind.I,)),),
     Kind.R: (_Need(_At.OWN, (Kind.F,)),),
+    Kind.UPDATE: (_Need(_At.EVERY, (Kind.NORM,)),),
     Kind.SEND_F: (_Need(_At.OWN, (Kind.F,)),),
     Kind.SEND_B: (_Need(_At.OWN, (Kind.I, Kind.B)),),
     Kind.RECV_F: (_Need(_At.PEER, (Kind.SEND_F,)),),
@@ -114,6 +119,8 @@ def needs(action: Action, graph: StageGraph, present: Container[Action]) -> Iter
     yielded; if there is none, the last alternative.
     """
     for need in NEEDS.get(action.kind, ()):
+        if need.at is _At.EVERY and action._replace(kind=need.kinds[0]) not in present:
+            continue
         for end in _ends_of(action, need.at, graph):
             forms = [_form(action, need.at, kind, end) for kind in need.kinds]
             yield next((form for form in forms if form in present), forms[-1])
@@ -127,6 +134,8 @@ def _ends_of(action: Action, at: _At, graph: StageGraph) -> tuple[int, ...]:
             return graph.consumers[action.stage]
         case _At.PEER:
             return () if action.peer is None else (action.peer,)
+        case _At.EVERY:
+            return tuple(range(len(graph.producers)))
     return (action.stage,)
 
 
@@ -247,9 +256,11 @@ def requirements(columns: Columns, index: Index, graph: StageGraph) -> Requireme
         rows = np.flatnonzero(columns.kind == CODES[kind])
         if not len(rows):
             continue
-        stage = columns.stage[rows].astype(np.int64)
         for need in rules:
-            for ends in _ends(need.at, stage, columns.peer[rows], producers, consumers):
+            if need.at is _At.EVERY:
+                rows = rows[index.rows(need.kinds[0], columns.stage[rows], columns.microbatch[rows]) >= 0]
+            stage = columns.stage[rows].astype(np.int64)
+            for ends in _ends(need.at, stage, columns.peer[rows], producers, consumers, len(graph.producers)):
                 chosen = ends >= 0
                 some = columns[rows[chosen]]
                 pairs.append((rows[chosen], _first_form(need, some, ends[chosen], index)))
@@ -259,7 +270,9 @@ def requirements(columns: Columns, index: Index, graph: StageGraph) -> Requireme
     return Requirements(row, needed)
 
 
-def _ends(at: _At, stage: Ints, peer: Ints, producers: Sequence[Ints], consumers: Sequence[Ints]) -> Iterator[Ints]:
+def _ends(
+    at: _At, stage: Ints, peer: Ints, producers: Sequence[Ints], consumers: Sequence[Ints], num_stages: int
+) -> Iterator[Ints]:
     match at:
         case _At.OWN:
             yield stage
@@ -269,6 +282,8 @@ def _ends(at: _At, stage: Ints, peer: Ints, producers: Sequence[Ints], consumers
             yield from (ends[stage] for ends in producers)
         case _At.CONSUMERS:
             yield from (ends[stage] for ends in consumers)
+        case _At.EVERY:
+            yield from (np.full(len(stage), end) for end in range(num_stages))
 
 
 def _first_form(need: _Need, columns: Columns, ends: Ints, index: Index) -> Ints:

@@ -14,6 +14,7 @@ from pipesched.program.program import Program, check_program
 from pipesched.program.validation import check_places
 
 __all__ = [
+    "add_norms",
     "add_offloading",
     "add_recompute",
     "add_updates",
@@ -86,7 +87,7 @@ class _Messages(NamedTuple):
     def of(cls, program: Program) -> "_Messages":
         """All messages, sorted by producing row, then by receiving stage."""
         columns = program.columns
-        row, needed = (part[program.crossing] for part in program.requirements)
+        row, needed = (part[program.messages] for part in program.requirements)
         order = np.lexsort((columns.stage[row], needed))
         row = row[order]
         needed = needed[order]
@@ -229,6 +230,23 @@ def add_updates(program: Program) -> Program:
     updates = Columns.numbered(np.array(stages), np.full(count, CODES[Kind.UPDATE]), np.zeros(count, np.int64))
     rows = np.arange(len(program.columns))
     return replace(program, orders=_inserted(program.orders, [(ends - 1, updates, 1), (rows, program.columns, 0)]))
+
+
+def add_norms(program: Program) -> Program:
+    """Insert a NORM of each stage behind its last gradient, for updates that need the norm of all gradients.
+
+    A program without updates, or with norms, is returned unchanged. Each stage must have one update.
+    """
+    if not program.has_updates or program.has_norms:
+        return program
+    columns = program.columns
+    rows = np.flatnonzero(columns.are(Kind.B, Kind.W))
+    stages, last = np.unique(columns.stage[rows][::-1], return_index=True)
+    after = rows[::-1][last]
+    after += columns.joined[after]
+    norms = Columns.numbered(stages, np.full(len(stages), CODES[Kind.NORM]), np.zeros(len(stages), np.int64))
+    parts = [(np.arange(len(columns)), columns, 0), (after, norms, 1)]
+    return replace(program, orders=_inserted(program.orders, parts))
 
 
 def forward_then_backward(program: Program) -> Program:

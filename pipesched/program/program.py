@@ -162,6 +162,11 @@ class Program:
         return bool(self.columns.are(Kind.UPDATE).any())
 
     @cached_property
+    def has_norms(self) -> bool:
+        """Whether the program has NORM actions, because updates need the norm of all gradients."""
+        return bool(self.columns.are(Kind.NORM).any())
+
+    @cached_property
     def index(self) -> Index:
         """A lookup table from each action to its row in `columns`."""
         return Index(self.columns, self.graph, self.num_microbatches)
@@ -177,6 +182,14 @@ class Program:
         row, needed = self.requirements
         rank_of = self.orders.rank_of
         return np.flatnonzero((needed >= 0) & (rank_of[row] != rank_of[needed]))
+
+    @cached_property
+    def messages(self) -> Ints:
+        """The positions in `requirements` of the dependencies that a message from stage to stage meets.
+
+        These are the ``crossing`` ones without those on norms, which all ranks exchange.
+        """
+        return self.crossing[~self.columns.are(Kind.UPDATE)[self.requirements.row[self.crossing]]]
 
     def chunks(self, rank: int) -> tuple[int, ...]:
         """The stages that a rank holds."""

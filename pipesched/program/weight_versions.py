@@ -88,6 +88,8 @@ def check_versions(program: Program) -> None:
     use. Raises ScheduleError.
     """
     if not program.index.has(Kind.UPDATE):
+        if program.has_norms:
+            raise ScheduleError("a NORM needs the UPDATE that uses it; there is no UPDATE; add updates, or remove it")
         if any(any(own) for own in program.versions):
             raise ScheduleError("weight versions need updates; there is no UPDATE; add updates, or remove the versions")
         return
@@ -132,9 +134,18 @@ def _updated(program: Program, stage: int, actions: list[tuple[int, Action]]) ->
     groups: list[tuple[int, ...]] = []
     open_group: list[int] = []
     rank = program.placement[stage]
+    measured = False  # whether the gradients since the last update have a norm
     for position, action in actions:
         if action.kind in (Kind.B, Kind.W):
             open_group.append(action.microbatch)
+        late = measured and action.kind in (Kind.B, Kind.W)
+        if late or (action.kind is Kind.NORM and (action.microbatch != len(groups) or not open_group)):
+            due = f"{stage}NORM{len(groups)}, after the last backward that {stage}UPDATE{len(groups)} applies"
+            raise ScheduleError(
+                f"rank {rank}, position {position}: a NORM must measure all gradients of its update; got {action}, "
+                f"expected {due}.\n" + marked_grid(program, {rank: position})
+            )
+        measured = action.kind is Kind.NORM or (measured and action.kind is not Kind.UPDATE)
         if action.kind is Kind.UPDATE:
             if action.microbatch != len(groups) or not open_group:
                 due = f"{stage}UPDATE{len(groups)}, after a backward"

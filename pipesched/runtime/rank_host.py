@@ -30,6 +30,8 @@ from pipesched.runtime.executors.rank_run import RankTimeline
 from pipesched.runtime.executors.threads import RunSpec, ThreadExecutor, Timeline
 from pipesched.runtime.microbatches import Batch
 from pipesched.runtime.stage import batch_norm as norms
+from pipesched.runtime.stage.gradient_norms import GradientNorms
+from pipesched.runtime.stage.nonfinite_watch import Nonfinite
 from pipesched.runtime.step_call import SENT_TYPES, StepCall, received
 from pipesched.simulation.costs import Costs
 from pipesched.simulation.layer_costs import LayerCosts
@@ -169,6 +171,9 @@ class RankHost(Protocol):
     def from_rank(self, rank: int, make: Callable[[], T]) -> T:
         """Return, in all processes, the value that only one rank can compute."""
 
+    def gathered(self, value: Any) -> list[Any]:
+        """The values of all processes, pytrees of tensors and plain values, in rank order."""
+
     def trade(self, what: str, given: Mapping[int, Any], sources: Collection[int]) -> dict[int, Any]:
         """Send the values in ``given`` to ranks in other processes; return the values received from ``sources``.
 
@@ -229,6 +234,9 @@ class ThreadRanks:
     def from_rank(self, rank: int, make: Callable[[], T]) -> T:
         return make()
 
+    def gathered(self, value: Any) -> list[Any]:
+        return [value]
+
     def trade(self, what: str, given: Mapping[int, Any], sources: Collection[int]) -> dict[int, Any]:
         return {}
 
@@ -265,7 +273,7 @@ class MeshRanks:
 
         def connect() -> ProcessExecutor:
             executor = ProcessExecutor(group, device=device, intra_op_threads=intra_op_threads, timeout_s=timeout_s)
-            executor.encoding.know(*_DECIDED, *SENT_TYPES, *norms.SENT_TYPES)
+            executor.encoding.know(*_DECIDED, *SENT_TYPES, *norms.SENT_TYPES, GradientNorms, Nonfinite)
             executor.encoding.know_own(Orders, Orders.parts, Orders.of_parts)
             executor.encoding.know_own(Looks, lambda looks: looks.values, Looks, immutable=True)
             return executor
@@ -404,6 +412,9 @@ class MeshRanks:
         here = self.devices[rank]
         shared: T = self.executor.share(rank)().map_tensors(lambda tensor: tensor.to(here)).value
         return shared
+
+    def gathered(self, value: Any) -> list[Any]:
+        return self.executor.exchange(value)
 
     def trade(self, what: str, given: Mapping[int, Any], sources: Collection[int]) -> dict[int, Any]:
         return self.executor.trade(what, given, sources) if given or sources else {}

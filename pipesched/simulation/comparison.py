@@ -135,6 +135,7 @@ def measured_costs(traces: Sequence[Trace], num_stages: int, profiled: Costs | N
         "weight_grad_s": weights,
         "backward_s": whole,
         "recompute_s": medians(Kind.R),
+        "norm_s": medians(Kind.NORM),
         "update_s": medians(Kind.UPDATE),
     }
     if profiled is None:

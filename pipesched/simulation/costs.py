@@ -63,6 +63,7 @@ class Costs:
         dropping_transient_bytes: transient of a checkpointed F, which keeps only its input. Default:
             ``activation_bytes + forward_transient_bytes``.
         kept_output_bytes: the part of ``activation_bytes`` that shares memory with the output.
+        norm_s: time of the norms of the gradients (NORM).
 
     Raises:
         ScheduleError: for tuples of different lengths, and for numbers that are negative, not finite or too large.
@@ -100,6 +101,7 @@ class Costs:
     fetch_s: tuple[float, ...] = ()
     dropping_transient_bytes: tuple[int, ...] = ()
     kept_output_bytes: tuple[int, ...] = ()
+    norm_s: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         for name in _COLUMNS:
@@ -242,6 +244,7 @@ _TIME_OF = {
     Kind.I: "input_grad_s",
     Kind.W: "weight_grad_s",
     Kind.R: "recompute_s",
+    Kind.NORM: "norm_s",
     Kind.UPDATE: "update_s",
     Kind.OFFLOAD: "offload_s",
     Kind.FETCH: "fetch_s",

@@ -332,7 +332,7 @@ def _waits(program: Program, sizes: _Sizes) -> Iterator[tuple[Ints, Ints, Ints]]
     columns = program.columns
     rank_of = program.orders.rank_of
     row, needed = (part[program.requirements.needed >= 0] for part in program.requirements)
-    passing = columns.stage[row] != columns.stage[needed]
+    passing = (columns.stage[row] != columns.stage[needed]) & ~columns.are(Kind.NORM)[needed]
     row = row[passing]
     needed = needed[passing]
     forward = columns.are(Kind.F)[needed]

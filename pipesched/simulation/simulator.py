@@ -99,12 +99,14 @@ def _timing(program: Program, costs: Costs) -> Timing:
     if links is None and costs.overheads is not None:
         links = Links(costs.overheads.link)
     occupied = _to_hosts(program)
+    lags[program.crossing] = costs.transfer_s  # norms are too short for a link's bandwidth to count
     if links is None:
-        lags[messages.at] = costs.transfer_s
         return Timing(seconds, lags, occupied)
     ends = messages.sender, messages.receiver
     travel = links.travel(*ends, messages.size)
-    lags[messages.at] = costs.transfer_s + links.latencies(*ends)
+    lags[program.crossing] += links.latencies(
+        *(program.orders.rank_of[part[program.crossing]] for part in reversed(program.requirements))
+    )
     if not links.contended:
         lags[messages.at] += travel
         return Timing(seconds, lags, occupied)
@@ -190,7 +192,7 @@ class _Messages(NamedTuple):
 def _messages(program: Program, costs: Costs) -> _Messages:
     columns = program.columns
     rank_of = program.orders.rank_of
-    at = program.crossing
+    at = program.messages
     row, needed = (part[at] for part in program.requirements)
     forward = columns.are(Kind.F, Kind.SEND_F)[needed]  # a gradient has the size of its output
     producer = np.where(forward, columns.stage[needed], columns.stage[row])

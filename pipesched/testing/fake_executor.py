@@ -7,6 +7,7 @@ not validated, the run raises an error for a deadlock, missing work, work done t
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from itertools import count
 from typing import Any
 
 from pipesched.errors import DeadlockError, ExecutionError
@@ -151,8 +152,16 @@ class FakeStage:
             raise ExecutionError(f"stage {self.index} has not fetched the activations of micro-batch {microbatch}")
         self._clock.reach(self._copied.pop(microbatch, self._clock.now()))
 
-    def update(self, number: int) -> None:
-        """Run UPDATE (the optimizer's step)."""
+    def norm(self, number: int) -> Action:
+        """Run NORM."""
+        action = Action(self.index, Kind.NORM, number)
+        if number != len(self.updates) or not self._gradients:
+            raise ExecutionError(f"{action} has no gradients to measure; update {len(self.updates)} is due")
+        self._pass(action)
+        return action
+
+    def update(self, number: int, norms: Sequence[Action] = ()) -> None:
+        """Run UPDATE."""
         action = Action(self.index, Kind.UPDATE, number)
         if number != len(self.updates):
             raise ExecutionError(f"updates must run in order; number {len(self.updates)} is due, but {action} runs")
@@ -207,6 +216,7 @@ class _Mail:
         self._costs = costs
         self._free: dict[tuple[int, int], float] = {}  # link -> the time at which it has carried its last message
         self._channels: dict[tuple[int, int, bool], deque[tuple[float, Any]]] = {}
+        self._norms: dict[int, list[tuple[float, list[Any]]]] = {}  # rank -> what it sent for each update, and when
 
     def _channel(self, giver: int, taker: int, forward: bool) -> deque[tuple[float, Any]]:
         key = self._placement[giver], self._placement[taker], forward
@@ -216,7 +226,9 @@ class _Mail:
         return self._channel(action.peer or 0, action.stage, action.kind is Kind.RECV_F)
 
     def has_arrived(self, action: Action) -> bool:
-        """Return whether the action can start: if it receives a message, the message must have been sent."""
+        """Whether the action can start: its message, or the norms of other ranks, have been sent if it needs any."""
+        if action.kind is Kind.UPDATE:
+            return all(len(sent) > action.microbatch for sent in self._norms.values())
         return action.kind not in (Kind.RECV_F, Kind.RECV_B) or bool(self._incoming(action))
 
     def sender(self, action: Action) -> Callable[[Any], None]:
@@ -237,6 +249,23 @@ class _Mail:
         link = links.link(*ends)
         self._free[ends] = start + self._costs.output_bytes[producer] * link.byte_s
         return self._free[ends] + link.latency_s
+
+    def exchange(self, rank: int) -> tuple[Callable[[list[Any]], None], Callable[[], list[Any]]]:
+        """Functions that send a list to all other ranks, and that wait for their lists."""
+        own = self._norms.setdefault(rank, [])
+        clock = self._clocks[rank]
+        links = self._costs.links
+        updates = count()
+
+        def receive() -> list[Any]:
+            number = next(updates)
+            sent = {other: lists[number] for other, lists in self._norms.items() if other != rank}
+            for other, (sent_s, _) in sent.items():
+                latency_s = 0 if links is None else links.link(other, rank).latency_s
+                clock.reach(sent_s + self._costs.transfer_s + latency_s)
+            return [value for _, values in sent.values() for value in values]
+
+        return lambda values: own.append((clock.now(), values)), receive
 
     def receiver(self, action: Action) -> Callable[[], Any]:
         """Return a function that waits for the channel's next message and receives it."""

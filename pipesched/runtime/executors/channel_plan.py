@@ -8,10 +8,10 @@ from torch import Tensor
 from pipesched.program.actions import Action, Kind
 from pipesched.program.program import Program
 from pipesched.runtime.executors.interpreter import Rank
-from pipesched.runtime.transport.channels import Channels, Messages
+from pipesched.runtime.transport.channels import NORMS, Channels, Messages
 from pipesched.runtime.transport.device_channels import Channel
 from pipesched.runtime.transport.layout_book import digest
-from pipesched.tensors.payload import flatten
+from pipesched.tensors.payload import Payload, flatten
 
 __all__ = ["ChannelEnds", "OrderMessages", "channels_of", "digest_of", "look"]
 
@@ -98,6 +98,19 @@ class ChannelEnds:
 
     def receiver(self, action: Action) -> Callable[[], Any]:
         return self._wire.receiver(self._placement[action.peer or 0], action.kind is Kind.RECV_B)
+
+    def exchange(self, rank: int) -> tuple[Callable[[list[Any]], None], Callable[[], list[Any]]]:
+        wire = self._wire
+        others = sorted({*self._placement} - {rank})
+
+        def send(values: list[Any]) -> None:
+            wire.tell_all(others, NORMS, Payload.of(values))
+
+        def receive() -> list[Any]:
+            takes = [wire.ask(other, NORMS) for other in others]
+            return [value for take in takes for value in take().value]
+
+        return send, receive
 
 
 def channels_of(program: Program) -> set[Channel]:

@@ -48,8 +48,11 @@ class StageLike(Protocol):
     def fetch(self, microbatch: int) -> None:
         """FETCH: start copying activations back; the backward waits for them."""
 
-    def update(self, number: int) -> None:
-        """UPDATE: step the optimizer with the gradients accumulated since the last update."""
+    def norm(self, number: int) -> Any:
+        """NORM: return the norms of the gradients since the last update."""
+
+    def update(self, number: int, norms: Sequence[Any] = ()) -> None:
+        """UPDATE: step the optimizer with the gradients since the last update. ``norms`` are those of all stages."""
 
 
 class Transport(Protocol):
@@ -60,6 +63,9 @@ class Transport(Protocol):
 
     def receiver(self, action: Action) -> Callable[[], Any]:
         """Return a function that waits for this action's value and returns the value on this rank's device."""
+
+    def exchange(self, rank: int) -> tuple[Callable[[list[Any]], None], Callable[[], list[Any]]]:
+        """Functions that send a list from this rank to all others, and that wait for all their lists and join them."""
 
 
 class _Timer(Protocol):
@@ -115,12 +121,47 @@ def _taken(edge: _Edge) -> Any:
 
 
 class _Step(NamedTuple):
-    """The call of an action. The arguments come from the edges ``takes``; the result goes to the edges ``gives``."""
+    """A call of an action. It takes arguments from the edges ``takes`` and puts its result on the edges ``gives``.
+
+    ``wait`` is called before the action starts, if it needs more from other ranks than its edges.
+    """
 
     action: Action
     call: Callable[..., Any]
     takes: Sequence[_Edge] = ()
     gives: Sequence[_Edge] = ()
+    wait: Callable[[], None] | None = None
+
+
+class _Norms:
+    """The norms of all stages, in one rank: they are sent once its own stages have them, and received once needed.
+
+    Args:
+        count: the number of this rank's stages.
+        send: sends this rank's norms to the other ranks.
+        receive: waits for the norms of the other ranks.
+
+    """
+
+    def __init__(self, count: int, send: Callable[[list[Any]], None], receive: Callable[[], list[Any]]) -> None:
+        self._count = count
+        self._send = send
+        self._receive = receive
+        self._own: list[Any] = []
+        self.all: list[Any] = []
+
+    def add(self, value: Any) -> None:
+        """Add the norms of a stage of this rank."""
+        self.all = []
+        self._own.append(value)
+        if len(self._own) == self._count:
+            self._send(self._own)
+
+    def wait(self) -> None:
+        """Wait until the norms of all stages are there."""
+        if self._own:
+            self.all = [*self._own, *self._receive()]
+            self._own = []
 
 
 class Rank:
@@ -150,6 +191,8 @@ class Rank:
         self._graph = program.graph
         self._pair = pair
         self._transport = transport
+        count = len(program.chunks(index)) if program.has_norms else 0
+        self._norms = _Norms(count, *transport.exchange(index)) if count else None
         whole = program.orders[index] if index < program.num_ranks else ()  # bind() may receive only a part
         self._split = {(action.stage, action.microbatch) for action in whole if action.kind is Kind.I}
         self._recomputed = {(action.stage, action.microbatch) for action in whole if action.kind is Kind.R}
@@ -197,8 +240,17 @@ class Rank:
         copies = {Kind.OFFLOAD: stage.offload, Kind.FREE: stage.free, Kind.FETCH: stage.fetch}
         return _Step(action, partial(copies[action.kind], action.microbatch))
 
+    def _norm(self, action: Action) -> _Step:
+        measure = partial(self.stages[action.stage].norm, action.microbatch)
+        norms = self._norms
+        return _Step(action, measure if norms is None else lambda: norms.add(measure()))
+
     def _update(self, action: Action) -> _Step:
-        return _Step(action, partial(self.stages[action.stage].update, action.microbatch))
+        update = partial(self.stages[action.stage].update, action.microbatch)
+        norms = self._norms
+        if norms is None:
+            return _Step(action, update)
+        return _Step(action, lambda: update(norms.all), wait=norms.wait)
 
     def _send(self, action: Action) -> _Step:
         edge = self._edge(action.stage, _peer(action), action.kind is Kind.SEND_B, action.microbatch)
@@ -215,6 +267,7 @@ _BINDERS: dict[Kind, Callable[[Rank, Action], _Step]] = {
     Kind.I: Rank._backward,
     Kind.W: Rank._weight_grad,
     Kind.R: Rank._recompute,
+    Kind.NORM: Rank._norm,
     Kind.UPDATE: Rank._update,
     Kind.OFFLOAD: Rank._copy,
     Kind.FREE: Rank._copy,
@@ -243,13 +296,15 @@ def interpret(rank: Rank, timer: _Timer, stamps: Stamps) -> Iterator[Action]:
     """
     now = timer.now
     order, starts, ends = stamps
-    for position, (action, call, takes, gives) in enumerate(rank.bind(order)):
+    for position, (action, call, takes, gives, wait) in enumerate(rank.bind(order)):
         yield action
-        starts[position] = now()
         try:
+            if wait is not None:
+                wait()
+            starts[position] = now()
             value = call(*map(_taken, takes))
         except BaseException as error:
-            number_of = "update" if action.kind is Kind.UPDATE else "micro-batch"
+            number_of = "update" if action.kind in (Kind.NORM, Kind.UPDATE) else "micro-batch"
             error.add_note(
                 f"in {action} (stage {action.stage}, {number_of} {action.microbatch}), "
                 f"rank {rank.index}, position {position} of its order"

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
+from itertools import permutations
 from queue import SimpleQueue
 from typing import Any
 from weakref import finalize, ref
@@ -27,6 +28,7 @@ from pipesched.runtime.executors.device_streams import DeviceStreams, Message, s
 from pipesched.runtime.executors.interpreter import Rank, StageLike, Stamps, interpret
 from pipesched.simulation.trace import Span
 from pipesched.tensors.caller_context import Caller
+from pipesched.tensors.payload import Payload
 
 __all__ = ["RunSegment", "RunSpec", "Stopped", "ThreadExecutor", "ThreadRun", "Timeline"]
 
@@ -212,6 +214,8 @@ def _channels(program: Program) -> _Channels:
     for stage, kind, _, peer in sends:
         if peer is not None:
             channels.setdefault((program.placement[stage], program.placement[peer], kind), SimpleQueue())
+    if program.has_norms:
+        channels |= {(*ends, Kind.NORM): SimpleQueue() for ends in permutations(set(program.placement), 2)}
     return channels
 
 
@@ -241,6 +245,24 @@ class _QueueTransport:
             return unpack(message)
 
         return receive
+
+    def exchange(self, rank: int) -> tuple[Callable[[list[Any]], None], Callable[[], list[Any]]]:
+        others = sorted({*self._placement} - {rank})
+        puts = [self._channels[rank, other, Kind.NORM].put for other in others]
+        gets = [self._channels[other, rank, Kind.NORM].get for other in others]
+
+        def send(values: list[Any]) -> None:
+            message = self._streams.pack(Payload.of(values))
+            for put in puts:
+                put(message)
+
+        def receive() -> list[Any]:
+            messages = [get() for get in gets]
+            if any(message is _STOP for message in messages):
+                raise Stopped
+            return [value for message in messages for value in self._streams.unpack(message).value]
+
+        return send, receive
 
     def _ends(self, action: Action) -> tuple[int, int]:
         return self._placement[action.stage], self._placement[action.peer or 0]

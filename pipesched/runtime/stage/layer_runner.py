@@ -4,7 +4,7 @@ The layers are the user's own modules. They use their own Parameters and buffers
 separate tensors for tied weights, with an older weight version, or with copies of buffers.
 """
 
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from itertools import chain
@@ -21,6 +21,7 @@ from pipesched.runtime.stage.batch_norm import Norms
 from pipesched.runtime.stage.buffer_copies import BufferCopies, buffers_of
 from pipesched.runtime.stage.compiled_layers import Compiled
 from pipesched.runtime.stage.microbatch_state import MicrobatchState
+from pipesched.runtime.stage.nonfinite_watch import NonfiniteWatch
 from pipesched.runtime.stage.offloading import Offloads, addresses
 from pipesched.runtime.stage.recompute import RecomputedLayers
 from pipesched.runtime.stage.split_backward import Deferral
@@ -132,6 +133,8 @@ class LayerRunner:
         call = self._call
         if not self._is_plain or saved.weights or saved.buffers:
             call = partial(self._call_treated, saved, self._checkpoint_of_call if torch.is_grad_enabled() else {})
+        if self._step_data.watch is not None:
+            call = partial(self._call_watched, self._step_data.watch, saved, call)
         self._mode = self._split_forward_mode if split else self._forward_mode
         with self._step_data.autocast():
             with self._mode:
@@ -188,6 +191,9 @@ class LayerRunner:
         if self.offloads is not None:
             self.offloads.arrived(saved.microbatch)
         grads: Gradients = (None,) * len(edges)  # for the loss: autograd starts a scalar with gradient 1
+        if self._step_data.loss_scale is not None and not arrived:
+            loss = self._step_data.losses[saved.microbatch]
+            grads = (self._step_data.loss_scale.to(loss.dtype),) * len(edges)
         if arrived or self._step_data.factors is None:
             given = tuple(chain.from_iterable(arrived)) if arrived else self._step_data.output_grads[saved.microbatch]
             reached = [(edge, grad) for edge, grad in zip(edges, given, strict=True) if grad is not None]
@@ -230,6 +236,22 @@ class LayerRunner:
         """Call a layer unchanged, with random numbers keyed to this call."""
         self._random.enter(self._random.key, name, number)
         return layer(*args, **kwargs)
+
+    def _call_watched(
+        self,
+        watch: NonfiniteWatch,
+        saved: MicrobatchState,
+        call: Callable[..., Any],
+        name: str,
+        number: int,
+        layer: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Call a layer, and note whether its output is finite."""
+        value = call(name, number, layer, args, kwargs)
+        watch.output(saved.microbatch, name, value)
+        return value
 
     def _call_treated(
         self,
@@ -279,6 +301,8 @@ class LayerRunner:
                 loss = head.loss(output, target, own)
             if saved.written_buffers is not None:
                 self._copies.note(_LOSS, own, saved.written_buffers)
+        if self._step_data.watch is not None:
+            self._step_data.watch.output(saved.microbatch, _LOSS, loss)
         if factor == 0:
             return torch.zeros_like(loss)  # the value, even NaN, must not count; there is no backward
         return loss if factor is None else loss * factor

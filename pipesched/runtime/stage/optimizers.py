@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from pipesched.errors import ModelTypeError
+from pipesched.runtime.stage.gradient_rules import GradientRules
 from pipesched.runtime.stage.stage import Stage
 from pipesched.tensors.payload import pytree
 
@@ -164,6 +165,7 @@ def optimizers_for(
     tied: Collection[nn.Parameter],
     home: Callable[[nn.Parameter], int | None],
     before: Mapping[int, Optimizer],
+    rules: GradientRules | None = None,
 ) -> Inheritance:
     """Prepare the optimizers of the new stages. The user's function creates an optimizer, or an old stage's is kept.
 
@@ -174,6 +176,8 @@ def optimizers_for(
             gradients are summed.
         home: maps a parameter to the stage that owns it.
         before: the optimizers of the old stages.
+        rules: how gradients are treated before an update. If there are tied parameters, all updates then wait for
+            their gradients. Default: updates use gradients as they are.
 
     Raises:
         ModelTypeError: if ``optimizer`` does not return a torch.optim.Optimizer of its params.
@@ -181,5 +185,6 @@ def optimizers_for(
     """
     for index, stage in stages.items():
         stage.optimizer.elsewhere = {parameter for parameter in tied if home(parameter) != index}
-        stage.optimizer.late = any(home(parameter) == index for parameter in tied)
+        stage.optimizer.late = any(rules is not None or home(parameter) == index for parameter in tied)
+        stage.optimizer.rules = rules
     return Inheritance(optimizer, before, {index: stage.optimizer.parameters for index, stage in stages.items()})

@@ -17,6 +17,7 @@ from pipesched.program.checkpoint_options import LayerCheckpoint
 from pipesched.program.weight_versions import Uses
 from pipesched.runtime.stage.batch_norm import Norms
 from pipesched.runtime.stage.compiled_layers import Compiled
+from pipesched.runtime.stage.gradient_norms import GradientNorms
 from pipesched.runtime.stage.layer_runner import LayerRunner, StandIns
 from pipesched.runtime.stage.microbatch_state import MicrobatchState
 from pipesched.runtime.stage.stage_optimizer import StageOptimizer
@@ -193,9 +194,16 @@ class Stage:
         if self._runner.offloads is not None:
             self._runner.offloads.fetch(microbatch)
 
-    def update(self, number: int) -> None:
-        """UPDATE: step the optimizer with the gradients accumulated since the last update, then clear them."""
-        self.optimizer.update(self.weights)
+    def norm(self, number: int) -> GradientNorms:
+        """NORM: return the norms of the gradients accumulated since the last update."""
+        return self.optimizer.norm(self._step_data.losses.values() if self.head is not None else ())
+
+    def update(self, number: int, norms: Sequence[GradientNorms] = ()) -> None:
+        """UPDATE: step the optimizer with the gradients accumulated since the last update, then clear them.
+
+        ``norms`` are those of all stages, if the program has NORMs.
+        """
+        self.optimizer.update(self.weights, [one.on(self.device) for one in norms])
 
     def _loss_inputs(self, microbatch: int) -> tuple[Any, float | None] | None:
         """The target and the factor of the loss; None if no loss is computed.

@@ -1,11 +1,13 @@
 """Stage optimizer: updates the parameters of one stage, during the run or after it."""
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from pipesched.errors import ExecutionError
+from pipesched.runtime.stage.gradient_norms import GradientNorms
+from pipesched.runtime.stage.gradient_rules import GradientRules, Verdict
 from pipesched.runtime.stage.weight_stash import WeightStash
 
 __all__ = ["StageOptimizer"]
@@ -23,6 +25,10 @@ class StageOptimizer:
         self.elsewhere: Collection[nn.Parameter] = ()
         #: Whether updates wait for the gradients of tied parameters, which are summed after the run.
         self.late = False
+        #: How gradients are treated before an update; None: an update uses them as they are.
+        self.rules: GradientRules | None = None
+        #: The decision of the last update; None without rules, and before the first update.
+        self.verdict: Verdict | None = None
         self._waiting = False
 
     @property
@@ -31,24 +37,39 @@ class StageOptimizer:
         own = dict.fromkeys(parameter for module in self._modules.values() for parameter in module.parameters())
         return [parameter for parameter in own if parameter not in self.elsewhere]
 
-    def update(self, weights: WeightStash | None) -> None:
-        """Step the optimizer with the gradients accumulated since the last update. If ``late`` is set, postpone this.
+    def norm(self, losses: Iterable[Tensor]) -> GradientNorms:
+        """The norms of the gradients since the last update; none yet if updates wait for tied parameters.
 
-        ``weights`` keeps the weight versions that micro-batches in flight still use.
+        ``losses`` are those of the stage's micro-batches.
+        """
+        if self.late or self.rules is None:
+            return GradientNorms("", None)
+        return self.rules.measure(self.parameters, losses)
+
+    def update(self, weights: WeightStash | None, norms: Sequence[GradientNorms] = ()) -> None:
+        """Step with the gradients since the last update.
+
+        Args:
+            weights: the versions in flight.
+            norms: the norms of all stages, if there are rules.
+
         """
         if self.late:
             self._waiting = True
             return
+        if self.rules is not None:
+            self.verdict = self.rules.decide(norms)
         if weights is not None:
             weights.before_update()
         self._step()
         if weights is not None:
             weights.after_update()
 
-    def update_late(self) -> None:
-        """Run the postponed update, if there is one. Call this after the gradients of tied parameters are summed."""
+    def update_late(self, verdict: Verdict | None) -> None:
+        """Run the update that was postponed until the gradients of tied parameters were summed."""
         if self._waiting:
             self._waiting = False
+            self.verdict = verdict
             self._step()
 
     def drop_gradients(self) -> None:
@@ -59,7 +80,10 @@ class StageOptimizer:
 
     def _step(self) -> None:
         if self.wrapped is not None:
-            self.wrapped.step()
+            if self.rules is not None and self.verdict is not None:
+                self.rules.prepare(self.parameters, self.verdict)
+            if self.verdict is None or not self.verdict.skips:
+                self.wrapped.step()
             self.wrapped.zero_grad(set_to_none=True)
         elif any(parameter.requires_grad and parameter.grad is not None for parameter in self.parameters):
             raise ExecutionError(

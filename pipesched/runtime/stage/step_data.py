@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from pipesched.runtime.stage.nonfinite_watch import NonfiniteWatch
 from pipesched.tensors.keyed_random import Key
 from pipesched.tensors.payload import Gradients, Payload
 
@@ -29,6 +30,10 @@ class StepData:
     factors: list[float | None] | dict[int, float | None] | None = None
     #: Gradients of the outputs, if the loss is computed outside the pipeline.
     output_grads: list[Gradients] = field(default_factory=list)
+    #: The gradient of each loss, with which its backward starts, as a 0-d tensor. Default: 1.
+    loss_scale: Tensor | None = None
+    #: Notes whether outputs of layers and their gradients are finite. Default: not noted.
+    watch: NonfiniteWatch | None = None
     keep_outputs: bool = False
     autocast: Callable[[], AbstractContextManager[None]] = nullcontext
     losses: dict[int, Tensor] = field(default_factory=dict)

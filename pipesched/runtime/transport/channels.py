@@ -36,7 +36,7 @@ from pipesched.runtime.transport.message_layout import MessageLayout, Packed, de
 from pipesched.runtime.transport.ports import Ports, Work, awaited, lost
 from pipesched.simulation.memory import AHEAD
 
-__all__ = ["COLLECT", "SHARE", "Channels", "Ends", "Incoming", "Messages", "Outgoing"]
+__all__ = ["COLLECT", "NORMS", "SHARE", "Channels", "Ends", "Incoming", "Messages", "Outgoing"]
 
 _HEADER = 64  # bytes
 _MOST_BYTES = 1 << 44  # limit for a message; more than any machine's memory
@@ -318,6 +318,7 @@ _BACKWARD = 2
 _OPENING = 4
 SHARE = 6
 COLLECT = 8
+NORMS = 10
 
 
 class _Neighbour:

@@ -1,0 +1,117 @@
+"""Norms: clipped and scaled training under every plan, compared bit by bit with a plain loop.
+
+    python benchmarks/norms.py [--steps 50] [--scaled-steps 6] [--quick]
+
+Every combination of ranks (1 to 4), schedule, place (one process, or one process a rank), checkpointing, dtype and
+optimizer (one of the user's and ``pipe.clip_grad_norm_``, or ``optimizer=`` and ``Numerics(clip_grad_norm=)``) trains a
+small model with dropout and a tied weight. Norms, losses and weights of every step must have the loop's bits. Then an
+overflow is planted in one stage after the other: the update must be skipped and the scale halved on all ranks, as by
+torch's GradScaler in the loop. --quick takes one combination in seven.
+"""
+
+import argparse
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+from measure import machine
+
+sys.path.append(str(Path(__file__).parents[1]))
+from tests.support.jobs import clipping
+from tests.support.places import run_here
+from tests.support.rank_processes import Ranks
+
+SCHEDULES = ("1f1b", "interleaved-1f1b", "zb-v", "zb-h1")
+CHECKPOINTS: tuple[Any, ...] = ("never", "always", {"1": "recompute", "4": "recompute", "7": "recompute"})
+DTYPES = (torch.float32, torch.bfloat16)
+JOBS = {"own optimizer": clipping.clip_between_steps, "optimizer=": clipping.clip_in_steps}
+_PATIENCE_S = 600.0
+
+Case = tuple[int, str, str, Any, torch.dtype]
+
+
+def cases() -> Iterator[Case]:
+    """Yield (ranks, schedule, place, checkpointing, dtype)."""
+    yield from product(range(1, 5), SCHEDULES, ("one process", "mesh"), CHECKPOINTS, DTYPES)
+
+
+def run(ranks: Ranks, place: str, count: int, job: Callable[..., Any], *args: Any) -> list[Any]:
+    """Run a job on ranks in this process or in processes of their own."""
+    if place == "mesh":
+        return ranks.run(count, job, *args, timeout_s=_PATIENCE_S)
+    return run_here(count, job, *args)
+
+
+def clipped(ranks: Ranks, steps: int, every: int) -> bool:
+    """Train with clipping under every plan. Print counts; return whether all agree."""
+    norms: dict[torch.dtype, set[tuple[float, ...]]] = {dtype: set() for dtype in DTYPES}
+    counts: Counter[str] = Counter()
+    failures = []
+    for number, ((count, schedule, place, checkpoint, dtype), (how, job)) in enumerate(product(cases(), JOBS.items())):
+        if number % every:
+            continue
+        arguments = schedule, clipping.tied_model, dtype, checkpoint, 2.0, steps
+        try:
+            for own in run(ranks, place, count, job, *arguments):
+                norms[dtype].add(tuple(own))
+            counts[str(dtype).removeprefix("torch.")] += 1
+        except AssertionError as error:
+            failures.append(f"{count} ranks, {schedule}, {place}, {checkpoint}, {dtype}, {how}: {error}")
+    for dtype, seen in norms.items():
+        plans = counts[str(dtype).removeprefix("torch.")]
+        print(f"{dtype}: {plans} plans of {steps} clipped steps equal the loop's bits; {len(seen)} sequence of norms")
+    print(f"differing plans: {len(failures)}")
+    print("\n".join(failures))
+    return not failures and all(len(seen) == 1 for seen in norms.values())
+
+
+def scaled(ranks: Ranks, steps: int, every: int) -> bool:
+    """Plant an overflow in each layer's weight in turn. Print counts; return whether all ranks skip and agree."""
+    layers = [place for place, layer in enumerate(clipping.plain_model()) if getattr(layer, "weight", None) is not None]
+    trained = [place for place in layers if clipping.plain_model()[place].weight.requires_grad]
+    failures = []
+    good = 0
+    combinations = product(range(1, 5), SCHEDULES, ("one process", "mesh"), trained)
+    for number, (count, schedule, place, layer) in enumerate(combinations):
+        if number % every:
+            continue
+        dtype = DTYPES[number // every % 2]
+        arguments = schedule, clipping.plain_model, dtype, CHECKPOINTS[number % 3], layer, 1024.0, steps
+        try:
+            results = run(ranks, place, count, clipping.scale_losses, *arguments)
+            assert all(own == (1, results[0][1]) for own in results), f"ranks disagree: {results}"
+            good += 1
+        except AssertionError as error:
+            failures.append(f"{count} ranks, {schedule}, {place}, layer {layer}, {dtype}: {error}")
+    print(f"overflows in one layer: {good} skipped by all ranks, with the scale halved and the loop's bits")
+    print(f"differing: {len(failures)}")
+    print("\n".join(failures))
+    return not failures
+
+
+def main() -> None:
+    """Run all combinations."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--scaled-steps", type=int, default=6)
+    parser.add_argument("--quick", action="store_true")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    begin = time.perf_counter()
+    every = 7 if args.quick else 1
+    ranks = Ranks(4)
+    try:
+        good = clipped(ranks, args.steps, every) & scaled(ranks, args.scaled_steps, every)
+    finally:
+        ranks.close()
+    print(f"{machine()}; {time.perf_counter() - begin:.0f} s")
+    sys.exit(not good)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,80 @@
+"""Gradient clipping: clips the gradients of all ranks between a step and the optimizer's step."""
+
+from collections.abc import Sequence
+
+from torch import Tensor, nn
+
+from pipesched.checks import shown
+from pipesched.errors import ExecutionError, InputError
+from pipesched.model.parameter_order import ParameterOrder
+from pipesched.runtime.rank_host import RankHost
+from pipesched.runtime.stage.gradient_norms import GradientNorms
+from pipesched.tensors.caller_context import intra_op
+from pipesched.tensors.gradient_norm import as_max_norm, as_norm_type, clip_to_norm_
+
+__all__ = ["clip_gradients"]
+
+
+def clip_gradients(
+    parameters: Sequence[nn.Parameter],
+    host: RankHost,
+    order: ParameterOrder,
+    *,
+    max_norm: float,
+    norm_type: float,
+    error_if_nonfinite: bool,
+    intra_op_threads: int,
+    has_optimizers: bool,
+) -> Tensor:
+    """Clip the gradients of all ranks together. Collective over processes.
+
+    Args:
+        parameters: the parameters that this process trains.
+        host: the host of the ranks.
+        order: the order in which norms are added up.
+        max_norm: the largest norm that the gradients keep.
+        norm_type: the order of the norm.
+        error_if_nonfinite: whether a norm that is not finite is an error.
+        intra_op_threads: CPU threads with which norms are computed.
+        has_optimizers: whether steps update the weights, which leaves no gradients.
+
+    Returns:
+        The norm before clipping.
+
+    Raises:
+        InputError: an argument is wrong, or differs between ranks; or steps have used the gradients already.
+        ExecutionError: the norm is not finite, and ``error_if_nonfinite`` is set.
+
+    """
+    as_max_norm(max_norm, "max_norm")
+    norm_type = as_norm_type(norm_type)
+    asked = float(max_norm), norm_type, bool(error_if_nonfinite)
+    with intra_op(intra_op_threads):
+        parts = host.gathered((asked, GradientNorms.of(parameters, order, norm_type)))
+        _check_same([asked for asked, _ in parts])
+        norms = GradientNorms.merged([norms for _, norms in parts])
+        if has_optimizers and norms.norms is None:
+            raise InputError(
+                f"clip_grad_norm_() clips gradients before an optimizer uses them; with optimizer= step() has used and "
+                f"cleared the gradients of all {len(parts)} processes; pass numerics=Numerics(clip_grad_norm="
+                f"{max_norm}) to Pipeline"
+            )
+        norm = norms.total(norm_type)
+        if error_if_nonfinite and (first := norms.first_nonfinite()) is not None:
+            raise ExecutionError(
+                f"gradients must be finite to be clipped; the norm of all gradients is {float(norm)}, and "
+                f"{order.name(first)!r} is the first parameter whose gradient has a norm that is not finite; skip this "
+                f"update, or pass error_if_nonfinite=False"
+            )
+        clip_to_norm_(parameters, max_norm, norm)
+    return norm
+
+
+def _check_same(asked: Sequence[tuple[float, float, bool]]) -> None:
+    others = [rank for rank, one in enumerate(asked) if one != asked[0]]
+    if others:
+        raise InputError(
+            f"all ranks must pass the same max_norm, norm_type and error_if_nonfinite to clip_grad_norm_; rank 0 of "
+            f"{len(asked)} passed {shown(asked[0])}, rank {others[0]} passed {shown(asked[others[0]])}; pass the same "
+            f"values on every rank"
+        )

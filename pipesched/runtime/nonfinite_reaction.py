@@ -1,0 +1,71 @@
+"""Nonfinite reaction: raises or warns after a step whose loss or gradients were infinite or NaN."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pipesched.errors import ExecutionError
+from pipesched.runtime.rank_host import RankHost
+from pipesched.runtime.stage.gradient_rules import GradientRules, Verdict
+from pipesched.runtime.stage.nonfinite_watch import NonfiniteWatch
+from pipesched.user_warning import warn
+
+__all__ = ["NonfiniteReaction"]
+
+
+@dataclass(frozen=True)
+class _Check:
+    """The check of one step. The flag is on the host, or on its way there until the event."""
+
+    step: int
+    verdict: Verdict
+    watch: NonfiniteWatch
+    flag: Tensor
+    arrived: torch.cuda.Event | None = None
+
+    @property
+    def failed(self) -> bool:
+        """Whether something was not finite. Waits for the flag."""
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        return bool(self.flag)
+
+
+class NonfiniteReaction:
+    """Reacts to the checks of steps, by the rules' ``on_nonfinite``. If they lag, a check is read one step later."""
+
+    def __init__(self) -> None:
+        self._before: _Check | None = None
+
+    def react(self, step: int, verdict: Verdict, watch: NonfiniteWatch, rules: GradientRules, host: RankHost) -> None:
+        """React to the check of a step, in all processes alike. Raises ExecutionError, or warns."""
+        flag = verdict.nonfinite
+        if flag is None:
+            return
+        check: _Check | None = _Check(step, verdict, watch, flag)
+        if rules.lags and flag.is_cuda:
+            here = torch.empty_like(flag, device="cpu", pin_memory=True).copy_(flag, non_blocking=True)
+            arrived = torch.cuda.Event()
+            arrived.record(torch.cuda.current_stream(flag.device))
+            check, self._before = self._before, _Check(step, verdict, watch, here, arrived)
+        if check is not None and check.failed:
+            self._say(check, rules, host)
+
+    def _say(self, check: _Check, rules: GradientRules, host: RankHost) -> None:
+        notes = [note for note in host.gathered(check.watch.first()) if note is not None]
+        key = check.verdict.norms.first_nonfinite()
+        if notes:
+            first = f"{min(notes)} was the first that was not"
+        elif key is not None:
+            first = f"all outputs of layers were, but not the gradient of parameter {rules.order.name(key)!r}"
+        else:
+            first = "all outputs and gradients were, but their norm is too large for float32"
+        happened = "no update was made" if check.verdict.skips else "the step's gradients are not finite"
+        text = (
+            f"the loss and the gradients of a step must be finite; in step {check.step}, {first}; {happened}; check "
+            f"the batch, or lower the learning rate"
+        )
+        if rules.on_nonfinite == "raise":
+            raise ExecutionError(text)
+        warn(text)

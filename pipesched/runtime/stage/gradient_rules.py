@@ -1,0 +1,109 @@
+"""Gradient rules: how the stages of a process treat gradients between the last backward and the update.
+
+A NORM measures the gradients of a stage, and unscales them if the loss was scaled. Each UPDATE gets the measurements of
+all stages, so that all decide alike whether to skip the update, and clip by the same norm.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import KW_ONLY, dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from pipesched.model.parameter_order import ParameterOrder
+from pipesched.runtime.stage.gradient_norms import GradientNorms
+from pipesched.runtime.stage.loss_scale import LossScale
+from pipesched.tensors.gradient_norm import clip_to_norm_, norm_of
+
+__all__ = ["GradientRules", "OnNonfinite", "Verdict"]
+
+
+#: The reaction to a loss or a gradient that is infinite or NaN.
+OnNonfinite = Literal["raise", "skip", "warn"]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The decision of one update, the same on all stages."""
+
+    #: The norms of all gradients before clipping.
+    norms: GradientNorms
+    #: The norm of all gradients before clipping.
+    norm: Tensor
+    #: Whether the update is skipped.
+    skips: bool = False
+    #: Whether the loss or a gradient is infinite or NaN, a 0-d tensor; None if this is not checked.
+    nonfinite: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class GradientRules:
+    """How gradients are treated before an update.
+
+    Args:
+        order: the order in which norms are added up.
+        max_norm: the largest norm of all gradients. Default: None (gradients are not clipped).
+        norm_type: the order of the norm. Default: 2.
+        scale: the scale of the loss; an update is skipped if a scaled gradient is infinite or NaN. Default: none.
+        on_nonfinite: the reaction to a loss or a gradient that is infinite or NaN. Default: None (not checked).
+        lags: whether the check of a step is read during the next step, because reading it would wait for GPUs.
+
+    """
+
+    order: ParameterOrder
+    _: KW_ONLY
+    max_norm: float | None = None
+    norm_type: float = 2.0
+    scale: LossScale | None = None
+    on_nonfinite: OnNonfinite | None = None
+    lags: bool = False
+
+    def measure(self, parameters: Sequence[nn.Parameter], losses: Iterable[Tensor] = ()) -> GradientNorms:
+        """NORM: unscale and measure the gradients of a stage. ``losses`` are those of its micro-batches, if any."""
+        if self.scale is not None:
+            grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
+            nonfinite = _nonfinite([norm_of(grad, math.inf) for grad in grads])
+            self.scale.unscale_(grads)
+        else:
+            nonfinite = _nonfinite([loss.detach() for loss in losses]) if self.on_nonfinite else None
+        return GradientNorms.of(parameters, self.order, self.norm_type)._replace(nonfinite=nonfinite)
+
+    def decide(self, parts: Sequence[GradientNorms]) -> Verdict:
+        """Decide on an update from the measurements of all stages. To skip an update, waits for them on a GPU."""
+        norms = GradientNorms.merged(parts)
+        norm = norms.total(self.norm_type)
+        nonfinite = norms.nonfinite
+        if self.on_nonfinite is not None:
+            nonfinite = ~norm.isfinite() if nonfinite is None else nonfinite | ~norm.isfinite()
+        may_skip = (
+            self.scale is not None or self.on_nonfinite == "skip" or (self.on_nonfinite == "raise" and not self.lags)
+        )
+        skips = may_skip and nonfinite is not None and bool(nonfinite)
+        return Verdict(norms, norm, skips, nonfinite)
+
+    def prepare(self, parameters: Sequence[nn.Parameter], verdict: Verdict) -> None:
+        """Clip the gradients of a stage before its update."""
+        if self.max_norm is not None and not verdict.skips:
+            clip_to_norm_(parameters, self.max_norm, verdict.norm)
+
+    def loss_scale(self, device: torch.device) -> Tensor | None:
+        """The gradient with which the backwards of a step start, on the device of the loss; None for 1."""
+        return None if self.scale is None else self.scale.on(device)
+
+    def finish(self, verdict: Verdict | None) -> None:
+        """End a step."""
+        if self.scale is not None and verdict is not None:
+            self.scale.update(verdict.skips)
+
+    @property
+    def binds_all_ranks(self) -> bool:
+        """Whether every rank of a mesh must learn the decisions, even one without stages."""
+        return self.scale is not None or self.on_nonfinite is not None
+
+
+def _nonfinite(values: Sequence[Tensor]) -> Tensor | None:
+    """Whether a value is infinite or NaN, a 0-d tensor; None if there are no values."""
+    here = [value.to(values[0].device) for value in values]
+    return ~torch.stack(here).isfinite().all() if here else None

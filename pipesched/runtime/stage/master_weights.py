@@ -1,0 +1,118 @@
+"""Master weights: float32 copies of bfloat16 or float16 parameters, which an optimizer updates in their place."""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from pipesched.checks import check_type
+from pipesched.errors import ModelTypeError
+
+__all__ = ["with_master_weights"]
+
+_Made = TypeVar("_Made", bound=Optimizer)
+
+_MASTER = "master"  # in the state of each parameter
+_HALVES = (torch.bfloat16, torch.float16)
+
+
+def with_master_weights(optimizer: _Made) -> _Made:
+    """Let an optimizer update float32 copies of its bfloat16 or float16 parameters, and round them to the parameters.
+
+    ::
+
+        pipe = Pipeline(
+            model.bfloat16(), sample, optimizer=lambda params: with_master_weights(torch.optim.AdamW(params, lr=1e-4))
+        )
+
+    The optimizer's state of a parameter is float32 as well, and holds the copy as ``"master"``. So a copy moves with
+    its parameter when the plan changes, is part of ``state_dict()``, and is loaded exactly. A copy whose parameter was
+    changed elsewhere, as by ``load_state_dict``, takes the new values. Parameters of other dtypes are updated as usual.
+
+    Args:
+        optimizer: an optimizer of torch.optim, or one that steps like them. It must be new.
+
+    Returns:
+        The same optimizer.
+
+    Raises:
+        ArgumentError: the argument is not an optimizer.
+        ModelTypeError: at a step, a bfloat16 or float16 parameter is sharded; ``fully_shard`` keeps float32 weights
+            itself.
+
+    """
+    check_type(optimizer, Optimizer, "master weights belong to an optimizer", "pass a torch.optim.Optimizer")
+    masters = _MasterWeights()
+    optimizer.register_step_pre_hook(masters.widen)
+    optimizer.register_step_post_hook(masters.narrow)
+    optimizer.register_load_state_dict_pre_hook(masters.note)
+    optimizer.register_load_state_dict_post_hook(masters.restore)
+    return optimizer
+
+
+class _Widened(NamedTuple):
+    """A parameter during a step: its own values and gradient, which return to it afterwards."""
+
+    parameter: Tensor
+    values: Tensor
+    grad: Tensor
+
+
+class _MasterWeights:
+    """The hooks of one optimizer."""
+
+    def __init__(self) -> None:
+        self._widened: list[_Widened] = []
+        self._loaded: dict[str, Any] = {}
+
+    @torch.no_grad()
+    def widen(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """Before a step: give each parameter the values of its copy, and its gradient in float32."""
+        for parameter in _parameters(optimizer):
+            grad = parameter.grad
+            if grad is None or parameter.dtype not in _HALVES:
+                continue
+            if hasattr(parameter, "full_tensor"):
+                raise ModelTypeError(
+                    f"master weights need whole parameters; a parameter of shape {list(parameter.shape)} is sharded; "
+                    f"shard float32 parameters, with MixedPrecisionPolicy(param_dtype={parameter.dtype}) of fully_shard"
+                )
+            values = parameter.data
+            wide = values.float()
+            master = optimizer.state[parameter].pop(_MASTER, wide)  # with no other entry, an optimizer makes its state
+            self._widened.append(_Widened(parameter, values, grad))
+            parameter.grad = None
+            parameter.data = torch.where(master.to(values.dtype) == values, master, wide)
+            parameter.grad = grad.float()
+
+    @torch.no_grad()
+    def narrow(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """After a step: keep the copies, and round them to the parameters."""
+        for parameter, values, grad in self._widened:
+            master = parameter.data
+            parameter.grad = None
+            parameter.data = values.copy_(master)
+            parameter.grad = grad
+            optimizer.state[parameter][_MASTER] = master
+        self._widened = []
+
+    def note(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
+        """Before a state is loaded."""
+        self._loaded = state
+
+    def restore(self, optimizer: Optimizer) -> None:
+        """After a state is loaded, which torch has rounded to the parameters' dtype: take the exact values."""
+        order = [number for group in self._loaded["param_groups"] for number in group["params"]]
+        for number, parameter in zip(order, _parameters(optimizer), strict=True):
+            saved = self._loaded["state"].get(number, {})
+            own = optimizer.state.get(parameter, {})
+            for name, value in saved.items():
+                if isinstance(value, Tensor) and isinstance(own.get(name), Tensor) and own[name].dtype != value.dtype:
+                    own[name] = value.to(own[name].device, copy=True)
+        self._loaded = {}
+
+
+def _parameters(optimizer: Optimizer) -> Iterator[Tensor]:
+    return (parameter for group in optimizer.param_groups for parameter in group["params"])

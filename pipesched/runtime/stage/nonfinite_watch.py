@@ -1,0 +1,55 @@
+"""Nonfinite watch: notes whether the output of each layer, and its gradient, is finite; reads the notes on request.
+
+A note is the largest absolute value, a 0-d tensor on the device, so that taking notes never waits for a GPU.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from pipesched.tensors.tree_structure import tensors_in
+
+__all__ = ["Nonfinite", "NonfiniteWatch"]
+
+
+class Nonfinite(NamedTuple):
+    """A value that is not finite. The first in the order of tuples is the first to look at."""
+
+    #: A layer's output, rather than its gradient. Outputs come first.
+    backward: bool
+    microbatch: int
+    #: The layer's place: ascending for outputs, descending for gradients.
+    place: int
+    layer: str
+
+    def __str__(self) -> str:
+        what = "gradient of the output" if self.backward else "output"
+        return f"the {what} of layer {self.layer!r} for micro-batch {self.microbatch}"
+
+
+class NonfiniteWatch:
+    """The notes of one step in one process. ``layers`` are the names of all layers of the model, in order."""
+
+    def __init__(self, layers: Sequence[str]) -> None:
+        self._places = {name: place for place, name in enumerate(layers)}
+        self._notes: list[tuple[Nonfinite, Tensor]] = []
+
+    def output(self, microbatch: int, layer: str, value: Any) -> None:
+        """Note a layer's output, and its gradient once it is computed."""
+        place = self._places.get(layer, len(self._places))
+        for tensor in tensors_in(value):
+            if tensor.is_floating_point() and tensor.numel():
+                self._note(Nonfinite(False, microbatch, place, layer), tensor.detach())
+                if tensor.requires_grad and torch.is_grad_enabled():
+                    note = Nonfinite(True, microbatch, -place, layer)
+                    tensor.register_hook(lambda grad, note=note: self._note(note, grad))
+
+    def _note(self, note: Nonfinite, tensor: Tensor) -> None:
+        with torch.no_grad():
+            self._notes.append((note, torch.linalg.vector_norm(tensor, float("inf"))))
+
+    def first(self) -> Nonfinite | None:
+        """The first output that is not finite, or else the first gradient. Waits for the notes on a GPU."""
+        return min((note for note, peak in self._notes if not peak.isfinite()), default=None)

@@ -1,0 +1,48 @@
+"""Gradient clipping for a plain loop, by the rule of pipelines."""
+
+from collections.abc import Iterable
+
+from torch import Tensor, nn
+
+from pipesched.tensors.caller_context import intra_op
+from pipesched.tensors.gradient_norm import as_max_norm, as_norm_type, clip_to_norm_, norm_of, total_norm
+from pipesched.torch_checks import as_threads
+
+__all__ = ["clip_grad_norm_"]
+
+
+def clip_grad_norm_(
+    parameters: Iterable[nn.Parameter], max_norm: float, norm_type: float = 2.0, *, intra_op_threads: int = 1
+) -> Tensor:
+    """Clip gradients of a model without a pipeline by the rule of ``Pipeline.clip_grad_norm_``, bit for bit.
+
+    ::
+
+        loss = pipesched.testing.reference_step(model, x, loss_fn=loss_fn, target=y, num_microbatches=4)
+        norm = pipesched.testing.clip_grad_norm_(model.parameters(), 1.0)
+
+    The norm of each gradient is computed in float32 (float64 for a float64 gradient); the norm of these norms is the
+    result. For float32 gradients on one device it has the same bits as that of ``torch.nn.utils.clip_grad_norm_``; for
+    bfloat16, torch rounds each norm to bfloat16.
+
+    Args:
+        parameters: the model's parameters, in its order.
+        max_norm: the largest norm that the gradients keep, above 0.
+        norm_type: the order of the norm, above 0; ``math.inf`` for the largest absolute value. Default: 2.
+        intra_op_threads: the number of threads of each operation on a CPU. Default: 1.
+
+    Returns:
+        The norm before clipping, a 0-d tensor.
+
+    Raises:
+        InputError: an argument is wrong.
+
+    """
+    as_max_norm(max_norm, "max_norm")
+    norm_type = as_norm_type(norm_type)
+    own = list(parameters)
+    with intra_op(as_threads(intra_op_threads)):
+        norms = [norm_of(parameter.grad, norm_type) for parameter in own if parameter.grad is not None]
+        norm = total_norm(norms, norm_type)
+        clip_to_norm_(own, max_norm, norm)
+    return norm

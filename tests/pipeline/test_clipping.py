@@ -1,0 +1,223 @@
+"""Clipping: one norm, bit for bit, under every plan, and the clipped weights of the plain loop."""
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from matplotlib.text import Text
+from torch import nn
+from torch.amp import GradScaler
+
+from pipesched import Kind, Numerics, Pipeline, Program, Trace, schedules, viz
+from pipesched.errors import ArgumentError, InputError, ScheduleError
+from pipesched.program.lowering import add_norms, add_updates
+from pipesched.runtime.stage.loss_scale import LossScale
+from pipesched.testing import clip_grad_norm_
+from tests.support.async_replay import pipeline as asynchronous
+from tests.support.async_replay import transformer
+from tests.support.jobs import clipping
+from tests.support.places import Run
+
+pytestmark = pytest.mark.timeout(60)
+FLOAT, HALF = torch.float32, torch.bfloat16
+
+
+CASES = [
+    (1, "1f1b", clipping.tied_model, FLOAT, "never", 2.0),
+    (2, "zb-v", clipping.plain_model, HALF, "always", 2.0),
+    (3, "1f1b", clipping.tied_model, FLOAT, "never", math.inf),
+    (2, "interleaved-1f1b", clipping.tied_model, HALF, "never", 3.0),
+    (3, "zb-h1", clipping.plain_model, FLOAT, "always", 1.0),
+]
+
+
+@pytest.mark.parametrize("job", [clipping.clip_between_steps, clipping.clip_in_steps])
+@pytest.mark.parametrize(("count", "schedule", "make", "dtype", "checkpoint", "norm_type"), CASES)
+def test_the_norm_and_the_clipped_weights_are_the_loops(
+    run: Run, job, count, schedule, make, dtype, checkpoint, norm_type
+):
+    norms = run(count, job, schedule, make, dtype, checkpoint, norm_type)
+    assert all(own == norms[0] for own in norms)
+
+
+def test_for_float32_gradients_the_rule_is_torchs():
+    for norm_type in (1.0, 2.0, 2.5, math.inf):
+        one, other = clipping.tied_model(), clipping.tied_model()
+        for model in (one, other):
+            torch.manual_seed(0)
+            model(clipping.batch(0)[0]).square().sum().backward()
+        mine = clip_grad_norm_(one.parameters(), 1.0, norm_type)
+        assert torch.equal(mine, torch.nn.utils.clip_grad_norm_(other.parameters(), 1.0, norm_type))
+        for p, q in zip(one.parameters(), other.parameters(), strict=True):
+            assert p.grad is None or torch.equal(p.grad, q.grad)
+
+
+def test_a_norm_of_float64_gradients_is_float64():
+    layer = nn.Linear(3, 3).double()
+    layer(torch.ones(1, 3, dtype=torch.float64)).sum().backward()
+    assert clip_grad_norm_(layer.parameters(), 1.0).dtype == torch.float64
+
+
+def test_what_cannot_be_clipped_is_refused(run: Run):
+    run(2, clipping.refuse_norms)
+
+
+@pytest.mark.parametrize(
+    "arguments", [(0,), (-1.0,), (math.nan,), ("1",), (True,), (1.0, 0), (1.0, "two"), (1.0, True)]
+)
+def test_wrong_arguments_are_refused(arguments):
+    with pytest.raises(InputError, match=r"max_norm must be|norm_type must be"):
+        clip_grad_norm_([nn.Parameter(torch.ones(1))], *arguments)
+
+
+def test_asynchronous_schedules_cannot_be_clipped():
+    with (
+        asynchronous(transformer(), "pipedream", 2) as pipe,
+        pytest.raises(InputError, match="'pipedream' updates weights during its steps"),
+    ):
+        pipe.clip_grad_norm_(1.0)
+
+
+def make(schedule: object, numerics: Numerics | None, **options: object) -> Pipeline:
+    model, sample = clipping.plain_model(), clipping.batch(0)[0][:3]
+    choices: dict = {"optimizer": clipping.adam, "boundaries": [5], "seed": 5, **options}
+    return Pipeline(
+        model, sample, loss_fn=clipping.loss_fn, devices=["cpu"] * 2, schedule=schedule, numerics=numerics, **choices
+    )
+
+
+CLIPPED = Numerics(clip_grad_norm=1.0)
+
+
+def test_clipping_inside_a_step_needs_optimizers_and_one_update_a_step():
+    with pytest.raises(InputError, match=r"no optimizer=.* pass optimizer=, or call pipe\.clip_grad_norm_"):
+        make("1f1b", CLIPPED, optimizer=None)
+    for name in ("pipedream", "pipedream-2bw"):
+        with pytest.raises(ScheduleError, match=f"schedule '{name}' updates the weights while micro-batches"):
+            make(name, CLIPPED)
+
+
+def test_a_program_with_norms_runs_where_they_are_used(tmp_path: Path):
+    with make("1f1b", CLIPPED, num_microbatches=4) as pipe:
+        program = Program.parse(str(add_norms(add_updates(pipe.plan.program))))
+        x, y = clipping.batch(0)
+        loss, norm = pipe.step(x, target=y), pipe.grad_norm
+        pipe.step(x, target=y)
+        pipe.trace.to_chrome(tmp_path / "trace.json")
+        kinds = [span.action.kind for span in Trace.load(tmp_path / "trace.json").spans]
+        assert kinds.count(Kind.NORM) == 2
+        axes = viz.plot_timeline(pipe.trace)
+        assert "gradient norm (NORM)" in {text.get_text() for text in axes.findobj(Text)}
+    with make(program, CLIPPED) as pipe:
+        assert torch.equal(pipe.step(x, target=y), loss)
+        assert torch.equal(pipe.grad_norm, norm)
+    with pytest.raises(ScheduleError, match="no such option was passed"):
+        make(program, None)
+
+
+def test_a_failed_step_leaves_no_norms_behind():
+    with make("1f1b", CLIPPED, num_microbatches=4) as pipe:
+        x, y = clipping.batch(0)
+        first = pipe.model[0]
+        handle = first.weight.register_post_accumulate_grad_hook(lambda _: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            pipe.step(x, target=y)
+        handle.remove()
+        for _ in range(2):
+            assert pipe.step(x, target=y).isfinite()
+            assert pipe.grad_norm.isfinite()
+
+
+def test_a_new_plan_clips_on():
+    losses = []
+    for plans in (("1f1b",), ("1f1b", "zb-h1", "gpipe")):
+        with make("1f1b", CLIPPED, num_microbatches=4) as pipe:
+            others = {
+                name: replace(pipe.plan, schedule=name, program=schedules.get(name).program(2, 4)) for name in plans
+            }
+            for step in range(3):
+                if len(plans) > 1:
+                    pipe.replan(others[plans[step]])
+                x, y = clipping.batch(step)
+                losses.append((float(pipe.step(x, target=y)), float(pipe.grad_norm)))
+    assert losses[:3] == losses[3:]
+
+
+@pytest.mark.parametrize(
+    ("count", "schedule", "make", "dtype", "checkpoint", "overflow"),
+    [
+        (2, "1f1b", clipping.tied_model, FLOAT, "never", None),
+        (2, "zb-v", clipping.plain_model, HALF, "always", 1),
+        (3, "1f1b", clipping.plain_model, FLOAT, "never", 7),
+        (2, "1f1b", clipping.tied_model, FLOAT, "always", 0),
+    ],
+)
+def test_an_overflow_in_any_stage_skips_the_update_of_all(run: Run, count, schedule, make, dtype, checkpoint, overflow):
+    """And halves the scale everywhere; weights, norms and scales are those of torch's scaler in the plain loop."""
+    start = 2.0**13 if overflow is None else 1024.0
+    results = run(count, clipping.scale_losses, schedule, make, dtype, checkpoint, overflow, start)
+    assert all(own == results[0] for own in results)
+    skips, scales = results[0]
+    assert 1 <= skips < len(scales)
+
+
+def test_a_scale_that_is_no_power_of_two_divides_as_torchs_does():
+    grads = [torch.randn(500), torch.randn(500).bfloat16(), torch.randn(500).double()]
+    for scale in (3.0, 1000.0, 65536.0):
+        due, scaler = (GradScaler("cpu", init_scale=scale) for _ in range(2))
+        mine, theirs = ([nn.Parameter(torch.zeros_like(grad)) for grad in grads] for _ in range(2))
+        for parameters in (mine, theirs):
+            for parameter, grad in zip(parameters, grads, strict=True):
+                parameter.grad = grad.clone()
+        due.scale(torch.ones(()))
+        due.unscale_(torch.optim.SGD(theirs, lr=0.1))
+        LossScale(scaler).unscale_([parameter.grad for parameter in mine])
+        assert all(torch.equal(one.grad, other.grad) for one, other in zip(mine, theirs, strict=True))
+
+
+def test_a_scaler_is_refused_where_it_cannot_be_right():
+    scaled = Numerics(scaler=GradScaler("cpu"))
+    with pytest.raises(InputError, match=r"scaler= is about updates .* there is no optimizer=.* train in bfloat16"):
+        make("1f1b", scaled, optimizer=None)
+    with pytest.raises(ScheduleError, match="'pipedream' updates the weights while micro-batches"):
+        make("pipedream", scaled)
+    with pytest.raises(ArgumentError, match=r"scaler must be a torch\.amp\.GradScaler"):
+        Numerics(scaler=torch.amp)  # type: ignore[arg-type]
+    with make("1f1b", Numerics(scaler=GradScaler("cpu", enabled=False)), optimizer=None) as pipe:
+        assert pipe.step(clipping.batch(0)[0], target=clipping.batch(0)[1]).isfinite()
+    with make("1f1b", scaled) as pipe:
+        pipe.half()
+        with pytest.raises(InputError, match=r"a gradient of shape .* is float16"):
+            pipe.step(clipping.batch(0)[0], target=clipping.batch(0)[1])
+
+
+@pytest.mark.parametrize(
+    ("react", "backward", "optimizers", "tied"),
+    [
+        ("raise", False, True, False),
+        ("raise", True, False, True),
+        ("skip", True, True, True),
+        ("skip", False, True, False),
+        ("warn", False, False, False),
+    ],
+)
+def test_the_first_value_that_is_not_finite_is_named(run: Run, react, backward, optimizers, tied):
+    """With its layer and micro-batch, on every rank; all later layers have infinite values too."""
+    messages = run(2, clipping.find_nonfinite, react, backward, optimizers, tied)
+    assert all(own == messages[0] for own in messages)
+    what = "the gradient of the output" if backward else "the output"
+    assert len(messages[0]) == (1 if react != "warn" else 2)
+    assert f"in step 1, {what} of layer '6' for micro-batch 2 was the first that was not" in messages[0][0]
+
+
+def test_reactions_are_refused_where_they_cannot_be_right():
+    with pytest.raises(InputError, match=r"on_nonfinite='skip' is about updates .* no optimizer="):
+        make("1f1b", Numerics(on_nonfinite="skip"), optimizer=None)
+    with pytest.raises(InputError, match="must be one of raise, skip, warn; got 'stop'"):
+        Numerics(on_nonfinite="stop")  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="a scaler expects infinite gradients"):
+        Numerics(on_nonfinite="skip", scaler=GradScaler("cpu"))
+    with pytest.raises(ScheduleError, match="'pipedream' updates the weights while micro-batches"):
+        make("pipedream", Numerics(on_nonfinite="warn"))

@@ -1,0 +1,307 @@
+"""What the ranks of the tests of clipping run: clipped training beside the plain loop, by the documented rule."""
+
+import copy
+import math
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.amp import GradScaler
+from torch.nn import functional
+
+from pipesched import Kind, Numerics, Pipeline
+from pipesched.errors import ExecutionError, InputError
+from pipesched.testing import clip_grad_norm_, reference_step
+from tests.support.places import pipeline
+
+ROWS, MICROBATCHES, VOCABULARY = 12, 4, 16
+
+
+class Head(nn.Linear):
+    """A head over the embedding's weight; two layers of the model have names of their own."""
+
+
+def tied_model(dtype: torch.dtype = torch.float32) -> nn.Sequential:
+    """An embedding whose weight is the head's, dropout, norms, and a layer that is not trained."""
+    torch.manual_seed(0)
+    layers = [nn.Embedding(VOCABULARY, 8)]
+    for _ in range(4):
+        layers += [nn.Linear(8, 8), nn.LayerNorm(8), nn.Dropout(0.1)]
+    layers += [nn.Linear(8, 8).requires_grad_(False), Head(8, VOCABULARY, bias=False)]
+    layers[-1].weight = layers[0].weight
+    return nn.Sequential(*layers).to(dtype)
+
+
+def plain_model(dtype: torch.dtype = torch.float32) -> nn.Sequential:
+    """The same without tied weights."""
+    model = tied_model()
+    model[-1].weight = nn.Parameter(model[-1].weight.detach().clone())
+    return model.to(dtype)
+
+
+def batch(step: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return torch.randint(VOCABULARY, (ROWS,), generator=generator), torch.randint(
+        VOCABULARY, (ROWS,), generator=generator
+    )
+
+
+def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+    return 30 * functional.cross_entropy(output.float(), target)
+
+
+def adam(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adam(parameters, lr=0.01)
+
+
+def assert_same(pipe: Pipeline, expected: nn.Module) -> None:
+    """The parameters of this process are the loop's, bit by bit."""
+    due = dict(expected.named_parameters())
+    assert [name for name, one in pipe.named_parameters() if not torch.equal(one, due[name])] == []
+
+
+def loop_step(model: nn.Module, optimizer: Any, step: int, clip: Callable[[Any], Tensor]) -> tuple[Tensor, Tensor]:
+    """A step of the plain loop: its loss and norm."""
+    x, y = batch(step)
+    loss = reference_step(model, x, loss_fn=loss_fn, target=y, num_microbatches=MICROBATCHES, seed=5, step=step)
+    norm = clip(model.parameters())
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss, norm
+
+
+def clip_between_steps(
+    group: Any,
+    schedule: str,
+    make: Callable[[torch.dtype], nn.Sequential],
+    dtype: torch.dtype,
+    checkpoint: str,
+    norm_type: float,
+    steps: int = 3,
+) -> list[float]:
+    """Clip before an optimizer of one's own; norms, losses and weights have the loop's bits. Returns the norms."""
+    expected, actual = make(dtype), make(dtype)
+    theirs = adam(expected.parameters())
+    norms = []
+    with pipeline(group, actual, batch(0)[0][:3], schedule=schedule, loss_fn=loss_fn, checkpoint=checkpoint) as pipe:
+        mine = adam(pipe.parameters())
+        for step in range(steps):
+            loss, due = loop_step(expected, theirs, step, lambda own: clip_grad_norm_(own, 1.0, norm_type))
+            x, y = batch(step)
+            assert torch.equal(pipe.step(x, target=y), loss)
+            norm = pipe.clip_grad_norm_(1.0, norm_type)
+            assert norm.dtype == torch.float32
+            assert torch.equal(norm, due)
+            assert float(norm) > 1.0
+            mine.step()
+            mine.zero_grad()
+            assert_same(pipe, expected)
+            norms.append(float(norm))
+    return norms
+
+
+def refuse_norms(group: Any) -> None:
+    """A norm that is not finite, other arguments on one rank, and gradients that are gone."""
+    model = plain_model()
+    with pipeline(group, model, batch(0)[0][:3], loss_fn=loss_fn) as pipe:
+        x, y = batch(0)
+        pipe.step(x, target=y)
+        before = {name: copy.deepcopy(one.grad) for name, one in pipe.named_parameters()}
+        own = [one for name, one in pipe.named_parameters() if name == "4.weight"]
+        for one in own:
+            one.grad[0, 0] = math.inf
+            before["4.weight"][0, 0] = math.inf
+        with pytest.raises(ExecutionError, match=r"norm of all gradients is inf, and '4\.weight' is the first"):
+            pipe.clip_grad_norm_(1.0, error_if_nonfinite=True)
+        for name, one in pipe.named_parameters():
+            assert one.grad is None or torch.equal(one.grad, before[name])
+        assert pipe.clip_grad_norm_(math.inf).isinf()
+        for one in own:
+            one.grad[0, 0] = 0
+        rank = getattr(group, "rank", int)()
+        if group.size() > 1 and hasattr(group, "rank"):
+            with pytest.raises(InputError, match="rank 1 passed"):
+                pipe.clip_grad_norm_(1.0 + rank)
+        assert pipe.clip_grad_norm_(math.inf).isfinite()
+        pipe.zero_grad()
+        assert pipe.clip_grad_norm_(1.0) == 0
+    with pipeline(group, plain_model(), batch(0)[0][:3], loss_fn=loss_fn, optimizer=adam) as pipe:
+        pipe.step(x, target=y)
+        with pytest.raises(InputError, match=r"clip_grad_norm=1\.0"):
+            pipe.clip_grad_norm_(1.0)
+
+
+def clip_in_steps(
+    group: Any,
+    schedule: str,
+    make: Callable[[torch.dtype], nn.Sequential],
+    dtype: torch.dtype,
+    checkpoint: str,
+    norm_type: float,
+    steps: int = 3,
+) -> list[float]:
+    """Clip with optimizer= and Numerics(clip_grad_norm=); all is the loop's, bit by bit. Returns the norms."""
+    expected, actual = make(dtype), make(dtype)
+    theirs = adam(expected.parameters())
+    norms = []
+    options: dict[str, Any] = {
+        "loss_fn": loss_fn,
+        "checkpoint": checkpoint,
+        "optimizer": adam,
+        "numerics": Numerics(clip_grad_norm=1.0, norm_type=norm_type),
+    }
+    with pipeline(group, actual, batch(0)[0][:3], schedule=schedule, **options) as pipe:
+        assert pipe.grad_norm is None
+        for step in range(steps):
+            loss, due = loop_step(expected, theirs, step, lambda own: clip_grad_norm_(own, 1.0, norm_type))
+            x, y = batch(step)
+            assert torch.equal(pipe.step(x, target=y), loss)
+            assert torch.equal(pipe.grad_norm, due)
+            assert_same(pipe, expected)
+            assert all(parameter.grad is None for parameter in pipe.parameters())
+            norms.append(float(due))
+        kinds = [span.action.kind for span in pipe.gather_trace().spans]
+        assert kinds.count(Kind.NORM) == kinds.count(Kind.UPDATE) == pipe.num_stages
+        assert pipe.predicted.makespan_s > 0
+    return norms
+
+
+def overflow_in(model: nn.Sequential, layer: int, at_step: int) -> Callable[[], None]:
+    """Plant an infinite gradient in a layer's weight at one step; call the result after each step."""
+    step = 0
+
+    def hook(grad: Tensor) -> Tensor:
+        return grad / 0 if step == at_step else grad
+
+    def next_step() -> None:
+        nonlocal step
+        step += 1
+
+    model[layer].weight.register_hook(hook)
+    return next_step
+
+
+def scale_losses(
+    group: Any,
+    schedule: str,
+    make: Callable[[torch.dtype], nn.Sequential],
+    dtype: torch.dtype,
+    checkpoint: str,
+    overflow: int | None,
+    init_scale: float = 1024.0,
+    steps: int = 4,
+) -> tuple[int, list[float]]:
+    """Train with a scaler; all is as with torch's own scaler in the plain loop. Returns skips and scales.
+
+    overflow: the layer in whose weight a gradient overflows at step 1. None: in autocast of float16, by the scale.
+    """
+    models = make(dtype), make(dtype)
+    due, scaler = (GradScaler("cpu", init_scale=init_scale, growth_interval=2) for _ in range(2))
+    half = torch.autocast("cpu", torch.float16, enabled=overflow is None)
+    counts = [overflow_in(model, overflow, 1) if overflow is not None else (lambda: None) for model in models]
+    expected, actual = models
+    theirs = adam(expected.parameters())
+    options: dict[str, Any] = {
+        "loss_fn": loss_fn,
+        "checkpoint": checkpoint,
+        "optimizer": adam,
+        "numerics": Numerics(clip_grad_norm=1.0, scaler=scaler),
+    }
+    scales = []
+    skips = 0
+    with pipeline(group, actual, batch(0)[0][:3], schedule=schedule, **options) as pipe:
+        assert pipe.scaler is scaler
+        for step in range(steps):
+            x, y = batch(step)
+            with half:
+                scaled = reference_step(
+                    expected,
+                    x,
+                    loss_fn=lambda output, target: due.scale(loss_fn(output, target)),
+                    target=y,
+                    num_microbatches=MICROBATCHES,
+                    seed=5,
+                    step=step,
+                )
+                loss = pipe.step(x, target=y)
+            assert torch.equal(loss, scaled / due.get_scale())
+            due.unscale_(theirs)
+            norm = clip_grad_norm_(expected.parameters(), 1.0)
+            before = due.get_scale()
+            due.step(theirs)
+            due.update()
+            theirs.zero_grad()
+            skips += due.get_scale() < before
+            scales.append(scaler.get_scale())
+            assert scaler.state_dict() == due.state_dict()
+            assert torch.equal(pipe.grad_norm, norm) or (not norm.isfinite() and not pipe.grad_norm.isfinite())
+            assert_same(pipe, expected)
+            for count in counts:
+                count()
+    return skips, scales
+
+
+class Faulty(nn.Module):
+    """Passes its input on; the output or the gradient of one micro-batch of one step is made infinite."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8))
+        self.calls = 0
+        self.at = 6  # micro-batch 2 of step 1, of four
+        self.backward = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        faulty = self.calls == self.at
+        self.calls += 1
+        if not faulty:
+            return x * self.weight
+        if self.backward:
+            x = x * self.weight
+            x.register_hook(lambda grad: grad / 0)
+            return x
+        return x * self.weight / 0
+
+
+def find_nonfinite(group: Any, react: str, backward: bool, optimizers: bool, tied: bool) -> list[str]:
+    """Three steps with a fault in layer 6, in the second; weights that are not updated stay. Returns the messages."""
+    model = (tied_model if tied else plain_model)()
+    model[6] = Faulty()
+    model[6].backward = backward
+    numerics = Numerics(on_nonfinite=react)
+    messages = []
+    with pipeline(
+        group,
+        model,
+        batch(0)[0][:3],
+        loss_fn=loss_fn,
+        optimizer=adam if optimizers else None,
+        numerics=numerics,
+    ) as pipe:
+        pipe.model[6].calls = 0  # capture ran it
+        own = None if optimizers else adam(pipe.parameters())
+        for step in range(3):
+            before = [parameter.detach().clone() for parameter in pipe.parameters()]
+            x, y = batch(step)
+            updated = True
+            with warnings.catch_warnings(record=True) as seen:
+                warnings.simplefilter("always")
+                try:
+                    pipe.step(x, target=y)
+                except ExecutionError as error:
+                    messages.append(str(error))
+                    updated = False
+                    pipe.zero_grad()
+            messages += [str(one.message) for one in seen if "must be finite" in str(one.message)]
+            if own is not None and updated:
+                own.step()
+                own.zero_grad()
+            if step == 1 and react != "warn":
+                assert all(map(torch.equal, before, pipe.parameters()))
+            elif step != 2 or react != "warn":
+                same = [torch.equal(*pair) for pair in zip(before, pipe.parameters(), strict=True)]
+                assert not all(same) or not any(parameter.requires_grad for parameter in pipe.parameters())
+    return messages
