@@ -8,6 +8,7 @@
     loss = pipe.step(x, target=y)  # every micro-batch forward and backward; gradients are in .grad
 
 To train a model: `Pipeline`, with the options `Search`, `Numerics` and `Distributed`, and `StepLog`.
+In layers: `add_loss`.
 To plan: `profile`, `tune`, `partition`. To study schedules: `schedules`, `simulate`, `validate`, `lower_bound`, `viz`.
 To write a schedule: `schedule`, `Order`, `Shape`.
 
@@ -66,6 +67,8 @@ if TYPE_CHECKING:
     from pipesched.simulation.simulator import simulate as simulate
     from pipesched.simulation.trace import Span as Span
     from pipesched.simulation.trace import Trace as Trace
+    from pipesched.tensors.added_losses import add_loss as add_loss
+    from pipesched.tensors.added_losses import collect_losses as collect_losses
 
 _HOME = {
     "Action": "program.actions",
@@ -88,6 +91,8 @@ _HOME = {
     "Span": "simulation.trace",
     "StepLog": "pipeline.step_log",
     "Trace": "simulation.trace",
+    "add_loss": "tensors.added_losses",
+    "collect_losses": "tensors.added_losses",
     "graph_of": "profiling.layered_costs",
     "load_program": "program.loading",
     "lower": "program.lowering",

@@ -482,6 +482,21 @@ class Pipeline(ModuleInterface):
     # ---- measured and predicted -------------------------------------------------------------------------------
 
     @property
+    def metrics(self) -> dict[str, torch.Tensor]:
+        """The named scalars of the last step or evaluation: the losses that layers added by `add_loss`, by name.
+
+        ::
+
+            loss = pipe.step(x, target=y)
+            print(pipe.metrics["balance"])
+
+        Each is a detached 0-d tensor, on every rank of a mesh. Reading the dict under a mesh waits for the step's
+        values; reading a value on a GPU waits for the step. With an asynchronous schedule they belong to the step whose
+        loss ``step`` has returned last.
+        """
+        return self._steps.metrics.last
+
+    @property
     def trace(self) -> Trace:
         """The measured trace of the last step. On a GPU, reading it waits for the step to end.
 

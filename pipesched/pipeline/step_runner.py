@@ -24,6 +24,7 @@ from pipesched.runtime.rank_host import ThreadRanks
 from pipesched.runtime.stage.stage import Stage
 from pipesched.runtime.stage.step_data import StepData
 from pipesched.runtime.step_call import StepCall, bring_ends, dealt
+from pipesched.runtime.step_metrics import StepMetrics
 from pipesched.tensors.caller_context import Caller
 from pipesched.units import counted
 
@@ -67,6 +68,8 @@ class StepRunner:
         self._memory = memory
         self._seed = seed
         self._intra_op_threads = intra_op_threads
+        #: The named scalars of the last step or evaluation.
+        self.metrics = StepMetrics()
 
     def step(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, **wanted: bool) -> Any:
         """Run all micro-batches forward and backward. ``wanted`` has the StepCall's return_outputs and gather."""
@@ -142,6 +145,7 @@ class StepRunner:
         program = assembly.programs.of(len(call.batch.rows)).open_pass
         forwards, backwards = halves(program)
         step_data = call.step_data(self._seed, self._running.step)
+        step_data.outside_loss = True
         stages = {index: stage.fresh() for index, stage in assembly.stages.items()}
         run_spec = self._run_spec(program, step_data, stages)
         with assembly.norms.counting():
@@ -213,7 +217,8 @@ class StepRunner:
         if stream is None or not stream.open:
             step_data = StepData(self._seed, running.step, [])
             stages = running.assembly.stages
-            stream = Stream(running.host, segments, stages, step_data, caller, running.runs.append)
+            kind = call.method, self._model.training
+            stream = Stream(running.host, segments, stages, step_data, caller, running.runs.append, self.metrics, kind)
             running.stream = stream
         running.step += 1
         loss = stream.step(call.batch, call.counting)
@@ -255,7 +260,16 @@ class StepRunner:
 
     def _result(self, call: StepCall, step_data: StepData) -> Any:
         last = self._running.assembly.programs.of(len(call.batch.rows)).plain.output_rank
-        loss = self._running.host.loss(last, lambda: call.loss(step_data))
+        host = self._running.host
+        if step_data.added or not isinstance(host, ThreadRanks):
+            kind = call.method, self._model.training
+            numbers = range(len(call.batch.rows))
+            loss = self.metrics.finish(
+                host, last, lambda: call.loss(step_data), step_data, call.counting, kind, numbers
+            )
+        else:
+            loss = call.loss(step_data)
+            self.metrics.read = dict
         if call.method == "step":
             vars(loss).update(backward=partial(explain_backward, ref(loss)), __getstate__=without_attributes)
         return (loss, self._outputs(call, step_data)) if call.return_outputs else loss

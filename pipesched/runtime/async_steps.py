@@ -8,7 +8,7 @@ longer need them (PipeDream, Narayanan et al. 2019; PipeDream-2BW, 2021).
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -22,6 +22,7 @@ from pipesched.runtime.microbatches import Batch, Weighting
 from pipesched.runtime.rank_host import RankHost
 from pipesched.runtime.stage.stage import Stage
 from pipesched.runtime.stage.step_data import StepData
+from pipesched.runtime.step_metrics import StepMetrics
 from pipesched.tensors.caller_context import Caller
 from pipesched.tensors.keyed_random import Key
 from pipesched.tensors.payload import used_here
@@ -41,6 +42,8 @@ class Stream:
         step_data: an empty StepData with the number of the first step.
         caller: the settings of the calling thread.
         finished: called with the timeline of each part that all ranks of this process have run.
+        metrics: receives the losses that layers add.
+        kind: the kind of the steps, as `StepMetrics.finish` takes it.
 
     Raises:
         ExecutionError: if another run is in progress.
@@ -55,6 +58,8 @@ class Stream:
         step_data: StepData,
         caller: Caller,
         finished: Callable[[Timeline], None],
+        metrics: StepMetrics,
+        kind: Hashable,
     ) -> None:
         self.caller = caller
         self.segments = segments
@@ -68,8 +73,11 @@ class Stream:
         self._weightings: deque[Weighting] = deque()
         self._parts: deque[Any] = deque()
         self._finished = finished
+        self._metrics = metrics
+        self._kind = kind
         self._steps = 0
-        self._losses: dict[int, Tensor] = {}
+        #: The loss of each of the last steps, and the function that reads its metrics.
+        self._losses: dict[int, tuple[Tensor, Callable[[], Mapping[str, Tensor]]]] = {}
         self._busy = threading.Lock()
         step_data.inputs, step_data.targets, step_data.factors = self._given
         step_data.key = partial(_key, step_data.seed, step_data.step, segments.num_microbatches)
@@ -94,7 +102,7 @@ class Stream:
             self._steps += 1
             while len(self._parts) > min(self._run.ahead, self._steps - 1):
                 self._finish_step()
-            return self._losses[max(0, self._steps - 2)]
+            return self._shown(max(0, self._steps - 2))
 
     def flush(self) -> Tensor:
         """Finish all queued steps, end the stream, and return the last step's loss. Raises the errors of ``step``."""
@@ -107,7 +115,12 @@ class Stream:
             self._hand(self.segments.cooldown(self._steps))
             self._finish_part()
             self._end()
-            return self._losses[self._steps - 1]
+            return self._shown(self._steps - 1)
+
+    def _shown(self, step: int) -> Tensor:
+        """The loss of a step, whose metrics become the last ones."""
+        loss, self._metrics.read = self._losses[step]
+        return loss
 
     def abandon(self) -> None:
         """Stop all ranks and end the stream."""
@@ -159,9 +172,12 @@ class Stream:
         own = range(step * size, (step + 1) * size)
         losses = self._step_data.losses
         last = self.segments.program.placement[-1]
-        self._losses[step] = self._host.loss(
-            last, lambda: weighting.total([used_here(losses.pop(number)) for number in own])
-        )
+
+        def loss() -> Tensor:
+            return weighting.total([used_here(losses.pop(number)) for number in own])
+
+        shown = self._metrics.finish(self._host, last, loss, self._step_data, weighting, self._kind, own)
+        self._losses[step] = shown, self._metrics.read
         self._losses.pop(step - 2, None)
         for number in own:
             for table in self._given:

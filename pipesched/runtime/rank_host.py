@@ -405,6 +405,10 @@ class MeshRanks:
         shared: T = self.executor.share(rank)().map_tensors(lambda tensor: tensor.to(here)).value
         return shared
 
+    def shared(self, value: T) -> Callable[[], list[T]]:
+        """Send this rank's value to all others; return a function that waits for all values, in rank order."""
+        return self.executor.share_all(value)
+
     def trade(self, what: str, given: Mapping[int, Any], sources: Collection[int]) -> dict[int, Any]:
         return self.executor.trade(what, given, sources) if given or sources else {}
 

@@ -21,6 +21,8 @@ from pipesched.model.tied_weights import deliver
 from pipesched.runtime.microbatches import SplitDims, Splitter
 from pipesched.runtime.rank_host import ThreadRanks
 from pipesched.runtime.stage.batch_norm import BatchNormMode, MiniBatchNorms, Norms
+from pipesched.runtime.stage.step_data import StepData
+from pipesched.runtime.step_metrics import with_added
 from pipesched.tensors.caller_context import Caller
 from pipesched.tensors.graph_edges import edge_of
 from pipesched.tensors.keyed_random import Key
@@ -101,14 +103,17 @@ def reference_step(
     weight, reduction = resolve_loss(whole, (args, kwargs), loss_fn, loss_weight, loss_reduction, split_dims)
     splitter = Splitter(num_microbatches, False, split_dims, weight, reduction)
     batch = splitter.batch(args, kwargs, target)
-    factors = splitter.factors(batch)
+    weighting = splitter.weighting(batch)
+    factors = weighting.factors
     seed = torch.initial_seed() if seed is None else as_seed(seed)
     threads = torch.get_num_threads()
     torch.set_num_threads(intra_op_threads)
+    step_data = StepData(seed, step, batch.inputs, factors=factors)
     norms = MiniBatchNorms(batch_norm, ThreadRanks([], 1))
     modules = {"": whole, **({"loss_fn": loss_fn} if isinstance(loss_fn, nn.Module) else {})}
     try:
-        run = _Unpipelined(whole, loss_fn, norms.of_stage((0, 0), (0, 0), modules), batch.inputs[0], whole_layers)
+        own_norms = norms.of_stage((0, 0), (0, 0), modules)
+        run = _Unpipelined(whole, loss_fn, own_norms, batch.inputs[0], whole_layers, step_data)
         total: Tensor | None = None
         with norms.counting():
             for microbatch, (inputs, factor) in enumerate(zip(batch.inputs, factors, strict=True)):
@@ -117,13 +122,14 @@ def reference_step(
                 root = torch.zeros_like(loss) if factor == 0 else loss if factor is None else loss * factor
                 if factor != 0:
                     with _without_autocast(), run.in_backward:
-                        torch.autograd.backward((edge_of(root),))  # given a tensor, torch would leave the mode
+                        # edges, because given tensors torch would leave the mode
+                        torch.autograd.backward((edge_of(root), *run.added_edges()))
                 total = root.detach() if total is None else total + root.detach()
         run.deliver()
     finally:
         torch.set_num_threads(threads)
     assert total is not None  # a batch has at least one micro-batch
-    return total
+    return with_added(total, step_data.added, weighting)
 
 
 class _Unpipelined:
@@ -136,6 +142,7 @@ class _Unpipelined:
         norms: Norms | None,
         inputs: Any,
         whole_layers: Collection[str],
+        step_data: StepData,
     ) -> None:
         self._model = model
         self._loss_fn = loss_fn
@@ -149,8 +156,9 @@ class _Unpipelined:
             self._uses.update(
                 own[name] for call in capture.calls if not call.reads for name in call.uses if name in own
             )
-        self._unsplit = Unsplit(model, layers, self._stand_ins, norms)
+        self._unsplit = Unsplit(model, layers, self._stand_ins, norms, step_data)
         self.in_backward = self._unsplit.in_backward
+        self.added_edges = self._unsplit.added.edges
 
     def _seen(self, layers: Mapping[str, nn.Module], inputs: Any) -> Capture:
         model = self._model

@@ -10,7 +10,10 @@ from torch import Tensor
 from pipesched.tensors.keyed_random import Key
 from pipesched.tensors.payload import Gradients, Payload
 
-__all__ = ["StepData"]
+__all__ = ["Added", "StepData"]
+
+#: The losses that layers added for one micro-batch: (layer, number of its call, position) -> (name, value).
+Added = dict[tuple[str, int, int], tuple[str, Tensor]]
 
 
 @dataclass
@@ -34,5 +37,9 @@ class StepData:
     losses: dict[int, Tensor] = field(default_factory=dict)
     outputs: dict[int, Payload] = field(default_factory=dict)
     input_grads: dict[int, Gradients] = field(default_factory=dict)
+    #: The losses that layers added, multiplied by their factors: place of the call -> (name, value).
+    added: dict[int, Added] = field(default_factory=dict)
+    #: Whether the loss is computed outside the pipeline, which cannot include the losses that layers add.
+    outside_loss: bool = False
     #: The random key of a micro-batch in a stream. Micro-batch numbers in a stream continue across steps.
     key: Callable[[int], Key] | None = None
