@@ -8,7 +8,7 @@
     loss = pipe.step(x, target=y)  # every micro-batch forward and backward; gradients are in .grad
 
 To train a model: `Pipeline`, with the options `Search`, `Numerics` and `Distributed`, and `StepLog`.
-In layers: `add_loss`.
+In layers: `add_loss`. Micro-batches that are already cut: `Microbatch`.
 To plan: `profile`, `tune`, `partition`. To study schedules: `schedules`, `simulate`, `validate`, `lower_bound`, `viz`.
 To write a schedule: `schedule`, `Order`, `Shape`.
 
@@ -59,6 +59,7 @@ if TYPE_CHECKING:
     from pipesched.program.order import schedule as schedule
     from pipesched.program.program import Program as Program
     from pipesched.program.validation import validate as validate
+    from pipesched.runtime.microbatches import Microbatch as Microbatch
     from pipesched.simulation.bounds import lower_bound as lower_bound
     from pipesched.simulation.costs import Costs as Costs
     from pipesched.simulation.links import Link as Link
@@ -77,6 +78,7 @@ _HOME = {
     "Kind": "program.actions",
     "Link": "simulation.links",
     "Links": "simulation.links",
+    "Microbatch": "runtime.microbatches",
     "Numerics": "pipeline.options",
     "Order": "program.order",
     "Partition": "partitioning.partition",

@@ -19,7 +19,7 @@ from pipesched.program.program import Program
 from pipesched.program.weight_versions import Uses
 from pipesched.runtime.async_steps import Stream
 from pipesched.runtime.executors.threads import RunSpec
-from pipesched.runtime.microbatches import Batch
+from pipesched.runtime.microbatches import Batch, GivenBatch
 from pipesched.runtime.rank_host import ThreadRanks
 from pipesched.runtime.stage.stage import Stage
 from pipesched.runtime.stage.step_data import StepData
@@ -29,6 +29,7 @@ from pipesched.tensors.caller_context import Caller
 from pipesched.units import counted
 
 __all__ = ["StepRunner"]
+
 
 _NO_UPDATES: Mapping[int, Uses] = {}
 
@@ -71,7 +72,7 @@ class StepRunner:
         #: The named scalars of the last step or evaluation.
         self.metrics = StepMetrics()
 
-    def step(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, **wanted: bool) -> Any:
+    def step(self, given: GivenBatch, **wanted: bool) -> Any:
         """Run all micro-batches forward and backward. ``wanted`` has the StepCall's return_outputs and gather."""
         running = self._running
 
@@ -81,11 +82,11 @@ class StepRunner:
                     "step() must run with gradients enabled; it was called under no_grad; leave no_grad, or call "
                     "evaluate"
                 )
-            batch = self._batch("step", args, kwargs, target)
+            batch = self._batch("step", given)
             groups = running.assembly.programs.of(len(batch.rows)).groups
             return StepCall("step", batch, running.splitter.weighting(batch, groups), **wanted)
 
-        call = self._called("step", (args, kwargs, target), make)
+        call = self._called("step", given, make)
         if running.step == 0 or self._memory.limits is not None:
             self._memory.check_rows(call.batch.rows)
         assembly = running.assembly
@@ -105,15 +106,15 @@ class StepRunner:
             deliver_input_grads(call.batch, step_data)
         return self._result(call, step_data)
 
-    def evaluate(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, **wanted: bool) -> Any:
+    def evaluate(self, given: GivenBatch, **wanted: bool) -> Any:
         """Run all micro-batches forward, and compute the loss of the batch."""
 
         def make() -> StepCall:
-            batch = self._batch("evaluate", args, kwargs, target)
+            batch = self._batch("evaluate", given)
             return StepCall("evaluate", batch, self._running.splitter.weighting(batch), **wanted)
 
         self._running.flush()
-        call = self._called("evaluate", (args, kwargs, target), make)
+        call = self._called("evaluate", given, make)
         return self._result(call, self._infer(call))
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, gather: bool) -> Any:
@@ -133,7 +134,7 @@ class StepRunner:
             return StepCall("forward", batch, weighting, return_outputs=True, gather=gather)
 
         running.flush()
-        call = self._called("forward", (args, kwargs, None), make)
+        call = self._called("forward", GivenBatch(args, kwargs), make)
         # Over a mesh make() raises an error instead, by rank 0's settings.
         if not differentiated or not isinstance(host, ThreadRanks):
             return self._outputs(call, self._infer(call))
@@ -164,11 +165,8 @@ class StepRunner:
         if self._running.stream is not None:
             self._running.stream.abandon()
 
-    def _called(
-        self, method: str, batch: tuple[tuple[Any, ...], Mapping[str, Any], Any], make: Callable[[], StepCall]
-    ) -> StepCall:
+    def _called(self, method: str, given: GivenBatch, make: Callable[[], StepCall]) -> StepCall:
         """Check that the method may run, and return this process's call, with inputs from rank 0 if it passed none."""
-        args, kwargs, target = batch
         assembly = self._running.assembly
         host = self._running.host
         assembly.members.check()
@@ -177,9 +175,12 @@ class StepRunner:
         def deal(call: StepCall) -> tuple[StepCall, list[Any]]:
             return dealt(call, assembly.programs.of(len(call.batch.rows)).plain, assembly.bodies, len(host.all_devices))
 
-        return host.call(method, bool(args or kwargs) or target is not None, make, deal)
+        return host.call(method, given.is_given, make, deal)
 
-    def _batch(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> Batch:
+    def _batch(self, method: str, given: GivenBatch) -> Batch:
+        args, kwargs, target, microbatches = given
+        if microbatches is not None:
+            return self._batch_as_given(method, given)
         if self._has_loss_fn and target is None:
             if 0 < self._num_inputs < len(args):
                 inputs = "x" if self._num_inputs == 1 else "..."
@@ -195,6 +196,23 @@ class StepRunner:
                 "computes its own loss; pass loss_fn= to Pipeline, or leave target= out"
             )
         return self._running.splitter.batch(args, kwargs, target)
+
+    def _batch_as_given(self, method: str, given: GivenBatch) -> Batch:
+        args, kwargs, target, microbatches = given
+        if args or kwargs or target is not None:
+            raise InputError(
+                f"{method}() takes either a batch or microbatches=; both were passed; pass the inputs and the target "
+                f"of each micro-batch to Microbatch(...)"
+            )
+        batch = self._running.splitter.as_given(microbatches)
+        if self._has_loss_fn != bool(batch.targets):
+            raise InputError(
+                f"every micro-batch must have a target if the pipeline has a loss_fn, and none otherwise; this "
+                f"pipeline has {'a' if self._has_loss_fn else 'no'} loss_fn, and the micro-batches have "
+                f"{'targets' if batch.targets else 'no target'}; "
+                f"{'pass' if self._has_loss_fn else 'leave out'} Microbatch(..., target=...)"
+            )
+        return batch
 
     def _enqueue(self, call: StepCall) -> Tensor:
         """Start a step of an asynchronous schedule."""

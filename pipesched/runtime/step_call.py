@@ -77,6 +77,7 @@ class _Opening:
     method: str
     rows: list[int]
     output_dim: int
+    as_given: bool
     looks: list[Hashable]
     return_outputs: bool
     gather: bool
@@ -133,6 +134,7 @@ def dealt(call: StepCall, program: Program, bodies: Sequence[Body], num_ranks: i
         method=call.method,
         rows=batch.rows,
         output_dim=batch.output_dim,
+        as_given=batch.as_given,
         looks=looks,
         return_outputs=call.return_outputs,
         gather=call.gather,
@@ -149,7 +151,12 @@ def received(message: tuple[Any, ...]) -> StepCall:
     size = len(opening.rows)
     inputs = pytree.tree_map_only(_Unsent, _without_contents, inputs)
     batch = Batch(
-        inputs or [((), {})] * size, targets or [], opening.rows, output_dim=opening.output_dim, looks=opening.looks
+        inputs or [((), {})] * size,
+        targets or [],
+        opening.rows,
+        output_dim=opening.output_dim,
+        looks=opening.looks,
+        as_given=opening.as_given,
     )
     weighting = Weighting(_read(factors, size), _read(shares, size)) if opening.has_loss else None
     return StepCall(opening.method, batch, weighting, return_outputs=opening.return_outputs, gather=opening.gather)

@@ -18,7 +18,7 @@ from pipesched.errors import InputError, ModelTypeError
 from pipesched.model.module_tree import check_initialised, is_in_a_row, layers_of
 from pipesched.model.state_guard import no_graph, untouched
 from pipesched.model.tied_weights import deliver
-from pipesched.runtime.microbatches import SplitDims, Splitter
+from pipesched.runtime.microbatches import Microbatch, SplitDims, Splitter
 from pipesched.runtime.rank_host import ThreadRanks
 from pipesched.runtime.stage.batch_norm import BatchNormMode, MiniBatchNorms, Norms
 from pipesched.runtime.stage.step_data import StepData
@@ -46,6 +46,7 @@ def reference_step(
     batch_norm: BatchNormMode = "micro-batch",
     intra_op_threads: int = 1,
     whole_layers: Collection[str] = (),
+    microbatches: Sequence[Microbatch] | None = None,
     **kwargs: Any,
 ) -> Tensor:
     """Run one training step without a pipeline, one micro-batch after the other, as the reference for tests.
@@ -76,6 +77,8 @@ def reference_step(
             Default: "micro-batch".
         intra_op_threads: the number of threads of each operation on a CPU. Default: 1.
         whole_layers: names of modules that are kept as one layer, as in ``Pipeline``. Default: none.
+        microbatches: in place of inputs and target, micro-batches that are already cut, as in ``Pipeline.step``.
+            Default: None (the mini-batch is split).
         **kwargs: the model's keyword inputs, for the whole mini-batch.
 
     Returns:
@@ -100,9 +103,10 @@ def reference_step(
     loss_weight = as_function(loss_weight, "loss_weight")
     intra_op_threads = as_threads(intra_op_threads)
     whole_layers = as_whole_layers(whole, whole_layers)
-    weight, reduction = resolve_loss(whole, (args, kwargs), loss_fn, loss_weight, loss_reduction, split_dims)
+    first = (args, kwargs) if not microbatches else (microbatches[0].args, microbatches[0].kwargs)
+    weight, reduction = resolve_loss(whole, first, loss_fn, loss_weight, loss_reduction, split_dims)
     splitter = Splitter(num_microbatches, False, split_dims, weight, reduction)
-    batch = splitter.batch(args, kwargs, target)
+    batch = splitter.batch(args, kwargs, target) if microbatches is None else splitter.as_given(microbatches)
     weighting = splitter.weighting(batch)
     factors = weighting.factors
     seed = torch.initial_seed() if seed is None else as_seed(seed)
