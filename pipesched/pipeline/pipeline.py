@@ -38,9 +38,10 @@ from pipesched.runtime.coordination.rendezvous import collective
 from pipesched.runtime.microbatches import GivenBatch, Microbatch, Splitter
 from pipesched.runtime.rank_host import MeshRanks, ThreadRanks, host_for
 from pipesched.runtime.stage.compiled_layers import compiler
+from pipesched.runtime.stage.output_metrics import Metrics
 from pipesched.simulation.memory import RankMemory
 from pipesched.simulation.trace import Trace
-from pipesched.torch_checks import as_call, as_seed
+from pipesched.torch_checks import as_call, as_function, as_seed
 
 __all__ = ["Pipeline"]
 
@@ -248,6 +249,7 @@ class Pipeline(ModuleInterface):
         return_outputs: Literal[False] = False,
         gather: bool = False,
         microbatches: Sequence[Microbatch] | None = None,
+        metrics: Metrics | None = None,
         **kwargs: Any,
     ) -> torch.Tensor: ...
 
@@ -259,6 +261,7 @@ class Pipeline(ModuleInterface):
         return_outputs: Literal[True],
         gather: bool = False,
         microbatches: Sequence[Microbatch] | None = None,
+        metrics: Metrics | None = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, Any]: ...
 
@@ -270,6 +273,7 @@ class Pipeline(ModuleInterface):
         return_outputs: bool,
         gather: bool = False,
         microbatches: Sequence[Microbatch] | None = None,
+        metrics: Metrics | None = None,
         **kwargs: Any,
     ) -> torch.Tensor | tuple[torch.Tensor, Any]: ...
 
@@ -280,6 +284,7 @@ class Pipeline(ModuleInterface):
         return_outputs: bool = False,
         gather: bool = False,
         microbatches: Sequence[Microbatch] | None = None,
+        metrics: Metrics | None = None,
         **kwargs: Any,
     ) -> Any:
         """Run every micro-batch forward and backward, and return the loss of the batch.
@@ -306,6 +311,9 @@ class Pipeline(ModuleInterface):
             microbatches: in place of inputs and target, the batch as a list of `Microbatch` objects, each with shapes
                 of its own. Their number may differ from ``num_microbatches`` unless the program fixes it. Default: None
                 (the batch is split).
+            metrics: ``metrics(outputs, target)`` -> a dict of named scalars (numbers or tensors of shape []) of one
+                micro-batch, called without gradients where the outputs are. ``pipe.metrics`` has them, averaged as the
+                losses are. Under a mesh every rank passes it. Default: None.
             **kwargs: the model's keyword inputs, for the whole batch.
 
         Returns:
@@ -324,8 +332,10 @@ class Pipeline(ModuleInterface):
 
         """
         given = GivenBatch(args, kwargs, target, microbatches)
+        if metrics is not None:
+            as_function(metrics, "metrics", ("outputs", "target"))
         try:
-            return self._steps.step(given, return_outputs=return_outputs, gather=gather)
+            return self._steps.step(given, metrics, return_outputs=return_outputs, gather=gather)
         except MISFITS as error:
             check_form(self._form, "step", given, error)
             raise
@@ -338,6 +348,7 @@ class Pipeline(ModuleInterface):
         return_outputs: Literal[False] = False,
         gather: bool = False,
         microbatches: Sequence[Microbatch] | None = None,
+        metrics: Metrics | None = None,
         **kwargs: Any,
     ) -> torch.Tensor: ...
 
@@ -349,6 +360,7 @@ class Pipeline(ModuleInterface):
         return_outputs: Literal[True],
         gather: bool = False,
         microbatches: Sequence[Microbatch] | None = None,
+        metrics: Metrics | None = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, Any]: ...
 
@@ -360,6 +372,7 @@ class Pipeline(ModuleInterface):
         return_outputs: bool,
         gather: bool = False,
         microbatches: Sequence[Microbatch] | None = None,
+        metrics: Metrics | None = None,
         **kwargs: Any,
     ) -> torch.Tensor | tuple[torch.Tensor, Any]: ...
 
@@ -370,6 +383,7 @@ class Pipeline(ModuleInterface):
         return_outputs: bool = False,
         gather: bool = False,
         microbatches: Sequence[Microbatch] | None = None,
+        metrics: Metrics | None = None,
         **kwargs: Any,
     ) -> Any:
         """Run every micro-batch forward without gradients, and return the loss of the batch.
@@ -383,8 +397,10 @@ class Pipeline(ModuleInterface):
         are those of ``step``.
         """
         given = GivenBatch(args, kwargs, target, microbatches)
+        if metrics is not None:
+            as_function(metrics, "metrics", ("outputs", "target"))
         try:
-            return self._steps.evaluate(given, return_outputs=return_outputs, gather=gather)
+            return self._steps.evaluate(given, metrics, return_outputs=return_outputs, gather=gather)
         except MISFITS as error:
             check_form(self._form, "evaluate", given, error)
             raise
@@ -528,16 +544,19 @@ class Pipeline(ModuleInterface):
 
     @property
     def metrics(self) -> dict[str, torch.Tensor]:
-        """The named scalars of the last step or evaluation: the losses that layers added by `add_loss`, by name.
+        """The named scalars of the last step or evaluation: those of ``metrics=``, and the losses of `add_loss`.
 
         ::
 
-            loss = pipe.step(x, target=y)
-            print(pipe.metrics["balance"])
+            def metrics(outputs, target):
+                return {"accuracy": (outputs.argmax(-1) == target).float().mean()}
 
-        Each is a detached 0-d tensor, on every rank of a mesh. Reading the dict under a mesh waits for the step's
-        values; reading a value on a GPU waits for the step. With an asynchronous schedule they belong to the step whose
-        loss ``step`` has returned last.
+            loss = pipe.step(x, target=y, metrics=metrics)
+            print(pipe.metrics["accuracy"])
+
+        Each is a detached 0-d tensor (those of ``metrics=`` in float64), on every rank of a mesh. Reading the dict
+        under a mesh waits for the step's values; reading a value on a GPU waits for the step. With an asynchronous
+        schedule they belong to the step whose loss ``step`` has returned last.
         """
         return self._steps.metrics.last
 

@@ -16,13 +16,8 @@ __all__ = ["MISFITS", "CallForm", "check_form"]
 MISFITS = TypeError, LookupError, AttributeError, GraphError
 
 _LONGEST = 400  # characters of a form in an error message
-_BESIDE = (
-    "target",
-    "return_outputs",
-    "gather",
-    "microbatches",
-    "metrics",
-)  # keywords of a step that are not the model's
+#: Keywords of a step that are not the model's.
+_BESIDE = ("target", "return_outputs", "gather", "microbatches", "metrics")
 
 
 @dataclass(frozen=True)

@@ -21,10 +21,11 @@ from pipesched.runtime.async_steps import Stream
 from pipesched.runtime.executors.threads import RunSpec
 from pipesched.runtime.microbatches import Batch, GivenBatch
 from pipesched.runtime.rank_host import ThreadRanks
+from pipesched.runtime.stage.output_metrics import Metrics
 from pipesched.runtime.stage.stage import Stage
 from pipesched.runtime.stage.step_data import StepData
 from pipesched.runtime.step_call import StepCall, bring_ends, dealt
-from pipesched.runtime.step_metrics import StepMetrics
+from pipesched.runtime.step_metrics import RunResults, StepMetrics
 from pipesched.tensors.caller_context import Caller
 from pipesched.units import counted
 
@@ -72,7 +73,7 @@ class StepRunner:
         #: The named scalars of the last step or evaluation.
         self.metrics = StepMetrics()
 
-    def step(self, given: GivenBatch, **wanted: bool) -> Any:
+    def step(self, given: GivenBatch, metrics: Metrics | None = None, **wanted: bool) -> Any:
         """Run all micro-batches forward and backward. ``wanted`` has the StepCall's return_outputs and gather."""
         running = self._running
 
@@ -91,9 +92,9 @@ class StepRunner:
             self._memory.check_rows(call.batch.rows)
         assembly = running.assembly
         if assembly.programs.streams:
-            return self._enqueue(call)
+            return self._enqueue(call, metrics)
         programs = assembly.programs.of(len(call.batch.rows))
-        step_data = call.step_data(self._seed, running.step)
+        step_data = call.step_data(self._seed, running.step, metrics)
         run_spec = self._run_spec(programs.training, step_data, assembly.stages, programs.uses)
         with assembly.delivering(), assembly.norms.counting():
             running.runs.append(running.host.run(run_spec, call.batch, grad=True))
@@ -106,7 +107,7 @@ class StepRunner:
             deliver_input_grads(call.batch, step_data)
         return self._result(call, step_data)
 
-    def evaluate(self, given: GivenBatch, **wanted: bool) -> Any:
+    def evaluate(self, given: GivenBatch, metrics: Metrics | None = None, **wanted: bool) -> Any:
         """Run all micro-batches forward, and compute the loss of the batch."""
 
         def make() -> StepCall:
@@ -115,7 +116,7 @@ class StepRunner:
 
         self._running.flush()
         call = self._called("evaluate", given, make)
-        return self._result(call, self._infer(call))
+        return self._result(call, self._infer(call, metrics))
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, gather: bool) -> Any:
         """Run all micro-batches forward. In training mode with gradients enabled, the output can be differentiated."""
@@ -214,7 +215,7 @@ class StepRunner:
             )
         return batch
 
-    def _enqueue(self, call: StepCall) -> Tensor:
+    def _enqueue(self, call: StepCall, metrics: Metrics | None) -> Tensor:
         """Start a step of an asynchronous schedule."""
         wants_input_grads = any(call.batch.wanted_inputs())
         for name, wanted in (("outputs", call.return_outputs), ("gradients of inputs", wants_input_grads)):
@@ -239,7 +240,7 @@ class StepRunner:
             stream = Stream(running.host, segments, stages, step_data, caller, running.runs.append, self.metrics, kind)
             running.stream = stream
         running.step += 1
-        loss = stream.step(call.batch, call.counting)
+        loss = stream.step(call.batch, call.counting, metrics)
         vars(loss).update(backward=partial(explain_backward, ref(loss)), __getstate__=without_attributes)
         return loss
 
@@ -266,10 +267,10 @@ class StepRunner:
 
         return RunSpec(program, stages, prepare=begin, finish=end)
 
-    def _infer(self, call: StepCall) -> StepData:
+    def _infer(self, call: StepCall, metrics: Metrics | None = None) -> StepData:
         running = self._running
         programs = running.assembly.programs.of(len(call.batch.rows))
-        step_data = call.step_data(self._seed, running.step)
+        step_data = call.step_data(self._seed, running.step, metrics)
         with running.assembly.norms.counting():
             run_spec = self._run_spec(programs.inference, step_data, running.assembly.stages)
             running.host.run(run_spec, call.batch, grad=False)
@@ -279,12 +280,17 @@ class StepRunner:
     def _result(self, call: StepCall, step_data: StepData) -> Any:
         last = self._running.assembly.programs.of(len(call.batch.rows)).plain.output_rank
         host = self._running.host
-        if step_data.added or not isinstance(host, ThreadRanks):
-            kind = call.method, self._model.training
-            numbers = range(len(call.batch.rows))
-            loss = self.metrics.finish(
-                host, last, lambda: call.loss(step_data), step_data, call.counting, kind, numbers
+        if step_data.added or step_data.metrics or not isinstance(host, ThreadRanks):
+            run = RunResults(
+                rank=last,
+                loss=lambda: call.loss(step_data),
+                step_data=step_data,
+                microbatches=range(len(call.batch.rows)),
+                weighting=call.counting,
+                kind=(call.method, self._model.training),
+                measures=bool(step_data.metrics),
             )
+            loss = self.metrics.finish(host, run)
         else:
             loss = call.loss(step_data)
             self.metrics.read = dict

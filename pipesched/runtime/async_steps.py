@@ -20,9 +20,10 @@ from pipesched.program.segments import Orders, Segments
 from pipesched.runtime.executors.threads import RunSpec, Timeline
 from pipesched.runtime.microbatches import Batch, Weighting
 from pipesched.runtime.rank_host import RankHost
+from pipesched.runtime.stage.output_metrics import Metrics
 from pipesched.runtime.stage.stage import Stage
 from pipesched.runtime.stage.step_data import StepData
-from pipesched.runtime.step_metrics import StepMetrics
+from pipesched.runtime.step_metrics import RunResults, StepMetrics
 from pipesched.tensors.caller_context import Caller
 from pipesched.tensors.keyed_random import Key
 from pipesched.tensors.payload import used_here
@@ -43,7 +44,7 @@ class Stream:
         caller: the settings of the calling thread.
         finished: called with the timeline of each part that all ranks of this process have run.
         metrics: receives the losses that layers add.
-        kind: the kind of the steps, as `StepMetrics.finish` takes it.
+        kind: the kind of the steps, as `RunResults` has it.
 
     Raises:
         ExecutionError: if another run is in progress.
@@ -68,9 +69,10 @@ class Stream:
         self._host = host
         self._stages = stages
         self._step_data = step_data
-        #: Three tables by micro-batch: inputs, targets and factors.
-        self._given: tuple[dict[int, Any], dict[int, Any], dict[int, Any]] = ({}, {}, {})
-        self._weightings: deque[Weighting] = deque()
+        #: Four tables by micro-batch: inputs, targets, factors and functions that compute metrics.
+        self._given: tuple[dict[int, Any], dict[int, Any], dict[int, Any], dict[int, Any]] = ({}, {}, {}, {})
+        #: For each queued step its weighting, and whether it computes metrics.
+        self._queued: deque[tuple[Weighting, bool]] = deque()
         self._parts: deque[Any] = deque()
         self._finished = finished
         self._metrics = metrics
@@ -79,12 +81,12 @@ class Stream:
         #: The loss of each of the last steps, and the function that reads its metrics.
         self._losses: dict[int, tuple[Tensor, Callable[[], Mapping[str, Tensor]]]] = {}
         self._busy = threading.Lock()
-        step_data.inputs, step_data.targets, step_data.factors = self._given
+        step_data.inputs, step_data.targets, step_data.factors, step_data.metrics = self._given
         step_data.key = partial(_key, step_data.seed, step_data.step, segments.num_microbatches)
         self._run = host.executor.begin(_run_spec(segments, stages, step_data), caller)
         self.open = True
 
-    def step(self, batch: Batch, weighting: Weighting) -> Tensor:
+    def step(self, batch: Batch, weighting: Weighting, measure: Metrics | None = None) -> Tensor:
         """Queue a step, and wait until all ranks of this process have run the previous step.
 
         Returns the loss of the previous step; the first step returns its own loss. With one process per rank, this call
@@ -94,10 +96,11 @@ class Stream:
         """
         with self._alone("step"):
             first = self._steps * self.segments.num_microbatches
-            given: list[Any] = [batch.inputs, batch.targets, weighting.factors]
+            functions = [] if measure is None else [measure] * len(batch.rows)
+            given: list[Any] = [batch.inputs, batch.targets, weighting.factors, functions]
             for table, values in zip(self._given, given, strict=True):
                 table.update(enumerate(values, first))
-            self._weightings.append(weighting)
+            self._queued.append((weighting, measure is not None))
             self._hand(self.segments.segment(self._steps))
             self._steps += 1
             while len(self._parts) > min(self._run.ahead, self._steps - 1):
@@ -166,7 +169,7 @@ class Stream:
     def _finish_step(self) -> None:
         """Finish the part of the oldest step in progress. All forwards of the step have then run: its loss is known."""
         step = self.num_parts
-        weighting = self._weightings.popleft()
+        weighting, measures = self._queued.popleft()
         self._finish_part()
         size = self.segments.num_microbatches
         own = range(step * size, (step + 1) * size)
@@ -176,7 +179,16 @@ class Stream:
         def loss() -> Tensor:
             return weighting.total([used_here(losses.pop(number)) for number in own])
 
-        shown = self._metrics.finish(self._host, last, loss, self._step_data, weighting, self._kind, own)
+        run = RunResults(
+            rank=last,
+            loss=loss,
+            step_data=self._step_data,
+            microbatches=own,
+            weighting=weighting,
+            kind=self._kind,
+            measures=measures,
+        )
+        shown = self._metrics.finish(self._host, run)
         self._losses[step] = shown, self._metrics.read
         self._losses.pop(step - 2, None)
         for number in own:

@@ -16,6 +16,7 @@ from pipesched.errors import InputError
 from pipesched.program.program import Program
 from pipesched.runtime.executors.channel_plan import look
 from pipesched.runtime.microbatches import Batch, Weighting
+from pipesched.runtime.stage.output_metrics import Metrics
 from pipesched.runtime.stage.step_data import StepData
 from pipesched.tensors.exchange import Trade
 from pipesched.tensors.payload import Payload, pytree, trainable_leaves
@@ -36,7 +37,7 @@ class StepCall:
     #: Whether every rank receives the outputs.
     gather: bool = False
 
-    def step_data(self, seed: int, step: int) -> StepData:
+    def step_data(self, seed: int, step: int, metrics: Metrics | None = None) -> StepData:
         """The StepData of this call for the stages."""
         factors = None if self.weighting is None or self.method == "forward" else self.weighting.factors
         return StepData(
@@ -46,6 +47,7 @@ class StepCall:
             targets=self.batch.targets,
             factors=factors,
             keep_outputs=self.return_outputs,
+            metrics={} if metrics is None else dict.fromkeys(range(len(self.batch.rows)), metrics),
         )
 
     @property
@@ -199,10 +201,11 @@ def bring_ends(program: Program, step_data: StepData, trade: Trade) -> None:
         return
     if trade.holds(end):
         others = {rank for rank in ends if not trade.holds(rank)}
-        for losses, outputs in trade.trade(_WHAT, {}, others).values():
+        for losses, outputs, measured in trade.trade(_WHAT, {}, others).values():
             step_data.losses.update(losses)
+            step_data.measured.update(measured)
             step_data.outputs.update({microbatch: Payload.of(value) for microbatch, value in outputs.items()})
     elif any(map(trade.holds, ends)):
         outputs = {microbatch: payload.value for microbatch, payload in step_data.outputs.items()}
-        trade.trade(_WHAT, {end: (step_data.losses, outputs)}, ())
+        trade.trade(_WHAT, {end: (step_data.losses, outputs, step_data.measured)}, ())
         step_data.outputs = {}

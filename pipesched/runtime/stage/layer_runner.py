@@ -23,6 +23,7 @@ from pipesched.runtime.stage.buffer_copies import BufferCopies, buffers_of
 from pipesched.runtime.stage.compiled_layers import Compiled
 from pipesched.runtime.stage.microbatch_state import MicrobatchState
 from pipesched.runtime.stage.offloading import Offloads, addresses
+from pipesched.runtime.stage.output_metrics import measured
 from pipesched.runtime.stage.recompute import RecomputedLayers
 from pipesched.runtime.stage.split_backward import Deferral
 from pipesched.runtime.stage.step_data import StepData
@@ -280,6 +281,8 @@ class LayerRunner:
         if saved.loss_inputs is None:
             return output
         target, factor = saved.loss_inputs
+        if self._step_data.metrics:
+            self._measure(saved, output, target)
         if self._mode.passes(head.loss_fn):
             loss = head.loss(output, target, _NOTHING)
         else:
@@ -292,6 +295,13 @@ class LayerRunner:
         if factor == 0:
             return torch.zeros_like(loss)  # the value, even NaN, must not count; there is no backward
         return loss if factor is None else loss * factor
+
+    def _measure(self, saved: MicrobatchState, output: Any, target: Any) -> None:
+        """Compute the metrics of a micro-batch; not again if it is recomputed."""
+        metrics = self._step_data.metrics.get(saved.microbatch)
+        if metrics is not None and not saved.measured:
+            saved.measured = True
+            self._step_data.measured[saved.microbatch] = measured(metrics, output, target)
 
     def _stand_ins(self, saved: MicrobatchState, name: str, number: int) -> Mapping[str, Tensor]:
         """The tensors that replace a module's own tensors in one call."""

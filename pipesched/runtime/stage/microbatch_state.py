@@ -58,6 +58,8 @@ class MicrobatchState:
     version_grads: Sequence[tuple[Tensor, Tensor]] = field(default=(), init=False)
     #: The losses that layers have added; None if none has.
     added: Additions | None = field(default=None, init=False)
+    #: Whether the metrics of the outputs have been computed.
+    measured: bool = field(default=False, init=False)
     #: Tensors that replace the layers' buffers during a run.
     buffers: Mapping[str, Buffers] | None = field(default=None, init=False)
     #: The buffers as F left them, for B.

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from pipesched.runtime.stage.output_metrics import Metrics
 from pipesched.tensors.keyed_random import Key
 from pipesched.tensors.payload import Gradients, Payload
 
@@ -39,6 +40,10 @@ class StepData:
     input_grads: dict[int, Gradients] = field(default_factory=dict)
     #: The losses that layers added, multiplied by their factors: place of the call -> (name, value).
     added: dict[int, Added] = field(default_factory=dict)
+    #: The function of each micro-batch that computes metrics of its outputs and target; empty without metrics.
+    metrics: dict[int, Metrics | None] = field(default_factory=dict)
+    #: The metrics of each micro-batch.
+    measured: dict[int, dict[str, Tensor]] = field(default_factory=dict)
     #: Whether the loss is computed outside the pipeline, which cannot include the losses that layers add.
     outside_loss: bool = False
     #: The random key of a micro-batch in a stream. Micro-batch numbers in a stream continue across steps.
