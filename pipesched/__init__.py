@@ -8,6 +8,7 @@
     loss = pipe.step(x, target=y)  # every micro-batch forward and backward; gradients are in .grad
 
 To train a model: `Pipeline`, with the options `Search`, `Numerics` and `Distributed`, and `StepLog`.
+In layers: `add_loss`. Micro-batches that are already cut: `Microbatch`.
 To plan: `profile`, `tune`, `partition`. To study schedules: `schedules`, `simulate`, `validate`, `lower_bound`, `viz`.
 To write a schedule: `schedule`, `Order`, `Shape`.
 
@@ -58,6 +59,7 @@ if TYPE_CHECKING:
     from pipesched.program.order import schedule as schedule
     from pipesched.program.program import Program as Program
     from pipesched.program.validation import validate as validate
+    from pipesched.runtime.microbatches import Microbatch as Microbatch
     from pipesched.runtime.stage.master_weights import with_master_weights as with_master_weights
     from pipesched.simulation.bounds import lower_bound as lower_bound
     from pipesched.simulation.costs import Costs as Costs
@@ -67,6 +69,8 @@ if TYPE_CHECKING:
     from pipesched.simulation.simulator import simulate as simulate
     from pipesched.simulation.trace import Span as Span
     from pipesched.simulation.trace import Trace as Trace
+    from pipesched.tensors.added_losses import add_loss as add_loss
+    from pipesched.tensors.added_losses import collect_losses as collect_losses
 
 _HOME = {
     "Action": "program.actions",
@@ -75,6 +79,7 @@ _HOME = {
     "Kind": "program.actions",
     "Link": "simulation.links",
     "Links": "simulation.links",
+    "Microbatch": "runtime.microbatches",
     "Numerics": "pipeline.options",
     "Order": "program.order",
     "Partition": "partitioning.partition",
@@ -89,6 +94,8 @@ _HOME = {
     "Span": "simulation.trace",
     "StepLog": "pipeline.step_log",
     "Trace": "simulation.trace",
+    "add_loss": "tensors.added_losses",
+    "collect_losses": "tensors.added_losses",
     "graph_of": "profiling.layered_costs",
     "load_program": "program.loading",
     "lower": "program.lowering",

@@ -53,7 +53,8 @@ class Call:
     sealed: bool = False
     #: The first call of a range that ends with this call and must stay in one stage.
     joined: int | None = None
-    outward: bool = False  # the call changes memory that existed before the forward, such as an input
+    #: Whether the call changes memory that existed before the forward, such as an input, or adds a loss to the step.
+    outward: bool = False
     #: The names in ``uses`` that are not the layer's own parameters and buffers.
     loose: tuple[str, ...] = ()
     #: Parameters and buffers in addition to ``uses`` that the layer reads through another module or a reference.

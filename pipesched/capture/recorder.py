@@ -16,6 +16,7 @@ from pipesched.capture.capture import INPUT, Call, Capture, FunctionCall, Value
 from pipesched.errors import GraphError
 from pipesched.model.containers import Shells
 from pipesched.model.state_guard import same_bits, unchanged
+from pipesched.tensors.added_losses import added_loss
 from pipesched.tensors.keyed_random import draws, outside_state
 from pipesched.tensors.meta_tensors import Beside, apart, call_beside, lacks_contents
 from pipesched.tensors.payload import form_of, pytree
@@ -151,6 +152,7 @@ class _Recorder(TorchFunctionMode):
             arguments = pytree.tree_map_only(Tensor, Tensor.detach, (args, kwargs))
             self._capture.functions[call.index] = FunctionCall(func, arguments, values)
             call.random = draws(func, args, kwargs)
+            call.outward |= func is added_loss
             call.sealed = not torch.is_grad_enabled()
         elif taken and (name in READS or (name in ASKS and self._given(taken))):
             self._new("", name, taken, changed, None)[1].reads = True

@@ -20,6 +20,7 @@ from pipesched.errors import GraphError
 from pipesched.model.containers import Shells
 from pipesched.model.module_tree import recorders_of
 from pipesched.model.tied_weights import Place, with_stand_ins
+from pipesched.tensors.added_losses import added_loss
 from pipesched.tensors.keyed_random import KeyedRandom
 from pipesched.tensors.payload import pytree
 from pipesched.tensors.torch_functions import name_of
@@ -236,6 +237,10 @@ class _Run(TorchFunctionMode):
         if call.random:
             self._random.enter(self._random.key, "", 0, self._replay.draws[call.index])
         args, kwargs = self._own((args, kwargs), call)
+        if func is added_loss:
+            self._random.enter(self._random.key, "")
+            kwargs = {**kwargs, "position": call.index}
+            args = args[:2]
         return self._ran(call, func(*args, **kwargs), args, kwargs)
 
     def _next(self) -> Call | None:

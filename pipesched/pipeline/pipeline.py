@@ -38,12 +38,13 @@ from pipesched.program.order import Schedule
 from pipesched.program.program import Program
 from pipesched.runtime.coordination.rendezvous import collective
 from pipesched.runtime.gradient_clipping import clip_gradients
-from pipesched.runtime.microbatches import Splitter
+from pipesched.runtime.microbatches import GivenBatch, Microbatch, Splitter
 from pipesched.runtime.rank_host import MeshRanks, ThreadRanks, host_for
 from pipesched.runtime.stage.compiled_layers import compiler
+from pipesched.runtime.stage.output_metrics import Metrics
 from pipesched.simulation.memory import RankMemory
 from pipesched.simulation.trace import Trace
-from pipesched.torch_checks import as_call, as_seed
+from pipesched.torch_checks import as_call, as_function, as_seed
 
 __all__ = ["Pipeline"]
 
@@ -259,21 +260,44 @@ class Pipeline(ModuleInterface):
         target: Any = None,
         return_outputs: Literal[False] = False,
         gather: bool = False,
+        microbatches: Sequence[Microbatch] | None = None,
+        metrics: Metrics | None = None,
         **kwargs: Any,
     ) -> torch.Tensor: ...
 
     @overload
     def step(
-        self, *args: Any, target: Any = None, return_outputs: Literal[True], gather: bool = False, **kwargs: Any
+        self,
+        *args: Any,
+        target: Any = None,
+        return_outputs: Literal[True],
+        gather: bool = False,
+        microbatches: Sequence[Microbatch] | None = None,
+        metrics: Metrics | None = None,
+        **kwargs: Any,
     ) -> tuple[torch.Tensor, Any]: ...
 
     @overload
     def step(
-        self, *args: Any, target: Any = None, return_outputs: bool, gather: bool = False, **kwargs: Any
+        self,
+        *args: Any,
+        target: Any = None,
+        return_outputs: bool,
+        gather: bool = False,
+        microbatches: Sequence[Microbatch] | None = None,
+        metrics: Metrics | None = None,
+        **kwargs: Any,
     ) -> torch.Tensor | tuple[torch.Tensor, Any]: ...
 
     def step(
-        self, *args: Any, target: Any = None, return_outputs: bool = False, gather: bool = False, **kwargs: Any
+        self,
+        *args: Any,
+        target: Any = None,
+        return_outputs: bool = False,
+        gather: bool = False,
+        microbatches: Sequence[Microbatch] | None = None,
+        metrics: Metrics | None = None,
+        **kwargs: Any,
     ) -> Any:
         """Run every micro-batch forward and backward, and return the loss of the batch.
 
@@ -281,6 +305,7 @@ class Pipeline(ModuleInterface):
 
             loss = pipe.step(x, target=y)
             loss, outputs = pipe.step(x, target=y, return_outputs=True)
+            loss = pipe.step(microbatches=[Microbatch(x, target=y) for x, y in parts])  # already cut
 
         Gradients are added to ``.grad``; do not call ``loss.backward()``. With ``optimizer=`` the weights are updated
         as well. Under a mesh ``step()`` does not wait for the loss; reading its value does.
@@ -295,11 +320,18 @@ class Pipeline(ModuleInterface):
             target: the target of loss_fn for the whole batch, split like the inputs. Default: None, without a loss_fn.
             return_outputs: also return the model's output. Default: False.
             gather: under a mesh, return the output on every rank, not only on that of the last stage. Default: False.
+            microbatches: in place of inputs and target, the batch as a list of `Microbatch` objects, each with shapes
+                of its own. Their number may differ from ``num_microbatches`` unless the program fixes it. Default: None
+                (the batch is split).
+            metrics: ``metrics(outputs, target)`` -> a dict of named scalars (numbers or tensors of shape []) of one
+                micro-batch, called without gradients where the outputs are. ``pipe.metrics`` has them, averaged as the
+                losses are. Under a mesh every rank passes it. Default: None.
             **kwargs: the model's keyword inputs, for the whole batch.
 
         Returns:
             The loss, a detached 0-d tensor. With return_outputs ``(loss, outputs)``: the outputs are in the order of
-            the batch's rows. On a mesh they are None on ranks other than that of the last stage, unless gathered.
+            the batch's rows; with ``microbatches`` they are a list of one output per micro-batch. On a mesh they are
+            None on ranks other than that of the last stage, unless gathered.
 
         Raises:
             InputError: the batch cannot be split, or the target is missing. ArgumentError, a kind of InputError: the
@@ -311,10 +343,13 @@ class Pipeline(ModuleInterface):
                 stages may already have been updated.
 
         """
+        given = GivenBatch(args, kwargs, target, microbatches)
+        if metrics is not None:
+            as_function(metrics, "metrics", ("outputs", "target"))
         try:
-            return self._steps.step(args, kwargs, target, return_outputs=return_outputs, gather=gather)
+            return self._steps.step(given, metrics, return_outputs=return_outputs, gather=gather)
         except MISFITS as error:
-            check_form(self._form, "step", args, kwargs, error)
+            check_form(self._form, "step", given, error)
             raise
 
     @overload
@@ -324,21 +359,44 @@ class Pipeline(ModuleInterface):
         target: Any = None,
         return_outputs: Literal[False] = False,
         gather: bool = False,
+        microbatches: Sequence[Microbatch] | None = None,
+        metrics: Metrics | None = None,
         **kwargs: Any,
     ) -> torch.Tensor: ...
 
     @overload
     def evaluate(
-        self, *args: Any, target: Any = None, return_outputs: Literal[True], gather: bool = False, **kwargs: Any
+        self,
+        *args: Any,
+        target: Any = None,
+        return_outputs: Literal[True],
+        gather: bool = False,
+        microbatches: Sequence[Microbatch] | None = None,
+        metrics: Metrics | None = None,
+        **kwargs: Any,
     ) -> tuple[torch.Tensor, Any]: ...
 
     @overload
     def evaluate(
-        self, *args: Any, target: Any = None, return_outputs: bool, gather: bool = False, **kwargs: Any
+        self,
+        *args: Any,
+        target: Any = None,
+        return_outputs: bool,
+        gather: bool = False,
+        microbatches: Sequence[Microbatch] | None = None,
+        metrics: Metrics | None = None,
+        **kwargs: Any,
     ) -> torch.Tensor | tuple[torch.Tensor, Any]: ...
 
     def evaluate(
-        self, *args: Any, target: Any = None, return_outputs: bool = False, gather: bool = False, **kwargs: Any
+        self,
+        *args: Any,
+        target: Any = None,
+        return_outputs: bool = False,
+        gather: bool = False,
+        microbatches: Sequence[Microbatch] | None = None,
+        metrics: Metrics | None = None,
+        **kwargs: Any,
     ) -> Any:
         """Run every micro-batch forward without gradients, and return the loss of the batch.
 
@@ -350,10 +408,13 @@ class Pipeline(ModuleInterface):
         The modules keep their mode: call ``eval()`` first to switch dropout off. Arguments, return value and exceptions
         are those of ``step``.
         """
+        given = GivenBatch(args, kwargs, target, microbatches)
+        if metrics is not None:
+            as_function(metrics, "metrics", ("outputs", "target"))
         try:
-            return self._steps.evaluate(args, kwargs, target, return_outputs=return_outputs, gather=gather)
+            return self._steps.evaluate(given, metrics, return_outputs=return_outputs, gather=gather)
         except MISFITS as error:
-            check_form(self._form, "evaluate", args, kwargs, error)
+            check_form(self._form, "evaluate", given, error)
             raise
 
     def forward(self, *args: Any, gather: bool = False, **kwargs: Any) -> Any:
@@ -385,7 +446,7 @@ class Pipeline(ModuleInterface):
         try:
             return self._steps.forward(args, kwargs, gather=gather)
         except MISFITS as error:
-            check_form(self._form, "forward", args, kwargs, error)
+            check_form(self._form, "forward", GivenBatch(args, kwargs), error)
             raise
 
     __call__ = forward
@@ -554,6 +615,24 @@ class Pipeline(ModuleInterface):
         return [nn.Sequential(*(self._spec.layers[name] for name in names)) for names in self._running.cut]
 
     # ---- measured and predicted -------------------------------------------------------------------------------
+
+    @property
+    def metrics(self) -> dict[str, torch.Tensor]:
+        """The named scalars of the last step or evaluation: those of ``metrics=``, and the losses of `add_loss`.
+
+        ::
+
+            def metrics(outputs, target):
+                return {"accuracy": (outputs.argmax(-1) == target).float().mean()}
+
+            loss = pipe.step(x, target=y, metrics=metrics)
+            print(pipe.metrics["accuracy"])
+
+        Each is a detached 0-d tensor (those of ``metrics=`` in float64), on every rank of a mesh. Reading the dict
+        under a mesh waits for the step's values; reading a value on a GPU waits for the step. With an asynchronous
+        schedule they belong to the step whose loss ``step`` has returned last.
+        """
+        return self._steps.metrics.last
 
     @property
     def trace(self) -> Trace:

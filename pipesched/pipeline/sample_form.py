@@ -1,12 +1,13 @@
 """Sample form: detects a batch that is structured differently from the sample, after a model has failed on it."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 
 from pipesched.errors import ArgumentError, GraphError, PipeschedError
+from pipesched.runtime.microbatches import GivenBatch, Microbatch
 from pipesched.units import counted
 
 __all__ = ["MISFITS", "CallForm", "check_form"]
@@ -15,7 +16,8 @@ __all__ = ["MISFITS", "CallForm", "check_form"]
 MISFITS = TypeError, LookupError, AttributeError, GraphError
 
 _LONGEST = 400  # the most characters of a form in an error message
-_BESIDE = ("target", "return_outputs", "gather")  # keywords of a step that are not the model's
+#: Keywords of a step that are not the model's.
+_BESIDE = ("target", "return_outputs", "gather", "microbatches", "metrics")
 
 
 @dataclass(frozen=True)
@@ -39,9 +41,7 @@ class CallForm:
         return _short(self.text)
 
 
-def check_form(
-    form: CallForm | None, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], error: Exception
-) -> None:
+def check_form(form: CallForm | None, method: str, given: GivenBatch, error: Exception) -> None:
     """Raise ArgumentError if a model failed on a batch that is structured differently from the sample.
 
     Called only after the model has failed, because a model may accept arguments of several forms.
@@ -49,11 +49,21 @@ def check_form(
     Args:
         form: the form of the sample; None in a process that passes no batch.
         method: the method of the pipeline that was called.
-        args: its positional arguments.
-        kwargs: its keyword arguments.
+        given: its batch.
         error: the error that the call raised.
 
     """
+    if given.microbatches is None:
+        _check_form(form, method, given.args, given.kwargs, error)
+        return
+    for one in given.microbatches if isinstance(given.microbatches, Sequence) else ():
+        if isinstance(one, Microbatch):
+            _check_form(form, "Microbatch", one.args, one.kwargs, error)
+
+
+def _check_form(
+    form: CallForm | None, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], error: Exception
+) -> None:
     if form is None or (isinstance(error, PipeschedError) and not isinstance(error, GraphError)):
         return
     given = CallForm.of(args, {name: value for name, value in kwargs.items() if name not in _BESIDE})

@@ -1,8 +1,8 @@
 """Step log: prints a line for each training step, and writes scalars for TensorBoard."""
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from pipesched.checks import check_type, is_count, shown
@@ -34,16 +34,19 @@ class StepFigures:
     loss: float | None = None  #: None if unknown; the same holds for the fields below
     predicted_s: float | None = None  #: the predicted makespan, in seconds
     whole_s: float | None = None  #: seconds from one step to the next, including all other code of the training loop
+    metrics: Mapping[str, float] = field(default_factory=dict)  #: ``pipe.metrics``
 
     @property
     def scalars(self) -> dict[str, float]:
         """The figures by TensorBoard tag, such as ``pipesched/step_s``; unknown figures are left out."""
-        named = {name: value for name, value in vars(self).items() if name not in ("step", "busy")}
+        named = {name: value for name, value in vars(self).items() if name not in ("step", "busy", "metrics")}
+        named |= {f"metrics/{name}": value for name, value in self.metrics.items()}
         named |= {f"busy/rank_{rank}": share for rank, share in enumerate(self.busy)}
         return {f"pipesched/{name}": value for name, value in named.items() if value is not None}
 
     def __str__(self) -> str:
-        loss = "" if self.loss is None else f"loss {self.loss:.4g}, "
+        shown = {} if self.loss is None else {"loss": self.loss}
+        values = "".join(f"{name} {value:.4g}, " for name, value in {**shown, **self.metrics}.items())
         predicted = ""
         if self.predicted_s:
             off = quote_off(Pair(self.predicted_s, self.step_s).off)
@@ -51,7 +54,7 @@ class StepFigures:
         whole = "" if self.whole_s is None else f", {quote_time(self.whole_s)} from step to step"
         busy = " ".join(f"{share:.0%}" for share in self.busy)
         return (
-            f"step {self.step}: {loss}{quote_time(self.step_s)}{predicted}{whole}, bubble {self.bubble_ratio:.1%}, "
+            f"step {self.step}: {values}{quote_time(self.step_s)}{predicted}{whole}, bubble {self.bubble_ratio:.1%}, "
             f"busy {busy}"
         )
 
@@ -134,6 +137,7 @@ class StepLog:
             loss=None if loss is None else float(loss),
             predicted_s=predicted.makespan_s if as_predicted else None,
             whole_s=None if last is None else (now[1] - last[1]) / (now[0] - last[0]),
+            metrics={name: float(value) for name, value in self._pipe.metrics.items()},
         )
         if self._writer is not None:
             for name, value in figures.scalars.items():

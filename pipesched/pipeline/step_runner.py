@@ -19,18 +19,21 @@ from pipesched.program.program import Program
 from pipesched.program.weight_versions import Uses
 from pipesched.runtime.async_steps import Stream
 from pipesched.runtime.executors.threads import RunSpec
-from pipesched.runtime.microbatches import Batch
+from pipesched.runtime.microbatches import Batch, GivenBatch
 from pipesched.runtime.nonfinite_reaction import NonfiniteReaction
 from pipesched.runtime.rank_host import ThreadRanks
 from pipesched.runtime.stage.gradient_rules import GradientRules
 from pipesched.runtime.stage.nonfinite_watch import NonfiniteWatch
+from pipesched.runtime.stage.output_metrics import Metrics
 from pipesched.runtime.stage.stage import Stage
 from pipesched.runtime.stage.step_data import StepData
 from pipesched.runtime.step_call import StepCall, bring_ends, dealt
+from pipesched.runtime.step_metrics import RunResults, StepMetrics
 from pipesched.tensors.caller_context import Caller
 from pipesched.units import counted
 
 __all__ = ["StepRunner"]
+
 
 _NO_UPDATES: Mapping[int, Uses] = {}
 
@@ -71,8 +74,10 @@ class StepRunner:
         self._seed = seed
         self._intra_op_threads = intra_op_threads
         self._nonfinite = NonfiniteReaction()
+        #: The named scalars of the last step or evaluation.
+        self.metrics = StepMetrics()
 
-    def step(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, **wanted: bool) -> Any:
+    def step(self, given: GivenBatch, metrics: Metrics | None = None, **wanted: bool) -> Any:
         """Run all micro-batches forward and backward. ``wanted`` holds return_outputs and gather, as for StepCall."""
         running = self._running
 
@@ -82,18 +87,18 @@ class StepRunner:
                     "step() must run with gradients enabled; it was called under no_grad; leave no_grad, or call "
                     "evaluate"
                 )
-            batch = self._batch("step", args, kwargs, target)
+            batch = self._batch("step", given)
             groups = running.assembly.programs.of(len(batch.rows)).groups
             return StepCall("step", batch, running.splitter.weighting(batch, groups), **wanted)
 
-        call = self._called("step", (args, kwargs, target), make)
+        call = self._called("step", given, make)
         if running.step == 0 or self._memory.limits is not None:
             self._memory.check_rows(call.batch.rows)
         assembly = running.assembly
         if assembly.programs.streams:
-            return self._enqueue(call)
+            return self._enqueue(call, metrics)
         programs = assembly.programs.of(len(call.batch.rows))
-        step_data = call.step_data(self._seed, running.step)
+        step_data = call.step_data(self._seed, running.step, metrics)
         rules = assembly.rules
         if rules is not None:
             step_data.loss_scale = rules.loss_scale(running.host.devices[programs.plain.output_rank])
@@ -124,16 +129,16 @@ class StepRunner:
             verdict = assembly.decide(self._intra_op_threads, step_data.losses.values())
         self._nonfinite.react(step_data.step, verdict, step_data.watch, rules, self._running.host)
 
-    def evaluate(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, **wanted: bool) -> Any:
+    def evaluate(self, given: GivenBatch, metrics: Metrics | None = None, **wanted: bool) -> Any:
         """Run all micro-batches forward, and compute the loss of the batch."""
 
         def make() -> StepCall:
-            batch = self._batch("evaluate", args, kwargs, target)
+            batch = self._batch("evaluate", given)
             return StepCall("evaluate", batch, self._running.splitter.weighting(batch), **wanted)
 
         self._running.flush()
-        call = self._called("evaluate", (args, kwargs, target), make)
-        return self._result(call, self._infer(call))
+        call = self._called("evaluate", given, make)
+        return self._result(call, self._infer(call, metrics))
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, gather: bool) -> Any:
         """Run all micro-batches forward. In training mode with gradients enabled, the output can be differentiated."""
@@ -152,7 +157,7 @@ class StepRunner:
             return StepCall("forward", batch, weighting, return_outputs=True, gather=gather)
 
         running.flush()
-        call = self._called("forward", (args, kwargs, None), make)
+        call = self._called("forward", GivenBatch(args, kwargs), make)
         # Over a mesh make() has raised an error instead if rank 0 wants an output that can be differentiated.
         if not differentiated or not isinstance(host, ThreadRanks):
             return self._outputs(call, self._infer(call))
@@ -164,6 +169,7 @@ class StepRunner:
         program = assembly.programs.of(len(call.batch.rows)).open_pass
         forwards, backwards = halves(program)
         step_data = call.step_data(self._seed, self._running.step)
+        step_data.outside_loss = True
         stages = {index: stage.fresh() for index, stage in assembly.stages.items()}
         run_spec = self._run_spec(program, step_data, stages)
         with assembly.norms.counting():
@@ -182,14 +188,11 @@ class StepRunner:
         if self._running.stream is not None:
             self._running.stream.abandon()
 
-    def _called(
-        self, method: str, batch: tuple[tuple[Any, ...], Mapping[str, Any], Any], make: Callable[[], StepCall]
-    ) -> StepCall:
+    def _called(self, method: str, given: GivenBatch, make: Callable[[], StepCall]) -> StepCall:
         """Check that the method may run, and return the StepCall of this process.
 
         Its inputs come from rank 0 if this process passed none.
         """
-        args, kwargs, target = batch
         assembly = self._running.assembly
         host = self._running.host
         assembly.members.check()
@@ -198,9 +201,12 @@ class StepRunner:
         def deal(call: StepCall) -> tuple[StepCall, list[Any]]:
             return dealt(call, assembly.programs.of(len(call.batch.rows)).plain, assembly.bodies, len(host.all_devices))
 
-        return host.call(method, bool(args or kwargs) or target is not None, make, deal)
+        return host.call(method, given.is_given, make, deal)
 
-    def _batch(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> Batch:
+    def _batch(self, method: str, given: GivenBatch) -> Batch:
+        args, kwargs, target, microbatches = given
+        if microbatches is not None:
+            return self._batch_as_given(method, given)
         if self._has_loss_fn and target is None:
             if 0 < self._num_inputs < len(args):
                 inputs = "x" if self._num_inputs == 1 else "..."
@@ -217,7 +223,24 @@ class StepRunner:
             )
         return self._running.splitter.batch(args, kwargs, target)
 
-    def _enqueue(self, call: StepCall) -> Tensor:
+    def _batch_as_given(self, method: str, given: GivenBatch) -> Batch:
+        args, kwargs, target, microbatches = given
+        if args or kwargs or target is not None:
+            raise InputError(
+                f"{method}() takes either a batch or microbatches=; both were passed; pass the inputs and the target "
+                f"of each micro-batch to Microbatch(...)"
+            )
+        batch = self._running.splitter.as_given(microbatches)
+        if self._has_loss_fn != bool(batch.targets):
+            raise InputError(
+                f"every micro-batch must have a target if the pipeline has a loss_fn, and none otherwise; this "
+                f"pipeline has {'a' if self._has_loss_fn else 'no'} loss_fn, and the micro-batches have "
+                f"{'targets' if batch.targets else 'no target'}; "
+                f"{'pass' if self._has_loss_fn else 'leave out'} Microbatch(..., target=...)"
+            )
+        return batch
+
+    def _enqueue(self, call: StepCall, metrics: Metrics | None) -> Tensor:
         """Start a step of an asynchronous schedule. Returns the loss of the previous step, as ``Stream.step`` does."""
         wants_input_grads = any(call.batch.wanted_inputs())
         for name, wanted in (("outputs", call.return_outputs), ("gradients of inputs", wants_input_grads)):
@@ -238,10 +261,11 @@ class StepRunner:
         if stream is None or not stream.open:
             step_data = StepData(self._seed, running.step, [])
             stages = running.assembly.stages
-            stream = Stream(running.host, segments, stages, step_data, caller, running.runs.append)
+            kind = call.method, self._model.training
+            stream = Stream(running.host, segments, stages, step_data, caller, running.runs.append, self.metrics, kind)
             running.stream = stream
         running.step += 1
-        loss = stream.step(call.batch, call.counting)
+        loss = stream.step(call.batch, call.counting, metrics)
         vars(loss).update(backward=partial(explain_backward, ref(loss)), __getstate__=without_attributes)
         return loss
 
@@ -268,10 +292,10 @@ class StepRunner:
 
         return RunSpec(program, stages, prepare=begin, finish=end)
 
-    def _infer(self, call: StepCall) -> StepData:
+    def _infer(self, call: StepCall, metrics: Metrics | None = None) -> StepData:
         running = self._running
         programs = running.assembly.programs.of(len(call.batch.rows))
-        step_data = call.step_data(self._seed, running.step)
+        step_data = call.step_data(self._seed, running.step, metrics)
         with running.assembly.norms.counting():
             run_spec = self._run_spec(programs.inference, step_data, running.assembly.stages)
             running.host.run(run_spec, call.batch, grad=False)
@@ -280,7 +304,21 @@ class StepRunner:
 
     def _result(self, call: StepCall, step_data: StepData) -> Any:
         last = self._running.assembly.programs.of(len(call.batch.rows)).plain.output_rank
-        loss = self._running.host.loss(last, lambda: call.loss(step_data))
+        host = self._running.host
+        if step_data.added or step_data.metrics or not isinstance(host, ThreadRanks):
+            run = RunResults(
+                rank=last,
+                loss=lambda: call.loss(step_data),
+                step_data=step_data,
+                microbatches=range(len(call.batch.rows)),
+                weighting=call.counting,
+                kind=(call.method, self._model.training),
+                measures=bool(step_data.metrics),
+            )
+            loss = self.metrics.finish(host, run)
+        else:
+            loss = call.loss(step_data)
+            self.metrics.read = dict
         if call.method == "step":
             vars(loss).update(backward=partial(explain_backward, ref(loss)), __getstate__=without_attributes)
         return (loss, self._outputs(call, step_data)) if call.return_outputs else loss

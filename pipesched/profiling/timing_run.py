@@ -22,8 +22,9 @@ from torch import Tensor, nn
 from pipesched.model.state_guard import unchanged
 from pipesched.runtime.stage.split_backward import Deferral
 from pipesched.runtime.stage.weight_products import Product, weight_grad
+from pipesched.tensors.added_losses import added_loss
 from pipesched.tensors.caller_context import Caller
-from pipesched.tensors.function_mode import Intercept
+from pipesched.tensors.function_mode import Handler, Intercept
 from pipesched.tensors.graph_edges import edge_of, enter
 from pipesched.tensors.keyed_random import InBackward, Key, KeyedRandom
 from pipesched.tensors.meta_tensors import lacks_contents, stand_in
@@ -86,11 +87,11 @@ class TimingRun(nn.Module):
         self.tensors = _copies(self, device)
         self._random = KeyedRandom(device)
         self._deferral = Deferral()
-        self._forward_mode = {False: Intercept(self._random), True: Intercept(self._random, self._deferral)}
-        self._backward_mode = {
-            False: Intercept(InBackward(self._random)),
-            True: Intercept(InBackward(self._random), self._deferral),
-        }
+        self._added = _AddedLosses()
+        forward = self._random, self._added
+        backward = InBackward(self._random), self._added
+        self._forward_mode = {False: Intercept(*forward), True: Intercept(*forward, self._deferral)}
+        self._backward_mode = {False: Intercept(*backward), True: Intercept(*backward, self._deferral)}
 
     def forward(self, act: Callable[[], Any]) -> Any:
         return act()
@@ -175,6 +176,7 @@ class TimingRun(nn.Module):
         """Call all layers and record their times."""
         noted = run.deferred or (split and self._deferral.learning)
         counts = [0]
+        self._added.taken()  # what recomputations in the last backward added again
         for subject, layer in self.modules_of.items():
             args, kwargs = self._arguments(subject)
             self.forget_graphs(layer)
@@ -185,7 +187,7 @@ class TimingRun(nn.Module):
                 clock.note(subject, "forward_s", begin)
             if subject is self.subjects[-1]:
                 run.output = output  # other outputs are freed if no backward needs them
-            leaves = trainable_leaves(output)
+            leaves = [*trainable_leaves(output), *self._added.taken()]
             run.turns.append(_Turn(subject, clock, leaves))
             if leaves:
                 run.roots.append(_Begin.apply(run.turns[-1], *leaves))  # type: ignore[no-untyped-call]
@@ -223,6 +225,27 @@ class TimingRun(nn.Module):
         """Compute the weight gradients that the split backwards have deferred."""
         with self._backward_mode[False]:
             weight_grad(products)
+
+
+class _AddedLosses:
+    """Takes the losses that a layer adds, whose backward is part of the layer's."""
+
+    def __init__(self) -> None:
+        self._losses: list[Tensor] = []
+
+    def handler_for(self, function: Callable[..., Any]) -> Handler | None:
+        return self._take if function is added_loss else None
+
+    def taken(self) -> list[Tensor]:
+        """The losses since the last call that require a gradient."""
+        losses = [loss for loss in self._losses if loss.requires_grad]
+        self._losses.clear()
+        return losses
+
+    def _take(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        value: Tensor = args[0]
+        self._losses.append(value)
+        return value
 
 
 class Clock:

@@ -8,7 +8,7 @@ micro-batches no longer need them (PipeDream, Narayanan et al. 2019; PipeDream-2
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -20,8 +20,10 @@ from pipesched.program.segments import Orders, Segments
 from pipesched.runtime.executors.threads import RunSpec, Timeline
 from pipesched.runtime.microbatches import Batch, Weighting
 from pipesched.runtime.rank_host import RankHost
+from pipesched.runtime.stage.output_metrics import Metrics
 from pipesched.runtime.stage.stage import Stage
 from pipesched.runtime.stage.step_data import StepData
+from pipesched.runtime.step_metrics import RunResults, StepMetrics
 from pipesched.tensors.caller_context import Caller
 from pipesched.tensors.keyed_random import Key
 from pipesched.tensors.payload import used_here
@@ -41,6 +43,8 @@ class Stream:
         step_data: an empty StepData with the number of the first step.
         caller: the settings of the calling thread, such as autocast.
         finished: called with the timeline of each part after all ranks of this process have run the part.
+        metrics: receives the losses that layers add.
+        kind: the kind of the steps, as `RunResults` has it.
 
     Raises:
         ExecutionError: if another run is in progress.
@@ -55,6 +59,8 @@ class Stream:
         step_data: StepData,
         caller: Caller,
         finished: Callable[[Timeline], None],
+        metrics: StepMetrics,
+        kind: Hashable,
     ) -> None:
         self.caller = caller
         self.segments = segments
@@ -63,20 +69,24 @@ class Stream:
         self._host = host
         self._stages = stages
         self._step_data = step_data
-        #: Three tables by micro-batch: inputs, targets and factors.
-        self._given: tuple[dict[int, Any], dict[int, Any], dict[int, Any]] = ({}, {}, {})
-        self._weightings: deque[Weighting] = deque()
+        #: Four tables by micro-batch: inputs, targets, factors and functions that compute metrics.
+        self._given: tuple[dict[int, Any], dict[int, Any], dict[int, Any], dict[int, Any]] = ({}, {}, {}, {})
+        #: For each queued step its weighting, and whether it computes metrics.
+        self._queued: deque[tuple[Weighting, bool]] = deque()
         self._parts: deque[Any] = deque()
         self._finished = finished
+        self._metrics = metrics
+        self._kind = kind
         self._steps = 0
-        self._losses: dict[int, Tensor] = {}
+        #: The loss of each of the last steps, and the function that reads its metrics.
+        self._losses: dict[int, tuple[Tensor, Callable[[], Mapping[str, Tensor]]]] = {}
         self._busy = threading.Lock()
-        step_data.inputs, step_data.targets, step_data.factors = self._given
+        step_data.inputs, step_data.targets, step_data.factors, step_data.metrics = self._given
         step_data.key = partial(_key, step_data.seed, step_data.step, segments.num_microbatches)
         self._run = host.executor.begin(_run_spec(segments, stages, step_data), caller)
         self.open = True
 
-    def step(self, batch: Batch, weighting: Weighting) -> Tensor:
+    def step(self, batch: Batch, weighting: Weighting, measure: Metrics | None = None) -> Tensor:
         """Queue a step, and wait until all ranks of this process have run the previous step.
 
         With one process per rank, this call runs the rank's part of the step without waiting for the other ranks to
@@ -88,15 +98,16 @@ class Stream:
         """
         with self._alone("step"):
             first = self._steps * self.segments.num_microbatches
-            given: list[Any] = [batch.inputs, batch.targets, weighting.factors]
+            functions = [] if measure is None else [measure] * len(batch.rows)
+            given: list[Any] = [batch.inputs, batch.targets, weighting.factors, functions]
             for table, values in zip(self._given, given, strict=True):
                 table.update(enumerate(values, first))
-            self._weightings.append(weighting)
+            self._queued.append((weighting, measure is not None))
             self._hand(self.segments.segment(self._steps))
             self._steps += 1
             while len(self._parts) > min(self._run.ahead, self._steps - 1):
                 self._finish_step()
-            return self._losses[max(0, self._steps - 2)]
+            return self._shown(max(0, self._steps - 2))
 
     def flush(self) -> Tensor:
         """Finish all queued steps, end the stream, and return the last step's loss.
@@ -112,7 +123,12 @@ class Stream:
             self._hand(self.segments.cooldown(self._steps))
             self._finish_part()
             self._end()
-            return self._losses[self._steps - 1]
+            return self._shown(self._steps - 1)
+
+    def _shown(self, step: int) -> Tensor:
+        """The loss of a step, whose metrics become the last ones."""
+        loss, self._metrics.read = self._losses[step]
+        return loss
 
     def abandon(self) -> None:
         """Stop all ranks and end the stream."""
@@ -158,15 +174,27 @@ class Stream:
     def _finish_step(self) -> None:
         """Finish the oldest unfinished part, and store the loss of its step: all forwards of the step have now run."""
         step = self.num_parts
-        weighting = self._weightings.popleft()
+        weighting, measures = self._queued.popleft()
         self._finish_part()
         size = self.segments.num_microbatches
         own = range(step * size, (step + 1) * size)
         losses = self._step_data.losses
         last = self.segments.program.placement[-1]
-        self._losses[step] = self._host.loss(
-            last, lambda: weighting.total([used_here(losses.pop(number)) for number in own])
+
+        def loss() -> Tensor:
+            return weighting.total([used_here(losses.pop(number)) for number in own])
+
+        run = RunResults(
+            rank=last,
+            loss=loss,
+            step_data=self._step_data,
+            microbatches=own,
+            weighting=weighting,
+            kind=self._kind,
+            measures=measures,
         )
+        shown = self._metrics.finish(self._host, run)
+        self._losses[step] = shown, self._metrics.read
         self._losses.pop(step - 2, None)
         for number in own:
             for table in self._given:

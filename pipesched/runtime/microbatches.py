@@ -15,12 +15,55 @@ from pipesched.errors import InputError
 from pipesched.program.near_equal_parts import near_equal_parts
 from pipesched.tensors.payload import choose_rows, gather, opened, pytree, rows_of, split, trainable_leaves
 
-__all__ = ["Batch", "SplitDims", "Splitter", "Weighting", "loss_places"]
+__all__ = ["Batch", "GivenBatch", "Microbatch", "SplitDims", "Splitter", "Weighting", "loss_places"]
 
 #: The dim to split along: one dim for all arguments, a sequence with one dim for each positional argument, or a mapping
 #: from a position, a keyword, "target" or "output" to a dim. Arguments that are left out are split along dim 0. With
 #: one dim for all arguments, a target or output that does not have the batch's rows in that dim is split along dim 0.
 SplitDims = int | None | Sequence[int | None] | Mapping[int | str, int | None]
+
+
+class Microbatch:
+    """One micro-batch that is already cut, with the arguments of a call of ``step``.
+
+    ::
+
+        parts = [Microbatch(tokens, mask=mask, target=labels) for tokens, mask, labels in packed]
+        loss = pipe.step(microbatches=parts)
+
+    Each micro-batch has the form of the sample. Its tensors may have any shapes that the model takes, such as packed
+    sequences or sequences of one length.
+
+    Args:
+        *args: the model's positional inputs.
+        target: the target of loss_fn. Default: None, without a loss_fn.
+        **kwargs: the model's keyword inputs.
+
+    """
+
+    def __init__(self, *args: Any, target: Any = None, **kwargs: Any) -> None:
+        self.args = args
+        self.kwargs = kwargs
+        self.target = target
+
+    def __repr__(self) -> str:
+        named = [f"{name}=..." for name in (*self.kwargs, *(["target"] if self.target is not None else []))]
+        return f"Microbatch({', '.join(['...'] * len(self.args) + named)})"
+
+
+class GivenBatch(NamedTuple):
+    """The batch that a caller passed to step, evaluate or forward."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    target: Any = None
+    #: Micro-batches that the caller cut, in place of the other fields.
+    microbatches: Any = None
+
+    @property
+    def is_given(self) -> bool:
+        """Whether the caller passed a batch."""
+        return bool(self.args or self.kwargs) or self.target is not None or self.microbatches is not None
 
 
 @dataclass(frozen=True)
@@ -38,9 +81,16 @@ class Batch:
     output_dim: int = 0
     #: The form (dtypes and shapes) of each micro-batch's inputs, if this process does not have the whole batch.
     looks: list[Hashable] = field(default_factory=list)
+    #: Whether the caller cut the micro-batches, so that each may have shapes of its own.
+    as_given: bool = False
 
     def looking(self, look: Callable[[Any], Hashable]) -> list[Hashable]:
-        """Compute each micro-batch's form (dtypes and shapes). ``look`` runs once for each different number of rows."""
+        """Compute each micro-batch's form (dtypes and shapes).
+
+        ``look`` runs once for each different number of rows; for micro-batches that the caller cut, it runs for each.
+        """
+        if self.as_given:
+            return [look(value) for value in self.inputs]
         looks = {rows: look(value) for rows, value in dict(zip(self.rows, self.inputs, strict=True)).items()}
         return [looks[rows] for rows in self.rows]
 
@@ -49,11 +99,13 @@ class Batch:
         return [trainable_leaves(value) for value in self.inputs]
 
     def gathered(self, outputs: Sequence[Any], weighting: "Weighting | None") -> Any:
-        """Concatenate the micro-batches' outputs.
+        """Concatenate the micro-batches' outputs; return them in a list if the caller cut the micro-batches.
 
         If the outputs contain the model's own loss, ``weighting`` combines the losses of the micro-batches. Otherwise
         it is None.
         """
+        if self.as_given:
+            return list(outputs)
         whole = gather(outputs, self.rows, self.output_dim)
         places = [] if weighting is None else loss_places(outputs[0])
         if weighting is None or not places:
@@ -153,6 +205,47 @@ class Splitter:
         targets = [] if target is None else split(target, target_dim, count)
         sizes = near_equal_parts(rows, count)
         return Batch(inputs, targets, sizes, output_dim=self._dim("output") or 0)
+
+    def as_given(self, microbatches: Any) -> Batch:
+        """The batch of these micro-batches, which the caller cut.
+
+        Raises:
+            InputError: for no micro-batches, for anything else than a list of them, for a number of them that the
+                program does not allow, or if the tensors of one have different numbers of rows.
+
+        """
+        if not isinstance(microbatches, Sequence) or not all(isinstance(one, Microbatch) for one in microbatches):
+            raise InputError(
+                f"microbatches must be a list of Microbatch objects; got {shown(microbatches)}; pass for example "
+                f"[Microbatch(x, target=y) for x, y in parts]"
+            )
+        count = len(microbatches)
+        if not count or (self.fixed and count != self.num_microbatches):
+            due = f"exactly {self.num_microbatches}, which the program fixes" if self.fixed else "at least one"
+            raise InputError(
+                f"microbatches must hold {due}; it holds {count}; pass another number, or use a schedule that allows "
+                f"any number of micro-batches"
+            )
+        with_target = [number for number, one in enumerate(microbatches) if one.target is not None]
+        if len(with_target) not in (0, count):
+            missing = next(number for number in range(count) if number not in with_target)
+            raise InputError(
+                f"either all micro-batches must have a target or none; {len(with_target)} of {count} have one, and "
+                f"micro-batch {missing} has none; pass Microbatch(..., target=...) for each"
+            )
+        rows = [self._rows_of(number, one) for number, one in enumerate(microbatches)]
+        inputs = [(one.args, one.kwargs) for one in microbatches]
+        targets = [one.target for one in microbatches] if with_target else []
+        return Batch(inputs, targets, rows, output_dim=self._dim("output") or 0, as_given=True)
+
+    def _rows_of(self, number: int, microbatch: Microbatch) -> int:
+        """The number of rows of a micro-batch that the caller cut."""
+        self._check_names(len(microbatch.args), microbatch.kwargs)
+        named: list[tuple[int | str, Any]] = [*enumerate(microbatch.args), *microbatch.kwargs.items()]
+        given = {_argument(name): (value, self._dim(name)) for name, value in named}
+        target_dim = self._target_dim(microbatch.target, given)
+        given["the target"] = microbatch.target, target_dim
+        return _common_rows({f"{what} of micro-batch {number}": one for what, one in given.items()})
 
     def resized(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, rows: int) -> Batch:
         """Make a batch of one micro-batch with ``rows`` rows, dropping or repeating rows of a sample as needed.
@@ -278,6 +371,11 @@ def _weights(batch: Batch, loss_weight: Callable[..., Any]) -> list[float]:
             f"loss_weight must return one number for each micro-batch; it returned {shown(weights[0])}; return for "
             f"example (target != -100).sum()"
         ) from None
+
+
+def _argument(name: int | str) -> str:
+    """An argument's name in error messages."""
+    return f"argument {name}" if isinstance(name, int) else f"{name}="
 
 
 #: Arguments by their name in error messages, each as (value, the dim along which the value is split).

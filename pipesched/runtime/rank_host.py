@@ -44,7 +44,7 @@ from pipesched.tensors.payload import Payload
 from pipesched.tensors.pending_tensor import pending
 from pipesched.torch_checks import as_devices, as_timeout
 
-__all__ = ["Executor", "Inputs", "MeshRanks", "RankHost", "SegmentedRun", "ThreadRanks", "host_for"]
+__all__ = ["Executor", "Inputs", "LossAndMetrics", "MeshRanks", "RankHost", "SegmentedRun", "ThreadRanks", "host_for"]
 
 T = TypeVar("T")
 
@@ -69,6 +69,9 @@ _DECIDED = (
 
 #: Splits a call of rank 0 into rank 0's own part and a message for each rank.
 Deal = Callable[[StepCall], tuple[StepCall, list[Any]]]
+
+#: The loss of a mini-batch, and its metrics; None if the rank that sends them was called without metrics.
+LossAndMetrics = tuple[Tensor, dict[str, Tensor] | None]
 
 #: Which ranks of a mesh pass a batch: "all" (every rank passes the same batch) or "first" (only rank 0 passes one).
 Inputs = Literal["all", "first"]
@@ -402,7 +405,7 @@ class MeshRanks:
             return loss
         take = self.executor.share(rank)
         here = self.devices[rank]
-        return pending(lambda: take()[0].to(here))
+        return pending(lambda: _loss_and_metrics(take())[0].to(here))
 
     def from_rank(self, rank: int, make: Callable[[], T]) -> T:
         if self.rank == rank:
@@ -415,6 +418,18 @@ class MeshRanks:
 
     def gathered(self, value: Any) -> list[Any]:
         return self.executor.exchange(value)
+
+    def loss_with_metrics(self, rank: int, value: LossAndMetrics | None) -> Callable[[], LossAndMetrics]:
+        """Send one rank's loss and metrics to all others; return a function that waits for them."""
+        if value is not None:
+            self.executor.share(rank, Payload.of(value))
+            return lambda: value
+        take = self.executor.share(rank)
+        return lambda: _loss_and_metrics(take())
+
+    def shared(self, value: T) -> Callable[[], list[T]]:
+        """Send this rank's value to all others; return a function that waits for all values, in rank order."""
+        return self.executor.share_all(value)
 
     def trade(self, what: str, given: Mapping[int, Any], sources: Collection[int]) -> dict[int, Any]:
         return self.executor.trade(what, given, sources) if given or sources else {}
@@ -441,6 +456,14 @@ class MeshRanks:
 
     def close(self) -> None:
         self.executor.close()
+
+
+def _loss_and_metrics(message: Any) -> LossAndMetrics:
+    """The loss in a message, and the metrics if the message has any."""
+    if isinstance(message, Payload):
+        loss, metrics = message.value
+        return loss, metrics
+    return message[0], None
 
 
 def host_for(

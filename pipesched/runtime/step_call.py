@@ -16,6 +16,7 @@ from pipesched.errors import InputError
 from pipesched.program.program import Program
 from pipesched.runtime.executors.channel_plan import look
 from pipesched.runtime.microbatches import Batch, Weighting
+from pipesched.runtime.stage.output_metrics import Metrics
 from pipesched.runtime.stage.step_data import StepData
 from pipesched.tensors.exchange import Trade
 from pipesched.tensors.payload import Payload, pytree, trainable_leaves
@@ -36,7 +37,7 @@ class StepCall:
     #: Whether every rank receives the outputs.
     gather: bool = False
 
-    def step_data(self, seed: int, step: int) -> StepData:
+    def step_data(self, seed: int, step: int, metrics: Metrics | None = None) -> StepData:
         """Make the `StepData` with which the stages run this call."""
         factors = None if self.weighting is None or self.method == "forward" else self.weighting.factors
         return StepData(
@@ -46,6 +47,7 @@ class StepCall:
             targets=self.batch.targets,
             factors=factors,
             keep_outputs=self.return_outputs,
+            metrics={} if metrics is None else dict.fromkeys(range(len(self.batch.rows)), metrics),
         )
 
     @property
@@ -77,6 +79,7 @@ class _Opening:
     method: str
     rows: list[int]
     output_dim: int
+    as_given: bool
     looks: list[Hashable]
     return_outputs: bool
     gather: bool
@@ -133,6 +136,7 @@ def dealt(call: StepCall, program: Program, bodies: Sequence[Body], num_ranks: i
         method=call.method,
         rows=batch.rows,
         output_dim=batch.output_dim,
+        as_given=batch.as_given,
         looks=looks,
         return_outputs=call.return_outputs,
         gather=call.gather,
@@ -149,7 +153,12 @@ def received(message: tuple[Any, ...]) -> StepCall:
     size = len(opening.rows)
     inputs = pytree.tree_map_only(_Unsent, _without_contents, inputs)
     batch = Batch(
-        inputs or [((), {})] * size, targets or [], opening.rows, output_dim=opening.output_dim, looks=opening.looks
+        inputs or [((), {})] * size,
+        targets or [],
+        opening.rows,
+        output_dim=opening.output_dim,
+        looks=opening.looks,
+        as_given=opening.as_given,
     )
     weighting = Weighting(_read(factors, size), _read(shares, size)) if opening.has_loss else None
     return StepCall(opening.method, batch, weighting, return_outputs=opening.return_outputs, gather=opening.gather)
@@ -192,10 +201,11 @@ def bring_ends(program: Program, step_data: StepData, trade: Trade) -> None:
         return
     if trade.holds(end):
         others = {rank for rank in ends if not trade.holds(rank)}
-        for losses, outputs in trade.trade(_WHAT, {}, others).values():
+        for losses, outputs, measured in trade.trade(_WHAT, {}, others).values():
             step_data.losses.update(losses)
+            step_data.measured.update(measured)
             step_data.outputs.update({microbatch: Payload.of(value) for microbatch, value in outputs.items()})
     elif any(map(trade.holds, ends)):
         outputs = {microbatch: payload.value for microbatch, payload in step_data.outputs.items()}
-        trade.trade(_WHAT, {end: (step_data.losses, outputs)}, ())
+        trade.trade(_WHAT, {end: (step_data.losses, outputs, step_data.measured)}, ())
         step_data.outputs = {}

@@ -18,9 +18,11 @@ from pipesched.errors import InputError, ModelTypeError
 from pipesched.model.module_tree import check_initialised, is_in_a_row, layers_of
 from pipesched.model.state_guard import no_graph, untouched
 from pipesched.model.tied_weights import deliver
-from pipesched.runtime.microbatches import SplitDims, Splitter
+from pipesched.runtime.microbatches import Microbatch, SplitDims, Splitter
 from pipesched.runtime.rank_host import ThreadRanks
 from pipesched.runtime.stage.batch_norm import BatchNormMode, MiniBatchNorms, Norms
+from pipesched.runtime.stage.step_data import StepData
+from pipesched.runtime.step_metrics import with_added
 from pipesched.tensors.caller_context import Caller
 from pipesched.tensors.graph_edges import edge_of
 from pipesched.tensors.keyed_random import Key
@@ -44,6 +46,7 @@ def reference_step(
     batch_norm: BatchNormMode = "micro-batch",
     intra_op_threads: int = 1,
     whole_layers: Collection[str] = (),
+    microbatches: Sequence[Microbatch] | None = None,
     **kwargs: Any,
 ) -> Tensor:
     """Run one training step without a pipeline, one micro-batch after the other, as the reference for tests.
@@ -74,6 +77,8 @@ def reference_step(
             Default: "micro-batch".
         intra_op_threads: the number of threads of each operation on a CPU. Default: 1.
         whole_layers: names of modules that are kept as one layer, as in ``Pipeline``. Default: none.
+        microbatches: in place of inputs and target, micro-batches that are already cut, as in ``Pipeline.step``.
+            Default: None (the mini-batch is split).
         **kwargs: the model's keyword inputs, for the whole mini-batch.
 
     Returns:
@@ -98,17 +103,21 @@ def reference_step(
     loss_weight = as_function(loss_weight, "loss_weight")
     intra_op_threads = as_threads(intra_op_threads)
     whole_layers = as_whole_layers(whole, whole_layers)
-    weight, reduction = resolve_loss(whole, (args, kwargs), loss_fn, loss_weight, loss_reduction, split_dims)
+    first = (args, kwargs) if not microbatches else (microbatches[0].args, microbatches[0].kwargs)
+    weight, reduction = resolve_loss(whole, first, loss_fn, loss_weight, loss_reduction, split_dims)
     splitter = Splitter(num_microbatches, False, split_dims, weight, reduction)
-    batch = splitter.batch(args, kwargs, target)
-    factors = splitter.factors(batch)
+    batch = splitter.batch(args, kwargs, target) if microbatches is None else splitter.as_given(microbatches)
+    weighting = splitter.weighting(batch)
+    factors = weighting.factors
     seed = torch.initial_seed() if seed is None else as_seed(seed)
     threads = torch.get_num_threads()
     torch.set_num_threads(intra_op_threads)
+    step_data = StepData(seed, step, batch.inputs, factors=factors)
     norms = MiniBatchNorms(batch_norm, ThreadRanks([], 1))
     modules = {"": whole, **({"loss_fn": loss_fn} if isinstance(loss_fn, nn.Module) else {})}
     try:
-        run = _Unpipelined(whole, loss_fn, norms.of_stage((0, 0), (0, 0), modules), batch.inputs[0], whole_layers)
+        own_norms = norms.of_stage((0, 0), (0, 0), modules)
+        run = _Unpipelined(whole, loss_fn, own_norms, batch.inputs[0], whole_layers, step_data)
         total: Tensor | None = None
         with norms.counting():
             for microbatch, (inputs, factor) in enumerate(zip(batch.inputs, factors, strict=True)):
@@ -117,13 +126,14 @@ def reference_step(
                 root = torch.zeros_like(loss) if factor == 0 else loss if factor is None else loss * factor
                 if factor != 0:
                     with _without_autocast(), run.in_backward:
-                        torch.autograd.backward((edge_of(root),))  # with a tensor, torch would leave the mode
+                        # edges, because given tensors torch would leave the mode
+                        torch.autograd.backward((edge_of(root), *run.added_edges()))
                 total = root.detach() if total is None else total + root.detach()
         run.deliver()
     finally:
         torch.set_num_threads(threads)
     assert total is not None  # a batch has at least one micro-batch
-    return total
+    return with_added(total, step_data.added, weighting)
 
 
 class _Unpipelined:
@@ -136,6 +146,7 @@ class _Unpipelined:
         norms: Norms | None,
         inputs: Any,
         whole_layers: Collection[str],
+        step_data: StepData,
     ) -> None:
         self._model = model
         self._loss_fn = loss_fn
@@ -149,8 +160,9 @@ class _Unpipelined:
             self._uses.update(
                 own[name] for call in capture.calls if not call.reads for name in call.uses if name in own
             )
-        self._unsplit = Unsplit(model, layers, self._stand_ins, norms)
+        self._unsplit = Unsplit(model, layers, self._stand_ins, norms, step_data)
         self.in_backward = self._unsplit.in_backward
+        self.added_edges = self._unsplit.added.edges
 
     def _seen(self, layers: Mapping[str, nn.Module], inputs: Any) -> Capture:
         model = self._model

@@ -11,7 +11,9 @@ from torch.overrides import TorchFunctionMode
 from pipesched.model.containers import Shells, set_attributes
 from pipesched.model.module_tree import is_in_a_row
 from pipesched.model.tied_weights import with_stand_ins
+from pipesched.runtime.stage.added_losses import AddedLosses
 from pipesched.runtime.stage.batch_norm import Norms
+from pipesched.runtime.stage.step_data import StepData
 from pipesched.tensors.function_mode import Intercept
 from pipesched.tensors.keyed_random import InBackward, Key, KeyedRandom
 from pipesched.tensors.payload import pytree
@@ -43,6 +45,7 @@ class Unsplit:
         layers: layer name -> layer.
         stand_ins: for each call, tensors that replace some of its parameters. Default: none.
         norms: collects BatchNorm statistics over whole mini-batches. Default: None.
+        step_data: receives the losses that layers add. Default: None (they are dropped).
 
     """
 
@@ -52,6 +55,7 @@ class Unsplit:
         layers: Mapping[str, nn.Module],
         stand_ins: StandIns = lambda layer, number, parameters: {},
         norms: Norms | None = None,
+        step_data: StepData | None = None,
     ) -> None:
         self._layers = layers
         self._shells = None if is_in_a_row(model) else Shells(model, layers, self._call, layers)
@@ -60,8 +64,13 @@ class Unsplit:
         device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
         self._random = KeyedRandom(device)
         self._norms = norms
-        self._intercept = Intercept(self._random) if norms is None else Intercept(self._random, norms)
-        self.in_backward = Intercept(InBackward(self._random))  # for backwards, which must draw no new random numbers
+        #: The losses that layers add.
+        self.added = AddedLosses(self._random)
+        self.added.step_data = step_data or StepData(0, 0, [])
+        own = self._random, self.added
+        self._intercept = Intercept(*own) if norms is None else Intercept(*own, norms)
+        #: For backwards, which must draw no new random numbers.
+        self.in_backward = Intercept(InBackward(self._random), self.added.in_backward)
         self._key = Key(0, 0, 0)
         self._counts: dict[str, int] = {}
         self._inside = self._running = False
@@ -74,6 +83,7 @@ class Unsplit:
         self._inside = False
         self._code_parts = 0
         self._random.enter(key, "")
+        self.added.begin(key)
         if self._norms is not None:
             self._norms.microbatch = key.microbatch
         self._running = True

@@ -11,6 +11,7 @@ from pipesched import Numerics, Pipeline
 from pipesched.errors import InputError
 from pipesched.tensors.keyed_random import Key, KeyedRandom
 from pipesched.testing import reference_step
+from tests.support import added_losses
 from tests.support import branching_models as zoo
 from tests.support.models import assert_equal_bits, gradients, mixed_model
 
@@ -130,3 +131,14 @@ def test_what_is_no_way_to_compile_says_so() -> None:
     ):
         with pytest.raises(InputError, match=text):
             Pipeline(made("row"), zoo.FLOATS[:3], devices=["cpu"], loss_fn=zoo.square, compile=compile, **options)
+
+
+def test_compiled_layers_add_their_losses() -> None:
+    model, expected = added_losses.row(), added_losses.row()
+    for one in (*model, *expected):
+        if isinstance(one, added_losses.Experts):
+            one.drop.p = 0.0
+    with added_losses.pipeline(model, {"devices": ["cpu"] * 2}, schedule="1f1b", compile={"backend": "eager"}) as pipe:
+        torch.testing.assert_close(pipe.step(added_losses.X, target=added_losses.Y), added_losses.looped(expected))
+        assert list(pipe.metrics) == ["added_loss", "z"]
+    torch.testing.assert_close(gradients(model), gradients(expected))

@@ -8,6 +8,7 @@ from torch import nn
 from pipesched import Pipeline, StepLog
 from pipesched.errors import InputError
 from pipesched.pipeline.step_log import StepFigures
+from tests.support import added_losses
 
 X = torch.ones(8, 4)
 
@@ -38,6 +39,10 @@ def test_a_line_says_what_a_step_took():
     assert str(figures) == (
         "step 7: loss 2.312, 839 ms (+3.3% on 812 ms predicted), 1.02 s from step to step, bubble 18.2%, busy 80% 84%"
     )
+    figures = StepFigures(
+        step=1, step_s=0.5, bubble_ratio=0.0, busy=(1.0,), loss=2.0, metrics={"balance": 0.0125, "accuracy": 0.5}
+    )
+    assert str(figures) == "step 1: loss 2, balance 0.0125, accuracy 0.5, 500 ms, bubble 0.0%, busy 100%"
     figures = StepFigures(step=0, step_s=0.5, bubble_ratio=0.0, busy=(1.0,))
     assert str(figures) == "step 0: 500 ms, bubble 0.0%, busy 100%"
 
@@ -69,6 +74,17 @@ def test_one_step_of_so_many_is_said_and_written():
     assert writer.scalars["pipesched/loss"][3] == float(loss)
     busy = [writer.scalars[f"pipesched/busy/rank_{rank}"][3] for rank in (0, 1)]
     assert 1 - sum(busy) / 2 == pytest.approx(traces[3].bubble_ratio)
+
+
+def test_losses_that_layers_add_are_entries_of_their_own():
+    lines, writer = [], Writer()
+    with added_losses.pipeline(added_losses.row(), {"devices": ["cpu"] * 2}, schedule="1f1b") as pipe:
+        log = StepLog(pipe, writer, show=lines.append)
+        figures = log(pipe.step(added_losses.X, target=added_losses.Y))
+        assert figures.metrics == {name: float(value) for name, value in pipe.metrics.items()}
+    assert list(figures.metrics) == ["added_loss", "z"]
+    assert writer.scalars["pipesched/metrics/z"] == {0: figures.metrics["z"]}
+    assert f"added_loss {figures.metrics['added_loss']:.4g}, z {figures.metrics['z']:.4g}, " in lines[0]
 
 
 def test_nothing_is_said_before_the_first_step_and_numbers_are_the_users():

@@ -364,6 +364,23 @@ class ProcessExecutor:
             shared = self._shared = Shared(wire.ask(source, SHARE))
         return lambda: self._read(shared)
 
+    def share_all(self, value: Any) -> Callable[[], list[Any]]:
+        """Broadcast every rank's value without waiting; return a function that waits for all, in rank order.
+
+        As with ``share``, only the values of one call are in transit.
+        """
+        with self._one_at_a_time("a broadcast"):
+            wire = self._open_wire()
+            if self._shared is not None:
+                self._shared()
+            others = [rank for rank in range(self.num_ranks) if rank != self.rank]
+            self._courier.give(value, lambda given: wire.tell_all(others, SHARE, Payload.of(given)))
+            takes = {rank: wire.ask(rank, SHARE) for rank in others}
+            every = range(self.num_ranks)
+            shared = Shared(lambda: [takes[rank]().value if rank in takes else value for rank in every])
+            self._shared = shared
+        return lambda: self._read(shared)
+
     def deal(self, what: str, values: Sequence[Any] = ()) -> Any:
         """Scatter rank 0's ``values``, one to each rank; return this rank's value. Rank 0 does not wait.
 

@@ -25,7 +25,7 @@ def own_buffers(module: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
     """
     for prefix, part in module.named_modules():
         scripted = isinstance(part, torch.jit.ScriptModule)  # a ScriptModule accepts no replacement tensors
-        if not scripted and not type(part).forward.__module__.startswith("torch.nn."):
+        if not scripted and not str(type(part).forward.__module__).startswith("torch.nn."):
             for key, buffer in part.named_buffers(recurse=False):
                 if buffer is not None:
                     yield f"{prefix}.{key}".removeprefix("."), part, key

@@ -6,6 +6,7 @@ numbers differ from those of eager code, but they are the same for every plan, a
 """
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from types import FunctionType
 from typing import Any
 
@@ -18,6 +19,7 @@ from pipesched.checks import shown
 from pipesched.errors import InputError
 from pipesched.model.fingerprint import fingerprint, form_of
 from pipesched.runtime.stage.batch_norm import BatchNormMode
+from pipesched.tensors.added_losses import Route, added_loss, routed
 from pipesched.tensors.keyed_random import KeyedRandom
 
 __all__ = ["Compiled", "compiler"]
@@ -86,6 +88,7 @@ class Compiled:
         self._made = made
         self._layers: dict[nn.Module, _Layer] = {}
         self._quiet: set[nn.Module] = set()
+        self._route = torch.compiler.disable(_add)  # breaks the graph where a layer adds a loss
 
     def begin(self) -> None:
         """Start a run. The first call of each layer checks whether the layer draws random numbers."""
@@ -105,11 +108,12 @@ class Compiled:
         if compiled is None:
             compiled = self._layers[layer] = _Layer(layer, self._compiled(layer))
         named = {f"layer.{name}": tensor for name, tensor in own.items()}
+        act = partial(_called, partial(self._route, mode), named, compiled, args, kwargs)
         mode.__exit__(None, None, None)
         try:
             if layer in self._quiet:
-                return call_with(named, compiled, args, kwargs)
-            output, drew = random.keyed(lambda: call_with(named, compiled, args, kwargs))
+                return act()
+            output, drew = random.keyed(act)
             if not drew:
                 self._quiet.add(layer)
             return output
@@ -129,6 +133,23 @@ class Compiled:
             )  # torch remembers dynamic shapes by function name
             self._made.setdefault((self._device, form), torch.compile(FunctionType(code, globals()), **self._options))
         return self._made[self._device, form]
+
+
+def _add(mode: TorchFunctionMode, *added: Any) -> None:
+    """Pass an added loss to the stage's mode, which is disabled in compiled layers."""
+    mode.__torch_function__(added_loss, (), added)
+
+
+def _called(
+    route: Route,
+    named: Mapping[str, Tensor],
+    compiled: "_Layer",
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Call a compiled layer, whose added losses take a route of their own."""
+    with routed(route):
+        return call_with(named, compiled, args, kwargs)
 
 
 def _call(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

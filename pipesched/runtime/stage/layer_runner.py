@@ -17,12 +17,14 @@ from torch.autograd.graph import saved_tensors_hooks
 from pipesched.capture.stage_body import Body, Head, call_with
 from pipesched.errors import ExecutionError, InputError
 from pipesched.program.checkpoint_options import LayerCheckpoint
+from pipesched.runtime.stage.added_losses import AddedLosses
 from pipesched.runtime.stage.batch_norm import Norms
 from pipesched.runtime.stage.buffer_copies import BufferCopies, buffers_of
 from pipesched.runtime.stage.compiled_layers import Compiled
 from pipesched.runtime.stage.microbatch_state import MicrobatchState
 from pipesched.runtime.stage.nonfinite_watch import NonfiniteWatch
 from pipesched.runtime.stage.offloading import Offloads, addresses
+from pipesched.runtime.stage.output_metrics import measured
 from pipesched.runtime.stage.recompute import RecomputedLayers
 from pipesched.runtime.stage.split_backward import Deferral
 from pipesched.runtime.stage.step_data import StepData
@@ -87,9 +89,11 @@ class LayerRunner:
         )
         self.deferral = Deferral()
         self._random = KeyedRandom(device)
-        forward = (self._random,) if norms is None else (self._random, norms)
+        self._added = AddedLosses(self._random)
         back = InBackward(self._random)
-        backward = (back,) if norms is None else (back, norms.uncounted)
+        own = self._added.in_backward
+        forward = (self._random, self._added) if norms is None else (self._random, self._added, norms)
+        backward = (back, own) if norms is None else (back, own, norms.uncounted)
         self._forward_mode = Intercept(*forward)
         self._split_forward_mode = Intercept(*forward, self.deferral)
         self._backward_mode = Intercept(*backward)
@@ -102,7 +106,7 @@ class LayerRunner:
 
     def begin(self, step_data: StepData, weights: WeightStash | None) -> None:
         """Start a step. ``weights`` holds the weight versions if the program updates weights during the run."""
-        self._step_data = step_data
+        self._step_data = self._added.step_data = step_data
         self._weights = weights
         self._body.begin()
         if self.offloads is not None:
@@ -115,8 +119,10 @@ class LayerRunner:
 
     def run(self, saved: MicrobatchState, arrived: Payload, split: bool = False) -> Any:
         """Call the layers and, on the last stage, the loss. Return the value from which the backward starts."""
+        self._added.saved = saved
+        self._added.grad = grad = torch.is_grad_enabled()
         wanted = arrived.wanted
-        if wanted and torch.is_grad_enabled():
+        if wanted and grad:
             into: list[Tensor | None] = [None] * len(wanted)
             saved.input_grads = into
             wanted = enter(wanted, into)
@@ -132,7 +138,7 @@ class LayerRunner:
         self._random.enter(saved.key, "")
         call = self._call
         if not self._is_plain or saved.weights or saved.buffers:
-            call = partial(self._call_treated, saved, self._checkpoint_of_call if torch.is_grad_enabled() else {})
+            call = partial(self._call_treated, saved, self._checkpoint_of_call if grad else {})
         if self._step_data.watch is not None:
             call = partial(self._call_watched, self._step_data.watch, saved, call)
         self._mode = self._split_forward_mode if split else self._forward_mode
@@ -158,7 +164,8 @@ class LayerRunner:
         saved.buffers = None
         saved.edges = [edge_of(leaf) for leaf in _roots(saved, value)]
         if noted:
-            saved.products = self.deferral.finish(saved.edges)
+            own = () if saved.added is None else saved.added.edges
+            saved.products = self.deferral.finish([*saved.edges, *own])
         return value
 
     def _may_split(self) -> bool:
@@ -177,7 +184,9 @@ class LayerRunner:
         with _dropping():
             value = self.run(saved, arrived)
         self._check_input(versions != [tensor._version for tensor in arrived.tensors])
-        saved.needs_no_backward = not _roots(saved, value)
+        adds = saved.added is not None and bool(saved.added.edges)
+        saved.added = None if saved.added is None else saved.added.again()
+        saved.needs_no_backward = not _roots(saved, value) and not adds
         if saved.needs_no_backward:
             return value
         saved.arrived = kept if self._modifies_input else arrived
@@ -199,6 +208,11 @@ class LayerRunner:
             reached = [(edge, grad) for edge, grad in zip(edges, given, strict=True) if grad is not None]
             edges = [edge for edge, _ in reached]
             grads = tuple([grad for _, grad in reached])
+        self._added.saved = saved
+        if saved.added is not None:
+            edges = [*edges, *saved.added.edges]
+            grads = (*grads, *(None for _ in saved.added.edges))
+            saved.added.edges.clear()
         if not edges:
             return
         self._mode = self._split_backward_mode if saved.deferred else self._backward_mode
@@ -292,6 +306,8 @@ class LayerRunner:
         if saved.loss_inputs is None:
             return output
         target, factor = saved.loss_inputs
+        if self._step_data.metrics:
+            self._measure(saved, output, target)
         if self._mode.passes(head.loss_fn):
             loss = head.loss(output, target, _NOTHING)
         else:
@@ -306,6 +322,13 @@ class LayerRunner:
         if factor == 0:
             return torch.zeros_like(loss)  # the value, even NaN, must not count; there is no backward
         return loss if factor is None else loss * factor
+
+    def _measure(self, saved: MicrobatchState, output: Any, target: Any) -> None:
+        """Compute the metrics of a micro-batch; not again if it is recomputed."""
+        metrics = self._step_data.metrics.get(saved.microbatch)
+        if metrics is not None and not saved.measured:
+            saved.measured = True
+            self._step_data.measured[saved.microbatch] = measured(metrics, output, target)
 
     def _stand_ins(self, saved: MicrobatchState, name: str, number: int) -> Mapping[str, Tensor]:
         """The tensors that replace a module's own tensors in one call."""

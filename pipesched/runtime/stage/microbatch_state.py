@@ -13,7 +13,24 @@ from pipesched.runtime.stage.weight_stash import Tensors
 from pipesched.tensors.keyed_random import Key
 from pipesched.tensors.payload import Payload
 
-__all__ = ["MicrobatchState"]
+__all__ = ["Additions", "MicrobatchState"]
+
+
+@dataclass(slots=True, eq=False)
+class Additions:
+    """The losses that the layers of one stage add for one micro-batch."""
+
+    #: The factor of the micro-batch's loss; None leaves a loss unscaled.
+    factor: float | None
+    #: Whether the forward has run once, so that values are not counted again.
+    counted: bool = False
+    #: The starts of the backward.
+    edges: list[GradientEdge] = field(default_factory=list)
+    num_added: int = 0
+
+    def again(self) -> "Additions":
+        """Empty additions for the recompute of the same micro-batch."""
+        return Additions(self.factor, counted=True)
 
 
 @dataclass(eq=False, kw_only=True)
@@ -39,6 +56,10 @@ class MicrobatchState:
     products: Sequence[Product] = field(default=(), init=False)
     #: The weight version's tensors and their gradients, kept from I to W.
     version_grads: Sequence[tuple[Tensor, Tensor]] = field(default=(), init=False)
+    #: The losses that layers have added; None if none has.
+    added: Additions | None = field(default=None, init=False)
+    #: Whether the metrics of the outputs have been computed.
+    measured: bool = field(default=False, init=False)
     #: Tensors that replace the layers' buffers during the next F or R.
     buffers: Mapping[str, Buffers] | None = field(default=None, init=False)
     #: Copies of the buffers with the values that F left in them, for the backward.

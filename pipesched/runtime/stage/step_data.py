@@ -8,10 +8,14 @@ from typing import Any
 from torch import Tensor
 
 from pipesched.runtime.stage.nonfinite_watch import NonfiniteWatch
+from pipesched.runtime.stage.output_metrics import Metrics
 from pipesched.tensors.keyed_random import Key
 from pipesched.tensors.payload import Gradients, Payload
 
-__all__ = ["StepData"]
+__all__ = ["Added", "StepData"]
+
+#: The losses that layers added for one micro-batch: (layer, number of its call, position) -> (name, value).
+Added = dict[tuple[str, int, int], tuple[str, Tensor]]
 
 
 @dataclass
@@ -39,5 +43,13 @@ class StepData:
     losses: dict[int, Tensor] = field(default_factory=dict)
     outputs: dict[int, Payload] = field(default_factory=dict)
     input_grads: dict[int, Gradients] = field(default_factory=dict)
+    #: The losses that layers added, multiplied by their factors: place of the call -> (name, value).
+    added: dict[int, Added] = field(default_factory=dict)
+    #: The function of each micro-batch that computes metrics of its outputs and target; empty without metrics.
+    metrics: dict[int, Metrics | None] = field(default_factory=dict)
+    #: The metrics of each micro-batch.
+    measured: dict[int, dict[str, Tensor]] = field(default_factory=dict)
+    #: Whether the loss is computed outside the pipeline, which cannot include the losses that layers add.
+    outside_loss: bool = False
     #: The random key of a micro-batch in a stream. Micro-batch numbers in a stream continue across steps.
     key: Callable[[int], Key] | None = None

@@ -1,0 +1,106 @@
+"""Added losses of a stage: scales the losses that its layers add, and keeps them for the backward and the result."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+
+from pipesched.errors import ExecutionError
+from pipesched.runtime.stage.microbatch_state import Additions, MicrobatchState
+from pipesched.runtime.stage.step_data import StepData
+from pipesched.tensors.added_losses import added_loss, check_scalar, no_graph
+from pipesched.tensors.function_mode import Handler
+from pipesched.tensors.graph_edges import edge_of
+from pipesched.tensors.keyed_random import Key, KeyedRandom
+
+__all__ = ["AddedLosses"]
+
+
+class AddedLosses:
+    """Provides the handlers of `add_loss` for a stage; used by one thread at a time."""
+
+    def __init__(self, random: KeyedRandom) -> None:
+        self._random = random
+        #: Whether the running forward computes gradients.
+        self.grad = False
+        self.step_data = StepData(0, 0, [])
+        #: The micro-batch that runs.
+        self.saved: MicrobatchState | None = None
+        self.in_backward = _InBackward(self)
+
+    def begin(self, key: Key) -> None:
+        """Begin a forward of the whole model, without stages."""
+        no_stage: Any = {"num_grads": (), "takes_inputs": True, "weights": {}, "loss_inputs": None}
+        self.saved = MicrobatchState(microbatch=key.microbatch, key=key, **no_stage)
+        self.grad = torch.is_grad_enabled()
+
+    def edges(self) -> list[GradientEdge]:
+        """The starts of the backward of the losses that were added since ``begin``."""
+        return [] if self.saved is None or self.saved.added is None else self.saved.added.edges
+
+    def handler_for(self, function: Callable[..., Any]) -> Handler | None:
+        """The handler for an added loss; None for other functions."""
+        return self._add if function is added_loss else None
+
+    def scaled(self, value: Tensor) -> Tensor:
+        """A loss multiplied by the weight of its micro-batch; always by the same operations, for recomputation."""
+        factor = self._additions.factor
+        return value.clone() if factor is None else value * factor
+
+    @property
+    def _additions(self) -> Additions:
+        saved = self.saved
+        assert saved is not None  # a handler is called while a micro-batch runs
+        if saved.added is None:
+            factors = self.step_data.factors
+            saved.added = Additions(None if factors is None else factors[saved.microbatch])
+        return saved.added
+
+    def _add(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        value, name, position = _arguments(*args, **kwargs)
+        check_scalar(value, name)
+        if self.grad:
+            self._check_graph(value, name)
+        additions = self._additions
+        scaled = self.scaled(value)
+        if additions.factor == 0:
+            scaled = torch.zeros_like(value)  # the value, even NaN, must not count; there is no backward
+        elif self.grad and scaled.requires_grad:
+            additions.edges.append(edge_of(scaled))
+        place = self._random.place
+        if not additions.counted and self.saved is not None:
+            of_microbatch = self.step_data.added.setdefault(self.saved.microbatch, {})
+            of_microbatch[place.layer, place.call, position or additions.num_added] = name, scaled.detach()
+        additions.num_added += 1
+        return value
+
+    def _check_graph(self, value: Tensor, name: str) -> None:
+        if not torch.is_grad_enabled():
+            raise ExecutionError(no_graph(name, "checkpoint= to Pipeline"))
+        if self.step_data.outside_loss and value.requires_grad:
+            raise ExecutionError(
+                f"a layer that adds a loss must train in step(), which adds it to the loss and differentiates it; "
+                f"forward() returns only the outputs, and the loss {name!r} of layer {self._random.place.layer!r} "
+                f"would be lost; call step(), or call forward() under no_grad"
+            )
+
+
+class _InBackward:
+    """Provides the handler for backwards, in which a recomputed layer adds its loss again: it is not counted."""
+
+    def __init__(self, added: AddedLosses) -> None:
+        self._added = added
+
+    def handler_for(self, function: Callable[..., Any]) -> Handler | None:
+        return self._repeat if function is added_loss else None
+
+    def _repeat(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        value: Tensor = _arguments(*args, **kwargs)[0]
+        self._added.scaled(value)  # saves for its backward what the first run saved
+        return value
+
+
+def _arguments(value: Tensor, name: str, position: int = 0) -> tuple[Tensor, str, int]:
+    return value, name, position

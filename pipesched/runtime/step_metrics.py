@@ -1,0 +1,161 @@
+"""Step metrics: the loss of a step with the losses that layers added, and the named scalars beside it."""
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from pipesched.errors import ExecutionError, InputError
+from pipesched.runtime.microbatches import Weighting
+from pipesched.runtime.rank_host import LossAndMetrics, MeshRanks, RankHost
+from pipesched.runtime.stage.step_data import Added, StepData
+from pipesched.tensors.payload import used_here
+from pipesched.tensors.pending_tensor import pending
+
+__all__ = ["RunResults", "StepMetrics", "with_added"]
+
+#: A loss that a layer added: micro-batch, place of the call, name, value.
+_Row = tuple[int, str, int, int, str, Tensor]
+
+
+class _Result(NamedTuple):
+    loss: Tensor
+    metrics: dict[str, Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunResults:
+    """The results of one run in this process."""
+
+    #: The rank that computes the loss, and a function that makes it there, without the losses that layers added.
+    rank: int
+    loss: Callable[[], Tensor]
+    step_data: StepData
+    #: The numbers of the run's micro-batches in the step data.
+    microbatches: Sequence[int]
+    weighting: Weighting
+    #: Equal for runs in which layers either all may add losses, or all add none.
+    kind: Hashable
+    #: Whether the caller asked for metrics.
+    measures: bool = False
+
+
+class StepMetrics:
+    """The loss of the last step or evaluation, and its named scalars."""
+
+    def __init__(self) -> None:
+        #: Whether layers add losses, by the kind of the run; agreed in the first run of each kind.
+        self._adds: dict[Hashable, bool] = {}
+        #: Reads the named scalars.
+        self.read: Callable[[], Mapping[str, Tensor]] = dict
+
+    @property
+    def last(self) -> dict[str, Tensor]:
+        """The named scalars of the last call. Under a mesh, reading them waits for them."""
+        return dict(self.read())
+
+    def finish(self, host: RankHost, run: RunResults) -> Tensor:
+        """Return the loss of a run in all processes. Collective."""
+        self.read = dict
+        rows = _rows(run.step_data, run.microbatches)
+        if isinstance(host, MeshRanks):
+            return self._finish_mesh(host, run, rows)
+        result = _combined(run.loss(), _measured(run), rows, run.weighting)
+        self.read = lambda: result.metrics
+        return result.loss
+
+    def _finish_mesh(self, host: MeshRanks, run: RunResults, rows: Sequence[_Row]) -> Tensor:
+        if run.kind not in self._adds:
+            self._adds[run.kind] = any(host.executor.exchange(bool(rows)))
+        adds = self._adds[run.kind]
+        if not adds:
+            self._check_none(host, rows)
+            if not run.measures:
+                return host.loss(run.rank, run.loss)
+        own: LossAndMetrics | None = None
+        if host.holds(run.rank):
+            own = run.loss(), _measured(run) if run.measures else None
+        shared = host.shared((own, rows)) if adds else host.loss_with_metrics(run.rank, own)
+        here = host.devices[run.rank]
+        found: list[_Result] = []
+
+        def result() -> _Result:
+            if not found:
+                parts: Any = shared()
+                loss, metrics = parts[run.rank][0] if adds else parts
+                if run.measures and metrics is None:
+                    raise ExecutionError(
+                        f"all ranks must pass metrics= or none; rank {host.rank} passed it, but rank {run.rank}, which "
+                        f"has the outputs, did not; pass the same arguments on every rank"
+                    )
+                every = [row for _, own in parts for row in own] if adds else []
+                found.append(_combined(loss.to(here), metrics or {}, every, run.weighting))
+            return found[0]
+
+        self.read = lambda: result().metrics
+        return pending(lambda: result().loss)
+
+    def _check_none(self, host: MeshRanks, rows: Sequence[_Row]) -> None:
+        """Stop all ranks if a layer adds a loss of which the other ranks do not know."""
+        if rows:
+            _, layer, *_, name, _ = rows[0]
+            error = ExecutionError(
+                f"over a mesh, layers must add losses from the first step on, so that all ranks know of them; layer "
+                f"{layer!r} on rank {host.rank} added its first loss {name!r} in a later step; add zero in the steps "
+                f"before, as with add_loss(0 * x.sum())"
+            )
+            host.fail("step", error)
+
+
+def with_added(loss: Tensor, added: Mapping[int, Added], weighting: Weighting) -> Tensor:
+    """The loss of a mini-batch with the losses that layers added."""
+    rows = _rows_of(added, range(len(weighting.shares)))
+    return _combined(loss, {}, rows, weighting).loss
+
+
+def _rows(step_data: StepData, microbatches: Sequence[int]) -> list[_Row]:
+    """The losses that layers added, by micro-batch from 0; they are removed from the step data."""
+    if not step_data.added:
+        return []
+    return _rows_of({number: step_data.added.pop(number, {}) for number in microbatches}, microbatches)
+
+
+def _rows_of(added: Mapping[int, Added], microbatches: Sequence[int]) -> list[_Row]:
+    return [
+        (number, *place, name, used_here(value))
+        for number, microbatch in enumerate(microbatches)
+        for place, (name, value) in added.get(microbatch, {}).items()
+    ]
+
+
+def _measured(run: RunResults) -> dict[str, Tensor]:
+    """The metrics of the mini-batch: those of its micro-batches, averaged as the losses are."""
+    of_each = [run.step_data.measured.pop(number, {}) for number in run.microbatches]
+    if any(one.keys() != of_each[0].keys() for one in of_each):
+        odd = next(number for number, one in enumerate(of_each) if one.keys() != of_each[0].keys())
+        raise InputError(
+            f"metrics(outputs, target) must return the same names for every micro-batch; it returned "
+            f"{sorted(of_each[0])} for micro-batch 0 and {sorted(of_each[odd])} for micro-batch {odd}; return all names"
+        )
+    weighted = run.weighting.weighted
+    return {name: run.weighting.total(weighted([used_here(one[name]) for one in of_each])) for name in of_each[0]}
+
+
+def _combined(loss: Tensor, metrics: Mapping[str, Tensor], rows: Sequence[_Row], weighting: Weighting) -> _Result:
+    """Add up losses in an order that does not depend on the plan: by name, micro-batch and place."""
+    named: dict[str, list[Tensor]] = {}
+    for number, *_, name, value in sorted(rows, key=lambda row: row[:4]):
+        share = weighting.shares[number]
+        here = value.to(loss.device)
+        named.setdefault(name, []).append(here if share is None else here * share)
+    if twice := named.keys() & metrics.keys():
+        raise InputError(
+            f"a metric must not have the name of an added loss; a layer adds a loss {min(twice)!r}, and metrics= "
+            f"returns that name, too; rename one of them"
+        )
+    added = {name: torch.stack(named[name]).sum() for name in sorted(named)}
+    for value in added.values():
+        loss = loss + value
+    return _Result(loss, {**added, **metrics})

@@ -1,0 +1,142 @@
+"""Added losses: losses of a layer's own, which the layer adds to the loss of a step from inside its forward."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from inspect import currentframe
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function
+from torch.utils import checkpoint
+
+from pipesched.checks import shown
+from pipesched.errors import ExecutionError, InputError
+
+__all__ = ["Route", "add_loss", "added_loss", "check_scalar", "collect_losses", "no_graph", "routed"]
+
+#: (value, name, position) -> nothing. The position orders the added losses of code between layers.
+Route = Callable[[Tensor, str, int], Any]
+
+#: Takes the added losses of this thread where no function mode does.
+_ROUTE: ContextVar[Route | None] = ContextVar("route", default=None)
+
+_NAME = "added_loss"
+
+
+def add_loss(value: Tensor, *, name: str | None = None) -> None:
+    """Add a loss of a layer's own, such as the balance term of experts, to the loss of the running step.
+
+    ::
+
+        class Experts(nn.Module):
+            def forward(self, x):
+                shares = self.router(x).softmax(-1)
+                pipesched.add_loss(0.01 * (shares.mean(0) ** 2).sum(), name="balance")
+                ...
+
+    `Pipeline.step` multiplies it by the weight of the micro-batch, as it does the loss itself, differentiates it in the
+    backward of the stage, and includes it in the loss that it returns; so do `Pipeline.evaluate` and
+    `pipesched.testing.reference_step`. A layer that is recomputed adds its loss once. ``pipe.metrics`` has the sum of
+    all losses of one name. In a loop without a pipeline, collect the losses with `collect_losses`.
+
+    Args:
+        value: a floating-point tensor of shape [], for the rows of one micro-batch.
+        name: the name in ``pipe.metrics`` and in the step log. Default: "added_loss".
+
+    Raises:
+        InputError: the value is not a floating-point scalar tensor, or the name is not a string.
+        ExecutionError: the value requires a gradient, but no step runs and no `collect_losses` is entered; or the layer
+            computes it without gradients in a step that trains.
+
+    """
+    if not isinstance(value, Tensor):
+        raise InputError(f"an added loss must be a tensor of shape []; got {shown(value)}; pass for example x.mean()")
+    if name is not None and (not isinstance(name, str) or not name):
+        raise InputError(f"the name of an added loss must be a string; got {shown(name)}; pass for example 'balance'")
+    added_loss(value, _NAME if name is None else name)
+
+
+def added_loss(value: Tensor, name: str, position: int = 0) -> Tensor:
+    """Return the value, after the step has taken it: a torch function, which captures record and stages intercept."""
+    if has_torch_function((value,)):
+        passed: Tensor = handle_torch_function(added_loss, (value,), value, name, position)
+        return passed
+    route = _ROUTE.get()
+    if route is not None:
+        route(value, name, position)
+    elif value.requires_grad and not _recomputes():
+        raise ExecutionError(
+            f"add_loss must be called in a step of a pipeline, where the loss is added and differentiated; the loss "
+            f"{name!r} was added outside a step and would be lost; run the model under no_grad, or collect its losses "
+            f"with 'with pipesched.collect_losses() as losses:' and add them to your loss"
+        )
+    return value
+
+
+def check_scalar(value: Tensor, name: str) -> None:
+    """Raise InputError unless a layer's loss is a floating-point scalar."""
+    if value.dim() or not value.is_floating_point():
+        raise InputError(
+            f"an added loss must be a floating-point tensor of shape []; the loss {name!r} has shape "
+            f"{list(value.shape)} and type {value.dtype}; reduce it with mean() or sum()"
+        )
+
+
+def no_graph(name: str, remedy: str) -> str:
+    """The message for a loss that a layer computes without gradients while the model trains."""
+    return (
+        f"a layer must compute its own loss with gradients; the loss {name!r} was added under no_grad, as "
+        f"torch.utils.checkpoint runs a forward with use_reentrant=True; leave no_grad, or pass {remedy}"
+    )
+
+
+@contextmanager
+def routed(route: Route) -> Iterator[None]:
+    """Pass the losses that are added in this thread to ``route``, where no function mode takes them."""
+    token = _ROUTE.set(route)
+    try:
+        yield
+    finally:
+        _ROUTE.reset(token)
+
+
+@contextmanager
+def collect_losses() -> Iterator[dict[str, Tensor]]:
+    """Collect the losses that layers add by `add_loss`, in a loop without a pipeline.
+
+    ::
+
+        with pipesched.collect_losses() as losses:
+            output = model(x)
+        loss = loss_fn(output, y) + sum(losses.values())
+        loss.backward()
+
+    Returns:
+        The collected losses by name, added up by name, with their graphs. The dict is filled while the model runs.
+
+    """
+    losses: dict[str, Tensor] = {}
+    trains = torch.is_grad_enabled()
+
+    def collect(value: Tensor, name: str, position: int) -> None:
+        check_scalar(value, name)
+        if trains and not torch.is_grad_enabled():
+            raise ExecutionError(no_graph(name, "use_reentrant=False in torch.utils.checkpoint"))
+        if not _recomputes():
+            losses[name] = losses[name] + value if name in losses else value
+
+    with routed(collect):
+        yield losses
+
+
+def _recomputes() -> bool:
+    """Whether torch.utils.checkpoint is running a forward for the second time, in a backward."""
+    frame = currentframe()
+    while frame is not None:
+        code = frame.f_code
+        if code.co_filename == checkpoint.__file__ and code.co_name in ("unpack_hook", "backward"):
+            return True
+        frame = frame.f_back
+    return False

@@ -1,0 +1,86 @@
+"""What test_metrics runs, in one process and over processes."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from pipesched import Pipeline
+from pipesched.testing import reference_step
+from tests.support import places
+from tests.support.added_losses import Experts
+from tests.support.models import assert_as
+
+X = torch.randn(11, 8, generator=torch.Generator().manual_seed(0))
+Y = torch.randint(0, 4, (11,), generator=torch.Generator().manual_seed(1))
+
+
+def scores(outputs: Tensor, target: Tensor) -> dict[str, Any]:
+    return {
+        "accuracy": (outputs.argmax(-1) == target).float().mean(),
+        "loss_again": functional.cross_entropy(outputs, target),
+        "constant": 2,
+    }
+
+
+def model(*, adds: bool = False) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 8), Experts() if adds else nn.Tanh(), nn.Linear(8, 8), nn.Linear(8, 4))
+
+
+def values(pipe: Pipeline) -> dict[str, float]:
+    return {name: float(value) for name, value in pipe.metrics.items()}
+
+
+def measures(group: Any, schedule: str, inputs: str = "all", *, adds: bool = False) -> list[dict[str, float]]:
+    """The metrics of steps and of an evaluation; gradients are those of the loop."""
+    given = inputs == "all" or places.is_one_process(group) or not group.rank()
+    batch: Any = (X,) if given else ()
+    target = Y if given else None
+    found = []
+    expected, actual = model(adds=adds), model(adds=adds)
+    options: dict[str, Any] = {"loss_fn": functional.cross_entropy, "schedule": schedule, "num_microbatches": 3}
+    options |= {"boundaries": [1, 2, 3] if schedule == "zb-v" else [2], "seed": 1}
+    with Pipeline(actual, X[:2], **places.place(group, inputs), **options) as pipe:  # type: ignore[arg-type]
+        for step in range(2):
+            loss = pipe.step(*batch, target=target, metrics=scores)
+            found.append(values(pipe))
+            named = {"loss_fn": functional.cross_entropy, "num_microbatches": 3, "seed": 1}
+            assert torch.equal(loss, reference_step(expected, X, target=Y, step=step, **named))
+            if schedule != "chimera":  # whose gradients are equal within rounding
+                assert_as(pipe, expected)
+        pipe.step(*batch, target=target)
+        found.append(values(pipe))
+        pipe.eval()
+        pipe.evaluate(*batch, target=target, metrics=scores)
+        found.append(values(pipe))
+    return found
+
+
+def streams(group: Any) -> list[tuple[float, dict[str, float]]]:
+    options: dict[str, Any] = {"loss_fn": functional.cross_entropy, "schedule": "pipedream", "num_microbatches": 3}
+    options |= {"boundaries": [2], "seed": 1, "optimizer": lambda parameters: torch.optim.SGD(parameters, 0.1)}
+    with Pipeline(model(), X[:2], **places.place(group), **options) as pipe:
+        found = []
+        for step in range(4):
+            loss = pipe.step(X, target=Y, metrics=scores if step != 2 else None)
+            found.append((float(loss), values(pipe)))
+        last = pipe.flush()
+        assert last is not None
+        return [*found, (float(last), values(pipe))]
+
+
+def differ(group: Any) -> list[str]:
+    """One rank passes metrics, the other does not."""
+    said = []
+    for passed in (0, 1):
+        with Pipeline(
+            model(), X[:2], **places.place(group), loss_fn=functional.cross_entropy, schedule="1f1b", boundaries=[2]
+        ) as pipe:
+            loss = pipe.step(X, target=Y, metrics=scores if group.rank() == passed else None)
+            try:
+                said.append(f"{float(loss):.3f} {sorted(values(pipe))}")
+            except Exception as error:
+                said.append(str(error))
+    return said
