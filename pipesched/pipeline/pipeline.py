@@ -66,6 +66,7 @@ class Pipeline(ModuleInterface):
     With ``mesh=`` every process builds the Pipeline from the same model and arguments and trains its own stages. All
     processes call the same methods, by default with the same batch. ``gather_model()`` collects the trained weights.
     From the first step until that call, calling, copying or saving the model itself raises ExecutionError.
+    ``clip_grad_norm_()`` clips the gradients of all ranks; torch's own function would clip those of each rank apart.
 
     Args:
         model: any nn.Module. Or a list of modules, each taking the output of the one before; with as many modules as
@@ -98,7 +99,8 @@ class Pipeline(ModuleInterface):
         compile: True compiles layers with torch.compile; a dict holds arguments for it. Default: False.
         plan: a Plan to run, in place of schedule, num_microbatches, num_stages, boundaries, together and checkpoint.
         search: options of the search for a plan, such as ``Search(memory_limit_bytes=16 << 30)``.
-        numerics: how batches are split and losses weighted, such as ``Numerics(batch_norm="mini-batch")``.
+        numerics: how batches are split, losses weighted and gradients clipped, such as
+            ``Numerics(batch_norm="mini-batch")``.
         distributed: options of a mesh, such as ``Distributed(timeout=300)``.
 
     Raises:
