@@ -67,6 +67,7 @@ class Pipeline(ModuleInterface):
     With ``mesh=`` every process builds the Pipeline from the same model and arguments and trains its own stages. All
     processes call the same methods, by default with the same batch. ``gather_model()`` collects the trained weights.
     From the first step until that call, calling, copying or saving the model itself raises ExecutionError.
+    ``clip_grad_norm_()`` clips the gradients of all ranks; torch's own function would clip those of each rank apart.
 
     Args:
         model: an nn.Module; a list of modules, each of which takes the output of the previous module; a function that
@@ -100,7 +101,8 @@ class Pipeline(ModuleInterface):
         compile: True compiles layers with torch.compile; a dict gives its keyword arguments. Default: False.
         plan: a Plan to run, in place of schedule, num_microbatches, num_stages, boundaries, together and checkpoint.
         search: options of the search for a plan, such as ``Search(memory_limit_bytes=16 << 30)``.
-        numerics: how batches are split and losses weighted, such as ``Numerics(batch_norm="mini-batch")``.
+        numerics: how batches are split, losses weighted and gradients clipped, such as
+            ``Numerics(batch_norm="mini-batch")``.
         distributed: options of a mesh, such as ``Distributed(timeout=300)``.
 
     Raises:
