@@ -42,7 +42,6 @@ class StepRunner:
         has_loss_fn: whether there is a loss function, which needs a target.
         guard: refuses calls that would use stale weights.
         memory: checks batches against the memory limits.
-        seed: the seed of all random numbers.
         intra_op_threads: CPU threads per rank.
 
     """
@@ -56,7 +55,6 @@ class StepRunner:
         has_loss_fn: bool,
         guard: StaleGuard,
         memory: MemoryForecast,
-        seed: int,
         intra_op_threads: int,
     ) -> None:
         self._running = running
@@ -65,7 +63,6 @@ class StepRunner:
         self._has_loss_fn = has_loss_fn
         self._guard = guard
         self._memory = memory
-        self._seed = seed
         self._intra_op_threads = intra_op_threads
 
     def step(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, **wanted: bool) -> Any:
@@ -89,7 +86,7 @@ class StepRunner:
         if assembly.programs.streams:
             return self._enqueue(call)
         programs = assembly.programs.of(len(call.batch.rows))
-        step_data = call.step_data(self._seed, running.step)
+        step_data = call.step_data(running.seed, running.step)
         run_spec = self._run_spec(programs.training, step_data, assembly.stages, programs.uses)
         with assembly.delivering(), assembly.norms.counting():
             running.runs.append(running.host.run(run_spec, call.batch, grad=True))
@@ -141,7 +138,7 @@ class StepRunner:
         assembly = self._running.assembly
         program = assembly.programs.of(len(call.batch.rows)).open_pass
         forwards, backwards = halves(program)
-        step_data = call.step_data(self._seed, self._running.step)
+        step_data = call.step_data(self._running.seed, self._running.step)
         stages = {index: stage.fresh() for index, stage in assembly.stages.items()}
         run_spec = self._run_spec(program, step_data, stages)
         with assembly.norms.counting():
@@ -211,7 +208,7 @@ class StepRunner:
         if stream is not None and (stream.caller, stream.segments) != (caller, segments):
             running.flush()
         if stream is None or not stream.open:
-            step_data = StepData(self._seed, running.step, [])
+            step_data = StepData(running.seed, running.step, [])
             stages = running.assembly.stages
             stream = Stream(running.host, segments, stages, step_data, caller, running.runs.append)
             running.stream = stream
@@ -246,7 +243,7 @@ class StepRunner:
     def _infer(self, call: StepCall) -> StepData:
         running = self._running
         programs = running.assembly.programs.of(len(call.batch.rows))
-        step_data = call.step_data(self._seed, running.step)
+        step_data = call.step_data(running.seed, running.step)
         with running.assembly.norms.counting():
             run_spec = self._run_spec(programs.inference, step_data, running.assembly.stages)
             running.host.run(run_spec, call.batch, grad=False)
