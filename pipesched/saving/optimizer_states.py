@@ -32,8 +32,11 @@ def as_optimizers(given: GivenOptimizers | None, run: LiveRun) -> list[Optimizer
         InputError: optimizers were passed to a pipeline that has its own.
 
     """
-    values = given.values() if isinstance(given, Mapping) else [given] if isinstance(given, Optimizer) else given or ()
-    optimizers = list(values)
+    if isinstance(given, Mapping):
+        optimizers = list(given.values())
+    else:
+        values: Any = [] if given is None else given
+        optimizers = list(values) if isinstance(values, list | tuple) else [values]
     for optimizer in optimizers:
         check_type(optimizer, Optimizer, "optimizer must be a torch.optim.Optimizer, or several", "pass the optimizer")
     if run.optimizers is None:

@@ -26,8 +26,9 @@ def checkpoint_folders(path: Path) -> list[Path]:
     folders = checkpoints_in(path)
     if not any((folder / MANIFEST).exists() for folder in folders):
         raise MissingCheckpointError(
-            f"a path to load must hold a checkpoint, or folders of checkpoints that keep= has made; {path} "
-            f"{'holds neither' if path.exists() else 'does not exist'}; check the path, or save first"
+            f"a path to load must hold a checkpoint, or the folders that keep= has made; {path} "
+            f"{f'has neither {MANIFEST} nor folders with one' if path.exists() else 'does not exist'}; check the path, "
+            f"or save first"
         )
     return folders
 

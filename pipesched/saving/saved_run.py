@@ -49,12 +49,12 @@ class SavedRun:
 
 def merged(parts: Iterable[Mapping[str, Any]], where: str) -> dict[str, Any]:
     """Merge the values of all processes. Raises CheckpointError if two processes saved the same name."""
-    found: dict[str, Any] = {"groups": []}
+    found: dict[str, Any] = {}
     for part in parts:
-        offset = len(found["groups"])
+        offset = len(found.get("groups", ()))
         for word, value in part.items():
             if word == "groups":
-                found["groups"] += value
+                found.setdefault(word, []).extend(value)
                 continue
             for name, own in value.items():
                 if word == "parameters":

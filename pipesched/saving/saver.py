@@ -18,7 +18,7 @@ from pipesched.saving.reading import OpenCheckpoint, checkpoint_folders, given_s
 from pipesched.saving.restoring import Restored, Restoring
 from pipesched.saving.saved_run import Part, SavedRun
 from pipesched.saving.together import Work, agreed, exchanged, together
-from pipesched.saving.writing import Target, begin, copied, write
+from pipesched.saving.writing import Target, begin, check_shared, copied, write
 from pipesched.user_warning import warn
 
 __all__ = ["Saver"]
@@ -59,6 +59,7 @@ class Saver:
             process=run.process,
             num_processes=run.num_processes,
         )
+        agreed(host, lambda: check_shared(target))
         hurry = self._hurry = Event()
         if not asynchronous:
             work = Work(lambda: write(target, part, run.facts, hurry))

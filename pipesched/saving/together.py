@@ -93,7 +93,7 @@ def together(host: RankHost, work: Work[T], hurry: Event | None = None) -> T:
     Args:
         host: the host of the ranks.
         work: the work, which has been started.
-        hurry: set if the pipeline fails, so that the work does not wait long for other processes. Default: nothing.
+        hurry: set if a process fails, so that the work does not wait long for other processes. Default: nothing.
 
     """
     if not isinstance(host, MeshRanks):
@@ -106,6 +106,8 @@ def together(host: RankHost, work: Work[T], hurry: Event | None = None) -> T:
             outcomes = exchanged(host, work.outcome if done else None)
             if None not in outcomes:
                 break
+            if hurry is not None and any(outcome is not None and outcome[0] for outcome in outcomes):
+                hurry.set()
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
     except BaseException:
         if hurry is not None:

@@ -28,12 +28,12 @@ from pipesched.saving.saved_run import Part
 from pipesched.saving.tensor_files import write_tensors
 from pipesched.units import quote_bytes
 
-__all__ = ["Target", "begin", "copied", "write"]
+__all__ = ["Target", "begin", "check_shared", "copied", "write"]
 
 _FIRST_PAUSE_S = 0.001
 _LONGEST_PAUSE_S = 0.2
 _PATIENCE_S = 300.0  # without a new byte of another process
-_HURRIED_S = 5.0  # the same, after a failure of the pipeline
+_HURRIED_S = 10.0  # the same, after a failure of the pipeline
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +64,15 @@ def begin(folder: Path) -> str:
     """
     with _explained(folder):
         return new_data_folder(folder)
+
+
+def check_shared(target: Target) -> None:
+    """Raise CheckpointError if this process does not see the data folder that the first process has made."""
+    if not target.data_folder.is_dir():
+        raise CheckpointError(
+            f"all ranks must see the same file system; {target.data_folder}, which rank 0 has made, does not exist on "
+            f"rank {target.process}; pass the same path on every rank, on a file system that all hosts share"
+        )
 
 
 def write(target: Target, part: Part, facts: Facts, hurry: Event) -> None:
@@ -110,11 +119,6 @@ def _name(process: int) -> str:
 
 
 def _write_part(target: Target, name: str, part: Part) -> None:
-    if not target.data_folder.is_dir():
-        raise CheckpointError(
-            f"all ranks must see the same file system; {target.data_folder}, which rank 0 has made, does not exist on "
-            f"rank {target.process}; pass a path on a file system that all hosts share"
-        )
     file = f"{name}.safetensors"
     written = write_tensors(target.data_folder / file, part.tensors)
     entries = {key: asdict(replace(entry, file=file)) for key, entry in part.entries.items()}
