@@ -7,11 +7,13 @@ from typing import Any
 
 from torch import nn
 
+from pipesched.checks import as_path
 from pipesched.pipeline.gathering import named_tensors
 from pipesched.pipeline.module_interface import ModuleInterface
 from pipesched.pipeline.options import Numerics
 from pipesched.pipeline.running_plan import RunningPlan
 from pipesched.planning.plan import Plan
+from pipesched.saving.exported_weights import export_weights
 from pipesched.saving.live_run import Facts, LiveRun
 from pipesched.saving.names import own_names
 from pipesched.saving.optimizer_states import GivenOptimizers
@@ -167,6 +169,34 @@ class SavingInterface(ModuleInterface):
 
         """
         return self._loaded(lambda run: self._saver.load_training_state(run, state, (optimizer, scheduler, extra)))
+
+    def save_weights(self, folder: str | PathLike[str]) -> None:
+        """Write the model's weights as Hugging Face's ``save_pretrained`` does, for other programs. Collective.
+
+        ::
+
+            pipe.save_weights("gpt")
+            model = AutoModelForCausalLM.from_pretrained("gpt")
+            pipe = Pipeline(build, sample, init="gpt", devices=devices)
+
+        Each process writes its own weights to a safetensors file, ``model-00001-of-00002.safetensors``; the first
+        writes the index and, if the model has one, its configuration. The names are those of the model's
+        ``state_dict``; tied weights come once, and those of a loss module are left out. Weights that are in the folder
+        already are replaced.
+
+        Args:
+            folder: the folder, on a file system that all ranks share.
+
+        Raises:
+            CheckpointError: writing failed.
+
+        """
+        run = self._live_run()
+        weights = {**run.parameters, **run.buffers}
+        own = {name: tensor for name, tensor in weights.items() if name not in run.caches}
+        if len(self._roots) > 1:
+            own = {name: tensor for name, tensor in own.items() if not name.startswith("loss_fn.")}
+        export_weights(as_path(folder), own, self.model, run.host, run.process)
 
     def _loaded(self, load: Callable[[LiveRun], Restored]) -> Restored:
         run = self._live_run()

@@ -15,10 +15,12 @@ from pipesched.checks import shown
 from pipesched.errors import CheckpointError, DamagedCheckpointError, MissingCheckpointError, PipeschedError
 from pipesched.json_files import parse_json
 
-__all__ = ["MANIFEST", "VERSION", "FileEntry", "Manifest", "TensorEntry", "dumped", "hash_of", "parsed"]
+__all__ = ["KINDS", "MANIFEST", "VERSION", "FileEntry", "Manifest", "TensorEntry", "dumped", "hash_of", "parsed"]
 
 MANIFEST = "manifest.json"
 VERSION = 1
+#: The kinds of stored tensors.
+KINDS = ("parameter", "buffer", "module state", "optimizer state", "scheduler state", "extra state")
 _FORMAT = "pipesched checkpoint"
 _DEEPEST = 128  # levels of nesting in the files of a checkpoint, which hold the user's own nested values
 _BLOCK = 1 << 20
@@ -36,7 +38,7 @@ class FileEntry:
 class TensorEntry:
     """A stored tensor."""
 
-    #: "parameter", "buffer", "optimizer state", "scheduler state", "module state" or "extra state".
+    #: One of `KINDS`.
     kind: str
     #: The name of the parameter, buffer, module, scheduler or extra object that it belongs to.
     name: str

@@ -12,13 +12,14 @@ from pipesched.errors import CheckpointError, DamagedCheckpointError, InputError
 from pipesched.runtime.rank_host import MeshRanks
 from pipesched.saving.capturing import capture
 from pipesched.saving.folders import folder_for
+from pipesched.saving.host_buffers import HostBuffers
 from pipesched.saving.live_run import LiveRun
 from pipesched.saving.optimizer_states import GivenOptimizers
 from pipesched.saving.reading import OpenCheckpoint, checkpoint_folders, given_state
 from pipesched.saving.restoring import Restored, Restoring
 from pipesched.saving.saved_run import Part, SavedRun
-from pipesched.saving.together import Work, agreed, exchanged, together
-from pipesched.saving.writing import Target, begin, check_shared, copied, write
+from pipesched.saving.together import Work, agreed, exchanged, in_all, together
+from pipesched.saving.writing import Target, begin, check_shared, write
 from pipesched.user_warning import warn
 
 __all__ = ["Saver"]
@@ -30,6 +31,7 @@ class Saver:
     def __init__(self) -> None:
         self._work: Work[None] | None = None
         self._hurry = Event()
+        self._buffers = HostBuffers()
 
     def save(
         self,
@@ -69,11 +71,11 @@ class Saver:
                 work.run()
             together(host, work, hurry)
             return
-        tensors, wait = agreed(host, lambda: copied(part.tensors))
-        copy = Part(tensors, part.entries, part.values)
+        buffers = self._buffers
+        copy = Part(agreed(host, lambda: buffers.copied(part.tensors)), part.entries, part.values)
 
         def write_copy() -> None:
-            wait()
+            buffers.wait()
             write(target, copy, run.facts, hurry)
 
         self._work = Work(write_copy)
@@ -170,7 +172,7 @@ def _prepared(
         checkpoint.check_files_of(restoring.keys)
         return checkpoint, restoring
 
-    checkpoint, restoring = _in_all(run, prepare)
+    checkpoint, restoring = in_all(run.host, prepare)
     digests = exchanged(run.host, hashlib.sha256(checkpoint.text).hexdigest())
     others = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
     if others:
@@ -181,19 +183,9 @@ def _prepared(
     return checkpoint, restoring
 
 
-def _in_all(run: LiveRun, make: Any) -> Any:
-    """Return ``make()``, which may take long in some processes. If it raises in one process, all raise. Collective."""
-    work: Work[Any] = Work(make)
-    if isinstance(run.host, MeshRanks):
-        work.start()
-    else:
-        work.run()
-    return together(run.host, work)
-
-
 def _apply(run: LiveRun, saved: SavedRun, restoring: Restoring) -> Restored:
     restoring.warn_of_left()
-    states = _in_all(run, lambda: restoring.extra_states(saved.read))
+    states = in_all(run.host, lambda: restoring.extra_states(saved.read))
     agreed(run.host, lambda: restoring.load_objects(states))  # the user's code may raise: nothing else has changed yet
-    _in_all(run, lambda: restoring.apply(saved.read))
+    in_all(run.host, lambda: restoring.apply(saved.read))
     return Restored(step=saved.facts.step, seed=saved.facts.seed, extra=states)

@@ -8,7 +8,7 @@ from typing import Any, Generic, TypeVar
 from pipesched.errors import CheckpointError, DamagedCheckpointError, MissingCheckpointError, PipeschedError
 from pipesched.runtime.rank_host import MeshRanks, RankHost
 
-__all__ = ["Work", "agreed", "exchanged", "together"]
+__all__ = ["Work", "agreed", "exchanged", "in_all", "together"]
 
 T = TypeVar("T")
 
@@ -117,6 +117,16 @@ def together(host: RankHost, work: Work[T], hurry: Event | None = None) -> T:
         raise
     _raise_any(outcomes, work)
     return work.result
+
+
+def in_all(host: RankHost, make: Callable[[], T]) -> T:
+    """Return ``make()``, which may take long in some processes. If it raises in one, all raise. Collective."""
+    work = Work(make)
+    if isinstance(host, MeshRanks):
+        work.start()
+    else:
+        work.run()
+    return together(host, work)
 
 
 def _raise_any(outcomes: Sequence[Any], work: Work[Any]) -> None:

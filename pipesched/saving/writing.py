@@ -10,7 +10,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -18,7 +18,6 @@ from threading import Event
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from pipesched.errors import CheckpointError
 from pipesched.saving.folders import commit, keep_newest, new_data_folder, write_whole
@@ -28,7 +27,7 @@ from pipesched.saving.saved_run import Part
 from pipesched.saving.tensor_files import write_tensors
 from pipesched.units import quote_bytes
 
-__all__ = ["Target", "begin", "check_shared", "copied", "write"]
+__all__ = ["Target", "begin", "check_shared", "explained", "write"]
 
 _FIRST_PAUSE_S = 0.001
 _LONGEST_PAUSE_S = 0.2
@@ -62,7 +61,7 @@ def begin(folder: Path) -> str:
 
     Raises CheckpointError if that fails.
     """
-    with _explained(folder):
+    with explained(folder):
         return new_data_folder(folder)
 
 
@@ -91,7 +90,7 @@ def write(target: Target, part: Part, facts: Facts, hurry: Event) -> None:
     """
     name = _name(target.process)
     try:
-        with _explained(target.folder):
+        with explained(target.folder):
             _write_part(target, name, part)
     except CheckpointError as error:
         _report(target, error)
@@ -104,7 +103,7 @@ def write(target: Target, part: Part, facts: Facts, hurry: Event) -> None:
     if target.process == 0:
         try:
             manifest = _manifest(target, facts, _parts(target, hurry))
-            with _explained(target.folder):
+            with explained(target.folder):
                 commit(target.folder, manifest)
         except BaseException:
             shutil.rmtree(target.data_folder, ignore_errors=True)
@@ -218,7 +217,7 @@ def _manifest(target: Target, facts: Facts, parts: Mapping[str, tuple[FileEntry,
 
 
 @contextmanager
-def _explained(folder: Path) -> Iterator[None]:
+def explained(folder: Path) -> Iterator[None]:
     """A context that turns errors of the file system into CheckpointErrors with a remedy."""
     try:
         yield
@@ -232,36 +231,3 @@ def _explained(folder: Path) -> Iterator[None]:
             f"a checkpoint must be written completely; writing {error.filename or folder} failed ({error.strerror}"
             f"{free}); {remedy}, or pass another path; a checkpoint that was there before is intact"
         ) from error
-
-
-def copied(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], Callable[[], None]]:
-    """Copy tensors to the host's memory; return the copies, and a function that waits until they are complete.
-
-    Copies from a CUDA device go to pinned memory on a stream of their own. The current stream of the device waits for
-    them, so later updates do not change the numbers; the host does not wait.
-    """
-    copies: dict[str, Tensor] = {}
-    events: list[torch.cuda.Event] = []
-    for device in {tensor.device for tensor in tensors.values() if tensor.device.type == "cuda"}:
-        own = {key: tensor for key, tensor in tensors.items() if tensor.device == device}
-        current = torch.cuda.current_stream(device)
-        side = torch.cuda.Stream(device)
-        side.wait_stream(current)
-        with torch.cuda.stream(side):
-            for key, tensor in own.items():
-                copies[key] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-                copies[key].copy_(tensor, non_blocking=True)
-                tensor.record_stream(side)
-            event = torch.cuda.Event()
-            event.record(side)
-        current.wait_event(event)
-        events.append(event)
-    for key, tensor in tensors.items():
-        if key not in copies:
-            copies[key] = tensor.to("cpu", copy=True)
-
-    def wait() -> None:
-        for event in events:
-            event.synchronize()
-
-    return {key: copies[key] for key in tensors}, wait

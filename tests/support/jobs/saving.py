@@ -143,3 +143,8 @@ def load_step(group: Group, path: str) -> int:
 def unequal_paths(group: Group, path: str) -> list[str]:
     with piped(group) as pipe:
         return [error_of(lambda: pipe.save(f"{path}-{0 if is_one_process(group) else group.rank()}"))]
+
+
+def save_weights(group: Group, path: str, seed: int) -> None:
+    with piped(group, layers(seed)) as pipe:
+        pipe.save_weights(path)
