@@ -5,12 +5,15 @@ Every message states the broken rule, where and with which numbers it was broken
 
 __all__ = [
     "ArgumentError",
+    "CheckpointError",
+    "DamagedCheckpointError",
     "DeadlockError",
     "DeviceCountError",
     "ExecutionError",
     "GraphError",
     "InputError",
     "MemoryLimitError",
+    "MissingCheckpointError",
     "ModelTypeError",
     "PartitionError",
     "PipeschedError",
@@ -60,3 +63,15 @@ class ArgumentError(InputError, TypeError):
 
 class ExecutionError(PipeschedError, RuntimeError):
     """A pipeline failed while running, for a reason other than an exception of the user's code."""
+
+
+class CheckpointError(PipeschedError, RuntimeError):
+    """A checkpoint cannot be written, or does not fit the pipeline that loads it."""
+
+
+class DamagedCheckpointError(CheckpointError):
+    """A checkpoint is incomplete or changed: a file is missing, cut off or different from its hash."""
+
+
+class MissingCheckpointError(CheckpointError, FileNotFoundError):
+    """There is no checkpoint at a path."""

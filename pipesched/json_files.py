@@ -32,18 +32,22 @@ def load_json(path: str | PathLike[str], make: Callable[[Any], _Made]) -> _Made:
         raise ScheduleError(f"{path}: {error}") from error
 
 
-def parse_json(text: str | bytes) -> Any:
+def parse_json(text: str | bytes, deepest: int = _DEEPEST) -> Any:
     """Parse JSON text. NaN is accepted; callers must check the numbers.
 
+    Args:
+        text: the text.
+        deepest: the most levels of nesting. Default: 32.
+
     Raises:
-        ScheduleError: the text is not JSON, repeats a key, nests deeper than 32 levels, or holds an integer of more
-            than 64 bits or a string that is not valid Unicode.
+        ScheduleError: the text is not JSON, repeats a key, nests deeper than ``deepest`` levels, or holds an integer
+            of more than 64 bits or a string that is not valid Unicode.
 
     """
     try:
         values = json.loads(text, object_pairs_hook=_once)
     except RecursionError:
-        raise _too_deep() from None
+        raise _too_deep(deepest) from None
     except ScheduleError:
         raise
     except ValueError as error:  # states line and column, or for undecodable bytes the offset
@@ -51,8 +55,8 @@ def parse_json(text: str | bytes) -> Any:
     level = [values]
     depth = 0
     while level:
-        if depth > _DEEPEST:
-            raise _too_deep()
+        if depth > deepest:
+            raise _too_deep(deepest)
         level = _parts(level)
         depth = depth + 1
     return values
@@ -71,10 +75,9 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return values
 
 
-def _too_deep() -> ScheduleError:
+def _too_deep(deepest: int) -> ScheduleError:
     return ScheduleError(
-        f"lists and mappings in a file may be nested at most {_DEEPEST} deep; this file nests them deeper; save it "
-        f"again"
+        f"lists and mappings in a file may be nested at most {deepest} deep; this file nests them deeper; save it again"
     )
 
 

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import click
 
 from pipesched import __version__, schedules
+from pipesched.cli.checkpoint_command import checkpoint
 from pipesched.cli.model_commands import graph, report, tune
 from pipesched.cli.options import FILE, INPUT, MICROBATCHES, RANKS, read_links, write
 from pipesched.errors import PipeschedError, ScheduleError
@@ -41,7 +42,7 @@ class _Commands(click.Group):
 def main() -> None:
     """Simulate, draw, check and compare pipeline schedules, and plan pipelines for models.
 
-    list, show, check, compare and report need neither torch nor a GPU; graph and tune run a model.
+    list, show, check, compare, report and checkpoint need neither torch nor a GPU; graph and tune run a model.
 
     \b
     Examples:
@@ -50,7 +51,7 @@ def main() -> None:
     """
 
 
-for _command in (report, graph, tune):
+for _command in (report, graph, tune, checkpoint):
     main.add_command(_command)
 
 

@@ -123,7 +123,7 @@ class Initial:
 
     def __init__(self, model: nn.Module, init: Init | None, seed: int, loss_fn: Any = None) -> None:
         self._model = model
-        self._seed = seed
+        self.seed = seed
         self._empty = lacks_contents(model)
         if init is not None and not self._empty:
             raise InputError(
@@ -225,7 +225,7 @@ class Initial:
         for _, tensor, full in held:
             give_contents(tensor, full)
         for name, module in unit.modules:
-            with _drawing(self._seed, name), torch.no_grad():
+            with _drawing(self.seed, name), torch.no_grad():
                 reset = getattr(module, "reset_parameters", getattr(module, "_reset_parameters", None))
                 if callable(reset):
                     reset()

@@ -128,4 +128,5 @@ def start(
     assembly = Assembly(spec, host, programs, stage_cut)
     assembly.take_over()
     splitter = replace(splitter, num_microbatches=programs.num_microbatches, fixed=programs.fixed)
-    return RunningPlan(host=host, assembly=assembly, splitter=splitter)
+    updates = spec.optimizer is not None
+    return RunningPlan(host=host, assembly=assembly, splitter=splitter, seed=spec.initial.seed, updates=updates)

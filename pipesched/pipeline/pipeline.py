@@ -1,6 +1,7 @@
 """Pipeline: wraps a model and trains it across several devices with a pipeline schedule."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any, Literal, Self, overload
 
 import torch
@@ -21,10 +22,10 @@ from pipesched.pipeline.construction import check_functions, choose_plan, ending
 from pipesched.pipeline.cost_book import CostBook
 from pipesched.pipeline.gathering import gather_model, merged_state, place_weights
 from pipesched.pipeline.memory_forecast import MemoryForecast
-from pipesched.pipeline.module_interface import ModuleInterface
 from pipesched.pipeline.options import Distributed, Numerics, Search, as_options
 from pipesched.pipeline.replan import Replanner
 from pipesched.pipeline.sample_form import MISFITS, CallForm, check_form
+from pipesched.pipeline.saving_interface import SavingInterface
 from pipesched.pipeline.step_history import StepHistory
 from pipesched.pipeline.step_runner import StepRunner
 from pipesched.planning.pins import Boundaries, Pins
@@ -49,7 +50,7 @@ from pipesched.torch_checks import as_call, as_function, as_seed
 __all__ = ["Pipeline"]
 
 
-class Pipeline(ModuleInterface):
+class Pipeline(SavingInterface):
     """A model that trains in pipeline stages, on the devices of this process or on the ranks of a mesh.
 
     ::
@@ -152,12 +153,13 @@ class Pipeline(ModuleInterface):
         own_seed = torch.initial_seed() if seed is None else as_seed(seed)
         host = host_for(devices, mesh, threads, distributed.timeout, distributed.inputs)
         with ending_on_error(host):
-            self._seed = host.agreed(lambda: own_seed)
-            module = built(chain, self._seed)
+            run_seed = host.agreed(lambda: own_seed)
+            module = built(chain, run_seed)
             layers = layered(module, call, whole_layers)
-            initial = Initial(module, init, self._seed, loss_fn)
+            initial = Initial(module, init, run_seed, loss_fn)
             super().__init__(module, loss_fn)
             self._parameter_order = ParameterOrder(self._roots)
+            self._numerics = numerics
             self._form = CallForm.of(*call) if distributed.inputs == "all" or host.holds(0) else None
             self._spec = AssemblySpec(
                 model=module,
@@ -240,7 +242,6 @@ class Pipeline(ModuleInterface):
             has_loss_fn=loss_fn is not None,
             guard=self._guard,
             memory=self._memory,
-            seed=self._seed,
             intra_op_threads=threads,
         )
         self._replanner = Replanner(
@@ -746,18 +747,20 @@ class Pipeline(ModuleInterface):
 
         The model keeps its weights. Under a mesh it lacks the weights trained by other ranks; see ``gather_model``.
         """
-        try:
+        host = self._running.host
+        failed = isinstance(host, MeshRanks) and host.executor.closed
+        with ExitStack() as stack:
+            stack.callback(host.close)
+            stack.callback(self._saver.close, failed=failed)
             self.flush()
-        finally:
-            self._running.host.close()
 
     def __repr__(self) -> str:
         return str(self._running)
 
     def __reduce__(self) -> Any:
         raise TypeError(
-            "a Pipeline cannot be copied or pickled, because it owns threads; save its state_dict() and plan, and make "
-            "a new Pipeline from them"
+            "a Pipeline cannot be copied or pickled, because it owns threads; save it with save(), and load() it into "
+            "a new Pipeline"
         )
 
     def __enter__(self) -> Self:

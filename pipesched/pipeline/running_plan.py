@@ -35,6 +35,8 @@ class RunningPlan:
     host: RankHost
     assembly: Assembly
     splitter: Splitter
+    seed: int  #: the seed of all random numbers
+    updates: bool  #: whether ``optimizer=`` makes the updates part of a step
     stream: Stream | None = None  #: the steps under way of an asynchronous schedule
     step: int = 0  #: the number of steps begun
     runs: deque[Timeline] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))  #: the timelines of the last steps

@@ -48,7 +48,6 @@ class StepRunner:
         has_loss_fn: whether there is a loss function, which needs a target.
         guard: refuses calls that would use stale weights.
         memory: checks batches against the memory limits.
-        seed: the seed of all random numbers.
         intra_op_threads: CPU threads per rank.
 
     """
@@ -62,7 +61,6 @@ class StepRunner:
         has_loss_fn: bool,
         guard: StaleGuard,
         memory: MemoryForecast,
-        seed: int,
         intra_op_threads: int,
     ) -> None:
         self._running = running
@@ -71,7 +69,6 @@ class StepRunner:
         self._has_loss_fn = has_loss_fn
         self._guard = guard
         self._memory = memory
-        self._seed = seed
         self._intra_op_threads = intra_op_threads
         self._nonfinite = NonfiniteReaction()
         #: The named scalars of the last step or evaluation.
@@ -98,7 +95,7 @@ class StepRunner:
         if assembly.programs.streams:
             return self._enqueue(call, metrics)
         programs = assembly.programs.of(len(call.batch.rows))
-        step_data = call.step_data(self._seed, running.step, metrics)
+        step_data = call.step_data(running.seed, running.step, metrics)
         rules = assembly.rules
         if rules is not None:
             step_data.loss_scale = rules.loss_scale(running.host.devices[programs.plain.output_rank])
@@ -168,7 +165,7 @@ class StepRunner:
         assembly = self._running.assembly
         program = assembly.programs.of(len(call.batch.rows)).open_pass
         forwards, backwards = halves(program)
-        step_data = call.step_data(self._seed, self._running.step)
+        step_data = call.step_data(self._running.seed, self._running.step)
         step_data.outside_loss = True
         stages = {index: stage.fresh() for index, stage in assembly.stages.items()}
         run_spec = self._run_spec(program, step_data, stages)
@@ -259,7 +256,7 @@ class StepRunner:
         if stream is not None and (stream.caller, stream.segments) != (caller, segments):
             running.flush()
         if stream is None or not stream.open:
-            step_data = StepData(self._seed, running.step, [])
+            step_data = StepData(running.seed, running.step, [])
             stages = running.assembly.stages
             kind = call.method, self._model.training
             stream = Stream(running.host, segments, stages, step_data, caller, running.runs.append, self.metrics, kind)
@@ -295,7 +292,7 @@ class StepRunner:
     def _infer(self, call: StepCall, metrics: Metrics | None = None) -> StepData:
         running = self._running
         programs = running.assembly.programs.of(len(call.batch.rows))
-        step_data = call.step_data(self._seed, running.step, metrics)
+        step_data = call.step_data(running.seed, running.step, metrics)
         with running.assembly.norms.counting():
             run_spec = self._run_spec(programs.inference, step_data, running.assembly.stages)
             running.host.run(run_spec, call.batch, grad=False)

@@ -18,10 +18,10 @@ from pipesched.runtime.stage.gradient_rules import GradientRules
 from pipesched.runtime.stage.stage import Stage
 from pipesched.tensors.payload import pytree
 
-__all__ = ["Inheritance", "optimizers_for"]
+__all__ = ["NO_SETTINGS", "Inheritance", "near", "optimizers_for"]
 
 _Group = dict[str, Any]
-_NO_SETTINGS = ("params", "param_names")  # keys of a parameter group that are not settings
+NO_SETTINGS = ("params", "param_names")  # keys of a parameter group that are not settings
 
 
 @dataclass(frozen=True)
@@ -68,8 +68,8 @@ class Inheritance:
             group_of = {p: group for group, p in (_members(made) if made else ())}
             group_of |= {p: held[p][1] for p in parameters if p in held}
             states = {p: held[p][0].state for p in parameters if p in held and p in held[p][0].state}
-            near: dict[Tensor, Any] = {p: _near(state[p], p, group_of[p]) for p, state in states.items()}
-            self._heirs[index] = _Heir(optimizer, _regrouped(optimizer, parameters, group_of), near)
+            placed: dict[Tensor, Any] = {p: near(state[p], p, group_of[p]) for p, state in states.items()}
+            self._heirs[index] = _Heir(optimizer, _regrouped(optimizer, parameters, group_of), placed)
         #: Stages with a new optimizer, which no learning rate scheduler changes although a scheduler changes the old
         #: optimizers.
         self.undriven = [i for i in self._heirs if i not in before and any("initial_lr" in g for _, g in held.values())]
@@ -135,8 +135,8 @@ def _regrouped(
 
 
 def _same_settings(one: _Group, other: _Group) -> bool:
-    keys = one.keys() - _NO_SETTINGS
-    return keys == other.keys() - _NO_SETTINGS and all(_equal(one[key], other[key]) for key in keys)
+    keys = one.keys() - NO_SETTINGS
+    return keys == other.keys() - NO_SETTINGS and all(_equal(one[key], other[key]) for key in keys)
 
 
 def _equal(one: Any, other: Any) -> bool:
@@ -145,7 +145,7 @@ def _equal(one: Any, other: Any) -> bool:
     return type(one) is type(other) and bool(one == other)
 
 
-def _near(state: Any, parameter: nn.Parameter, group: _Group) -> Any:
+def near(state: Any, parameter: nn.Parameter, group: _Group) -> Any:
     """Move a parameter's optimizer state to the parameter's device.
 
     A step count on the host stays there, unless the optimizer counts steps on the device.

@@ -1,0 +1,294 @@
+"""Saving interface: the methods of a pipeline that save it and load what was saved."""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from os import PathLike
+from typing import Any
+
+from torch import nn
+
+from pipesched.checks import as_path
+from pipesched.pipeline.gathering import named_tensors
+from pipesched.pipeline.module_interface import ModuleInterface
+from pipesched.pipeline.options import Numerics
+from pipesched.pipeline.running_plan import RunningPlan
+from pipesched.planning.plan import Plan
+from pipesched.saving.exported_weights import export_weights
+from pipesched.saving.live_run import Facts, LiveRun
+from pipesched.saving.names import own_names
+from pipesched.saving.optimizer_states import GivenOptimizers
+from pipesched.saving.restoring import Restored
+from pipesched.saving.saver import Saver
+
+__all__ = ["SavingInterface"]
+
+
+class SavingInterface(ModuleInterface):
+    """The methods of a pipeline that save it and load what was saved."""
+
+    _running: RunningPlan
+    _numerics: Numerics
+
+    def __init__(self, model: nn.Module, loss_fn: Callable[[Any, Any], Any] | None) -> None:
+        super().__init__(model, loss_fn)
+        self._saver = Saver()
+        self._described: tuple[object, dict[str, Any]] | None = None
+
+    def save(
+        self,
+        path: str | PathLike[str],
+        *,
+        optimizer: GivenOptimizers | None = None,
+        scheduler: Any = None,
+        extra: Mapping[str, Any] | None = None,
+        asynchronous: bool = False,
+        keep: int | None = None,
+    ) -> None:
+        """Save the run, so that it continues under any plan with the bits of a run that never stopped.
+
+        ::
+
+            pipe.save("checkpoint", optimizer=optimizer, scheduler=scheduler)
+            pipe.save("checkpoints", optimizer=optimizer, keep=3)  # checkpoints/step-00000100, ...
+
+        A checkpoint holds parameters, buffers, optimizer states, the count of steps, the seed and the plan, in
+        safetensors and JSON files with hashes. It does not hold gradients: save between ``optimizer.step()`` and the
+        next ``step()``. The checkpoint that was at ``path`` stays usable until the new one is complete, also if the
+        save is killed or the disk is full. Under a mesh every rank calls the method, and writes its own stages to
+        a file system that all share.
+
+        Args:
+            path: the folder of the checkpoint; with ``keep`` the folder of several.
+            optimizer: the optimizer of ``pipe.parameters()``, or several. Default: None; a pipeline with ``optimizer=``
+                saves its own.
+            scheduler: the learning rate scheduler, or a list or a dict by stage. Default: None.
+            extra: objects with ``state_dict()``, or values of plain types, tensors and numpy numbers, by name. Default:
+                None.
+            asynchronous: copy the tensors to the host's memory and return, while a thread writes. The next ``save``,
+                ``load`` and ``close`` wait for it and raise its error. Default: False.
+            keep: the number of checkpoints to keep in ``path``. Default: None (one checkpoint, ``path`` itself).
+
+        Raises:
+            InputError: an argument is wrong.
+            CheckpointError: something cannot be saved, or writing failed. Every rank raises it.
+
+        """
+        self._saver.save(
+            self._live_run(), path, (optimizer, scheduler, extra), asynchronous=bool(asynchronous), keep=keep
+        )
+
+    def load(
+        self,
+        path: str | PathLike[str],
+        *,
+        optimizer: GivenOptimizers | None = None,
+        scheduler: Any = None,
+        extra: Mapping[str, Any] | None = None,
+    ) -> Restored:
+        """Continue a saved run. The plan may differ: ranks, stages, schedule, checkpointing, one process or a mesh.
+
+        ::
+
+            pipe = Pipeline(model, sample, loss_fn=loss_fn, devices=devices)
+            optimizer = torch.optim.AdamW(pipe.parameters())
+            restored = pipe.load("checkpoint", optimizer=optimizer)
+            for step in range(restored.step, 1000):
+                ...
+
+        Weights, buffers and optimizer states are loaded by name; the count of steps and the seed are taken over, and
+        gradients are cleared. Everything is compared first: if anything does not fit, nothing changes. Under a mesh
+        every rank calls the method, and reads the files that it needs.
+
+        Args:
+            path: the folder of a checkpoint. Of several that ``keep`` has made, the newest whole one is loaded.
+            optimizer: the optimizer of ``pipe.parameters()``, or several. Its class must be the saved one, and the
+                options of its groups are those saved for its parameters.
+            scheduler: the learning rate scheduler, or a list or a dict by stage.
+            extra: objects with ``load_state_dict()``, by name.
+
+        Returns:
+            The step, the seed, and the saved values of ``extra``.
+
+        Raises:
+            MissingCheckpointError: there is no checkpoint (also a FileNotFoundError).
+            DamagedCheckpointError: a file is missing or changed.
+            CheckpointError: the checkpoint does not fit the pipeline; the error names the tensor or the setting.
+
+        """
+        return self._loaded(lambda run: self._saver.load(run, path, (optimizer, scheduler, extra)))
+
+    def training_state(
+        self,
+        *,
+        optimizer: GivenOptimizers | None = None,
+        scheduler: Any = None,
+        extra: Mapping[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """Return the content of a checkpoint, to write it yourself. Collective under a mesh.
+
+        ::
+
+            torch.save(pipe.training_state(optimizer=optimizer), f"rank-{rank}.pt")
+
+        Args:
+            optimizer: as for ``save``.
+            scheduler: as for ``save``.
+            extra: as for ``save``.
+
+        Returns:
+            A dict of plain values and tensors, which ``torch.load`` reads with ``weights_only=True``. Under a mesh it
+            is this rank's part. The tensors share memory with the pipeline: copy them before the next step.
+
+        Raises:
+            CheckpointError: something cannot be saved.
+
+        """
+        return self._saver.training_state(self._live_run(), (optimizer, scheduler, extra))
+
+    def load_training_state(
+        self,
+        state: Mapping[str, Any] | Sequence[Mapping[str, Any]],
+        *,
+        optimizer: GivenOptimizers | None = None,
+        scheduler: Any = None,
+        extra: Mapping[str, Any] | None = None,
+    ) -> Restored:
+        """Continue the run of a ``training_state``, under any plan. Collective under a mesh.
+
+        Args:
+            state: the dict that ``training_state`` returned, or those of all ranks.
+            optimizer: as for ``load``.
+            scheduler: as for ``load``.
+            extra: as for ``load``.
+
+        Returns:
+            The step, the seed, and the saved values of ``extra``.
+
+        Raises:
+            CheckpointError: the state does not fit the pipeline.
+
+        """
+        return self._loaded(lambda run: self._saver.load_training_state(run, state, (optimizer, scheduler, extra)))
+
+    def save_weights(self, folder: str | PathLike[str]) -> None:
+        """Write the model's weights as Hugging Face's ``save_pretrained`` does, for other programs. Collective.
+
+        ::
+
+            pipe.save_weights("gpt")
+            model = AutoModelForCausalLM.from_pretrained("gpt")
+            pipe = Pipeline(build, sample, init="gpt", devices=devices)
+
+        Each process writes its own weights to a safetensors file, ``model-00001-of-00002.safetensors``; the first
+        writes the index and, if the model has one, its configuration. The names are those of the model's
+        ``state_dict``; tied weights come once, and those of a loss module are left out. Weights that are in the folder
+        already are replaced.
+
+        Args:
+            folder: the folder, on a file system that all ranks share.
+
+        Raises:
+            CheckpointError: writing failed.
+
+        """
+        run = self._live_run()
+        weights = {**run.parameters, **run.buffers}
+        own = {name: tensor for name, tensor in weights.items() if name not in run.caches}
+        if len(self._roots) > 1:
+            own = {name: tensor for name, tensor in own.items() if not name.startswith("loss_fn.")}
+        export_weights(as_path(folder), own, self.model, run.host, run.process)
+
+    def _loaded(self, load: Callable[[LiveRun], Restored]) -> Restored:
+        run = self._live_run()
+        self._guard.check(changes=True)
+        restored = load(run)
+        self._running.step = restored.step
+        self._running.seed = restored.seed
+        return restored
+
+    def _live_run(self) -> LiveRun:
+        """The state of this pipeline that a checkpoint holds."""
+        roots = self._modules()
+        running = self._running
+        own_name = own_names(roots)
+        tensors = dict(named_tensors(roots))
+        parameters = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, nn.Parameter)}
+        buffers = {name: tensor for name, tensor in tensors.items() if name not in parameters}
+        own = {name for name in tensors if self._is_own(name)}
+        modules = dict(pair for prefix, root in roots.items() for pair in root.named_modules(prefix=prefix[:-1]))
+        used = {
+            id(buffer)
+            for stage in running.assembly.stages.values()
+            for module in stage.modules.values()
+            for buffer in module.buffers()
+        }
+        caches = [
+            own_name(f"{name}.{key}" if name else key)
+            for name, module in modules.items()
+            for key in module._non_persistent_buffers_set
+        ]
+        with_state = {
+            name: module
+            for name, module in modules.items()
+            if type(module).get_extra_state is not nn.Module.get_extra_state
+        }
+        return LiveRun(
+            host=running.host,
+            facts=self._facts(),
+            parameters={own_name(name): parameter for name, parameter in parameters.items() if name in own},
+            buffers={own_name(name): buffer for name, buffer in buffers.items() if name in own},
+            shared_buffers={
+                own_name(name): buffer for name, buffer in buffers.items() if name not in own and id(buffer) in used
+            },
+            shapes={own_name(name): tuple(tensor.shape) for name, tensor in tensors.items()},
+            parameter_names=set(map(own_name, parameters)),
+            caches=caches,
+            names={id(parameter): own_name(name) for name, parameter in parameters.items()},
+            modules={
+                own_name(name): module
+                for name, module in with_state.items()
+                if self._is_own(f"{name}._extra_state" if name else "_extra_state")
+            },
+            optimizers=running.assembly.optimizers if running.updates else None,
+        )
+
+    def _facts(self) -> Facts:
+        running = self._running
+        assembly = running.assembly
+        if self._described is None or self._described[0] is not assembly:
+            programs = assembly.programs
+            plan = Plan(
+                stages=assembly.cut,
+                schedule=running.program.name,
+                program=running.program,
+                checkpoint=programs.checkpoint,
+                options=programs.options,
+            )
+            self._described = assembly, plan.to_dict()
+        settings = {
+            "num_microbatches": assembly.programs.num_microbatches,
+            "loss": described_loss(self.loss_fn),
+            "loss_reduction": running.splitter.loss_reduction,
+            "batch_norm": self._numerics.batch_norm,
+            "intra_op_threads": self._numerics.intra_op_threads,
+        }
+        return Facts(step=running.step, seed=running.seed, settings=settings, plan=self._described[1])
+
+
+def described_loss(loss_fn: Any) -> str | None:
+    """A loss function in words: its name, and the options of a loss of torch.nn or of a partial function."""
+    if loss_fn is None:
+        return None
+    if isinstance(loss_fn, partial):
+        options = [repr(value) for value in loss_fn.args] + _options(loss_fn.keywords)
+        return f"{described_loss(loss_fn.func)}({', '.join(options)})"
+    if isinstance(loss_fn, nn.Module):
+        kind = type(loss_fn)
+        own = vars(loss_fn) if kind.__module__.startswith("torch.nn.") else {}
+        return f"{kind.__qualname__}({', '.join(_options(own))})"
+    return getattr(loss_fn, "__qualname__", type(loss_fn).__qualname__)
+
+
+def _options(values: Mapping[str, Any]) -> list[str]:
+    plain = {name: value for name, value in values.items() if not name.startswith("_") and name != "training"}
+    return [f"{name}={value!r}" for name, value in sorted(plain.items()) if isinstance(value, bool | int | float | str)]

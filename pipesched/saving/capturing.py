@@ -1,0 +1,43 @@
+"""Capturing: the part of a run that this process saves."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from pipesched.saving.common_values import encode
+from pipesched.saving.extra_states import as_extra, capture_extra, encoded_extra
+from pipesched.saving.live_run import LiveRun
+from pipesched.saving.optimizer_states import GivenOptimizers, as_optimizers, capture_optimizers
+from pipesched.saving.saved_run import Part
+from pipesched.saving.scheduler_states import as_schedulers, capture_schedulers, encoded_schedulers
+from pipesched.saving.tensor_files import plain
+from pipesched.saving.together import agreed
+
+__all__ = ["capture"]
+
+
+def capture(run: LiveRun, optimizer: GivenOptimizers | None, scheduler: Any, extra: Mapping[str, Any] | None) -> Part:
+    """Return this process's part of a run. Its tensors share memory with the run. Collective.
+
+    Raises:
+        CheckpointError: something cannot be saved; the error names it.
+        InputError: an argument is wrong.
+
+    """
+    part = Part()
+
+    def own() -> Any:
+        for kind, tensors in (("parameter", run.parameters), ("buffer", run.buffers)):
+            for name, tensor in tensors.items():
+                part.add(kind, name, {f"{kind}/{name}": plain(tensor, f"{kind} {name!r}")})
+        modules = {name: encode(module.get_extra_state(), f"module/{name}") for name, module in run.modules.items()}
+        for name, encoded in modules.items():
+            part.add("module state", name, encoded.tensors)
+        if modules:
+            part.values["modules"] = {name: encoded.value for name, encoded in modules.items()}
+        capture_optimizers(part, as_optimizers(optimizer, run), run)
+        return encoded_schedulers(as_schedulers(scheduler, run)), encoded_extra(as_extra(extra), run)
+
+    schedulers, extras = agreed(run.host, own)
+    capture_schedulers(part, schedulers, run)
+    capture_extra(part, extras, run)
+    return part

@@ -1,0 +1,93 @@
+"""Common values: values that several processes have, which are saved once and must be equal."""
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from pipesched.errors import CheckpointError
+from pipesched.runtime.rank_host import RankHost
+from pipesched.saving.state_encoding import Encoder
+from pipesched.saving.tensor_files import bytes_of
+from pipesched.saving.together import exchanged
+
+__all__ = ["Encoded", "encode", "kept_here"]
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """An encoded value with its tensors by key."""
+
+    value: Any
+    tensors: Mapping[str, Tensor] = field(default_factory=dict)
+
+    def digests(self) -> dict[str, str]:
+        """A digest of each plain value and tensor in it, by path."""
+        return dict(self._digests(self.value, ""))
+
+    def _digests(self, value: Any, path: str) -> Iterator[tuple[str, str]]:
+        parts: Any = list(enumerate(value)) if isinstance(value, list) else None
+        if isinstance(value, dict):
+            key = value.get("tensor", value.get("array"))
+            if isinstance(key, str):
+                digest = hashlib.sha256(bytes_of(self.tensors[key])).hexdigest()
+                yield path, f"{digest} {tuple(self.tensors[key].shape)} {value.get('dtype')}"
+                return
+            inner = next((value[word] for word in ("dict", "tuple", "pairs") if word in value), None)
+            parts = list(inner.items() if isinstance(inner, dict) else enumerate(inner or ()))
+            parts = None if inner is None else parts
+        if parts is None:
+            yield path, json.dumps(value, sort_keys=True)
+            return
+        yield f"{path}()", str(len(parts))
+        for name, part in parts:
+            yield from self._digests(part, f"{path}[{name!r}]")
+
+
+def encode(value: Any, prefix: str) -> Encoded:
+    """Encode a value; the keys of its tensors begin with ``prefix``."""
+    encoder = Encoder(prefix)
+    return Encoded(encoder.encoded(value), encoder.tensors)
+
+
+def kept_here(host: RankHost, process: int, what: str, items: Mapping[str, Encoded], *, everywhere: bool) -> set[str]:
+    """The names of the values that this process saves: each is saved by the first process that has it. Collective.
+
+    Args:
+        host: the host of the ranks.
+        process: the number of this process.
+        what: the kind of the values, for errors.
+        items: the values of this process, by name.
+        everywhere: whether every process must have every value.
+
+    Raises:
+        CheckpointError: a value differs between processes. All processes raise it.
+
+    """
+    digests = exchanged(host, {name: item.digests() for name, item in items.items()})
+    first: dict[str, int] = {}
+    for rank, own in enumerate(digests):
+        for name in own:
+            first.setdefault(name, rank)
+    for name, giver in first.items():
+        for rank, own in enumerate(digests):
+            if name not in own:
+                if everywhere:
+                    raise CheckpointError(
+                        f"every rank must pass the same {what}; {name!r} was passed on rank {giver}, but not on rank "
+                        f"{rank}; pass it on every rank"
+                    )
+                continue
+            theirs = digests[giver][name]
+            other = next((path for path in {**theirs, **own[name]} if theirs.get(path) != own[name].get(path)), None)
+            if other is not None:
+                raise CheckpointError(
+                    f"{what} must be equal on all ranks, except tensors named like the model's parameters and buffers; "
+                    f"{name!r} differs between rank {giver} and rank {rank} at "
+                    f"{name}{other.removesuffix('()')}; save one rank's own state under a name of its own, gathered by "
+                    f"you"
+                )
+    return {name for name in items if first[name] == process}

@@ -1,0 +1,91 @@
+"""Exported weights: a model's weights in the files that Hugging Face's save_pretrained writes, one for each process."""
+
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from pipesched.runtime.rank_host import RankHost
+from pipesched.saving.folders import sync_folder, write_whole
+from pipesched.saving.manifest import dumped
+from pipesched.saving.tensor_files import plain, write_tensors
+from pipesched.saving.together import agreed, exchanged, in_all
+from pipesched.saving.writing import explained
+
+__all__ = ["export_weights"]
+
+_INDEX = "model.safetensors.index.json"
+_SHARDS = "model-*-of-*.safetensors"
+_METADATA = {"format": "pt"}  # which transformers requires
+
+
+def export_weights(folder: Path, weights: Mapping[str, Tensor], model: nn.Module, host: RankHost, process: int) -> None:
+    """Write the weights of all processes to a folder, each its own file, and an index. Collective.
+
+    Args:
+        folder: the folder; weights that are there already are replaced.
+        weights: the parameters and buffers of this process, by the names of the model's ``state_dict``.
+        model: the model, whose configuration is saved, too, if it has one with ``save_pretrained``.
+        host: the host of the ranks.
+        process: the number of this process.
+
+    Raises:
+        CheckpointError: writing failed. All processes raise it.
+
+    """
+
+    def begin() -> tuple[list[str], int]:
+        with explained(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+        tensors = {name: plain(tensor, repr(name)) for name, tensor in weights.items()}
+        return list(tensors), sum(tensor.nbytes for tensor in tensors.values())
+
+    shares = exchanged(host, agreed(host, begin))
+    givers = [rank for rank, (names, _) in enumerate(shares) if names]
+    files = {rank: f"model-{at:05}-of-{len(givers):05}.safetensors" for at, rank in enumerate(givers, 1)}
+
+    def write() -> None:
+        if process in files:
+            with explained(folder):
+                write_tensors(folder / f"{files[process]}.tmp", weights, _METADATA)
+
+    def finish() -> None:
+        if process == 0:
+            index = {
+                "metadata": {"total_size": sum(size for _, size in shares)},
+                "weight_map": {name: files[rank] for rank in givers for name in shares[rank][0]},
+            }
+            with explained(folder):
+                _finish(folder, list(files.values()), index)
+            _save_configuration(folder, model)
+
+    try:
+        in_all(host, write)
+    except BaseException:
+        with suppress(OSError, KeyError):
+            (folder / f"{files[process]}.tmp").unlink()
+        raise
+    in_all(host, finish)
+
+
+def _finish(folder: Path, files: list[str], index: Any) -> None:
+    """Rename the written files and write their index; until then the folder has none, so nothing mixes old and new."""
+    with suppress(FileNotFoundError):
+        (folder / _INDEX).unlink()
+    for name in files:
+        os.replace(folder / f"{name}.tmp", folder / name)
+    for path in (*folder.glob(_SHARDS), folder / "model.safetensors"):
+        if path.name not in files:
+            path.unlink(missing_ok=True)
+    write_whole(folder / _INDEX, dumped(index))
+    sync_folder(folder)
+
+
+def _save_configuration(folder: Path, model: nn.Module) -> None:
+    for name in ("config", "generation_config"):
+        save = getattr(getattr(model, name, None), "save_pretrained", None)
+        if callable(save):
+            save(folder)

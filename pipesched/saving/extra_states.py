@@ -1,0 +1,188 @@
+"""Extra states: further objects that a checkpoint holds, such as a data loader or averaged weights.
+
+A tensor in them that is named like one of the model's parameters or buffers and has its shape, as in averaged weights,
+is saved by the rank that owns this name, and loaded by the ranks that need it under the new plan. All other values must
+be equal on all ranks.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from pipesched.checks import check_type, shown
+from pipesched.errors import ArgumentError, CheckpointError
+from pipesched.saving.common_values import Encoded, kept_here
+from pipesched.saving.live_run import LiveRun
+from pipesched.saving.names import without_wrapper
+from pipesched.saving.saved_run import Part, SavedRun
+from pipesched.saving.state_encoding import Encoder, at_path, decoded, tensor_keys
+from pipesched.saving.tensor_files import plain
+from pipesched.saving.together import exchanged
+
+__all__ = ["ExtraChanges", "as_extra", "capture_extra", "encoded_extra"]
+
+
+@dataclass(frozen=True)
+class _Leaf:
+    """A tensor that is named like one of the model's."""
+
+    path: tuple[Any, ...]
+    key: str
+    #: The name of the model's tensor.
+    name: str
+    tensor: Tensor
+
+
+class _ExtraEncoder(Encoder):
+    """Encodes values, and collects the tensors that are named like the model's apart."""
+
+    def __init__(self, prefix: str, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        super().__init__(prefix)
+        self._shapes = shapes
+        self.leaves: list[_Leaf] = []
+
+    def _mapping(self, value: Mapping[Any, Any], path: tuple[Any, ...]) -> Any:
+        rest: dict[Any, Any] = {}
+        for key, part in value.items():
+            name = without_wrapper(key) if type(key) is str else ""
+            is_named = isinstance(part, Tensor) and self._shapes.get(name) == tuple(part.shape)
+            if is_named and all(type(step) in (str, int) for step in path):
+                self.leaves.append(_Leaf(path, key, name, plain(part, f"{self._place(path)}[{key!r}]")))
+            else:
+                rest[key] = part
+        return super()._mapping(rest, path)
+
+
+@dataclass(frozen=True)
+class _Extra:
+    encoded: Encoded
+    leaves: list[_Leaf] = field(default_factory=list)
+
+
+def as_extra(extra: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Check the argument ``extra=`` of save and load."""
+    extra = {} if extra is None else extra
+    check_type(extra, Mapping, "extra must be a dict from names to objects or values", "pass a dict")
+    for name in extra:
+        check_type(name, str, "the names of extra must be texts", "pass a dict with text keys")
+    return dict(extra)
+
+
+def encoded_extra(extra: Mapping[str, Any], run: LiveRun) -> dict[str, _Extra]:
+    """Encode the states of objects with a ``state_dict`` method, and other values as they are."""
+    found = {}
+    for name, value in extra.items():
+        has_state = callable(getattr(value, "state_dict", None))
+        encoder = _ExtraEncoder(f"extra/{name}", run.shapes)
+        own = encoder.encoded(value.state_dict() if has_state else value)
+        content = {"dict": {"kind": "state" if has_state else "value", "value": own}}
+        found[name] = _Extra(Encoded(content, encoder.tensors), encoder.leaves)
+    return found
+
+
+def capture_extra(part: Part, extras: Mapping[str, _Extra], run: LiveRun) -> None:
+    """Add the values that this process saves to a part. Collective."""
+    encoded = {name: extra.encoded for name, extra in extras.items()}
+    own = kept_here(run.host, run.process, "extra values", encoded, everywhere=True)
+    saved = _leaves_saved(extras, run)
+    if extras:
+        part.values["extra"] = {name: encoded[name].value["dict"] for name in extras if name in own}
+        part.values["extra leaves"] = {}
+    for name, extra in extras.items():
+        if name in own:
+            part.add("extra state", name, extra.encoded.tensors)
+        for leaf in extra.leaves:
+            place = (name, leaf.path, leaf.key)
+            if place in saved:
+                key = "/".join(("extra", name, *map(str, leaf.path), leaf.key))
+                part.add("extra state", name, {key: leaf.tensor})
+                part.values["extra leaves"].setdefault(name, []).append([list(leaf.path), leaf.key, leaf.name, key])
+
+
+def _leaves_saved(extras: Mapping[str, _Extra], run: LiveRun) -> set[Any]:
+    """The places of the named tensors that this process saves: those that it owns, or that no owner has."""
+    mine = {(name, leaf.path, leaf.key): leaf for name, extra in extras.items() for leaf in extra.leaves}
+    known = exchanged(run.host, {place: run.is_own(leaf.name) for place, leaf in mine.items()})
+    givers = {place: min((not own[place], rank) for rank, own in enumerate(known) if place in own)[1] for place in mine}
+    return {place for place, giver in givers.items() if giver == run.process}
+
+
+class ExtraChanges:
+    """The states that loading gives to objects, and the values that it returns. Nothing changes before ``apply``.
+
+    Args:
+        saved: the saved run.
+        extra: the objects to load, by name.
+        run: the run that loads.
+
+    Raises:
+        CheckpointError: the checkpoint has no state for an object, or lacks a tensor that an object has.
+
+    """
+
+    def __init__(self, saved: SavedRun, extra: Mapping[str, Any], run: LiveRun) -> None:
+        self._objects = dict(extra)
+        self._entries: Mapping[str, Any] = saved.values.get("extra", {})
+        leaves: Mapping[str, Any] = saved.values.get("extra leaves", {})
+        for name, value in extra.items():
+            if name not in self._entries:
+                raise CheckpointError(
+                    f"a checkpoint must have a state for every object of extra; {saved.where} has "
+                    f"{', '.join(map(repr, self._entries)) or 'none'}, but not {name!r}; leave it out"
+                )
+            if not callable(getattr(value, "load_state_dict", None)):
+                raise ArgumentError(
+                    f"extra of load takes objects with load_state_dict; {name!r} is {shown(value)}; leave it out, and "
+                    f"read it from the result of load: its extra[{name!r}]"
+                )
+        self._leaves = {
+            name: self._needed(saved, name, extra.get(name), leaves.get(name, ()), run) for name in self._entries
+        }
+        self.keys = {key for entry in self._entries.values() for key in tensor_keys(entry["value"])}
+        self.keys |= {key for own in self._leaves.values() for _, _, key in own}
+
+    @staticmethod
+    def _needed(saved: SavedRun, name: str, value: Any, leaves: Any, run: LiveRun) -> list[tuple[list[Any], str, str]]:
+        """The named tensors that this process needs of an object: (path, the object's own key, tensor key).
+
+        They are those that the object has now, or without any those of the parameters and buffers of this process.
+        """
+        now = None if value is None or not callable(getattr(value, "state_dict", None)) else value.state_dict()
+        needed = []
+        for path in dict.fromkeys(tuple(path) for path, *_ in leaves):
+            own = {own_name: (key, stored) for at, key, own_name, stored in leaves if tuple(at) == path}
+            present = at_path(now, path)
+            keys = [key for key in present if type(key) is str] if isinstance(present, dict) else []
+            asked = {without_wrapper(key): key for key in keys if without_wrapper(key) in run.shapes}
+            for own_name in asked:
+                if own_name not in own and isinstance(present[asked[own_name]], Tensor):
+                    raise CheckpointError(
+                        f"a checkpoint must hold every tensor that an object of extra has; {saved.where} lacks "
+                        f"{own_name!r} of {name!r}; load it into an object that was made as the saved one"
+                    )
+            for own_name, (key, stored) in own.items():
+                if own_name in asked if asked else run.is_own(own_name):
+                    needed.append((list(path), asked.get(own_name, key), stored))
+        return needed
+
+    def states(self, read: Callable[[str], Tensor]) -> dict[str, Any]:
+        """The decoded states and values, by name; ``read`` returns a tensor by key."""
+        found = {}
+        for name, entry in self._entries.items():
+            state = decoded(entry["value"], read)
+            for path, key, stored in self._leaves[name]:
+                at_path(state, path)[key] = read(stored)
+            found[name] = state
+        return found
+
+    def apply(self, states: Mapping[str, Any]) -> None:
+        """Give the objects their states."""
+        for name, value in self._objects.items():
+            value.load_state_dict(states[name])
+
+    @property
+    def left(self) -> list[str]:
+        """The names of saved objects that were not passed."""
+        return [name for name, entry in self._entries.items() if entry["kind"] == "state" and name not in self._objects]

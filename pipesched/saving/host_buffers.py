@@ -1,0 +1,60 @@
+"""Host buffers: the copies of tensors in the host's memory from which an asynchronous save writes."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from pipesched.tensors.caller_context import intra_op
+
+__all__ = ["HostBuffers"]
+
+
+class HostBuffers:
+    """Copies tensors to the host's memory. The memory is kept for the next copy of tensors of the same forms.
+
+    Copies from a CUDA device go to pinned memory, on a stream of their own. The device's current stream waits for them,
+    so later updates do not change the numbers; the host does not wait.
+    """
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, Tensor] = {}
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._events: list[torch.cuda.Event] = []
+
+    def copied(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Begin to copy tensors, and return the copies. They are complete after ``wait``."""
+        self._buffers = {key: self._buffer(key, tensor) for key, tensor in tensors.items()}
+        for device in {tensor.device for tensor in tensors.values() if tensor.device.type == "cuda"}:
+            self._copy_from(device, {key: tensor for key, tensor in tensors.items() if tensor.device == device})
+        with intra_op(1):  # several threads would wait for each other wherever the ranks keep the cores busy
+            for key, tensor in tensors.items():
+                if tensor.device.type != "cuda":
+                    self._buffers[key].copy_(tensor)
+        return self._buffers
+
+    def wait(self) -> None:
+        """Wait until the copies are complete."""
+        while self._events:
+            self._events.pop().synchronize()
+
+    def _buffer(self, key: str, tensor: Tensor) -> Tensor:
+        known = self._buffers.get(key)
+        if known is not None and (known.shape, known.dtype) == (tensor.shape, tensor.dtype):
+            return known
+        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.device.type == "cuda")
+
+    def _copy_from(self, device: torch.device, tensors: Mapping[str, Tensor]) -> None:
+        current = torch.cuda.current_stream(device)
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device)
+        side = self._streams[device]
+        side.wait_stream(current)
+        with torch.cuda.stream(side):
+            for key, tensor in tensors.items():
+                self._buffers[key].copy_(tensor, non_blocking=True)
+                tensor.record_stream(side)
+        event = torch.cuda.Event()
+        event.record(side)
+        current.wait_event(event)
+        self._events.append(event)

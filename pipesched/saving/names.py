@@ -1,0 +1,46 @@
+"""Names: the model's own names of its tensors, without the prefixes that wrappers add."""
+
+from collections.abc import Callable, Mapping
+
+from torch import nn
+
+__all__ = ["own_names", "without_wrapper"]
+
+#: Attributes in which torch.compile, FSDP and checkpoint_wrapper keep the wrapped module.
+_WRAPPED = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
+_MODULE = "module"  # of DistributedDataParallel, AveragedModel and most others
+
+
+def own_names(roots: Mapping[str, nn.Module]) -> Callable[[str], str]:
+    """Return a function from the name of a parameter, buffer or module to its name without wrappers.
+
+    ``module`` counts as a wrapper's attribute where it is a module's only child.
+
+    Args:
+        roots: the model and the loss module, by the prefix of their names.
+
+    """
+    own: dict[str, str] = {"": ""}
+    for root_prefix, root in roots.items():
+        for name, module in root.named_modules(remove_duplicate=False, prefix=root_prefix.removesuffix(".")):
+            here = own.setdefault(name, name)
+            for key, child in module._modules.items():
+                if child is not None:
+                    wrapped = key in _WRAPPED or (key == _MODULE and len(module._modules) == 1)
+                    own[f"{name}.{key}" if name else key] = here if wrapped else f"{here}.{key}" if here else key
+    if all(name == short for name, short in own.items()):
+        return lambda name: name
+
+    def own_name(name: str) -> str:
+        holder, _, key = name.rpartition(".")
+        if name in own:
+            return own[name]
+        short = own.get(holder, holder)
+        return f"{short}.{key}" if short else key
+
+    return own_name
+
+
+def without_wrapper(name: str) -> str:
+    """The name of an entry in the state dict of a wrapped copy of the model, such as torch's AveragedModel."""
+    return ".".join(part for part in name.removeprefix(f"{_MODULE}.").split(".") if part not in _WRAPPED)

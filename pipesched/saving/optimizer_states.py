@@ -1,0 +1,222 @@
+"""Optimizer states: the state and the options of each parameter, by the parameter's name.
+
+So the states do not depend on the optimizers that the parameters are divided between. Each optimizer that exists when
+a checkpoint is loaded takes the states of its own parameters.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from pipesched.checks import check_type
+from pipesched.errors import CheckpointError, InputError
+from pipesched.runtime.stage.optimizers import NO_SETTINGS, near
+from pipesched.saving.live_run import LiveRun
+from pipesched.saving.saved_run import Part, SavedRun
+from pipesched.saving.state_encoding import Encoder, decoded, tensor_keys
+
+__all__ = ["GivenOptimizers", "OptimizerChanges", "as_optimizers", "capture_optimizers"]
+
+#: The argument ``optimizer=`` of save and load.
+GivenOptimizers = Optimizer | Sequence[Optimizer] | Mapping[Any, Optimizer]
+
+
+def as_optimizers(given: GivenOptimizers | None, run: LiveRun) -> list[Optimizer]:
+    """The optimizers of a run: those of ``optimizer=``, or those that the user passed.
+
+    Raises:
+        InputError: optimizers were passed to a pipeline that has its own.
+
+    """
+    if isinstance(given, Mapping):
+        optimizers = list(given.values())
+    else:
+        values: Any = [] if given is None else given
+        optimizers = list(values) if isinstance(values, list | tuple) else [values]
+    for optimizer in optimizers:
+        check_type(optimizer, Optimizer, "optimizer must be a torch.optim.Optimizer, or several", "pass the optimizer")
+    if run.optimizers is None:
+        return optimizers
+    own = list(run.optimizers.values())
+    if any(optimizer not in own for optimizer in optimizers):
+        raise InputError(
+            f"a pipeline with optimizer= saves and loads its own optimizers; it has {len(own)}, and another one was "
+            f"passed; leave optimizer= out of save and load"
+        )
+    return own
+
+
+def _members(optimizer: Optimizer, run: LiveRun) -> Iterator[tuple[int, str, nn.Parameter]]:
+    """The parameters of an optimizer that the model has: (index of the group, name, parameter).
+
+    The empty tensor that ``pipe.parameters()`` yields on a rank without parameters is left out.
+    """
+    for index, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            name = run.names.get(id(parameter))
+            if name is not None:
+                yield index, name, parameter
+            elif parameter.numel():
+                raise CheckpointError(
+                    f"an optimizer that is saved or loaded may hold parameters of the pipeline only; group {index} of "
+                    f"{type(optimizer).__name__} holds another one of shape {list(parameter.shape)}; make the "
+                    f"optimizer from pipe.parameters()"
+                )
+
+
+def _check_states(optimizer: Optimizer) -> None:
+    members = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    others = [key for key in optimizer.state if id(key) not in members]
+    kind = type(optimizer).__name__
+    if others or kind == "LBFGS":
+        what = "one flat state for all parameters" if not others else f"a state under {others[0]!r}"
+        raise CheckpointError(
+            f"the state of an optimizer must belong to single parameters, so that another plan can divide it; {kind} "
+            f"has {what}; pass it as extra=, which loads on the same ranks only"
+        )
+
+
+def capture_optimizers(part: Part, optimizers: Sequence[Optimizer], run: LiveRun) -> None:
+    """Add the states of this process's parameters to a part."""
+    groups: list[Any] = []
+    parameters: dict[str, Any] = {}
+    for index, optimizer in enumerate(optimizers):
+        _check_states(optimizer)
+        first = len(groups)
+        kind = type(optimizer).__qualname__
+        for at, group in enumerate(optimizer.param_groups):
+            encoder = Encoder(f"options of optimizer {index}, group {at}", inline=True)
+            options = {key: value for key, value in group.items() if key not in NO_SETTINGS}
+            groups.append({"place": [index, at], "class": kind, "options": encoder.encoded(options)})
+        for at, name, parameter in _members(optimizer, run):
+            if name not in run.parameters:
+                continue  # another rank trains it
+            if name in parameters:
+                raise CheckpointError(
+                    f"a parameter may be in one optimizer only; {name!r} is in two; take it out of one of them"
+                )
+            encoder = Encoder(f"optimizer/{name}")
+            state = optimizer.state.get(parameter)
+            entry: dict[str, Any] = {"group": first + at}
+            if state:
+                entry["state"] = encoder.encoded(state)
+            parameters[name] = entry
+            part.add("optimizer state", name, encoder.tensors)
+    if optimizers:
+        part.values["groups"] = groups
+        part.values["parameters"] = parameters
+
+
+@dataclass(frozen=True)
+class _Change:
+    """The new options of a group, and the encoded states of its parameters."""
+
+    optimizer: Optimizer
+    group: dict[str, Any]
+    options: Any
+    states: list[tuple[nn.Parameter, Any]]
+
+
+class OptimizerChanges:
+    """The changes that loading makes to a run's optimizers. Nothing changes before ``apply``.
+
+    Args:
+        saved: the saved run.
+        optimizers: the optimizers of this process.
+        run: the run that loads.
+
+    Raises:
+        CheckpointError: names, classes or options do not fit.
+
+    """
+
+    def __init__(self, saved: SavedRun, optimizers: Sequence[Optimizer], run: LiveRun) -> None:
+        self._saved = saved
+        self._groups: Sequence[Any] = saved.values["groups"]
+        self._parameters: Mapping[str, Any] = saved.values.get("parameters", {})
+        self._changes: list[_Change] = []
+        taken: set[str] = set()
+        for index, optimizer in enumerate(optimizers):
+            _check_states(optimizer)
+            members = list(_members(optimizer, run))
+            for at, group in enumerate(optimizer.param_groups):
+                held = [(name, parameter) for where, name, parameter in members if where == at]
+                own = [(name, parameter) for name, parameter in held if name in run.parameters]
+                twice = taken & {name for name, _ in own}
+                if twice:
+                    raise CheckpointError(
+                        f"a parameter may be in one optimizer only; {min(twice)!r} is in two; take it out of one"
+                    )
+                taken |= {name for name, _ in own}
+                self._check_class(optimizer, own)
+                options = self._options([name for name, _ in held], (index, at), type(optimizer).__name__)
+                states = [(parameter, self._parameters[name].get("state")) for name, parameter in own]
+                self._changes.append(_Change(optimizer, group, options, states))
+        self._check_all_taken(optimizers, taken, run)
+        #: The keys of the tensors that ``apply`` reads.
+        self.keys = {key for change in self._changes for _, state in change.states for key in tensor_keys(state)}
+
+    def _check_class(self, optimizer: Optimizer, own: Sequence[tuple[str, Any]]) -> None:
+        kind = type(optimizer).__qualname__
+        for name, _ in own:
+            if name not in self._parameters:
+                raise CheckpointError(
+                    f"every parameter of an optimizer must have its state in the checkpoint; {self._saved.where} has "
+                    f"none for {name!r}; make the optimizer from the parameters that were trained when it was saved"
+                )
+            was = self._groups[self._parameters[name]["group"]]["class"]
+            if was != kind:
+                raise CheckpointError(
+                    f"an optimizer must load the state of its own class; {name!r} was trained by {was} in "
+                    f"{self._saved.where}, and is in {kind} now; use {was}"
+                )
+
+    def _options(self, names: Sequence[str], place: tuple[int, int], kind: str) -> Any:
+        """The saved options of a group's parameters, or of the saved group at the same place if it has none."""
+        known = [name for name in names if name in self._parameters]
+        options = [self._groups[self._parameters[name]["group"]]["options"] for name in known]
+        if not known:
+            found = [group["options"] for group in self._groups if group["place"] == list(place)]
+            options = found if found and all(map(_same(found[0]), found)) else []
+        others = [at for at, one in enumerate(options) if not _same(options[0])(one)]
+        if others and known:
+            first, other = options[0]["dict"], options[others[0]]["dict"]
+            keys = [key for key in {**first, **other} if first.get(key) != other.get(key)]
+            raise CheckpointError(
+                f"the parameters of one group must have had equal options; {known[0]!r} and {known[others[0]]!r} are "
+                f"in one group of {kind} now, but {keys[0]} was {first.get(keys[0])} and {other.get(keys[0])} in "
+                f"{self._saved.where}; make the groups that the saved run had"
+            )
+        return options[0] if options else None
+
+    def _check_all_taken(self, optimizers: Sequence[Optimizer], taken: set[str], run: LiveRun) -> None:
+        left = [name for name in self._parameters if name in run.parameters and name not in taken]
+        if optimizers and left:
+            raise CheckpointError(
+                f"every saved optimizer state must have its parameter in an optimizer; {left[0]!r}, one of "
+                f"{len(left)}, is in none; unfreeze it before the optimizer is made, or pass its optimizer"
+            )
+
+    def apply(self, read: Callable[[str], Tensor]) -> None:
+        """Put the states and the options into the optimizers; ``read`` returns a tensor by key."""
+        for change in self._changes:
+            if change.options is not None:
+                for key, value in decoded(change.options, read).items():
+                    now = change.group.get(key)
+                    if isinstance(value, Tensor) and isinstance(now, Tensor):
+                        value = value.to(now.device)  # noqa: PLW2901  such as a learning rate
+                    change.group[key] = value
+            for parameter, encoded in change.states:
+                change.optimizer.state.pop(parameter, None)
+                if encoded is not None:
+                    state = decoded(encoded, read)
+                    change.optimizer.state[parameter] = near(state, parameter, change.group)
+
+
+def _same(one: Any) -> Callable[[Any], bool]:
+    text = json.dumps(one, sort_keys=True)
+    return lambda other: json.dumps(other, sort_keys=True) == text

@@ -1,0 +1,190 @@
+"""Restoring: put a saved run into a running pipeline, after everything has been compared."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from pipesched.errors import CheckpointError
+from pipesched.saving.extra_states import ExtraChanges, as_extra
+from pipesched.saving.live_run import LiveRun
+from pipesched.saving.optimizer_states import GivenOptimizers, OptimizerChanges, as_optimizers
+from pipesched.saving.saved_run import SavedRun
+from pipesched.saving.scheduler_states import SchedulerChanges, as_schedulers
+from pipesched.saving.state_encoding import decoded, tensor_keys
+from pipesched.saving.tensor_files import dtype_name
+from pipesched.tensors.exchange import copy_into
+from pipesched.user_warning import warn
+
+__all__ = ["Restored", "Restoring"]
+
+_REMEDIES = {
+    "num_microbatches": "pass num_microbatches={}",
+    "loss": "pass the same loss_fn",
+    "loss_reduction": "pass numerics=Numerics(loss_reduction={!r})",
+    "batch_norm": "pass numerics=Numerics(batch_norm={!r})",
+    "intra_op_threads": "pass numerics=Numerics(intra_op_threads={})",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Restored:
+    """The result of loading a checkpoint.
+
+    Attributes:
+        step: the number of steps of the saved run.
+        seed: the seed of its random numbers.
+        extra: the saved values of ``extra``, by name; for objects their states.
+
+    """
+
+    step: int
+    seed: int
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Restoring:
+    """The changes that a saved run makes to a running one. The constructor compares; ``apply`` changes.
+
+    Args:
+        saved: the saved run.
+        run: the run that loads.
+        optimizer: the user's optimizers.
+        scheduler: the user's schedulers.
+        extra: the user's further objects.
+
+    Raises:
+        CheckpointError: the saved run does not fit; the error names the setting, tensor, optimizer or object.
+
+    """
+
+    def __init__(
+        self,
+        saved: SavedRun,
+        run: LiveRun,
+        optimizer: GivenOptimizers | None,
+        scheduler: Any,
+        extra: Mapping[str, Any] | None,
+    ) -> None:
+        self._saved = saved
+        self._run = run
+        self._check_settings()
+        self._tensors = {**self._tensors_of("parameter"), **self._tensors_of("buffer")}
+        self._modules = self._module_states()
+        optimizers = as_optimizers(optimizer, run)
+        schedulers = as_schedulers(scheduler, run)
+        self._check_present("groups", "optimizer", bool(optimizers))
+        self._check_present("schedulers", "scheduler", bool(schedulers))
+        self._optimizers = OptimizerChanges(saved, optimizers, run) if optimizers else None
+        self._schedulers = SchedulerChanges(saved, schedulers) if schedulers else None
+        self._extra = ExtraChanges(saved, as_extra(extra), run)
+        #: The keys of the tensors that this process reads.
+        self.keys = {*self._tensors, *self._extra.keys}
+        self.keys |= {key for _, value in self._modules for key in tensor_keys(value)}
+        self.keys |= self._optimizers.keys if self._optimizers else set()
+        self.keys |= self._schedulers.keys if self._schedulers else set()
+        unknown = next((key for key in self.keys if key not in saved.entries), None)
+        if unknown is not None:
+            raise CheckpointError(
+                f"a checkpoint must hold all its tensors; {saved.where} has no {unknown!r}; save it again"
+            )
+
+    def _check_settings(self) -> None:
+        saved = self._saved.facts.settings
+        for name, own in self._run.facts.settings.items():
+            if name in saved and saved[name] != own:
+                remedy = _REMEDIES.get(name, "pass the same").format(saved[name])
+                raise CheckpointError(
+                    f"a run continues only with the settings that determine its results; {name} is {saved[name]!r} in "
+                    f"{self._saved.where}, and {own!r} here; {remedy} to Pipeline, or load the weights alone with "
+                    f"load_state_dict"
+                )
+
+    def _tensors_of(self, kind: str) -> dict[str, Tensor]:
+        """The tensors of a kind that this process loads, by key. Raises CheckpointError if names or shapes differ."""
+        run = self._run
+        buffers = {**run.buffers, **run.shared_buffers}
+        own: Mapping[str, Tensor] = run.parameters if kind == "parameter" else buffers
+        all_names = {name for name in run.shapes if (name in run.parameter_names) == (kind == "parameter")}
+        stored = {entry.name: key for key, entry in self._saved.entries.items() if entry.kind == kind}
+        missing = [name for name in all_names if name not in stored]
+        foreign = [name for name in stored if name not in all_names]
+        if missing or foreign:
+            lists = [f"missing: {_some(missing)}"] * bool(missing) + [f"unknown: {_some(foreign)}"] * bool(foreign)
+            raise CheckpointError(
+                f"a checkpoint must have exactly the model's {kind}s; {self._saved.where} against this model: "
+                f"{'; '.join(lists)}; build the model that was saved"
+            )
+        for name, tensor in own.items():
+            entry = self._saved.entries[stored[name]]
+            if entry.dtype != dtype_name(tensor.dtype) or (
+                entry.shape != tuple(tensor.shape) and name not in run.caches
+            ):
+                raise CheckpointError(
+                    f"a checkpoint must have the model's shapes and dtypes; {kind} {name!r} is {entry.dtype} of shape "
+                    f"{list(entry.shape)} in {self._saved.where}, but {dtype_name(tensor.dtype)} of shape "
+                    f"{list(tensor.shape)} in the model; build the model that was saved"
+                )
+        return {stored[name]: tensor for name, tensor in own.items()}
+
+    def _module_states(self) -> list[tuple[Any, Any]]:
+        states: Mapping[str, Any] = self._saved.values.get("modules", {})
+        for name in self._run.modules:
+            if name not in states:
+                raise CheckpointError(
+                    f"a checkpoint must have the extra state of every module that has one; {self._saved.where} lacks "
+                    f"that of {name!r}; build the model that was saved"
+                )
+        return [(module, states[name]) for name, module in self._run.modules.items()]
+
+    def _check_present(self, word: str, what: str, wanted: bool) -> None:
+        if wanted and word not in self._saved.values:
+            raise CheckpointError(
+                f"a checkpoint must have the state of the {what} that loads it; {self._saved.where} was saved without "
+                f"{what}=; leave it out, or save with it"
+            )
+
+    @property
+    def left(self) -> list[str]:
+        """The saved states that no argument takes."""
+        left = []
+        if "groups" in self._saved.values and self._optimizers is None and self._saved.values.get("parameters"):
+            left.append(f"the optimizer states of {len(self._saved.values['parameters'])} parameters (optimizer=)")
+        if "schedulers" in self._saved.values and self._schedulers is None:
+            left.append("the states of the schedulers (scheduler=)")
+        return left + [f"the state of {name!r} (extra=)" for name in self._extra.left]
+
+    def warn_of_left(self) -> None:
+        """Warn of saved states that no argument takes."""
+        if self.left:
+            warn(
+                f"a run that continues needs all saved states; {self._saved.where} also holds {', '.join(self.left)}; "
+                f"pass them to load, unless the weights are all you need"
+            )
+
+    def extra_states(self, read: Callable[[str], Tensor]) -> dict[str, Any]:
+        """The states of the user's objects, and the other values of ``extra``."""
+        return self._extra.states(read)
+
+    def load_objects(self, states: Mapping[str, Any]) -> None:
+        """Give the user's objects their states: the user's code, which may raise."""
+        self._extra.apply(states)
+
+    def apply(self, read: Callable[[str], Tensor]) -> None:
+        """Change weights, buffers, optimizers and schedulers. Gradients are cleared."""
+        for key, tensor in self._tensors.items():
+            copy_into(tensor, read(key))
+        for module, value in self._modules:
+            module.set_extra_state(decoded(value, read))
+        for parameter in self._run.parameters.values():
+            parameter.grad = None
+        if self._optimizers is not None:
+            self._optimizers.apply(read)
+        if self._schedulers is not None:
+            self._schedulers.apply(read)
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(map(repr, sorted(names)[:3])) + more

@@ -1,0 +1,191 @@
+"""Saver: saves a running pipeline and loads checkpoints into it, one at a time, in all processes together."""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+from pipesched.checks import as_path, check_type, is_count, shown
+from pipesched.errors import CheckpointError, DamagedCheckpointError, InputError
+from pipesched.runtime.rank_host import MeshRanks
+from pipesched.saving.capturing import capture
+from pipesched.saving.folders import folder_for
+from pipesched.saving.host_buffers import HostBuffers
+from pipesched.saving.live_run import LiveRun
+from pipesched.saving.optimizer_states import GivenOptimizers
+from pipesched.saving.reading import OpenCheckpoint, checkpoint_folders, given_state
+from pipesched.saving.restoring import Restored, Restoring
+from pipesched.saving.saved_run import Part, SavedRun
+from pipesched.saving.together import Work, agreed, exchanged, in_all, together
+from pipesched.saving.writing import Target, begin, check_shared, write
+from pipesched.user_warning import warn
+
+__all__ = ["Saver"]
+
+
+class Saver:
+    """Saves and loads. At most one save is under way."""
+
+    def __init__(self) -> None:
+        self._work: Work[None] | None = None
+        self._hurry = Event()
+        self._buffers = HostBuffers()
+
+    def save(
+        self,
+        run: LiveRun,
+        path: Any,
+        states: tuple[GivenOptimizers | None, Any, Mapping[str, Any] | None],
+        *,
+        asynchronous: bool,
+        keep: int | None,
+    ) -> None:
+        """Save a run. ``states`` are the arguments optimizer, scheduler and extra."""
+        self.finish(run)
+        host = run.host
+        path = as_path(path)
+        if keep is not None and not is_count(keep):
+            raise InputError(
+                f"keep must be the number of checkpoints to keep, at least 1; got {shown(keep)}; pass a number such as "
+                f"3, or leave it out for one checkpoint"
+            )
+        part = capture(run, *states)
+        begun = agreed(host, lambda: "" if run.process else begin(folder_for(path, run.facts.step, keep)))
+        target = Target(
+            path=path,
+            folder=path if keep is None else path / f"step-{run.facts.step:08}",
+            data=exchanged(host, begun)[0],
+            keep=keep,
+            process=run.process,
+            num_processes=run.num_processes,
+        )
+        agreed(host, lambda: check_shared(target))
+        hurry = self._hurry = Event()
+        if not asynchronous:
+            work = Work(lambda: write(target, part, run.facts, hurry))
+            if isinstance(host, MeshRanks):
+                work.start()
+            else:
+                work.run()
+            together(host, work, hurry)
+            return
+        buffers = self._buffers
+        copy = Part(agreed(host, lambda: buffers.copied(part.tensors)), part.entries, part.values)
+
+        def write_copy() -> None:
+            buffers.wait()
+            write(target, copy, run.facts, hurry)
+
+        self._work = Work(write_copy)
+        self._work.start()
+
+    def finish(self, run: LiveRun) -> None:
+        """Wait for a save that is under way, in all processes. Raises its error in all."""
+        work, self._work = self._work, None
+        if work is not None:
+            together(run.host, work, self._hurry)
+
+    def close(self, *, failed: bool) -> None:
+        """Wait for a save that is under way, in this process. Raises its error. ``failed``: the pipeline has failed."""
+        work, self._work = self._work, None
+        if failed:
+            self._hurry.set()
+        if work is not None:
+            work.ended()
+            _ = work.result
+
+    def load(
+        self, run: LiveRun, path: Any, states: tuple[GivenOptimizers | None, Any, Mapping[str, Any] | None]
+    ) -> Restored:
+        """Load the newest whole checkpoint of a path. ``states`` are the arguments optimizer, scheduler and extra."""
+        self.finish(run)
+        path = as_path(path)
+        folders = exchanged(run.host, agreed(run.host, lambda: [str(one) for one in _folders(path, run)]))[0]
+        damage: DamagedCheckpointError | None = None
+        for folder in folders:
+            try:
+                checkpoint, restoring = _prepared(run, Path(folder), states)
+            except DamagedCheckpointError as error:
+                damage = error
+                if folder != folders[-1]:
+                    warn(f"{error}; the checkpoint before it is tried")
+                continue
+            return _apply(run, checkpoint.saved, restoring)
+        raise damage or DamagedCheckpointError(f"{path} has no checkpoint")
+
+    def training_state(
+        self, run: LiveRun, states: tuple[GivenOptimizers | None, Any, Mapping[str, Any] | None]
+    ) -> dict[str, Any]:
+        """Return this process's part of a run as a dict of tensors and plain values."""
+        part = capture(run, *states)
+        entries = {key: asdict(entry) for key, entry in part.entries.items()}
+        facts = run.facts
+        return {
+            "step": facts.step,
+            "seed": facts.seed,
+            "settings": dict(facts.settings),
+            "plan": dict(facts.plan),
+            "values": part.values,
+            "entries": entries,
+            "tensors": part.tensors,
+        }
+
+    def load_training_state(
+        self,
+        run: LiveRun,
+        state: Mapping[str, Any] | Sequence[Mapping[str, Any]],
+        states: tuple[GivenOptimizers | None, Any, Mapping[str, Any] | None],
+    ) -> Restored:
+        """Load what ``training_state`` returned, in one process or in several."""
+        self.finish(run)
+        parts = [state] if isinstance(state, Mapping) else list(state)
+
+        def prepared() -> tuple[SavedRun, Restoring]:
+            for part in parts:
+                check_type(part, Mapping, "a training state must be the dict of training_state", "pass it unchanged")
+                missing = [name for name in ("tensors", "entries", "values", "step") if name not in part]
+                if missing or not parts:
+                    raise CheckpointError(
+                        f"a training state must be the dict that training_state returned; it has no {missing[0]!r}; "
+                        f"pass it unchanged"
+                    )
+            saved = given_state(parts)
+            return saved, Restoring(saved, run, *states)
+
+        return _apply(run, *agreed(run.host, prepared))
+
+
+def _folders(path: Path, run: LiveRun) -> list[Path]:
+    return checkpoint_folders(path) if run.process == 0 else []
+
+
+def _prepared(
+    run: LiveRun, folder: Path, states: tuple[GivenOptimizers | None, Any, Mapping[str, Any] | None]
+) -> tuple[OpenCheckpoint, Restoring]:
+    """Open a checkpoint in all processes, and compare it with the run and with its hashes."""
+
+    def prepare() -> tuple[OpenCheckpoint, Restoring]:
+        checkpoint = OpenCheckpoint(folder)
+        restoring = Restoring(checkpoint.saved, run, *states)
+        checkpoint.check_files_of(restoring.keys)
+        return checkpoint, restoring
+
+    checkpoint, restoring = in_all(run.host, prepare)
+    digests = exchanged(run.host, hashlib.sha256(checkpoint.text).hexdigest())
+    others = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+    if others:
+        raise CheckpointError(
+            f"all ranks must load the same checkpoint; in {folder} rank {others[0]} of {len(digests)} reads another "
+            f"one than rank 0; pass the same path on every rank, on a file system that all hosts share"
+        )
+    return checkpoint, restoring
+
+
+def _apply(run: LiveRun, saved: SavedRun, restoring: Restoring) -> Restored:
+    restoring.warn_of_left()
+    states = in_all(run.host, lambda: restoring.extra_states(saved.read))
+    agreed(run.host, lambda: restoring.load_objects(states))  # the user's code may raise: nothing else has changed yet
+    in_all(run.host, lambda: restoring.apply(saved.read))
+    return Restored(step=saved.facts.step, seed=saved.facts.seed, extra=states)

@@ -1,0 +1,100 @@
+"""Scheduler states: the states of learning rate schedulers, one for all parameters or one for each stage."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from pipesched.checks import shown
+from pipesched.errors import ArgumentError, CheckpointError
+from pipesched.saving.common_values import Encoded, encode, kept_here
+from pipesched.saving.live_run import LiveRun
+from pipesched.saving.saved_run import Part, SavedRun
+from pipesched.saving.state_encoding import decoded, tensor_keys
+
+__all__ = ["SchedulerChanges", "as_schedulers", "capture_schedulers"]
+
+_ONE = "all parameters"
+
+
+def as_schedulers(given: Any, run: LiveRun) -> dict[str, Any]:
+    """The schedulers by name: "all parameters" for one; the stage for those of a dict, or of a list by stage.
+
+    A list's scheduler belongs to the stage whose optimizer it drives, or else to its position.
+    """
+    if given is None:
+        return {}
+    if isinstance(given, Mapping):
+        named = {f"stage {stage}": scheduler for stage, scheduler in given.items()}
+    elif isinstance(given, Sequence):
+        stages = {id(optimizer): stage for stage, optimizer in (run.optimizers or {}).items()}
+        named = {}
+        for position, scheduler in enumerate(given):
+            stage = stages.get(id(getattr(scheduler, "optimizer", None)), position)
+            name = f"stage {stage}"
+            named[name if name not in named else f"stage {stage}, scheduler {position}"] = scheduler
+    else:
+        named = {_ONE: given}
+    for scheduler in named.values():
+        if not all(callable(getattr(scheduler, method, None)) for method in ("state_dict", "load_state_dict")):
+            raise ArgumentError(
+                f"scheduler must have state_dict and load_state_dict, as those of torch.optim.lr_scheduler; got "
+                f"{shown(scheduler)}; pass a scheduler, a list, or a dict by stage"
+            )
+    return named
+
+
+def encoded_schedulers(schedulers: Mapping[str, Any]) -> dict[str, Encoded]:
+    """The classes and states of schedulers."""
+    found = {}
+    for name, scheduler in schedulers.items():
+        state = encode(scheduler.state_dict(), f"scheduler/{name}")
+        found[name] = Encoded({"dict": {"class": type(scheduler).__qualname__, "state": state.value}}, state.tensors)
+    return found
+
+
+def capture_schedulers(part: Part, encoded: Mapping[str, Encoded], run: LiveRun) -> None:
+    """Add the states that this process saves to a part. Collective."""
+    own = kept_here(run.host, run.process, "schedulers", encoded, everywhere=False)
+    if encoded:
+        part.values["schedulers"] = {name: encoded[name].value["dict"] for name in encoded if name in own}
+    for name in own:
+        part.add("scheduler state", name, encoded[name].tensors)
+
+
+class SchedulerChanges:
+    """The states that loading gives to a run's schedulers. Nothing changes before ``apply``.
+
+    Raises CheckpointError if the saved states do not fit the schedulers.
+    """
+
+    def __init__(self, saved: SavedRun, schedulers: Mapping[str, Any]) -> None:
+        states: Mapping[str, Any] = saved.values["schedulers"]
+        self._changes = [(scheduler, _state(saved, states, name)) for name, scheduler in schedulers.items()]
+        for name, (scheduler, entry) in zip(schedulers, self._changes, strict=True):
+            kind = type(scheduler).__qualname__
+            if entry["class"] != kind:
+                raise CheckpointError(
+                    f"a scheduler must load the state of its own class; that of {name} in {saved.where} is "
+                    f"{entry['class']}, but a {kind} was passed; pass a {entry['class']}"
+                )
+        self.keys = {key for _, entry in self._changes for key in tensor_keys(entry["state"])}
+
+    def apply(self, read: Callable[[str], Tensor]) -> None:
+        """Load the states; ``read`` returns a tensor by key."""
+        for scheduler, entry in self._changes:
+            scheduler.load_state_dict(decoded(entry["state"], read))
+
+
+def _state(saved: SavedRun, states: Mapping[str, Any], name: str) -> Any:
+    """The saved state for a scheduler: the state of that name, or the common state if all are equal."""
+    plain = [entry for entry in states.values() if not tensor_keys(entry["state"])]
+    first = next(iter(states.values()))
+    if len(plain) == len(states) and all(entry == first for entry in plain):
+        return first
+    if name not in states:
+        raise CheckpointError(
+            f"schedulers may be loaded into other stages only if their states are equal; {saved.where} has different "
+            f"states for {', '.join(states)}, and none for {name}; load under the same stages, or make new schedulers"
+        )
+    return states[name]

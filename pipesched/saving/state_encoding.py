@@ -1,0 +1,173 @@
+"""State encoding: nested values as JSON text beside tensors, without pickle. The set of types is closed.
+
+Supported are None, bool, int, float, str, list, tuple, dict, tensors, and numpy arrays and scalars of numbers. Each is
+read back as the same type with the same bits; an OrderedDict is read back as a dict.
+"""
+
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pipesched.errors import CheckpointError
+from pipesched.saving.tensor_files import bytes_of, dtype_name, dtype_of, from_bytes, plain
+
+__all__ = ["Encoder", "at_path", "decoded", "tensor_keys"]
+
+_LARGEST = 2**63  # larger integers are written as text
+_DEEPEST = 24  # levels of nesting
+_NUMBERS_OF_NUMPY = "biufc"
+
+#: Function that writes a value without parts, by type.
+_ATOMS: dict[type, Callable[[Any], Any]] = {
+    type(None): lambda value: value,
+    bool: lambda value: value,
+    int: lambda value: value if -_LARGEST < value < _LARGEST else {"int": str(value)},
+    float: lambda value: value if math.isfinite(value) else {"float": str(value)},
+    str: lambda value: value,
+}
+
+
+class Encoder:
+    """Encodes values, and collects their tensors under unique keys that begin with ``prefix``.
+
+    Tensors of one number on the host are written into the text. With ``inline=True`` all tensors are.
+    """
+
+    def __init__(self, prefix: str, *, inline: bool = False) -> None:
+        self._prefix = prefix
+        self._inline = inline
+        self.tensors: dict[str, Tensor] = {}
+
+    def encoded(self, value: Any, path: tuple[Any, ...] = ()) -> Any:
+        """The value as plain values for JSON. Raises CheckpointError with the path of a value that cannot be saved."""
+        if len(path) > _DEEPEST:
+            raise CheckpointError(
+                f"saved values may be nested at most {_DEEPEST} deep; {self._place(path[:3])} nests deeper, or "
+                f"contains itself; save a flat state"
+            )
+        kind = type(value)
+        if kind in _ATOMS and (kind is not str or _is_text(value)):
+            written = _ATOMS[kind](value)
+        elif kind in (list, tuple):
+            parts = [self.encoded(part, (*path, index)) for index, part in enumerate(value)]
+            written = parts if kind is list else {"tuple": parts}
+        elif kind in (dict, OrderedDict):
+            written = self._mapping(value, path)
+        elif isinstance(value, Tensor):
+            written = self._of_tensor(plain(value, self._place(path)), path)
+        elif isinstance(value, np.ndarray | np.generic) and value.dtype.kind in _NUMBERS_OF_NUMPY:
+            written = self._of_numpy(value, path)
+        else:
+            raise CheckpointError(
+                f"a checkpoint holds None, bool, int, float, str, list, tuple, dict, tensors and numpy numbers; "
+                f"{self._place(path)} is of type {kind.__module__}.{kind.__qualname__}; convert it, or leave it out"
+            )
+        return written
+
+    def _mapping(self, value: Mapping[Any, Any], path: tuple[Any, ...]) -> Any:
+        if all(type(key) is str and _is_text(key) for key in value):
+            return {"dict": {key: self.encoded(part, (*path, key)) for key, part in value.items()}}
+        pairs = [[self.encoded(key, (*path, "key")), self.encoded(part, (*path, key))] for key, part in value.items()]
+        return {"pairs": pairs}
+
+    def _of_tensor(self, tensor: Tensor, path: tuple[Any, ...]) -> Any:
+        if self._inline or (not tensor.dim() and tensor.device.type == "cpu"):
+            return {"scalar": bytes_of(tensor).hex(), "dtype": dtype_name(tensor.dtype), "shape": [*tensor.shape]}
+        return {"tensor": self._add(tensor, path)}
+
+    def _of_numpy(self, value: Any, path: tuple[Any, ...]) -> Any:
+        if isinstance(value, np.generic):
+            return {"number": value.dtype.str, "hex": value.tobytes().hex()}
+        data = torch.frombuffer(bytearray(value.tobytes()) or bytearray(1), dtype=torch.uint8)[: value.nbytes]
+        return {"array": self._add(data, path), "dtype": value.dtype.str, "shape": list(value.shape)}
+
+    def _add(self, tensor: Tensor, path: tuple[Any, ...]) -> str:
+        key = "/".join((self._prefix, *map(str, path)))
+        while key in self.tensors:
+            key += "'"
+        self.tensors[key] = tensor
+        return key
+
+    def _place(self, path: tuple[Any, ...]) -> str:
+        return self._prefix + "".join(f"[{part!r}]" for part in path)
+
+
+def _is_text(value: str) -> bool:
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def decoded(value: Any, read: Callable[[str], Tensor]) -> Any:
+    """The inverse of ``Encoder.encoded``; ``read`` returns a tensor by its key. Raises CheckpointError."""
+    if isinstance(value, list):
+        return [decoded(part, read) for part in value]
+    if not isinstance(value, dict):
+        return value
+    reader = _READERS.get(frozenset(value))
+    if reader is None:
+        raise CheckpointError(
+            f"the values of a checkpoint must be in its own form; got an object with the keys {sorted(value)}; save it "
+            f"again"
+        )
+    return reader(value, read)
+
+
+def _read_array(own: Any, read: Callable[[str], Tensor]) -> Any:
+    return np.frombuffer(read(own["array"]).numpy().tobytes(), _number(own["dtype"])).reshape(own["shape"]).copy()
+
+
+#: The keys of an encoded object -> function that decodes it.
+_READERS: dict[frozenset[str], Callable[[Any, Callable[[str], Tensor]], Any]] = {
+    frozenset(keys): reader
+    for keys, reader in (
+        (["dict"], lambda own, read: {key: decoded(part, read) for key, part in own["dict"].items()}),
+        (["pairs"], lambda own, read: {decoded(key, read): decoded(part, read) for key, part in own["pairs"]}),
+        (["tuple"], lambda own, read: tuple(decoded(part, read) for part in own["tuple"])),
+        (["int"], lambda own, read: int(own["int"])),
+        (["float"], lambda own, read: float(own["float"])),
+        (["tensor"], lambda own, read: read(own["tensor"])),
+        (
+            ["scalar", "dtype", "shape"],
+            lambda own, read: from_bytes(bytes.fromhex(own["scalar"]), dtype_of(own["dtype"]), tuple(own["shape"])),
+        ),
+        (["number", "hex"], lambda own, read: np.frombuffer(bytes.fromhex(own["hex"]), _number(own["number"]))[0]),
+        (["array", "dtype", "shape"], _read_array),
+    )
+}
+
+
+def tensor_keys(value: Any) -> set[str]:
+    """The keys of the tensors in an encoded value."""
+    if isinstance(value, list):
+        return {key for part in value for key in tensor_keys(part)}
+    if not isinstance(value, dict):
+        return set()
+    if "dict" in value:
+        return tensor_keys(list(value["dict"].values()))
+    own = {value[word] for word in ("tensor", "array") if isinstance(value.get(word), str)}
+    return own | tensor_keys([value.get("pairs"), value.get("tuple")])
+
+
+def _number(name: str) -> np.dtype[Any]:
+    dtype = np.dtype(name)
+    if dtype.kind not in _NUMBERS_OF_NUMPY:
+        raise CheckpointError(f"a saved numpy array must hold numbers; got dtype {name!r}; save it again")
+    return dtype
+
+
+def at_path(value: Any, path: Sequence[Any]) -> Any:
+    """The part of nested dicts, lists and tuples at a path; None if there is none."""
+    for step in path:
+        try:
+            value = value[step]
+        except (LookupError, TypeError):
+            return None
+    return value

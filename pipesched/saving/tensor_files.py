@@ -1,0 +1,185 @@
+"""Tensor files: write and read safetensors files, one tensor at a time.
+
+The file is written by this module rather than by the safetensors library, so that one pass over the tensors writes and
+hashes it, at most one tensor is copied at a time, and other threads run meanwhile. The library reads the files, too.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from struct import Struct
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipesched.errors import CheckpointError, DamagedCheckpointError
+from pipesched.saving.manifest import FileEntry
+
+__all__ = ["TensorFile", "bytes_of", "dtype_name", "dtype_of", "from_bytes", "plain", "write_tensors"]
+
+_LENGTH = Struct("<Q")
+_ALIGNED = 8  # bytes; a header's length is a multiple of it
+_LONGEST_HEADER = 1 << 32
+_CODES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.complex64: "C64",
+}
+_BYTES = "U8"  # of a dtype that safetensors does not have; the manifest has the dtype and the shape
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The name of a dtype, such as "float32"."""
+    return str(dtype).removeprefix("torch.")
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """The inverse of ``dtype_name``. Raises CheckpointError for an unknown name."""
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise CheckpointError(
+            f"this torch must have the dtypes of a checkpoint; torch {torch.__version__} has no {name!r}; load it with "
+            f"the version of torch that saved it"
+        )
+    return dtype
+
+
+def plain(tensor: Tensor, place: str) -> Tensor:
+    """The tensor without autograd. Raises CheckpointError if it is not an ordinary tensor with contents."""
+    tensor = tensor.detach()
+    is_dense = tensor.layout == torch.strided and not tensor.is_quantized
+    if type(tensor) is not Tensor or tensor.is_meta or not is_dense:
+        how = "on the meta device" if tensor.is_meta else f"a {type(tensor).__name__} of layout {tensor.layout}"
+        raise CheckpointError(
+            f"a checkpoint holds dense torch.Tensors with contents; {place} is {how}; save it yourself, from its own "
+            f"methods"
+        )
+    return tensor
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """A tensor's numbers as bytes, in row-major order."""
+    if not tensor.numel():
+        return memoryview(b"")
+    here = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    return _memory(here)
+
+
+def from_bytes(data: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    """The inverse of ``bytes_of``."""
+    tensor = torch.empty(shape, dtype=dtype)
+    if tensor.numel():
+        _memory(tensor)[:] = data
+    return tensor
+
+
+def _memory(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous CPU tensor with elements, to write to."""
+    real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    numbers: Any = real.reshape(-1).view(torch.uint8).numpy()
+    return memoryview(numbers)
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> FileEntry:
+    """Write a safetensors file and flush it to the disk; return its size and hash.
+
+    Args:
+        path: the file.
+        tensors: dense tensors on any device, by key.
+        metadata: text for the file's header. Default: none.
+
+    Raises:
+        OSError: writing failed.
+
+    """
+    ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))  # so all are aligned
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    end = 0
+    for key, tensor in ordered:
+        begin, end = end, end + tensor.numel() * tensor.element_size()
+        code = _CODES.get(tensor.dtype)
+        shape = [end - begin] if code is None else list(tensor.shape)
+        header[key] = {"dtype": code or _BYTES, "shape": shape, "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % _ALIGNED)
+    digest = hashlib.sha256()
+    with path.open("wb", buffering=0) as file:
+
+        def put(data: bytes | memoryview) -> None:
+            digest.update(data)
+            view = memoryview(data)
+            while view:
+                view = view[file.write(view) :]
+
+        put(_LENGTH.pack(len(text)) + text)
+        for _, tensor in ordered:
+            put(bytes_of(tensor))
+        os.fsync(file.fileno())
+    return FileEntry(_LENGTH.size + len(text) + end, digest.hexdigest())
+
+
+class TensorFile:
+    """Reads tensors of a safetensors file by key.
+
+    Args:
+        path: the file. Its hash must have been compared.
+
+    Raises:
+        DamagedCheckpointError: the file has no valid header.
+
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        try:
+            with path.open("rb") as file:
+                (length,) = _LENGTH.unpack(file.read(_LENGTH.size))
+                if length > _LONGEST_HEADER:
+                    raise ValueError(f"a header of {length} bytes")  # noqa: TRY301
+                self._start = _LENGTH.size + length
+                self._header: dict[str, Any] = json.loads(file.read(length))
+        except (OSError, ValueError, KeyError) as error:
+            raise DamagedCheckpointError(
+                f"a safetensors file must begin with its header; that of {path} cannot be read ({error}); load another "
+                f"checkpoint"
+            ) from error
+
+    def read(self, key: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+        """Read a tensor to the CPU. Raises DamagedCheckpointError if the file has no such tensor."""
+        begin, end = self._header.get(key, {}).get("data_offsets", (0, -1))
+        tensor = torch.empty(shape, dtype=dtype)
+        size = tensor.numel() * tensor.element_size()
+        if end - begin != size:
+            raise DamagedCheckpointError(
+                f"a checkpoint must hold every tensor of its manifest; {key!r} of {size:,} bytes is not in "
+                f"{self._path}; load another checkpoint"
+            )
+        if size:
+            view = _memory(tensor)
+            with self._path.open("rb", buffering=0) as file:
+                file.seek(self._start + begin)
+                while view:
+                    count = file.readinto(view)
+                    if not count:
+                        raise DamagedCheckpointError(
+                            f"a checkpoint's files must stay while it is loaded; {self._path} was cut off; load it "
+                            f"again, or another one"
+                        )
+                    view = view[count:]
+        return tensor

@@ -1,0 +1,144 @@
+"""Together: work that all processes of a pipeline do, and that fails in all of them if it fails in one."""
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from threading import Event, Thread
+from typing import Any, Generic, TypeVar
+
+from pipesched.errors import CheckpointError, DamagedCheckpointError, MissingCheckpointError, PipeschedError
+from pipesched.runtime.rank_host import MeshRanks, RankHost
+
+__all__ = ["Work", "agreed", "exchanged", "in_all", "together"]
+
+T = TypeVar("T")
+
+_FIRST_PAUSE_S = 0.01
+_LONGEST_PAUSE_S = 0.5  # between two exchanges while work is under way
+#: The errors that all processes raise, the most important first.
+_KINDS: dict[str, type[CheckpointError]] = {
+    "damaged": DamagedCheckpointError,
+    "missing": MissingCheckpointError,
+    "failed": CheckpointError,
+}
+
+
+def exchanged(host: RankHost, value: T) -> list[T]:
+    """The values of all processes, in rank order. Collective."""
+    return host.executor.exchange(value) if isinstance(host, MeshRanks) else [value]
+
+
+def agreed(host: RankHost, make: Callable[[], T]) -> T:
+    """Return ``make()``. If it raises in one process, all raise. Collective; for work of equal length in all."""
+    work = Work(make)
+    work.run()
+    _raise_any(exchanged(host, work.outcome), work)
+    return work.result
+
+
+class Work(Generic[T]):
+    """A call that runs in a thread of its own, with its result or its exception.
+
+    The interpreter waits for the thread before it exits.
+    """
+
+    def __init__(self, make: Callable[[], T]) -> None:
+        self._make = make
+        self._made: list[T] = []
+        self._thread: Thread | None = None
+        self.error: BaseException | None = None
+
+    def start(self) -> None:
+        """Run in a thread."""
+        self._thread = Thread(target=self.run, name="pipesched saving")
+        self._thread.start()
+
+    def run(self) -> None:
+        """Run here."""
+        try:
+            self._made.append(self._make())
+        except BaseException as error:
+            self.error = error
+
+    def ended(self, within_s: float | None = None) -> bool:
+        """Whether the call has ended; waits for it for so long, or without a limit for None."""
+        if self._thread is not None:
+            self._thread.join(within_s)
+            if not self._thread.is_alive():
+                self._thread = None
+        return self._thread is None
+
+    @property
+    def outcome(self) -> tuple[str, str]:
+        """The kind and the text of the error; two empty texts for none."""
+        if self.error is None:
+            return "", ""
+        text = str(self.error)
+        if not isinstance(self.error, PipeschedError):
+            text = f"{type(self.error).__name__}: {text}"
+        return next((kind for kind, error in _KINDS.items() if isinstance(self.error, error)), "failed"), text
+
+    @property
+    def result(self) -> T:
+        """The result. Raises the call's exception."""
+        if self.error is not None:
+            raise self.error
+        return self._made[0]
+
+
+def together(host: RankHost, work: Work[T], hurry: Event | None = None) -> T:
+    """Wait until work has ended in all processes; return this process's result. If one fails, all raise. Collective.
+
+    While this process waits it exchanges messages, so that the others' timeouts do not end the pipeline.
+
+    Args:
+        host: the host of the ranks.
+        work: the work, which has been started.
+        hurry: set if a process fails, so that the work does not wait long for other processes. Default: nothing.
+
+    """
+    if not isinstance(host, MeshRanks):
+        work.ended()
+        return work.result
+    pause_s = _FIRST_PAUSE_S
+    try:
+        while True:
+            done = work.ended(pause_s)
+            outcomes = exchanged(host, work.outcome if done else None)
+            if None not in outcomes:
+                break
+            if hurry is not None and any(outcome is not None and outcome[0] for outcome in outcomes):
+                hurry.set()
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+    except BaseException:
+        if hurry is not None:
+            hurry.set()
+        with suppress(Exception):
+            work.ended()
+        raise
+    _raise_any(outcomes, work)
+    return work.result
+
+
+def in_all(host: RankHost, make: Callable[[], T]) -> T:
+    """Return ``make()``, which may take long in some processes. If it raises in one, all raise. Collective."""
+    work = Work(make)
+    if isinstance(host, MeshRanks):
+        work.start()
+    else:
+        work.run()
+    return together(host, work)
+
+
+def _raise_any(outcomes: Sequence[Any], work: Work[Any]) -> None:
+    """Raise an error of the same kind in all processes, if one failed: its own error, or one that names the rank."""
+    kinds = [kind for kind, _ in outcomes]
+    worst = next((kind for kind in _KINDS if kind in kinds), None)
+    if worst is None:
+        return
+    if work.error is not None and work.outcome[0] == worst:
+        raise work.error
+    rank = kinds.index(worst)
+    raise _KINDS[worst](
+        f"all ranks must save or load together; rank {rank} of {len(outcomes)} failed, with: {outcomes[rank][1]}; fix "
+        f"the cause on rank {rank}"
+    ) from work.error

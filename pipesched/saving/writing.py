@@ -1,0 +1,233 @@
+"""Writing: the files of a checkpoint, by all processes, until the first process makes them the checkpoint.
+
+Each process writes its tensors and then, as a sign that it is done, its values. The first process waits until the
+values of all are there, and then replaces the manifest. So processes need no messages while they write, and a save may
+go on during the next steps.
+"""
+
+import errno
+import os
+import shutil
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+import torch
+
+from pipesched.errors import CheckpointError
+from pipesched.saving.folders import commit, keep_newest, new_data_folder, write_whole
+from pipesched.saving.live_run import Facts
+from pipesched.saving.manifest import FileEntry, Manifest, TensorEntry, dumped, hash_of, parsed
+from pipesched.saving.saved_run import Part
+from pipesched.saving.tensor_files import write_tensors
+from pipesched.units import quote_bytes
+
+__all__ = ["Target", "begin", "check_shared", "explained", "write"]
+
+_FIRST_PAUSE_S = 0.001
+_LONGEST_PAUSE_S = 0.2
+_PATIENCE_S = 300.0  # without a new byte of another process
+_HURRIED_S = 10.0  # the same, after a failure of the pipeline
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """Where a checkpoint is written."""
+
+    #: The path that the user passed.
+    path: Path
+    #: The folder of the checkpoint: the path, or a folder in it that is named by the step.
+    folder: Path
+    #: The name of the data folder.
+    data: str
+    keep: int | None
+    #: The number of this process, and of all.
+    process: int
+    num_processes: int
+
+    @property
+    def data_folder(self) -> Path:
+        """The folder of the data files."""
+        return self.folder / self.data
+
+
+def begin(folder: Path) -> str:
+    """Make a new data folder for a checkpoint, and return its name. Called in the first process.
+
+    Raises CheckpointError if that fails.
+    """
+    with explained(folder):
+        return new_data_folder(folder)
+
+
+def check_shared(target: Target) -> None:
+    """Raise CheckpointError if this process does not see the data folder that the first process has made."""
+    if not target.data_folder.is_dir():
+        raise CheckpointError(
+            f"all ranks must see the same file system; {target.data_folder}, which rank 0 has made, does not exist on "
+            f"rank {target.process}; pass the same path on every rank, on a file system that all hosts share"
+        )
+
+
+def write(target: Target, part: Part, facts: Facts, hurry: Event) -> None:
+    """Write this process's files. The first process then waits for the others, and replaces the checkpoint.
+
+    Args:
+        target: where to write.
+        part: what this process saves.
+        facts: the facts of the run.
+        hurry: set after a failure of the pipeline; then the first process waits for the others for a short time only.
+
+    Raises:
+        CheckpointError: writing failed in this process, or for the first process in another one. The checkpoint that
+            was there before is intact.
+
+    """
+    name = _name(target.process)
+    try:
+        with explained(target.folder):
+            _write_part(target, name, part)
+    except CheckpointError as error:
+        _report(target, error)
+        if target.process:
+            raise
+        with suppress(CheckpointError):
+            _parts(target, hurry)
+        shutil.rmtree(target.data_folder, ignore_errors=True)
+        raise
+    if target.process == 0:
+        try:
+            manifest = _manifest(target, facts, _parts(target, hurry))
+            with explained(target.folder):
+                commit(target.folder, manifest)
+        except BaseException:
+            shutil.rmtree(target.data_folder, ignore_errors=True)
+            raise
+        if target.keep is not None:
+            with suppress(OSError):
+                keep_newest(target.path, target.keep, target.folder)
+
+
+def _name(process: int) -> str:
+    return f"part-{process:05}"
+
+
+def _write_part(target: Target, name: str, part: Part) -> None:
+    file = f"{name}.safetensors"
+    written = write_tensors(target.data_folder / file, part.tensors)
+    entries = {key: asdict(replace(entry, file=file)) for key, entry in part.entries.items()}
+    values = {"file": {file: asdict(written)}, "tensors": entries, "values": part.values}
+    write_whole(target.data_folder / f"{name}.json", dumped(values))
+
+
+def _report(target: Target, error: CheckpointError) -> None:
+    """Tell the first process that this one failed, and make place on the disk."""
+    name = _name(target.process)
+    for path in (f"{name}.safetensors", f"{name}.json"):
+        with suppress(OSError):
+            (target.data_folder / path).unlink()
+    with suppress(OSError):
+        write_whole(target.data_folder / f"{name}.failed", str(error).encode())
+
+
+def _parts(target: Target, hurry: Event) -> dict[str, tuple[FileEntry, Any]]:
+    """Wait for the values of all processes. Returns their files and contents, by name.
+
+    Raises CheckpointError if a process failed, or ended.
+    """
+    found: dict[str, tuple[FileEntry, Any]] = {}
+    failed: list[str] = []
+    waiting = {_name(process): process for process in range(target.num_processes)}
+    pause_s = _FIRST_PAUSE_S
+    progress: Any = None
+    since_s = time.monotonic()
+    while waiting:
+        names = _listed(target.data_folder)
+        for name in [name for name in waiting if f"{name}.failed" in names or f"{name}.json" in names]:
+            process = waiting.pop(name)
+            if f"{name}.failed" in names:
+                failed.append(f"rank {process}: {(target.data_folder / f'{name}.failed').read_text()}")
+            else:
+                path = target.data_folder / f"{name}.json"
+                data = path.read_bytes()
+                found[path.name] = FileEntry(len(data), hash_of(path)), parsed(data, path)
+        if not waiting:
+            break
+        sizes = _sizes(target.data_folder)
+        if sizes != progress:
+            progress, since_s = sizes, time.monotonic()
+        patience_s = _HURRIED_S if hurry.is_set() else _PATIENCE_S
+        if time.monotonic() - since_s > patience_s:
+            raise CheckpointError(
+                f"all ranks must finish a save; rank {', '.join(map(str, waiting.values()))} of "
+                f"{target.num_processes} has ended, or has written nothing for {patience_s:g} s; the checkpoint that "
+                f"was there before is intact: load it"
+            )
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+    if failed:
+        raise CheckpointError("; ".join(failed))
+    return found
+
+
+def _listed(folder: Path) -> set[str]:
+    try:
+        return set(os.listdir(folder))
+    except OSError:
+        return set()
+
+
+def _sizes(folder: Path) -> list[tuple[str, int]]:
+    sizes = []
+    for name in sorted(_listed(folder)):
+        with suppress(OSError):
+            sizes.append((name, (folder / name).stat().st_size))
+    return sizes
+
+
+def _manifest(target: Target, facts: Facts, parts: Mapping[str, tuple[FileEntry, Any]]) -> Manifest:
+    files: dict[str, FileEntry] = {}
+    tensors: dict[str, TensorEntry] = {}
+    for name, (entry, content) in sorted(parts.items()):
+        files[name] = entry
+        files.update({file: FileEntry(**own) for file, own in content["file"].items()})
+        for key, own in content["tensors"].items():
+            if key in tensors:
+                raise CheckpointError(
+                    f"every saved tensor must have a name of its own; {key!r} is in {tensors[key].file} and "
+                    f"{own['file']}; build the same model on every rank"
+                )
+            tensors[key] = TensorEntry(**own)
+    return Manifest(
+        pipesched=sys.modules[__name__.partition(".")[0]].__version__,
+        torch=torch.__version__,
+        data=target.data,
+        step=facts.step,
+        seed=str(facts.seed),
+        settings=facts.settings,
+        plan=facts.plan,
+        files=files,
+        tensors=tensors,
+    )
+
+
+@contextmanager
+def explained(folder: Path) -> Iterator[None]:
+    """A context that turns errors of the file system into CheckpointErrors with a remedy."""
+    try:
+        yield
+    except OSError as error:
+        free = ""
+        with suppress(OSError):
+            free = f", {quote_bytes(shutil.disk_usage(folder if folder.exists() else folder.parent).free)} are free"
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        remedy = "free space" if full else "correct the cause"
+        raise CheckpointError(
+            f"a checkpoint must be written completely; writing {error.filename or folder} failed ({error.strerror}"
+            f"{free}); {remedy}, or pass another path; a checkpoint that was there before is intact"
+        ) from error

@@ -1,0 +1,68 @@
+"""Runs that stop and continue under another plan have the bits of the run that never stopped."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support import places
+from tests.support.rank_processes import Ranks
+from tests.support.resumed_runs import FACTORS, Half, differences, never_stopped, pairwise_cases
+
+pytestmark = pytest.mark.timeout(90)
+
+
+@pytest.fixture(scope="module")
+def expected() -> Any:
+    return never_stopped()
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (Half(2), Half(3, "zb-h1", checkpoint="always")),
+        (Half(3, "zb-v", optimizer="pipeline"), Half(2, "interleaved-1f1b", optimizer="user", checkpoint="by layer")),
+        (Half(2, "interleaved-1f1b", "mesh", checkpoint="by layer"), Half(3, "1f1b", "mesh", "pipeline")),
+        (Half(2, "zb-v", "mesh", "pipeline"), Half(1)),
+        (Half(1), Half(2, "zb-h1", "mesh", "user", "always")),
+    ],
+    ids=str,
+)
+def test_a_resumed_run_has_the_bits_of_one_that_never_stopped(
+    before: Half, after: Half, expected: Any, ranks: Ranks, tmp_path: Path
+) -> None:
+    def run(half: Half, job: Any, path: str) -> list[Any]:
+        return (places.run_here if half.place == "process" else ranks.run)(half.ranks, job, half, path)
+
+    assert differences(run, before, after, str(tmp_path / "checkpoint"), expected) == []
+
+
+def test_the_pairwise_cases_cover_every_pair() -> None:
+    """`benchmarks/resume.py` runs them."""
+    cases = pairwise_cases()
+    for half in (0, 1):
+        for name, values in FACTORS.items():
+            for other_half in (0, 1):
+                for other, others in FACTORS.items():
+                    if (half, name) != (other_half, other):
+                        found = {(getattr(case[half], name), getattr(case[other_half], other)) for case in cases}
+                        assert len(found) == len(values) * len(others), (name, other)
+
+
+def test_torch_reads_what_the_user_writes_himself(tmp_path: Path, expected: Any) -> None:
+    """training_state, written with torch.save and read with weights_only."""
+    from tests.support.resumed_runs import HALF, STEPS, Net, Trainer
+
+    first = Trainer(places.OneProcess(2), Half(2), Net())
+    with first.pipe:
+        first.train(range(HALF))
+        torch.save(first.pipe.training_state(**first.states), tmp_path / "state.pt")
+    second = Trainer(places.OneProcess(3), Half(3), Net(seed=7), seed=99)
+    with second.pipe:
+        state = torch.load(tmp_path / "state.pt", weights_only=True)
+        assert second.pipe.load_training_state(state, **second.states).step == HALF
+        losses = second.train(range(HALF, STEPS))
+        tensors = dict(second.tensors())
+    assert all(map(torch.equal, losses, expected[0][HALF:]))
+    assert all(torch.equal(tensors[name], value) for name, value in expected[1].items())
