@@ -68,7 +68,7 @@ _RECEIVE_OF = np.array([CODES[OTHER_END.get(kind, kind)] for kind in CODES])
 
 
 class _Messages(NamedTuple):
-    """The messages between ranks, one per entry of each array."""
+    """The messages between ranks. Each array has one entry per message."""
 
     #: The row of the action that produces the message.
     sender: Ints
@@ -134,7 +134,7 @@ def _inserted(orders: Orders, parts: Sequence[tuple[Ints, Columns, int]]) -> Ord
 
 
 def add_recompute(program: Program, mode: Checkpoint) -> Program:
-    """Insert an R just before each backward of a checkpointed forward.
+    """Insert an R just before the backward of each checkpointed forward.
 
     Args:
         program: the program.
@@ -180,9 +180,9 @@ def add_offloading(program: Program, stages: Collection[int], *, ahead: int = 1)
     """Offload the activations of some stages to the host between forward and backward.
 
     OFFLOAD follows the F, so that its copy runs during the next compute action. FREE follows that action. FETCH comes
-    ``ahead`` compute actions before the backward, so that its copy runs during them. Two overlapping actions count as
-    one. A (stage, micro-batch) pair is not offloaded if no action would run between its FREE and its FETCH, or if it is
-    recomputed (R).
+    ``ahead`` compute actions before the backward, so that its copy runs during those actions. Two overlapping actions
+    count as one. A (stage, micro-batch) pair is not offloaded if no action would run between its FREE and its FETCH, or
+    if it is recomputed (R).
 
     Args:
         program: the program.

@@ -31,9 +31,10 @@ def validate(program: Program, *, max_in_flight: int | Sequence[int] | None = No
 
     Args:
         program: the program, with or without communication.
-        max_in_flight: the most (stage, micro-batch) pairs that a rank may hold at once: a number, or one for each rank.
-            Default: None, no limit.
-        exact: whether to check that the program's results are bit-identical (see `Program.exact`). Default: False.
+        max_in_flight: the maximum number of (stage, micro-batch) pairs in flight on a rank: one number for all ranks,
+            or a sequence with a number for each rank. Default: None, no limit.
+        exact: whether to check that the program is exact, so that its results are bit-identical to those of every other
+            exact program (see `Program.exact`). Default: False.
 
     Raises:
         ScheduleError: an action is missing, repeated, on a wrong rank or out of order.
@@ -232,7 +233,7 @@ def check_slices(program: Program) -> None:
 
 
 def check_overlaps(program: Program) -> None:
-    """Check that overlapping actions are an F and the B or I directly after it on its rank, of different pairs."""
+    """Check that only an F overlaps the next action of its rank, a B or I of another (stage, micro-batch) pair."""
     columns = program.columns
     rank_of = program.orders.rank_of
     pair = program.columns.pair
@@ -295,7 +296,7 @@ def check_dependencies(program: Program) -> None:
 
 
 def check_transfers(program: Program) -> None:
-    """Check the transfers of a program that has any.
+    """Check the transfers of a program, if there are any.
 
     Every send must have its receive. Each channel (from rank, to rank, kind) must be first in, first out. Every result
     that another rank needs must be transferred.
@@ -407,7 +408,7 @@ def _deadlock(program: Program, waits: Mapping[int, tuple[Action, Action]]) -> s
 
 
 def check_memory(program: Program, max_in_flight: int | Sequence[int]) -> None:
-    """Check that no rank holds more (stage, micro-batch) pairs at once than its limit."""
+    """Check that no rank has more (stage, micro-batch) pairs in flight at once than its limit."""
     limits = rank_limits(max_in_flight, program.num_ranks)
     if len(limits) != program.num_ranks:
         raise ScheduleError(

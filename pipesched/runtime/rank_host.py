@@ -46,7 +46,7 @@ __all__ = ["Executor", "Inputs", "MeshRanks", "RankHost", "SegmentedRun", "Threa
 
 T = TypeVar("T")
 
-#: Types in the values that rank 0 decides and sends to the other ranks, in addition to built-in types.
+#: The types of values that rank 0 decides and sends to the other ranks, in addition to built-in types.
 _DECIDED = (
     Plan,
     Tie,
@@ -259,7 +259,7 @@ class MeshRanks:
         self.devices = self.all_devices = [device] * mesh.size()
         self._inputs = inputs
         self._timeout_s = timeout_s
-        self._dealing = Lock()  # the heartbeat thread and rank 0's main thread may both deal
+        self._dealing = Lock()  # the heartbeat thread and rank 0's main thread both send messages
         group = mesh.get_group()
         self.group = tuple(get_process_group_ranks(group))
 
