@@ -21,7 +21,7 @@ __all__ = ["backward_first", "whole_waves"]
 
 
 def whole_waves(shape: Shape) -> int:
-    """The number of waves of a `v` placement; a wave goes down the ranks and up again.
+    """The number of waves in a `v` placement. A wave is one pass down the ranks and back up.
 
     Raises ScheduleError if the number of chunks per rank is odd, because the last wave would then be only half a wave.
     """
@@ -43,12 +43,13 @@ def backward_first(
 
     Args:
         shape: the ranks, micro-batches and placement.
-        max_in_flight: the most (stage, micro-batch) pairs on a rank, at least its number of chunks.
+        max_in_flight: the maximum number of (stage, micro-batch) pairs in flight on a rank; at least its number of
+            chunks.
         windows: the windows to try. A window is the number of micro-batches by which a rank's forwards may be ahead of
             its oldest unfinished micro-batch. The window with the shortest makespan is used, because running ahead as
             far as memory allows can be slower.
-        forward_time: the time of a forward, equal for all stages, in any unit.
-        backward_time: the time of a backward, in the same unit.
+        forward_time: the time of a forward, the same for all stages, in any unit.
+        backward_time: the time of a backward, the same for all stages, in the same unit.
 
     Raises:
         ScheduleError: ``max_in_flight`` is less than the number of chunks per rank.

@@ -1,4 +1,4 @@
-"""The zero-bubble heuristic for given costs and memory (Qi et al. 2023, arXiv:2401.10241, section 3.1).
+"""Zero bubble: the zero-bubble heuristic for given costs and memory (Qi et al. 2023, arXiv:2401.10241, section 3.1).
 
 Warm-up forwards fill the time until a rank's first input gradient can start. Then every rank runs input gradients and
 forwards in turn. It runs weight gradients when it would otherwise wait, or when memory is full. The paper leaves three
@@ -68,7 +68,7 @@ def zero_bubble(
     Args:
         shape: the ranks and micro-batches.
         costs: the time of each kind of action on each stage, in seconds. None: 1 s for every action, 0 s for messages.
-        max_in_flight: the most micro-batches that a rank may hold at once. None: the number of ranks.
+        max_in_flight: the maximum number of micro-batches in flight on a rank. None: the number of ranks.
         weight_grad_share: the share of a micro-batch's activations that is held from I to W, from 0 to 1.
 
     Raises:
@@ -120,7 +120,7 @@ class _Rank:
         self.weight_grads = 0
         self.start_s: float = 0
         self.end_s: float = 0
-        self.idle_s: float = 0  # since its first action
+        self.idle_s: float = 0  # idle time since the rank's first action
         self._share = share
 
     @property
@@ -170,7 +170,7 @@ class _Rank:
 
 
 class _Pipeline:
-    """All ranks of one candidate order: the heuristic with the given choices, or ZB-H1 if ``switches`` is None."""
+    """All ranks of one candidate, written by the heuristic with these choices, or ZB-H1 if ``switches`` is None."""
 
     def __init__(self, shape: Shape, costs: StageTimes, limit: int, share: float, switches: Switches | None) -> None:
         self.ranks = [_Rank(shape, stage, costs, share) for stage in range(shape.num_stages)]
@@ -187,7 +187,7 @@ class _Pipeline:
 
     @property
     def span_s(self) -> float:
-        """The longest time that any rank takes from its first start to its last end."""
+        """The longest time that any rank takes from the start of its first action to the end of its last action."""
         return max(rank.end_s - rank.start_s for rank in self.ranks)
 
     @property

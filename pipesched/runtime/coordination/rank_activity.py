@@ -58,7 +58,7 @@ class State(NamedTuple):
     place: str
     #: The seconds since the action or the call began; between calls, since the last call ended.
     seconds: float
-    #: By the name of each other rank, the last action whose result was received from that rank.
+    #: For each other rank, by name: the last action whose result was received from that rank.
     last: dict[str, str]
 
 
@@ -157,7 +157,7 @@ def doing_at(error: BaseException) -> Doing:
     while trace is not None:
         file = trace.tb_frame.f_code.co_filename
         if not file.startswith((_OF_TORCH, "<")):
-            doing = "raised"  # user code called from torch
+            doing = "raised"  # raised by user code that torch called
         elif file.startswith(_OF_COLLECTIVES):
             doing = COLLECTIVE
         trace = trace.tb_next

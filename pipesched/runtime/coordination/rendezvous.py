@@ -1,9 +1,9 @@
-"""Rendezvous: brings the ranks of a group together to make one pipeline, also after failed attempts.
+"""Rendezvous: brings the ranks of a group together to make one pipeline, even after failed attempts.
 
 Each rank announces its arrival. Once all ranks have arrived, rank 0 answers each with the same new token, a prefix for
 keys in the group's store. A rank that raises before its arrival announces its error instead, and the other ranks
-receive the error immediately. A rank that has waited for too long withdraws its announcement, and rank 0 skips
-withdrawn announcements. So an error of one rank ends one attempt in all ranks, and the next attempt starts anew.
+receive the error immediately. A rank that has waited too long withdraws its announcement, and rank 0 skips withdrawn
+announcements. An error of one rank therefore ends the attempt in all ranks, and the next attempt starts anew.
 
 The announcements of a rank are numbered. Each announcement has one key, whose value changes once from
 "waiting" to its outcome. The announcing rank or rank 0, whichever changes the value first, decides the outcome.
@@ -30,7 +30,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 _LOOK_S = 0.2  # rank 0 waits this long for one rank before checking the others for failures
 _PAUSE_S = 0.001
 _LONGEST_PAUSE_S = 0.05  # between two checks of the store
-_SPARE_S = 1.0  # added to the timeout, so that rank 0, which knows all arrivals, gives up first
+_SPARE_S = 1.0  # added to the other ranks' timeout, so that rank 0, which sees all arrivals, gives up first
 _PATIENCE_S = 2.0  # for a store that does not reply
 _WAITING = "waiting"
 _WITHDRAWN = "withdrawn"
@@ -169,7 +169,7 @@ class Rendezvous:
         self._end_attempt()
         token = secrets.token_hex(8)
         gone = [rank for rank, number in came.items() if number and not self._answer(rank, number, _TOKEN + token)]
-        if gone:  # withdrawn since the last check; ranks with the token will time out
+        if gone:  # withdrawn since the last check; ranks that have the token will time out
             raise self._missing(gone, timeout_s)
         return token
 
@@ -241,7 +241,7 @@ class Rendezvous:
 
 
 def collective(function: _Function) -> _Function:
-    """Decorate a function that all ranks of its argument ``mesh`` must call.
+    """Decorate a function that all ranks of its ``mesh`` argument must call together.
 
     An error that the function raises before its rendezvous is reported to all ranks.
     """

@@ -113,7 +113,7 @@ class CudaStreams:
         self._compute = torch.cuda.Stream(device)
         self._outward = torch.cuda.Stream(device)
         self._inward = torch.cuda.Stream(device)
-        self._idle = torch.cuda.Stream(device)  # nothing else is ever launched on it
+        self._idle = torch.cuda.Stream(device)  # no work is ever launched on this stream
         self._caller = torch.cuda.current_stream(device)
         self._base = torch.cuda.Event(enable_timing=True)
         self._base_s = 0.0

@@ -1,7 +1,8 @@
 """Threads: runs all ranks in this process, with one thread per rank and, on CUDA devices, separate streams per rank.
 
 Messages pass through one queue for each sending rank, receiving rank and kind of send. When a rank fails, the other
-ranks stop: each rank checks before every action, and a rank that waits for a message receives a stop message.
+ranks stop: each rank checks for a failure before every action, and a rank that waits for a message receives a stop
+message.
 
 A RunSpec describes a run. A BoundProgram is its program bound to stages and channels; it is reused by later steps of
 the same program. A ThreadRun is one run: a step, or a stream of steps. A RunSegment is a part of every rank's order:
@@ -51,7 +52,7 @@ class RunSpec:
     prepare: Callable[[Caller], None] = lambda caller: None
     #: The part of the program's orders to run. Default: all.
     orders: tuple[tuple[Action, ...], ...] | None = None
-    #: Called after the ranks have ended, with whether the run failed.
+    #: Called after the ranks have ended. Its argument states whether the run failed.
     finish: Callable[[bool], None] = lambda failed: None
     #: Maps a micro-batch of a stream to the micro-batch of the program with the same actions. Default: the same number.
     pair: Callable[[int], int] = lambda microbatch: microbatch
@@ -289,7 +290,7 @@ class ThreadExecutor:
         if len(self._kept) >= _REMEMBERED:
             self._kept.clear()
         program = run_spec.program
-        bound = self._kept.pop(id(program), None)  # of an earlier run that succeeded
+        bound = self._kept.pop(id(program), None)  # bound by an earlier run that succeeded
         if bound is None or bound.program is not program or bound.stages is not run_spec.stages or run_spec.orders:
             bound = BoundProgram(run_spec, self.streams_of_rank)
         run = self.begin(run_spec, Caller.here(self._device_types, grad=grad), bound)
@@ -367,7 +368,7 @@ class ThreadExecutor:
             )
 
     def close(self) -> None:
-        """End the threads and wait for them. Raises ExecutionError when called from one of them."""
+        """End the threads and wait for them. Raises ExecutionError if called from one of these threads."""
         if threading.current_thread() in self._threads:
             raise ExecutionError(
                 "close() was called from inside a running step (by a layer or a hook); "
@@ -382,8 +383,8 @@ class ThreadExecutor:
 def _start_threads(jobs: _Jobs, intra_op_threads: int) -> list[threading.Thread]:
     """Start a thread for each queue, and set its number of intra-op threads.
 
-    torch keeps the number per thread, but setting it also changes the default for threads that start later. So the
-    caller's number is set again at the end.
+    torch keeps the number per thread, but setting it also changes the default for threads that start later. Therefore
+    the caller's number is set again at the end.
     """
     before = torch.get_num_threads()
     started = threading.Barrier(len(jobs) + 1)

@@ -24,7 +24,7 @@ class MicrobatchState:
     key: Key
     #: For each value received from a producer stage, the number of gradients to return.
     num_grads: tuple[int, ...]
-    #: Whether the stage takes inputs of the model, in front of the values received from other stages.
+    #: Whether the stage takes inputs of the model, before the values received from other stages.
     takes_inputs: bool
     #: The tensors of the weight version to use; empty to use the Parameters themselves.
     weights: Tensors

@@ -78,7 +78,7 @@ class _Piece:
     __slots__ = ("__weakref__", "device", "host", "ready")
 
     def __init__(self, memory: Tensor) -> None:
-        self.device: Tensor | None = memory  # its bytes
+        self.device: Tensor | None = memory  # the storage as bytes
         self.host: Tensor | None = None
         self.ready: torch.cuda.Event | None = None
 

@@ -40,7 +40,8 @@ class Stage:
         device: the device of the stage's rank.
         head: the loss, on the last stage. Default: none.
         ties: tensors that replace tied weights, by layer call. Default: none.
-        norms: collects BatchNorm statistics of the whole mini-batch. Default: each micro-batch updates them.
+        norms: collects the BatchNorm statistics of each micro-batch. Default: each micro-batch updates the running
+            statistics.
         compiled: calls layers through ``torch.compile``. Default: eager.
         checkpoint_of_call: the checkpoint option of each (layer, call number) whose activations are not kept. Default:
             all are kept.

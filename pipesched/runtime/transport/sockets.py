@@ -1,6 +1,6 @@
 """Sockets: send short messages between processes, over one connection for each sender, receiver and tag.
 
-gloo passes every message to threads of its own, at both ends. On few cores such a thread spins on a lock whose holder
+gloo passes every message to threads of its own, at both ends. On few cores, such a thread spins on a lock whose holder
 waits for a core (0.3 ms of processor time a message, measured with two ranks on two cores). Here the rank's own thread
 writes and reads, with half of gloo's latency and a tenth of its processor time. Long messages go through gloo, which
 transfers them while the rank computes.
@@ -8,8 +8,8 @@ transfers them while the rank computes.
 Bytes that do not fit into the connection's buffers are copied and written by a thread, so a send never blocks.
 
 Ranks on one machine use Unix sockets, which take half the time of the local network. The code in the path of a message
-is kept short: code that has not run for some ms has left the processor's caches and takes 30 times as long as in a
-loop.
+is kept short: code that has not run for some milliseconds has left the processor's caches and takes 30 times as long as
+in a loop.
 
 A connection is accepted after a greeting, which proves that the sender has read the receiver's secret from the store.
 The receiver reads the greetings of all new connections as their bytes arrive, so no connection makes it wait. New
@@ -40,8 +40,8 @@ __all__ = ["SocketPort", "own_host"]
 
 _GREETING = Struct("<qq16s")  # the sender's rank, the tag, a proof that it has read the receiver's secret
 _BACKLOG = 1024
-_MOST_GREETING = 64  # connections without a complete greeting; the oldest is closed if there are more
-_TRY_S = 0.25  # to connect, before a thread takes over; only a rank flooded with connections takes longer
+_MOST_GREETING = 64  # most connections without a complete greeting; beyond this number, the oldest is closed
+_TRY_S = 0.25  # time to connect before a thread takes over; only a rank flooded with connections needs longer
 _GLANCE_S = 0.1  # wait for greetings before checking whether another thread has accepted the awaited connection
 _CREDENTIALS = Struct("@iII")  # struct ucred: process, user, group
 _PATIENCE_S = 5  # for the other end to receive pending bytes when a connection is closed
@@ -55,7 +55,8 @@ _SIOCGIFADDR = 0x8915
 def own_host(store: Any) -> str:
     """The address at which other machines reach this machine.
 
-    If GLOO_SOCKET_IFNAME names an interface, its address is used, as by gloo, so that all messages use one network.
+    If GLOO_SOCKET_IFNAME names an interface, that interface's address is used, as in gloo, so that all messages use one
+    network.
     Otherwise the address of the route to the store's host is used, or the loopback address if the store has no host.
     """
     if named := _address_of(os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]):
@@ -108,7 +109,7 @@ class _Sender:
         self._writer: threading.Thread | None = None
 
     def send(self, parts: Sequence[Any], nbytes: int) -> _Pending | None:
-        """Send buffers as ``SocketPort.sender`` describes.
+        """Send buffers, as described in ``SocketPort.sender``.
 
         Bytes that a dead receiver never reads are lost without an error, because a rank must fail only if it waits for
         a dead rank.
@@ -140,7 +141,7 @@ class _Sender:
         return pending
 
     def _write(self) -> None:
-        """The main loop of the writer thread: write queued messages until an empty one.
+        """The main loop of the writer thread: write queued messages until an empty message.
 
         Ends immediately if no connection can be made.
         """
@@ -192,7 +193,7 @@ class _Reader:
         self._connection: socket.socket | None = None
 
     def read(self, into: memoryview) -> None:
-        """Fill a buffer as ``SocketPort.reader`` describes."""
+        """Fill a buffer, as described in ``SocketPort.reader``."""
         if self._connection is None:
             self._connection = self._accept()
         _read(self._connection, into)
