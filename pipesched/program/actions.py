@@ -41,7 +41,7 @@ class Kind(StrEnum):
 
 
 class Holding(StrEnum):
-    """A kind of memory that a rank holds for one (stage, micro-batch) pair."""
+    """A kind of memory that a rank holds, for a (stage, micro-batch) pair or (WEIGHTS) for an old weight version."""
 
     INPUT = "input"  # the stage's input; a checkpointed forward keeps nothing else
     ACTIVATIONS = "activations"  # the tensors saved for the backward

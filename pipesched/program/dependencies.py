@@ -1,7 +1,8 @@
 """Dependencies: which actions must have ended before an action starts.
 
 ``NEEDS`` is the single definition of these rules. ``needs`` applies it to one action, for error messages;
-``requirements`` applies it to all actions at once. The validator, the lowering, the simulator and the executors use it.
+``requirements`` applies it to all actions at once. The validator, the lowering passes, the simulator and the executors
+use these rules.
 """
 
 from collections.abc import Container, Iterable, Iterator, Sequence
@@ -25,7 +26,7 @@ BACKWARDS = (Kind.B, Kind.I)
 
 @dataclass(frozen=True)
 class StageGraph:
-    """For each stage, the stages that produce its inputs and those that consume its output, in ascending order."""
+    """For each stage, the stages that produce its inputs and the stages that consume its output, in ascending order."""
 
     producers: tuple[tuple[int, ...], ...]
     consumers: tuple[tuple[int, ...], ...]

@@ -1,4 +1,4 @@
-"""Liveness: the memory that a rank holds while each of its actions runs. Only the order matters, not the times."""
+"""Liveness: the memory that a rank holds while each of its actions runs. Only the order matters, not the timing."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral
@@ -35,10 +35,13 @@ class Held(NamedTuple):
 
 
 class _Pairs(NamedTuple):
-    """For each row: its (stage, micro-batch) pair as a number, and whether the pair has an R, and a B or W."""
+    """The properties of the (stage, micro-batch) pair of each row."""
 
+    #: An integer that identifies the pair.
     pair: Ints
+    #: Whether the pair has an R.
     recomputed: Mask
+    #: Whether the pair has a B or a W.
     ended: Mask
 
     @classmethod

@@ -141,7 +141,7 @@ def add_recompute(program: Program, mode: Checkpoint) -> Program:
         mode: "never", "always", "except_last", or options for named layers. Options for named layers add no R, because
             such layers are recomputed during their backward. "except_last" skips (stage, micro-batch) pairs with no
             other B, I, W or R between their F and their backward: nothing is freed in between, so recomputing them
-            would not lower the peak. In 1F1B these are all pairs of the last rank, and the first pair of every other
+            would not lower the peak. In 1F1B, these are all pairs of the last rank, and the first pair of every other
             rank.
 
     Returns:
@@ -232,7 +232,7 @@ def add_updates(program: Program) -> Program:
 
 
 def forward_then_backward(program: Program) -> Program:
-    """Reorder a program into all forwards, then all full backwards, each in the program's order, without updates.
+    """Return a program with all forwards first, then all full backwards, each in the program's order, and no updates.
 
     The result is GPipe over the same placement. It is valid if the program is: removing actions and moving forwards to
     the front adds no dependency cycle.

@@ -95,7 +95,7 @@ class Shape:
         return forwards, backwards
 
     def even_ranks(self) -> int:
-        """Return the number of ranks. Raises ScheduleError if it is odd, for bidirectional schedules."""
+        """The number of ranks of a bidirectional schedule. Raises ScheduleError if it is odd."""
         if self.num_ranks % 2:
             near = [str(count) for count in (self.num_ranks - 1, self.num_ranks + 1) if count]
             raise ScheduleError(
@@ -228,7 +228,7 @@ class Order:
 
     @property
     def versions(self) -> dict[tuple[int, int], int]:
-        """The weight version of each (stage, micro-batch) whose forward was written with a version."""
+        """The version of each (stage, micro-batch) whose forward was written with ``version=``."""
         return self._versions
 
 

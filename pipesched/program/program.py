@@ -135,7 +135,7 @@ class Program:
 
     @property
     def num_weights(self) -> int:
-        """The number of different weight copies. The model is cut into this number of parts."""
+        """The number of different weight copies. The model is cut into this many parts."""
         return len(set(self.weights))
 
     @property
@@ -145,7 +145,7 @@ class Program:
 
     @property
     def is_chains(self) -> bool:
-        """Whether each chain of the graph visits all weight copies, and each micro-batch visits one chain."""
+        """Whether the graph consists of chains with a stage per weight copy, and each micro-batch visits one chain."""
         num_chains, rest = divmod(self.num_stages, max(1, self.num_weights))
         copies = tuple(range(self.num_weights)) * num_chains
         if rest or self.weights != copies or self.graph != chain(self.num_stages, num_chains):

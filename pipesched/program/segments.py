@@ -147,7 +147,7 @@ class Segments:
         self._check_losses(segment)
 
     def _check_losses(self, segment: Ints) -> None:
-        """Check that a step's loss is known at the end of its segment: the last stage has run all its forwards."""
+        """Check that a step's segment computes its loss: it must contain all forwards of the step on the last stage."""
         columns = self.program.columns
         last = self.program.num_stages - 1
         late = columns.are(Kind.F) & (columns.stage == last) & (segment > columns.microbatch // self.num_microbatches)

@@ -143,9 +143,10 @@ def check_routes(program: Program) -> None:
 
 
 def check_complete(program: Program) -> None:
-    """Check that every stage runs each micro-batch that visits it exactly once.
+    """Check that every stage runs each of its micro-batches exactly once.
 
-    Each micro-batch needs one F, and either one B or one I and one W. In a forward-only program, it needs only the F.
+    For each micro-batch, a stage runs one F, and either one B, or one I and one W. In a forward-only program, it runs
+    only the F.
     """
     index = program.index
     columns = program.columns
@@ -233,7 +234,10 @@ def check_slices(program: Program) -> None:
 
 
 def check_overlaps(program: Program) -> None:
-    """Check that only an F overlaps the next action of its rank, a B or I of another (stage, micro-batch) pair."""
+    """Check that overlapping actions are an F and the B or I directly after it on the same rank.
+
+    The two actions must belong to different (stage, micro-batch) pairs.
+    """
     columns = program.columns
     rank_of = program.orders.rank_of
     pair = program.columns.pair

@@ -51,7 +51,10 @@ class Uses:
 
 
 def used_versions(program: Program) -> tuple[tuple[int, ...], ...]:
-    """For each stage, the version that each micro-batch uses, as set in the program. Default: the newest at its F."""
+    """For each stage, the weight version that each micro-batch uses.
+
+    It is the version set in the program or, by default, the newest version when the micro-batch's F runs.
+    """
     of_stages: list[tuple[int, ...]] = []
     for stage, rank in enumerate(program.placement):
         written = program.versions[stage] if program.versions else ()

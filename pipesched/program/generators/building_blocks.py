@@ -1,8 +1,9 @@
 """Building blocks: schedules that repeat one micro-batch's time slots (Qi et al. 2024, arXiv:2405.15362).
 
-A building block gives the time slots of one micro-batch's forward and input gradient on every stage. It is repeated at
-an interval that puts no two passes of a rank in the same slot. A rank then holds as many micro-batches as the lifetime
-of their activations in the block contains intervals. Weight gradients fill the remaining slots.
+A building block gives the time slots of one micro-batch's forward and input gradient on every stage. The block is
+repeated at an interval that puts no two passes of a rank in the same slot. The number of micro-batches that a rank
+holds is then the lifetime of their activations in the block, in units of the interval. Weight gradients fill the
+remaining slots.
 """
 
 from collections import Counter

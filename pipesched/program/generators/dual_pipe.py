@@ -1,4 +1,4 @@
-"""DualPipe: the order of DualPipe and DualPipeV. Micro-batches pass each rank in both directions (DeepSeek-AI 2024)."""
+"""Dual pipe: the order of DualPipe and DualPipeV, whose micro-batches run in both directions (DeepSeek-AI 2024)."""
 
 from collections import deque
 
@@ -8,7 +8,7 @@ __all__ = ["eight_steps"]
 
 
 def eight_steps(order: Order, near: int, far: int, *, depth: int, place: int, count: int) -> Order:
-    """Write the order of one rank, in which forwards of one stage overlap backwards of the other.
+    """Write the order of one rank, in which forwards of one stage overlap with backwards of the other.
 
     The eight steps are those of DeepSeek-V3 (arXiv:2412.19437) and its published code.
 

@@ -17,7 +17,7 @@ __all__ = ["StageTimes", "zero_bubble"]
 
 
 class StageTimes(Protocol):
-    """The attributes of ``pipesched.Costs`` that the heuristic reads, in seconds."""
+    """The attributes of ``pipesched.Costs`` that the heuristic reads. All times are in seconds."""
 
     @property
     def num_stages(self) -> int:
@@ -144,7 +144,7 @@ class _Rank:
         return self.forwards - self.input_grads + self._share * self.owed
 
     def run_forward(self, ready_s: float) -> None:
-        """Run the next micro-batch's forward, not before its input is ready at ``ready_s``."""
+        """Run the next micro-batch's forward. Its input is ready at ``ready_s``."""
         if not self.forwards:
             self.start_s = self.end_s = ready_s
         self._run(ready_s, self.forward_s)
@@ -152,13 +152,13 @@ class _Rank:
         self.order.F(self.stage)
 
     def run_input_grad(self, ready_s: float) -> None:
-        """Run the next micro-batch's input gradient, not before the gradient of its output is ready at ``ready_s``."""
+        """Run the next micro-batch's input gradient. The gradient of its output is ready at ``ready_s``."""
         self._run(ready_s, self.input_grad_s)
         self.input_grad_ends.append(self.end_s)
         self.order.I(self.stage)
 
     def run_weight_grad(self) -> None:
-        """Run the oldest weight gradient that is due."""
+        """Run the oldest weight gradient whose input gradient has run."""
         self._run(self.end_s, self.weight_grad_s)
         self.weight_grads += 1
         self.order.W(self.stage)
@@ -170,7 +170,7 @@ class _Rank:
 
 
 class _Pipeline:
-    """All ranks of one candidate, written by the heuristic with these choices, or ZB-H1 if ``switches`` is None."""
+    """One candidate: the orders of all ranks, written by the heuristic, or ZB-H1 if ``switches`` is None."""
 
     def __init__(self, shape: Shape, costs: StageTimes, limit: int, share: float, switches: Switches | None) -> None:
         self.ranks = [_Rank(shape, stage, costs, share) for stage in range(shape.num_stages)]
@@ -282,7 +282,7 @@ class _Pipeline:
         return rank.stage == 0 or self.ranks[rank.stage - 1].forwards > rank.forwards
 
     def _run_forward(self, rank: _Rank, switches: Switches) -> None:
-        """Run a forward if the limit allows it. First run the weight gradients that free memory for it."""
+        """Run a forward if the memory limit allows it, after the weight gradients that free memory for it."""
         if not self._has_input(rank) or rank.forwards - rank.input_grads >= self._limit:
             return
         while rank.held + 1 > self._limit:

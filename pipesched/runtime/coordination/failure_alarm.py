@@ -5,7 +5,7 @@ all ranks of the job, because ranks of other pipelines may share collectives wit
 replies with its current activity, and ends its own waits by closing its connections. A rank that only noticed a late or
 missing peer determines the rank to blame from the replies, and notifies the others of the result.
 
-After a failure, the alarm waits for the store only briefly, because the failed process may host the store.
+After a failure, the alarm waits for the store only briefly, because a stopped process may host the store.
 """
 
 import json
@@ -158,7 +158,7 @@ class _Listener:
         self._watchers.discard(caller)
 
     def _serve(self, selector: selectors.BaseSelector, caller: Any) -> None:
-        """Read from a connection. Once a fault is complete, record it, reply with this rank's state, and close."""
+        """Read from a connection. Once a fault has arrived, record it, reply with this rank's state, and disconnect."""
         said = self._callers[caller]
         try:
             part = caller.recv(LONGEST)
@@ -185,14 +185,13 @@ class _Listener:
 class Alarm:
     """One rank's failure alarm.
 
-    The ranks of other pipelines can reach the alarm once it exists; the ranks of its own pipeline can
-    reach it after ``meet``.
-    Dropping the alarm ends its thread, as ``end`` does.
+    The ranks of other pipelines can reach the alarm once it exists; the ranks of its own pipeline can reach it after
+    ``meet``. Dropping the alarm ends its thread, as ``end`` does.
 
     Args:
         group: the process group of the pipeline's ranks.
         host: this rank's address.
-        timeout_s: how long to wait for other ranks and the store.
+        timeout_s: how long to wait for other ranks and the store, in seconds.
 
     Raises:
         StoreLostError: if the store does not reply.
@@ -244,7 +243,7 @@ class Alarm:
         return self._listener.bell
 
     def on_fault(self, hang_up: Callable[[], None]) -> None:
-        """Register a function that ends waits of this rank. It is called after a failure, from any thread."""
+        """Register a function that ends this rank's waits. It is called after a failure, possibly in another thread."""
         self._listener.hang_ups.append(hang_up)
         if self.bell.rung:
             self._listener.hang_up()
@@ -326,7 +325,7 @@ class Alarm:
     # ---- a fault ----------------------------------------------------------------------------------------------
 
     def ring(self, text: str, doing: Doing, ended: int | None = None) -> Fault:
-        """Notify all ranks that this rank has failed, and end its waits. Takes some seconds if ranks do not reply.
+        """Notify all ranks that this rank has failed, and end its waits. Takes a few seconds if ranks do not reply.
 
         Args:
             text: the description of the failure.

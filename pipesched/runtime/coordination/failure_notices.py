@@ -50,7 +50,7 @@ def told(
     Args:
         fault: the fault to report.
         listeners: the addresses of the ranks.
-        patience_s: how long to wait for replies.
+        patience_s: how long to wait for replies, in seconds.
         until: ends the wait when it returns True. Default: never.
 
     """

@@ -22,7 +22,7 @@ class _Executor(Protocol):
 
 
 class Forked:
-    """Whether this process is a forked child of the process that created the object."""
+    """Detects whether this process is a forked child of the process that created the object."""
 
     def __init__(self) -> None:
         self._made_in = os.getpid()

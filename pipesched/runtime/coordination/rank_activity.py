@@ -174,7 +174,7 @@ def blamed(answers: Mapping[str, State | str], timeout_s: float) -> tuple[list[s
 
     Args:
         answers: the replies by rank name.
-        timeout_s: how long the rank that noticed the fault has waited.
+        timeout_s: how long the rank that noticed the fault has waited, in seconds.
 
     """
     states = {name: answer for name, answer in answers.items() if isinstance(answer, State)}

@@ -45,7 +45,7 @@ class AbsentError(ExecutionError):
         ranks: the missing ranks.
         names: the names of all ranks of the group.
         waiting: the rank that waited.
-        timeout_s: how long it waited.
+        timeout_s: how long that rank waited, in seconds.
 
     """
 
@@ -146,7 +146,7 @@ class Rendezvous:
 
     def _answers(self, end_s: float, timeout_s: float) -> str:
         came: dict[int, int | None] = {rank: self._arrival(rank) for rank in range(1, self._num_ranks)}
-        self._withdrawn.clear()  # these withdrew before this rank arrived
+        self._withdrawn.clear()  # these ranks withdrew before this rank arrived
         while True:
             came = {rank: self._arrival(rank) for rank in came}
             failed = [self._state(rank, number) for rank, number in came.items() if number is not None]
@@ -255,7 +255,7 @@ def collective(function: _Function) -> _Function:
         except BaseException as error:
             if rendezvous is not None and Rendezvous.announced == before:
                 text = f"{type(error).__name__}: {error}"
-                with suppress(RuntimeError):  # the store has ended; the other ranks notice this, too
+                with suppress(RuntimeError):  # the store has ended; the other ranks also notice this
                     asked(lambda: rendezvous.fail(text), _PATIENCE_S)
             raise
 

@@ -87,7 +87,7 @@ def asked(ask: Callable[[], T], limit_s: float, given_up: threading.Event | None
 
 
 def awaited_value(store: Store, key: str, timeout_s: float, given_up: threading.Event | None = None) -> Any:
-    """Wait for a key; return its value. Raises RuntimeError at the timeout. ``given_up`` is as in ``asked``."""
+    """Wait for a key; return its value. Raises RuntimeError at the timeout. ``given_up``: see ``asked``."""
 
     def ask() -> Any:
         store.wait([key], timedelta(seconds=timeout_s))

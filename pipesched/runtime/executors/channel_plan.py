@@ -1,4 +1,4 @@
-"""Channel plan: groups the messages of a rank's order by channel, and makes the keys that predict their layouts."""
+"""Channel plan: groups the messages of a rank's order by channel, and makes the keys for predicting their layouts."""
 
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any

@@ -49,7 +49,7 @@ class DeviceStreams(Protocol):
         """Return a function that converts a stamp of the current step to seconds since the host time ``start_s``."""
 
     def pack(self, value: Any) -> Message:
-        """Return the Message that sends a value of this device, with the event after which the value is computed."""
+        """Return a Message with a value of this device, and with an event that occurs once the value is computed."""
 
     def unpack(self, message: Message) -> Any:
         """Copy a received value to this device. Later work on the rank's stream may use the returned value."""

@@ -62,7 +62,7 @@ _IDENTITY = ("program", "batch", "number of earlier steps")  # compared between 
 class ProcessExecutor:
     """One rank of a pipeline in a separate process. The constructor and all methods are collective.
 
-    After a failure the executor is closed, in all ranks.
+    After a failure, the executor is closed in all ranks.
 
     Args:
         group: a process group of the pipeline's ranks, in rank order. Only its store is used; ranks communicate over
@@ -116,7 +116,7 @@ class ProcessExecutor:
             forget(end)
 
     def learn(self, value: Any) -> None:
-        """Register the types that occur in a value, so that messages may contain them.
+        """Register the types that occur in a value, so that messages can contain them.
 
         Raises ExecutionError for a type that cannot be sent.
         """
@@ -141,7 +141,7 @@ class ProcessExecutor:
         Args:
             run_spec: the program, its stages and its hooks; only the stages of this rank are used.
             grad: whether grad mode is enabled.
-            looks: the key of each micro-batch, from ``look``; the layouts of messages are predicted from it.
+            looks: the key of each micro-batch, as returned by ``look``. The keys predict the layouts of messages.
 
         Raises:
             ExecutionError: if another rank failed (the message names it), if ranks run different programs or steps, and
@@ -242,7 +242,7 @@ class ProcessExecutor:
     def _rank_of(self, run_spec: RunSpec, messages: OrderMessages) -> Rank:
         """The Rank bound to a run's stages.
 
-        It is kept for later runs, except for a run of partial orders, because later runs have other stages.
+        Later runs reuse this Rank, except after a run of partial orders, because later runs then have other stages.
         """
         rank = messages.rank
         if rank is None or rank.stages is not run_spec.stages:
@@ -271,7 +271,7 @@ class ProcessExecutor:
         return known
 
     def _agreed(self, program: Program) -> bytes:
-        """The digest of a program. A program that has not run before is first compared between all ranks."""
+        """Return the digest of a program. Before a program's first run, compare its digest between all ranks."""
         known = self._known.get(id(program))
         if known is None:
             if len(self._known) >= 64:

@@ -76,7 +76,7 @@ class BoundProgram:
 
 
 class ThreadRun:
-    """A run in progress: its ranks and its first error. Its orders are handed over in one part or in several."""
+    """A run in progress, with its ranks and its first error. Its orders are handed over in one or more parts."""
 
     ahead = 1  # parts that may be queued while an earlier part runs
 
@@ -94,7 +94,7 @@ class ThreadRun:
         self._lock = threading.Lock()
 
     def hand(self, orders: Sequence[tuple[Action, ...]]) -> "RunSegment":
-        """Queue the next part of every rank's order; a rank starts it after its previous part."""
+        """Queue the next part of every rank's order. A rank starts the part once its previous part has ended."""
         for streams in self.bound.streams_of_rank:
             if streams.has_streams:
                 streams.follow()
@@ -198,7 +198,7 @@ class Timeline:
     readers: list[Callable[[Any], float]]
 
     def spans(self) -> Iterator[Span]:
-        """The spans of all actions, in seconds since the step began. On a GPU this waits for the step to end."""
+        """The spans of all actions, in seconds since the step began. On a GPU, this waits for the step to end."""
         for rank, (stamps, seconds) in enumerate(zip(self.stamps, self.readers, strict=True)):
             for action, start, end in zip(*stamps, strict=True):
                 yield Span(action, rank, seconds(start), seconds(end), action.lane)
@@ -276,7 +276,7 @@ class ThreadExecutor:
         return not self._finalizer.alive
 
     def run(self, run_spec: RunSpec, *, grad: bool) -> Timeline:
-        """Run a lowered program until every rank has ended. After an interrupt, all ranks stop before it is raised.
+        """Run a lowered program until every rank has ended. An interrupt is raised only after all ranks have stopped.
 
         Args:
             run_spec: the program, its stages and its hooks.

@@ -63,7 +63,7 @@ class BufferCopies:
         return {name: {key: live.clone() for key, live in self._live(name)} for name in self._places}
 
     def note(self, name: str, own: Mapping[str, Tensor], copies: Mapping[str, Buffers]) -> None:
-        """Store a module's buffers in ``copies`` after its call, which may have replaced a copy with a new tensor."""
+        """Store a module's buffers in ``copies`` after a call: the call may have replaced a copy with a new tensor."""
         for key in self._places.get(name, ()):
             copies[name][key] = own[key]
 

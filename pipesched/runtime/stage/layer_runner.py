@@ -159,7 +159,7 @@ class LayerRunner:
         return value
 
     def _may_split(self) -> bool:
-        """Whether weight gradients can be deferred to W: not if a Parameter is of a subclass, such as a sharded one."""
+        """Whether weight gradients can be deferred to W: every parameter must be a plain nn.Parameter (not sharded)."""
         if self._splits is None:
             parameters = [parameter for module in self.modules.values() for parameter in module.parameters()]
             self._splits = all(type(parameter) is nn.Parameter for parameter in parameters)
@@ -306,8 +306,7 @@ class LayerRunner:
         return shapes, tuple(p.requires_grad for layer in self._body.layers.values() for p in layer.parameters())
 
     def _check_input(self, modified: bool) -> None:
-        """Record at the first forward whether the stage modifies its input in place; if so, R must run on a
-        copy.
+        """Record at the first forward whether the stage modifies its input in place. R must then run on a copy.
 
         Raises ExecutionError if a later forward modifies its input although the first did not.
         """

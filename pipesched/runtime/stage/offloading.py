@@ -147,7 +147,7 @@ class Offloads:
         self._going = False
 
     def clear(self) -> None:
-        """Forget all micro-batches, after waiting for copies that a failed step left running."""
+        """Discard the state of all micro-batches, after waiting for copies that a failed step left running."""
         for pieces in self._pieces.values():
             for piece in _alive(pieces):
                 if piece.ready is not None:

@@ -1,11 +1,11 @@
 """Split backward: F records products with weights, so that the backward can be split into I and W.
 
-I computes input gradients and W weight gradients (Qi et al. 2023, arXiv:2401.10241); no computation runs twice.
-During F, each product with a weight, such as ``linear(x, w)``, is called with ``w`` detached, so autograd propagates to
-``x`` only. I is an ordinary backward over that graph: it also computes cheap weight gradients (norms, biases,
-embeddings) and those that cannot be separated (custom functions, recurrent nets), and a hook stores the gradient ``gy``
-of each product's output. W computes ``gy^T x`` with the operations that autograd itself would have used, so the result
-is bit-identical. W then passes this weight gradient to autograd, which runs all hooks.
+I computes the input gradients, and W the weight gradients (Qi et al. 2023, arXiv:2401.10241). No computation runs
+twice. During F, each product with a weight, such as ``linear(x, w)``, is called with ``w`` detached, so autograd
+propagates to ``x`` only. I is an ordinary backward over that graph: it also computes cheap weight gradients (norms,
+biases, embeddings) and those that cannot be separated (custom functions, recurrent nets), and a hook stores the
+gradient ``gy`` of each product's output. W computes ``gy^T x`` with the operations that autograd itself would have
+used, so the result is bit-identical. W then passes this weight gradient to autograd, which runs all hooks.
 """
 
 from collections import Counter

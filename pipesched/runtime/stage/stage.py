@@ -201,7 +201,8 @@ class Stage:
     def _loss_inputs(self, microbatch: int) -> tuple[Any, float | None] | None:
         """The target and the factor of the loss; None if no loss is computed.
 
-        F reads and keeps both, because an asynchronous stream may have dropped them from the step data before R runs.
+        F reads the two values and keeps them for R, because an asynchronous stream may have dropped them from the step
+        data before R runs.
         """
         step_data = self._step_data
         if step_data.factors is None:

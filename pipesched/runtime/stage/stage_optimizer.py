@@ -32,7 +32,7 @@ class StageOptimizer:
         return [parameter for parameter in own if parameter not in self.elsewhere]
 
     def update(self, weights: WeightStash | None) -> None:
-        """Step the optimizer with the gradients accumulated since the last update. If ``late`` is set, postpone it.
+        """Step the optimizer with the gradients accumulated since the last update. If ``late``, postpone the step.
 
         ``weights`` keeps the weight versions that micro-batches in flight still use.
         """

@@ -64,7 +64,7 @@ class WeightStash:
         return self._held[self._uses.version(microbatch)]
 
     def during(self, weights: Tensors, act: Callable[[], None]) -> None:
-        """Call ``act``, a backward, with ``weights`` in the modules, which torch.utils.checkpoint may call again."""
+        """Call ``act``, a backward, with ``weights`` in the modules, for recomputes by torch.utils.checkpoint."""
         tensors = {
             f"held.{index}.{key}": tensor
             for index, named in enumerate(weights.values())

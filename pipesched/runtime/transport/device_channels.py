@@ -149,7 +149,7 @@ class NcclLink:
 
 
 class Nccl:
-    """Creates NCCL links for one device. ``timeout_s`` is how long ranks wait for each other."""
+    """Creates NCCL links for one device. ``timeout_s`` is how long ranks wait for each other, in seconds."""
 
     def __init__(self, device: torch.device, timeout_s: float) -> None:
         self.device = device
@@ -220,7 +220,7 @@ class Links:
         return self._links[channel]
 
     def drain(self) -> None:
-        """Wait until this rank's device has done all posted transfers."""
+        """Wait until this rank's device has completed all posted transfers."""
         for link in self._links.values():
             link.drain()
 

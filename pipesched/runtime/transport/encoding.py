@@ -2,8 +2,8 @@
 
 Supported are None, numbers, text, bytes, tuples, lists, dicts, sets, slices, ranges, numpy arrays of numbers, and
 torch's dtypes, devices and shapes. Enums and pytree nodes are written with the names of their types. The reader looks
-up each name among the types that were registered with it or that occurred in its own capture of the model. It never
-imports a module.
+up each name among the types that were registered with it or that occurred in its own capture of the model. The reader
+never imports a module.
 """
 
 from collections import OrderedDict, defaultdict, deque, namedtuple

@@ -1,9 +1,9 @@
 """Sockets: send short messages between processes, over one connection for each sender, receiver and tag.
 
-gloo passes every message to threads of its own, at both ends. On few cores, such a thread spins on a lock whose holder
-waits for a core (0.3 ms of processor time a message, measured with two ranks on two cores). Here the rank's own thread
-writes and reads, with half of gloo's latency and a tenth of its processor time. Long messages go through gloo, which
-transfers them while the rank computes.
+gloo passes every message to its own threads, at both ends. On few cores, such a thread spins on a lock whose holder
+waits for a core (0.3 ms of processor time per message, measured with two ranks on two cores). Here the rank's own
+thread writes and reads, with half of gloo's latency and a tenth of its processor time. Long messages go through gloo,
+which transfers them while the rank computes.
 
 Bytes that do not fit into the connection's buffers are copied and written by a thread, so a send never blocks.
 
@@ -40,7 +40,7 @@ __all__ = ["SocketPort", "own_host"]
 
 _GREETING = Struct("<qq16s")  # the sender's rank, the tag, a proof that it has read the receiver's secret
 _BACKLOG = 1024
-_MOST_GREETING = 64  # most connections without a complete greeting; beyond this number, the oldest is closed
+_MOST_GREETING = 64  # limit on connections without a complete greeting; beyond the limit, the oldest is closed
 _TRY_S = 0.25  # time to connect before a thread takes over; only a rank flooded with connections needs longer
 _GLANCE_S = 0.1  # wait for greetings before checking whether another thread has accepted the awaited connection
 _CREDENTIALS = Struct("@iII")  # struct ucred: process, user, group
@@ -56,8 +56,8 @@ def own_host(store: Any) -> str:
     """The address at which other machines reach this machine.
 
     If GLOO_SOCKET_IFNAME names an interface, that interface's address is used, as in gloo, so that all messages use one
-    network.
-    Otherwise the address of the route to the store's host is used, or the loopback address if the store has no host.
+    network. Otherwise the address of the route to the store's host is used, or the loopback address if the store has no
+    host.
     """
     if named := _address_of(os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]):
         return named
@@ -264,7 +264,7 @@ class SocketPort:
         return connection
 
     def _accept(self, from_: int, tag: int) -> socket.socket:
-        """Wait for a rank's connection with this tag; other connections that arrive meanwhile are accepted, too."""
+        """Wait for a rank's connection with this tag; other connections that arrive meanwhile are also accepted."""
         end_s = time.monotonic() + self._timeout_s
         while (from_, tag) not in self._accepted:
             left_s = end_s - time.monotonic()
@@ -283,7 +283,10 @@ class SocketPort:
         """Accept the next connection on a listener, and read the available bytes of all incomplete greetings."""
         try:
             connection, _ = listener.accept()
-        except (BlockingIOError, ConnectionAbortedError):  # another thread has accepted it, or it was closed
+        except (
+            BlockingIOError,
+            ConnectionAbortedError,
+        ):  # accepted by another thread, or closed
             return
         except OSError as error:
             if error.errno not in (errno.EMFILE, errno.ENFILE) or not self._greeting:
@@ -317,7 +320,7 @@ class SocketPort:
             return
         rank, tag, _ = _GREETING.unpack(said) if more else (0, 0, b"")
         known = secrets.compare_digest(said, _greeting(connection, rank, tag, self._word))
-        if known and (rank, tag) not in self._accepted:  # otherwise it replays an overheard greeting
+        if known and (rank, tag) not in self._accepted:  # otherwise the connection replays an overheard greeting
             self._selector.unregister(connection)
             del self._greeting[connection]
             connection.setblocking(True)
