@@ -28,9 +28,9 @@ from pipesched.runtime.coordination.stuck_collectives import Stuck
 
 __all__ = ["Alarm"]
 
-_PATIENCE_S = 2.0  # for replies, and for another rank's decision from its replies
-_GRACE_S = 0.5  # for a message that may still arrive although a rank has ended
-_LOOK_S = 0.2  # after a fault, the interval of checks whether this rank is stuck
+_PATIENCE_S = 2.0  # time to wait for replies, and for another rank's decision from its replies
+_GRACE_S = 0.5  # time in which a message may still arrive after a rank has ended
+_LOOK_S = 0.2  # after a fault, the time between two checks whether this rank is stuck
 _WORD_BYTES = 32
 # Messages other than faults.
 _WATCH = b"watch\n"  # the sender watches the receiver
@@ -58,7 +58,7 @@ class _Listener:
         self.word = secrets.token_hex(_WORD_BYTES // 2).encode()
         self.inside, self.outside = socket.socketpair()  # a byte makes the thread watch ``watched``, or end
         self.watched: tuple[socket.socket, str] | None = None  # (connection, name) of the watched rank
-        self.addresses: list[Address] = []  # of the other ranks
+        self.addresses: list[Address] = []  # addresses of the other ranks
         self.bell = Bell()
         self.settled = threading.Event()
         self.fault: Fault | None = None

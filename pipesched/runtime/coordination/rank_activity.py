@@ -72,7 +72,7 @@ class Activity:
         self._names = names
         self._thread = threading.get_ident()
         self.call = ""  # the current call; "" between calls
-        self.since_s = time.monotonic()  # when the current call began, or the last one ended
+        self.since_s = time.monotonic()  # when the current call began, or the last call ended
         self._stamps: Stamps | None = None
         self._placement: Sequence[int] = ()
 

@@ -24,7 +24,7 @@ class Message(NamedTuple):
 class DeviceStreams(Protocol):
     """The streams and the clock of one rank's device, for the lifetime of the executor."""
 
-    #: Whether the device has streams, which ``begin``, ``follow``, ``catch_up`` and ``end`` synchronise.
+    #: Whether the device has streams. If so, ``begin``, ``follow``, ``catch_up`` and ``end`` synchronise them.
     has_streams: bool
 
     def begin(self) -> None:
@@ -121,7 +121,7 @@ class CudaStreams:
     def begin(self) -> None:
         self._caller = torch.cuda.current_stream(self._device)
         self._base = torch.cuda.Event(enable_timing=True)
-        self._base.record(self._idle)  # on another stream it would wait for earlier kernels
+        self._base.record(self._idle)  # on another stream, the event would wait for earlier kernels
         self._base_s = time.perf_counter()
 
     def follow(self) -> None:

@@ -32,7 +32,7 @@ from pipesched.tensors.caller_context import Caller
 __all__ = ["RunSegment", "RunSpec", "Stopped", "ThreadExecutor", "ThreadRun", "Timeline"]
 
 _STOP = Message("stop")
-_REMEMBERED = 64  # bound programs to keep
+_REMEMBERED = 64  # the maximum number of bound programs to keep
 _PATIENCE_S = 60  # wait this long for a thread's current action when the pipeline is dropped or the process exits
 _Jobs = list["SimpleQueue[Callable[[], None] | None]"]  # a queue for each rank's thread
 

@@ -52,7 +52,7 @@ _AS_FORESEEN = _LENGTH.pack(0)
 _MOST_LINKS = 32  # per rank; torch has this many streams of one priority, and two links on one stream could deadlock
 _TORCH_WATCHES_S = 600  # torch's default: torch ends a process whose device waits this long
 _WATCHED = 5  # NCCL's timeout in units of the ranks' timeout: posted transfers may wait for earlier steps
-_PATIENCE_S = 5  # for the other ranks to drain their links
+_PATIENCE_S = 5  # time for the other ranks to drain their links
 
 
 class Channel(NamedTuple):
@@ -238,7 +238,7 @@ class Links:
 
     def abort(self) -> None:
         """Abort all links immediately, and the device work that waits for them."""
-        for link in list(self._links.values()):  # another thread may add one
+        for link in list(self._links.values()):  # another thread may add a link
             with suppress(RuntimeError):
                 link.abort()
 

@@ -15,7 +15,7 @@ from pipesched.tensors.payload import pytree
 
 __all__ = ["Courier"]
 
-_PATIENCE_S = 2  # for values in transit when the courier ends
+_PATIENCE_S = 2  # time to send values that are in transit when the courier ends
 
 
 class _Parcel(NamedTuple):

@@ -10,7 +10,7 @@ from pipesched.simulation.memory import AHEAD
 __all__ = ["DIGEST_BYTES", "LayoutBook", "digest"]
 
 _SETTLED = 2 * AHEAD  # messages; receives are posted fewer than this many messages ahead of the last received message
-_REMEMBERED = 4096  # layouts in the book of one channel
+_REMEMBERED = 4096  # the maximum number of layouts in the book of one channel
 DIGEST_BYTES = 16
 
 

@@ -44,7 +44,7 @@ _MOST_GREETING = 64  # limit on connections without a complete greeting; beyond 
 _TRY_S = 0.25  # time to connect before a thread takes over; only a rank flooded with connections needs longer
 _GLANCE_S = 0.1  # wait for greetings before checking whether another thread has accepted the awaited connection
 _CREDENTIALS = Struct("@iII")  # struct ucred: process, user, group
-_PATIENCE_S = 5  # for the other end to receive pending bytes when a connection is closed
+_PATIENCE_S = 5  # time for the other end to receive pending bytes when a connection is closed
 _ROOM = 4 << 20  # bytes in the send buffer of a Unix socket; holds several short messages
 _TIME = Struct("@ll")  # struct timeval: seconds, microseconds
 _IFREQ = Struct("@16s4x4s16x")  # struct ifreq: an interface's name and IPv4 address
@@ -283,10 +283,7 @@ class SocketPort:
         """Accept the next connection on a listener, and read the available bytes of all incomplete greetings."""
         try:
             connection, _ = listener.accept()
-        except (
-            BlockingIOError,
-            ConnectionAbortedError,
-        ):  # accepted by another thread, or closed
+        except (BlockingIOError, ConnectionAbortedError):  # accepted by another thread, or closed
             return
         except OSError as error:
             if error.errno not in (errno.EMFILE, errno.ENFILE) or not self._greeting:
@@ -338,7 +335,7 @@ class SocketPort:
     def hang_up(self) -> None:
         """End every wait of this rank, and the waits of ranks connected to it."""
         self._hung_up.set()
-        for sender in list(self._senders.values()):  # another thread may add one
+        for sender in list(self._senders.values()):  # another thread may add a sender
             sender.hang_up()
         for end in [*self._listeners, *list(self._greeting), *list(self._accepted.values())]:
             with suppress(OSError):
