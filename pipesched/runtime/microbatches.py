@@ -19,7 +19,7 @@ __all__ = ["Batch", "SplitDims", "Splitter", "Weighting", "loss_places"]
 
 #: The dim to split along: one dim for all arguments, a sequence with one dim for each positional argument, or a mapping
 #: from a position, a keyword, "target" or "output" to a dim. Arguments that are left out are split along dim 0. With
-#: one dim for all arguments, a target or output whose size in that dim differs from the batch's is split along dim 0.
+#: one dim for all arguments, a target or output whose size in that dim is not the number of rows uses dim 0 instead.
 SplitDims = int | None | Sequence[int | None] | Mapping[int | str, int | None]
 
 
@@ -226,7 +226,7 @@ class Splitter:
         return dims[argument] if isinstance(argument, int) and argument < len(dims) else 0
 
     def factors(self, batch: Batch) -> list[float | None]:
-        """The factors of the losses that make the micro-batches' gradients sum to the mini-batch's gradients."""
+        """The loss factors with which the micro-batches' gradients sum to the mini-batch's gradients."""
         return self.weighting(batch).factors
 
     def weighting(self, batch: Batch, groups: Sequence[Sequence[int]] = ()) -> "Weighting":
