@@ -144,7 +144,7 @@ class _Rank:
         return self.forwards - self.input_grads + self._share * self.owed
 
     def run_forward(self, ready_s: float) -> None:
-        """Run the next micro-batch's forward. Its input is ready at ``ready_s``."""
+        """Run the next forward, starting no earlier than ``ready_s``, when its input is ready."""
         if not self.forwards:
             self.start_s = self.end_s = ready_s
         self._run(ready_s, self.forward_s)
@@ -152,7 +152,7 @@ class _Rank:
         self.order.F(self.stage)
 
     def run_input_grad(self, ready_s: float) -> None:
-        """Run the next micro-batch's input gradient. The gradient of its output is ready at ``ready_s``."""
+        """Run the next input gradient, starting no earlier than ``ready_s``, when the output gradient is ready."""
         self._run(ready_s, self.input_grad_s)
         self.input_grad_ends.append(self.end_s)
         self.order.I(self.stage)

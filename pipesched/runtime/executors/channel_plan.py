@@ -66,7 +66,7 @@ class OrderMessages:
         return {peer: dict.fromkeys(channels, ()) for peer, channels in self._edges.items()}
 
     def keys(self, looks: Sequence[Hashable], grad: bool) -> tuple[Messages, bytes]:
-        """Layout keys for a step, and their digest. Equal arguments return the same objects.
+        """Layout keys for a step, and their digest. Repeated calls with the same arguments return the same objects.
 
         Args:
             looks: the key of each micro-batch, from ``look``; empty if unknown.

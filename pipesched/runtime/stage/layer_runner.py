@@ -306,7 +306,7 @@ class LayerRunner:
         return shapes, tuple(p.requires_grad for layer in self._body.layers.values() for p in layer.parameters())
 
     def _check_input(self, modified: bool) -> None:
-        """Record at the first forward whether the stage modifies its input in place. R must then run on a copy.
+        """Record at the first forward whether the stage modifies its input in place; if it does, R runs on a copy.
 
         Raises ExecutionError if a later forward modifies its input although the first did not.
         """
