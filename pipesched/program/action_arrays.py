@@ -1,7 +1,7 @@
 """Action arrays: many actions as arrays of integers, one row per action.
 
-A program for a thousand ranks has millions of actions. Code that processes all of them works on these arrays. Code that
-needs only a few reads them as `Action` objects.
+A program for a thousand ranks has millions of actions. Code that processes all actions works on these arrays. Code
+that needs only a few actions reads them as `Action` objects.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -25,7 +25,9 @@ _KINDS = tuple(Kind)
 NUM_KINDS = len(_KINDS)
 #: The integer code of each kind in `Columns.kind`.
 CODES: dict[Kind, int] = {kind: code for code, kind in enumerate(_KINDS)}
-MOST_SLOTS = 64  # limit on table slots per action: a sparser table means wrong counts, and might not fit in memory
+#: The maximum number of table slots per action. A sparser table means that the number of stages or micro-batches is
+#: wrong, and the table might not fit in memory.
+MOST_SLOTS = 64
 _COMPUTES = np.array([KINDS[kind].lane is Lane.COMPUTE for kind in _KINDS])
 
 
@@ -44,12 +46,12 @@ class Columns:
 
     @classmethod
     def of(cls, actions: Iterable[Action]) -> "Columns":
-        """Convert actions to columns. Raises ScheduleError for other values and for numbers beyond 32 bits."""
+        """Convert actions to columns. Raises ScheduleError for invalid values and for numbers beyond 32 bits."""
         try:
             rows: list[tuple[Any, ...]] = [
                 (stage, CODES[kind], mb, -1 if peer is None else peer) for stage, kind, mb, peer in actions
             ]
-            table = np.array(rows or np.zeros((0, 4), np.int64))  # no dtype is passed: it would truncate fractions
+            table = np.array(rows or np.zeros((0, 4), np.int64))  # no dtype=, because it would truncate fractions
         except ScheduleError:
             raise
         except (KeyError, OverflowError, ValueError, TypeError) as error:
@@ -103,7 +105,7 @@ class Columns:
         return next(iter(self[row : row + 1]))
 
     def are(self, *kinds: Kind) -> Mask:
-        """A mask of the rows with an action of one of these kinds."""
+        """A mask of the rows whose action has one of these kinds."""
         chosen = np.zeros(NUM_KINDS, np.bool_)
         chosen[[CODES[kind] for kind in kinds]] = True
         return chosen[self.kind]
@@ -127,7 +129,7 @@ class Columns:
         pair: Ints = self.stage.astype(np.int64) * width + self.microbatch
         if pair.max(initial=0) <= MOST_SLOTS * (len(pair) + 1024):
             return pair
-        return np.unique(pair, return_inverse=True)[1].reshape(-1)  # consecutive, so that a table of all fits in memory
+        return np.unique(pair, return_inverse=True)[1].reshape(-1)  # consecutive, so tables of pairs are small
 
     @staticmethod
     def joined_up(parts: Sequence["Columns"]) -> "Columns":
@@ -140,7 +142,7 @@ class Columns:
 class Orders(Sequence[tuple[Action, ...]]):
     """The orders of all ranks: a sequence with one tuple of actions per rank, stored as columns, rank after rank.
 
-    Rank r has the rows ``offsets[r]`` to ``offsets[r + 1] - 1``. An `Orders` compares equal to a tuple or list of the
+    Rank r has the rows ``offsets[r]`` to ``offsets[r + 1] - 1``. An `Orders` object equals a tuple or list of the
     same tuples of actions.
     """
 
@@ -190,7 +192,7 @@ class Orders(Sequence[tuple[Action, ...]]):
         return rank, row - int(self.offsets[rank])
 
     def where(self, rows: Mask) -> "Orders":
-        """Keep only the rows that a mask selects. If one of two overlapping actions is removed, the overlap ends."""
+        """Keep only the rows that a mask selects. An action that loses its partner no longer overlaps."""
         kept = np.concatenate([[0], np.cumsum(rows)])
         columns = self.columns[rows]
         columns.joined[:] &= np.concatenate([rows[1:], [False]])[rows]

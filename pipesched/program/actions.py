@@ -42,12 +42,12 @@ class Kind(StrEnum):
 
 
 class Holding(StrEnum):
-    """A kind of memory that a rank holds for one (stage, micro-batch) pair."""
+    """A kind of memory that a rank holds, for a (stage, micro-batch) pair or (WEIGHTS) for an old weight version."""
 
     INPUT = "input"  # the stage's input; a checkpointed forward keeps nothing else
     ACTIVATIONS = "activations"  # the tensors saved for the backward
     OFFLOADED = "offloaded"  # the part of the activations that is on the host between FREE and FETCH
-    WEIGHT_GRAD = "weight_grad"  # the tensors that W needs, from I to W
+    WEIGHT_GRAD = "weight_grad"  # the tensors that W needs, held from the I to the W
     WEIGHTS = "weights"  # an old version of a stage's weights that micro-batches in flight still use
 
 
@@ -63,7 +63,7 @@ _EVERYTHING = (Holding.INPUT, Holding.ACTIVATIONS, Holding.WEIGHT_GRAD)
 
 #: The table of kinds. F takes INPUT instead of ACTIVATIONS if the program has an R for its (stage, micro-batch) pair.
 #: UPDATE takes WEIGHTS only if micro-batches in flight still use the version that it replaces. This memory is freed
-#: when the last of these micro-batches has ended.
+#: when the last of these micro-batches has finished.
 KINDS: dict[Kind, _KindRow] = {
     Kind.F: _KindRow(Lane.COMPUTE, takes=Holding.ACTIVATIONS),
     Kind.B: _KindRow(Lane.COMPUTE, gives=_EVERYTHING),
@@ -94,7 +94,7 @@ _TEXT = re.compile(r"([0-9]{1,9})([A-Z_]+)([0-9]{1,9})(?:([<>])([0-9]{1,9}))?")
 
 
 class Action(NamedTuple):
-    """An operation of a stage for a micro-batch. ``peer`` is the other stage of a transfer; None for other actions."""
+    """An operation of one stage on one micro-batch. ``peer`` is the other stage of a transfer, otherwise None."""
 
     stage: int
     kind: Kind

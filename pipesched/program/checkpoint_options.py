@@ -1,4 +1,4 @@
-"""Checkpoint options: whether saved activations are kept, recomputed or offloaded, by stage or by layer."""
+"""Checkpoint options: whether each stage or layer keeps, recomputes or offloads its activations."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -17,7 +17,7 @@ __all__ = [
     "offloading",
 ]
 
-#: An option for whole stages: the micro-batches whose forward is recomputed (R) before their backward.
+#: An option for whole stages: which micro-batches are recomputed (R) before their backward.
 CheckpointMode = Literal["never", "always", "except_last"]
 #: An option for one layer. "recompute" runs its forward again during its backward. "recompute-cheap" does the same, but
 #: keeps the results of matrix products and attention. "offload" moves its saved tensors to the host until the backward.

@@ -1,7 +1,8 @@
 """Dependencies: which actions must have ended before an action starts.
 
 ``NEEDS`` is the single definition of these rules. ``needs`` applies it to one action, for error messages;
-``requirements`` applies it to all actions at once. The validator, the lowering, the simulator and the executors use it.
+``requirements`` applies it to all actions at once. The validator, the lowering passes, the simulator and the executors
+use these rules.
 """
 
 from collections.abc import Container, Iterable, Iterator, Sequence
@@ -25,7 +26,7 @@ BACKWARDS = (Kind.B, Kind.I)
 
 @dataclass(frozen=True)
 class StageGraph:
-    """For each stage, the stages that produce its inputs and those that consume its output, in ascending order."""
+    """For each stage, the stages that produce its inputs and the stages that consume its output, in ascending order."""
 
     producers: tuple[tuple[int, ...], ...]
     consumers: tuple[tuple[int, ...], ...]
@@ -42,12 +43,12 @@ class StageGraph:
 
     @property
     def edges(self) -> tuple[tuple[int, int], ...]:
-        """All (producer, consumer) pairs, ascending."""
+        """All (producer, consumer) pairs, in ascending order."""
         return tuple((a, b) for a, ends in enumerate(self.consumers) for b in ends)
 
     @cached_property
     def edge_codes(self) -> Ints:
-        """For each edge, the integer producer x number of stages + consumer, in ascending order."""
+        """For each edge, the integer ``producer * num_stages + consumer``, in ascending order."""
         return np.array([a * len(self.consumers) + b for a, b in self.edges], np.int64)
 
     def ends(self, table: tuple[tuple[int, ...], ...]) -> list[Ints]:
@@ -61,7 +62,10 @@ class StageGraph:
 
 @cache
 def chain(num_stages: int, num_chains: int = 1) -> StageGraph:
-    """The default graph: every stage feeds the next. Several chains have equal lengths and no edges between them."""
+    """The default graph, in which every stage feeds the next.
+
+    With several chains, all chains have the same length, and no edge connects two chains.
+    """
     length = num_stages // num_chains
     return StageGraph.of(num_stages, [(s, s + 1) for s in range(num_stages - 1) if (s + 1) % length])
 
@@ -80,11 +84,11 @@ class _At(Enum):
 
 
 class _Need(NamedTuple):
-    """One dependency: the location of the needed action (``at``), and its possible kinds, in order of preference.
+    """One dependency: the stage of the needed action (``at``) and its possible kinds, in order of preference.
 
     The kinds are alternatives: a backward may be split (I) or whole (B), a stage may be recomputed (R), and an edge may
-    be a transfer (RECV) or lie inside one rank. The first alternative that the program contains counts. If it contains
-    none, an action of the last kind is reported as missing.
+    need a transfer (RECV) or stay within one rank. The first alternative that the program contains is used. If the
+    program contains none of them, an action of the last kind is reported as missing.
     """
 
     at: _At
@@ -151,7 +155,8 @@ def _form(action: Action, at: _At, kind: Kind, end: int) -> Action:
 class Index:
     """A lookup table from actions to their rows in a program's columns, with -1 for actions not in the program.
 
-    A compute action has a slot for each (kind, stage, micro-batch), a transfer for each (kind, edge, micro-batch).
+    The table has a slot for each (kind, edge, micro-batch) of transfers, and for each (kind, stage, micro-batch) of
+    other actions.
     """
 
     def __init__(self, columns: Columns, graph: StageGraph, num_microbatches: int) -> None:

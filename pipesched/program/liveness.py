@@ -1,4 +1,4 @@
-"""Liveness: the memory that a rank holds while each of its actions runs. It depends on the order, not on times."""
+"""Liveness: the memory that a rank holds while each of its actions runs. Only the order matters, not the timing."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral
@@ -35,10 +35,13 @@ class Held(NamedTuple):
 
 
 class _Pairs(NamedTuple):
-    """For each row: the number of its (stage, micro-batch) pair, whether the pair has an R, and whether a B or W."""
+    """The properties of the (stage, micro-batch) pair of each row."""
 
+    #: An integer that identifies the pair.
     pair: Ints
+    #: Whether the pair has an R.
     recomputed: Mask
+    #: Whether the pair has a B or a W.
     ended: Mask
 
     @classmethod
@@ -70,13 +73,13 @@ def peak_in_flight(actions: Iterable[Action] | Columns) -> int:
 
 def peaks_of_stages(columns: Columns) -> Ints:
     """The largest number of micro-batches in flight at once on each stage. ``columns`` has the orders of all ranks."""
-    by_stage = columns[np.argsort(columns.stage, kind="stable")]  # every stage ends with none in flight
+    by_stage = columns[np.argsort(columns.stage, kind="stable")]  # every stage ends with no micro-batch in flight
     begins = np.searchsorted(by_stage.stage, np.arange(int(columns.stage.max(initial=-1)) + 1))
     return np.maximum.reduceat(pairs_held(by_stage).during, begins)
 
 
 def rank_limits(max_in_flight: object, num_ranks: int) -> list[int]:
-    """Return a limit for each rank; a single number is repeated. Raises ScheduleError unless all are whole numbers."""
+    """Return a limit for each rank; a single number is repeated. Raises ScheduleError if one is not an integer."""
     limits = list(max_in_flight if isinstance(max_in_flight, Iterable) else [max_in_flight] * num_ranks)
     wrong = [limit for limit in limits if not isinstance(limit, Integral)]
     if wrong:

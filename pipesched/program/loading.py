@@ -15,7 +15,7 @@ from pipesched.program.program import Program
 __all__ = ["load_program"]
 
 _CELL = re.compile(r"([0-9]{1,9})([A-Z_]+)([0-9]{0,9})")
-#: The kind for each name in a table: PyTorch's long names and the short names.
+#: The kind of each name that a table may contain: PyTorch's long names, and the short names.
 _NAMES = {
     "FORWARD": Kind.F,
     "FULL_BACKWARD": Kind.B,
@@ -23,17 +23,17 @@ _NAMES = {
     "BACKWARD_WEIGHT": Kind.W,
 } | {str(kind): kind for kind, row in KINDS.items() if row.lane is Lane.COMPUTE}
 _NOT_OURS = {"SEND_F", "RECV_F", "SEND_B", "RECV_B", "UNSHARD", "RESHARD", "REDUCE_GRAD"}
-_Place = tuple[int, int, Action]  # row and column, both from 1
+_Place = tuple[int, int, Action]  # row and column, both counted from 1, and the action
 
 
 def load_program(path: str | PathLike[str]) -> Program:
-    """Read a program from a text file as written by ``str(program)``, or from a .csv table of actions.
+    """Read a program from a file that contains ``str(program)``, or from a .csv table of actions.
 
     A table has one row per rank and one action per cell, such as ``2F0``; empty cells and empty lines are skipped. A
     stage is placed on the rank whose row contains its actions. The largest micro-batch number determines the number of
     micro-batches. A table with only F actions is a forward-only program. ``torch.distributed.pipelining`` writes such
-    tables with ``format="compute_only"``. Cells for communication or sharding are refused, because `lower` adds
-    communication. Overlapped pairs such as ``(0F1;1B0)OVERLAP_F_B`` are also refused.
+    tables with ``format="compute_only"``. Cells for communication or sharding are errors; call `lower` to add
+    communication. Overlapped pairs such as ``(0F1;1B0)OVERLAP_F_B`` are also errors.
 
     The program is not validated; call `validate` for that.
 

@@ -69,7 +69,7 @@ _RECEIVE_OF = np.array([CODES[OTHER_END.get(kind, kind)] for kind in CODES])
 
 
 class _Messages(NamedTuple):
-    """The messages between ranks, one per entry of each array."""
+    """The messages between ranks. Each array has one entry per message."""
 
     #: The row of the action that produces the message.
     sender: Ints
@@ -135,14 +135,14 @@ def _inserted(orders: Orders, parts: Sequence[tuple[Ints, Columns, int]]) -> Ord
 
 
 def add_recompute(program: Program, mode: Checkpoint) -> Program:
-    """Insert an R just before each backward of a checkpointed forward.
+    """Insert an R just before the backward of each checkpointed forward.
 
     Args:
         program: the program.
         mode: "never", "always", "except_last", or options for named layers. Options for named layers add no R, because
             such layers are recomputed during their backward. "except_last" skips (stage, micro-batch) pairs with no
             other B, I, W or R between their F and their backward: nothing is freed in between, so recomputing them
-            would not lower the peak. In 1F1B these are all pairs of the last rank, and the first pair of every other
+            would not lower the peak. In 1F1B, these are all pairs of the last rank, and the first pair of every other
             rank.
 
     Returns:
@@ -181,9 +181,9 @@ def add_offloading(program: Program, stages: Collection[int], *, ahead: int = 1)
     """Offload the activations of some stages to the host between forward and backward.
 
     OFFLOAD follows the F, so that its copy runs during the next compute action. FREE follows that action. FETCH comes
-    ``ahead`` compute actions before the backward, so that its copy runs during them. Two overlapping actions count as
-    one. A (stage, micro-batch) pair is not offloaded if no action would run between its FREE and its FETCH, or if it is
-    recomputed (R).
+    ``ahead`` compute actions before the backward, so that its copy runs during those actions. Two overlapping actions
+    count as one. A (stage, micro-batch) pair is not offloaded if no action would run between its FREE and its FETCH, or
+    if it is recomputed (R).
 
     Args:
         program: the program.
@@ -250,7 +250,7 @@ def add_norms(program: Program) -> Program:
 
 
 def forward_then_backward(program: Program) -> Program:
-    """Reorder a program into all forwards, then all full backwards, each in the program's order, without updates.
+    """Return a program with all forwards first, then all full backwards, each in the program's order, and no updates.
 
     The result is GPipe over the same placement. It is valid if the program is: removing actions and moving forwards to
     the front adds no dependency cycle.

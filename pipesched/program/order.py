@@ -41,7 +41,7 @@ class Shape:
     """The pipeline that an order is written for: the numbers of ranks and micro-batches, and the stage placement."""
 
     num_ranks: int
-    #: The number of micro-batches of all steps; with token slices, the number of slices.
+    #: The number of micro-batches in all steps; with token slices, the number of slices.
     num_microbatches: int
     chunks_per_rank: int
     #: The rank of each stage.
@@ -50,7 +50,7 @@ class Shape:
     num_chains: int = 1
     #: The number of steps that an asynchronous schedule runs without draining.
     num_steps: int = 1
-    #: The number of token slices of a micro-batch. Its slices have consecutive numbers.
+    #: The number of token slices in a micro-batch. The slices of a micro-batch have consecutive numbers.
     slices_per_microbatch: int = 1
 
     @property
@@ -95,7 +95,7 @@ class Shape:
         return forwards, backwards
 
     def even_ranks(self) -> int:
-        """The number of ranks, for bidirectional schedules. Raises ScheduleError if it is odd."""
+        """The number of ranks of a bidirectional schedule. Raises ScheduleError if it is odd."""
         if self.num_ranks % 2:
             near = [str(count) for count in (self.num_ranks - 1, self.num_ranks + 1) if count]
             raise ScheduleError(
@@ -108,7 +108,7 @@ class Shape:
         """The sizes of the groups of micro-batches for interleaving.
 
         There are as many near-equal groups as possible with at least p micro-batches each, where p is the number of
-        ranks. (In Megatron-LM, every group has p micro-batches.) Fewer than p micro-batches are one group.
+        ranks. (In Megatron-LM, every group has p micro-batches.) Fewer than p micro-batches form one group.
         """
         return near_equal_parts(self.num_microbatches, max(1, self.num_microbatches // self.num_ranks))
 
@@ -116,7 +116,7 @@ class Shape:
 class Order:
     """The order of one rank, written action by action.
 
-    Each method appends an action for the next micro-batch of a stage, or nothing if no micro-batch is left:
+    Each action method appends an action for a stage's next micro-batch, or nothing if no micro-batch is left:
 
         order = Order(shape)
         for _ in range(shape.num_microbatches):
@@ -136,9 +136,9 @@ class Order:
         self._limit = shape.num_microbatches
         #: Each action as one number: (stage x NUM_KINDS + kind) x number of micro-batches + micro-batch.
         self._numbers: list[int] = []
-        #: The actions that are not written yet, by kind and stage.
+        #: The actions that have not been written yet, by kind and stage.
         self._left: list[dict[int, Iterator[int]]] = [{} for _ in range(NUM_KINDS)]
-        #: The W actions that are not written yet although their I is, by stage.
+        #: The W actions that have not been written yet although their I has, by stage.
         self._owed: dict[int, deque[int]] = {}
         self._joined: list[int] = []
         self._versions: dict[tuple[int, int], int] = {}
@@ -161,7 +161,7 @@ class Order:
     def W(self, stage: int) -> None:
         """Append the weight gradients of the oldest I without a W.
 
-        Raises ScheduleError if there is no such I although some micro-batches have no backward yet.
+        Raises ScheduleError if every I has its W, but some micro-batches have no backward yet.
         """
         if owed := self._owed.get(stage):
             self._numbers.append(owed.popleft())
@@ -221,22 +221,22 @@ class Order:
         return columns
 
     def _last_slice_first(self, numbers: Ints) -> Ints:
-        """Reverse the slices of each micro-batch: backwards start with the last slice, because it uses all others."""
+        """Reverse the slices of each micro-batch: backwards start with the last slice, which uses all others."""
         whole, part = np.divmod(numbers, self._shape.slices_per_microbatch)
         slices: Ints = (whole + 1) * self._shape.slices_per_microbatch - 1 - part
         return slices
 
     @property
     def versions(self) -> dict[tuple[int, int], int]:
-        """The weight version of each (stage, micro-batch) whose forward was written with a version."""
+        """The version of each (stage, micro-batch) whose forward was written with ``version=``."""
         return self._versions
 
 
 _F, _B, _I, _W, _UPDATE = (CODES[kind] for kind in (Kind.F, Kind.B, Kind.I, Kind.W, Kind.UPDATE))
 _BACKWARD = (_B, _I, _W)
 
-#: The function of a schedule: (rank, shape) -> Order. If ranks' orders depend on each other: (shape) -> list of Orders.
-#: Its keyword-only parameters, which must have defaults, are the options of the schedule.
+#: The function of a schedule: (rank, shape) -> Order, or (shape) -> list of Orders if the ranks' orders depend on each
+#: other. Its keyword-only parameters are the options of the schedule, and must have defaults.
 OrderFunction = Callable[..., Any]
 
 
@@ -244,7 +244,7 @@ OrderFunction = Callable[..., Any]
 class Schedule:
     """A pipeline schedule: builds the program for any number of ranks and micro-batches.
 
-    Schedules come from `pipesched.schedules.get`, or from the decorator `schedule` above a function of your own:
+    Get a schedule by name with `pipesched.schedules.get`, or write a function with the decorator `schedule`:
 
         zb_v = pipesched.schedules.get("zb-v")
         program = zb_v.program(num_ranks=4, num_microbatches=8)
@@ -272,7 +272,7 @@ class Schedule:
 
     @property
     def searches(self) -> bool:
-        """Whether the function returns the orders of all ranks. It then usually searches for them and takes longer."""
+        """Whether the function returns the orders of all ranks. Such functions usually search, and take longer."""
         return len(_required(self.function)) == 1
 
     @property
@@ -441,7 +441,7 @@ def schedule(
         chunks_per_rank: the default number of stages that a rank holds. It becomes an option of the schedule. Default:
             None, always one stage per rank.
         num_chains: the number of pipelines that run at once over the same weights, each with its share of the
-            micro-batches. Stage s of the second of two chains of p stages has the number p + s. Default: 1.
+            micro-batches. With two chains of p stages, stage s of the second chain has the number p + s. Default: 1.
         slices_per_microbatch: the default number of token slices of a micro-batch, for schedules that run causal models
             slice by slice. It becomes an option of the schedule. Default: None, no slices.
 
@@ -449,8 +449,8 @@ def schedule(
         A decorator for the function.
 
     Raises:
-        ScheduleError: an argument is invalid, the function takes other parameters than (rank, shape) or (shape), or
-            one of its options has no default.
+        ScheduleError: an argument is invalid, the function's positional parameters are neither (rank, shape) nor
+            (shape), or one of its options has no default.
 
     """
     _check_arguments(name, placement, num_chains)
@@ -482,7 +482,7 @@ def schedule(
 
 
 def _check_arguments(name: Any, placement: Any, num_chains: Any) -> None:
-    """Raise ScheduleError for invalid arguments of ``schedule``. `Schedule.program` checks the other counts."""
+    """Raise ScheduleError for an invalid argument of ``schedule``. `Schedule.program` checks the other counts."""
     if not isinstance(name, str) or not name:
         raise ScheduleError(
             f"a schedule must have a name; got {shown(name)}; write @schedule('my-schedule') above the function"

@@ -22,7 +22,7 @@ def loop(num_ranks: int, chunks_per_rank: int) -> Placement:
 
 
 def v(num_ranks: int, chunks_per_rank: int) -> Placement:
-    """Place stages down the ranks and up again (Qi et al. 2023). With 3 ranks and 2 chunks per rank: 0 1 2 2 1 0."""
+    """Place stages down the ranks and back up (Qi et al. 2023). With 3 ranks and 2 chunks per rank: 0 1 2 2 1 0."""
     down = tuple(range(num_ranks))
     up = tuple(reversed(range(num_ranks)))
     return tuple(rank for chunk in range(chunks_per_rank) for rank in (up if chunk % 2 else down))

@@ -48,18 +48,19 @@ class Program:
     Args:
         orders: the actions of each rank, in the order in which the rank runs them.
         placement: the rank of each stage.
-        num_microbatches: the number of micro-batches of all steps; with token slices, the number of slices.
-        graph: which stage feeds which. Default: a chain, every stage feeding the next.
+        num_microbatches: the number of micro-batches in all steps; with token slices, the number of slices.
+        graph: which stage feeds which. Default: a chain, in which every stage feeds the next.
         forward_only: whether the program has no backward, for evaluation. Default: False.
         name: the schedule's name, for display; ignored by ``==``. Default: "".
-        weights: the number of each stage's weight copy. Stages with the same number hold the same layers. Default: a
-            weight copy for each stage.
-        routes: for each micro-batch, the stages that it visits, a whole chain of the graph. Default: all stages.
-        versions: for each stage, the weight version of each micro-batch, in its forward and its backward: the number of
-            updates applied to these weights. () means the newest weights at the time of the forward. Default: () for
+        weights: the index of each stage's weight copy. Stages with the same index hold the same layers. Default: each
+            stage has its own weight copy.
+        routes: for each micro-batch, the stages that it visits, which form a whole chain of the graph. Default: all
+            stages.
+        versions: for each stage, the weight version that each micro-batch uses in its forward and its backward. Version
+            v is the weights after v updates. () means the newest weights at the time of the forward. Default: () for
             all stages.
-        slices_per_microbatch: the number of token slices of a micro-batch. Actions then count slices, and the slices of
-            a micro-batch have consecutive numbers. Default: 1.
+        slices_per_microbatch: the number of token slices in a micro-batch. If it is above 1, actions are numbered by
+            slice, and the slices of a micro-batch have consecutive numbers. Default: 1.
 
     Raises:
         ScheduleError: a field has the wrong type, or the fields disagree on the number of stages or micro-batches.
@@ -134,7 +135,7 @@ class Program:
 
     @property
     def num_weights(self) -> int:
-        """The number of different sets of weights, which is the number of parts that the model is cut into."""
+        """The number of different weight copies. The model is cut into this many parts."""
         return len(set(self.weights))
 
     @property
@@ -144,7 +145,7 @@ class Program:
 
     @property
     def is_chains(self) -> bool:
-        """Whether the graph consists of chains through all weight copies, and each micro-batch visits one chain."""
+        """Whether the graph consists of chains with a stage per weight copy, and each micro-batch visits one chain."""
         num_chains, rest = divmod(self.num_stages, max(1, self.num_weights))
         copies = tuple(range(self.num_weights)) * num_chains
         if rest or self.weights != copies or self.graph != chain(self.num_stages, num_chains):
@@ -243,7 +244,7 @@ class Program:
         return (*self.orders.place(min(rows)), self.columns.action(min(rows))) if rows else None
 
     def with_orders(self, orders: Iterable[Iterable[Action]]) -> "Program":
-        """The same program with other orders."""
+        """Return a copy of the program with other orders."""
         changed: Any = orders
         return replace(self, orders=changed)
 

@@ -2,8 +2,8 @@
 
 A schedule generates a program of a fixed number of steps, but training runs any number. Each rank's order is cut before
 the first action of each step, into one segment per step. This module checks that the schedule repeats: after the
-warm-up, every segment must equal the previous one, shifted by one step, with the same weight versions and the same R
-and I actions. The cool-down is then the same after any number of steps, apart from the shift.
+warm-up, every segment must be identical to the previous one, shifted by one step, with the same weight versions and
+the same R and I actions. The cool-down is then the same after any number of steps, apart from the shift.
 """
 
 from collections.abc import Sequence
@@ -19,13 +19,13 @@ from pipesched.program.weight_versions import Uses, update_groups, used_versions
 
 __all__ = ["Orders", "Segments", "enough_steps"]
 
-_FORMS = (Kind.R, Kind.I)  # a forward runs differently if its pair has one of these actions
+_FORMS = (Kind.R, Kind.I)  # a forward runs differently if its micro-batch has one of these actions
 #: For each rank, a part of its order.
 Orders = tuple[tuple[Action, ...], ...]
 
 
 def enough_steps(num_ranks: int, num_microbatches: int) -> int:
-    """The number of steps to generate: the warm-up, two equal steps, and one more to find the end of the second."""
+    """The number of steps to generate: the warm-up, two identical steps, and one more to find where they end."""
     return 4 + -(-2 * num_ranks // num_microbatches)
 
 
@@ -147,7 +147,7 @@ class Segments:
         self._check_losses(segment)
 
     def _check_losses(self, segment: Ints) -> None:
-        """Check that a step's loss is known at the end of its segment: the last stage has run all its forwards."""
+        """Check that a step's segment computes its loss: it must contain all forwards of the step on the last stage."""
         columns = self.program.columns
         last = self.program.num_stages - 1
         late = columns.are(Kind.F) & (columns.stage == last) & (segment > columns.microbatch // self.num_microbatches)

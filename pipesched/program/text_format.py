@@ -1,4 +1,4 @@
-"""Text format: writes a program as lines of text, and parses them."""
+"""Text format: writes a program as lines of text, and parses such text."""
 
 import re
 from collections.abc import Iterable, Iterator, Mapping

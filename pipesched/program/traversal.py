@@ -21,11 +21,11 @@ Times = NDArray[Any]  # any type of number: ints and Fractions stay exact
 class Timing(NamedTuple):
     """The times of a program's actions and messages."""
 
-    #: The duration of each action. The first of two overlapping actions has the duration of both, the second has 0.
+    #: The duration of each action. Of two overlapping actions, the first has the duration of the pair, the second 0.
     seconds: Times
     #: For each of the program's requirements, the time from the end of the needed action to the arrival of its result.
     lags: Times
-    #: The number of the link that each action occupies, -1 if none; None if no action of the program occupies a link.
+    #: The number of the link that each action occupies; -1 if it occupies none. None if no action occupies a link.
     links: Ints | None = None
 
 
@@ -51,7 +51,7 @@ class _Waits(NamedTuple):
     others: dict[int, list[tuple[int, Any]]]
 
 
-# How `walk` treats an action; one byte per action.
+# The ways in which `walk` treats an action, stored as one byte per action.
 _COMPUTES, _SENDS, _RECEIVES, _OVERLAPS = range(4)
 
 
@@ -95,7 +95,7 @@ def walk(program: Program, timing: Timing | None = None) -> Walked:  # noqa: PLR
                         awaited.setdefault(arrivals, []).append(rank)
                         break
                     arrival = max(arrival, *arrivals)
-                if arrival > start:  # noqa: PLR1730  max() would double the time of the loop
+                if arrival > start:  # noqa: PLR1730  max() would make the loop take twice as long
                     start = arrival
             role = roles[row]
             if role == _COMPUTES:
@@ -153,7 +153,7 @@ def _roles(columns: Columns) -> bytes:
 
 
 def _waits(program: Program, timing: Timing | None) -> _Waits:
-    """The dependencies that a rank's own order does not guarantee: those on other ranks and on copies.
+    """The dependencies that a rank's own order does not guarantee: on actions of other ranks, and on copies.
 
     Of two overlapping actions, the first waits for everything that either needs.
     """

@@ -31,9 +31,10 @@ def validate(program: Program, *, max_in_flight: int | Sequence[int] | None = No
 
     Args:
         program: the program, with or without communication.
-        max_in_flight: the most (stage, micro-batch) pairs that a rank may hold at once: a number, or one for each rank.
-            Default: None, no limit.
-        exact: whether to check that the program's results are bit-identical (see `Program.exact`). Default: False.
+        max_in_flight: the maximum number of (stage, micro-batch) pairs in flight on a rank: one number for all ranks,
+            or a sequence with a number for each rank. Default: None, no limit.
+        exact: whether to check that the program is exact, so that its results are bit-identical to those of every other
+            exact program (see `Program.exact`). Default: False.
 
     Raises:
         ScheduleError: an action is missing, repeated, on a wrong rank or out of order.
@@ -142,9 +143,10 @@ def check_routes(program: Program) -> None:
 
 
 def check_complete(program: Program) -> None:
-    """Check that every stage runs each micro-batch that visits it exactly once.
+    """Check that every stage runs each of its micro-batches exactly once.
 
-    Each micro-batch needs one F, and either one B or one I and one W. In a forward-only program, it needs only the F.
+    For each micro-batch, a stage runs one F, and either one B, or one I and one W. In a forward-only program, it runs
+    only the F.
     """
     index = program.index
     columns = program.columns
@@ -232,7 +234,10 @@ def check_slices(program: Program) -> None:
 
 
 def check_overlaps(program: Program) -> None:
-    """Check that overlapping actions are an F and the B or I directly after it on its rank, of different pairs."""
+    """Check that overlapping actions are an F and the B or I directly after it on the same rank.
+
+    The two actions must belong to different (stage, micro-batch) pairs.
+    """
     columns = program.columns
     rank_of = program.orders.rank_of
     pair = program.columns.pair
@@ -295,7 +300,7 @@ def check_dependencies(program: Program) -> None:
 
 
 def check_transfers(program: Program) -> None:
-    """Check the transfers of a program that has any.
+    """Check the transfers of a program, if there are any.
 
     Every send must have its receive. Each channel (from rank, to rank, kind) must be first in, first out. Every result
     that another rank needs must be transferred.
@@ -408,7 +413,7 @@ def _deadlock(program: Program, waits: Mapping[int, tuple[Action, Action]]) -> s
 
 
 def check_memory(program: Program, max_in_flight: int | Sequence[int]) -> None:
-    """Check that no rank holds more (stage, micro-batch) pairs at once than its limit."""
+    """Check that no rank has more (stage, micro-batch) pairs in flight at once than its limit."""
     limits = rank_limits(max_in_flight, program.num_ranks)
     if len(limits) != program.num_ranks:
         raise ScheduleError(

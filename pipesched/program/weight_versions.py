@@ -26,7 +26,7 @@ class Uses:
     #: The version, by micro-batch.
     used: tuple[int, ...]
     #: (micro-batches per step, updates per step) if steps repeat without end: later steps repeat the versions of the
-    #: last step in ``used``, each increased by the updates in between. None: there are no later micro-batches.
+    #: last step in ``used``, each increased by the number of updates in between. None if no later steps follow.
     period: tuple[int, int] | None = None
 
     def version(self, microbatch: int) -> int:
@@ -51,7 +51,10 @@ class Uses:
 
 
 def used_versions(program: Program) -> tuple[tuple[int, ...], ...]:
-    """By stage, the version of each micro-batch: the version set in the program, or the newest when its F runs."""
+    """For each stage, the weight version that each micro-batch uses.
+
+    It is the version set in the program or, by default, the newest version when the micro-batch's F runs.
+    """
     of_stages: list[tuple[int, ...]] = []
     for stage, rank in enumerate(program.placement):
         written = program.versions[stage] if program.versions else ()
@@ -67,7 +70,7 @@ def used_versions(program: Program) -> tuple[tuple[int, ...], ...]:
 def update_groups(program: Program) -> tuple[tuple[int, ...], ...]:
     """For each update of the last stage, the micro-batches whose gradients it applies, in ascending order.
 
-    They are the same on all stages of a valid program.
+    In a valid program, all stages have the same groups.
     """
     groups: list[tuple[int, ...]] = []
     waiting: list[int] = []
@@ -84,8 +87,8 @@ def update_groups(program: Program) -> tuple[tuple[int, ...], ...]:
 def check_versions(program: Program) -> None:
     """Check the updates and the weight versions of a program.
 
-    Updates must be in order and apply the same micro-batches on every stage. Every version must exist before its first
-    use. Raises ScheduleError.
+    Updates must be in order and apply the gradients of the same micro-batches on every stage. Every version must exist
+    before its first use. Raises ScheduleError.
     """
     if not program.index.has(Kind.UPDATE):
         if program.has_norms:
@@ -114,7 +117,7 @@ def check_versions(program: Program) -> None:
 
 
 def _placed(program: Program) -> list[list[tuple[int, Action]]]:
-    """For each stage, its (position, action) pairs in the order of its rank, where position counts all actions."""
+    """For each stage, its actions in order, each with its position among all actions of the rank."""
     placed: list[list[tuple[int, Action]]] = [[] for _ in program.placement]
     for order in program.orders:
         for position, action in enumerate(order):

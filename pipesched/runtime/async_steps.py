@@ -1,7 +1,7 @@
 """Async steps: runs the steps of an asynchronous schedule, which overlap until a flush.
 
 Every rank receives its order for each requested step and runs it without waiting for the other ranks to finish. In one
-process, the ranks are threads and the caller is one step ahead of them; with one process per rank, the caller itself
+process, the ranks are threads and the caller runs one step ahead of them; with one process per rank, the caller itself
 runs the rank. Weights are updated while micro-batches are in flight, and older versions are kept until those
 micro-batches no longer need them (PipeDream, Narayanan et al. 2019; PipeDream-2BW, 2021).
 """
@@ -30,7 +30,7 @@ from pipesched.tensors.payload import used_here
 
 __all__ = ["Stream"]
 
-_REMEMBERED = 6  # number of parts (steps and the flush) of which the timelines are kept
+_REMEMBERED = 6  # number of recent parts (steps and the flush) whose timelines are kept
 
 
 class Stream:

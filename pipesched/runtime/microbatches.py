@@ -19,7 +19,7 @@ __all__ = ["Batch", "GivenBatch", "Microbatch", "SplitDims", "Splitter", "Weight
 
 #: The dim to split along: one dim for all arguments, a sequence with one dim for each positional argument, or a mapping
 #: from a position, a keyword, "target" or "output" to a dim. Arguments that are left out are split along dim 0. With
-#: one dim for all arguments, a target or output that does not have the batch's rows in that dim is split along dim 0.
+#: one dim for all arguments, a target or output whose size in that dim is not the number of rows uses dim 0 instead.
 SplitDims = int | None | Sequence[int | None] | Mapping[int | str, int | None]
 
 
@@ -72,7 +72,7 @@ class Batch:
 
     #: The model's (args, kwargs) for each micro-batch.
     inputs: list[tuple[tuple[Any, ...], dict[str, Any]]]
-    #: The target of each micro-batch; empty without targets.
+    #: The target of each micro-batch; empty if there are no targets.
     targets: list[Any]
     #: The number of rows of each micro-batch.
     rows: list[int]
@@ -101,8 +101,8 @@ class Batch:
     def gathered(self, outputs: Sequence[Any], weighting: "Weighting | None") -> Any:
         """Concatenate the micro-batches' outputs; return them in a list if the caller cut the micro-batches.
 
-        If the outputs contain the model's own loss, ``weighting`` combines the losses of the micro-batches. Otherwise
-        it is None.
+        ``weighting`` combines the micro-batches' losses if the outputs contain the model's own loss. If it is None, the
+        outputs are only concatenated.
         """
         if self.as_given:
             return list(outputs)
@@ -132,7 +132,7 @@ class Weighting(NamedTuple):
 
     #: The factor of each loss before its backward.
     factors: list[float | None]
-    #: Another factor of each loss, which applies only in the sum that is the mini-batch's loss.
+    #: An additional factor of each loss, applied only when the losses are summed to the mini-batch's loss.
     shares: list[float | None]
 
     def weighted(self, losses: Sequence[Tensor]) -> list[Tensor]:
@@ -146,7 +146,7 @@ class Weighting(NamedTuple):
         """The mini-batch's loss. ``losses`` are the micro-batches' losses, already multiplied by their factors."""
         parts = [loss if share is None else loss * share for loss, share in zip(losses, self.shares, strict=True)]
         total = parts[0]
-        for part in parts[1:]:  # the same order of sums for every schedule
+        for part in parts[1:]:  # added in the same order for every schedule
             total = total + part.to(total.device)
         return total
 
@@ -176,8 +176,8 @@ class Splitter:
         """Split a mini-batch. A batch with fewer rows than micro-batches gets one micro-batch per row.
 
         Raises:
-            InputError: if the batch has no rows, if its arguments and target have different numbers of rows, or if it
-                has fewer rows than a program with a fixed number of micro-batches needs.
+            InputError: if the batch has no rows, if its arguments and target have different numbers of rows, or if
+                there are fewer rows than a program with a fixed number of micro-batches needs.
 
         """
         if not isinstance(self.split_dims, int):
@@ -319,14 +319,14 @@ class Splitter:
         return dims[argument] if isinstance(argument, int) and argument < len(dims) else 0
 
     def factors(self, batch: Batch) -> list[float | None]:
-        """The factors of the losses with which the micro-batches' gradients sum to the gradients of the mini-batch."""
+        """The loss factors with which the micro-batches' gradients sum to the mini-batch's gradients."""
         return self.weighting(batch).factors
 
     def weighting(self, batch: Batch, groups: Sequence[Sequence[int]] = ()) -> "Weighting":
-        """The weights of a batch's losses. Raises InputError if they do not add up to a finite number above 0.
+        """The weights of a batch's losses. Raises InputError if their sum is not finite and above 0.
 
-        Each of ``groups`` lists the micro-batches whose gradients one update applies. Their factors add up to 1.
-        Default: one group of all micro-batches.
+        Each of ``groups`` lists the micro-batches whose gradients one update applies. The factors in a group add up to
+        1. Default: one group of all micro-batches.
         """
         if self.loss_reduction == "sum":
             return Weighting([None] * len(batch.rows), [None] * len(batch.rows))
@@ -354,7 +354,7 @@ class Splitter:
             weights = batch.rows if self.loss_weight is None else _weights(batch, self.loss_weight)
         except Exception:  # loss_weight may fail on inputs without labels, whose outputs have no loss
             return None
-        total = sum(weights) or nan  # like the mean over no labels in plain PyTorch
+        total = sum(weights) or nan  # NaN, like a mean over no labels in PyTorch
         return Weighting([weight / total for weight in weights], [None] * len(batch.rows))
 
 

@@ -48,7 +48,7 @@ __all__ = ["Executor", "Inputs", "LossAndMetrics", "MeshRanks", "RankHost", "Seg
 
 T = TypeVar("T")
 
-#: Types in the values that rank 0 decides and sends to the other ranks, in addition to built-in types.
+#: The types of values that rank 0 decides and sends to the other ranks, in addition to built-in types.
 _DECIDED = (
     Plan,
     Tie,
@@ -270,7 +270,7 @@ class MeshRanks:
         self.devices = self.all_devices = [device] * mesh.size()
         self._inputs = inputs
         self._timeout_s = timeout_s
-        self._dealing = Lock()  # the heartbeat thread and rank 0's main thread may both deal
+        self._dealing = Lock()  # the heartbeat thread and rank 0's main thread both send messages
         group = mesh.get_group()
         self.group = tuple(get_process_group_ranks(group))
 

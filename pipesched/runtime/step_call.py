@@ -113,7 +113,8 @@ def dealt(call: StepCall, program: Program, bodies: Sequence[Body], num_ranks: i
         Rank 0's own call, and the message for each rank.
 
     Raises:
-        InputError: if another rank needs an input that requires a gradient, because rank 0 could not get the gradient.
+        InputError: if another rank needs an input that requires a gradient, because the gradient is not sent back to
+            rank 0.
 
     """
     batch = call.batch
@@ -182,7 +183,7 @@ def _without_contents(one: _Unsent) -> Tensor:
 
 
 def _written(numbers: Any) -> Tensor | None:
-    """Convert numbers to a tensor, so that the message's layout does not depend on them; None if a number is None."""
+    """Convert numbers to a tensor, so that the message's layout does not depend on them; None if any number is None."""
     return None if None in numbers else torch.tensor(numbers, dtype=torch.float64, device="cpu")
 
 

@@ -1,1 +1,1 @@
-"""Algorithms that write orders, each used by several schedules."""
+"""Generators: algorithms that write orders, each used by several schedules."""

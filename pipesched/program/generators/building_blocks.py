@@ -1,8 +1,9 @@
 """Building blocks: schedules that repeat one micro-batch's time slots (Qi et al. 2024, arXiv:2405.15362).
 
-A building block gives the time slots of one micro-batch's forward and input gradient on every stage. It is repeated at
-an interval that puts no two passes of a rank in the same slot. The number of micro-batches that a rank holds is then
-the lifetime of their activations in the block, divided by the interval. Weight gradients fill the remaining slots.
+A building block gives the time slots of one micro-batch's forward and input gradient on every stage. The block is
+repeated at an interval that puts no two passes of a rank in the same slot. The number of micro-batches that a rank
+holds is then the lifetime of their activations in the block, in units of the interval. Weight gradients fill the
+remaining slots.
 """
 
 from collections import Counter
@@ -16,7 +17,7 @@ __all__ = ["repeated"]
 
 
 class Pass(NamedTuple):
-    """The forward or the input gradient of a stage, for its next micro-batch."""
+    """The forward or the input gradient of a stage, for the stage's next micro-batch."""
 
     stage: int
     backward: bool
@@ -31,14 +32,14 @@ def repeated(
 ) -> list[Order]:
     """Write the orders of all ranks by repeating a block for each micro-batch and closing the gaps.
 
-    All passes take one slot. In each slot, a rank runs the first ready pass of the repeated blocks. If no pass is ready
+    Each pass takes one slot. In each slot, a rank runs the first ready pass of the repeated blocks. If no pass is ready
     or memory is full, it runs a weight gradient. Input gradients may overtake passes that are not ready.
 
     Args:
         shape: the ranks, micro-batches and placement.
         block: for each stage, the slots of the forward and of the input gradient of micro-batch 0.
         interval: the number of slots by which each micro-batch starts after the previous one.
-        max_in_flight: the largest number of (stage, micro-batch) pairs that a rank may hold at once.
+        max_in_flight: the maximum number of (stage, micro-batch) pairs in flight on a rank.
         early_forwards: whether forwards may also overtake passes that are not ready, provided that the overtaken passes
             still fit within ``max_in_flight``.
 
@@ -78,11 +79,11 @@ class _Rank:
         self._last_stage = shape.num_stages - 1
         self._count: Counter[Pass] = Counter()
         self._limit = max_in_flight
-        self._held = 0  # pairs, from F to the end of W
+        self._held = 0  # (stage, micro-batch) pairs in flight, from F to the end of W
         self._owed: list[int] = []  # stages of the weight gradients that can run, oldest first
 
     def run_slot(self, ended: Ended, early_forwards: bool) -> tuple[Pass, int] | None:
-        """Run one action, if any can run. Returns the pass and its micro-batch; None if no pass ran."""
+        """Run one action, if any can run. Return the pass and its micro-batch, or None if no pass ran."""
         position = self._choose(ended, early_forwards)
         if position is None or (self._held == self._limit and not self._passes[position].backward):
             self._run_weight_gradient()
@@ -117,7 +118,7 @@ class _Rank:
         return all((need, microbatch) in ended for need in needs)
 
     def _fits_before(self, position: int) -> bool:
-        """Whether the passes before this position still fit in memory if a forward runs first.
+        """Whether the passes before this position still fit in memory after the forward at this position has run.
 
         Weight gradients are assumed to run immediately.
         """

@@ -1,4 +1,4 @@
-"""The order of DualPipe and DualPipeV, in which micro-batches pass each rank in both directions (DeepSeek-AI 2024)."""
+"""Dual pipe: the order of DualPipe and DualPipeV, whose micro-batches run in both directions (DeepSeek-AI 2024)."""
 
 from collections import deque
 
@@ -8,9 +8,9 @@ __all__ = ["eight_steps"]
 
 
 def eight_steps(order: Order, near: int, far: int, *, depth: int, place: int, count: int) -> Order:
-    """Write the order of one rank, in which forwards of one stage overlap backwards of the other.
+    """Write the order of one rank, in which forwards of one stage overlap with backwards of the other.
 
-    The eight steps are those of DeepSeek-V3, arXiv:2412.19437, and its open source.
+    The eight steps are those of DeepSeek-V3 (arXiv:2412.19437) and its published code.
 
     Args:
         order: the empty order to write to.
@@ -18,8 +18,8 @@ def eight_steps(order: Order, near: int, far: int, *, depth: int, place: int, co
         far: the rank's other stage.
         depth: the number of ranks from an end of the pipeline to its turning point.
         place: the position of this rank among those ranks, from 0 at the end of the pipeline.
-        count: the number of micro-batches in each direction. Below 2 x depth, the order is the one for 2 x depth
-            without the additional micro-batches.
+        count: the number of micro-batches in each direction. Below 2 x depth, the order for 2 x depth is written,
+            and the additional micro-batches are left out.
 
     """
     ahead = depth - 1 - place
@@ -56,7 +56,7 @@ def eight_steps(order: Order, near: int, far: int, *, depth: int, place: int, co
 
 
 class _Left:
-    """A first-in, first-out queue of the weight gradients of both stages that are not written yet."""
+    """A first-in, first-out queue of both stages' weight gradients that have not been written yet."""
 
     def __init__(self, order: Order) -> None:
         self._order = order

@@ -1,12 +1,12 @@
 """List scheduling: writes the orders of all ranks while a virtual clock runs (Graham 1969).
 
-It is used for placements for which no closed-form order is known. A free rank starts the ready action of the highest
+List scheduling is for placements without a known closed-form order. A free rank starts the ready action of the highest
 priority: backwards come before forwards, and of several backwards (or forwards), the action of the micro-batch with the
 fewest remaining stages comes first.
 
 With a memory limit, this rule alone could deadlock: later micro-batches could fill the memory of a rank, so that the
 oldest micro-batch, for which all others wait, does not fit. Therefore a forward starts only if its rank could then
-finish all micro-batches that it holds within the limit, one after the other, oldest first (the banker's algorithm,
+finish, within the limit, all micro-batches that it holds, one after the other, oldest first (the banker's algorithm,
 Dijkstra 1965). The oldest micro-batch can then always proceed, and the clock runs to the end.
 """
 
@@ -21,7 +21,7 @@ __all__ = ["backward_first", "whole_waves"]
 
 
 def whole_waves(shape: Shape) -> int:
-    """The number of waves of a `v` placement; a wave goes down the ranks and up again.
+    """The number of waves in a `v` placement. A wave is one pass down the ranks and back up.
 
     Raises ScheduleError if the number of chunks per rank is odd, because the last wave would then be only half a wave.
     """
@@ -43,12 +43,13 @@ def backward_first(
 
     Args:
         shape: the ranks, micro-batches and placement.
-        max_in_flight: the most (stage, micro-batch) pairs on a rank, at least its number of chunks.
+        max_in_flight: the maximum number of (stage, micro-batch) pairs in flight on a rank; at least its number of
+            chunks.
         windows: the windows to try. A window is the number of micro-batches by which a rank's forwards may be ahead of
             its oldest unfinished micro-batch. The window with the shortest makespan is used, because running ahead as
             far as memory allows can be slower.
-        forward_time: the time of a forward, equal for all stages, in any unit.
-        backward_time: the time of a backward, in the same unit.
+        forward_time: the time of a forward, the same for all stages, in any unit.
+        backward_time: the time of a backward, the same for all stages, in the same unit.
 
     Raises:
         ScheduleError: ``max_in_flight`` is less than the number of chunks per rank.
@@ -124,13 +125,13 @@ class _Rank:
         self._window = window
 
     def starts_backward(self, time: int) -> bool:
-        """Start the ready backward that is nearest to the first stage; return whether there is one."""
+        """Start the ready backward nearest to the first stage. Return whether one started."""
         clock = self._clock
         stage = next((stage for stage in self._chunks if clock.backward_is_ready(stage)), None)
         return stage is not None and self._start(self.order.B, stage, clock.backwards, time)
 
     def starts_forward(self, time: int) -> bool:
-        """Start the forward nearest to the last stage that is ready and fits in memory; return whether there is one."""
+        """Start a ready forward that fits in memory, nearest to the last stage first. Return whether one started."""
         clock = self._clock
         ready = (stage for stage in reversed(self._chunks) if clock.forward_is_ready(stage) and self._has_place(stage))
         stage = next(ready, None)

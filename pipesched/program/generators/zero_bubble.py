@@ -1,4 +1,4 @@
-"""The zero-bubble heuristic for given costs and memory (Qi et al. 2023, arXiv:2401.10241, section 3.1).
+"""Zero bubble: the zero-bubble heuristic for given costs and memory (Qi et al. 2023, arXiv:2401.10241, section 3.1).
 
 Warm-up forwards fill the time until a rank's first input gradient can start. Then every rank runs input gradients and
 forwards in turn. It runs weight gradients when it would otherwise wait, or when memory is full. The paper leaves three
@@ -17,7 +17,7 @@ __all__ = ["StageTimes", "zero_bubble"]
 
 
 class StageTimes(Protocol):
-    """The attributes of ``pipesched.Costs`` that the heuristic reads, in seconds."""
+    """The attributes of ``pipesched.Costs`` that the heuristic reads. All times are in seconds."""
 
     @property
     def num_stages(self) -> int:
@@ -68,7 +68,7 @@ def zero_bubble(
     Args:
         shape: the ranks and micro-batches.
         costs: the time of each kind of action on each stage, in seconds. None: 1 s for every action, 0 s for messages.
-        max_in_flight: the most micro-batches that a rank may hold at once. None: the number of ranks.
+        max_in_flight: the maximum number of micro-batches in flight on a rank. None: the number of ranks.
         weight_grad_share: the share of a micro-batch's activations that is held from I to W, from 0 to 1.
 
     Raises:
@@ -120,7 +120,7 @@ class _Rank:
         self.weight_grads = 0
         self.start_s: float = 0
         self.end_s: float = 0
-        self.idle_s: float = 0  # since its first action
+        self.idle_s: float = 0  # idle time since the rank's first action
         self._share = share
 
     @property
@@ -144,7 +144,7 @@ class _Rank:
         return self.forwards - self.input_grads + self._share * self.owed
 
     def run_forward(self, ready_s: float) -> None:
-        """Run the next micro-batch's forward, not before its input is ready at ``ready_s``."""
+        """Run the next forward, starting no earlier than ``ready_s``, when its input is ready."""
         if not self.forwards:
             self.start_s = self.end_s = ready_s
         self._run(ready_s, self.forward_s)
@@ -152,13 +152,13 @@ class _Rank:
         self.order.F(self.stage)
 
     def run_input_grad(self, ready_s: float) -> None:
-        """Run the next micro-batch's input gradient, not before the gradient of its output is ready at ``ready_s``."""
+        """Run the next input gradient, starting no earlier than ``ready_s``, when the output gradient is ready."""
         self._run(ready_s, self.input_grad_s)
         self.input_grad_ends.append(self.end_s)
         self.order.I(self.stage)
 
     def run_weight_grad(self) -> None:
-        """Run the oldest weight gradient that is due."""
+        """Run the oldest weight gradient whose input gradient has run."""
         self._run(self.end_s, self.weight_grad_s)
         self.weight_grads += 1
         self.order.W(self.stage)
@@ -170,7 +170,7 @@ class _Rank:
 
 
 class _Pipeline:
-    """All ranks of one candidate order: the heuristic with the given choices, or ZB-H1 if ``switches`` is None."""
+    """One candidate: the orders of all ranks, written by the heuristic, or ZB-H1 if ``switches`` is None."""
 
     def __init__(self, shape: Shape, costs: StageTimes, limit: int, share: float, switches: Switches | None) -> None:
         self.ranks = [_Rank(shape, stage, costs, share) for stage in range(shape.num_stages)]
@@ -187,7 +187,7 @@ class _Pipeline:
 
     @property
     def span_s(self) -> float:
-        """The longest time that any rank takes from its first start to its last end."""
+        """The longest time that any rank takes from the start of its first action to the end of its last action."""
         return max(rank.end_s - rank.start_s for rank in self.ranks)
 
     @property
@@ -282,7 +282,7 @@ class _Pipeline:
         return rank.stage == 0 or self.ranks[rank.stage - 1].forwards > rank.forwards
 
     def _run_forward(self, rank: _Rank, switches: Switches) -> None:
-        """Run a forward if the limit allows it. First run the weight gradients that free memory for it."""
+        """Run a forward if the memory limit allows it, after the weight gradients that free memory for it."""
         if not self._has_input(rank) or rank.forwards - rank.input_grads >= self._limit:
             return
         while rank.held + 1 > self._limit:

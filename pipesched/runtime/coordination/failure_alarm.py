@@ -1,11 +1,11 @@
-"""Failure alarm: informs all ranks of a job within moments that a rank has failed, and finds the rank to blame.
+"""Failure alarm: quickly informs all ranks of a job that a rank has failed, and finds the rank to blame.
 
-In every rank a thread listens at an address that the other ranks have read from the store. A rank that fails notifies
-all ranks of the job, because ranks of other pipelines may share collectives with its pipeline. Each of them replies
-with its current activity, and ends its own waits by closing its connections. A rank that only noticed a late or missing
-peer determines the rank to blame from the replies, and notifies the others of the result.
+In every rank, a thread listens at an address that the other ranks have read from the store. A rank that fails notifies
+all ranks of the job, because ranks of other pipelines may share collectives with its pipeline. Each notified rank
+replies with its current activity, and ends its own waits by closing its connections. A rank that only noticed a late or
+missing peer determines the rank to blame from the replies, and notifies the others of the result.
 
-After a failure, the alarm waits for the store only briefly, because the store may be in the stopped process.
+After a failure, the alarm waits for the store only briefly, because a stopped process may host the store.
 """
 
 import json
@@ -28,9 +28,9 @@ from pipesched.runtime.coordination.stuck_collectives import Stuck
 
 __all__ = ["Alarm"]
 
-_PATIENCE_S = 2.0  # for replies, and for another rank's decision from its replies
-_GRACE_S = 0.5  # for a message that may still arrive although a rank has ended
-_LOOK_S = 0.2  # after a fault, the interval of checks whether this rank is stuck
+_PATIENCE_S = 2.0  # time to wait for replies, and for another rank's decision from its replies
+_GRACE_S = 0.5  # time in which a message may still arrive after a rank has ended
+_LOOK_S = 0.2  # after a fault, the time between two checks whether this rank is stuck
 _WORD_BYTES = 32
 # Messages other than faults.
 _WATCH = b"watch\n"  # the sender watches the receiver
@@ -38,8 +38,8 @@ _LEFT = b"left\n"  # the sender has closed its pipeline without a failure
 _LONGEST_TEXT = 8000  # characters; a message has at most LONGEST bytes
 _CALLERS = 256  # the largest number of open connections
 _MAKING = "making a pipeline"  # the activity that other ranks see
-_PEOPLE = "pipesched/alarms"  # in the job's store: the number of addresses
-_SIGNED_OFF = "signed off"  # in the job's store, after the key of an address: its rank has closed the pipeline
+_PEOPLE = "pipesched/alarms"  # key in the job's store: the number of addresses
+_SIGNED_OFF = "signed off"  # added to an address's key in the job's store: its rank has closed the pipeline
 
 
 class Bell:
@@ -58,7 +58,7 @@ class _Listener:
         self.word = secrets.token_hex(_WORD_BYTES // 2).encode()
         self.inside, self.outside = socket.socketpair()  # a byte makes the thread watch ``watched``, or end
         self.watched: tuple[socket.socket, str] | None = None  # (connection, name) of the watched rank
-        self.addresses: list[Address] = []  # of the other ranks
+        self.addresses: list[Address] = []  # addresses of the other ranks
         self.bell = Bell()
         self.settled = threading.Event()
         self.fault: Fault | None = None
@@ -73,7 +73,7 @@ class _Listener:
         self._gone = ""  # the name of the watched rank if it has ended without a message
 
     def hear(self, fault: Fault, own: State | None = None) -> None:
-        """Record a fault. The first settled fault replaces a guess and is never replaced.
+        """Record a fault. The first settled fault replaces any earlier guess, and is never replaced.
 
         ``own`` is this rank's state if this rank reports the fault. Default: the current state.
         """
@@ -146,7 +146,7 @@ class _Listener:
         with suppress(OSError):
             caller, _ = self.server.accept()
             caller.setblocking(False)
-            if len(self._callers) == _CALLERS:  # close the oldest that is not a watcher
+            if len(self._callers) == _CALLERS:  # close the oldest connection that is not a watcher's
                 self._dismiss(selector, next(one for one in self._callers if one not in self._watchers))
             self._callers[caller] = bytearray()
             selector.register(caller, selectors.EVENT_READ)
@@ -158,7 +158,7 @@ class _Listener:
         self._watchers.discard(caller)
 
     def _serve(self, selector: selectors.BaseSelector, caller: Any) -> None:
-        """Read from a connection. Once a fault is complete, record it, reply with this rank's state, and close."""
+        """Read from a connection. Once a fault has arrived, record it, reply with this rank's state, and disconnect."""
         said = self._callers[caller]
         try:
             part = caller.recv(LONGEST)
@@ -185,13 +185,13 @@ class _Listener:
 class Alarm:
     """One rank's failure alarm.
 
-    The ranks of other pipelines can reach the alarm once it exists; the ranks of its own pipeline, after ``meet``.
-    Dropping the alarm ends its thread, as ``end`` does.
+    The ranks of other pipelines can reach the alarm once it exists; the ranks of its own pipeline can reach it after
+    ``meet``. Dropping the alarm ends its thread, as ``end`` does.
 
     Args:
         group: the process group of the pipeline's ranks.
         host: this rank's address.
-        timeout_s: how long to wait for other ranks and the store.
+        timeout_s: how long to wait for other ranks and the store, in seconds.
 
     Raises:
         StoreLostError: if the store does not reply.
@@ -243,7 +243,7 @@ class Alarm:
         return self._listener.bell
 
     def on_fault(self, hang_up: Callable[[], None]) -> None:
-        """Register a function that ends waits of this rank. Any thread may call the function, after a failure."""
+        """Register a function that ends this rank's waits. It is called after a failure, possibly in another thread."""
         self._listener.hang_ups.append(hang_up)
         if self.bell.rung:
             self._listener.hang_up()
@@ -325,7 +325,7 @@ class Alarm:
     # ---- a fault ----------------------------------------------------------------------------------------------
 
     def ring(self, text: str, doing: Doing, ended: int | None = None) -> Fault:
-        """Notify all ranks that this rank has failed, and end its waits. Takes some seconds if ranks do not reply.
+        """Notify all ranks that this rank has failed, and end its waits. Takes a few seconds if ranks do not reply.
 
         Args:
             text: the description of the failure.
@@ -416,7 +416,7 @@ def _end(outside: socket.socket, thread: threading.Thread) -> None:
 
 
 def _job_of(group: Any) -> tuple[Store | None, list[int]]:
-    """The job's store (None if the group is the whole job, or is in no job), and the global ranks of the group."""
+    """The job's store (None if the group is the whole job, or belongs to no job), and the global ranks of the group."""
     size = group.size()
     ranks = ranks_of(group)
     if not distributed.is_initialized() or ranks is None:

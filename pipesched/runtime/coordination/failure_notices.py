@@ -50,7 +50,7 @@ def told(
     Args:
         fault: the fault to report.
         listeners: the addresses of the ranks.
-        patience_s: how long to wait for replies.
+        patience_s: how long to wait for replies, in seconds.
         until: ends the wait when it returns True. Default: never.
 
     """
@@ -64,7 +64,7 @@ def told(
             for key, _ in selector.select(0.05):
                 key.data.go_on(selector)
     answers: dict[str, State | str] = {}
-    for call in calls:  # a rank with several pipelines is alive if one of them replies
+    for call in calls:  # a rank with several pipelines is alive if any pipeline replies
         answer = call.end()
         name = call.address.name
         if answer != ENDED or name not in answers:

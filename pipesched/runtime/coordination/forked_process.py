@@ -1,7 +1,7 @@
 """Forked process: disables a parent's executors in a child created by os.fork, such as a DataLoader worker.
 
-In the child, an executor has no threads and shares the parent's connections. So the executor is disabled in the child
-without waiting or closing connections, and its use in the child raises an error.
+In the child, an executor has no threads and shares the parent's connections. Therefore the executor is disabled in the
+child without waiting for threads or closing connections. Using it in the child raises an error.
 """
 
 import ctypes
@@ -22,7 +22,7 @@ class _Executor(Protocol):
 
 
 class Forked:
-    """Whether this process is a forked child of the process that created the object."""
+    """Detects whether this process is a forked child of the process that created the object."""
 
     def __init__(self) -> None:
         self._made_in = os.getpid()

@@ -1,4 +1,4 @@
-"""Heartbeat: tells waiting ranks that a rank which computes for longer than their timeout is still working."""
+"""Heartbeat: tells waiting ranks that a rank is still working, even if it computes for longer than their timeout."""
 
 import threading
 import time
@@ -9,15 +9,15 @@ from pipesched.errors import ExecutionError
 
 __all__ = ["beating"]
 
-_AT_MOST_S = 1.0  # between beats
+_AT_MOST_S = 1.0  # the longest time between two beats
 
 
 @contextmanager
 def beating(beat: Callable[[], None], timeout_s: float) -> Iterator[None]:
     """A context in which a thread calls ``beat`` every second, or every ``timeout_s / 8`` if that is shorter.
 
-    ``beat`` is called only if the entering thread has used processor time since the last call. So a layer that hangs
-    ends the heartbeat, and the other ranks then stop at their timeouts.
+    ``beat`` is called only if the thread that entered the context has used processor time since the last call. A layer
+    that hangs therefore ends the heartbeat, and the other ranks stop at their timeouts.
     """
     ended = threading.Event()
     pause_s = min(timeout_s / 8, _AT_MOST_S)
@@ -25,7 +25,7 @@ def beating(beat: Callable[[], None], timeout_s: float) -> Iterator[None]:
 
     def run() -> None:
         ran_ns = -1
-        with suppress(ExecutionError):  # another rank has failed; the caller notices this, too
+        with suppress(ExecutionError):  # another rank has failed; the caller will notice this as well
             while not ended.wait(pause_s):
                 before_ns = ran_ns
                 ran_ns = time.monotonic_ns() if clock is None else time.clock_gettime_ns(clock)

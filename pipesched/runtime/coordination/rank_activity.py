@@ -58,7 +58,7 @@ class State(NamedTuple):
     place: str
     #: The seconds since the action or the call began; between calls, since the last call ended.
     seconds: float
-    #: By the name of each other rank, the last action whose result was received from that rank.
+    #: For each other rank, by name: the last action whose result was received from that rank.
     last: dict[str, str]
 
 
@@ -72,7 +72,7 @@ class Activity:
         self._names = names
         self._thread = threading.get_ident()
         self.call = ""  # the current call; "" between calls
-        self.since_s = time.monotonic()  # when the current call began, or the last one ended
+        self.since_s = time.monotonic()  # when the current call began, or the last call ended
         self._stamps: Stamps | None = None
         self._placement: Sequence[int] = ()
 
@@ -157,7 +157,7 @@ def doing_at(error: BaseException) -> Doing:
     while trace is not None:
         file = trace.tb_frame.f_code.co_filename
         if not file.startswith((_OF_TORCH, "<")):
-            doing = "raised"  # user code called from torch
+            doing = "raised"  # raised by user code that torch called
         elif file.startswith(_OF_COLLECTIVES):
             doing = COLLECTIVE
         trace = trace.tb_next
@@ -174,7 +174,7 @@ def blamed(answers: Mapping[str, State | str], timeout_s: float) -> tuple[list[s
 
     Args:
         answers: the replies by rank name.
-        timeout_s: how long the rank that noticed the fault has waited.
+        timeout_s: how long the rank that noticed the fault has waited, in seconds.
 
     """
     states = {name: answer for name, answer in answers.items() if isinstance(answer, State)}

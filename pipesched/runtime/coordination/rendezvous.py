@@ -1,9 +1,9 @@
-"""Rendezvous: brings the ranks of a group together to make one pipeline, also after failed attempts.
+"""Rendezvous: brings the ranks of a group together to make one pipeline, even after failed attempts.
 
 Each rank announces its arrival. Once all ranks have arrived, rank 0 answers each with the same new token, a prefix for
 keys in the group's store. A rank that raises before its arrival announces its error instead, and the other ranks
-receive the error immediately. A rank that has waited for too long withdraws its announcement, and rank 0 skips
-withdrawn announcements. So an error of one rank ends one attempt in all ranks, and the next attempt starts anew.
+receive the error immediately. A rank that has waited too long withdraws its announcement, and rank 0 skips withdrawn
+announcements. An error of one rank therefore ends the attempt in all ranks, and the next attempt starts anew.
 
 The announcements of a rank are numbered. Each announcement has one key, whose value changes once from
 "waiting" to its outcome. The announcing rank or rank 0, whichever changes the value first, decides the outcome.
@@ -30,8 +30,8 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 _LOOK_S = 0.2  # rank 0 waits this long for one rank before checking the others for failures
 _PAUSE_S = 0.001
 _LONGEST_PAUSE_S = 0.05  # between two checks of the store
-_SPARE_S = 1.0  # added to the timeout, so that rank 0, which knows all arrivals, gives up first
-_PATIENCE_S = 2.0  # for a store that does not reply
+_SPARE_S = 1.0  # added to the other ranks' timeout, so that rank 0, which sees all arrivals, gives up first
+_PATIENCE_S = 2.0  # time to wait for a store that does not reply
 _WAITING = "waiting"
 _WITHDRAWN = "withdrawn"
 _TOKEN = "token "
@@ -45,7 +45,7 @@ class AbsentError(ExecutionError):
         ranks: the missing ranks.
         names: the names of all ranks of the group.
         waiting: the rank that waited.
-        timeout_s: how long it waited.
+        timeout_s: how long that rank waited, in seconds.
 
     """
 
@@ -146,7 +146,7 @@ class Rendezvous:
 
     def _answers(self, end_s: float, timeout_s: float) -> str:
         came: dict[int, int | None] = {rank: self._arrival(rank) for rank in range(1, self._num_ranks)}
-        self._withdrawn.clear()  # these withdrew before this rank arrived
+        self._withdrawn.clear()  # these ranks withdrew before this rank arrived
         while True:
             came = {rank: self._arrival(rank) for rank in came}
             failed = [self._state(rank, number) for rank, number in came.items() if number is not None]
@@ -169,7 +169,7 @@ class Rendezvous:
         self._end_attempt()
         token = secrets.token_hex(8)
         gone = [rank for rank, number in came.items() if number and not self._answer(rank, number, _TOKEN + token)]
-        if gone:  # withdrawn since the last check; ranks with the token will time out
+        if gone:  # withdrawn since the last check; ranks that have the token will time out
             raise self._missing(gone, timeout_s)
         return token
 
@@ -241,7 +241,7 @@ class Rendezvous:
 
 
 def collective(function: _Function) -> _Function:
-    """Decorate a function that all ranks of its argument ``mesh`` must call.
+    """Decorate a function that all ranks of its ``mesh`` argument must call together.
 
     An error that the function raises before its rendezvous is reported to all ranks.
     """
@@ -255,7 +255,7 @@ def collective(function: _Function) -> _Function:
         except BaseException as error:
             if rendezvous is not None and Rendezvous.announced == before:
                 text = f"{type(error).__name__}: {error}"
-                with suppress(RuntimeError):  # the store has ended; the other ranks notice this, too
+                with suppress(RuntimeError):  # the store has ended; the other ranks also notice this
                     asked(lambda: rendezvous.fail(text), _PATIENCE_S)
             raise
 

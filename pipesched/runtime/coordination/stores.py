@@ -87,7 +87,7 @@ def asked(ask: Callable[[], T], limit_s: float, given_up: threading.Event | None
 
 
 def awaited_value(store: Store, key: str, timeout_s: float, given_up: threading.Event | None = None) -> Any:
-    """Wait for a key; return its value. Raises RuntimeError at the timeout. ``given_up`` is as in ``asked``."""
+    """Wait for a key; return its value. Raises RuntimeError at the timeout. ``given_up``: see ``asked``."""
 
     def ask() -> Any:
         store.wait([key], timedelta(seconds=timeout_s))
@@ -97,7 +97,7 @@ def awaited_value(store: Store, key: str, timeout_s: float, given_up: threading.
 
 
 def missing(store: Store, keys: Sequence[str], timeout_s: float) -> list[int]:
-    """Wait until all keys exist; return the positions in ``keys`` of those that do not exist at the timeout.
+    """Wait until all keys exist; return the positions in ``keys`` of the keys still missing at the timeout.
 
     Raises the errors of ``asked``.
     """

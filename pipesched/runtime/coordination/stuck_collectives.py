@@ -17,7 +17,7 @@ from pipesched.runtime.coordination.rank_activity import COLLECTIVE, Activity
 __all__ = ["Stuck"]
 
 _SETTING = "PIPESCHED_END_STUCK_RANKS"
-_GRACE_S = 2.0  # after the rank has learned of the fault
+_GRACE_S = 2.0  # time to wait after the rank has learned of the fault
 _SEEN_S = 1.0  # time in the same collective before it counts as stuck
 EXIT_CODE = 1
 

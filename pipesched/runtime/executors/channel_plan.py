@@ -1,4 +1,4 @@
-"""Channel plan: the messages of a rank's order by channel, and the keys from which their layouts are predicted."""
+"""Channel plan: groups the messages of a rank's order by channel, and makes the keys for predicting their layouts."""
 
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
@@ -31,7 +31,7 @@ def look(value: Any) -> Hashable:
 
 
 class OrderMessages:
-    """The messages that one rank's order sends and receives, by channel, in the order of each channel."""
+    """The messages that one rank's order sends and receives, grouped by channel, in the order within each channel."""
 
     def __init__(self, program: Program, order: tuple[Action, ...]) -> None:
         self.order = order
@@ -49,8 +49,8 @@ class OrderMessages:
     def repeated(self, period: int) -> Messages:
         """Layout keys for a stream: the k-th micro-batches of all steps have the same key.
 
-        So the layouts of a step predict the layouts of the next step. ``period`` is the number of micro-batches in a
-        step.
+        The layouts of one step therefore predict the layouts of the next. ``period`` is the number of micro-batches in
+        a step.
         """
         return {
             peer: {
@@ -66,7 +66,7 @@ class OrderMessages:
         return {peer: dict.fromkeys(channels, ()) for peer, channels in self._edges.items()}
 
     def keys(self, looks: Sequence[Hashable], grad: bool) -> tuple[Messages, bytes]:
-        """Layout keys for a step, and their digest. The same objects are returned while the arguments do not change.
+        """Layout keys for a step, and their digest. Repeated calls with the same arguments return the same objects.
 
         Args:
             looks: the key of each micro-batch, from ``look``; empty if unknown.
@@ -124,7 +124,7 @@ def channels_of(program: Program) -> set[Channel]:
 
 
 def digest_of(program: Program) -> bytes:
-    """A digest of a program, by which ranks check that they run the same program."""
+    """A digest of a program, with which ranks check that they run the same program."""
     columns = program.columns
     arrays = (columns.stage, columns.kind, columns.microbatch, columns.peer, columns.joined, program.orders.offsets)
     others = program.placement, program.graph.edges, program.forward_only, program.num_microbatches, program.versions

@@ -24,7 +24,7 @@ class Message(NamedTuple):
 class DeviceStreams(Protocol):
     """The streams and the clock of one rank's device, for the lifetime of the executor."""
 
-    #: Whether the device has streams, which ``begin``, ``follow``, ``catch_up`` and ``end`` synchronise.
+    #: Whether the device has streams. If so, ``begin``, ``follow``, ``catch_up`` and ``end`` synchronise them.
     has_streams: bool
 
     def begin(self) -> None:
@@ -49,7 +49,7 @@ class DeviceStreams(Protocol):
         """Return a function that converts a stamp of the current step to seconds since the host time ``start_s``."""
 
     def pack(self, value: Any) -> Message:
-        """Return the Message that sends a value of this device, with the event after which the value is computed."""
+        """Return a Message with a value of this device, and with an event that occurs once the value is computed."""
 
     def unpack(self, message: Message) -> Any:
         """Copy a received value to this device. Later work on the rank's stream may use the returned value."""
@@ -113,7 +113,7 @@ class CudaStreams:
         self._compute = torch.cuda.Stream(device)
         self._outward = torch.cuda.Stream(device)
         self._inward = torch.cuda.Stream(device)
-        self._idle = torch.cuda.Stream(device)  # nothing else is ever launched on it
+        self._idle = torch.cuda.Stream(device)  # no work is ever launched on this stream
         self._caller = torch.cuda.current_stream(device)
         self._base = torch.cuda.Event(enable_timing=True)
         self._base_s = 0.0
@@ -121,7 +121,7 @@ class CudaStreams:
     def begin(self) -> None:
         self._caller = torch.cuda.current_stream(self._device)
         self._base = torch.cuda.Event(enable_timing=True)
-        self._base.record(self._idle)  # on another stream it would wait for earlier kernels
+        self._base.record(self._idle)  # on another stream, the event would wait for earlier kernels
         self._base_s = time.perf_counter()
 
     def follow(self) -> None:

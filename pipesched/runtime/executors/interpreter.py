@@ -20,8 +20,9 @@ __all__ = ["Rank", "StageLike", "Stamps", "Transport", "interpret"]
 class StageLike(Protocol):
     """The methods of a stage that the actions call.
 
-    ``arrived`` holds a value for each producing stage, and ``grads`` a gradient for each consuming stage. ``split``:
-    the backward of the micro-batch is split into I and W. ``checkpointed``: its activations are recomputed by R.
+    ``arrived`` holds a value for each producing stage, and ``grads`` a gradient for each consuming stage. ``split``
+    states whether the micro-batch's backward is split into I and W, and ``checkpointed`` whether R recomputes its
+    activations.
     """
 
     def forward(self, microbatch: int, *arrived: Any, split: bool, checkpointed: bool) -> Any:
@@ -88,7 +89,7 @@ class Stamps(NamedTuple):
         return cls(order, [None] * len(order), [None] * len(order))
 
 
-#: The key of an edge: the producing stage, the consuming stage, whether backward, and the micro-batch.
+#: The key of an edge: the producing stage, the consuming stage, whether the edge is backward, and the micro-batch.
 _Ends = tuple[int, int, bool, int]
 
 
@@ -289,7 +290,7 @@ def _peer(action: Action) -> int:
 
 
 def interpret(rank: Rank, timer: _Timer, stamps: Stamps) -> Iterator[Action]:
-    """Run an order of a rank, yielding each action before it runs, so that the executor can stop the rank.
+    """Run an order on a rank. Yields each action before it runs, so that the executor can stop the rank.
 
     ``stamps`` holds the order, and the stamps are written to it. An exception of an action is raised with a note that
     names the action and its position.

@@ -1,4 +1,4 @@
-"""Processes: runs one rank in a separate process, over torch.distributed, with the interpreter that threads use, too.
+"""Processes: runs one rank in a separate process, over torch.distributed, with the same interpreter as threads.
 
 Why a step cannot hang. The program is valid: its orders, its dependencies, and the edges from the k-th send of a
 channel to its k-th receive have no cycle. A send copies its message and returns, so it never blocks its rank. A receive
@@ -6,15 +6,15 @@ takes the channel's next message. That is the right message, since both ends use
 channel is first in, first out. A receive does not depend on later messages, and it is posted at the latest when its
 action begins. So a rank waits only for a send that comes earlier in the program. Among all actions not yet run, take
 one that is first in the acyclic order: its rank has run all earlier actions, and the message that it waits for has been
-sent; so it runs. A rank waits for the completion of its sends only between two runs, when the matching receives belong
-to the run before.
+sent; so it runs. A rank waits for its sends to complete only between two runs; the matching receives then belong to the
+previous run.
 
-Why a stream cannot hang, although its orders are handed over in parts, with the same parts in all ranks. No action
-depends on a later part (``Segments`` proves this for each stream), and the concatenated parts are the orders of a valid
-program. So the argument above holds for all actions up to the end of any part, whatever follows, and each rank
-completes its part once the other ranks have begun theirs. A stream is one run: a message may be received in a later
-part, and its sender does not wait for it between parts. The loss is broadcast at the end of a part. A rank waits for it
-only after its own part: when the caller reads the loss, or before the rank shares the loss of the next part.
+Why a stream cannot hang. Its orders are handed over in parts, and all ranks have the same parts. No action depends on a
+later part (``Segments`` proves this for each stream), and the concatenated parts are the orders of a valid program. So
+the argument above holds for all actions up to the end of any part, whatever follows, and each rank completes its part
+once the other ranks have begun theirs. A stream is one run: a message may be received in a later part, and its sender
+does not wait for it between parts. The loss is broadcast at the end of a part. A rank waits for it only after its own
+part: when the caller reads the loss, or before the rank shares the loss of the next part.
 
 The proof does not cover faults, such as a rank that raises, dies or blocks. After a fault, the other ranks stop within
 seconds, or at the latest after ``timeout_s``.
@@ -62,15 +62,15 @@ _IDENTITY = ("program", "batch", "number of earlier steps")  # compared between 
 class ProcessExecutor:
     """One rank of a pipeline in a separate process. The constructor and all methods are collective.
 
-    After a failure the executor is closed, in all ranks.
+    After a failure, the executor is closed in all ranks.
 
     Args:
         group: a process group of the pipeline's ranks, in rank order. Only its store is used; ranks communicate over
             connections that the executor creates.
         device: the device of this rank's stages. Default: the CPU.
         intra_op_threads: torch's intra-op threads for this rank.
-        timeout_s: how long a rank waits for another rank before all ranks stop. It must exceed the step time of the
-            slowest rank.
+        timeout_s: how long a rank waits for another rank before all ranks stop, in seconds. It must exceed the step
+            time of the slowest rank.
 
     Raises:
         ExecutionError: if a rank does not join.
@@ -116,7 +116,7 @@ class ProcessExecutor:
             forget(end)
 
     def learn(self, value: Any) -> None:
-        """Register the types that occur in a value, so that messages may contain them.
+        """Register the types that occur in a value, so that messages can contain them.
 
         Raises ExecutionError for a type that cannot be sent.
         """
@@ -141,7 +141,7 @@ class ProcessExecutor:
         Args:
             run_spec: the program, its stages and its hooks; only the stages of this rank are used.
             grad: whether grad mode is enabled.
-            looks: the key of each micro-batch, from ``look``; the layouts of messages are predicted from it.
+            looks: the key of each micro-batch, as returned by ``look``. The keys predict the layouts of messages.
 
         Raises:
             ExecutionError: if another rank failed (the message names it), if ranks run different programs or steps, and
@@ -242,7 +242,7 @@ class ProcessExecutor:
     def _rank_of(self, run_spec: RunSpec, messages: OrderMessages) -> Rank:
         """The Rank bound to a run's stages.
 
-        It is kept for later runs, except for a run of partial orders, because later runs have other stages.
+        Later runs reuse this Rank, except after a run of partial orders, because later runs then have other stages.
         """
         rank = messages.rank
         if rank is None or rank.stages is not run_spec.stages:
@@ -271,7 +271,7 @@ class ProcessExecutor:
         return known
 
     def _agreed(self, program: Program) -> bytes:
-        """The digest of a program. A program that has not run before is first compared between all ranks."""
+        """Return the digest of a program. Before a program's first run, compare its digest between all ranks."""
         known = self._known.get(id(program))
         if known is None:
             if len(self._known) >= 64:
@@ -294,7 +294,7 @@ class ProcessExecutor:
     # ---- communication outside the program ------------------------------------------------------------------------
 
     def agree(self, name: str, own: bytes) -> None:
-        """Raise ExecutionError in every rank unless ``own`` is equal in all ranks. ``name`` is used in the message."""
+        """Raise ExecutionError in every rank if ``own`` differs between ranks. The message contains ``name``."""
         with self._one_at_a_time("a comparison"):
             self._compare(name, digest(own))
 
@@ -318,7 +318,7 @@ class ProcessExecutor:
             yield
 
     def exchange(self, value: Any) -> list[Any]:
-        """All-gather: returns every rank's value in rank order, on this device.
+        """All-gather: return every rank's value in rank order, with tensors on this device.
 
         Values are pytrees of tensors and plain values.
         """
@@ -334,8 +334,8 @@ class ProcessExecutor:
     def trade(self, what: str, given: Mapping[int, Any], sources: Collection[int]) -> dict[int, Any]:
         """Send values to other ranks; wait for the values from the ranks in ``sources``, and return them by rank.
 
-        All sends come before the first receive, and no send blocks. So trades complete if all ranks make them in the
-        same order. May be called during a run, and by ``RunSpec.prepare``.
+        All sends come before the first receive, and no send blocks. Trades therefore complete if all ranks make them in
+        the same order. This method may be called during a run, and by ``RunSpec.prepare``.
 
         Args:
             what: the kind of the values, as listed in ``rank_exchange``; also used in error messages.

@@ -22,7 +22,7 @@ class RankTimeline(Timeline):
 class RankRun:
     """A stream in progress in one rank. ``hand`` runs each part of its order. Created by ``ProcessExecutor.begin``."""
 
-    ahead = 0  # hand() runs each part, so none is ever queued
+    ahead = 0  # hand() runs each part, so no part is ever queued
 
     def __init__(
         self,

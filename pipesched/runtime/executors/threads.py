@@ -1,7 +1,8 @@
 """Threads: runs all ranks in this process, with one thread per rank and, on CUDA devices, separate streams per rank.
 
 Messages pass through one queue for each sending rank, receiving rank and kind of send. When a rank fails, the other
-ranks stop: each rank checks before every action, and a rank that waits for a message receives a stop message.
+ranks stop: each rank checks for a failure before every action, and a rank that waits for a message receives a stop
+message.
 
 A RunSpec describes a run. A BoundProgram is its program bound to stages and channels; it is reused by later steps of
 the same program. A ThreadRun is one run: a step, or a stream of steps. A RunSegment is a part of every rank's order:
@@ -33,7 +34,7 @@ from pipesched.tensors.payload import Payload
 __all__ = ["RunSegment", "RunSpec", "Stopped", "ThreadExecutor", "ThreadRun", "Timeline"]
 
 _STOP = Message("stop")
-_REMEMBERED = 64  # bound programs to keep
+_REMEMBERED = 64  # the maximum number of bound programs to keep
 _PATIENCE_S = 60  # wait this long for a thread's current action when the pipeline is dropped or the process exits
 _Jobs = list["SimpleQueue[Callable[[], None] | None]"]  # a queue for each rank's thread
 
@@ -53,7 +54,7 @@ class RunSpec:
     prepare: Callable[[Caller], None] = lambda caller: None
     #: The part of the program's orders to run. Default: all.
     orders: tuple[tuple[Action, ...], ...] | None = None
-    #: Called after the ranks have ended, with whether the run failed.
+    #: Called after the ranks have ended. Its argument states whether the run failed.
     finish: Callable[[bool], None] = lambda failed: None
     #: Maps a micro-batch of a stream to the micro-batch of the program with the same actions. Default: the same number.
     pair: Callable[[int], int] = lambda microbatch: microbatch
@@ -77,7 +78,7 @@ class BoundProgram:
 
 
 class ThreadRun:
-    """A run in progress: its ranks and its first error. Its orders are handed over in one part or in several."""
+    """A run in progress, with its ranks and its first error. Its orders are handed over in one or more parts."""
 
     ahead = 1  # parts that may be queued while an earlier part runs
 
@@ -95,7 +96,7 @@ class ThreadRun:
         self._lock = threading.Lock()
 
     def hand(self, orders: Sequence[tuple[Action, ...]]) -> "RunSegment":
-        """Queue the next part of every rank's order; a rank starts it after its previous part."""
+        """Queue the next part of every rank's order. A rank starts the part once its previous part has ended."""
         for streams in self.bound.streams_of_rank:
             if streams.has_streams:
                 streams.follow()
@@ -199,7 +200,7 @@ class Timeline:
     readers: list[Callable[[Any], float]]
 
     def spans(self) -> Iterator[Span]:
-        """The spans of all actions, in seconds since the step began. On a GPU this waits for the step to end."""
+        """The spans of all actions, in seconds since the step began. On a GPU, this waits for the step to end."""
         for rank, (stamps, seconds) in enumerate(zip(self.stamps, self.readers, strict=True)):
             for action, start, end in zip(*stamps, strict=True):
                 yield Span(action, rank, seconds(start), seconds(end), action.lane)
@@ -297,7 +298,7 @@ class ThreadExecutor:
         return not self._finalizer.alive
 
     def run(self, run_spec: RunSpec, *, grad: bool) -> Timeline:
-        """Run a lowered program until every rank has ended. After an interrupt, all ranks stop before it is raised.
+        """Run a lowered program until every rank has ended. An interrupt is raised only after all ranks have stopped.
 
         Args:
             run_spec: the program, its stages and its hooks.
@@ -311,7 +312,7 @@ class ThreadExecutor:
         if len(self._kept) >= _REMEMBERED:
             self._kept.clear()
         program = run_spec.program
-        bound = self._kept.pop(id(program), None)  # of an earlier run that succeeded
+        bound = self._kept.pop(id(program), None)  # bound by an earlier run that succeeded
         if bound is None or bound.program is not program or bound.stages is not run_spec.stages or run_spec.orders:
             bound = BoundProgram(run_spec, self.streams_of_rank)
         run = self.begin(run_spec, Caller.here(self._device_types, grad=grad), bound)
@@ -389,7 +390,7 @@ class ThreadExecutor:
             )
 
     def close(self) -> None:
-        """End the threads and wait for them. Raises ExecutionError when called from one of them."""
+        """End the threads and wait for them. Raises ExecutionError if called from one of these threads."""
         if threading.current_thread() in self._threads:
             raise ExecutionError(
                 "close() was called from inside a running step (by a layer or a hook); "
@@ -404,8 +405,8 @@ class ThreadExecutor:
 def _start_threads(jobs: _Jobs, intra_op_threads: int) -> list[threading.Thread]:
     """Start a thread for each queue, and set its number of intra-op threads.
 
-    torch keeps the number per thread, but setting it also changes the default for threads that start later. So the
-    caller's number is set again at the end.
+    torch keeps the number per thread, but setting it also changes the default for threads that start later. Therefore
+    the caller's number is set again at the end.
     """
     before = torch.get_num_threads()
     started = threading.Barrier(len(jobs) + 1)

@@ -1,10 +1,10 @@
 """Batch norm: running statistics of BatchNorm over whole mini-batches, while each micro-batch is normalised separately.
 
 This is deferred batch normalisation as in torchgpipe (Kim et al. 2020, arXiv:2004.09910): each micro-batch is
-normalised with its own mean and variance, and the running statistics are updated once per mini-batch, as by one forward
-over the whole mini-batch. The statistics of every call of ``functional.batch_norm`` are kept for each micro-batch and
-combined after the run in micro-batch order (Chan et al. 1983). The running statistics are therefore bit-identical for
-every schedule, and a mini-batch may have any number of micro-batches of any sizes.
+normalised with its own mean and variance, and the running statistics are updated once per mini-batch, just as a single
+forward over the whole mini-batch would update them. The statistics of every call of ``functional.batch_norm`` are kept
+for each micro-batch and combined after the run in micro-batch order (Chan et al. 1983). The running statistics are
+therefore bit-identical for every schedule, and a mini-batch may have any number of micro-batches of any sizes.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,7 +32,7 @@ BatchNormMode = Literal["micro-batch", "mini-batch"]
 
 
 class _Part(NamedTuple):
-    """The statistics of one call per channel (number of values, mean, unbiased variance), and the call's momentum."""
+    """The statistics of one call (number of values, and mean and unbiased variance per channel), and its momentum."""
 
     numbers: int
     mean: Tensor
@@ -62,7 +62,7 @@ class Norms:
         self._index: dict[int, int] = {}
         self._seen: _Seen = {}
         self.microbatch = 0  # the micro-batch whose forward is running
-        self.uncounted = _Uncounted(self)  # for backwards, in which layers may be recomputed
+        self.uncounted = _Uncounted(self)  # replaces this object in backwards, which may recompute layers
 
     def begin(self) -> None:
         """Start a run: find the BatchNorm layers and save their batch counters (``num_batches_tracked``)."""
@@ -121,7 +121,7 @@ class Norms:
 
     @torch.no_grad()
     def commit(self, *seen: _Seen) -> None:
-        """Update the running statistics as one forward over all micro-batches would.
+        """Update the running statistics as a single forward over all micro-batches would update them.
 
         Each of ``seen`` has the statistics that one stage collected; all these stages use the same weights.
         """

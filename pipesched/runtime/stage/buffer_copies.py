@@ -21,7 +21,7 @@ Buffers = dict[str, Tensor]
 def own_buffers(module: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
     """Yield (name, owning module, name in that module) for each buffer, except buffers of torch's own layers.
 
-    Autograd never reads a buffer of torch's own layers, such as running statistics, after it has changed.
+    Such buffers, for example running statistics, are never read by autograd after they have changed.
     """
     for prefix, part in module.named_modules():
         scripted = isinstance(part, torch.jit.ScriptModule)  # a ScriptModule accepts no replacement tensors
@@ -63,7 +63,7 @@ class BufferCopies:
         return {name: {key: live.clone() for key, live in self._live(name)} for name in self._places}
 
     def note(self, name: str, own: Mapping[str, Tensor], copies: Mapping[str, Buffers]) -> None:
-        """After a module's call, store its buffers in ``copies``: the call may have replaced a copy by a new tensor."""
+        """Store a module's buffers in ``copies`` after a call: the call may have replaced a copy with a new tensor."""
         for key in self._places.get(name, ()):
             copies[name][key] = own[key]
 
@@ -111,6 +111,6 @@ class BufferCopies:
 def _names(layer: str, key: str) -> set[str]:
     """The names that a layer's buffer may have in the model.
 
-    There are two, because a layer may also be the whole model, or code between layers.
+    There are two names, because a layer may also be the whole model, or code between layers.
     """
     return {f"{layer}.{key}", key.replace("/", ".")}

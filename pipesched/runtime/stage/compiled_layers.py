@@ -29,7 +29,7 @@ _Made = dict[tuple[torch.device, str], Callable[..., Any]]
 
 
 def compiler(compile: Any, batch_norm: BatchNormMode) -> "Callable[[torch.device], Compiled | None]":
-    """Return a function that maps a stage's device to its `Compiled` layers; to None if ``compile`` is False.
+    """Return a function that makes a `Compiled` for a stage's device. It returns None if ``compile`` is False.
 
     Args:
         compile: True, False, or the arguments of ``torch.compile`` by name, as in Pipeline.
@@ -78,7 +78,7 @@ class Compiled:
     Args:
         options: the arguments of ``torch.compile``.
         device: the device of the stage.
-        made: the functions compiled so far. Stages and later plans share them.
+        made: the functions compiled so far, shared by all stages and by later plans.
 
     """
 
@@ -103,7 +103,7 @@ class Compiled:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """Call a compiled layer with ``mode`` disabled. The tensors in ``own`` replace the layer's own."""
+        """Call a compiled layer with ``mode`` disabled. The tensors in ``own`` replace tensors of the layer."""
         compiled = self._layers.get(layer)
         if compiled is None:
             compiled = self._layers[layer] = _Layer(layer, self._compiled(layer))

@@ -54,7 +54,7 @@ class LayerRunner:
         device: the device of the stage.
         head: the loss, on the last stage; otherwise None.
         ties: tensors that replace tied weights.
-        norms: collects BatchNorm statistics by micro-batch; None if each micro-batch updates them directly.
+        norms: collects BatchNorm statistics by micro-batch; None if each micro-batch updates the running statistics.
         compiled: calls layers through ``torch.compile``; None to call them eagerly.
         checkpoint_of_call: the option of each (layer, call number) whose activations are recomputed or offloaded.
         written: names of the model's buffers that forwards write to.
@@ -169,7 +169,7 @@ class LayerRunner:
         return value
 
     def _may_split(self) -> bool:
-        """Whether weight gradients can be deferred to W: not if a Parameter is of a subclass, such as a sharded one."""
+        """Whether weight gradients can be deferred to W: every parameter must be a plain nn.Parameter (not sharded)."""
         if self._splits is None:
             parameters = [parameter for module in self.modules.values() for parameter in module.parameters()]
             self._splits = all(type(parameter) is nn.Parameter for parameter in parameters)
@@ -177,7 +177,7 @@ class LayerRunner:
         return self._splits
 
     def run_dropping(self, saved: MicrobatchState, arrived: Payload) -> Any:
-        """Run a checkpointed F: in grad mode, as without checkpointing, but keep only the inputs and the buffers."""
+        """Run a checkpointed F. It runs in grad mode, like any F, but keeps only the inputs and the buffers."""
         snapshot = {name: buffers_of(module) for name, module in self.modules.items()}
         versions = [tensor._version for tensor in arrived.tensors]
         kept = arrived if self._modifies_input is False else arrived.map_tensors(Tensor.clone)
@@ -320,7 +320,7 @@ class LayerRunner:
         if self._step_data.watch is not None:
             self._step_data.watch.output(saved.microbatch, _LOSS, loss)
         if factor == 0:
-            return torch.zeros_like(loss)  # the value, even NaN, must not count; there is no backward
+            return torch.zeros_like(loss)  # the value must not count, even if it is NaN; no backward runs
         return loss if factor is None else loss * factor
 
     def _measure(self, saved: MicrobatchState, output: Any, target: Any) -> None:
@@ -348,12 +348,12 @@ class LayerRunner:
         return value
 
     def _kind(self, arrived: Payload) -> Hashable:
-        """The key under which deferrable weights are stored: the input shapes, and which parameters are trainable."""
+        """The key under which deferrable weights are stored: the input shapes and the set of trainable parameters."""
         shapes = tuple(tensor.shape for tensor in arrived.tensors)
         return shapes, tuple(p.requires_grad for layer in self._body.layers.values() for p in layer.parameters())
 
     def _check_input(self, modified: bool) -> None:
-        """Record at the first forward whether the stage modifies its input in place; if so, R must run on a copy.
+        """Record at the first forward whether the stage modifies its input in place; if it does, R runs on a copy.
 
         Raises ExecutionError if a later forward modifies its input although the first did not.
         """

@@ -41,13 +41,13 @@ class MicrobatchState:
     key: Key
     #: For each value received from a producer stage, the number of gradients to return.
     num_grads: tuple[int, ...]
-    #: Whether the stage takes inputs of the model, in front of the values received from other stages.
+    #: Whether the stage takes inputs of the model, before the values received from other stages.
     takes_inputs: bool
     #: The tensors of the weight version to use; empty to use the Parameters themselves.
     weights: Tensors
     #: The target and the factor of the loss, if this stage computes the loss.
     loss_inputs: tuple[Any, float | None] | None
-    #: Whether I leaves the weight gradients of large products to W.
+    #: Whether I defers the weight gradients of large products to W.
     deferred: bool = field(default=False, init=False)
     #: Addresses of the memory of the batch and of the outputs, which must stay on the device.
     staying: frozenset[int] = field(default=frozenset(), init=False)

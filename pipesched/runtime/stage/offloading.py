@@ -78,7 +78,7 @@ class _Piece:
     __slots__ = ("__weakref__", "device", "host", "ready")
 
     def __init__(self, memory: Tensor) -> None:
-        self.device: Tensor | None = memory  # its bytes
+        self.device: Tensor | None = memory  # the storage as bytes
         self.host: Tensor | None = None
         self.ready: torch.cuda.Event | None = None
 
@@ -147,7 +147,7 @@ class Offloads:
         self._going = False
 
     def clear(self) -> None:
-        """Forget all micro-batches, after waiting for copies that a failed step left running."""
+        """Discard the state of all micro-batches, after waiting for copies that a failed step left running."""
         for pieces in self._pieces.values():
             for piece in _alive(pieces):
                 if piece.ready is not None:

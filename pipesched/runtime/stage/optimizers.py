@@ -2,7 +2,7 @@
 
 Each parameter keeps its optimizer state and the settings of its parameter group, such as the learning rate. A new stage
 keeps the optimizer object of the old stage with the same number, so learning rate schedulers attached to that object
-still work.
+keep working.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -44,7 +44,7 @@ class Inheritance:
         stages: the parameters of each new stage.
 
     Raises:
-        ModelTypeError: if ``make`` does not return an optimizer, or returns one that has other parameters.
+        ModelTypeError: if ``make`` does not return an optimizer, or returns an optimizer of different parameters.
 
     """
 
@@ -70,7 +70,7 @@ class Inheritance:
             states = {p: held[p][0].state for p in parameters if p in held and p in held[p][0].state}
             placed: dict[Tensor, Any] = {p: near(state[p], p, group_of[p]) for p, state in states.items()}
             self._heirs[index] = _Heir(optimizer, _regrouped(optimizer, parameters, group_of), placed)
-        #: Stages with a new optimizer, which no learning rate scheduler changes although a scheduler changes the old
+        #: Stages with a new optimizer that no learning rate scheduler controls, although a scheduler controls the old
         #: optimizers.
         self.undriven = [i for i in self._heirs if i not in before and any("initial_lr" in g for _, g in held.values())]
 
@@ -110,8 +110,8 @@ def _regrouped(
 ) -> list[tuple[_Group, _Group]]:
     """Assign each parameter to a group that has its settings; return (group, entries to change in it) for each group.
 
-    The optimizer's own groups come first, even if they become empty, because a scheduler counts them. Groups with other
-    settings follow. A parameter that was in no group stays in none: the user's function left it out.
+    The optimizer's own groups come first, even if they become empty, because a scheduler counts the groups. Groups with
+    other settings follow. A parameter that was in no group stays in none: the user's function left it out.
     """
     groups = list(optimizer.param_groups)
     taken: list[list[nn.Parameter]] = [[] for _ in groups]
@@ -167,7 +167,7 @@ def optimizers_for(
     before: Mapping[int, Optimizer],
     rules: GradientRules | None = None,
 ) -> Inheritance:
-    """Prepare the optimizers of the new stages. The user's function creates an optimizer, or an old stage's is kept.
+    """Prepare the optimizers of the new stages: keep those of old stages, or create new ones with the user's function.
 
     Args:
         optimizer: the user's function, params -> Optimizer.

@@ -26,7 +26,7 @@ _Call = tuple[str, int]
 
 
 class _Seen(NamedTuple):
-    """A layer's buffers before a call, divided by whether the call changes them."""
+    """A layer's buffers before a call: those that the call changes, and those that it leaves unchanged."""
 
     #: Copies of the buffers that the call changes.
     copies: dict[str, Tensor]
@@ -66,10 +66,10 @@ class RecomputedLayers:
             cheap: whether to keep the results of expensive operators and recompute the rest.
 
         Raises:
-            ExecutionError: if the call modifies its input but did not in its first run.
+            ExecutionError: if the call modifies its input, although its first run did not.
 
         """
-        # A tensor that is passed twice must be a single tensor in the recompute, too.
+        # A tensor that is passed twice must also be a single tensor in the recompute.
         given = Payload.of((args, kwargs), lambda tensor: tensor)
         versions = [tensor._version for tensor in given.tensors]
         kept = given if self._modifies_input.get(which) is False else given.map_tensors(Tensor.clone)
@@ -100,10 +100,10 @@ class RecomputedLayers:
         return _Seen(copies, {name: (buffer, buffer._version) for name, buffer in buffers.items()})
 
     def _after(self, which: _Call, layer: nn.Module, own: Mapping[str, Tensor], seen: _Seen) -> None:
-        """Sort the buffers in ``seen`` by whether the call changes them.
+        """Separate the buffers in ``seen`` that the call changes from those that it leaves unchanged.
 
-        The call's first run with these training modes decides this by comparing values, because some operators change a
-        tensor without incrementing its version counter.
+        The first run of the call with these training modes determines the changed buffers. It compares values, because
+        some operators change a tensor without incrementing its version counter.
         """
         if not seen.still:
             return

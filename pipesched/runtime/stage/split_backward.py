@@ -1,11 +1,11 @@
 """Split backward: F records products with weights, so that the backward can be split into I and W.
 
-I computes input gradients and W weight gradients (Qi et al. 2023, arXiv:2401.10241); no computation runs twice.
-During F, each product with a weight, such as ``linear(x, w)``, is called with ``w`` detached, so autograd propagates to
-``x`` only. I is an ordinary backward over that graph: it also computes cheap weight gradients (norms, biases,
-embeddings) and those that cannot be separated (custom functions, recurrent nets), and a hook stores the gradient ``gy``
-of each product's output. W computes ``gy^T x`` with the operations that autograd itself would have used, so the result
-is bit-identical. W then passes this weight gradient to autograd, which runs all hooks.
+I computes the input gradients, and W the weight gradients (Qi et al. 2023, arXiv:2401.10241). No computation runs
+twice. During F, each product with a weight, such as ``linear(x, w)``, is called with ``w`` detached, so autograd
+propagates to ``x`` only. I is an ordinary backward over that graph: it also computes cheap weight gradients (norms,
+biases, embeddings) and those that cannot be separated (custom functions, recurrent nets), and a hook stores the
+gradient ``gy`` of each product's output. W computes ``gy^T x`` with the operations that autograd itself would have
+used, so the result is bit-identical. W then passes this weight gradient to autograd, which runs all hooks.
 """
 
 from collections import Counter
@@ -43,14 +43,14 @@ class _WeightUses:
         self._nodes: dict[Tensor, list[Node | None]] = {}
 
     def note(self, weights: Iterable[Tensor], flops: int, output: Tensor) -> None:
-        """Record a product with these weights whose gradients autograd computes as usual."""
+        """Record a product with these weights. Autograd computes their gradients as usual."""
         for weight in map(self._live, weights):
             self._uses[weight] += 1
             self._flops[weight] += flops
             self._nodes.setdefault(weight, []).append(output.grad_fn)
 
     def deferrable(self, outputs: Sequence[GradientEdge]) -> frozenset[Tensor]:
-        """The weights that are used only in products that the backward reaches, and whose deferral saves time.
+        """The weights that are used only in products that the backward reaches, and for which deferral saves time.
 
         The gradient of a weight that is also used in other ways is a sum over all uses. W could not reproduce this sum
         bit by bit. A product that the backward does not reach was computed for differentiation within the layer, or
@@ -76,8 +76,8 @@ class Deferral:
 
     The deferrable weights are learned from the first micro-batch of each kind (input shapes, trainable parameters), and
     the backward of that micro-batch is not split. The decision for a step's first micro-batch holds for the whole step.
-    The backwards of earlier micro-batches are not split either, even if these are recomputed after the micro-batch used
-    for learning, so that gradient sums keep their order.
+    The backwards of earlier micro-batches are not split either, even if those micro-batches are recomputed after the
+    micro-batch used for learning, so that gradients are always summed in the same order.
     """
 
     def __init__(self) -> None:
@@ -149,7 +149,11 @@ class Deferral:
 
     @contextmanager
     def unnoted(self) -> Iterator[None]:
-        """A context that detaches weights but records no products, so that a recompute rebuilds the graph of F."""
+        """A context for the backward of I: weights are detached, but no products are recorded.
+
+        Layers that are recomputed in the backward then build the same autograd graph as in F. F has already recorded
+        their products.
+        """
         self._noting = False
         try:
             yield
@@ -215,7 +219,7 @@ class Deferral:
         return torch.is_grad_enabled() and all(self._live(weight) in self._deferrable for weight in weights)
 
     def _learn(self, output: Tensor, x: Tensor, *weights: Tensor, channels: int = -1) -> Tensor:
-        """While learning, record a product that is not deferred. It sums over the dim ``channels`` of x."""
+        """While learning, record a product that is not deferred. The product sums over the dim ``channels`` of x."""
         if self._weight_uses is not None and self._noting:
             self._weight_uses.note(weights, 2 * weights[0].numel() * x.numel() // max(1, x.shape[channels]), output)
         return output
@@ -238,7 +242,7 @@ class Deferral:
 
 
 #: The smallest number of floating-point operations for which a weight gradient is deferred. Deferring a product costs
-#: about 20 us of host time, which is more than a smaller product takes.
+#: about 20 us of host time, which is longer than a smaller product takes.
 PAYS_FLOPS = 2_000_000
 
 _PLAIN = (Tensor, nn.Parameter)
@@ -247,7 +251,7 @@ _CONVOLUTIONS = frozenset({torch.conv1d, torch.conv2d, torch.conv3d})
 
 
 def _is_plain(x: Any, *weights: Any) -> bool:
-    """Whether x and the weights are floating-point, not of a Tensor subclass, and the weights are trainable leaves."""
+    """Whether all tensors are floating-point and of no Tensor subclass, and the weights are trainable leaves."""
     return all(type(tensor) in _PLAIN and tensor.is_floating_point() for tensor in (x, *weights)) and all(
         weight.requires_grad and weight.is_leaf and weight is not x for weight in weights
     )
@@ -256,8 +260,8 @@ def _is_plain(x: Any, *weights: Any) -> bool:
 def _lies_in_rows(x: Tensor) -> bool:
     """Whether torch's own matrix product uses x as a matrix of rows without copying it.
 
-    Otherwise torch copies x if the weight requires a gradient. If the weight does not, torch uses a slower method that
-    rounds differently. A detached weight would select the slower method, so the caller makes the copy.
+    Otherwise torch copies x if the weight requires a gradient. If the weight requires no gradient, torch uses a slower
+    method that rounds differently. A detached weight would select the slower method, so the caller makes the copy.
     """
     return x.dim() <= 2 or x.is_contiguous()
 

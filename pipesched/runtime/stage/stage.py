@@ -41,7 +41,8 @@ class Stage:
         device: the device of the stage's rank.
         head: the loss, on the last stage. Default: none.
         ties: tensors that replace tied weights, by layer call. Default: none.
-        norms: collects BatchNorm statistics of the whole mini-batch. Default: each micro-batch updates them.
+        norms: collects the BatchNorm statistics of each micro-batch. Default: each micro-batch updates the running
+            statistics.
         compiled: calls layers through ``torch.compile``. Default: eager.
         checkpoint_of_call: the checkpoint option of each (layer, call number) whose activations are not kept. Default:
             all are kept.
@@ -208,7 +209,8 @@ class Stage:
     def _loss_inputs(self, microbatch: int) -> tuple[Any, float | None] | None:
         """The target and the factor of the loss; None if no loss is computed.
 
-        F reads and keeps both, because an asynchronous stream may have dropped them from the step data before R runs.
+        F reads the two values and keeps them for R, because an asynchronous stream may have dropped them from the step
+        data before R runs.
         """
         step_data = self._step_data
         if step_data.factors is None:

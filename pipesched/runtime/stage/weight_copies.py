@@ -1,12 +1,13 @@
 """Weight copies: copies of layers for stages that share the weights of an earlier stage.
 
 Of several stages with the same weights, the first runs the user's own layers, called the home. Every other stage runs a
-copy of these layers on its own device with its own Parameters. Copies are set equal to the home before each run, and
-their gradients are added to the home's after the run. Chimera (Li & Hoefler 2021) and DualPipe (DeepSeek-AI 2024) use
-such stages.
+copy of these layers on its own device with its own Parameters. Before each run, the home's tensors are copied to all
+copies; after the run, the copies' gradients are added to the home's. Chimera (Li & Hoefler 2021) and DualPipe
+(DeepSeek-AI 2024) use such stages.
 
-With one process per rank, the home and its copy may be in two processes. Both processes have the user's layers, so
-modes and other settings are read in the copy's process. Only tensors are sent, in one message for each pair of ranks.
+With one process per rank, the home and its copy may be in two processes. Both processes have the user's layers, so the
+copy's process reads modes and other settings from its own layers. Only tensors are sent, in one message for each pair
+of ranks.
 """
 
 import copy
@@ -133,7 +134,7 @@ class WeightCopies:
         return weight_copy
 
     def refresh(self) -> None:
-        """Set all copies equal to the original layers. Collective over processes."""
+        """Copy the tensors and settings of the original layers to all copies. Collective over processes."""
         moves = [(pair.home_rank, pair.rank, partial(_state, pair.home)) for pair in self._all]
         for pair, state in zip(self._all, moved(self._trade, "weights", moves), strict=True):
             if pair.weight_copy is not None:
@@ -141,7 +142,7 @@ class WeightCopies:
 
     @contextmanager
     def delivering(self) -> Iterator[None]:
-        """A context around a run. At its end, the copies' gradients are added to the original layers', in stage order.
+        """A context around a run. At the end, the gradients of the copies are added to the originals', in stage order.
 
         If the run fails, the copies' gradients are dropped. Collective over processes.
         """
@@ -177,7 +178,7 @@ def _deliver(targets: Sequence[Tensor], grads: _Tensors) -> None:
 
 
 def _kept(home: nn.Module) -> dict[int, Any]:
-    """A memo with which deepcopy shares hooks, and objects whose bound methods are hooks, instead of copying them."""
+    """A deepcopy memo that makes a copy share hooks, and objects whose bound methods are hooks, with the original."""
     own = set(home.modules())
     hooks = [hook for module in own for hook in hooks_of(module)]
     owners = [getattr(hook, "__self__", hook) for hook in hooks]

@@ -1,4 +1,4 @@
-"""Weight products: matrix products and convolutions with a weight, whose weight gradients are computed later, in W."""
+"""Weight products: matrix products and convolutions whose weight gradients are deferred to W."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -45,7 +45,7 @@ class Product:
         self.grad = grads[0]
 
     def weight_grad(self, index: int) -> Tensor | None:
-        """Return the gradient of the weight ``weights[index]``; None if no gradient arrived, or at a second call.
+        """Return the gradient of ``weights[index]``; None if no gradient arrived, and on every call after the first.
 
         Raises ExecutionError if the input was modified in place after the product ran.
         """
@@ -73,7 +73,7 @@ def saving_input(x: Tensor, product: Product) -> Tensor:
 
 
 class _SavedInput(torch.autograd.Function):
-    """An autograd node in front of a product. It returns the tensor in ``again``, so autograd sees a new tensor."""
+    """An autograd node in front of a product. Its output is the tensor in ``again``, a detached alias of its input."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, again: tuple[Tensor], product: Product) -> Tensor:

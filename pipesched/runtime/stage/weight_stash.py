@@ -64,7 +64,7 @@ class WeightStash:
         return self._held[self._uses.version(microbatch)]
 
     def during(self, weights: Tensors, act: Callable[[], None]) -> None:
-        """Call ``act``, a backward, with ``weights`` in the modules, because torch.utils.checkpoint may call these."""
+        """Call ``act``, a backward, with ``weights`` in the modules, for recomputes by torch.utils.checkpoint."""
         tensors = {
             f"held.{index}.{key}": tensor
             for index, named in enumerate(weights.values())
@@ -131,7 +131,7 @@ class WeightStash:
     def _drop_unused(self) -> None:
         """Drop the versions that micro-batches no longer need.
 
-        The newest is always kept, because the Parameters themselves hold it.
+        The newest version is always kept, because the Parameters themselves hold it.
         """
         for version in [v for v, waiting in self._waiting.items() if not waiting and v != self._newest]:
             del self._waiting[version]

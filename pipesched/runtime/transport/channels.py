@@ -4,9 +4,9 @@ A value is one message: a header of 64 bytes, then the bytes of all its tensors.
 dtype, the shape and the position of each tensor, and holds the values that are not tensors. Both ends predict the
 layout from the last message with the same key (the two stages, and the dtypes and shapes of the micro-batch), so that a
 receive is posted before its message is sent. If the prediction is wrong, the header announces another layout. This
-layout and the data then follow on a side channel, and later runs predict the new layout. Both ends keep equal tables of
-layouts and compare their predictions before the first message of a run. So a change of shapes costs time, but never
-causes an error.
+layout and the data then follow on a side channel, and later runs predict the new layout. Both ends keep identical
+tables of layouts and compare their predictions before the first message of a run. A change of shapes therefore costs
+time, but never causes an error.
 
 A send does not wait for its receiver, and the caller may change the tensors immediately afterwards. A short message of
 one tensor is written to the connection's buffers directly from the tensor. Any other message is copied into a buffer.
@@ -75,7 +75,7 @@ class Outgoing:
         peer: the receiving rank.
         tag: the channel's tag; the next tag is the tag of its side channel.
         encoding: encodes plain values.
-        counts: the numbers of received messages, shared by all channels with the same rank. Default: new counts.
+        counts: the numbers of received messages, shared by all channels to and from that rank. Default: new counts.
         way: 0 for forward messages, 1 for backward messages.
 
     """
@@ -308,8 +308,8 @@ class Incoming:
 # ---- the channels of one rank --------------------------------------------------------------------------------------
 
 
-#: From (other rank, tag, backward), creates the ends of both channels with that rank: one with the methods of Outgoing,
-#: one with the methods of Incoming.
+#: A function (other rank, tag, backward) -> this rank's ends of both channels with that rank. The first has the methods
+#: of Outgoing, the second those of Incoming.
 Ends = Callable[[int, int, bool], tuple[Any, Any]]
 
 # Tags of channels. The next odd tag is the side channel.
@@ -343,7 +343,7 @@ class _Neighbour:
 
         Args:
             keys: the layout keys of the run's messages, by (outgoing, backward).
-            identity: digests of the run, which must be equal at both ends.
+            identity: digests of the run, which must be identical at both ends.
 
         """
         for backward in (False, True):

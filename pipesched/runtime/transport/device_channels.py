@@ -6,9 +6,9 @@ transfers and never wait for them; streams wait for each other.
 
 A receive is posted only after its header has arrived, although its size is often predicted, because a posted NCCL
 receive cannot be cancelled. If it were posted before its header, the sender would have to send useless bytes whenever a
-layout changes, and the receive would remain on the device after a failed step. Waiting for the
-header costs nothing when the devices are the bottleneck: the hosts are ahead of the devices, so the receive is posted
-before the data is computed, and data is transferred while both devices compute.
+layout changes, and the receive would remain on the device after a failed step. Waiting for the header costs nothing
+when the devices are the bottleneck: the hosts are ahead of the devices, so the receive is posted before the data is
+computed, and data is transferred while both devices compute.
 
 Why it cannot hang. Each channel (the forward or the backward messages from one rank to another) has its own link: a
 communicator of two ranks with its own stream, in which messages wait only for earlier messages. Both ends post in the
@@ -19,7 +19,7 @@ send, and a computation waits for the receives posted before it. A computation n
 its memory: memory is reused only if a query finds the send complete, otherwise new memory is allocated. A receive that
 a computation waits for has been posted, and so has its send. So devices wait only along the edges of the program, which
 have no cycle. The first use of a communicator blocks the hosts until both ranks use it. Therefore, before a program
-first runs, all ranks create its communicators and use each once. They do so in one common order, in which both ranks of
+first runs, all ranks create its communicators and use each of them once, all in the same order, in which both ranks of
 the next communicator can always proceed.
 
 Memory. A message is copied into a buffer of the channel on the compute stream, so that the layers may change their
@@ -47,12 +47,12 @@ from pipesched.runtime.transport.ports import ShortPort, lost
 
 __all__ = ["Channel", "Link", "Links", "ends_over", "links_for"]
 
-_LENGTH = Struct("<q")  # a header: the bytes of the layout that follows; 0 if the layout is the predicted one
+_LENGTH = Struct("<q")  # a header: the size in bytes of the layout that follows; 0 if the prediction is right
 _AS_FORESEEN = _LENGTH.pack(0)
 _MOST_LINKS = 32  # per rank; torch has this many streams of one priority, and two links on one stream could deadlock
 _TORCH_WATCHES_S = 600  # torch's default: torch ends a process whose device waits this long
 _WATCHED = 5  # NCCL's timeout in units of the ranks' timeout: posted transfers may wait for earlier steps
-_PATIENCE_S = 5  # for the other ranks to drain their links
+_PATIENCE_S = 5  # time for the other ranks to drain their links
 
 
 class Channel(NamedTuple):
@@ -149,7 +149,7 @@ class NcclLink:
 
 
 class Nccl:
-    """Creates NCCL links for one device. ``timeout_s`` is how long ranks wait for each other."""
+    """Creates NCCL links for one device. ``timeout_s`` is how long ranks wait for each other, in seconds."""
 
     def __init__(self, device: torch.device, timeout_s: float) -> None:
         self.device = device
@@ -220,7 +220,7 @@ class Links:
         return self._links[channel]
 
     def drain(self) -> None:
-        """Wait until this rank's device has done all posted transfers."""
+        """Wait until this rank's device has completed all posted transfers."""
         for link in self._links.values():
             link.drain()
 
@@ -238,7 +238,7 @@ class Links:
 
     def abort(self) -> None:
         """Abort all links immediately, and the device work that waits for them."""
-        for link in list(self._links.values()):  # another thread may add one
+        for link in list(self._links.values()):  # another thread may add a link
             with suppress(RuntimeError):
                 link.abort()
 
@@ -371,7 +371,7 @@ class DeviceIncoming:
 def ends_over(links: Links, port: ShortPort, rank: int, encoding: Encoding) -> Ends:
     """Return a function that creates the ends of both channels between ``rank`` and another rank.
 
-    Its arguments are the other rank, the tag of the headers, and whether the channels are backward.
+    The arguments of that function are the other rank, the tag of the headers, and whether the channels are backward.
     """
 
     def ends(peer: int, tag: int, backward: bool) -> tuple[DeviceOutgoing, DeviceIncoming]:

@@ -2,8 +2,8 @@
 
 Supported are None, numbers, text, bytes, tuples, lists, dicts, sets, slices, ranges, numpy arrays of numbers, and
 torch's dtypes, devices and shapes. Enums and pytree nodes are written with the names of their types. The reader looks
-each name up among the types that were registered with it or occurred in its own capture of the model. It never imports
-a module.
+up each name among the types that were registered with it or that occurred in its own capture of the model. The reader
+never imports a module.
 """
 
 from collections import OrderedDict, defaultdict, deque, namedtuple
@@ -21,10 +21,10 @@ from pipesched.tensors.payload import Opened, pytree
 
 __all__ = ["Encoding", "UnsentTypeError"]
 
-_HEAD = Struct("<cQ")  # a tag, and the number of bytes or values that follow
+_HEAD = Struct("<cQ")  # a tag, and the number of bytes or parts that follow
 _FLOAT = Struct("<d")
 _COMPLEX = Struct("<dd")
-_MOST_REMEMBERED = 4096  # cached encodings of immutable values
+_MOST_REMEMBERED = 4096  # the maximum number of cached encodings of immutable values
 _NUMBERS_OF_NUMPY = "biufc"
 
 _NAMED = (torch.dtype, torch.layout, torch.memory_format)

@@ -15,7 +15,7 @@ from pipesched.tensors.payload import pytree
 
 __all__ = ["Courier"]
 
-_PATIENCE_S = 2  # for values in transit when the courier ends
+_PATIENCE_S = 2  # time to send values that are in transit when the courier ends
 
 
 class _Parcel(NamedTuple):
@@ -28,7 +28,7 @@ class _Parcel(NamedTuple):
 
 
 class Courier:
-    """Sends values of a CUDA device from a thread, which waits for the device in place of the rank's thread.
+    """Sends values of a CUDA device from a separate thread, so that the rank's thread does not wait for the device.
 
     Values are sent in the order of the calls of ``give``. For a CPU there is no thread: ``give`` sends the value
     itself. The thread ends when the courier is dropped, or when ``end`` is called.
@@ -83,7 +83,7 @@ def _carry(parcels: "SimpleQueue[_Parcel | threading.Event | None]") -> None:
         if isinstance(parcel, threading.Event):
             parcel.set()
             continue
-        with suppress(ExecutionError, RuntimeError):  # a lost connection or device; the rank's thread fails, too
+        with suppress(ExecutionError, RuntimeError):  # a lost connection or device; the rank's thread also fails
             parcel.ready.synchronize()
             parcel.send(parcel.value)
         del parcel

@@ -1,4 +1,4 @@
-"""Layout book: predicts the layout of each message of a channel. Both ends keep equal books."""
+"""Layout book: predicts the layout of each message of a channel. Both ends keep identical books."""
 
 from collections import deque
 from collections.abc import Hashable, Sequence
@@ -9,8 +9,8 @@ from pipesched.simulation.memory import AHEAD
 
 __all__ = ["DIGEST_BYTES", "LayoutBook", "digest"]
 
-_SETTLED = 2 * AHEAD  # messages; receives are posted less than this many messages ahead of the last received message
-_REMEMBERED = 4096  # layouts in the book of one channel
+_SETTLED = 2 * AHEAD  # messages; receives are posted fewer than this many messages ahead of the last received message
+_REMEMBERED = 4096  # the maximum number of layouts in the book of one channel
 DIGEST_BYTES = 16
 
 

@@ -20,7 +20,7 @@ from pipesched.tensors.payload import Payload
 __all__ = ["MessageLayout", "Packed", "describe"]
 
 _ALIGNMENT = 64  # bytes, as in torch's allocator; with another alignment, kernels may add numbers in another order
-_STORAGE_ALIGNMENT = 16  # bytes of the largest element
+_STORAGE_ALIGNMENT = 16  # bytes; the size of the largest element
 _LONG = 1 << 14  # bytes; a shorter tensor is copied in less time than in_place() takes
 _GRADIENTS = "gradients"
 _SINGLE = "single"
@@ -63,7 +63,7 @@ class _Restored(NamedTuple):
 
 
 def describe(value: Any, encoding: Encoding) -> tuple[Description, tuple[Any, ...]]:
-    """Returns the description of a value, and the value's leaves.
+    """Return the description of a value, and the value's leaves.
 
     Raises ExecutionError for tensors that are not plain and strided, and for values of types that cannot be sent.
     """
@@ -351,7 +351,7 @@ def _laid_out(description: Description) -> tuple[list[_Piece], list[_Restored | 
 
 
 def _own_piece(leaf: int, dtype: torch.dtype, shape: _Sizes, stride: _Sizes, offset: int) -> tuple[_Piece, bool]:
-    """Returns the piece of a tensor that shares no memory, and whether the received tensor has gaps (``gapped``)."""
+    """Return the piece of a tensor that shares no memory, and whether the received tensor has gaps (``gapped``)."""
     if 0 in shape:
         return _Piece(offset, 0, leaf, dtype, shape, stride), False
     # An expanded dim is sent once.

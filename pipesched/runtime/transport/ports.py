@@ -65,7 +65,7 @@ class Ports(NamedTuple):
             raise lost(to, error) from None
 
     def receive(self, tensor: Tensor, from_: int, tag: int) -> None:
-        """Wait for a tensor of bytes from a rank, and fill ``tensor``, which must have the same size, with these bytes.
+        """Wait for bytes from a rank, and write them to ``tensor``, which must have the same size.
 
         Raises ConnectionLostError.
         """

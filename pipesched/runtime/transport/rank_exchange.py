@@ -35,7 +35,7 @@ class Exchange:
     device: torch.device
 
     def all_values(self, value: Any) -> list[Any]:
-        """All-gather: returns every rank's value in rank order, with the other ranks' tensors on this rank's device."""
+        """All-gather: return every rank's value in rank order, with the other ranks' tensors on this rank's device."""
         others = range(1, self.num_ranks)
         if self.rank:
             self.wire.tell(0, COLLECT, Payload.of(value))

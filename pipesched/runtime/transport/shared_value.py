@@ -13,7 +13,7 @@ class Shared:
     def __init__(self, take: Callable[[], Any]) -> None:
         self._take: Callable[[], Any] | None = take
         self._value: Any = None
-        self._lock = threading.Lock()  # one thread may read it while another runs the next step
+        self._lock = threading.Lock()  # one thread may read the value while another runs the next step
 
     @property
     def arrived(self) -> bool:

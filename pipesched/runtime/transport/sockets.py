@@ -1,15 +1,15 @@
 """Sockets: send short messages between processes, over one connection for each sender, receiver and tag.
 
-gloo passes every message to threads of its own, at both ends. On few cores such a thread spins on a lock whose holder
-waits for a core (0.3 ms of processor time a message, measured with two ranks on two cores). Here the rank's own thread
-writes and reads, with half of gloo's latency and a tenth of its processor time. Long messages go through gloo, which
-transfers them while the rank computes.
+gloo passes every message to its own threads, at both ends. On few cores, such a thread spins on a lock whose holder
+waits for a core (0.3 ms of processor time per message, measured with two ranks on two cores). Here the rank's own
+thread writes and reads, with half of gloo's latency and a tenth of its processor time. Long messages go through gloo,
+which transfers them while the rank computes.
 
 Bytes that do not fit into the connection's buffers are copied and written by a thread, so a send never blocks.
 
 Ranks on one machine use Unix sockets, which take half the time of the local network. The code in the path of a message
-is kept short: code that has not run for some ms has left the processor's caches and takes 30 times as long as in a
-loop.
+is kept short: code that has not run for some milliseconds has left the processor's caches and takes 30 times as long as
+in a loop.
 
 A connection is accepted after a greeting, which proves that the sender has read the receiver's secret from the store.
 The receiver reads the greetings of all new connections as their bytes arrive, so no connection makes it wait. New
@@ -40,11 +40,11 @@ __all__ = ["SocketPort", "own_host"]
 
 _GREETING = Struct("<qq16s")  # the sender's rank, the tag, a proof that it has read the receiver's secret
 _BACKLOG = 1024
-_MOST_GREETING = 64  # connections without a complete greeting; the oldest is closed if there are more
-_TRY_S = 0.25  # to connect, before a thread takes over; only a rank flooded with connections takes longer
+_MOST_GREETING = 64  # limit on connections without a complete greeting; beyond the limit, the oldest is closed
+_TRY_S = 0.25  # time to connect before a thread takes over; only a rank flooded with connections needs longer
 _GLANCE_S = 0.1  # wait for greetings before checking whether another thread has accepted the awaited connection
 _CREDENTIALS = Struct("@iII")  # struct ucred: process, user, group
-_PATIENCE_S = 5  # for the other end to receive pending bytes when a connection is closed
+_PATIENCE_S = 5  # time for the other end to receive pending bytes when a connection is closed
 _ROOM = 4 << 20  # bytes in the send buffer of a Unix socket; holds several short messages
 _TIME = Struct("@ll")  # struct timeval: seconds, microseconds
 _IFREQ = Struct("@16s4x4s16x")  # struct ifreq: an interface's name and IPv4 address
@@ -55,8 +55,9 @@ _SIOCGIFADDR = 0x8915
 def own_host(store: Any) -> str:
     """The address at which other machines reach this machine.
 
-    If GLOO_SOCKET_IFNAME names an interface, its address is used, as by gloo, so that all messages use one network.
-    Otherwise the address of the route to the store's host is used, or the loopback address if the store has no host.
+    If GLOO_SOCKET_IFNAME names an interface, that interface's address is used, as in gloo, so that all messages use one
+    network. Otherwise the address of the route to the store's host is used, or the loopback address if the store has no
+    host.
     """
     if named := _address_of(os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]):
         return named
@@ -108,7 +109,7 @@ class _Sender:
         self._writer: threading.Thread | None = None
 
     def send(self, parts: Sequence[Any], nbytes: int) -> _Pending | None:
-        """Send buffers as ``SocketPort.sender`` describes.
+        """Send buffers, as described in ``SocketPort.sender``.
 
         Bytes that a dead receiver never reads are lost without an error, because a rank must fail only if it waits for
         a dead rank.
@@ -140,7 +141,7 @@ class _Sender:
         return pending
 
     def _write(self) -> None:
-        """The main loop of the writer thread: write queued messages until an empty one.
+        """The main loop of the writer thread: write queued messages until an empty message.
 
         Ends immediately if no connection can be made.
         """
@@ -192,7 +193,7 @@ class _Reader:
         self._connection: socket.socket | None = None
 
     def read(self, into: memoryview) -> None:
-        """Fill a buffer as ``SocketPort.reader`` describes."""
+        """Fill a buffer, as described in ``SocketPort.reader``."""
         if self._connection is None:
             self._connection = self._accept()
         _read(self._connection, into)
@@ -263,7 +264,7 @@ class SocketPort:
         return connection
 
     def _accept(self, from_: int, tag: int) -> socket.socket:
-        """Wait for a rank's connection with this tag; other connections that arrive meanwhile are accepted, too."""
+        """Wait for a rank's connection with this tag; other connections that arrive meanwhile are also accepted."""
         end_s = time.monotonic() + self._timeout_s
         while (from_, tag) not in self._accepted:
             left_s = end_s - time.monotonic()
@@ -282,7 +283,7 @@ class SocketPort:
         """Accept the next connection on a listener, and read the available bytes of all incomplete greetings."""
         try:
             connection, _ = listener.accept()
-        except (BlockingIOError, ConnectionAbortedError):  # another thread has accepted it, or it was closed
+        except (BlockingIOError, ConnectionAbortedError):  # accepted by another thread, or closed
             return
         except OSError as error:
             if error.errno not in (errno.EMFILE, errno.ENFILE) or not self._greeting:
@@ -316,7 +317,7 @@ class SocketPort:
             return
         rank, tag, _ = _GREETING.unpack(said) if more else (0, 0, b"")
         known = secrets.compare_digest(said, _greeting(connection, rank, tag, self._word))
-        if known and (rank, tag) not in self._accepted:  # otherwise it replays an overheard greeting
+        if known and (rank, tag) not in self._accepted:  # otherwise the connection replays an overheard greeting
             self._selector.unregister(connection)
             del self._greeting[connection]
             connection.setblocking(True)
@@ -334,7 +335,7 @@ class SocketPort:
     def hang_up(self) -> None:
         """End every wait of this rank, and the waits of ranks connected to it."""
         self._hung_up.set()
-        for sender in list(self._senders.values()):  # another thread may add one
+        for sender in list(self._senders.values()):  # another thread may add a sender
             sender.hang_up()
         for end in [*self._listeners, *list(self._greeting), *list(self._accepted.values())]:
             with suppress(OSError):
