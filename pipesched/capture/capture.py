@@ -32,7 +32,8 @@ class Call:
     index: int
     #: The layer's name; empty for a function.
     layer: str
-    #: The number of earlier calls of this layer. For a function: of earlier function calls with parameters or buffers.
+    #: The number of earlier calls of this layer. For a function: the number of earlier functions that use tensors of
+    #: the model.
     number: int
     function: str
     #: The values among the call's arguments.
@@ -51,7 +52,7 @@ class Call:
     random: bool = False
     #: Whether this is a call of a function that runs without gradients, possibly inside an autograd.Function.
     sealed: bool = False
-    #: The first call of a range that ends with this call and must stay in one stage.
+    #: The index of the first call of a range that ends with this call and must stay in one stage.
     joined: int | None = None
     outward: bool = False  # the call changes memory that existed before the forward, such as an input
     #: The names in ``uses`` that are not the layer's own parameters and buffers.
@@ -61,7 +62,7 @@ class Call:
 
     @property
     def place(self) -> Place:
-        """The key of a call that uses parameters, equal in training and in evaluation mode."""
+        """A key of a call that uses parameters; the same in training and in evaluation mode."""
         return self.layer, self.number
 
     def __str__(self) -> str:
@@ -69,7 +70,7 @@ class Call:
 
 
 class FunctionCall(NamedTuple):
-    """A call of a function between layers. ``values`` has the Values of tensor arguments (None if not recorded)."""
+    """A call of a function between layers. ``values`` holds the Values of tensor arguments (None if not recorded)."""
 
     function: Callable[..., Any]
     arguments: tuple[tuple[Any, ...], dict[str, Any]]
@@ -133,7 +134,7 @@ class Capture:
         return frozenset(free)
 
     def trained(self, parameters: Set[str]) -> set[Value]:
-        """Return the values that depend on these parameters, and need gradients if the parameters are trained."""
+        """Return the values that depend on these parameters and need gradients if the parameters are trained."""
         values: set[Value] = set()
         for call in self.calls:
             if not call.reads and not (values.isdisjoint(call.takes) and parameters.isdisjoint(call.uses)):

@@ -36,11 +36,11 @@ class CapturedModel:
 
     Args:
         model: the user's module.
-        sample: (args, kwargs) of its forward. A single row is repeated, so that the sample has two.
+        sample: the arguments (args, kwargs) of a forward. A sample of a single row is extended to two identical rows.
         whole_layers: names of modules that are kept whole. Default: none.
 
     ``layers`` maps names to the layers at which a stage may begin, in call order. The second call of a layer has an
-    entry named ``name#2``. ``written`` has the names of weights and buffers that forwards write to.
+    entry named ``name#2``. ``written`` holds the names of weights and buffers that forwards write to.
 
     """
 
@@ -58,7 +58,7 @@ class CapturedModel:
                 raise
             self.modules, own = opened(model, look, whole_layers)
         self.captures = {model.training: own}
-        self.missing: Exception | None = None  # the error of a model that does not run in the other mode
+        self.missing: Exception | None = None  # the error that the model raises in the other mode, if any
         try:
             other = self._recorded(not model.training, self.modules)
         except Exception as error:  # for example a detector that takes targets only in training
@@ -114,7 +114,7 @@ class CapturedModel:
             )
 
     def uses(self, cut: StageLayers, ranks: Sequence[int]) -> list[Use]:
-        """Return the calls that use parameters, each with its rank. ``ranks`` has the rank of each stage."""
+        """Return the calls that use parameters, each with its rank. ``ranks`` holds the rank of each stage."""
         parameters = {name for name, _ in self.model.named_parameters()}
         rank_of = {
             index: rank
@@ -246,7 +246,7 @@ def _unit(call: Call) -> str:
 
 
 def _two_rows(sample: tuple[tuple[Any, ...], dict[str, Any]]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """If a sample has a single row, repeat this row, because code may treat a single row differently."""
+    """If a sample has a single row, duplicate it, because code may treat a single row differently."""
     tensors = [tensor for tensor in tensors_in(sample) if tensor.dim()]
     if not tensors or any(len(tensor) != 1 for tensor in tensors):
         return sample

@@ -1,8 +1,8 @@
 """Loss reduction: finds whether a loss is a mean or a sum, and each micro-batch's weight in the loss of the batch.
 
-The options of losses of ``torch.nn`` and ``torch.nn.functional`` contain this information. Most means are over
+For losses of ``torch.nn`` and ``torch.nn.functional``, both are read from the options of the loss. Most means are over
 elements, so a micro-batch is weighted by its number of rows. Cross entropy and ``nll_loss`` divide by the number of
-targets that are not ignored, each weighted by its class.
+targets that are not ignored, or by the sum of their class weights.
 """
 
 import inspect
@@ -38,8 +38,8 @@ def resolve_loss(
     """Find the weight of each micro-batch's loss, and whether the batch's loss is the mean or the sum of these losses.
 
     Args:
-        model: the user's module. With loss_fn=None its labels are counted if it averages its own loss over them.
-        sample: (args, kwargs) of its forward.
+        model: the user's module. If loss_fn is None and the model averages its own loss over labels, they are counted.
+        sample: the arguments (args, kwargs) of a forward.
         loss_fn: the user's loss, or None.
         loss_weight: the user's function for the weight, or None to read it from the loss.
         loss_reduction: "mean", "sum", or None to read it from the loss.
@@ -47,7 +47,7 @@ def resolve_loss(
         agreed: runs a function on one rank and returns the result on all ranks. Default: every rank runs it.
 
     Returns:
-        The function for the weight (None: the number of rows), and the reduction.
+        The function that computes the weight (None for the number of rows), and the reduction.
 
     Raises:
         InputError: the loss is not reduced, or contradicts the options.
@@ -124,7 +124,7 @@ def _name(loss_fn: Any) -> str:
 
 
 def _counts(option: _Option) -> bool:
-    """Return whether a mean loss may divide by a number that is not proportional to its number of rows."""
+    """Return whether a mean loss may divide by a number that is not proportional to the number of rows."""
     weights = (option(name, None) for name in ("weight", "pos_weight"))
     return option("ignore_index", _ABSENT) is not _ABSENT or any(weight is not None for weight in weights)
 

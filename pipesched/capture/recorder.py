@@ -64,9 +64,9 @@ class _Recorder(TorchFunctionMode):
         self._hidden_from: int | None = None
         self._attributes = {name: dict(layer.__dict__) for name, layer in layers.items()}
         self._first_use: dict[str, int] = {}  # the first call that uses a parameter or buffer
-        self._elsewhere: set[int] = set()  # memory not made by a call of this forward
+        self._elsewhere: set[int] = set()  # addresses of memory that no call of this forward allocated
         self._regions: dict[FrameType, tuple[Call, Call]] = {}  # code with a single backward -> its first and last call
-        self._readers: dict[str, int] = {}  # container that reads contents -> call index
+        self._readers: dict[str, int] = {}  # container whose code reads tensor values -> index of the next call
         self._arguments: set[int] | None = None  # ids of the running layer's arguments
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Capture:
@@ -160,7 +160,7 @@ class _Recorder(TorchFunctionMode):
         return result
 
     def _differentiate(self, func: Any) -> None:
-        """Keep a container whole if its code differentiates, because a stage can only differentiate its own calls."""
+        """Keep a container whole if its code differentiates, because a stage can differentiate only its own calls."""
         container = self._shells.running()
         if not container:
             layers = list(dict.fromkeys(call.layer for call in self._capture.calls if call.layer))
@@ -192,7 +192,7 @@ class _Recorder(TorchFunctionMode):
         if any(True for _ in tensors_in(result)):
             self._reached.update(self._names[key] for key in taken.keys() & self._names.keys())
         for tensor in tensors_in(result):
-            if id(tensor) not in taken:  # a returned argument was made elsewhere
+            if id(tensor) not in taken:  # a tensor in ``taken`` was only passed through
                 self._within[id(tensor)] = weakref.ref(tensor), len(self._capture.calls)
         return result
 

@@ -136,7 +136,7 @@ def wrapped_bodies(
     holds: Callable[[int], bool],
     tied: Collection[nn.Parameter],
 ) -> list[Body]:
-    """Return the bodies of a program's stages. In this process they call the modules that ``wrap`` returns.
+    """Return the bodies of a program's stages. Stages of this process call the modules that ``wrap`` returns.
 
     Args:
         wrap: the user's function, or None to leave the bodies unchanged.
@@ -145,7 +145,7 @@ def wrapped_bodies(
         bodies: the body of each stage.
         program: the program to run.
         devices: the device of each stage.
-        holds: whether a rank is in this process.
+        holds: a function that returns whether a rank is in this process.
         tied: parameters that several layer calls share.
 
     Raises:

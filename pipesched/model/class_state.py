@@ -115,8 +115,8 @@ def changed_classes(
     Args:
         model: the user's module.
         before: the class state before the forward that has just run.
-        sample: (args, kwargs) of the forward.
-        forward: runs another forward.
+        sample: the arguments (args, kwargs) of the forward.
+        forward: the function that runs another forward.
 
     Returns:
         The attributes set by the first forward with their values, and the attributes that each forward changes.
@@ -143,7 +143,7 @@ def _other(tensor: Tensor) -> Tensor:
 def check_class_state(
     model: nn.Module, changed: Iterable[ClassAttribute], layers: Mapping[str, nn.Module], calls: Collection[str]
 ) -> None:
-    """Raise GraphError if forwards change an attribute of a class whose modules are in more than one layer.
+    """Raise GraphError if forwards change class attributes that several layers, or several calls of a layer, share.
 
     Args:
         model: the user's module.

@@ -84,7 +84,7 @@ def _is_plain(module: Any) -> bool:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Return whether a module is compiled, by its ``compile()`` or by ``torch.compile``."""
+    """Return whether a module is compiled, with its ``compile()`` method or with ``torch.compile``."""
     return getattr(module, "_compiled_call_impl", None) is not None or hasattr(module, "_orig_mod")
 
 

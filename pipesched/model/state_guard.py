@@ -109,7 +109,7 @@ def attributes_kept(modules: Iterable[nn.Module]) -> Iterator[None]:
     """Restore the attributes of modules and the contents of these attributes after the ``with`` block.
 
     Attributes of modules and classes are then the same objects as before. Lists, dicts and sets have the same items,
-    objects such as configurations the same attributes, and random generators the same state.
+    objects such as configurations have the same attributes, and random generators have the same state.
     """
     with _attributes_kept(_held_by(modules)):
         yield
@@ -220,7 +220,7 @@ def _written(operator: Any) -> tuple[tuple[int, str], ...]:
 
 @contextmanager
 def _bits_kept(tensors: Iterable[Tensor], copied: Iterable[Tensor] = ()) -> Iterator[list[Tensor]]:
-    """Restore the bits of tensors after the ``with`` block. Yields a list, which then holds the written tensors.
+    """Restore the bits of tensors after the ``with`` block. Yields a list that is filled with the written tensors.
 
     Tensors in ``copied`` are copied beforehand, so writes by any thread are undone. Other tensors are copied just
     before an operation of this thread writes to them.
@@ -235,7 +235,7 @@ def _bits_kept(tensors: Iterable[Tensor], copied: Iterable[Tensor] = ()) -> Iter
         for tensor, data in own:
             replaced = tensor.data_ptr() != data.data_ptr() or tensor.shape != data.shape
             if replaced:
-                tensor.data = data  # the code replaced its memory
+                tensor.data = data  # the code has replaced the tensor's memory
             known = before.get(id(tensor), watch.taken.get(id(tensor)))
             differs = known is not None and not same_bits(data, known)
             if known is not None and differs:
@@ -291,8 +291,8 @@ def _modes_kept(held: Iterable[Any]) -> Iterator[None]:
 def untouched(model: nn.Module, mode: bool) -> Iterator[list[Tensor]]:
     """Set the model's mode for code in this thread, then restore attributes, modes, weights, buffers and random state.
 
-    Yields a list, which at the end holds the weights and buffers that were written to or replaced. Buffers are copied
-    beforehand, weights only when they are written to.
+    Yields a list that, after the block, holds the weights and buffers that were written to or replaced. Buffers are
+    copied beforehand, weights only when they are written to.
     """
     held = _held_by([model])
     tensors = [one for one in held if isinstance(one, Tensor)]
@@ -323,7 +323,7 @@ def names_of(model: nn.Module, tensors: Iterable[Tensor]) -> list[str]:
 
 @contextmanager
 def set_aside(*roots: Any) -> Iterator[None]:
-    """Suspend gradients and hooks during a measurement in any threads, then restore the state reachable from ``roots``.
+    """Suspend gradients and hooks in all threads for a measurement, then restore the state reachable from ``roots``.
 
     The enclosed code must not write to weights, so layers are measured on copies of their weights. Gradients and hooks
     of all weights are suspended, because a layer may reach any weight of its model through an argument or a reference.

@@ -42,7 +42,7 @@ __all__ = ["Assembly", "AssemblySpec", "StageCut"]
 
 @dataclass(frozen=True, kw_only=True)
 class AssemblySpec:
-    """A model and the user's options for its stages. They stay the same when the plan changes."""
+    """A model and the user's options for its stages, which stay the same when the plan changes."""
 
     model: nn.Module
     loss_fn: Callable[[Any, Any], Any] | None
@@ -70,7 +70,7 @@ class Assembly:
 
     Args:
         spec: the model and the user's options for its stages.
-        host: runs the ranks.
+        host: the host of the ranks.
         programs: the programs that the stages will run.
         stage_cut: the layers of each stage.
         optimizers: the optimizers of the previous assembly, by stage. Default: none.
@@ -111,7 +111,7 @@ class Assembly:
         }
         #: The stages' memory needs; None until they are measured.
         self.sizes: Sequence[StageSizes] | None = None
-        #: The layers of each stage that holds its own weights, as a Body, which runs them.
+        #: One Body for each stage that holds its own weights. A Body runs the layers of a stage.
         self.bodies = self._bodies()
         self.owners = self._owners(self.bodies)
         self._check_reached()
@@ -119,7 +119,7 @@ class Assembly:
         self.stages = self._stages()
         #: The holders of weight copies. A step refreshes the copies before it starts.
         self.copies = [holder for holder in (self.ties, self._weight_copies) if holder]
-        #: A context around a run that computes gradients; adds the gradients of copies to the parameters. Collective.
+        #: The context manager for runs that compute gradients; adds the gradients of copies to parameters. Collective.
         self.delivering = self._delivering if self.copies else nullcontext
         #: The modules that the model holds.
         self.members = Members(spec.model, spec.layered.layers)

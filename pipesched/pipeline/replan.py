@@ -46,7 +46,7 @@ _COPIED = 1 << 22  # bytes of the copy that measures the speed between devices
 
 
 class _Place(NamedTuple):
-    """The device of a parameter or buffer, and its bytes together with those of its gradient and optimizer state."""
+    """The device of a parameter or buffer, and the total bytes of the tensor, its gradient and its optimizer state."""
 
     device: torch.device
     nbytes: int
@@ -56,10 +56,10 @@ class Replanner:
     """Finds and applies other plans for a pipeline in one process.
 
     Args:
-        running: the running plan, which is replaced.
+        running: the running plan; the Replanner replaces its contents.
         book: the known costs of layers and devices.
         history: the last steps.
-        roots: the model and the loss module, by the prefix of their names.
+        roots: the model and the loss module, by the prefix of their parameters' names.
         spec: the model and the user's options for its stages.
         asked: the boundaries that the user fixed.
         limits: the bytes that each rank may hold; None without a limit.
@@ -101,7 +101,7 @@ class Replanner:
         return self._move(programs, self._book.cut_stages(self._host(), pins, programs, plan))
 
     def improve(self, steps_left: int | None, *, measure: bool) -> Replanned:
-        """Switch to a better cut if the measured times of the last steps show one that is worth the move.
+        """Switch to a better cut if the measured times of the last steps imply one that is worth the move.
 
         Args:
             steps_left: the steps still to run; None if that is not known.
@@ -110,7 +110,7 @@ class Replanner:
         """
         running = self._running
         steps = self._history.steps()
-        steps = steps[1:] if len(steps) > _FEWEST else steps  # the first step of a plan warms up
+        steps = steps[1:] if len(steps) > _FEWEST else steps  # the first step of a plan includes warm-up
         if len(steps) < _FEWEST:
             why = (
                 f"the search for a better plan requires {_FEWEST} measured steps of the current plan; {len(steps)} are "
@@ -194,7 +194,7 @@ class Replanner:
         Args:
             programs: the programs that run the stages.
             cut: the layers of each stage.
-            update_s: the seconds of an update for each byte of weights.
+            update_s: the time of an update, in seconds per byte of weights.
             limits: the bytes that each rank may hold. Default: no limit.
 
         """
@@ -292,14 +292,14 @@ class Replanner:
 
 
 def _ranks(program: Program, cut: StageLayers) -> dict[str, int]:
-    """Return the rank of each layer; for a bidirectional schedule its rank in the first direction."""
+    """Return the rank of each layer; for a bidirectional schedule, the rank that holds the layer's first copy."""
     return {name: program.placement[stage] for stage, names in enumerate(cut) for name in names}
 
 
 def _copy_s(size: int, source: torch.device, target: torch.device) -> float:
     """Return the seconds that a copy between two devices takes, estimated from a measured copy of fixed size."""
     block = torch.empty(_COPIED, dtype=torch.uint8, device=source)
-    for _ in range(2):  # the first warms up
+    for _ in range(2):  # the first copy is warm-up
         begin = time.perf_counter()
         block.to(target, copy=True)[-1].item()  # item() waits for the copy
         seconds = time.perf_counter() - begin

@@ -35,7 +35,7 @@ class RunningPlan:
     host: RankHost
     assembly: Assembly
     splitter: Splitter
-    stream: Stream | None = None  #: the steps under way of an asynchronous schedule
+    stream: Stream | None = None  #: the steps of an asynchronous schedule that are under way
     step: int = 0  #: the number of steps begun
     runs: deque[Timeline] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))  #: the timelines of the last steps
 
@@ -111,13 +111,13 @@ class RunningPlan:
         )
 
     def _memory_of(self, stage: int) -> Any:
-        """Return a key that is equal for stages that can share memory: those on one device of one process."""
+        """Return a key for the memory of a stage. Stages on one device of one process have the same key."""
         rank = self.program.placement[stage]
         return self.host.devices[rank] if isinstance(self.host, ThreadRanks) else rank
 
     @property
     def unused_devices(self) -> list[str]:
-        """One line of text with the devices that the plan leaves unused; empty if it uses all devices."""
+        """A list with one line of text that names the unused devices; empty if the plan uses all devices."""
         devices = self.host.all_devices
         used = len(self.host.devices)
         if used == len(devices):

@@ -44,13 +44,13 @@ def check_form(
 ) -> None:
     """Raise ArgumentError if a model failed on a batch that is structured differently from the sample.
 
-    Called only after the model has failed, because a model may accept arguments of several forms.
+    Called only after the model has failed, because some models accept arguments of several forms.
 
     Args:
         form: the form of the sample; None in a process that passes no batch.
         method: the method of the pipeline that was called.
-        args: its positional arguments.
-        kwargs: its keyword arguments.
+        args: the positional arguments of that call.
+        kwargs: the keyword arguments of that call.
         error: the error that the call raised.
 
     """

@@ -31,9 +31,10 @@ class StepFigures:
     step_s: float  #: the measured makespan, in seconds
     bubble_ratio: float
     busy: tuple[float, ...]  #: the fraction of the makespan in which each rank computes
-    loss: float | None = None  #: None if unknown; the same holds for the fields below
-    predicted_s: float | None = None  #: the predicted makespan, in seconds
-    whole_s: float | None = None  #: seconds from one step to the next, including all other code of the training loop
+    loss: float | None = None  #: None if unknown
+    predicted_s: float | None = None  #: the predicted makespan, in seconds; None if unknown
+    #: Seconds from one step to the next, including all other code of the training loop; None if unknown.
+    whole_s: float | None = None
 
     @property
     def scalars(self) -> dict[str, float]:
@@ -70,13 +71,13 @@ class StepLog:
 
     Args:
         pipe: the pipeline to log.
-        writer: a torch.utils.tensorboard.SummaryWriter, or an object with its ``add_scalar``. Default: None (no
-            scalars).
+        writer: a torch.utils.tensorboard.SummaryWriter, or any object with the same ``add_scalar`` method. Default:
+            None (no scalars).
         every: the number of steps from one logged step to the next. Default: 1 (log every step).
-        show: a function that receives each line; None for no lines. Default: print.
+        show: a function that is called with each line; None prints nothing. Default: print.
 
     Raises:
-        InputError: an argument is of the wrong kind.
+        InputError: an argument has the wrong type or value.
 
     """
 

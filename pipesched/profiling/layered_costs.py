@@ -36,22 +36,22 @@ def graph_of(
     Code between two layers is counted with one of them. The model is left unchanged.
 
     Args:
-        model: nn.Module, or a list of modules that form a chain.
+        model: an nn.Module, or a list of modules that form a chain.
         sample: one micro-batch: a tensor, a tuple of arguments, or a dict of keywords.
         measured: whether to measure each layer by running it several times with one thread. Default: True.
         device: the torch device to measure on. Default: "cpu".
         whole_layers: names of modules that are kept as one layer. Default: none.
 
     Returns:
-        networkx.DiGraph. Nodes have ``parameters`` and ``buffers`` (names; a tied tensor is in several nodes),
+        A networkx.DiGraph. Nodes have ``parameters`` and ``buffers`` (names; a tied tensor appears in several nodes),
         ``num_parameters``, ``parameter_bytes`` and ``output_bytes`` (bytes of the results that later layers or the
-        model's output use). If measured, they also have ``forward_s``, ``backward_s``, ``input_grad_s``,
-        ``weight_grad_s`` and ``activation_bytes``. An edge from a layer to a user of its output has ``bytes`` and
-        ``tensors`` (name -> bytes; a tensor has the same name on all its edges). Values that every stage computes
+        model's output use). If measured, nodes also have ``forward_s``, ``backward_s``, ``input_grad_s``,
+        ``weight_grad_s`` and ``activation_bytes``. An edge from a layer to a layer that uses its output has ``bytes``
+        and ``tensors`` (name -> bytes; a tensor has the same name on all its edges). Values that every stage computes
         itself, such as masks, have no edge.
 
     Raises:
-        ModelTypeError: the model is not an nn.Module, or its layers cannot be seen because it is compiled or wrapped.
+        ModelTypeError: the model is not an nn.Module, or its layers are inaccessible because it is compiled or wrapped.
         GraphError: the model cannot be cut into stages.
         InputError: the sample does not fit the model, or a name in ``whole_layers`` is unknown.
 

@@ -42,7 +42,7 @@ class StageSizes:
     memory: LayerMemory
     #: The peak memory of a forward without its input, if nothing is kept for a backward.
     dropping_bytes: int
-    #: Parameter name -> bytes.
+    #: Parameter name -> its size in bytes.
     parameters: Mapping[str, int]
     #: Consumer stage -> the sizes of the message to it.
     messages: Mapping[int, Message]
@@ -114,7 +114,7 @@ def stage_sizes(
 
 
 def messages_of(program: Program, stages: Sequence[StageSizes]) -> dict[tuple[int, int], Message]:
-    """Return the sizes of the messages between a program's stages. ``stages`` has the stages with their own weights."""
+    """Return the sizes of the messages between a program's stages, given the stages that have their own weights."""
     own = program.weights
     return {
         (giver, taker): stages[own[giver]].messages[own[taker]]
@@ -155,7 +155,7 @@ class _Holder(nn.Module):
 
 
 class _Alone:
-    """A stage that runs without the other stages. ``arrived`` has the payload from each producer."""
+    """A stage that runs without the other stages. ``arrived`` holds the payload from each producer."""
 
     def __init__(self, stage: Stage, sample: Any, caller: Caller, arrived: Sequence[Payload]) -> None:
         self._stage = stage
