@@ -11,7 +11,7 @@ To train a model: `Pipeline`, with the options `Search`, `Numerics` and `Distrib
 To plan: `profile`, `tune`, `partition`. To study schedules: `schedules`, `simulate`, `validate`, `lower_bound`, `viz`.
 To write a schedule: `schedule`, `Order`, `Shape`.
 
-The packages, each importing only from those above it:
+The packages; each imports only from the packages above it:
 
     errors, units, checks       errors, numbers as text, argument checks
     program, order, schedules   schedules as data; one file per schedule

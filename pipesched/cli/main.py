@@ -70,7 +70,7 @@ def _shape_options(command: _Command) -> _Command:
 
 
 def _cost_options(command: _Command) -> _Command:
-    """Add the options for times, which are the same on every rank and named as the fields of Costs."""
+    """Add the options for times. A time is the same on every rank, and its option is named after a field of Costs."""
     share = "Seconds for the {} of one micro-batch on a rank, divided equally among its chunks."
     work = {"forward": "forward", "input_grad": "input gradients", "weight_grad": "weight gradients"}
     texts = {name: share.format(words) for name, words in work.items()}

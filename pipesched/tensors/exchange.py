@@ -39,7 +39,7 @@ class RankDevices(Protocol):
 
 
 def moved(trade: Trade, what: str, moves: Sequence[Move]) -> Iterator[Any]:
-    """Yield for each move the value if the target rank is in this process, else None. Collective over processes.
+    """Yield, for each move, the value if the target rank is in this process, else None. Collective over processes.
 
     All values from one rank to another are sent in one message.
     """

@@ -38,7 +38,7 @@ class Books(Protocol):
         """Reset the peak to the live bytes."""
 
     def watching(self) -> AbstractContextManager[Any]:
-        """Return a context in which allocations of the current thread are counted."""
+        """Return a context manager that counts allocations of the current thread."""
 
 
 def books_of(device: torch.device) -> Books:
