@@ -32,8 +32,8 @@ class Call:
     index: int
     #: The layer's name; empty for a function.
     layer: str
-    #: The number of earlier calls of this layer. For a function: the number of earlier functions that use tensors of
-    #: the model.
+    #: The number of earlier calls of this layer. For a function, the number of earlier function calls that use
+    #: parameters or buffers.
     number: int
     function: str
     #: The values among the call's arguments.

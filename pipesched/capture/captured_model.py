@@ -1,4 +1,4 @@
-"""Captured model: any model as layers in the order of their calls, from which it builds the stages."""
+"""Captured model: any model as a sequence of layers in call order, from which stages are built."""
 
 from collections import Counter
 from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
@@ -170,7 +170,7 @@ class CapturedModel:
         return results[0].detach() if len(results) == 1 else None
 
     def begins(self, capture: Capture) -> dict[str, int]:
-        """Return, for each layer, the index of the call at which a stage begins if this layer is its first."""
+        """Return, for each layer, the index of the first call of a stage that begins with this layer."""
         order = list(self.calls)
         return {name: narrowest(capture, at) if (at := order.index(name)) else 0 for name in self.layers}
 
@@ -179,7 +179,7 @@ class CapturedModel:
         return with_costs(flow_of(self.model, capture, self.begins(capture)), costs)
 
     def _parts(self, cut: StageLayers) -> dict[bool, list[Part]]:
-        """Return the Part of each stage, in training mode under True and in evaluation mode under False."""
+        """Return the Part of each stage for each mode: True for training mode, False for evaluation mode."""
         order = list(self.calls)
         begins = [order.index(names[0]) for names in cut[1:]]
         return {
@@ -190,7 +190,7 @@ class CapturedModel:
     def written_by(self, cut: StageLayers) -> Sequence[Collection[str]]:
         """Return, for each stage, the names of buffers that its own calls may write to.
 
-        A function between layers that only reads a buffer may be in another stage than the calls that write to it.
+        A function between layers that only reads a buffer may be in a different stage than the calls that write to it.
         """
         found: list[set[str]] = [set() for _ in cut]
         for mode, parts in self.parts(cut).items():

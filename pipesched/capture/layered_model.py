@@ -79,10 +79,10 @@ class LayeredModel(Protocol):
     sample: tuple[tuple[Any, ...], dict[str, Any]]
 
     def passed(self) -> Generator[tuple[str, Any]]:
-        """Run the layers on the sample. Yields (name, output) of each layer whose output the next layer gets unchanged.
+        """Run the layers on the sample. Yields (name, output) for outputs that are passed to the next layer unchanged.
 
         Raises:
-            LayerError: a layer raised.
+            LayerError: a layer raised an exception.
 
         """
 

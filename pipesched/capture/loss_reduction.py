@@ -1,8 +1,8 @@
 """Loss reduction: finds whether a loss is a mean or a sum, and each micro-batch's weight in the loss of the batch.
 
-For losses of ``torch.nn`` and ``torch.nn.functional``, both are read from the options of the loss. Most means are over
-elements, so a micro-batch is weighted by its number of rows. Cross entropy and ``nll_loss`` divide by the number of
-targets that are not ignored, or by the sum of their class weights.
+For losses of ``torch.nn`` and ``torch.nn.functional``, the reduction and the weights follow from the options of the
+loss. Most means are over elements, so a micro-batch is weighted by its number of rows. Cross entropy and ``nll_loss``
+divide by the number of targets that are not ignored, or by the sum of their class weights.
 """
 
 import inspect
@@ -38,7 +38,8 @@ def resolve_loss(
     """Find the weight of each micro-batch's loss, and whether the batch's loss is the mean or the sum of these losses.
 
     Args:
-        model: the user's module. If loss_fn is None and the model averages its own loss over labels, they are counted.
+        model: the user's module. If loss_fn is None and the model averages its own loss over labels, the weight of a
+            micro-batch is its number of these labels.
         sample: the arguments (args, kwargs) of a forward.
         loss_fn: the user's loss, or None.
         loss_weight: the user's function for the weight, or None to read it from the loss.
@@ -87,7 +88,7 @@ def resolve_loss(
 
 
 def reduces(loss_fn: Any) -> bool:
-    """Return whether this is a loss of torch, whose options state its reduction and weights."""
+    """Return whether a loss is one of torch's losses, whose options determine reduction and weights."""
     return _options(loss_fn) is not None
 
 
@@ -107,7 +108,7 @@ def _options(loss_fn: Any) -> _Option | None:
 
 
 def _reduction(loss_fn: Any, option: _Option) -> str:
-    """Return "mean" or "sum" for a loss of torch. Raises InputError if the loss is not reduced."""
+    """Return the reduction of a torch loss, such as "mean" or "sum". Raises InputError if the loss is not reduced."""
     reduction, average, reduce = (option(name, None) for name in ("reduction", "size_average", "reduce"))
     if average is not None or reduce is not None:  # the deprecated options; torch's functions give them precedence
         reduction = "none" if reduce is False else "sum" if average is False else "mean"

@@ -184,7 +184,7 @@ class _Recorder(TorchFunctionMode):
             if value := self._value.get(id(tensor)):
                 self._by_the_way.add(value)
                 by_layer = value[0] != INPUT and self._capture.calls[value[0]].layer
-                if by_layer and id(tensor) not in self._arguments:  # the layer got it through a shared object
+                if by_layer and id(tensor) not in self._arguments:  # the layer got the tensor through a shared object
                     self._hidden_from = value[0] if self._hidden_from is None else min(self._hidden_from, value[0])
             else:
                 self._look_for(tensor)
@@ -252,7 +252,7 @@ class _Recorder(TorchFunctionMode):
         return result
 
     def _new(self, layer: str, function: str, taken: list[Tensor], changed: list[int], result: Any) -> tuple[Any, Call]:
-        """Record a call; return its result and the Call. Arguments that it returns become views, which have new ids."""
+        """Record a call, and return its result and its Call. Arguments in the result become views, with new ids."""
         takes = tuple(dict.fromkeys(self._value[id(tensor)] for tensor in taken if id(tensor) in self._value))
         uses = tuple(dict.fromkeys(self._names[id(tensor)] for tensor in taken if id(tensor) in self._names))
         number = 0

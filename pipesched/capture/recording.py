@@ -34,7 +34,7 @@ class Recording:
     capture: Capture
     #: Attributes that only the first forward sets, with the values that it sets.
     made: _Attributes = field(default_factory=dict)
-    #: The values of the attributes in ``made`` before the first forward; a sentinel for one that did not exist.
+    #: The values of the attributes in ``made`` before the first forward; a sentinel for an attribute that was missing.
     before: _Attributes = field(default_factory=dict)
     #: Names of weights and buffers that a forward writes to.
     written: tuple[str, ...] = ()
@@ -104,7 +104,7 @@ def recorded(
 
 
 def _made(model: nn.Module, first: Capture, args: Any, kwargs: Any) -> tuple[_Attributes, _Attributes]:
-    """Run a forward and return the attributes that it sets, with their values after the forward and before it.
+    """Run a forward, and return the attributes that it sets with their values after it, and their values before it.
 
     Includes attributes that changed during the capture, and attributes that were missing or None before the forward.
     """

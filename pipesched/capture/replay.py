@@ -229,7 +229,7 @@ class _Run(TorchFunctionMode):
         kwargs = kwargs or {}
         call = self._calls[self._position] if self._position < len(self._calls) else None
         if (call is None or call.function != name) and (name in self._quiet or name == _DEVICE):
-            return self._ask(name, func, args, kwargs)  # may come after the last call: leaving no_grad calls one
+            return self._ask(name, func, args, kwargs)  # even after the last call, because leaving no_grad calls one
         if self._next() is None or call is None or call.function != name:
             raise self._lost(f"calls {name}")
         if call.index not in self._runs:
@@ -275,7 +275,7 @@ class _Run(TorchFunctionMode):
         return self._ran(call, self._call(name, call.number, self._replay.called[name], args, kwargs), args, kwargs)
 
     def _own(self, arguments: tuple[Any, Any], call: Call) -> tuple[Any, Any]:
-        """Return a call's arguments, with tied weights and other parameters replaced by this stage's current ones."""
+        """Return a call's arguments, with tied weights and other parameters replaced by this stage's tensors."""
         if self._instead:  # first, so that a buffer changed by an earlier stage is replaced by the received buffer
             arguments = pytree.tree_map_only(Tensor, lambda tensor: self._instead.get(id(tensor), tensor), arguments)
         given: dict[Any, Tensor] = {**self._present, **self._replay.tied.get(call.place, {})} if call.uses else {}

@@ -312,7 +312,7 @@ def compare(
 
 
 def _peak(program: Program) -> float:
-    """Return the largest number of micro-batches in flight on a rank; in one of v chunks each counts as 1/v."""
+    """Return the peak number of micro-batches in flight on a rank. One that is in 1 of v chunks counts as 1/v."""
     share = dict(zip(program.placement, program.shares, strict=True))
     ranks = range(program.num_ranks)
     return max(peak_in_flight(program.orders.rank(rank)) / share.get(rank, 1) for rank in ranks)

@@ -30,7 +30,7 @@ class _Held(NamedTuple):
 
     #: The attribute's value, or a copy of it if it is a container.
     value: Any
-    #: A key that is equal for two values if a forward would find no difference between them.
+    #: A key for comparisons: two values have equal keys if a forward would find no difference between them.
     form: Any
     #: Keeps the value's attributes alive, so that their ids are not reused.
     parts: tuple[Any, ...] = ()
@@ -79,7 +79,7 @@ def _held(value: Any) -> _Held:
 
 
 def _form(value: Any, *, inside: bool = True) -> Any:
-    """Return a key that is equal for two values if a forward would find no difference between them.
+    """Return a key for comparisons: two values have equal keys if a forward would find no difference between them.
 
     With ``inside``, containers are compared by their contents, else by identity.
     """
@@ -135,7 +135,7 @@ def changed_classes(
 
 
 def _other(tensor: Tensor) -> Tensor:
-    """Return a tensor of the same type and shape with other contents; numbers between 0 and 1 stay in that range."""
+    """Return a tensor of the same type and shape with different contents. Numbers from 0 to 1 stay in that range."""
     rows = tensor.detach().flip(0) if tensor.dim() else tensor.detach().clone()
     return rows * 0.5 + 0.25 if rows.is_floating_point() else rows
 

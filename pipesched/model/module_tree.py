@@ -151,7 +151,7 @@ class Members:
             self._held.append((name, modules, own, list(modules.values() if own is None else map(modules.get, own))))
 
     def check(self) -> None:
-        """Raise GraphError if a module was replaced or removed since this object was made."""
+        """Raise GraphError if a module has been replaced or removed since this object was created."""
         for name, modules, keys, known in self._held:
             now = list(modules.values() if keys is None else map(modules.get, keys))
             if now != known:

@@ -56,16 +56,16 @@ def _held_by(roots: Iterable[Any], *, functions: bool = True) -> list[Any]:
 
 
 def is_of_user(kind: type) -> bool:
-    """Return whether a class is the user's or a library's, not torch's or Python's."""
+    """Return whether a class is defined by the user or a library, not by torch or Python."""
     return kind.__module__.partition(".")[0] not in ("torch", "builtins", "abc", "typing")
 
 
 def attributes_of(kind: type) -> dict[str, Any]:
-    """Return a class's own attributes, without those whose names start with two underscores."""
+    """Return a class's own attributes, except attributes whose names start with two underscores."""
     return {key: value for key, value in vars(kind).items() if not key.startswith("__")}
 
 
-#: The most frequent types that hold nothing; a lookup is faster than isinstance, which torch overrides for Tensor.
+#: The most frequent types that hold no other objects. A lookup is faster than isinstance, which torch overrides.
 _PLAIN = frozenset([bool, int, float, str, type(None), torch.dtype, torch.device, torch.Size])
 _FUNCTIONS = types.FunctionType, types.MethodType, partial
 _HOLDERS = (nn.Module, tuple, Tensor, torch.Generator, *GROWING)

@@ -138,7 +138,7 @@ class Assembly:
         self.updates_late = any(stage.optimizer.late for stage in self.stages.values())
 
     def take_over(self) -> None:
-        """Let this assembly's optimizers update the parameters, in place of those of the previous assembly."""
+        """Let this assembly's optimizers take over the parameters from the previous assembly's optimizers."""
         if self._inheritance is not None:
             self.optimizers = self._inheritance.take()
             for index, optimizer in self.optimizers.items():
@@ -199,7 +199,7 @@ class Assembly:
             warn(f"{message}; the gradient of {name!r} agrees with that of an unpipelined loop only within rounding")
 
     def _written(self) -> list[set[str]]:
-        """Return for each stage the names of the buffers that its forward writes to, and of a loss module's buffers."""
+        """Return, for each stage, the names of buffers that its forward writes to and of a loss module's buffers."""
         spec = self._spec
         written = spec.layered.written_by(self.cut) if any(own_buffers(spec.model)) else [()] * len(self.cut)
         of_loss = list(own_buffers(spec.loss_fn)) if isinstance(spec.loss_fn, nn.Module) else []

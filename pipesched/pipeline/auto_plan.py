@@ -166,7 +166,7 @@ def adds_up(module: nn.Module, loss_fn: Any, loss_weight: Any) -> bool:
 
 
 def as_profile(profile: Profile | str | PathLike[str]) -> Profile:
-    """Return the profile, or read it from its file.
+    """Return a profile, after reading it from its file if a path was given.
 
     Raises InputError for another type, and ScheduleError for a file that holds no profile.
     """

@@ -103,7 +103,7 @@ def start(
         splitter: how batches are split; this function fills in the number of micro-batches.
         plan: the plan to run; None to follow the request.
         request: the schedule, boundaries and similar choices.
-        agreed: further values that must be equal in all processes.
+        agreed: further values that must be identical in all processes.
 
     """
     programs = checked_programs(request, host, spec)

@@ -142,11 +142,11 @@ class CostBook:
         return self.slow.get(self._devices[rank], 1.0) if self.slow else 1.0
 
     def learn(self, stages: Sequence[StageTimes], tolerance: float) -> None:
-        """Correct the costs of layers and devices by the measured times of stages.
+        """Correct the costs of layers and devices with the measured times of stages.
 
         Args:
             stages: the measured times of stages.
-            tolerance: the relative difference below which two times count as equal.
+            tolerance: the relative difference below which two times are treated as equal.
 
         """
         layers = self.measured()

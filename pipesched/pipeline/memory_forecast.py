@@ -58,7 +58,7 @@ class MemoryForecast:
         running = self._running
         program = running.program
         if self._book.layers is None:
-            running.flush()  # the layers are measured next, while no step may run
+            running.flush()  # the layers are measured next, and no step may be running then
         costs = self._with_optimizers(self._book.stage_costs(running.assembly.programs, running.cut))
         messages = None
         stages = self._stage_sizes()

@@ -1,4 +1,4 @@
-"""Module interface: the nn.Module methods of a pipeline, over its model and its loss module."""
+"""Module interface: the nn.Module methods of a pipeline, which act on its model and its loss module."""
 
 from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
@@ -57,7 +57,7 @@ class ModuleInterface:
     def named_modules(self) -> Iterator[tuple[str, nn.Module]]:
         """Iterate over the modules of the model and the loss module with their names, as nn.Module does.
 
-        Under a mesh it skips modules whose parameters and buffers all belong to other ranks.
+        Under a mesh, modules whose parameters and buffers all belong to other ranks are skipped.
         """
         seen: set[nn.Module] = set()
         for prefix, root in self._modules().items():
@@ -101,7 +101,7 @@ class ModuleInterface:
         return True
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """Iterate over the parameters: ``torch.optim.AdamW(pipe.parameters())``.
+        """Iterate over the parameters, for example for ``torch.optim.AdamW(pipe.parameters())``.
 
         A rank of a mesh that trains no parameters yields one empty parameter, because torch's optimizers refuse an
         empty list.
@@ -170,7 +170,7 @@ class ModuleInterface:
         return self.model.training
 
     def train(self, mode: bool = True) -> Self:
-        """Set training mode on all modules, or evaluation mode for False."""
+        """Set training mode on all modules, or evaluation mode if ``mode`` is False."""
         for module in self._modules().values():
             module.train(mode)
         return self
@@ -180,7 +180,7 @@ class ModuleInterface:
         return self.train(False)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Set the gradients of all parameters to None, or to zero for ``set_to_none=False``."""
+        """Set the gradients of all parameters to None, or to zero if ``set_to_none`` is False."""
         for module in self._modules().values():
             module.zero_grad(set_to_none)
 

@@ -505,7 +505,7 @@ class Pipeline(ModuleInterface):
         return _measured(self._history.trace)
 
     def gather_trace(self) -> Trace:
-        """Return the measured trace of the last step for all ranks, on one clock. Collective under a mesh.
+        """Return the measured trace of the last step for all ranks, with times on one clock. Collective under a mesh.
 
         Raises:
             ExecutionError: no step has run under this plan yet.
@@ -543,7 +543,7 @@ class Pipeline(ModuleInterface):
     # ---- weights ----------------------------------------------------------------------------------------------
 
     def full_state_dict(self) -> dict[str, Any]:
-        """Return the state of the whole model on every rank, sharded tensors included. Collective under a mesh."""
+        """Return the state of the whole model on every rank, including sharded tensors. Collective under a mesh."""
         state = self.state_dict()
         host = self._running.host
         return merged_state(state, self._all_state(), host) if isinstance(host, MeshRanks) else state

@@ -42,7 +42,7 @@ class Trial:
     target: Any  #: the sample's target
     split_dims: SplitDims
     where: Mapping[str, Any]  #: devices or mesh, and whole_layers, as for ``Pipeline``
-    host: RankHost  #: runs the ranks; also makes processes agree on values
+    host: RankHost  #: the host of the ranks; also makes processes agree on values
     batch_size: int
 
     def run(self, plans: Sequence[Plan], told: Callable[[float], None]) -> list[list[Trace]]:
@@ -83,7 +83,7 @@ class Trial:
     def _steps(self, pipe: Pipeline, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> Iterator[Trace]:
         for step in range(1 + _STEPS):
             pipe.step(*args, target=target, **kwargs)
-            release_model(pipe.model)  # no weight was updated, and another plan runs on the model next
+            release_model(pipe.model)  # the weights have not changed, and another plan runs on the model next
             trace = pipe.gather_trace()
             if step:  # the first step is warm-up
                 yield trace

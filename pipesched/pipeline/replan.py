@@ -41,7 +41,7 @@ from pipesched.user_warning import warn
 __all__ = ["Replanner"]
 
 _FEWEST = 3  # the number of measured steps required to search for a better cut
-_EFFORT = 200_000  # simulated actions in the search for better boundaries
+_EFFORT = 200_000  # the number of simulated actions after which the search for better boundaries ends
 _COPIED = 1 << 22  # bytes of the copy that measures the speed between devices
 
 
@@ -101,7 +101,7 @@ class Replanner:
         return self._move(programs, self._book.cut_stages(self._host(), pins, programs, plan))
 
     def improve(self, steps_left: int | None, *, measure: bool) -> Replanned:
-        """Switch to a better cut if the measured times of the last steps imply one that is worth the move.
+        """Switch to a better cut if the measured times of the last steps show that one is worth the move.
 
         Args:
             steps_left: the steps still to run; None if that is not known.
@@ -151,7 +151,7 @@ class Replanner:
         return self._running.plan(self._book, self._spec.model, self._history.costs)
 
     def _learn(self, measured: Costs, tolerance: float) -> None:
-        """Correct the known costs of layers and devices by the measured times of the stages."""
+        """Correct the known costs of layers and devices with the measured times of the stages."""
         program = self._running.program
         devices = self._running.host.devices
         stages = [
@@ -208,7 +208,7 @@ class Replanner:
         return simulate(timed, costs).makespan_s * programs.num_microbatches / timed.num_microbatches
 
     def _moving(self, layers: Mapping[str, tuple[int, int]]) -> tuple[int, float]:
-        """Return the bytes to copy between devices and the seconds of the whole move.
+        """Return the bytes to copy between devices, and the predicted seconds of the whole move.
 
         ``layers`` holds the old and the new rank of each layer that moves.
         """
@@ -239,7 +239,7 @@ class Replanner:
         return Replanned(plan=self._plan(), layers=layers, moved_bytes=size, cost_s=cost_s)
 
     def _places(self) -> dict[str, _Place]:
-        """Return the device of each parameter and buffer, and the bytes to copy when it changes its device."""
+        """Return the device of each parameter and buffer, and the bytes to copy if the tensor changes its device."""
         optimizers = self._running.assembly.optimizers.values()
         states = {parameter: state for optimizer in optimizers for parameter, state in optimizer.state.items()}
         places: dict[str, _Place] = {}
@@ -253,7 +253,7 @@ class Replanner:
         return places
 
     def _replace_plan(self, programs: ProgramFactory, stage_cut: StageCut) -> None:
-        """Build the new plan's stages and replace the running plan. If that raises, the old plan keeps running."""
+        """Build the new plan's stages and replace the running plan. If building raises, the old plan keeps running."""
         running = self._running
         old = self._host()
         splitter = replace(running.splitter, num_microbatches=programs.num_microbatches, fixed=programs.fixed)

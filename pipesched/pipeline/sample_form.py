@@ -15,7 +15,7 @@ __all__ = ["MISFITS", "CallForm", "check_form"]
 MISFITS = TypeError, LookupError, AttributeError, GraphError
 
 _LONGEST = 400  # the most characters of a form in an error message
-_BESIDE = ("target", "return_outputs", "gather")  # keywords of a step that are not the model's
+_BESIDE = ("target", "return_outputs", "gather")  # keywords of a step that are not passed to the model
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Step history: the traces of a pipeline's last steps, the stage costs seen in them, and the predicted next step."""
+"""Step history: the traces of a pipeline's last steps, stage costs measured in them, and the predicted next step."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -79,7 +79,7 @@ class StepHistory:
     def predicted(self) -> Trace:
         """The simulated trace of a step with ``costs``. Measures the layers if no costs are known."""
         if self._book.layers is None:
-            self._running.flush()  # the layers are measured next, while no step may run
+            self._running.flush()  # the layers are measured next, and no step may be running then
         programs = self._running.assembly.programs
         return simulate(programs.full.timed, self.costs or self._book.expected_costs(programs, self._running.cut))
 

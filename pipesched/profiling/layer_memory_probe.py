@@ -47,7 +47,7 @@ class Sizes:
 
 
 def sizes_of(layer: Layer, arrived: Payload) -> Sizes:
-    """Measure a layer's memory with whole and with split backwards, on copies of its input. Frees its gradients."""
+    """Measure a layer's memory with whole and split backwards, on copies of its input. Frees the layer's gradients."""
     books = books_of(layer.stage.device)
     for weight in layer.weights:
         weight.grad = None

@@ -367,9 +367,8 @@ class _Alone:
 def _kind(layer: nn.Module, given: Payload) -> Any:
     """Return a key that is the same for calls with the same costs.
 
-    The key consists of types, shapes and settings, and of which parameters are trained.
-
-    Integer attributes are left out, because blocks often store their own index.
+    The key consists of types, shapes, settings, and the ``requires_grad`` of parameters and inputs. Integer attributes
+    are left out, because blocks often store their own index.
     """
     modules = tuple((name, type(module), repr(module), _settings(module)) for name, module in layer.named_modules())
     parameters = tuple((name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in layer.named_parameters())

@@ -78,7 +78,7 @@ def measure(
 def _measure_captured(
     known: CapturedModel, device: torch.device, intra_op_threads: int, effort: Effort
 ) -> dict[str, LayerCosts]:
-    """Measure the costs of each layer, including the calls after it that must stay in one stage with it."""
+    """Measure the costs of each layer, including the later calls that must stay in the same stage."""
     capture = known.captures[known.model.training]
     trained = capture.trained({name for name, parameter in known.model.named_parameters() if parameter.requires_grad})
     calls = {}

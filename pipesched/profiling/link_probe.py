@@ -129,7 +129,7 @@ def _measured(pairs: list[Pair], num_ranks: int, run: Run) -> dict[Pair, Link]:
 
 
 def _trips(sizes: dict[Pair, int], num_ranks: int, count: int, run: Run) -> dict[Pair, list[float]]:
-    """Measure ``count`` round trips per pair, in seconds: a message of the pair's size, then an empty answer."""
+    """Measure ``count`` round trips per pair, in seconds: a message of the pair's size, then an empty reply."""
     program = lower(_there_and_back(list(sizes), num_ranks, 1 + count))
     spans = run(program, [nbytes for size in sizes.values() for nbytes in (size, 0, 0)])
     times = {span.action: (span.start_s, span.end_s) for span in spans}

@@ -48,7 +48,7 @@ _MICROBATCHES = 6
 _MICROBATCHES_ASLEEP = 16
 _DISTURBED = 0.02  # a run is repeated if other processes took more than this fraction of its time
 _TRIES = 5  # attempts at an undisturbed run
-# The work: about 3 ms, with as much computation per byte as usual layers.
+# The work takes about 3 ms, with as much computation per byte as typical layers.
 _ROWS = 128
 _WIDTH = 512
 _PRODUCTS = 4

@@ -35,7 +35,7 @@ from pipesched.user_warning import warn
 __all__ = ["as_loss", "profile", "put_updates"]
 
 _FACTORS = (0.25, 0.5, 1, 2)  # default sizes, as multiples of the sample's rows
-_PASSES = 3  # passes over all sizes, so that a disturbance of some seconds affects only one pass of a size
+_PASSES = 3  # passes over all sizes, so that a disturbance of several seconds affects only one pass of a size
 _EFFORT = Effort(rounds=5, enough_s=2.0)
 _CROWDED = replace(_EFFORT, crowds=True)
 _LARGEST_BYTES = 1 << 31  # bytes of parameters up to which the model is also measured in one piece
