@@ -1,4 +1,4 @@
-"""Label counts: find the labels over which a model averages its own loss, to weight the losses of micro-batches.
+"""Label counts: finds the labels over which a model averages its own loss, to weight the losses of micro-batches.
 
 Micro-batches have different numbers of labels that are not padding, so their mean losses need unequal weights. The
 model's code decides over which labels it averages. For example, a language model that shifts its labels drops the
@@ -46,7 +46,7 @@ def counts(model: nn.Module, way: str | None) -> Callable[..., Any] | None:
 
 
 def counted_labels(model: nn.Module, sample: tuple[tuple[Any, ...], dict[str, Any]]) -> str | None:
-    """Find the labels over which a model's own loss is a mean; None if it is a mean over rows, or there are no labels.
+    """Find the labels over which a model averages its own loss; None if it averages over rows or there are no labels.
 
     The model runs three times in evaluation mode and is left unchanged. A model on the meta device runs with stand-ins
     for its layers' outputs. If no way of counting fits, or more than one, a warning says so and the result is None.
@@ -56,7 +56,7 @@ def counted_labels(model: nn.Module, sample: tuple[tuple[Any, ...], dict[str, An
         sample: the arguments (args, kwargs) of a forward.
 
     Returns:
-        The name of the way of counting, to pass to ``counts``; or None.
+        The name of the way of counting, to pass to ``counts``; None for the number of rows.
 
     """
     given = _labels_of(model, sample)

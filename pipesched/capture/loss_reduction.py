@@ -45,7 +45,7 @@ def resolve_loss(
         loss_weight: the user's function for the weight, or None to read it from the loss.
         loss_reduction: "mean", "sum", or None to read it from the loss.
         split_dims: the dimension along which the batch is split, or a mapping from argument to dimension.
-        agreed: runs a function on one rank and returns the result on all ranks. Default: every rank runs it.
+        agreed: calls a given function on one rank, and returns the result on all ranks. Default: every rank calls it.
 
     Returns:
         The function that computes the weight (None for the number of rows), and the reduction.

@@ -2,7 +2,7 @@
 
 A container is a module whose child modules become layers: the model itself, or a module with lists of blocks. Any other
 module is a layer, called as a whole. The containers' code runs in shells: shallow copies of the containers in which
-stand-ins replace the layers and pass each call on. The model itself stays unchanged, and several threads may run it.
+stand-ins replace the layers and pass each call on. The model itself stays unchanged, so several threads can run it.
 """
 
 import functools

@@ -1,8 +1,8 @@
 """Initialization: fills a model on the meta device; each rank creates only the weights of its own stages.
 
 A model of any size is built and captured without contents, and cut. Then each rank creates the weights of its own
-stages. The random numbers for a module's weights are seeded with (seed, the module's name). The weights are therefore
-bit-identical for every cut, and on whichever rank creates them.
+stages. The random numbers for a module's weights are seeded with the seed and the module's name. The weights are
+therefore bit-identical for every cut, whichever rank creates them.
 """
 
 import hashlib

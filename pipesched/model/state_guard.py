@@ -42,7 +42,7 @@ def _held_by(roots: Iterable[Any], *, functions: bool = True) -> list[Any]:
     """Return all modules, containers, tensors, generators and classes reachable from the roots, each once.
 
     The search follows attributes of modules and classes, items of containers, and the closures, defaults and named
-    globals of functions, methods and partials. It does not look into other objects.
+    globals of functions, methods and partials. The search does not look into other objects.
     """
     kinds = (*_HOLDERS, type, *(_FUNCTIONS if functions else ()))
     found: dict[int, Any] = {}

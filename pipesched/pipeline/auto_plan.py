@@ -53,8 +53,8 @@ class AutoPlan:
     def is_wanted(self, request: PlanRequest, plan: Plan | None) -> bool:
         """Return whether a search is needed.
 
-        No search is needed if a plan is given. If no search options are given, none is needed either for a given
-        schedule, a complete cut, or a single device. Raises PartitionError if search options were given together with a
+        No search is needed if a plan is given. Without search options, a given schedule, a complete cut or a single
+        device also makes the search unnecessary. Raises PartitionError if search options were given together with a
         plan.
         """
         if plan is not None and self.search.is_asked_for:
@@ -78,7 +78,7 @@ class AutoPlan:
 
         Args:
             request: the user's choices; the search makes the other choices.
-            measured: measures the layers with the sample, and returns their costs by name.
+            measured: the function that measures the layers with the sample and returns their costs by name.
 
         Returns:
             The plan, the layers' costs for its micro-batches, the ranks' overheads outside their stages, and the rows

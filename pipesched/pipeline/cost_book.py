@@ -43,7 +43,7 @@ class CostBook:
         loss_fn: the loss function; its costs belong to the last layer.
         guard: the StaleGuard, which is lifted while the layers are measured.
         devices: one device per rank, including devices that the plan leaves unused.
-        intra_op_threads: CPU threads per rank.
+        intra_op_threads: the number of CPU threads per rank.
         links: the measured links between ranks, if any.
 
     """

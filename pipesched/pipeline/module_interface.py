@@ -21,7 +21,7 @@ class ModuleInterface:
     Names are the model's own; the names of a loss module's tensors start with ``loss_fn.``. Every method first finishes
     the steps of an asynchronous schedule that are under way. Under a mesh the methods cover only this rank's stages.
 
-    - ``parameters``, ``buffers``, ``modules``, each also with names (``named_...``), ``train``, ``eval``, ``zero_grad``
+    - ``parameters``, ``buffers`` and ``modules`` with their ``named_...`` variants, ``train``, ``eval``, ``zero_grad``
       and ``apply``: as in nn.Module.
     - ``state_dict``, ``load_state_dict``: interchangeable with those of the bare model.
     - ``to``, ``half``, ``bfloat16``, ``float``, ``double``: change the dtype. Passing a device raises TypeError.
@@ -144,7 +144,7 @@ class ModuleInterface:
             strict: whether missing and unexpected keys are errors. Default: True.
 
         Raises:
-            RuntimeError: keys or shapes do not match the model; the error is torch's.
+            RuntimeError: keys or shapes do not match the model (torch's own error).
 
         """
         known = self._all_state()

@@ -80,8 +80,9 @@ class Numerics:
         split_dims: the dimension along which arguments are split into micro-batches: one number for all arguments, a
             sequence, or a dict by position or keyword (including "target" and "output"). An argument with None in place
             of a dimension is not split. Default: 0.
-        loss_weight: maps a micro-batch's target (its inputs if there is no target) to its weight in the loss. Default:
-            its number of rows, or the number of labels over which a torch.nn loss or the model's own loss averages.
+        loss_weight: a function that maps a micro-batch's target (its inputs if there is no target) to its weight in the
+            loss. Default: its number of rows, or the number of labels over which a torch.nn loss or the model's own
+            loss averages.
         loss_reduction: how loss_fn reduces over rows, "mean" or "sum". Default: the ``reduction`` of a torch.nn loss,
             else "mean".
         batch_norm: when BatchNorm updates its running statistics: after each "micro-batch", or once per "mini-batch",

@@ -72,8 +72,8 @@ class Pipeline(ModuleInterface):
         sample: one micro-batch as an example: a tensor, a tuple (positional arguments) or a dict (keyword arguments).
         devices: the device of each rank. All ranks run in this process, and several of them may share a device.
         mesh: a one-dimensional DeviceMesh with one process per rank, such as ``mesh["pp"]``; used instead of devices.
-        loss_fn: ``loss_fn(output, target)`` -> scalar tensor, a function or a Module. Default: the model's own loss,
-            which is its output if that is a scalar, else the output's ``loss``.
+        loss_fn: ``loss_fn(output, target)`` -> scalar tensor; a function or a Module. Default: the model's own loss,
+            that is, its output if this is a tensor, else the output's ``loss``.
         schedule: a name from ``pipesched.schedules.names()``, a Schedule or a Program. Default: "auto", a search for
             the plan with the shortest predicted step, like `tune` without trial runs; the plan may leave devices
             unused.
@@ -350,7 +350,7 @@ class Pipeline(ModuleInterface):
             raise
 
     def forward(self, *args: Any, gather: bool = False, **kwargs: Any) -> Any:
-        """Compute the model's output for a batch; ``pipe(x)`` is the same call.
+        """Compute the model's output for a batch; ``pipe(x)`` does the same.
 
         ::
 
@@ -388,7 +388,7 @@ class Pipeline(ModuleInterface):
         """Finish the steps of an asynchronous schedule that are under way, with all their updates.
 
         Call it before you change the model, an optimizer or a learning rate scheduler directly. Methods of the pipeline
-        that read or change weights, state or mode flush on their own, and so do ``evaluate``, ``forward`` and
+        that read or change weights, state or mode flush automatically, and so do ``evaluate``, ``forward`` and
         ``close``. The next step uses the weights as they are when it starts.
 
         Returns:

@@ -67,7 +67,7 @@ class StepLog:
             log(pipe.step(x, target=y))
 
     Logging a step reads its trace and simulates a step; on a GPU this waits for the step to end. Steps that are not
-    logged cost nothing. Under a mesh every rank calls the log, and rank 0 logs the times of all ranks.
+    logged cost nothing. Under a mesh every rank must call the log, and rank 0 logs the times of all ranks.
 
     Args:
         pipe: the pipeline to log.

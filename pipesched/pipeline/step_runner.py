@@ -43,7 +43,7 @@ class StepRunner:
         guard: the StaleGuard, which refuses calls that would use stale weights.
         memory: the MemoryForecast, which checks batches against the memory limits.
         seed: the seed of all random numbers.
-        intra_op_threads: CPU threads per rank.
+        intra_op_threads: the number of CPU threads per rank.
 
     """
 

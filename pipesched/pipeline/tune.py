@@ -79,9 +79,9 @@ def tune(
     The model's layers are measured with the sample, or a Profile gives their costs. Given a model and devices, the
     plans with the shortest predicted steps then run in turn on these devices, for up to ten rounds of three steps; no
     round starts after five seconds. The measured times correct the layer costs, and the search runs once more with the
-    corrected costs. The plan with the shortest measured step is returned; if several plans are equally fast within
-    noise, the one of them with the shortest predicted step. ``Plan.alternatives`` lists the other plans with their
-    predicted and measured times. Without trial runs, identical profiles give identical plans.
+    corrected costs. The plan with the shortest measured step is returned; of several plans that are equally fast within
+    noise, the plan with the shortest predicted step. ``Plan.alternatives`` lists the other plans with their predicted
+    and measured times. Without trial runs, identical profiles give identical plans.
 
     Trial runs leave weights, buffers, gradients and random state unchanged. They run the hooks of modules, but not the
     hooks of parameters. Only schedules that leave the results of training unchanged are considered. The number of
@@ -89,7 +89,7 @@ def tune(
     models.
 
     Args:
-        model: a module, which is measured with the sample, or a Profile or the path of a saved Profile.
+        model: a module (measured with the sample), a Profile, or the path of a saved Profile.
         sample: one micro-batch as an example, as for Pipeline. Default: None, for a Profile alone.
         num_ranks: the number of ranks to plan for, if neither devices nor a mesh is available.
         devices: the device of each rank, as for Pipeline; used instead of num_ranks.

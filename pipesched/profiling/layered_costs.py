@@ -33,7 +33,7 @@ def graph_of(
         graph.nodes["0"]["forward_s"], graph.edges["0", "1"]["bytes"]
 
     Nodes are the layers at which a stage may begin, in call order; the second call of a layer is named ``name#2``.
-    Code between two layers is counted with one of them. The model is left unchanged.
+    Code between two layers counts as part of one of these layers. The model is left unchanged.
 
     Args:
         model: an nn.Module, or a list of modules that form a chain.

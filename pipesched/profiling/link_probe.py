@@ -2,7 +2,7 @@
 
 The programs run like training programs, so the results include packing, sending and unpacking. The three stages of a
 chain are placed on rank a, rank b and rank a. The time from the end of the first stage to the start of the third is a
-round trip, measured by the clock of rank a alone.
+round trip, measured with the clock of rank a only.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence

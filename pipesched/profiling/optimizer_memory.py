@@ -37,8 +37,8 @@ def another(optimizer: Optimizer) -> Callable[[list[Any]], Optimizer]:
 def upkeep_of(make: Callable[[list[Any]], Optimizer], parameters: Sequence[Tensor]) -> Upkeep:
     """Find the memory that an optimizer needs for these parameters after its first step.
 
-    Stand-ins replace the parameters: meta tensors if the optimizer's step accepts them, else small tensors. The bytes
-    of small tensors are scaled up: the state dimension by dimension, the peak in proportion to the bytes.
+    Stand-ins replace the parameters: meta tensors if the optimizer's step accepts them, else small tensors. With small
+    tensors the result is scaled up: the state dimension by dimension, the peak in proportion to the bytes.
 
     Args:
         make: a function that takes parameters and returns an Optimizer.

@@ -4,8 +4,9 @@ Test programs run on the executors and stages that training uses. A stage's laye
 action is overhead. If a rank has twice as much work as its neighbour, the neighbour always waits. This separates the
 overhead of an action without messages, of sending, of receiving, and of the transfer.
 
-The cost of waking up a waiting rank is measured on a pipeline whose ranks only wait, as they would for a GPU. It is the
-difference between the measured and the simulated time of the whole pipeline, because delays of different ranks add up.
+The cost of waking up a waiting rank is measured on a pipeline in which all ranks only wait, as they would for a GPU.
+This cost is computed from the measured and the simulated time of the whole pipeline, because delays of different ranks
+add up.
 """
 
 import os

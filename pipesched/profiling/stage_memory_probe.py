@@ -65,9 +65,9 @@ def stage_sizes(
         captured: the model.
         cut: the layers of each stage.
         devices: the device of each stage.
-        trade: exchanges tied weights between ranks.
+        trade: the exchange of tied weights between ranks.
         checkpoint_of_call: the checkpointing of layers.
-        own_loss: whether the loss is the model's own, which the last stage computes.
+        own_loss: whether the last stage computes the model's own loss.
 
     """
     caller = replace(Caller.here({device.type for device in devices}, grad=True), inference=False)

@@ -3,8 +3,8 @@
 The seed of each draw is computed from (seed, step, micro-batch, layer, call, op). The draw therefore gives the same
 bits in every stage, thread and order, and when the layer is recomputed. Dropout uses a generator of its own. For other
 random functions the default generator is seeded for each call, under a lock, because all threads share that generator.
-The global generators of Python and numpy are seeded in the same way around layers, and code between layers, that use
-them.
+The global generators of Python and numpy are seeded in the same way for the layers, and the code between layers, that
+use them.
 """
 
 import functools

@@ -51,7 +51,7 @@ def reference_step(
     ::
 
         loss = reference_step(model, x, loss_fn=loss_fn, target=y, num_microbatches=4, seed=0)
-        assert torch.equal(pipe.step(x, target=y), loss)  # pipe over a copy of the model
+        assert torch.equal(pipe.step(x, target=y), loss)  # pipe runs a copy of the model
 
     Each micro-batch runs forward and then ``(loss * factor).backward()``. The batch is split, losses are weighted,
     random numbers are drawn and gradients are added as in a pipeline. Gradients are added to ``.grad``.
@@ -65,8 +65,8 @@ def reference_step(
         num_microbatches: the number of parts into which the mini-batch is split, at least 1. Default: 1.
         step: the number of earlier steps, on which random numbers depend. Default: 0.
         seed: the seed of all random numbers in layers. Default: the seed of torch's default generator.
-        loss_weight: maps a micro-batch's target (its inputs if there is no target) to its weight in the loss.
-            Default: its number of rows, or the number of targets over which the loss averages.
+        loss_weight: a function that maps a micro-batch's target (its inputs if there is no target) to its weight in the
+            loss. Default: its number of rows, or the number of targets over which the loss averages.
         loss_reduction: how the loss reduces over rows, "mean" or "sum". Default: read from ``loss_fn``, else "mean".
         split_dims: the dimension of the rows: an int, a sequence by position, or a mapping by position or name. An
             argument with None in place of a dimension is not split. Default: 0.
