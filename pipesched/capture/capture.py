@@ -143,7 +143,7 @@ class Capture:
 
     @cached_property
     def crossing_bytes(self) -> list[int]:
-        """For each call, the bytes that would be sent across a stage boundary placed before this call."""
+        """The bytes that would be sent across a stage boundary before each call, by the index of the call."""
         last: dict[Value, int] = {}
         for call in self.calls:
             if call.index not in self.free:

@@ -169,7 +169,7 @@ def layered(
 def _check_takes(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], error: TypeError) -> None:
     """Raise InputError if the sample does not fit the forward's signature.
 
-    Called only after the forward has failed, because code around a forward may accept more than its signature does.
+    Called only after the forward has failed, because a wrapper may accept more arguments than the forward's signature.
     """
     taken = signature(model.forward)
     try:

@@ -104,7 +104,7 @@ def recorded(
 
 
 def _made(model: nn.Module, first: Capture, args: Any, kwargs: Any) -> tuple[_Attributes, _Attributes]:
-    """Run a forward, and return the attributes that it sets with their values after it, and their values before it.
+    """Run a forward. Returns the new values of the attributes that the forward sets, and their old values.
 
     Includes attributes that changed during the capture, and attributes that were missing or None before the forward.
     """

@@ -168,7 +168,7 @@ class Replay:
 
 
 class _Run(TorchFunctionMode):
-    """The state of a replay for one micro-batch: the position among the calls, and the values so far."""
+    """The state of a replay for one micro-batch: the position among the calls, and the values known so far."""
 
     def __init__(
         self,

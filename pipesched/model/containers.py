@@ -255,7 +255,7 @@ class Twin(_Copies):
 
 
 def _follow(own: nn.Module, copy: nn.Module, kept: tuple[str, ...]) -> None:
-    """Copy a module's attributes to its copy, except those in ``kept``."""
+    """Copy a module's attributes to its copy, except the attributes in ``kept``."""
     copy.__dict__.update({name: value for name, value in own.__dict__.items() if name not in kept})
 
 

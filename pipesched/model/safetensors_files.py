@@ -79,7 +79,7 @@ class WeightFiles(Mapping[str, Tensor]):
 
     @torch.no_grad()
     def read_into(self, name: str, tensor: Tensor) -> None:
-        """Copy the stored tensor of this name into ``tensor``, which must have the same shape; converts the dtype."""
+        """Copy the stored tensor of this name into ``tensor``, converting the dtype. The shapes must be the same."""
         _read(name, tensor, self._entries[name].path)
 
 

@@ -360,7 +360,7 @@ class _SharedTensors(TorchFunctionMode):
 
 
 def unchanged(value: Any) -> Any:
-    """Copy the objects in a value that a layer may change, such as key caches. Tensors are not copied but shared."""
+    """Copy the objects in a value that a layer may change, such as key-value caches. Tensors are shared, not copied."""
     leaves, spec = pytree.tree_flatten(value)
     plain = Tensor, int, float, str, bytes, type(None), nn.Module
     with _SharedTensors():

@@ -42,7 +42,7 @@ __all__ = ["Assembly", "AssemblySpec", "StageCut"]
 
 @dataclass(frozen=True, kw_only=True)
 class AssemblySpec:
-    """A model and the user's options for its stages, which stay the same when the plan changes."""
+    """A model and the user's options for its stages. All fields stay the same when the plan changes."""
 
     model: nn.Module
     loss_fn: Callable[[Any, Any], Any] | None
@@ -138,7 +138,7 @@ class Assembly:
         self.updates_late = any(stage.optimizer.late for stage in self.stages.values())
 
     def take_over(self) -> None:
-        """Let this assembly's optimizers take over the parameters from the previous assembly's optimizers."""
+        """Let this assembly's optimizers update the parameters from now on, instead of the previous assembly's."""
         if self._inheritance is not None:
             self.optimizers = self._inheritance.take()
             for index, optimizer in self.optimizers.items():
@@ -156,7 +156,7 @@ class Assembly:
 
     @property
     def program(self) -> Program:
-        """The program for a full batch, as the schedule or the user wrote it."""
+        """The program for a full batch as the schedule or the user wrote it, that is, before lowering."""
         return self.programs.full.plain
 
     def _bodies(self) -> Sequence[Body]:
@@ -180,7 +180,7 @@ class Assembly:
 
         A layer can reach such a parameter through a module or a reference. This raises GraphError, because the
         parameter would be stale or on another device, and its gradient would not be returned to its rank. If both ranks
-        use one device in one process, it only warns.
+        use one device in one process, this only issues a warning.
         """
         host = self._host
         placement = self.program.placement

@@ -40,7 +40,7 @@ class CostBook:
     Args:
         model: the user's model.
         layered: the model's layers.
-        loss_fn: the loss function; its costs belong to the last layer.
+        loss_fn: the loss function; its memory is added to the costs of the last layer.
         guard: the StaleGuard, which is lifted while the layers are measured.
         devices: one device per rank, including devices that the plan leaves unused.
         intra_op_threads: the number of CPU threads per rank.

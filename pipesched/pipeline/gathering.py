@@ -115,7 +115,7 @@ def named_tensors(roots: Mapping[str, nn.Module], *, duplicates: bool = False) -
 
 
 def _check_target(rank: Any, asked: Sequence[Any], num_ranks: int) -> range:
-    """Return the ranks that gather. Raises InputError on all ranks if any passed an invalid rank or if they differ."""
+    """Return the ranks that gather. Raises InputError on all ranks if the values passed are invalid or differ."""
     for number, target in enumerate(asked):
         if target is not None and not (is_count(target, 0) and target < num_ranks):
             raise InputError(

@@ -34,7 +34,7 @@ class MemoryForecast:
         book: the known costs of layers and devices.
         spec: the model and its loss.
         guard: the StaleGuard, which is lifted while the stages are measured.
-        limits: the bytes that each rank may hold; None without a limit.
+        limits: the most bytes that each rank may hold; None for no limit.
 
     """
 

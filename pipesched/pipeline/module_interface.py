@@ -66,7 +66,7 @@ class ModuleInterface:
                     yield name, module
 
     def modules(self) -> Iterator[nn.Module]:
-        """Iterate over the modules of the model and the loss module; skips the same modules as ``named_modules``."""
+        """Iterate over the modules of the model and the loss module, as ``named_modules`` does, without names."""
         for _, module in self.named_modules():
             yield module
 

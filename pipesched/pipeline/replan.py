@@ -62,7 +62,7 @@ class Replanner:
         roots: the model and the loss module, by the prefix of their parameters' names.
         spec: the model and the user's options for its stages.
         asked: the boundaries that the user fixed.
-        limits: the bytes that each rank may hold; None without a limit.
+        limits: the most bytes that each rank may hold; None for no limit.
 
     """
 

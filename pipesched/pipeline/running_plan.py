@@ -41,7 +41,7 @@ class RunningPlan:
 
     @property
     def program(self) -> Program:
-        """The program for a full batch, as the schedule or the user wrote it."""
+        """The program for a full batch as the schedule or the user wrote it, that is, before lowering."""
         return self.assembly.program
 
     @property

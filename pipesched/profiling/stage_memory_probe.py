@@ -144,7 +144,7 @@ def costs_with(costs: Costs, program: Program, stages: Sequence[StageSizes], los
 
 
 class _Holder(nn.Module):
-    """Runs code while the model uses other parameters in place of its own."""
+    """Runs code while other tensors replace the model's parameters."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()

@@ -21,7 +21,7 @@ class Trade(Protocol):
         """Return whether the rank runs in this process."""
 
     def trade(self, what: str, given: Mapping[int, Any], sources: Collection[int]) -> dict[int, Any]:
-        """Send each value in ``given`` to the rank of its key; return the values that ``sources`` send to this rank."""
+        """Send each value in ``given`` to the rank that is its key. Returns the values from ``sources`` by rank."""
 
 
 class RankDevices(Protocol):
