@@ -16,7 +16,7 @@ __all__ = ["flow_of", "gap", "narrowest", "row_of", "unused", "with_costs"]
 
 
 def gap(capture: Capture, position: int) -> list[int]:
-    """Return the calls (indices) at which a stage may begin whose first layer call is ``layer_calls[position]``.
+    """Return the indices of the calls at which a stage may begin if its first layer call is ``layer_calls[position]``.
 
     Candidates are the calls after the previous layer call, up to and including this layer call.
     """

@@ -124,7 +124,7 @@ def as_model(model: Any) -> Any:
 def stages_of(model: Any, layers: Sequence[str], num_stages: int) -> list[str] | None:
     """Return the first layer of each module except the first, for a model that is a list of one module per stage.
 
-    Returns None for other models.
+    Returns None for other models, and if a module of the list has no layer.
     """
     if not isinstance(model, list | tuple | nn.ModuleList) or len(model) != num_stages:
         return None

@@ -40,7 +40,7 @@ class Recording:
     written: tuple[str, ...] = ()
 
     def set_up(self) -> None:
-        """Set the attributes that the first forward would set, except those that were changed after the recording."""
+        """Set the attributes that the first forward would set, except attributes changed after the recording."""
         for (module, name), value in self.made.items():
             if getattr(module, name, _NOTHING) is self.before[module, name]:
                 setattr(module, name, value)

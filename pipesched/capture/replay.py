@@ -229,7 +229,7 @@ class _Run(TorchFunctionMode):
         kwargs = kwargs or {}
         call = self._calls[self._position] if self._position < len(self._calls) else None
         if (call is None or call.function != name) and (name in self._quiet or name == _DEVICE):
-            return self._ask(name, func, args, kwargs)  # even after the last call, because leaving no_grad calls one
+            return self._ask(name, func, args, kwargs)  # also after the last call: leaving no_grad calls one
         if self._next() is None or call is None or call.function != name:
             raise self._lost(f"calls {name}")
         if call.index not in self._runs:

@@ -50,7 +50,7 @@ class _Contents:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, _Contents) or self._tensor is not other._tensor or self._version != other._version:
             return False
-        # Tensors whose bits cannot be compared count as unchanged.
+        # Tensors whose bits cannot be compared are treated as unchanged.
         return same_bits(self._copy, other._copy) or not same_bits(self._copy, self._copy)
 
     __hash__ = None  # type: ignore[assignment]

@@ -27,7 +27,7 @@ from pipesched.torch_checks import as_call
 
 __all__ = ["Trial"]
 
-_ROUNDS = 10  # the most turns per plan, spread out because other load slows a machine for seconds at a time
+_ROUNDS = 10  # the most turns per plan; turns are short and alternate, because other load slows a machine for seconds
 _STEPS = 2  # measured steps per turn, after one warm-up step
 _ENOUGH_S = 5.0  # seconds after which no further round starts
 

@@ -36,7 +36,7 @@ class RunningPlan:
     assembly: Assembly
     splitter: Splitter
     stream: Stream | None = None  #: the steps of an asynchronous schedule that are under way
-    step: int = 0  #: the number of steps begun
+    step: int = 0  #: the number of steps that have started
     runs: deque[Timeline] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))  #: the timelines of the last steps
 
     @property

@@ -185,7 +185,7 @@ def _spread(seconds: Sequence[float]) -> float:
     return (high - low) / median(seconds)
 
 
-_WAITS = 0.1  # a layer that spends a larger fraction of its time waiting counts as a waiting layer
+_WAITS = 0.1  # a layer that spends more than this fraction of its time waiting is treated as a waiting layer
 
 
 class Between(nn.Module):
