@@ -12,7 +12,7 @@ In layers: `add_loss`. Micro-batches that are already cut: `Microbatch`.
 To plan: `profile`, `tune`, `partition`. To study schedules: `schedules`, `simulate`, `validate`, `lower_bound`, `viz`.
 To write a schedule: `schedule`, `Order`, `Shape`.
 
-The packages, each importing only from those above it:
+The packages; each imports only from the packages above it:
 
     errors, units, checks       errors, numbers as text, argument checks
     program, order, schedules   schedules as data; one file per schedule

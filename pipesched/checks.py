@@ -89,7 +89,10 @@ def check_number(value: Any, what: str) -> None:
 
 
 def check_size(value: Any, what: str) -> None:
-    """Raise ScheduleError unless ``value`` is an integer and 0 <= ``value`` < `LARGEST_SIZE`; ``what`` names it."""
+    """Raise ScheduleError unless ``value`` is an integer and 0 <= ``value`` < `LARGEST_SIZE`.
+
+    The error calls the value ``what``.
+    """
     if not is_whole(value) or not 0 <= value < LARGEST_SIZE:
         raise ScheduleError(
             f"sizes must be whole numbers of bytes below 2**48; {what} is {shown(value)}; measure it again"

@@ -151,7 +151,7 @@ def maybe(make: Callable[[Any], _Made]) -> Callable[[Any], _Made | None]:
 
 
 def _of_type(value: Any, hint: Any, what: str) -> Any:
-    """Check a value's type, and convert a list to a tuple if ``hint`` is one. Raises ScheduleError for a wrong type."""
+    """Check a value's type, and convert a list to the container of ``hint``. Raises ScheduleError for a wrong type."""
     origin = get_origin(hint)
     args = get_args(hint)
     if origin in (Union, UnionType):

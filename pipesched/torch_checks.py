@@ -52,7 +52,7 @@ def as_call(sample: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def as_function(function: Any, name: str, takes: Sequence[str] = ()) -> Any:
-    """Check a function and return it; None is returned unchanged. ``takes`` names its positional arguments.
+    """Check that the argument is None or a function, and return it. ``takes`` names the function's arguments.
 
     Raises ModelTypeError if the function is not callable, is a Module class, or does not accept these arguments.
     """
@@ -86,7 +86,10 @@ def _check_takes(function: Any, name: str, takes: Sequence[str]) -> None:
 
 
 def as_optimizer(make: Any) -> Any:
-    """Check a function params -> Optimizer and return it, or None. Raises ModelTypeError if it is unsuitable."""
+    """Check that the argument is None or a function ``params -> Optimizer``, and return it.
+
+    Raises ModelTypeError otherwise.
+    """
     if make is not None and (isinstance(make, Optimizer) or not callable(make)):
         raise ModelTypeError(
             f"optimizer must be a function params -> Optimizer, called once for each stage; got {type(make).__name__}; "
@@ -96,7 +99,7 @@ def as_optimizer(make: Any) -> Any:
 
 
 def as_devices(devices: Any) -> list[torch.device]:
-    """Convert each rank's device with `as_device`. Also raises DeviceCountError if ``devices`` is not a list."""
+    """Convert the device of each rank with `as_device`. Raises DeviceCountError if ``devices`` is not a list."""
     if isinstance(devices, str | torch.device) or not isinstance(devices, Sequence):
         raise DeviceCountError(
             f"devices must be a list with one device for each rank; got {devices!r}; pass a list, such as ['cpu', "
@@ -106,7 +109,7 @@ def as_devices(devices: Any) -> list[torch.device]:
 
 
 def as_device(device: Any) -> torch.device:
-    """Convert to a ``torch.device``; ``cuda`` without an index gets the index of the current device.
+    """Convert a device to a ``torch.device``; ``cuda`` without an index gets the index of the current device.
 
     Raises InputError if the value is not a device, and DeviceCountError if the machine does not have that device.
     """

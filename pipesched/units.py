@@ -65,7 +65,7 @@ def counted(count: int, what: str) -> str:
 
 
 def and_more(names: Sequence[object]) -> str:
-    """Return the first name, quoted, with the number of further ones: ``'0'``, ``'0' and 3 more``."""
+    """Return the first name, quoted, and the number of other names, such as ``'0'`` or ``'0' and 3 more``."""
     return f"{names[0]!r} and {len(names) - 1} more" if len(names) > 1 else f"{names[0]!r}"
 
 

@@ -32,7 +32,8 @@ class Call:
     index: int
     #: The layer's name; empty for a function.
     layer: str
-    #: The number of earlier calls of this layer. For a function: of earlier function calls with parameters or buffers.
+    #: The number of earlier calls of this layer. For a function, the number of earlier function calls that use
+    #: parameters or buffers.
     number: int
     function: str
     #: The values among the call's arguments.
@@ -51,7 +52,7 @@ class Call:
     random: bool = False
     #: Whether this is a call of a function that runs without gradients, possibly inside an autograd.Function.
     sealed: bool = False
-    #: The first call of a range that ends with this call and must stay in one stage.
+    #: The index of the first call of a range that ends with this call and must stay in one stage.
     joined: int | None = None
     #: Whether the call changes memory that existed before the forward, such as an input, or adds a loss to the step.
     outward: bool = False
@@ -62,7 +63,7 @@ class Call:
 
     @property
     def place(self) -> Place:
-        """The key of a call that uses parameters, equal in training and in evaluation mode."""
+        """A key of a call that uses parameters; the same in training and in evaluation mode."""
         return self.layer, self.number
 
     def __str__(self) -> str:
@@ -70,7 +71,7 @@ class Call:
 
 
 class FunctionCall(NamedTuple):
-    """A call of a function between layers. ``values`` has the Values of tensor arguments (None if not recorded)."""
+    """A call of a function between layers. ``values`` holds the Values of tensor arguments (None if not recorded)."""
 
     function: Callable[..., Any]
     arguments: tuple[tuple[Any, ...], dict[str, Any]]
@@ -134,7 +135,7 @@ class Capture:
         return frozenset(free)
 
     def trained(self, parameters: Set[str]) -> set[Value]:
-        """Return the values that depend on these parameters, and need gradients if the parameters are trained."""
+        """Return the values that depend on these parameters and need gradients if the parameters are trained."""
         values: set[Value] = set()
         for call in self.calls:
             if not call.reads and not (values.isdisjoint(call.takes) and parameters.isdisjoint(call.uses)):
@@ -143,7 +144,7 @@ class Capture:
 
     @cached_property
     def crossing_bytes(self) -> list[int]:
-        """For each call, the bytes that would be sent across a stage boundary placed before this call."""
+        """The bytes that would be sent across a stage boundary before each call, by the index of the call."""
         last: dict[Value, int] = {}
         for call in self.calls:
             if call.index not in self.free:

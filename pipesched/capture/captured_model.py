@@ -1,4 +1,4 @@
-"""Captured model: any model as layers in the order of their calls, from which it builds the stages."""
+"""Captured model: any model as a sequence of layers in call order, from which stages are built."""
 
 from collections import Counter
 from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
@@ -36,11 +36,11 @@ class CapturedModel:
 
     Args:
         model: the user's module.
-        sample: (args, kwargs) of its forward. A single row is repeated, so that the sample has two.
+        sample: the arguments (args, kwargs) of a forward. A sample of a single row is extended to two identical rows.
         whole_layers: names of modules that are kept whole. Default: none.
 
     ``layers`` maps names to the layers at which a stage may begin, in call order. The second call of a layer has an
-    entry named ``name#2``. ``written`` has the names of weights and buffers that forwards write to.
+    entry named ``name#2``. ``written`` holds the names of weights and buffers that forwards write to.
 
     """
 
@@ -58,7 +58,7 @@ class CapturedModel:
                 raise
             self.modules, own = opened(model, look, whole_layers)
         self.captures = {model.training: own}
-        self.missing: Exception | None = None  # the error of a model that does not run in the other mode
+        self.missing: Exception | None = None  # the error that the model raises in the other mode, if any
         try:
             other = self._recorded(not model.training, self.modules)
         except Exception as error:  # for example a detector that takes targets only in training
@@ -114,7 +114,7 @@ class CapturedModel:
             )
 
     def uses(self, cut: StageLayers, ranks: Sequence[int]) -> list[Use]:
-        """Return the calls that use parameters, each with its rank. ``ranks`` has the rank of each stage."""
+        """Return the calls that use parameters, each with its rank. ``ranks`` holds the rank of each stage."""
         parameters = {name for name, _ in self.model.named_parameters()}
         rank_of = {
             index: rank
@@ -170,7 +170,7 @@ class CapturedModel:
         return results[0].detach() if len(results) == 1 else None
 
     def begins(self, capture: Capture) -> dict[str, int]:
-        """Return, for each layer, the index of the call at which a stage begins if this layer is its first."""
+        """Return, for each layer, the index of the first call of a stage that begins with this layer."""
         order = list(self.calls)
         return {name: narrowest(capture, at) if (at := order.index(name)) else 0 for name in self.layers}
 
@@ -179,7 +179,7 @@ class CapturedModel:
         return with_costs(flow_of(self.model, capture, self.begins(capture)), costs)
 
     def _parts(self, cut: StageLayers) -> dict[bool, list[Part]]:
-        """Return the Part of each stage, in training mode under True and in evaluation mode under False."""
+        """Return the Part of each stage for each mode: True for training mode, False for evaluation mode."""
         order = list(self.calls)
         begins = [order.index(names[0]) for names in cut[1:]]
         return {
@@ -190,7 +190,7 @@ class CapturedModel:
     def written_by(self, cut: StageLayers) -> Sequence[Collection[str]]:
         """Return, for each stage, the names of buffers that its own calls may write to.
 
-        A function between layers that only reads a buffer may be in another stage than the calls that write to it.
+        A function between layers that only reads a buffer may be in a different stage than the calls that write to it.
         """
         found: list[set[str]] = [set() for _ in cut]
         for mode, parts in self.parts(cut).items():
@@ -246,7 +246,7 @@ def _unit(call: Call) -> str:
 
 
 def _two_rows(sample: tuple[tuple[Any, ...], dict[str, Any]]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """If a sample has a single row, repeat this row, because code may treat a single row differently."""
+    """If a sample has a single row, duplicate it, because code may treat a single row differently."""
     tensors = [tensor for tensor in tensors_in(sample) if tensor.dim()]
     if not tensors or any(len(tensor) != 1 for tensor in tensors):
         return sample

@@ -1,4 +1,4 @@
-"""Label counts: find the labels over which a model averages its own loss, to weight the losses of micro-batches.
+"""Label counts: finds the labels over which a model averages its own loss, to weight the losses of micro-batches.
 
 Micro-batches have different numbers of labels that are not padding, so their mean losses need unequal weights. The
 model's code decides over which labels it averages. For example, a language model that shifts its labels drops the
@@ -31,7 +31,7 @@ _ROUNDING = 32  # tolerated difference of two losses, in units of the last place
 
 
 def counts(model: nn.Module, way: str | None) -> Callable[..., Any] | None:
-    """Return a function from a micro-batch's inputs to its weight, for a way of counting from ``counted_labels``.
+    """Return a function that maps a micro-batch's inputs to its weight, for a result of ``counted_labels``.
 
     Returns None if ``way`` is None; the weight is then the number of rows.
     """
@@ -46,17 +46,17 @@ def counts(model: nn.Module, way: str | None) -> Callable[..., Any] | None:
 
 
 def counted_labels(model: nn.Module, sample: tuple[tuple[Any, ...], dict[str, Any]]) -> str | None:
-    """Find the labels over which a model's own loss is a mean; None if it is a mean over rows, or there are no labels.
+    """Find the labels over which a model averages its own loss; None if it averages over rows or there are no labels.
 
     The model runs three times in evaluation mode and is left unchanged. A model on the meta device runs with stand-ins
     for its layers' outputs. If no way of counting fits, or more than one, a warning says so and the result is None.
 
     Args:
         model: the user's module.
-        sample: (args, kwargs) of its forward.
+        sample: the arguments (args, kwargs) of a forward.
 
     Returns:
-        The name of the way of counting, to pass to ``counts``; or None.
+        The name of the way of counting, to pass to ``counts``; None for the number of rows.
 
     """
     given = _labels_of(model, sample)
@@ -71,7 +71,7 @@ def counted_labels(model: nn.Module, sample: tuple[tuple[Any, ...], dict[str, An
     weights = {way: [count(part) for part in _marked(given)] for way, count in _WAYS.items()}
     fitting = [way for way, counted in weights.items() if _fits(counted, losses)]
     if given.dim() == 1 and "labels" in fitting:
-        return "labels"  # one label per row: the same as rows unless some are ignored
+        return "labels"  # one label per row: the same number as rows unless some labels are ignored
     if len(fitting) != 1:
         return _unknown(
             f"the model's loss fits {'none' if not fitting else 'each'} of these ways of counting: "
@@ -106,7 +106,7 @@ def _labels_in(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 
 def _marked(labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Return labels for two rows in which many labels are not ignored, and for two rows in which few are not."""
+    """Return labels for two pairs of rows; the second pair has fewer labels that are not ignored."""
     rows = labels[torch.arange(4) % len(labels)]
     valid = rows[rows != IGNORED]
     rows = torch.where(rows == IGNORED, valid[0] if len(valid) else 0, rows)
@@ -129,7 +129,7 @@ def _probe(
             return tensor[torch.arange(4)[chosen] % len(tensor)] if tensor.dim() else tensor
 
         args, kwargs = pytree.tree_map_only(Tensor, of, sample)
-        if _NAME in kwargs:  # replaced by name: the tensor may be another argument, too
+        if _NAME in kwargs:  # replaced by name, because the same tensor may also be another argument
             return args, {**kwargs, _NAME: marked[chosen]}
         place = [*inspect.signature(model.forward).parameters].index(_NAME)
         return (*args[:place], marked[chosen], *args[place + 1 :]), kwargs
@@ -178,7 +178,7 @@ def _unknown(why: str) -> str | None:
 class _Outline(TorchFunctionMode):
     """Runs the model with stand-ins for the layers' outputs.
 
-    All rows of a stand-in are equal, so the loss of a batch is the mean of the losses of its rows.
+    All rows of a stand-in are identical, so the loss of a batch is the mean of the losses of its rows.
     """
 
     def __init__(self, model: nn.Module) -> None:

@@ -16,7 +16,7 @@ __all__ = ["flow_of", "gap", "narrowest", "row_of", "unused", "with_costs"]
 
 
 def gap(capture: Capture, position: int) -> list[int]:
-    """Return the calls that may come first in a stage whose first layer call is the one at this position.
+    """Return the indices of the calls at which a stage may begin if its first layer call is ``layer_calls[position]``.
 
     Candidates are the calls after the previous layer call, up to and including this layer call.
     """
@@ -28,7 +28,7 @@ def gap(capture: Capture, position: int) -> list[int]:
 
 
 def narrowest(capture: Capture, position: int) -> int:
-    """Return the call of ``gap`` before which a stage boundary sends the fewest bytes; on ties the last one."""
+    """Return the call of ``gap`` before which a stage boundary sends the fewest bytes; of several, the last one."""
     return min(reversed(gap(capture, position)), key=capture.crossing_bytes.__getitem__)
 
 

@@ -62,7 +62,7 @@ class LayeredModel(Protocol):
         """Raise ScheduleError or GraphError if the model's stages cannot run the program."""
 
     def uses(self, cut: StageLayers, ranks: Sequence[int]) -> list[Use]:
-        """Return the uses of parameters; empty if layers share no parameters. ``ranks`` has the rank of each stage."""
+        """Return the uses of parameters; empty if layers share none. ``ranks`` holds the rank of each stage."""
 
     def calls_of(self, layer: str, *, again: bool) -> list[tuple[str, int]]:
         """Return the calls that run as one layer, each as (module name, number of earlier calls of the module).
@@ -79,10 +79,10 @@ class LayeredModel(Protocol):
     sample: tuple[tuple[Any, ...], dict[str, Any]]
 
     def passed(self) -> Generator[tuple[str, Any]]:
-        """Run the layers on the sample. Yields (name, output) of each layer whose output the next layer gets unchanged.
+        """Run the layers on the sample. Yields (name, output) for outputs that are passed to the next layer unchanged.
 
         Raises:
-            LayerError: a layer raised.
+            LayerError: a layer raised an exception.
 
         """
 
@@ -122,7 +122,10 @@ def as_model(model: Any) -> Any:
 
 
 def stages_of(model: Any, layers: Sequence[str], num_stages: int) -> list[str] | None:
-    """Return the first layer of each module but the first; None unless the model is a list with a module per stage."""
+    """Return the first layer of each module except the first, for a model that is a list of one module per stage.
+
+    Returns None for other models, and if a module of the list has no layer.
+    """
     if not isinstance(model, list | tuple | nn.ModuleList) or len(model) != num_stages:
         return None
     firsts = [next((name for name in layers if f"{name}.".startswith(f"{part}.")), "") for part in range(len(model))]
@@ -132,11 +135,11 @@ def stages_of(model: Any, layers: Sequence[str], num_stages: int) -> list[str] |
 def layered(
     model: nn.Module, sample: tuple[tuple[Any, ...], dict[str, Any]], whole_layers: Collection[str] = ()
 ) -> LayeredModel:
-    """Find the layers of a model: the modules of a plain nn.Sequential, or for other models those that a forward calls.
+    """Find the layers of a model: the modules of a plain nn.Sequential, or else the modules that a forward calls.
 
     Args:
         model: the user's module.
-        sample: (args, kwargs) of its forward.
+        sample: the arguments (args, kwargs) of a forward.
         whole_layers: names of modules that are kept whole. Default: none.
 
     Raises:
@@ -166,7 +169,7 @@ def layered(
 def _check_takes(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], error: TypeError) -> None:
     """Raise InputError if the sample does not fit the forward's signature.
 
-    Called only after the forward has failed, because code around a forward may accept more than its signature says.
+    Called only after the forward has failed, because a wrapper may accept more arguments than the forward's signature.
     """
     taken = signature(model.forward)
     try:

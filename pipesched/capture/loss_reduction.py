@@ -1,8 +1,8 @@
 """Loss reduction: finds whether a loss is a mean or a sum, and each micro-batch's weight in the loss of the batch.
 
-The options of losses of ``torch.nn`` and ``torch.nn.functional`` contain this information. Most means are over
-elements, so a micro-batch is weighted by its number of rows. Cross entropy and ``nll_loss`` divide by the number of
-targets that are not ignored, each weighted by its class.
+For losses of ``torch.nn`` and ``torch.nn.functional``, the reduction and the weights follow from the options of the
+loss. Most means are over elements, so a micro-batch is weighted by its number of rows. Cross entropy and ``nll_loss``
+divide by the number of targets that are not ignored, or by the sum of their class weights.
 """
 
 import inspect
@@ -38,16 +38,17 @@ def resolve_loss(
     """Find the weight of each micro-batch's loss, and whether the batch's loss is the mean or the sum of these losses.
 
     Args:
-        model: the user's module. With loss_fn=None its labels are counted if it averages its own loss over them.
-        sample: (args, kwargs) of its forward.
+        model: the user's module. If loss_fn is None and the model averages its own loss over labels, the weight of a
+            micro-batch is its number of these labels.
+        sample: the arguments (args, kwargs) of a forward.
         loss_fn: the user's loss, or None.
         loss_weight: the user's function for the weight, or None to read it from the loss.
         loss_reduction: "mean", "sum", or None to read it from the loss.
         split_dims: the dimension along which the batch is split, or a mapping from argument to dimension.
-        agreed: runs a function on one rank and returns the result on all ranks. Default: every rank runs it.
+        agreed: calls a given function on one rank, and returns the result on all ranks. Default: every rank calls it.
 
     Returns:
-        The function for the weight (None: the number of rows), and the reduction.
+        The function that computes the weight (None for the number of rows), and the reduction.
 
     Raises:
         InputError: the loss is not reduced, or contradicts the options.
@@ -87,7 +88,7 @@ def resolve_loss(
 
 
 def reduces(loss_fn: Any) -> bool:
-    """Return whether this is a loss of torch, whose options state its reduction and weights."""
+    """Return whether a loss is one of torch's losses, whose options determine reduction and weights."""
     return _options(loss_fn) is not None
 
 
@@ -107,7 +108,7 @@ def _options(loss_fn: Any) -> _Option | None:
 
 
 def _reduction(loss_fn: Any, option: _Option) -> str:
-    """Return "mean" or "sum" for a loss of torch. Raises InputError if the loss is not reduced."""
+    """Return the reduction of a torch loss, such as "mean" or "sum". Raises InputError if the loss is not reduced."""
     reduction, average, reduce = (option(name, None) for name in ("reduction", "size_average", "reduce"))
     if average is not None or reduce is not None:  # the deprecated options; torch's functions give them precedence
         reduction = "none" if reduce is False else "sum" if average is False else "mean"
@@ -124,7 +125,7 @@ def _name(loss_fn: Any) -> str:
 
 
 def _counts(option: _Option) -> bool:
-    """Return whether a mean loss may divide by a number that is not proportional to its number of rows."""
+    """Return whether a mean loss may divide by a number that is not proportional to the number of rows."""
     weights = (option(name, None) for name in ("weight", "pos_weight"))
     return option("ignore_index", _ABSENT) is not _ABSENT or any(weight is not None for weight in weights)
 

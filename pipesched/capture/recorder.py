@@ -65,9 +65,9 @@ class _Recorder(TorchFunctionMode):
         self._hidden_from: int | None = None
         self._attributes = {name: dict(layer.__dict__) for name, layer in layers.items()}
         self._first_use: dict[str, int] = {}  # the first call that uses a parameter or buffer
-        self._elsewhere: set[int] = set()  # memory not made by a call of this forward
+        self._elsewhere: set[int] = set()  # addresses of memory that no call of this forward allocated
         self._regions: dict[FrameType, tuple[Call, Call]] = {}  # code with a single backward -> its first and last call
-        self._readers: dict[str, int] = {}  # container that reads contents -> call index
+        self._readers: dict[str, int] = {}  # container whose code reads tensor values -> index of the next call
         self._arguments: set[int] | None = None  # ids of the running layer's arguments
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Capture:
@@ -162,7 +162,7 @@ class _Recorder(TorchFunctionMode):
         return result
 
     def _differentiate(self, func: Any) -> None:
-        """Keep a container whole if its code differentiates, because a stage can only differentiate its own calls."""
+        """Keep a container whole if its code differentiates, because a stage can differentiate only its own calls."""
         container = self._shells.running()
         if not container:
             layers = list(dict.fromkeys(call.layer for call in self._capture.calls if call.layer))
@@ -186,7 +186,7 @@ class _Recorder(TorchFunctionMode):
             if value := self._value.get(id(tensor)):
                 self._by_the_way.add(value)
                 by_layer = value[0] != INPUT and self._capture.calls[value[0]].layer
-                if by_layer and id(tensor) not in self._arguments:  # the layer got it through a shared object
+                if by_layer and id(tensor) not in self._arguments:  # the layer got the tensor through a shared object
                     self._hidden_from = value[0] if self._hidden_from is None else min(self._hidden_from, value[0])
             else:
                 self._look_for(tensor)
@@ -194,7 +194,7 @@ class _Recorder(TorchFunctionMode):
         if any(True for _ in tensors_in(result)):
             self._reached.update(self._names[key] for key in taken.keys() & self._names.keys())
         for tensor in tensors_in(result):
-            if id(tensor) not in taken:  # a returned argument was made elsewhere
+            if id(tensor) not in taken:  # a tensor in ``taken`` was only passed through
                 self._within[id(tensor)] = weakref.ref(tensor), len(self._capture.calls)
         return result
 
@@ -254,7 +254,7 @@ class _Recorder(TorchFunctionMode):
         return result
 
     def _new(self, layer: str, function: str, taken: list[Tensor], changed: list[int], result: Any) -> tuple[Any, Call]:
-        """Record a call; return its result and the Call. Arguments that it returns become views, which have new ids."""
+        """Record a call, and return its result and its Call. Arguments in the result become views, with new ids."""
         takes = tuple(dict.fromkeys(self._value[id(tensor)] for tensor in taken if id(tensor) in self._value))
         uses = tuple(dict.fromkeys(self._names[id(tensor)] for tensor in taken if id(tensor) in self._names))
         number = 0

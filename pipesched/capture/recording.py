@@ -34,13 +34,13 @@ class Recording:
     capture: Capture
     #: Attributes that only the first forward sets, with the values that it sets.
     made: _Attributes = field(default_factory=dict)
-    #: The values of these attributes before the first forward; a sentinel for an attribute that did not exist.
+    #: The values of the attributes in ``made`` before the first forward; a sentinel for an attribute that was missing.
     before: _Attributes = field(default_factory=dict)
     #: Names of weights and buffers that a forward writes to.
     written: tuple[str, ...] = ()
 
     def set_up(self) -> None:
-        """Set the attributes that the first forward would set, except those that were changed after the recording."""
+        """Set the attributes that the first forward would set, except attributes changed after the recording."""
         for (module, name), value in self.made.items():
             if getattr(module, name, _NOTHING) is self.before[module, name]:
                 setattr(module, name, value)
@@ -49,11 +49,11 @@ class Recording:
 def recorded(
     model: nn.Module, layers: Mapping[str, nn.Module], mode: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Recording:
-    """Record a model in one mode. Runs one forward, and more if the forward sets attributes of containers.
+    """Record a model in one mode. Runs one forward, and further forwards if it sets attributes of containers.
 
     Stages start every micro-batch with the attributes already set. A forward that starts with these attributes must
     therefore make the same calls and return the same result as the recorded forward. If only the first forward differs,
-    a later forward is recorded.
+    a later forward is recorded instead.
 
     Args:
         model: the user's module.
@@ -63,7 +63,7 @@ def recorded(
         kwargs: keyword arguments of the forward.
 
     Raises:
-        GraphError: a later forward returns another result, or the first forward changes weights.
+        GraphError: a later forward returns a different result, or only the first forward writes to weights.
 
     """
     written: dict[str, None] = {}
@@ -104,7 +104,7 @@ def recorded(
 
 
 def _made(model: nn.Module, first: Capture, args: Any, kwargs: Any) -> tuple[_Attributes, _Attributes]:
-    """Run a forward and return the attributes that it sets, with their values after the forward and before it.
+    """Run a forward. Returns the new values of the attributes that the forward sets, and their old values.
 
     Includes attributes that changed during the capture, and attributes that were missing or None before the forward.
     """
@@ -128,7 +128,7 @@ def _same_way(one: Capture, other: Capture) -> bool:
 
 
 def _check_kept(first: Capture, second: Capture) -> None:
-    """Raise GraphError if the second forward, which starts with the attributes set, returns other values."""
+    """Raise GraphError if the second forward, which starts with the attributes set, returns different values."""
     buffers = [(value, module._buffers.get(name, value)) for (module, name), value in first.changed.items()]
     for one, other in (*buffers, *zip(first.results, second.results, strict=True)):
         if one is not other and not (isinstance(one, Tensor) and isinstance(other, Tensor) and _alike(one, other)):

@@ -2,7 +2,7 @@
 
 Every stage runs the containers' code from its beginning. A call of another stage is skipped; its result is the received
 value if this stage uses it, else a meta tensor. After the stage's last call the code is aborted. An error is raised if
-the code takes another path than in the capture.
+the code takes a different path than in the capture.
 """
 
 from collections.abc import Mapping, Sequence
@@ -39,9 +39,10 @@ _DEVICE = "torch.Tensor.device.__get__"
 
 
 class Looks:
-    """Types and shapes of values that a stage does not send. They are one leaf of a message.
+    """Types and shapes of values that a stage does not send, as a single leaf of a message.
 
-    Immutable. Plain numbers are equal only if they also have the same type. ``values`` has pairs (Value, Look).
+    Immutable. Comparison distinguishes plain numbers of different types, such as 1 and True. ``values`` holds pairs
+    (Value, Look).
     """
 
     __slots__ = ("_key", "values")
@@ -127,7 +128,7 @@ class Replay:
             received: values from earlier stages.
             looks: types and shapes of values that earlier stages did not send.
             present: replacements for parameters and buffers that belong to no layer.
-            call: calls a layer.
+            call: the function that calls a layer.
             random: the micro-batch's random number generator.
 
         Returns:
@@ -149,7 +150,7 @@ class Replay:
         finally:
             self.running = None
             if present:
-                self.refresh()  # `self.count += 1` stored the buffer's replacement
+                self.refresh()  # code such as `self.count += 1` has stored the buffer's replacement in the module
         return run.made, run.looks, run.ended(output)
 
     def _inputs(
@@ -168,7 +169,7 @@ class Replay:
 
 
 class _Run(TorchFunctionMode):
-    """The state of a replay for one micro-batch: the position among the calls, and the values so far."""
+    """The state of a replay for one micro-batch: the position among the calls, and the values known so far."""
 
     def __init__(
         self,
@@ -200,7 +201,7 @@ class _Run(TorchFunctionMode):
         self.looks = dict(looks)
 
     def ended(self, output: Any) -> Any:
-        """Return the model's output. Raises GraphError if the code took another path than in the capture."""
+        """Return the model's output. Raises GraphError if the code took a different path than in the capture."""
         if self._error is None and self._position < min(self._replay.end + 1, len(self._calls)):
             self._lost("ends")
         if self._error is not None:  # raised again if the model's code caught it
@@ -229,7 +230,7 @@ class _Run(TorchFunctionMode):
         kwargs = kwargs or {}
         call = self._calls[self._position] if self._position < len(self._calls) else None
         if (call is None or call.function != name) and (name in self._quiet or name == _DEVICE):
-            return self._ask(name, func, args, kwargs)  # no_grad may end in quiet functions
+            return self._ask(name, func, args, kwargs)  # also after the last call: leaving no_grad calls one
         if self._next() is None or call is None or call.function != name:
             raise self._lost(f"calls {name}")
         if call.index not in self._runs:
@@ -279,7 +280,7 @@ class _Run(TorchFunctionMode):
         return self._ran(call, self._call(name, call.number, self._replay.called[name], args, kwargs), args, kwargs)
 
     def _own(self, arguments: tuple[Any, Any], call: Call) -> tuple[Any, Any]:
-        """Return a call's arguments, with tied weights and other parameters replaced by this stage's current ones."""
+        """Return a call's arguments, with tied weights and other parameters replaced by this stage's tensors."""
         if self._instead:  # first, so that a buffer changed by an earlier stage is replaced by the received buffer
             arguments = pytree.tree_map_only(Tensor, lambda tensor: self._instead.get(id(tensor), tensor), arguments)
         given: dict[Any, Tensor] = {**self._present, **self._replay.tied.get(call.place, {})} if call.uses else {}
@@ -317,7 +318,7 @@ class _Run(TorchFunctionMode):
         return result
 
     def _left_out(self, call: Call, args: Any, kwargs: Any) -> Any:
-        """Return stand-ins for the result of a call of another stage."""
+        """Return stand-ins for the result of a call that belongs to another stage."""
         self._position += 1
         if call.reads:
             return self.given[call.index, 0]
@@ -325,7 +326,7 @@ class _Run(TorchFunctionMode):
         if call.changes:  # a tensor changed in place stays the same object
             taken = list(tensors_in((args, kwargs)))
             for position, place in call.changes.items():
-                if call.arguments[position] is None:  # for example a buffer of the stage that changes it
+                if call.arguments[position] is None:  # for example a buffer of the stage that runs the call
                     self._instead[id(taken[position])] = places[place]
                 places[place] = taken[position]
         return call.pattern.build(iter(places), self.looks.get((call.index, _NUMBERS)))
@@ -334,7 +335,7 @@ class _Run(TorchFunctionMode):
         if value in self.given:
             given = self.given[value]
             if self._grad and not torch.is_grad_enabled() and isinstance(given, Tensor) and given.requires_grad:
-                # inside another stage's autograd.Function.forward, torch would treat it as a result of the function
+                # inside another stage's autograd.Function.forward, torch would treat the tensor as a result of it
                 self._instead[id(alias := given.detach())] = given
                 self._aliases.append(alias)
                 return alias

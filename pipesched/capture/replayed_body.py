@@ -143,7 +143,7 @@ class ReplayedBody:
 class Loose(nn.Module):
     """Holds parameters and buffers that belong to no layer, under names without dots.
 
-    Calling it as a layer returns the tensors to use now, such as an older version or a copy for recomputation.
+    Calling this module like a layer returns the tensors to use now, such as an older version or copies for a recompute.
     """
 
     def __init__(self, model: nn.Module, names: Sequence[str]) -> None:

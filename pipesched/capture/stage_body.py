@@ -31,7 +31,7 @@ class Body(Protocol):
         """The layers that this stage calls, by name. Assign to an entry before the first run to replace a layer."""
 
     def begin(self) -> None:
-        """Prepare for a step, because the model's mode and flags may have changed since the previous one."""
+        """Prepare for a step, because the model's mode and flags may have changed since the previous step."""
 
     def over(self, layers: Mapping[str, nn.Module], device: torch.device) -> "Body":
         """Return a stage body that runs copies of the layers, for another thread."""
@@ -43,9 +43,9 @@ class Body(Protocol):
         """Compute the stage's output.
 
         Args:
-            inputs: the model's inputs (args, kwargs), or None.
+            inputs: the model's inputs (args, kwargs); None if the stage does not get them.
             arrived: one value from each sending stage.
-            call: calls a layer.
+            call: the function that calls a layer.
             random: the micro-batch's random number generator.
 
         Returns:
@@ -106,9 +106,9 @@ def _watching(call: CallLayer) -> CallLayer:
 def call_with(
     own: Mapping[str, Tensor], module: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Call a module with the buffers and weights in ``own`` in place of its own tensors, which stay unchanged.
+    """Call a module with the buffers and weights in ``own`` in place of the module's tensors, which stay unchanged.
 
-    If ``own`` is a dict, a buffer that the module assigns is stored there.
+    If ``own`` is a dict, a buffer that the module assigns is stored in this dict.
     """
     if own and isinstance(module, nn.Module):
         return torch.func.functional_call(module, own if isinstance(own, dict) else dict(own), args, kwargs)

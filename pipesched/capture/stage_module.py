@@ -136,16 +136,16 @@ def wrapped_bodies(
     holds: Callable[[int], bool],
     tied: Collection[nn.Parameter],
 ) -> list[Body]:
-    """Return the bodies of a program's stages. In this process they call the modules that ``wrap`` returns.
+    """Return the bodies of a program's stages. Stages of this process call the modules that ``wrap`` returns.
 
     Args:
         wrap: the user's function, or None to leave the bodies unchanged.
         model: the user's module.
-        layers: the model's layers by name; a layer that ``wrap`` replaces is replaced here, too.
+        layers: the model's layers by name; a layer that ``wrap`` replaces is also replaced in this dict.
         bodies: the body of each stage.
         program: the program to run.
         devices: the device of each stage.
-        holds: whether a rank is in this process.
+        holds: a function that returns whether a rank is in this process.
         tied: parameters that several layer calls share.
 
     Raises:

@@ -14,8 +14,8 @@ __all__ = ["Part", "cut_at"]
 class Part:
     """The calls of a captured forward that one stage runs, and the values that it exchanges with other stages.
 
-    If several stages use a value, each of them passes it on to the next. The gradient takes the same way back: each
-    stage adds its contribution to the received sum, in the order in which autograd adds.
+    If several stages use a value, each of them passes it on to the next. The gradient is passed back along the same
+    path: each stage adds its contribution to the sum that it receives, in the order in which autograd adds.
     """
 
     #: The calls that belong to this stage.

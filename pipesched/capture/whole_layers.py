@@ -16,7 +16,10 @@ _LISTS = nn.ModuleList | nn.ModuleDict  # containers that are never called thems
 
 
 def as_whole_layers(model: nn.Module, names: Any) -> tuple[str, ...]:
-    """Check names of modules to keep whole. Raises InputError for an unknown name or a list, which has no forward."""
+    """Check and return the names of modules to keep whole.
+
+    Raises InputError for an unknown name, or for a ModuleList or ModuleDict, which has no forward.
+    """
     remedy = "pass a list such as ['block.moe']"
     given = as_list(names, "whole_layers must be a list of names of modules", remedy)
     known = dict(model.named_modules())
@@ -40,12 +43,12 @@ def opened(
 ) -> tuple[dict[str, nn.Module], Capture]:
     """Find the layers of a model and record a forward that calls them.
 
-    Three kinds of modules are kept whole: those that the user names, those that the recorder finds indivisible, and
-    parts of blocks that choose the layers to call by the contents of tensors, such as mixtures of experts.
+    Three kinds of modules are kept whole: modules that the user names, modules that the recorder finds indivisible, and
+    parts of blocks, such as mixtures of experts, that use tensor values to decide which layers to call.
 
     Args:
         model: the user's module.
-        look: records a forward with these layers.
+        look: a function that records a forward, given the layers to record.
         whole: names of modules to keep whole. Default: none.
 
     Returns:
@@ -74,7 +77,7 @@ def _is_in_a_block(model: nn.Module, name: str) -> bool:
 
 
 def _callable(model: nn.Module, name: str) -> str:
-    """Return the name of the module, or for a list the name of the nearest enclosing module that is called."""
+    """Return the name of the module or, for a list of modules, of the nearest enclosing module that is called."""
     while name and isinstance(model.get_submodule(name), _LISTS):
         name = name.rpartition(".")[0]
     return name

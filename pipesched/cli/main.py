@@ -71,7 +71,7 @@ def _shape_options(command: _Command) -> _Command:
 
 
 def _cost_options(command: _Command) -> _Command:
-    """Add the options for times, which are the same on every rank and named as the fields of Costs."""
+    """Add the options for times. A time is the same on every rank, and its option is named after a field of Costs."""
     share = "Seconds for the {} of one micro-batch on a rank, divided equally among its chunks."
     work = {"forward": "forward", "input_grad": "input gradients", "weight_grad": "weight gradients"}
     texts = {name: share.format(words) for name, words in work.items()}
@@ -313,7 +313,7 @@ def compare(
 
 
 def _peak(program: Program) -> float:
-    """Return the largest number of micro-batches in flight on a rank; in one of v chunks each counts as 1/v."""
+    """Return the peak number of micro-batches in flight on a rank. One that is in 1 of v chunks counts as 1/v."""
     share = dict(zip(program.placement, program.shares, strict=True))
     ranks = range(program.num_ranks)
     return max(peak_in_flight(program.orders.rank(rank)) / share.get(rank, 1) for rank in ranks)

@@ -30,7 +30,7 @@ class _Held(NamedTuple):
 
     #: The attribute's value, or a copy of it if it is a container.
     value: Any
-    #: A key that is equal for two values if a forward would find no difference between them.
+    #: A key for comparisons: two values have equal keys if a forward would find no difference between them.
     form: Any
     #: Keeps the value's attributes alive, so that their ids are not reused.
     parts: tuple[Any, ...] = ()
@@ -50,7 +50,7 @@ class _Contents:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, _Contents) or self._tensor is not other._tensor or self._version != other._version:
             return False
-        # Tensors whose bits cannot be compared count as unchanged.
+        # Tensors whose bits cannot be compared are treated as unchanged.
         return same_bits(self._copy, other._copy) or not same_bits(self._copy, self._copy)
 
     __hash__ = None  # type: ignore[assignment]
@@ -79,7 +79,7 @@ def _held(value: Any) -> _Held:
 
 
 def _form(value: Any, *, inside: bool = True) -> Any:
-    """Return a key that is equal for two values if a forward would find no difference between them.
+    """Return a key for comparisons: two values have equal keys if a forward would find no difference between them.
 
     With ``inside``, containers are compared by their contents, else by identity.
     """
@@ -115,8 +115,8 @@ def changed_classes(
     Args:
         model: the user's module.
         before: the class state before the forward that has just run.
-        sample: (args, kwargs) of the forward.
-        forward: runs another forward.
+        sample: the arguments (args, kwargs) of the forward.
+        forward: the function that runs another forward.
 
     Returns:
         The attributes set by the first forward with their values, and the attributes that each forward changes.
@@ -135,7 +135,7 @@ def changed_classes(
 
 
 def _other(tensor: Tensor) -> Tensor:
-    """Return a tensor of the same type and shape with other contents; numbers between 0 and 1 stay in that range."""
+    """Return a tensor of the same type and shape with different contents. Numbers from 0 to 1 stay in that range."""
     rows = tensor.detach().flip(0) if tensor.dim() else tensor.detach().clone()
     return rows * 0.5 + 0.25 if rows.is_floating_point() else rows
 
@@ -143,7 +143,7 @@ def _other(tensor: Tensor) -> Tensor:
 def check_class_state(
     model: nn.Module, changed: Iterable[ClassAttribute], layers: Mapping[str, nn.Module], calls: Collection[str]
 ) -> None:
-    """Raise GraphError if forwards change an attribute of a class whose modules are in more than one layer.
+    """Raise GraphError if forwards change class attributes that several layers, or several calls of a layer, share.
 
     Args:
         model: the user's module.

@@ -2,7 +2,7 @@
 
 A container is a module whose child modules become layers: the model itself, or a module with lists of blocks. Any other
 module is a layer, called as a whole. The containers' code runs in shells: shallow copies of the containers in which
-stand-ins replace the layers and pass each call on. The model itself stays unchanged, and several threads may run it.
+stand-ins replace the layers and pass each call on. The model itself stays unchanged, so several threads can run it.
 """
 
 import functools
@@ -34,7 +34,7 @@ def as_whole(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def find_layers(model: nn.Module, closed: Collection[str] = ()) -> dict[str, nn.Module]:
-    """Return the layers by qualified name, in the order of registration. A module registered twice has its first name.
+    """Return the layers by qualified name, in order of registration. A module registered twice gets its first name.
 
     The result depends only on the model, not on devices, stages or batches. Modules in ``closed`` are kept whole.
     """
@@ -138,7 +138,7 @@ class Shells(_Copies):
         layers: layer name -> layer.
         call: the function to call in place of each layer.
         called: layer name -> the module that is called for the layer. An attribute set on this module is also set
-            on the layer's stand-in in the copied containers, and the other way round.
+            on the layer's stand-in in the copied containers, and vice versa.
 
     """
 
@@ -255,7 +255,7 @@ class Twin(_Copies):
 
 
 def _follow(own: nn.Module, copy: nn.Module, kept: tuple[str, ...]) -> None:
-    """Copy a module's attributes to its copy, except those in ``kept``."""
+    """Copy a module's attributes to its copy, except the attributes in ``kept``."""
     copy.__dict__.update({name: value for name, value in own.__dict__.items() if name not in kept})
 
 
@@ -320,7 +320,7 @@ def _filled(cell: types.CellType) -> bool:
 
 
 def _function(function: types.FunctionType, cells: Sequence[types.CellType], parts: Sequence[Any]) -> Any:
-    """Return a copy of a function with other closure contents and other defaults."""
+    """Return a copy of a function with different closure contents and defaults."""
     *contents, defaults = parts
     new = {id(cell): types.CellType(content) for cell, content in zip(cells, contents, strict=True)}
     closure = tuple(new.get(id(cell), cell) for cell in function.__closure__ or ())

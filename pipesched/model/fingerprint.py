@@ -1,4 +1,4 @@
-"""Fingerprint: a digest of a model and of the device that it was measured on; equal digests mean equal costs."""
+"""Fingerprint: a digest of a model and of the device that it was measured on. Identical digests mean the same costs."""
 
 import hashlib
 import platform
@@ -22,7 +22,7 @@ def fingerprint(*parts: Any) -> str:
 def form_of(value: Any) -> list[Any]:
     """Return the properties of a module or a sample on which its costs depend.
 
-    For modules these are classes, code and settings; for tensors shapes and types, but not contents.
+    For modules these are classes, code and settings; for tensors they are shapes and types, but not contents.
     """
     if isinstance(value, nn.Module):
         return list(_of_module(value))
@@ -31,7 +31,7 @@ def form_of(value: Any) -> list[Any]:
 
 
 def code_of(function: Any) -> Any:
-    """Return a function's code and constants; if it has no Python code, its name."""
+    """Return a function's code and constants, or its name if it has no Python code; None for None."""
     code = getattr(function, "__code__", None)
     if code is None:
         return None if function is None else getattr(function, "__qualname__", type(function).__qualname__)

@@ -1,8 +1,8 @@
 """Initialization: fills a model on the meta device; each rank creates only the weights of its own stages.
 
-A model of any size is built without contents, captured and cut; then each rank creates the weights of its own stages.
-The random numbers for a module's weights are seeded with (seed, the module's name). The weights are therefore
-bit-identical for every cut, and on whichever rank creates them.
+A model of any size is built and captured without contents, and cut. Then each rank creates the weights of its own
+stages. The random numbers for a module's weights are seeded with the seed and the module's name. The weights are
+therefore bit-identical for every cut, whichever rank creates them.
 """
 
 import hashlib
@@ -31,7 +31,7 @@ from pipesched.torch_checks import as_function
 
 __all__ = ["Init", "Initial", "built", "check_model"]
 
-#: The source of weights: "reset", a function of a module, tensors by name, or safetensors files.
+#: The source of weights: "reset", a function that takes a module, tensors by name, or safetensors files.
 Init = str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | Mapping[str, Tensor] | Callable[[nn.Module], Any]
 
 _RESET = "reset"
@@ -57,8 +57,8 @@ def check_model(model: Any) -> None:
 def built(model: nn.Module | Callable[[], nn.Module], seed: int) -> nn.Module:
     """Build a model with parameters on the meta device and filled buffers. A module is returned unchanged.
 
-    Parameters move to the meta device when a module registers them, so at most one at a time uses memory. Random
-    numbers for buffers depend only on the seed. Raises ModelTypeError if the function does not return a module.
+    A parameter moves to the meta device when a module registers it, so at most one parameter at a time uses memory.
+    Random numbers for buffers depend only on the seed. Raises ModelTypeError if the function does not return a module.
     """
     if isinstance(model, nn.Module):
         return model
@@ -77,7 +77,7 @@ def built(model: nn.Module | Callable[[], nn.Module], seed: int) -> nn.Module:
 
 
 class _Emptying:
-    """Registration hook that moves parameters to the meta device, in this thread. Shared parameters stay shared."""
+    """Hook that moves parameters registered in this thread to the meta device. Shared parameters stay shared."""
 
     def __init__(self) -> None:
         self._thread = threading.get_ident()
@@ -155,7 +155,7 @@ class Initial:
         return given
 
     def _state(self) -> dict[str, Tensor]:
-        """Return the tensors of the model's state dict themselves, not detached; tied tensors under all their names."""
+        """Return the tensors of the model's state dict, not detached. A tied tensor appears under all its names."""
         state = self._model.state_dict(keep_vars=True)
         return {name: tensor for name, tensor in state.items() if isinstance(tensor, Tensor)}
 
@@ -329,7 +329,7 @@ class _Place:
     name: str
 
     def put_back(self, tensor: Tensor) -> Tensor | None:
-        """Register the tensor here again. Returns the tensor that the module had registered in its place, else None."""
+        """Register the tensor under its key again. Returns the tensor that has replaced it there, or None."""
         own: dict[str, Any] = self.module._parameters if isinstance(tensor, nn.Parameter) else self.module._buffers
         put: Tensor | None = own[self.key]
         own[self.key] = tensor
@@ -375,7 +375,7 @@ def _unwritten(tensor: Tensor) -> Tensor:
 
 
 def _is_unwritten(tensor: Tensor) -> bool:
-    """Return whether a tensor still holds only the numbers from `_unwritten`. Reads only as far as needed."""
+    """Return whether a tensor still holds only the values from `_unwritten`. Reads only as far as needed."""
     if tensor.is_meta:
         return True
     if tensor.dtype == torch.bool:

@@ -27,7 +27,7 @@ __all__ = [
 def layers_of(model: nn.Module, whole: Collection[str] = ()) -> dict[str, nn.Module]:
     """Return the layers of an nn.Sequential in order, by qualified name.
 
-    Nested plain Sequentials are flattened, except those in ``whole``.
+    Nested plain Sequentials are flattened, except Sequentials named in ``whole``.
     """
     return dict(_flatten(model, "", whole))
 
@@ -84,7 +84,7 @@ def _is_plain(module: Any) -> bool:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Return whether a module is compiled, by its ``compile()`` or by ``torch.compile``."""
+    """Return whether a module is compiled, with its ``compile()`` method or with ``torch.compile``."""
     return getattr(module, "_compiled_call_impl", None) is not None or hasattr(module, "_orig_mod")
 
 
@@ -151,7 +151,7 @@ class Members:
             self._held.append((name, modules, own, list(modules.values() if own is None else map(modules.get, own))))
 
     def check(self) -> None:
-        """Raise GraphError if a module was replaced or removed since this object was made."""
+        """Raise GraphError if a module has been replaced or removed since this object was created."""
         for name, modules, keys, known in self._held:
             now = list(modules.values() if keys is None else map(modules.get, keys))
             if now != known:

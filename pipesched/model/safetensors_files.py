@@ -32,13 +32,13 @@ class _Entry(NamedTuple):
 
 
 class WeightFiles(Mapping[str, Tensor]):
-    """The tensors of safetensors files as a mapping by name; each is read on access.
+    """A mapping from names to the tensors in safetensors files. A tensor is read when it is accessed.
 
     Args:
         paths: a file, several files, an index (``*.safetensors.index.json``), or a folder with an index or files.
 
     Raises:
-        InputError: a file is missing or broken, or two files hold the same name.
+        InputError: a file is missing or corrupt, or two files contain the same name.
 
     """
 
@@ -79,7 +79,7 @@ class WeightFiles(Mapping[str, Tensor]):
 
     @torch.no_grad()
     def read_into(self, name: str, tensor: Tensor) -> None:
-        """Copy the stored tensor of this name into ``tensor``, which must have the same shape; converts the dtype."""
+        """Copy the stored tensor of this name into ``tensor``, converting the dtype. The shapes must be the same."""
         _read(name, tensor, self._entries[name].path)
 
 

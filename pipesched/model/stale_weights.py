@@ -74,7 +74,7 @@ class StaleHook:
     def put_on(self, roots: Mapping[str, nn.Module], run_here: Iterable[nn.Module]) -> None:
         """Register the hook on the roots (the model first) and on all modules that hold tensors of other ranks.
 
-        Modules of this rank's stages get no forward hook, because a step would call the hook.
+        Modules of this rank's stages get no forward hook, because every step would run it.
         """
         own = set(run_here)
         others = set(self.placement.away)
@@ -185,7 +185,7 @@ class StaleGuard:
         self._placement = Placement()  # this rank holds all tensors
 
     def place(self, placement: Placement, run_here: Iterable[nn.Module], runs: Runs) -> None:
-        """Set the rank of each tensor; ``run_here`` has the modules of this rank's stages."""
+        """Set the rank of each tensor. ``run_here`` holds the modules of this rank's stages."""
         self._placement = placement
         self._run_here = list(run_here)
         self._runs = runs

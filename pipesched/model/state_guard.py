@@ -42,7 +42,7 @@ def _held_by(roots: Iterable[Any], *, functions: bool = True) -> list[Any]:
     """Return all modules, containers, tensors, generators and classes reachable from the roots, each once.
 
     The search follows attributes of modules and classes, items of containers, and the closures, defaults and named
-    globals of functions, methods and partials. It does not look into other objects.
+    globals of functions, methods and partials. The search does not look into other objects.
     """
     kinds = (*_HOLDERS, type, *(_FUNCTIONS if functions else ()))
     found: dict[int, Any] = {}
@@ -56,16 +56,16 @@ def _held_by(roots: Iterable[Any], *, functions: bool = True) -> list[Any]:
 
 
 def is_of_user(kind: type) -> bool:
-    """Return whether a class is the user's or a library's, not torch's or Python's."""
+    """Return whether a class is defined by the user or a library, not by torch or Python."""
     return kind.__module__.partition(".")[0] not in ("torch", "builtins", "abc", "typing")
 
 
 def attributes_of(kind: type) -> dict[str, Any]:
-    """Return a class's own attributes, without those whose names start with two underscores."""
+    """Return a class's own attributes, except attributes whose names start with two underscores."""
     return {key: value for key, value in vars(kind).items() if not key.startswith("__")}
 
 
-#: The most frequent types that hold nothing; a lookup is faster than isinstance, which torch overrides for Tensor.
+#: The most frequent types that hold no other objects. A lookup is faster than isinstance, which torch overrides.
 _PLAIN = frozenset([bool, int, float, str, type(None), torch.dtype, torch.device, torch.Size])
 _FUNCTIONS = types.FunctionType, types.MethodType, partial
 _HOLDERS = (nn.Module, tuple, Tensor, torch.Generator, *GROWING)
@@ -109,7 +109,7 @@ def attributes_kept(modules: Iterable[nn.Module]) -> Iterator[None]:
     """Restore the attributes of modules and the contents of these attributes after the ``with`` block.
 
     Attributes of modules and classes are then the same objects as before. Lists, dicts and sets have the same items,
-    objects such as configurations the same attributes, and random generators the same state.
+    objects such as configurations have the same attributes, and random generators have the same state.
     """
     with _attributes_kept(_held_by(modules)):
         yield
@@ -220,7 +220,7 @@ def _written(operator: Any) -> tuple[tuple[int, str], ...]:
 
 @contextmanager
 def _bits_kept(tensors: Iterable[Tensor], copied: Iterable[Tensor] = ()) -> Iterator[list[Tensor]]:
-    """Restore the bits of tensors after the ``with`` block. Yields a list, which then holds the written tensors.
+    """Restore the bits of tensors after the ``with`` block. Yields a list that is filled with the written tensors.
 
     Tensors in ``copied`` are copied beforehand, so writes by any thread are undone. Other tensors are copied just
     before an operation of this thread writes to them.
@@ -235,7 +235,7 @@ def _bits_kept(tensors: Iterable[Tensor], copied: Iterable[Tensor] = ()) -> Iter
         for tensor, data in own:
             replaced = tensor.data_ptr() != data.data_ptr() or tensor.shape != data.shape
             if replaced:
-                tensor.data = data  # the code replaced its memory
+                tensor.data = data  # the code has replaced the tensor's memory
             known = before.get(id(tensor), watch.taken.get(id(tensor)))
             differs = known is not None and not same_bits(data, known)
             if known is not None and differs:
@@ -291,8 +291,8 @@ def _modes_kept(held: Iterable[Any]) -> Iterator[None]:
 def untouched(model: nn.Module, mode: bool) -> Iterator[list[Tensor]]:
     """Set the model's mode for code in this thread, then restore attributes, modes, weights, buffers and random state.
 
-    Yields a list, which at the end holds the weights and buffers that were written to or replaced. Buffers are copied
-    beforehand, weights only when they are written to.
+    Yields a list that, after the block, holds the weights and buffers that were written to or replaced. Buffers are
+    copied beforehand, weights only when they are written to.
     """
     held = _held_by([model])
     tensors = [one for one in held if isinstance(one, Tensor)]
@@ -323,7 +323,7 @@ def names_of(model: nn.Module, tensors: Iterable[Tensor]) -> list[str]:
 
 @contextmanager
 def set_aside(*roots: Any) -> Iterator[None]:
-    """Suspend gradients and hooks during a measurement in any threads, then restore the state reachable from ``roots``.
+    """Suspend gradients and hooks in all threads for a measurement, then restore the state reachable from ``roots``.
 
     The enclosed code must not write to weights, so layers are measured on copies of their weights. Gradients and hooks
     of all weights are suspended, because a layer may reach any weight of its model through an argument or a reference.
@@ -360,7 +360,7 @@ class _SharedTensors(TorchFunctionMode):
 
 
 def unchanged(value: Any) -> Any:
-    """Copy the objects in a value that a layer may change, such as key caches. Tensors are not copied but shared."""
+    """Copy the objects in a value that a layer may change, such as key-value caches. Tensors are shared, not copied."""
     leaves, spec = pytree.tree_flatten(value)
     plain = Tensor, int, float, str, bytes, type(None), nn.Module
     with _SharedTensors():

@@ -25,7 +25,7 @@ Place = tuple[str, int]
 
 
 def with_stand_ins(value: Any, stand_ins: Mapping[nn.Parameter, Tensor] | Mapping[Tensor, Tensor]) -> Any:
-    """Replace tied weights or buffers inside a value by their stand-ins."""
+    """Replace tied weights or buffers inside a value with their stand-ins."""
     return pytree.tree_map_only(Tensor, lambda tensor: stand_ins.get(tensor, tensor), value)
 
 
@@ -82,13 +82,13 @@ class _Tie:
         return grads
 
     def deliver(self, grads: Mapping[int, Sequence[Tensor | None]]) -> None:
-        """Add the gradients of all uses in call order. ``grads`` has them by rank."""
+        """Add the gradients of all uses in call order. ``grads`` holds the gradients by rank."""
         left = {rank: iter(values) for rank, values in grads.items()}
         deliver(self.parameter, [next(left[rank]) for rank in self.ranks.values()])
 
 
 class Ties:
-    """The tied weights of a model. ``uses`` are the calls that use parameters, in call order."""
+    """The tied weights of a model. ``uses`` lists the calls that use parameters, in call order."""
 
     def __init__(self, model: nn.Module, uses: Sequence[Use], trade: Trade) -> None:
         self._trade = trade
@@ -143,7 +143,10 @@ class Ties:
         return [leaf for tie in self._all.values() for place, leaf in tie.leaves.items() if tie.ranks[place] == rank]
 
     def own(self, parameter: nn.Parameter, rank: int) -> Tensor:
-        """Return the tensor that accumulates a parameter's gradient on a rank: a leaf if it is tied and used there."""
+        """Return the tensor that accumulates a parameter's gradient on a rank.
+
+        This is a leaf if the parameter is tied and a call on this rank uses it, else the parameter itself.
+        """
         tie = self._all.get(parameter)
         places = [] if tie is None else [place for place, at in tie.ranks.items() if at == rank]
         return tie.leaves[places[0]] if tie and places else parameter

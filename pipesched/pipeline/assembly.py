@@ -43,7 +43,7 @@ __all__ = ["Assembly", "AssemblySpec", "StageCut"]
 
 @dataclass(frozen=True, kw_only=True)
 class AssemblySpec:
-    """A model and the user's options for its stages. They stay the same when the plan changes."""
+    """A model and the user's options for its stages. All fields stay the same when the plan changes."""
 
     model: nn.Module
     loss_fn: Callable[[Any, Any], Any] | None
@@ -77,7 +77,7 @@ class Assembly:
 
     Args:
         spec: the model and the user's options for its stages.
-        host: runs the ranks.
+        host: the host of the ranks.
         programs: the programs that the stages will run.
         stage_cut: the layers of each stage.
         optimizers: the optimizers of the previous assembly, by stage. Default: none.
@@ -120,7 +120,7 @@ class Assembly:
         }
         #: The stages' memory needs; None until they are measured.
         self.sizes: Sequence[StageSizes] | None = None
-        #: The layers of each stage that holds its own weights, as a Body, which runs them.
+        #: One Body for each stage that holds its own weights. A Body runs the layers of a stage.
         self.bodies = self._bodies()
         self.owners = self._owners(self.bodies)
         self._check_reached()
@@ -128,7 +128,7 @@ class Assembly:
         self.stages = self._stages()
         #: The holders of weight copies. A step refreshes the copies before it starts.
         self.copies = [holder for holder in (self.ties, self._weight_copies) if holder]
-        #: A context around a run that computes gradients; adds the gradients of copies to the parameters. Collective.
+        #: The context manager for runs that compute gradients; adds the gradients of copies to parameters. Collective.
         self.delivering = self._delivering if self.copies else nullcontext
         #: The modules that the model holds.
         self.members = Members(spec.model, spec.layered.layers)
@@ -149,7 +149,7 @@ class Assembly:
         )
 
     def take_over(self) -> None:
-        """Let this assembly's optimizers update the parameters, in place of those of the previous assembly."""
+        """Let this assembly's optimizers update the parameters from now on, instead of the previous assembly's."""
         if self._inheritance is not None:
             self.optimizers = self._inheritance.take()
             for index, optimizer in self.optimizers.items():
@@ -172,7 +172,7 @@ class Assembly:
 
     @property
     def program(self) -> Program:
-        """The program for a full batch, as the schedule or the user wrote it."""
+        """The program for a full batch as the schedule or the user wrote it, that is, before lowering."""
         return self.programs.full.plain
 
     def _bodies(self) -> Sequence[Body]:
@@ -196,7 +196,7 @@ class Assembly:
 
         A layer can reach such a parameter through a module or a reference. This raises GraphError, because the
         parameter would be stale or on another device, and its gradient would not be returned to its rank. If both ranks
-        use one device in one process, it only warns.
+        use one device in one process, this only issues a warning.
         """
         host = self._host
         placement = self.program.placement
@@ -215,7 +215,7 @@ class Assembly:
             warn(f"{message}; the gradient of {name!r} agrees with that of an unpipelined loop only within rounding")
 
     def _written(self) -> list[set[str]]:
-        """Return for each stage the names of the buffers that its forward writes to, and of a loss module's buffers."""
+        """Return, for each stage, the names of buffers that its forward writes to and of a loss module's buffers."""
         spec = self._spec
         written = spec.layered.written_by(self.cut) if any(own_buffers(spec.model)) else [()] * len(self.cut)
         of_loss = list(own_buffers(spec.loss_fn)) if isinstance(spec.loss_fn, nn.Module) else []

@@ -47,14 +47,15 @@ class AutoPlan:
     ranks_are: RanksAre
     search: Search
     numerics: Numerics
-    optimizer: Callable[[list[Any]], Optimizer] | None  #: its states count towards a memory limit
+    optimizer: Callable[[list[Any]], Optimizer] | None  #: the optimizers' states count towards a memory limit
     free: bool  #: whether results are independent of the number of micro-batches
 
     def is_wanted(self, request: PlanRequest, plan: Plan | None) -> bool:
         """Return whether a search is needed.
 
-        No search is needed if a plan is given, or if a schedule or a complete cut is given without limits. Raises
-        PartitionError if options of the search were given together with a plan.
+        No search is needed if a plan is given. Without search options, a given schedule, a complete cut or a single
+        device also makes the search unnecessary. Raises PartitionError if search options were given together with a
+        plan.
         """
         if plan is not None and self.search.is_asked_for:
             raise PartitionError(
@@ -77,7 +78,7 @@ class AutoPlan:
 
         Args:
             request: the user's choices; the search makes the other choices.
-            measured: measures the layers with the sample, and returns their costs by name.
+            measured: the function that measures the layers with the sample and returns their costs by name.
 
         Returns:
             The plan, the layers' costs for its micro-batches, the ranks' overheads outside their stages, and the rows
@@ -126,7 +127,7 @@ class AutoPlan:
     def _profile(self, rows: int, measured: Callable[[], Mapping[str, LayerCosts]], *, several: bool) -> Profile:
         """Return the given profile, or measure the layers.
 
-        With ``several``, they are measured with micro-batches of several sizes, else with the sample only.
+        With ``several``, the layers are measured with micro-batches of several sizes, otherwise with the sample only.
         """
         if self.search.profile is not None:
             known = as_profile(self.search.profile)
@@ -165,7 +166,7 @@ def adds_up(module: nn.Module, loss_fn: Any, loss_weight: Any) -> bool:
 
 
 def as_profile(profile: Profile | str | PathLike[str]) -> Profile:
-    """Return the profile, or read it from its file.
+    """Return a profile, after reading it from its file if a path was given.
 
     Raises InputError for another type, and ScheduleError for a file that holds no profile.
     """
@@ -188,8 +189,8 @@ def cores_of(devices: Sequence[torch.device], intra_op_threads: int = 1) -> int 
 def on_devices(profile: Profile, devices: Sequence[torch.device], offload: Offload) -> Profile:
     """Return the profile for a machine with these devices.
 
-    Its ``machine.on_host`` then states whether the devices are CPUs. If offloading needs the speed of copies to the
-    host and the profile has none for such devices, this speed is measured.
+    The ``machine.on_host`` of the result states whether the devices are CPUs. If offloading needs the speed of copies
+    to the host, and the profile does not contain it for such devices, the speed is measured.
     """
     on_host = any(device.type == "cpu" for device in devices)
     machine = replace(profile.machine, on_host=on_host)

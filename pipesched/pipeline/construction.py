@@ -31,7 +31,7 @@ def check_functions(
     wrap: Wrap | None,
     optimizer: Callable[[list[Any]], Optimizer] | None,
 ) -> None:
-    """Raise ModelTypeError if one of the user's functions cannot be called with its arguments."""
+    """Raise ModelTypeError if one of the user's functions cannot be called with the arguments that it will get."""
     as_function(loss_fn, "loss_fn", ("output", "target"))
     as_function(wrap, "wrap", ("stage_module", "stage"))
     as_optimizer(optimizer)
@@ -56,11 +56,12 @@ def choose_plan(
         auto_plan: the search.
         request: the user's choices.
         plan: the user's plan; None if none was given.
-        host: runs the ranks; rank 0 searches for all.
+        host: the host of the ranks; rank 0 searches on behalf of all ranks.
         book: the known costs of layers and devices.
 
     Returns:
-        The plan (None if the request leaves no choice open), and the request that reproduces the plan.
+        The plan (None if there was no search and the user gave none), and the request, pinned to the plan if there is
+        one.
 
     """
     if auto_plan.is_wanted(request, plan):
@@ -100,12 +101,12 @@ def start(
     Args:
         model: the user's model argument; each module of a list becomes a stage.
         spec: the model and the user's options for its stages.
-        host: runs the ranks.
+        host: the host of the ranks.
         book: the known costs of layers and devices.
         splitter: how batches are split; this function fills in the number of micro-batches.
         plan: the plan to run; None to follow the request.
         request: the schedule, boundaries and similar choices.
-        agreed: further values that must be equal in all processes.
+        agreed: further values that must be identical in all processes.
 
     """
     programs = checked_programs(request, host, spec)
@@ -124,7 +125,7 @@ def start(
     stage_cut = book.cut_stages(host, pins, programs, plan)
     host.check(program, (stage_cut.cut, repr(pins), repr(programs.checkpoint), *agreed))
     if spec.wrap is not None:
-        book.layers = host.agreed(book.measured)  # wrap may shard layers, so measure them before
+        book.layers = host.agreed(book.measured)  # measure the layers now, because wrap may shard them
     assembly = Assembly(spec, host, programs, stage_cut)
     assembly.take_over()
     splitter = replace(splitter, num_microbatches=programs.num_microbatches, fixed=programs.fixed)

@@ -40,10 +40,10 @@ class CostBook:
     Args:
         model: the user's model.
         layered: the model's layers.
-        loss_fn: the loss function; its costs belong to the last layer.
-        guard: allows reads of the model while its weights are stale.
+        loss_fn: the loss function; its memory is added to the costs of the last layer.
+        guard: the StaleGuard, which is lifted while the layers are measured.
         devices: one device per rank, including devices that the plan leaves unused.
-        intra_op_threads: CPU threads per rank.
+        intra_op_threads: the number of CPU threads per rank.
         links: the measured links between ranks, if any.
 
     """
@@ -63,11 +63,11 @@ class CostBook:
         self.links = links
         #: The costs of each layer; None until they are measured.
         self.layers: dict[str, LayerCosts] | None = None
-        #: The ranks' overheads outside their stages; None if no profile states them.
+        #: The ranks' overheads outside their stages; None if no profile contains them.
         self.overheads: Overheads | None = None
         #: The rows of a micro-batch for which the plan was found; 0 without a search.
         self.planned_rows = 0
-        #: The time of a device relative to the other devices, for devices whose steps showed a difference.
+        #: Device -> its time relative to the other devices, for devices that the measured steps showed to differ.
         self.slow: dict[Hashable, float] = {}
         self._kinds: dict[str, Hashable] | None = None
         self._model = model
@@ -103,7 +103,7 @@ class CostBook:
         self._kinds = None
 
     def for_rows(self, rows: int) -> dict[str, LayerCosts]:
-        """Return the layers' costs for micro-batches of this many rows, scaled from those of the planned size."""
+        """Return the layers' costs for micro-batches of this many rows, scaled from the costs for the planned size."""
         graph = Profile({self.planned_rows: self.layered.graph(self.measured())}).graph(rows)
         return {name: costs_of(graph, name) for name in graph}
 
@@ -142,11 +142,11 @@ class CostBook:
         return self.slow.get(self._devices[rank], 1.0) if self.slow else 1.0
 
     def learn(self, stages: Sequence[StageTimes], tolerance: float) -> None:
-        """Correct the costs of layers and devices by the measured times of stages.
+        """Correct the costs of layers and devices with the measured times of stages.
 
         Args:
             stages: the measured times of stages.
-            tolerance: the relative difference below which two times count as equal.
+            tolerance: the relative difference below which two times are treated as equal.
 
         """
         layers = self.measured()
@@ -158,13 +158,13 @@ class CostBook:
         self.overheads = None  # measured stage times contain the overheads
 
     def cut_stages(self, host: RankHost, pins: Pins, programs: ProgramFactory, plan: Plan | None) -> StageCut:
-        """Choose the layers of each stage. Rank 0 chooses for all.
+        """Choose the layers of each stage. Rank 0 chooses on behalf of all ranks.
 
         Args:
-            host: runs the ranks.
+            host: the host of the ranks.
             pins: the boundaries that are fixed.
             programs: the programs that will run the stages.
-            plan: the user's plan, whose list of alternatives is copied to the result; None if no plan was given.
+            plan: the user's plan; its partition and alternatives are copied to the result. None if none was given.
 
         """
         program = programs.full.plain

@@ -19,7 +19,7 @@ __all__ = ["gather_model", "merged_state", "named_tensors", "place_weights"]
 #: The shape and the number of bytes of each tensor that a rank sends, by name.
 _Share = Mapping[str, tuple[tuple[int, ...], int]]
 
-_BATCH = 64 << 20  # bytes sent together
+_BATCH = 64 << 20  # the most bytes in a group of several tensors that is sent as one message
 _EXTRA = "_extra_state"
 
 
@@ -27,9 +27,9 @@ def place_weights(roots: Mapping[str, nn.Module], guard: StaleGuard, host: RankH
     """Record in the model's StaleGuard which rank trains each tensor.
 
     Args:
-        roots: the model and the loss module, by the prefix of their names.
-        guard: refuses reads of the model while its weights are stale.
-        host: runs the ranks.
+        roots: the model and the loss module, by the prefix of their parameters' names.
+        guard: the StaleGuard, which refuses reads of the model while its weights are stale.
+        host: the host of the ranks.
         assembly: the stages.
 
     """
@@ -47,7 +47,7 @@ def merged_state(state: Mapping[str, Any], names: Iterable[str], host: MeshRanks
     Args:
         state: the state of this rank.
         names: the keys of the whole model's state dict, in order.
-        host: runs the ranks.
+        host: the host of the ranks.
 
     """
     executor = host.executor
@@ -69,10 +69,10 @@ def gather_model(
     """Copy the weights and buffers of all ranks into the model of one rank, or of every rank. Collective under a mesh.
 
     Args:
-        roots: the model and the loss module, by the prefix of their names.
+        roots: the model and the loss module, by the prefix of their parameters' names.
         state: the state of this rank.
-        guard: refuses reads of the model while its weights are stale.
-        host: runs the ranks.
+        guard: the StaleGuard, which refuses reads of the model while its weights are stale.
+        host: the host of the ranks.
         assembly: the stages, which determine the rank of each weight.
         rank: the rank that gathers; None for every rank.
 
@@ -107,7 +107,7 @@ def _holder(roots: Mapping[str, nn.Module], name: str) -> nn.Module:
 
 
 def named_tensors(roots: Mapping[str, nn.Module], *, duplicates: bool = False) -> Iterator[tuple[str, Tensor]]:
-    """Iterate over parameters and buffers: shared ones once, or with ``duplicates`` under each of their names."""
+    """Iterate over parameters and buffers. A shared tensor appears once, or with ``duplicates`` under all its names."""
     for prefix, root in roots.items():
         for named in (root.named_parameters, root.named_buffers):
             for name, tensor in named(remove_duplicate=not duplicates):
@@ -115,7 +115,7 @@ def named_tensors(roots: Mapping[str, nn.Module], *, duplicates: bool = False) -
 
 
 def _check_target(rank: Any, asked: Sequence[Any], num_ranks: int) -> range:
-    """Return the ranks that gather. Raises InputError on all ranks if ranks asked for invalid or different ranks."""
+    """Return the ranks that gather. Raises InputError on all ranks if the values passed are invalid or differ."""
     for number, target in enumerate(asked):
         if target is not None and not (is_count(target, 0) and target < num_ranks):
             raise InputError(

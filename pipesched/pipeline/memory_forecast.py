@@ -33,8 +33,8 @@ class MemoryForecast:
         running: the running plan.
         book: the known costs of layers and devices.
         spec: the model and its loss.
-        guard: allows reads of the model while its weights are stale.
-        limits: the bytes that each rank may hold; None without a limit.
+        guard: the StaleGuard, which is lifted while the stages are measured.
+        limits: the most bytes that each rank may hold; None for no limit.
 
     """
 
@@ -58,7 +58,7 @@ class MemoryForecast:
         running = self._running
         program = running.program
         if self._book.layers is None:
-            running.flush()  # the layers are measured next, while no step may run
+            running.flush()  # the layers are measured next, and no step may be running then
         costs = self._with_optimizers(self._book.stage_costs(running.assembly.programs, running.cut))
         messages = None
         stages = self._stage_sizes()
@@ -72,10 +72,10 @@ class MemoryForecast:
         return rank_memory(timed, costs, posted=self._posted, messages=messages)
 
     def check_rows(self, rows: Sequence[int]) -> None:
-        """Check the memory limits for micro-batches of these numbers of rows.
+        """Check the memory limits for micro-batches with these numbers of rows.
 
         Raises MemoryLimitError if a rank would exceed its limit. Measured sizes are scaled in proportion to the rows.
-        Warns if the first step has micro-batches of another size than planned.
+        Warns if the micro-batches of the first step differ in size from the plan.
         """
         running = self._running
         planned = self._book.planned_rows
@@ -114,7 +114,7 @@ class MemoryForecast:
     def _stage_sizes(self) -> Sequence[StageSizes]:
         """Return the memory needs of a captured model's stages, each measured as a whole.
 
-        Empty if they cannot be measured.
+        Returns an empty sequence if the stages cannot be measured.
         """
         layered = self._book.layered
         spec = self._spec

@@ -1,4 +1,4 @@
-"""Module interface: the nn.Module methods of a pipeline, over its model and its loss module."""
+"""Module interface: the nn.Module methods of a pipeline, which act on its model and its loss module."""
 
 from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
@@ -18,14 +18,14 @@ _LOSS_PREFIX = "loss_fn."
 class ModuleInterface:
     """The nn.Module methods of a pipeline. They act on its model and its loss module.
 
-    Names are the model's own; those of a loss module start with ``loss_fn.``. Every method first finishes the steps of
-    an asynchronous schedule that are under way. Under a mesh the methods only cover this rank's stages.
+    Names are the model's own; the names of a loss module's tensors start with ``loss_fn.``. Every method first finishes
+    the steps of an asynchronous schedule that are under way. Under a mesh the methods cover only this rank's stages.
 
-    - ``parameters``, ``buffers``, ``modules``, each also with names (``named_...``), ``train``, ``eval``, ``zero_grad``
-      and ``apply``: as nn.Module.
+    - ``parameters``, ``buffers`` and ``modules`` with their ``named_...`` variants, ``train``, ``eval``, ``zero_grad``
+      and ``apply``: as in nn.Module.
     - ``state_dict``, ``load_state_dict``: interchangeable with those of the bare model.
-    - ``to``, ``half``, ``bfloat16``, ``float``, ``double``: change the dtype. A device raises TypeError.
-    - ``len``, iteration and indices: for an nn.Sequential. A pipeline is true, whatever its length.
+    - ``to``, ``half``, ``bfloat16``, ``float``, ``double``: change the dtype. Passing a device raises TypeError.
+    - ``len()``, iteration and indexing: for an nn.Sequential. ``bool(pipe)`` is always True, even if the length is 0.
     """
 
     def __init__(self, model: nn.Module, loss_fn: Callable[[Any, Any], Any] | None) -> None:
@@ -57,7 +57,7 @@ class ModuleInterface:
     def named_modules(self) -> Iterator[tuple[str, nn.Module]]:
         """Iterate over the modules of the model and the loss module with their names, as nn.Module does.
 
-        Under a mesh it skips modules whose parameters and buffers all belong to other ranks.
+        Under a mesh, modules whose parameters and buffers all belong to other ranks are skipped.
         """
         seen: set[nn.Module] = set()
         for prefix, root in self._modules().items():
@@ -66,15 +66,15 @@ class ModuleInterface:
                     yield name, module
 
     def modules(self) -> Iterator[nn.Module]:
-        """Iterate over the modules of the model and the loss module; skips the same modules as ``named_modules``."""
+        """Iterate over the modules of the model and the loss module, as ``named_modules`` does, without names."""
         for _, module in self.named_modules():
             yield module
 
     def apply(self, function: Callable[[nn.Module], Any]) -> Self:
         """Call a function with every module of ``modules()``, submodules first, as nn.Module does.
 
-        To initialise weights that must not depend on the plan, apply the function to the model before the pipeline is
-        made, or pass ``init=``: under a mesh each rank draws random numbers for its own modules only.
+        Under a mesh each rank draws random numbers for its own modules only. If initial weights must not depend on the
+        plan, apply the function to the model before you create the pipeline, or pass ``init=``.
         """
         here = set(self.modules())
         self._guard.check(changes=True)
@@ -83,7 +83,7 @@ class ModuleInterface:
         return self
 
     def _is_here(self, name: str, module: nn.Module) -> bool:
-        """Return whether a module itself holds a tensor of this process, or holds no parameters and buffers at all."""
+        """Return whether a module directly owns a tensor of this process, or owns no parameters or buffers at all."""
         dot = f"{name}." if name else ""
         named = (module.named_parameters(recurse=False), module.named_buffers(recurse=False))
         names = [dot + key for tensors in named for key, _ in tensors]
@@ -101,7 +101,7 @@ class ModuleInterface:
         return True
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """Iterate over the parameters: ``torch.optim.AdamW(pipe.parameters())``.
+        """Iterate over the parameters, for example for ``torch.optim.AdamW(pipe.parameters())``.
 
         Under a mesh they are those of this rank's stages: to clip the gradients of all ranks, call the pipeline's
         ``clip_grad_norm_``, not torch's. A rank without parameters yields an empty tensor, because torch's optimizers
@@ -138,14 +138,14 @@ class ModuleInterface:
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
         """Load a ``state_dict`` of this pipeline or of the bare model.
 
-        Under a mesh a rank needs the state of its own stages; it ignores the rest of a complete state.
+        Under a mesh a rank needs only the state of its own stages, and ignores the rest of a complete state.
 
         Args:
             state: the state, by name.
             strict: whether missing and unexpected keys are errors. Default: True.
 
         Raises:
-            RuntimeError: keys or shapes do not match the model; the error is torch's.
+            RuntimeError: keys or shapes do not match the model (torch's own error).
 
         """
         known = self._all_state()
@@ -171,7 +171,7 @@ class ModuleInterface:
         return self.model.training
 
     def train(self, mode: bool = True) -> Self:
-        """Set training mode on all modules, or evaluation mode for False."""
+        """Set training mode on all modules, or evaluation mode if ``mode`` is False."""
         for module in self._modules().values():
             module.train(mode)
         return self
@@ -181,15 +181,15 @@ class ModuleInterface:
         return self.train(False)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Set the gradients of all parameters to None, or to zero for ``set_to_none=False``."""
+        """Set the gradients of all parameters to None, or to zero if ``set_to_none`` is False."""
         for module in self._modules().values():
             module.zero_grad(set_to_none)
 
     def to(self, *args: Any, **kwargs: Any) -> Self:
-        """Change the dtype of parameters and buffers, as ``pipe.to(torch.bfloat16)``.
+        """Change the dtype of parameters and buffers, for example with ``pipe.to(torch.bfloat16)``.
 
         Raises:
-            TypeError: a device is given. The plan places the stages: pass devices= to a new Pipeline.
+            TypeError: a device is given. The plan places the stages, so pass devices= to a new Pipeline instead.
 
         """
         for value in (*args, *kwargs.values()):

@@ -1,4 +1,4 @@
-"""Options of a Pipeline that few users change: options of the search, of the numerics and of a mesh."""
+"""Options of a Pipeline that few users change: for the search, the numerics and a mesh."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -38,17 +38,18 @@ class Search:
     Args:
         memory_limit_bytes: the most bytes that a rank may hold, including the states of ``optimizer=``. One number for
             all ranks, or one per rank. Default: None (no limit).
-        batch_size: rows of a step. It allows the search to choose the number of micro-batches, provided that neither
-            BatchNorm nor the loss combines rows. Default: the sample's rows times the number of micro-batches.
-        profile: the layers' costs: a Profile or the path of one. Default: None (the layers are measured).
-        links: the speed of the connections between ranks, from `probe_links`. Default: None (transfers count as free).
+        batch_size: the number of rows in a step. If it is given, the search also chooses the number of micro-batches,
+            provided that neither BatchNorm nor the loss combines rows. Default: the sample's rows times the number of
+            micro-batches.
+        profile: the layers' costs, as a Profile or the path of a saved one. Default: None (the layers are measured).
+        links: the speed of the connections between ranks, from `probe_links`. Default: None (transfers take no time).
         offload: whether activations may be moved to the host to keep within a memory limit: "auto", True or False.
             Default: "auto", which is False on CPUs because it would free no memory there.
         effort: the most actions that the search simulates. Default: 200,000.
 
     Raises:
         InputError: effort is not a whole number of at least 1.
-        PartitionError: offload is not one of its three values.
+        PartitionError: offload is not "auto", True or False.
 
     """
 
@@ -82,15 +83,17 @@ class Numerics:
         Pipeline(model, sample, devices=devices, numerics=Numerics(split_dims={"mask": None}))
 
     Args:
-        split_dims: the dimension along which arguments are split into micro-batches: one for all, a sequence, or a dict
-            by position or keyword (including "target" and "output"). With None an argument is not split. Default: 0.
-        loss_weight: maps a micro-batch's target (its inputs if there is no target) to its weight in the loss. Default:
-            its number of rows, or the number of labels over which a loss of torch.nn or the model's own loss averages.
+        split_dims: the dimension along which arguments are split into micro-batches: one number for all arguments, a
+            sequence, or a dict by position or keyword (including "target" and "output"). An argument with None in place
+            of a dimension is not split. Default: 0.
+        loss_weight: a function that maps a micro-batch's target (its inputs if there is no target) to its weight in the
+            loss. Default: its number of rows, or the number of labels over which a torch.nn loss or the model's own
+            loss averages.
         loss_reduction: how loss_fn reduces over rows, "mean" or "sum". Default: the ``reduction`` of a torch.nn loss,
             else "mean".
-        batch_norm: when BatchNorm updates its running statistics: after each "micro-batch", or once per "mini-batch" as
-            in a forward of the whole batch. Default: "micro-batch".
-        intra_op_threads: CPU threads with which each rank computes. Default: 1.
+        batch_norm: when BatchNorm updates its running statistics: after each "micro-batch", or once per "mini-batch",
+            just as a single forward over the whole batch would. Default: "micro-batch".
+        intra_op_threads: the number of CPU threads per rank. Default: 1.
         clip_grad_norm: with ``optimizer=``, the largest norm of all gradients together; larger ones are scaled down
             before the update, as by ``Pipeline.clip_grad_norm_``. Default: None (gradients are not clipped).
         norm_type: the order of the norm that clip_grad_norm limits; ``math.inf`` for the largest absolute value.
@@ -183,9 +186,10 @@ class Distributed:
         Pipeline(model, sample, mesh=mesh["pp"], distributed=Distributed(inputs="first"))
 
     Args:
-        inputs: the ranks that pass a batch. With "all", every rank passes the same one. With "first", only the first
-            rank passes it; the others call ``step()``, ``evaluate()`` and ``forward()`` without it. Default: "all".
-        timeout: seconds that a rank waits for another rank. Default: 60.
+        inputs: the ranks that pass a batch. With "all", every rank passes the same batch. With "first", only the first
+            rank passes a batch; the others call ``step()``, ``evaluate()`` and ``forward()`` without one. Default:
+            "all".
+        timeout: the number of seconds that a rank waits for another rank. Default: 60.
 
     """
 

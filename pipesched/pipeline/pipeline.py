@@ -76,35 +76,38 @@ class Pipeline(SavingInterface):
             module becomes one stage. With a function or a meta model, the model is split first, and each rank creates
             only the weights of its own stages.
         sample: one micro-batch as an example: a tensor, a tuple (positional arguments) or a dict (keyword arguments).
-        devices: the device of each rank, all in this process; a device may repeat.
-        mesh: in place of devices: a one-dimensional DeviceMesh with one process per rank, such as ``mesh["pp"]``.
-        loss_fn: ``loss_fn(output, target)`` -> scalar tensor, a function or a Module. Default: the model's own loss,
-            which is its output if that is a scalar, else the output's ``loss``.
-        schedule: a name from ``pipesched.schedules.names()``, a Schedule or a Program. Default: "auto", the plan with
-            the shortest predicted step, searched as by `tune` without trial runs; it may leave devices unused.
+        devices: the device of each rank. All ranks run in this process, and several of them may share a device.
+        mesh: a one-dimensional DeviceMesh with one process per rank, such as ``mesh["pp"]``; used instead of devices.
+        loss_fn: ``loss_fn(output, target)`` -> scalar tensor; a function or a Module. Default: the model's own loss,
+            that is, its output if this is a tensor, else the output's ``loss``.
+        schedule: a name from ``pipesched.schedules.names()``, a Schedule or a Program. Default: "auto", a search for
+            the plan with the shortest predicted step, like `tune` without trial runs; the plan may leave devices
+            unused.
         num_microbatches: the number of micro-batches per batch. Default: 4 times the number of devices.
         num_stages: the number of stages. Default: the number of devices times the schedule's chunks per rank.
-        boundaries: the first layer of every stage but stage 0, by position or name; or ``{name: stage}`` for some of
-            them. Default: all open boundaries are chosen to balance measured layer times.
-        together: groups of layer names; the layers of a group share a stage. Default: none.
+        boundaries: the first layer of every stage except stage 0, by position or name; or a dict ``{name: stage}`` that
+            fixes only some boundaries. Default: boundaries that are not fixed are chosen to balance measured layer
+            times.
+        together: groups of layer names; all layers of a group go into the same stage. Default: none.
         whole_layers: names of modules to treat as one layer each, such as ``["block.moe"]``. Needed for modules whose
             code branches on the batch. Default: none.
-        checkpoint: "never", "always" or "except_last" (for all but the last micro-batch) for whole stages, or by layer
-            ``{name: "recompute", "recompute-cheap" or "offload"}``. Default: "never", or what a memory limit requires.
+        checkpoint: "never", "always" or "except_last" (all micro-batches except the last) for all stages, or a dict
+            with an option per layer, ``{name: "recompute", "recompute-cheap" or "offload"}``. Default: "never", unless
+            a memory limit requires checkpointing.
         optimizer: ``optimizer(params)`` -> torch.optim.Optimizer, called once per stage. ``step`` then updates the
             weights and clears their gradients. Asynchronous schedules require it. Default: the caller updates.
         seed: an int, the seed of all random numbers in layers. Default: the seed of torch's default generator.
-        init: the source of weights for a model built without contents: "reset" (each module's ``reset_parameters``), a
-            function of a module that runs after ``reset_parameters``, a state_dict, or safetensors files or their
-            folder. Default: "reset".
+        init: the source of the weights if the model is a function or on the meta device: "reset" (each module's
+            ``reset_parameters``), a function that is called with each module after its ``reset_parameters``, a
+            state_dict, or safetensors files or their folder. Default: "reset".
         wrap: ``wrap(stage_module, stage)`` -> the module that the stage runs: ``stage_module`` itself, changed in place
-            (as by ``fully_shard``), or a module that contains it. Default: no wrapping.
+            (for example by ``fully_shard``), or a module that contains it. Default: no wrapping.
         compile: True compiles layers with torch.compile; a dict gives its keyword arguments. Default: False.
-        plan: a Plan to run, in place of schedule, num_microbatches, num_stages, boundaries, together and checkpoint.
+        plan: a Plan to run; replaces schedule, num_microbatches, num_stages, boundaries, together and checkpoint.
         search: options of the search for a plan, such as ``Search(memory_limit_bytes=16 << 30)``.
         numerics: how batches are split, losses weighted and gradients clipped, such as
             ``Numerics(batch_norm="mini-batch")``.
-        distributed: options of a mesh, such as ``Distributed(timeout=300)``.
+        distributed: options for a mesh, such as ``Distributed(timeout=300)``.
 
     Raises:
         GraphError: the model cannot be captured (also a ValueError).
@@ -112,7 +115,7 @@ class Pipeline(SavingInterface):
         ScheduleError: the schedule or program is invalid (also a ValueError).
         DeviceCountError: there are too few devices (also an IndexError).
         ModelTypeError: an argument is not a model, function or optimizer where one is needed (also a TypeError).
-        InputError: another argument is wrong (also a ValueError).
+        InputError: any other argument is invalid (also a ValueError).
 
     """
 
@@ -313,16 +316,16 @@ class Pipeline(SavingInterface):
         Gradients are added to ``.grad``; do not call ``loss.backward()``. With ``optimizer=`` the weights are updated
         as well. Under a mesh ``step()`` does not wait for the loss; reading its value does.
 
-        An asynchronous schedule starts this step and returns the loss of the step before it (the first step returns its
-        own). That loss is a mean over the rows of its step; the loss of each row is computed with the weights at the
-        time of its forward. An exception may surface in the next step or in ``flush``. The steps under way are then
-        discarded, but updates already made are kept.
+        With an asynchronous schedule, ``step()`` starts the step and returns the loss of the previous step (the first
+        step returns its own loss). That loss is a mean over the rows of its step; the loss of each row is computed with
+        the weights at the time of the row's forward. An exception may surface in the next step or in ``flush``. The
+        steps under way are then discarded, but updates already made are kept.
 
         Args:
             *args: the model's positional inputs, for the whole batch.
-            target: the target of loss_fn for the whole batch, split like the inputs. Default: None, without a loss_fn.
+            target: the target of loss_fn for the whole batch, split like the inputs. Default: None (no loss_fn).
             return_outputs: also return the model's output. Default: False.
-            gather: under a mesh, return the output on every rank, not only on that of the last stage. Default: False.
+            gather: under a mesh, return the output on every rank, not only on the last stage's rank. Default: False.
             microbatches: in place of inputs and target, the batch as a list of `Microbatch` objects, each with shapes
                 of its own. Their number may differ from ``num_microbatches`` unless the program fixes it. Default: None
                 (the batch is split).
@@ -332,18 +335,19 @@ class Pipeline(SavingInterface):
             **kwargs: the model's keyword inputs, for the whole batch.
 
         Returns:
-            The loss, a detached 0-d tensor. With return_outputs ``(loss, outputs)``: the outputs are in the order of
-            the batch's rows; with ``microbatches`` they are a list of one output per micro-batch. On a mesh they are
-            None on ranks other than that of the last stage, unless gathered.
+            The loss, a detached 0-d tensor. With return_outputs, ``(loss, outputs)``: the outputs are in the order of
+            the batch's rows; with ``microbatches`` they are a list of one output per micro-batch. Under a mesh they
+            are None on every rank but the last stage's, unless gather is True.
 
         Raises:
-            InputError: the batch cannot be split, or the target is missing. ArgumentError, a kind of InputError: the
-                batch is structured differently from the sample, and the model fails on it.
+            InputError: the batch cannot be split, or the target is missing.
+            ArgumentError: the batch is structured differently from the sample, and the model fails on it (also an
+                InputError).
             MemoryLimitError: micro-batches have more rows than planned, and a rank would exceed its memory limit.
             ExecutionError: the pipeline is closed, or a rank of the mesh failed, which ends the pipeline on all ranks.
-            Exception: any exception of a layer, with a note that names its stage, micro-batch and rank. In one process
-                the pipeline remains usable: clear the gradients. With ``optimizer=`` gradients are cleared, but some
-                stages may already have been updated.
+            Exception: any exception that a layer raises, with a note that names the stage, micro-batch and rank. In one
+                process the pipeline remains usable once you have cleared the gradients. With ``optimizer=`` they are
+                already cleared, but some stages may have been updated.
 
         """
         given = GivenBatch(args, kwargs, target, microbatches)
@@ -408,8 +412,8 @@ class Pipeline(SavingInterface):
             pipe.eval()
             loss = pipe.evaluate(x, target=y)
 
-        The modules keep their mode: call ``eval()`` first to switch dropout off. Arguments, return value and exceptions
-        are those of ``step``.
+        The modules keep their mode, so call ``eval()`` first to switch dropout off. Arguments, return value and
+        exceptions are the same as for ``step``.
         """
         given = GivenBatch(args, kwargs, target, microbatches)
         if metrics is not None:
@@ -421,7 +425,7 @@ class Pipeline(SavingInterface):
             raise
 
     def forward(self, *args: Any, gather: bool = False, **kwargs: Any) -> Any:
-        """Compute the model's output for a batch; ``pipe(x)`` is the same call.
+        """Compute the model's output for a batch; ``pipe(x)`` does the same.
 
         ::
 
@@ -430,20 +434,21 @@ class Pipeline(SavingInterface):
 
         In training mode with gradients enabled, the output can be differentiated once, in one process. ``backward()``
         then runs the stages' backwards in GPipe's order and adds the gradients of parameters to ``.grad``. It never
-        updates weights: with ``optimizer=`` step the ``optimizers`` yourself. ``torch.autograd.grad`` returns gradients
-        of inputs only. Under ``no_grad`` or in evaluation mode only forwards run.
+        updates weights: with ``optimizer=``, step the optimizers in ``pipe.optimizers`` yourself.
+        ``torch.autograd.grad`` returns gradients of inputs only. Under ``no_grad`` or in evaluation mode only forwards
+        run.
 
         Args:
             *args: the model's positional inputs, for the whole batch.
-            gather: under a mesh, return the output on every rank, not only on that of the last stage. Default: False.
+            gather: under a mesh, return the output on every rank, not only on the last stage's rank. Default: False.
             **kwargs: the model's keyword inputs, for the whole batch.
 
         Returns:
-            The output, on the last stage's device. On a mesh it is None on other ranks, unless gathered.
+            The output, on the last stage's device. Under a mesh it is None on all other ranks, unless gather is True.
 
         Raises:
             InputError: the batch cannot be split, or an output that can be differentiated is requested under a mesh.
-            Exception: any exception of a layer, as for ``step``.
+            Exception: any exception that a layer raises, as for ``step``.
 
         """
         try:
@@ -520,24 +525,25 @@ class Pipeline(SavingInterface):
         """Finish the steps of an asynchronous schedule that are under way, with all their updates.
 
         Call it before you change the model, an optimizer or a learning rate scheduler directly. Methods of the pipeline
-        that read or change weights, state or mode flush on their own, and so do ``evaluate``, ``forward`` and
+        that read or change weights, state or mode flush automatically, and so do ``evaluate``, ``forward`` and
         ``close``. The next step uses the weights as they are when it starts.
 
         Returns:
-            The loss of the last step; None if no step is under way, which is always so with a synchronous schedule.
+            The loss of the last step; None if no step is under way, as is always the case with a synchronous schedule.
 
         Raises:
-            Exception: any exception of a layer, as for ``step``.
+            Exception: any exception that a layer raises, as for ``step``.
 
         """
         return self._running.flush()
 
     @property
     def optimizers(self) -> dict[int, Optimizer]:
-        """The optimizers made by ``optimizer=``, by stage: to save their states or attach learning rate schedulers.
+        """The optimizers that ``optimizer=`` created, by stage.
 
-        Reading this property flushes. If you keep an optimizer or a scheduler, call ``flush()`` before each change to
-        it: otherwise an update under way in an asynchronous schedule may use the old or the new learning rate.
+        Use them to save optimizer states or to attach learning rate schedulers. Reading this property calls
+        ``flush()``. If you keep an optimizer or a scheduler, call ``flush()`` before each change to it: otherwise an
+        update of an asynchronous schedule that is under way may use either the old or the new learning rate.
         """
         self.flush()
         return self._running.assembly.optimizers
@@ -557,28 +563,30 @@ class Pipeline(SavingInterface):
             print(pipe.replan(steps_left=1000))
 
         With the same number of micro-batches, the results are bit-identical to having used the new plan from the first
-        step. Weights, buffers, gradients and optimizer states move with their layers. Parameters and the
-        optimizers of stages that still exist stay the same objects. A new stage gets a new optimizer, which needs a
-        scheduler of its own. An optimizer that you made yourself keeps its state on the old device: move it if the
-        devices differ in kind.
+        step. Weights, buffers, gradients and optimizer states move with their layers. Parameters, and the optimizers of
+        stages that still exist, stay the same objects. A new stage gets a new optimizer, which needs a scheduler of its
+        own. An optimizer that you created yourself keeps its state on the old device: if the new device is of another
+        type, move the state.
 
-        Without ``plan`` the layers are cut again for the same schedule, by the median times of the last steps; a rank
-        that is slower on equal layers gets fewer layers. Boundaries, groups and memory limits given to Pipeline still
-        hold. The new cut is used if its predicted step is shorter by more than 3 % and more than twice the noise.
+        Without ``plan`` the model is cut again for the same schedule, based on the median times of the last steps; a
+        rank that is slower on identical layers gets fewer layers. Boundaries, groups and memory limits given to
+        Pipeline still hold. The new cut is used if its predicted step is shorter by more than 3 % and by more than
+        twice the noise.
 
         Args:
             plan: the plan to switch to. Default: None (search for a better cut).
-            steps_left: steps still to run; the new cut must save more time in them than the move takes. Default: None
-                (the time of the move does not count).
+            steps_left: the number of steps still to run, in which the new cut must save more time than the move takes.
+                Default: None (the time that the move takes is ignored).
             measure: measure the layers again first, to find the layers within a stage whose times have changed.
                 Default: False.
 
         Returns:
-            The outcome: print it to read which layers moved, or why the old plan was kept.
+            The outcome. Print it to read which layers moved, or why the old plan was kept.
 
         Raises:
             InputError: the pipeline runs over a mesh, or ``wrap=`` has changed its stages.
-            PipeschedError: the plan cannot be applied, for the reasons listed at Pipeline; the old plan keeps running.
+            PipeschedError: the plan cannot be applied, for one of the reasons listed under Pipeline; the old plan keeps
+                running.
 
         """
         check_steps_left(steps_left)
@@ -589,12 +597,12 @@ class Pipeline(SavingInterface):
 
     @property
     def devices(self) -> list[torch.device]:
-        """The device of each rank; under a mesh the device of this process, repeated for every rank."""
+        """The device of each rank. Under a mesh, this process's device is repeated for every rank."""
         return self._running.host.devices
 
     @property
     def num_stages(self) -> int:
-        """The number of stages that the model is cut into. A bidirectional schedule holds each stage twice."""
+        """The number of stages that the model is cut into. A bidirectional schedule runs two copies of each stage."""
         return len(self._running.cut)
 
     @property
@@ -604,12 +612,12 @@ class Pipeline(SavingInterface):
 
     @property
     def checkpoint(self) -> Checkpoint:
-        """The checkpointing: one mode for all stages, or an option for each layer that has one."""
+        """The checkpointing in use: one mode for all stages, or a dict with the options of individual layers."""
         return self._running.assembly.programs.checkpoint
 
     @property
     def boundaries(self) -> list[str]:
-        """The name of the first layer of every stage but stage 0."""
+        """The name of the first layer of every stage except stage 0."""
         return [names[0] for names in self._running.cut[1:]]
 
     @property
@@ -642,8 +650,8 @@ class Pipeline(SavingInterface):
         """The measured trace of the last step. On a GPU, reading it waits for the step to end.
 
         Under a mesh it holds only this rank's actions; ``gather_trace()`` returns those of all ranks. For an
-        asynchronous schedule it holds the steps since the last flush, at most the last six; work begun before them is
-        not counted as in flight.
+        asynchronous schedule it holds the steps since the last flush, at most the last six; work begun before those
+        steps is not counted as in flight.
 
         Raises:
             ExecutionError: no step has run under this plan yet.
@@ -652,7 +660,7 @@ class Pipeline(SavingInterface):
         return _measured(self._history.trace)
 
     def gather_trace(self) -> Trace:
-        """Return the measured trace of the last step for all ranks, on one clock. Collective under a mesh.
+        """Return the measured trace of the last step for all ranks, with times on one clock. Collective under a mesh.
 
         Raises:
             ExecutionError: no step has run under this plan yet.
@@ -662,7 +670,7 @@ class Pipeline(SavingInterface):
 
     @property
     def predicted(self) -> Trace:
-        """The simulated trace of a step, from the action times of earlier steps, or else from the layers' costs.
+        """The simulated trace of a step, from the action times of earlier steps or, if there are none, layer costs.
 
         For an asynchronous schedule it holds enough steps to show the steady state, and the flush at the end.
         """
@@ -670,7 +678,7 @@ class Pipeline(SavingInterface):
 
     @property
     def predicted_memory(self) -> tuple[RankMemory, ...]:
-        """The predicted peak memory of each rank in a step, divided by purpose.
+        """The predicted peak memory of each rank in a step, broken down by purpose.
 
         For an asynchronous schedule it covers enough steps to reach the steady state.
         """
@@ -690,7 +698,7 @@ class Pipeline(SavingInterface):
     # ---- weights ----------------------------------------------------------------------------------------------
 
     def full_state_dict(self) -> dict[str, Any]:
-        """Return the state of the whole model on every rank, sharded tensors included. Collective under a mesh."""
+        """Return the state of the whole model on every rank, including sharded tensors. Collective under a mesh."""
         state = self.state_dict()
         host = self._running.host
         return merged_state(state, self._all_state(), host) if isinstance(host, MeshRanks) else state
@@ -709,12 +717,12 @@ class Pipeline(SavingInterface):
         ExecutionError until this method has run or a complete state has been loaded. The next step makes the model
         stale again. In one process the model is always complete, and this method does nothing.
 
-        Every rank of the mesh must call it, also after ``close()``. A rank that gathers needs memory for the whole
-        model. Parameters stay the same objects on their devices; those on the meta device are filled on the CPU.
-        Gradients and optimizer states are not copied.
+        Every rank of the mesh must call this method, even after ``close()``. A rank that gathers needs memory for the
+        whole model. Parameters stay the same objects on the same devices, except that parameters on the meta device are
+        filled on the CPU. Gradients and optimizer states are not copied.
 
         Args:
-            rank: the rank of the mesh to gather on. Default: None, every rank.
+            rank: the rank of the mesh to gather on. Default: None (every rank).
 
         Raises:
             InputError: the rank does not exist, ranks pass different values, or ``wrap=`` replaced parameters, so that
@@ -732,7 +740,7 @@ class Pipeline(SavingInterface):
         )
 
     def _is_own(self, name: str) -> bool:
-        """Return whether this process trains the parameter or buffer of this name: always true without a mesh."""
+        """Return whether this process trains the parameter or buffer of this name. Always True without a mesh."""
         host = self._running.host
         return isinstance(host, ThreadRanks) or host.holds(self._running.assembly.owners.rank(name))
 

@@ -27,7 +27,7 @@ from pipesched.torch_checks import as_call
 
 __all__ = ["Trial"]
 
-_ROUNDS = 10  # the most turns per plan, spread out because other load slows a machine for seconds at a time
+_ROUNDS = 10  # the most turns per plan; turns are short and alternate, because other load slows a machine for seconds
 _STEPS = 2  # measured steps per turn, after one warm-up step
 _ENOUGH_S = 5.0  # seconds after which no further round starts
 
@@ -42,19 +42,19 @@ class Trial:
     target: Any  #: the sample's target
     split_dims: SplitDims
     where: Mapping[str, Any]  #: devices or mesh, and whole_layers, as for ``Pipeline``
-    host: RankHost  #: runs the ranks; also makes processes agree on values
+    host: RankHost  #: the host of the ranks; also makes processes agree on values
     batch_size: int
 
     def run(self, plans: Sequence[Plan], told: Callable[[float], None]) -> list[list[Trace]]:
         """Run the plans in turn and return the measured steps of each.
 
-        In one process a plan that runs out of device memory has no steps; the error is raised only if no plan fits.
-        Collective over a mesh.
+        In one process, no steps are returned for a plan that runs out of device memory; the error is raised only if no
+        plan fits. Collective over a mesh.
 
         Args:
             plans: the plans to run.
-            told: called after each turn of a plan with the progress from 0 to 1. The progress assumes that all rounds
-                run; the trials may end earlier.
+            told: a function that is called after each turn of a plan with the progress from 0 to 1. The progress
+                assumes that all rounds run; the trials may end earlier.
 
         """
         with torch.inference_mode(False), torch.enable_grad():
@@ -83,13 +83,13 @@ class Trial:
     def _steps(self, pipe: Pipeline, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> Iterator[Trace]:
         for step in range(1 + _STEPS):
             pipe.step(*args, target=target, **kwargs)
-            release_model(pipe.model)  # no weight was updated, and another plan runs on the model next
+            release_model(pipe.model)  # the weights have not changed, and another plan runs on the model next
             trace = pipe.gather_trace()
-            if step:  # the first one warms up
+            if step:  # the first step is warm-up
                 yield trace
 
     def _batch(self) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
-        """Return a whole batch made of copies of the sample's rows, so that layers may write to it."""
+        """Return a whole batch made of copies of the sample's rows, so that layers can safely write to it."""
         args, kwargs = as_call(self.sample)
         splitter = Splitter(1, fixed=False, split_dims=self.split_dims)
         target = self.target
@@ -132,7 +132,7 @@ class Trial:
 
 @contextmanager
 def _on_stand_ins(model: nn.Module, written: Collection[str] = ()) -> Iterator[None]:
-    """Replace parameters and buffers by stand-ins inside the block, so that training leaves no trace in the model.
+    """Replace parameters and buffers with stand-ins inside the block, so that training leaves no trace in the model.
 
     The stand-in of a parameter shares the parameter's memory, but has its own gradient and no hooks. Buffers, and the
     parameters that forwards write to, are copied.
@@ -143,7 +143,7 @@ def _on_stand_ins(model: nn.Module, written: Collection[str] = ()) -> Iterator[N
 
     """
     copied = {id(parameter) for name, parameter in model.named_parameters() if name in written}
-    stand_ins: dict[int, Tensor] = {}  # by tensor, so that tied ones stay tied
+    stand_ins: dict[int, Tensor] = {}  # by id of the original, so that tied tensors stay tied
     with torch.random.fork_rng(), outside_kept(alone=False), set_aside(model):
         for module in model.modules():
             tensors = [

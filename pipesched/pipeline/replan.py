@@ -41,12 +41,12 @@ from pipesched.user_warning import warn
 __all__ = ["Replanner"]
 
 _FEWEST = 3  # the number of measured steps required to search for a better cut
-_EFFORT = 200_000  # simulated actions in the search for better boundaries
+_EFFORT = 200_000  # the number of simulated actions after which the search for better boundaries ends
 _COPIED = 1 << 22  # bytes of the copy that measures the speed between devices
 
 
 class _Place(NamedTuple):
-    """The device of a parameter or buffer, and its bytes together with those of its gradient and optimizer state."""
+    """The device of a parameter or buffer, and the total bytes of the tensor, its gradient and its optimizer state."""
 
     device: torch.device
     nbytes: int
@@ -56,13 +56,13 @@ class Replanner:
     """Finds and applies other plans for a pipeline in one process.
 
     Args:
-        running: the running plan, which is replaced.
+        running: the running plan; the Replanner replaces its contents.
         book: the known costs of layers and devices.
         history: the last steps.
-        roots: the model and the loss module, by the prefix of their names.
+        roots: the model and the loss module, by the prefix of their parameters' names.
         spec: the model and the user's options for its stages.
         asked: the boundaries that the user fixed.
-        limits: the bytes that each rank may hold; None without a limit.
+        limits: the most bytes that each rank may hold; None for no limit.
 
     """
 
@@ -101,7 +101,7 @@ class Replanner:
         return self._move(programs, self._book.cut_stages(self._host(), pins, programs, plan))
 
     def improve(self, steps_left: int | None, *, measure: bool) -> Replanned:
-        """Switch to a better cut if the measured times of the last steps show one that is worth the move.
+        """Switch to a better cut if the measured times of the last steps show that one is worth the move.
 
         Args:
             steps_left: the steps still to run; None if that is not known.
@@ -110,7 +110,7 @@ class Replanner:
         """
         running = self._running
         steps = self._history.steps()
-        steps = steps[1:] if len(steps) > _FEWEST else steps  # the first step of a plan warms up
+        steps = steps[1:] if len(steps) > _FEWEST else steps  # the first step of a plan includes warm-up
         if len(steps) < _FEWEST:
             why = (
                 f"the search for a better plan requires {_FEWEST} measured steps of the current plan; {len(steps)} are "
@@ -151,7 +151,7 @@ class Replanner:
         return self._running.plan(self._book, self._spec.model, self._history.costs)
 
     def _learn(self, measured: Costs, tolerance: float) -> None:
-        """Correct the known costs of layers and devices by the measured times of the stages."""
+        """Correct the known costs of layers and devices with the measured times of the stages."""
         program = self._running.program
         devices = self._running.host.devices
         stages = [
@@ -194,7 +194,7 @@ class Replanner:
         Args:
             programs: the programs that run the stages.
             cut: the layers of each stage.
-            update_s: the seconds of an update for each byte of weights.
+            update_s: the time of an update, in seconds per byte of weights.
             limits: the bytes that each rank may hold. Default: no limit.
 
         """
@@ -208,7 +208,7 @@ class Replanner:
         return simulate(timed, costs).makespan_s * programs.num_microbatches / timed.num_microbatches
 
     def _moving(self, layers: Mapping[str, tuple[int, int]]) -> tuple[int, float]:
-        """Return the bytes to copy between devices and the seconds of the whole move.
+        """Return the bytes to copy between devices, and the predicted seconds of the whole move.
 
         ``layers`` holds the old and the new rank of each layer that moves.
         """
@@ -239,7 +239,7 @@ class Replanner:
         return Replanned(plan=self._plan(), layers=layers, moved_bytes=size, cost_s=cost_s)
 
     def _places(self) -> dict[str, _Place]:
-        """Return the device of each parameter and buffer, and the bytes to copy when it changes its device."""
+        """Return the device of each parameter and buffer, and the bytes to copy if the tensor changes its device."""
         optimizers = self._running.assembly.optimizers.values()
         states = {parameter: state for optimizer in optimizers for parameter, state in optimizer.state.items()}
         places: dict[str, _Place] = {}
@@ -253,7 +253,7 @@ class Replanner:
         return places
 
     def _replace_plan(self, programs: ProgramFactory, stage_cut: StageCut) -> None:
-        """Build the new plan's stages and replace the running plan. If that raises, the old plan keeps running."""
+        """Build the new plan's stages and replace the running plan. If building raises, the old plan keeps running."""
         running = self._running
         old = self._host()
         splitter = replace(running.splitter, num_microbatches=programs.num_microbatches, fixed=programs.fixed)
@@ -292,14 +292,14 @@ class Replanner:
 
 
 def _ranks(program: Program, cut: StageLayers) -> dict[str, int]:
-    """Return the rank of each layer; for a bidirectional schedule its rank in the first direction."""
+    """Return the rank of each layer; for a bidirectional schedule, the rank that holds the layer's first copy."""
     return {name: program.placement[stage] for stage, names in enumerate(cut) for name in names}
 
 
 def _copy_s(size: int, source: torch.device, target: torch.device) -> float:
     """Return the seconds that a copy between two devices takes, estimated from a measured copy of fixed size."""
     block = torch.empty(_COPIED, dtype=torch.uint8, device=source)
-    for _ in range(2):  # the first warms up
+    for _ in range(2):  # the first copy is warm-up
         begin = time.perf_counter()
         block.to(target, copy=True)[-1].item()  # item() waits for the copy
         seconds = time.perf_counter() - begin

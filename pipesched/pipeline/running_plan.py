@@ -37,13 +37,13 @@ class RunningPlan:
     splitter: Splitter
     seed: int  #: the seed of all random numbers
     updates: bool  #: whether ``optimizer=`` makes the updates part of a step
-    stream: Stream | None = None  #: the steps under way of an asynchronous schedule
-    step: int = 0  #: the number of steps begun
+    stream: Stream | None = None  #: the steps of an asynchronous schedule that are under way
+    step: int = 0  #: the number of steps that have started
     runs: deque[Timeline] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))  #: the timelines of the last steps
 
     @property
     def program(self) -> Program:
-        """The program for a full batch, as the schedule or the user wrote it."""
+        """The program for a full batch as the schedule or the user wrote it, that is, before lowering."""
         return self.assembly.program
 
     @property
@@ -52,7 +52,7 @@ class RunningPlan:
         return self.assembly.cut
 
     def flush(self) -> Tensor | None:
-        """Finish the steps of an asynchronous schedule that are under way. Returns the loss of the last one."""
+        """Finish the steps of an asynchronous schedule that are under way. Returns the loss of the last step."""
         return self.stream.flush() if self.stream is not None and self.stream.open else None
 
     def replace(self, *, host: RankHost, assembly: Assembly, splitter: Splitter) -> None:
@@ -113,13 +113,13 @@ class RunningPlan:
         )
 
     def _memory_of(self, stage: int) -> Any:
-        """Return a key that is equal for stages that can share memory: those on one device of one process."""
+        """Return a key for the memory of a stage. Stages on one device of one process have the same key."""
         rank = self.program.placement[stage]
         return self.host.devices[rank] if isinstance(self.host, ThreadRanks) else rank
 
     @property
     def unused_devices(self) -> list[str]:
-        """One line of text with the devices that the plan leaves unused; empty if it uses all devices."""
+        """A list with one line of text that names the unused devices; empty if the plan uses all devices."""
         devices = self.host.all_devices
         used = len(self.host.devices)
         if used == len(devices):

@@ -16,7 +16,7 @@ __all__ = ["MISFITS", "CallForm", "check_form"]
 MISFITS = TypeError, LookupError, AttributeError, GraphError
 
 _LONGEST = 400  # the most characters of a form in an error message
-#: Keywords of a step that are not the model's.
+#: Keywords of a step that are not passed to the model.
 _BESIDE = ("target", "return_outputs", "gather", "microbatches", "metrics")
 
 
@@ -44,7 +44,7 @@ class CallForm:
 def check_form(form: CallForm | None, method: str, given: GivenBatch, error: Exception) -> None:
     """Raise ArgumentError if a model failed on a batch that is structured differently from the sample.
 
-    Called only after the model has failed, because a model may accept arguments of several forms.
+    Called only after the model has failed, because some models accept arguments of several forms.
 
     Args:
         form: the form of the sample; None in a process that passes no batch.

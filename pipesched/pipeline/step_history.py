@@ -1,4 +1,4 @@
-"""Step history: the traces of a pipeline's last steps, the stage costs seen in them, and the predicted next step."""
+"""Step history: the traces of a pipeline's last steps, stage costs measured in them, and the predicted next step."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -26,7 +26,10 @@ class StepHistory:
 
     @property
     def trace(self) -> Trace | None:
-        """The last step in this process, or an asynchronous schedule's steps under way; None before the first step."""
+        """The trace of the last step in this process; None before the first step.
+
+        For an asynchronous schedule, the trace of the steps since the last flush.
+        """
         running = self._running
         if running.stream is not None:
             return self.trace_of(running.stream.timelines, running.stream.versions)
@@ -34,7 +37,7 @@ class StepHistory:
             return None
         trace = self.trace_of([running.runs[-1]])
         if running.assembly.programs.streams or not isinstance(running.host, ThreadRanks):
-            return trace  # it is incomplete: part of a stream of steps, or one rank of several
+            return trace  # the trace is incomplete: part of a stream of steps, or one rank of several
         return self._with_bound(trace)
 
     def gather_trace(self) -> Trace | None:
@@ -54,7 +57,7 @@ class StepHistory:
         return [self.trace_of([run]) for run in self._running.runs]
 
     def trace_of(self, runs: Iterable[Timeline], versions: tuple[tuple[int, ...], ...] = ()) -> Trace:
-        """Return the trace of these runs, with the stages' sizes if they are known.
+        """Return the trace of these runs, with the stages' costs if the layers have been measured.
 
         Args:
             runs: the timelines of one or several steps.
@@ -76,13 +79,13 @@ class StepHistory:
     def predicted(self) -> Trace:
         """The simulated trace of a step with ``costs``. Measures the layers if no costs are known."""
         if self._book.layers is None:
-            self._running.flush()  # the layers are measured next, while no step may run
+            self._running.flush()  # the layers are measured next, and no step may be running then
         programs = self._running.assembly.programs
         return simulate(programs.full.timed, self.costs or self._book.expected_costs(programs, self._running.cut))
 
     @property
     def costs(self) -> Costs | None:
-        """The stages' costs: medians over earlier steps, or else sums of layer costs; None if neither are known."""
+        """The stages' costs: medians over earlier steps, or else sums of layer costs; None if neither is known."""
         running = self._running
         by_layers = None
         if self._book.layers is not None:

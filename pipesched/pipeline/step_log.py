@@ -31,9 +31,10 @@ class StepFigures:
     step_s: float  #: the measured makespan, in seconds
     bubble_ratio: float
     busy: tuple[float, ...]  #: the fraction of the makespan in which each rank computes
-    loss: float | None = None  #: None if unknown; the same holds for the fields below
-    predicted_s: float | None = None  #: the predicted makespan, in seconds
-    whole_s: float | None = None  #: seconds from one step to the next, including all other code of the training loop
+    loss: float | None = None  #: None if unknown
+    predicted_s: float | None = None  #: the predicted makespan, in seconds; None if unknown
+    #: Seconds from one step to the next, including all other code of the training loop; None if unknown.
+    whole_s: float | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)  #: ``pipe.metrics``
 
     @property
@@ -69,17 +70,17 @@ class StepLog:
             log(pipe.step(x, target=y))
 
     Logging a step reads its trace and simulates a step; on a GPU this waits for the step to end. Steps that are not
-    logged cost nothing. Under a mesh every rank calls the log, and rank 0 logs the times of all ranks.
+    logged cost nothing. Under a mesh every rank must call the log, and rank 0 logs the times of all ranks.
 
     Args:
         pipe: the pipeline to log.
-        writer: a torch.utils.tensorboard.SummaryWriter, or an object with its ``add_scalar``. Default: None (no
-            scalars).
+        writer: a torch.utils.tensorboard.SummaryWriter, or any object with the same ``add_scalar`` method. Default:
+            None (no scalars).
         every: the number of steps from one logged step to the next. Default: 1 (log every step).
-        show: a function that receives each line; None for no lines. Default: print.
+        show: a function that is called with each line; None prints nothing. Default: print.
 
     Raises:
-        InputError: an argument is of the wrong kind.
+        InputError: an argument has the wrong type or value.
 
     """
 

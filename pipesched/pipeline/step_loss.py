@@ -11,7 +11,7 @@ __all__ = ["explain_backward", "without_attributes"]
 
 
 def explain_backward(loss: "ref[Tensor]", *args: Any, **kwargs: Any) -> None:
-    """Serves as the ``backward`` of a loss that a step returned; raises ExecutionError."""
+    """Serves as the ``backward`` of the loss that a step returned; raises ExecutionError."""
     tensor = loss()
     if tensor is not None and tensor.requires_grad:  # the caller has added a term to it in place
         Tensor.backward(tensor, *args, **kwargs)  # type: ignore[no-untyped-call]

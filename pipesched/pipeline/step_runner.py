@@ -46,9 +46,9 @@ class StepRunner:
         model: the user's model.
         num_inputs: the number of the model's positional arguments in the sample.
         has_loss_fn: whether there is a loss function, which needs a target.
-        guard: refuses calls that would use stale weights.
-        memory: checks batches against the memory limits.
-        intra_op_threads: CPU threads per rank.
+        guard: the StaleGuard, which refuses calls that would use stale weights.
+        memory: the MemoryForecast, which checks batches against the memory limits.
+        intra_op_threads: the number of CPU threads per rank.
 
     """
 
@@ -155,7 +155,7 @@ class StepRunner:
 
         running.flush()
         call = self._called("forward", GivenBatch(args, kwargs), make)
-        # Over a mesh make() has raised an error instead if rank 0 wants an output that can be differentiated.
+        # Under a mesh, make() has already raised an error if rank 0 wants an output that can be differentiated.
         if not differentiated or not isinstance(host, ThreadRanks):
             return self._outputs(call, self._infer(call))
         return self._differentiable(call, host)
@@ -188,7 +188,7 @@ class StepRunner:
     def _called(self, method: str, given: GivenBatch, make: Callable[[], StepCall]) -> StepCall:
         """Check that the method may run, and return the StepCall of this process.
 
-        Its inputs come from rank 0 if this process passed none.
+        The call's inputs come from rank 0 if none were passed in this process.
         """
         assembly = self._running.assembly
         host = self._running.host

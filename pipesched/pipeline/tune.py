@@ -36,7 +36,7 @@ from pipesched.user_warning import warn
 __all__ = ["tune"]
 
 _DEVICES = "pass a list such as ['cpu', 'cpu']"
-_CONFIRMED = 3  # plans that run by default
+_CONFIRMED = 3  # the default number of plans that run
 _PATIENCE_S = 1800.0  # seconds that other ranks wait while rank 0 measures and searches
 
 
@@ -68,7 +68,7 @@ def tune(
     confirm: int | None = None,
     progress: bool = False,
 ) -> Plan:
-    """Find the plan with the shortest step, for ``Pipeline(plan=...)``, or to save, read and edit.
+    """Find the plan with the shortest step. Pass it to ``Pipeline(plan=...)``, or save, read and edit it.
 
     ::
 
@@ -77,23 +77,24 @@ def tune(
         pipe = pipesched.Pipeline(model, sample, loss_fn=loss_fn, devices=["cuda:0", "cuda:1"], plan=plan)
 
     The model's layers are measured with the sample, or a Profile gives their costs. Given a model and devices, the
-    plans with the shortest predicted steps then run in turn on these devices, for up to ten rounds of three steps, with
-    no new round after five seconds. The measured times correct the layer costs, and the search runs once more with
-    these. Then the plan with the shortest measured step is returned; among plans equal within noise, the one with the
-    shortest predicted step. ``Plan.alternatives`` lists the other plans with their predicted and measured times.
-    Without trial runs equal profiles give equal plans.
+    plans with the shortest predicted steps then run in turn on these devices, for up to ten rounds of three steps; no
+    round starts after five seconds. The measured times correct the layer costs, and the search runs once more with the
+    corrected costs. The plan with the shortest measured step is returned; of several plans that are equally fast within
+    noise, the plan with the shortest predicted step. ``Plan.alternatives`` lists the other plans with their predicted
+    and measured times. Without trial runs, identical profiles give identical plans.
 
-    Trial runs leave weights, buffers, gradients and random state unchanged. Hooks on modules run in them, hooks on
-    parameters do not. Only schedules that leave the result unchanged are considered. The number of micro-batches
-    changes the result of BatchNorm and of losses that compare rows: pass num_microbatches for such models.
+    Trial runs leave weights, buffers, gradients and random state unchanged. They run the hooks of modules, but not the
+    hooks of parameters. Only schedules that leave the results of training unchanged are considered. The number of
+    micro-batches changes the results of BatchNorm and of losses that compare rows: pass num_microbatches for such
+    models.
 
     Args:
-        model: a module, which is measured with the sample, or a Profile or the path of a saved Profile.
+        model: a module (measured with the sample), a Profile, or the path of a saved Profile.
         sample: one micro-batch as an example, as for Pipeline. Default: None, for a Profile alone.
-        num_ranks: the number of ranks to plan for, if neither devices nor a mesh are available.
-        devices: in place of num_ranks: the device of each rank, as for Pipeline.
-        mesh: in place of num_ranks: a mesh as for Pipeline. Every process calls tune with the same arguments, and all
-            return the plan that rank 0 found.
+        num_ranks: the number of ranks to plan for, if neither devices nor a mesh is available.
+        devices: the device of each rank, as for Pipeline; used instead of num_ranks.
+        mesh: a mesh, as for Pipeline; used instead of num_ranks. Every process calls tune with the same arguments and
+            gets the plan that rank 0 found.
         batch_size: the number of rows in a step.
         memory_limit_bytes: the most bytes that a rank may hold: one number for all ranks, or one per rank. Default:
             None (no limit).
@@ -104,24 +105,24 @@ def tune(
         boundaries: fixed stage boundaries, as for Pipeline. Default: chosen by the search.
         together: groups of layers that share a stage, as for Pipeline. Default: none.
         checkpoint: the checkpointing, as for Pipeline. Default: chosen by the search.
-        links: the speed of the connections between ranks, from `probe_links`. Default: None (transfers count as free).
+        links: the speed of the connections between ranks, from `probe_links`. Default: None (transfers take no time).
         all_ranks: whether the plan must use every rank. Default: False (it may use fewer).
         ranks_are: whether ranks are "threads" of one process or "processes". Default: "processes" with a mesh, else
             "threads".
-        profile: the layers' costs, in place of measuring the model: a Profile or the path of one.
+        profile: the layers' costs, as a Profile or the path of a saved one. Default: None (the layers are measured).
         loss_fn: the loss, as for Pipeline. It is measured and run with the target. Default: the model's own loss,
-            or the sum of its outputs.
+            or the sum of the model's outputs.
         target: the sample's target for loss_fn.
         split_dims: how arguments are split into micro-batches, as for Numerics. Default: 0.
         whole_layers: modules to treat as one layer each, as for Pipeline. Default: none.
         offload: whether activations may be moved to the host to keep within a memory limit: "auto", True or False.
             Default: "auto", which is True if the profile holds a ``host_bytes_per_s`` and the devices are not CPUs.
         confirm: how many of the plans with the shortest predicted steps to run. Default: 3 for a model with devices or
-            a mesh, else 0. With num_ranks they run on that many GPUs if the machine has them, else on the CPU.
+            a mesh, else 0. With num_ranks, the plans run on that many GPUs if the machine has them, else on the CPU.
         progress: show a progress bar of the search, if tqdm is installed. Default: False.
 
     Returns:
-        The plan, with the costs by which it was chosen. If there were trial runs, these costs are corrected by them.
+        The plan, with the costs on which the choice was based. Trial runs, if any, have corrected these costs.
 
     Raises:
         PartitionError: the model cannot be cut as requested.
@@ -129,7 +130,7 @@ def tune(
         ScheduleError: the profile cannot be read.
         InputError: the arguments contradict each other, or plans cannot be run as requested.
         DeviceCountError: devices is an empty list.
-        Exception: any exception of a layer in a trial run.
+        Exception: any exception that a layer raises in a trial run.
 
     """
     given = {"num_ranks": num_ranks, "devices": devices, "mesh": mesh}
@@ -207,9 +208,9 @@ def _to_confirm(confirm: Any, model: Any, known: bool, *, here: bool) -> int:
     """Return the number of plans to run. Raises InputError if none can be run as requested.
 
     Args:
-        confirm: the user's number; None for the default.
+        confirm: the number that the user passed; None for the default.
         model: the user's model; None if only a profile was given.
-        known: whether the devices are known, by devices= or mesh=.
+        known: whether the devices are known from devices= or mesh=.
         here: whether this process can run all ranks.
 
     """
@@ -233,7 +234,7 @@ def _to_confirm(confirm: Any, model: Any, known: bool, *, here: bool) -> int:
 
 
 def _devices_for(count: int) -> list[str]:
-    """Return the names of ``count`` GPUs if the machine has that many, else ``count`` times the CPU."""
+    """Return the names of ``count`` GPUs if the machine has that many, else a list with ``count`` times "cpu"."""
     return [f"cuda:{at}" for at in range(count)] if torch.cuda.device_count() >= count else ["cpu"] * count
 
 

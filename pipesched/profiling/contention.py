@@ -27,9 +27,9 @@ def crowd(
         subjects: the layers.
         device: the device to run on.
         caller: the thread-local settings to use.
-        threads: intra-op threads of each of the two threads.
+        threads: the number of intra-op threads for each of the two threads.
         rounds: the maximum number of measurements.
-        enough_s: the seconds after which no further measurement begins.
+        enough_s: the time in seconds after which no further measurement begins.
 
     Returns:
         The slowdown factor of each round; empty if the layers cannot be copied.

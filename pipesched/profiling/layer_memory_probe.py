@@ -47,7 +47,7 @@ class Sizes:
 
 
 def sizes_of(layer: Layer, arrived: Payload) -> Sizes:
-    """Measure a layer's memory with whole and with split backwards, on copies of its input. Frees its gradients."""
+    """Measure a layer's memory with whole and split backwards, on copies of its input. Frees the layer's gradients."""
     books = books_of(layer.stage.device)
     for weight in layer.weights:
         weight.grad = None
@@ -104,13 +104,13 @@ class _Dear(_Notes, TorchDispatchMode):
 class _Pass:
     """Measures one forward and one backward, whole or split.
 
-    Input and output are counted only as far as the stage keeps them. F, B, I and W are the forward, the whole backward,
-    the input gradient and the weight gradient. Bytes by attribute:
+    Input and output are counted only to the extent that the stage keeps them. F, B, I and W are the forward, the whole
+    backward, the input gradient and the weight gradient. The attributes hold bytes:
 
     - ``forward``: the peak of the forward, including its input.
     - ``backward``: the peak of B or I beyond the kept activations, including the output's gradients.
     - ``left``: the memory that I keeps for W; ``left_input`` and ``left_grad`` are its inputs and its gradients.
-    - ``delivery``: the peak of W beyond ``left``. ``deferred``: the weight gradients that W makes.
+    - ``delivery``: the peak of W beyond ``left``. ``deferred``: the weight gradients that W computes.
     """
 
     def __init__(self, layer: Layer, arrived: Payload, books: Books, *, split: bool) -> None:

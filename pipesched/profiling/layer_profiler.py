@@ -38,7 +38,7 @@ class Effort:
 
     #: Maximum number of rounds, each of which times every layer once.
     rounds: int = 3
-    #: The seconds of measuring a group of layers after which no further round begins.
+    #: The time in seconds after which no further round of a group of layers begins.
     enough_s: float = 0.5
     #: Whether to repeat implausible measurements, and to warn if they stay implausible.
     checks: bool = False
@@ -62,12 +62,12 @@ def measure_layers(
 ) -> dict[str, LayerCosts]:
     """Measure a chain of layers on one micro-batch, as medians of several runs.
 
-    If several layers are of one kind and have inputs of the same shapes, only some of them are measured. Layers run in
-    training mode; if only some of the model's modules are in training mode, each module keeps its mode.
+    Of several layers of the same kind whose inputs have the same shapes, only some are measured. If some modules are in
+    training mode, each module keeps its mode; otherwise all modules run in training mode.
 
     Args:
         layers: layer name -> layer, in the order of the chain.
-        sample: (args, kwargs) of the first layer.
+        sample: the arguments (args, kwargs) of the first layer.
         device: the device to run on.
         intra_op_threads: the number of intra-op threads.
         effort: how thoroughly to measure. Default: enough to choose stage boundaries.
@@ -88,9 +88,9 @@ def measure_calls(
     """Measure layers as ``measure_layers`` does, but each with its own arguments.
 
     Args:
-        calls: name -> a layer and its (args, kwargs).
-        wanted: the calls whose floating-point arguments all need gradients. In other calls only the tensors that
-            require gradients need them.
+        calls: name -> a layer and its arguments (args, kwargs).
+        wanted: the names of calls in which the gradients of all floating-point arguments are computed. In other calls
+            only the gradients of arguments that require them are computed.
         device: the device to run on.
         intra_op_threads: the number of intra-op threads.
         effort: how thoroughly to measure. Default: enough to choose stage boundaries.
@@ -104,7 +104,7 @@ def measure_calls(
 
 
 def _measured(calls: Calls, device: torch.device, threads: int, effort: Effort) -> dict[str, LayerCosts]:
-    """Measure in a new thread, as a rank has, because a memory allocator may treat threads differently."""
+    """Measure in a new thread, like the thread of a rank, because a memory allocator may treat threads differently."""
     caller = replace(Caller.here([device.type], grad=True), inference=False)
     layers = [layer for layer, _ in calls.values()]
 
@@ -128,7 +128,7 @@ def _wanting(tensor: Tensor) -> Tensor:
 
 @dataclass(kw_only=True)
 class _Kind:
-    """Calls of layers that have equal costs, with their measurements."""
+    """Layer calls that have the same costs, with their measurements."""
 
     memory: LayerMemory = field(default_factory=LayerMemory)
     parameter_bytes: int = 0
@@ -185,7 +185,7 @@ def _spread(seconds: Sequence[float]) -> float:
     return (high - low) / median(seconds)
 
 
-_WAITS = 0.1  # a layer that spends a larger fraction of its time waiting counts as a waiting layer
+_WAITS = 0.1  # a layer that spends more than this fraction of its time waiting is treated as a waiting layer
 
 
 class Between(nn.Module):
@@ -203,7 +203,7 @@ class Between(nn.Module):
 
 
 class _Survey:
-    """Measures the layer calls of a model. Among calls of equal cost, it measures only some."""
+    """Measures the layer calls of a model. Of several calls with the same costs, it measures only some."""
 
     def __init__(self, device: torch.device, caller: Caller, threads: int, effort: Effort) -> None:
         self._device = device
@@ -326,7 +326,7 @@ class _Survey:
 
 
 class _Held(nn.Module):
-    """Calls a layer without registering its parameters, because a Stage would mistake the copies of them for shards."""
+    """Calls a layer without registering its parameters, because a Stage would mistake their copies for shards."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -337,7 +337,7 @@ class _Held(nn.Module):
 
 
 class _Alone:
-    """A layer as a stage that has already run once with a split backward; ``caller`` has the autocast settings."""
+    """A layer as a stage that has already run once with a split backward. ``caller`` holds the autocast settings."""
 
     def __init__(self, lap: TimingRun, subject: Subject, device: torch.device, caller: Caller) -> None:
         self._lap = lap
@@ -365,9 +365,10 @@ class _Alone:
 
 
 def _kind(layer: nn.Module, given: Payload) -> Any:
-    """Return a key that is equal for calls of equal cost: types, shapes, settings, and which parameters are trained.
+    """Return a key that is the same for calls with the same costs.
 
-    Integer attributes are left out, because blocks often store their own index.
+    The key consists of types, shapes, settings, and the ``requires_grad`` of parameters and inputs. Integer attributes
+    are left out, because blocks often store their own index.
     """
     modules = tuple((name, type(module), repr(module), _settings(module)) for name, module in layer.named_modules())
     parameters = tuple((name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in layer.named_parameters())

@@ -33,25 +33,25 @@ def graph_of(
         graph.nodes["0"]["forward_s"], graph.edges["0", "1"]["bytes"]
 
     Nodes are the layers at which a stage may begin, in call order; the second call of a layer is named ``name#2``.
-    Code between two layers is counted with one of them. The model is left unchanged.
+    Code between two layers counts as part of one of these layers. The model is left unchanged.
 
     Args:
-        model: nn.Module, or a list of modules that form a chain.
+        model: an nn.Module, or a list of modules that form a chain.
         sample: one micro-batch: a tensor, a tuple of arguments, or a dict of keywords.
         measured: whether to measure each layer by running it several times with one thread. Default: True.
         device: the torch device to measure on. Default: "cpu".
         whole_layers: names of modules that are kept as one layer. Default: none.
 
     Returns:
-        networkx.DiGraph. Nodes have ``parameters`` and ``buffers`` (names; a tied tensor is in several nodes),
+        A networkx.DiGraph. Nodes have ``parameters`` and ``buffers`` (names; a tied tensor appears in several nodes),
         ``num_parameters``, ``parameter_bytes`` and ``output_bytes`` (bytes of the results that later layers or the
-        model's output use). If measured, they also have ``forward_s``, ``backward_s``, ``input_grad_s``,
-        ``weight_grad_s`` and ``activation_bytes``. An edge from a layer to a user of its output has ``bytes`` and
-        ``tensors`` (name -> bytes; a tensor has the same name on all its edges). Values that every stage computes
+        model's output use). If measured, nodes also have ``forward_s``, ``backward_s``, ``input_grad_s``,
+        ``weight_grad_s`` and ``activation_bytes``. An edge from a layer to a layer that uses its output has ``bytes``
+        and ``tensors`` (name -> bytes; a tensor has the same name on all its edges). Values that every stage computes
         itself, such as masks, have no edge.
 
     Raises:
-        ModelTypeError: the model is not an nn.Module, or its layers cannot be seen because it is compiled or wrapped.
+        ModelTypeError: the model is not an nn.Module, or its layers are inaccessible because it is compiled or wrapped.
         GraphError: the model cannot be cut into stages.
         InputError: the sample does not fit the model, or a name in ``whole_layers`` is unknown.
 
@@ -78,7 +78,7 @@ def measure(
 def _measure_captured(
     known: CapturedModel, device: torch.device, intra_op_threads: int, effort: Effort
 ) -> dict[str, LayerCosts]:
-    """Measure the costs of each layer, including the calls after it that must stay in one stage with it."""
+    """Measure the costs of each layer, including the later calls that must stay in the same stage."""
     capture = known.captures[known.model.training]
     trained = capture.trained({name for name, parameter in known.model.named_parameters() if parameter.requires_grad})
     calls = {}

@@ -1,8 +1,8 @@
-"""Link probe: measures latency and bandwidth between ranks by programs that send messages back and forth.
+"""Link probe: measures latency and bandwidth between ranks with programs that send messages back and forth.
 
 The programs run like training programs, so the results include packing, sending and unpacking. The three stages of a
 chain are placed on rank a, rank b and rank a. The time from the end of the first stage to the start of the third is a
-round trip, measured by the clock of rank a alone.
+round trip, measured with the clock of rank a only.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -48,18 +48,18 @@ def probe_links(mesh: DeviceMesh, *, timeout: float = 60.0) -> Links:
         links = pipesched.probe_links(mesh["pp"])
         links.to_dict()  # for JSON
 
-    Takes about one second per rank, more on slow links. Every rank talks to one other rank at a time, and all these
-    pairs run at the same time. If pairs share a network cable, each gets only a part of its bandwidth.
+    Takes about one second per rank, more on slow links. Every rank exchanges messages with one other rank at a time,
+    and all these pairs run at the same time. If pairs share a network cable, each gets only a part of its bandwidth.
 
     Args:
         mesh: a one-dimensional torch DeviceMesh.
-        timeout: seconds that a rank waits for another rank. Default: 60.
+        timeout: the number of seconds that a rank waits for another rank. Default: 60.
 
     Returns:
-        Links, the same on every rank, with three figures for each pair and direction: ``latency_s`` is half of the
-        median round trip of an empty message. ``bytes_per_s`` comes from messages that take 20 ms, but have at most 4
-        MiB. ``spread`` is the range of these round trips divided by their median; it is large if the measurement was
-        disturbed.
+        The Links, the same on every rank, with three figures for each pair and direction. ``latency_s`` is half of the
+        median round trip of an empty message. ``bytes_per_s`` is measured with messages that are long enough to take 20
+        ms, up to 4 MiB. ``spread`` is the range of these messages' round trips divided by their median; a large spread
+        means that the measurement was disturbed.
 
     Raises:
         DeviceCountError: the mesh has several dimensions.
@@ -129,7 +129,7 @@ def _measured(pairs: list[Pair], num_ranks: int, run: Run) -> dict[Pair, Link]:
 
 
 def _trips(sizes: dict[Pair, int], num_ranks: int, count: int, run: Run) -> dict[Pair, list[float]]:
-    """Measure ``count`` round trips per pair, in seconds: a message of the pair's size, then an empty answer."""
+    """Measure ``count`` round trips per pair, in seconds: a message of the pair's size, then an empty reply."""
     program = lower(_there_and_back(list(sizes), num_ranks, 1 + count))
     spans = run(program, [nbytes for size in sizes.values() for nbytes in (size, 0, 0)])
     times = {span.action: (span.start_s, span.end_s) for span in spans}

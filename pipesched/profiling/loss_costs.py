@@ -45,8 +45,8 @@ def with_supposed_loss(
 ) -> LayerCosts:
     """Return the last layer's costs, extended by the memory of a loss with an unknown target.
 
-    Tries two targets: one class per row, and a tensor like the output. If the loss accepts both, the one with the lower
-    memory need is used. If it accepts neither, the costs stay unchanged.
+    Tries two targets: one class per row, and a tensor like the output. If the loss accepts both targets, the target
+    with the lower memory need is used. If the loss accepts neither, the costs stay unchanged.
     """
     found = []
     for target in _supposed(output):

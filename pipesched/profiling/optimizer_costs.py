@@ -40,12 +40,13 @@ def measure_updates(
     device: torch.device,
     intra_op_threads: int,
 ) -> dict[str, Update]:
-    """Time an optimizer's step on parameters of these shapes, up to a size that exceeds the caches.
+    """Measure the time and memory that an optimizer's step needs for each parameter.
 
-    Parameters beyond that size get times in proportion to their bytes. Frozen parameters have no entry.
+    The step is timed on tensors of the same shapes, up to a total size that exceeds the caches. Each parameter gets a
+    time in proportion to its bytes. Frozen parameters have no entry.
 
     Args:
-        optimizer: a function from parameters to an Optimizer.
+        optimizer: ``optimizer(params)`` -> torch.optim.Optimizer.
         parameters: the model's parameters by name.
         device: the device to run on.
         intra_op_threads: the number of intra-op threads.

@@ -28,7 +28,7 @@ class Upkeep(NamedTuple):
 
 
 def another(optimizer: Optimizer) -> Callable[[list[Any]], Optimizer]:
-    """Return a function that makes optimizers of the same class with the same defaults."""
+    """Return a function that creates optimizers of the same class with the same defaults."""
     taken = inspect.signature(type(optimizer)).parameters
     defaults = {name: value for name, value in optimizer.defaults.items() if name in taken}
     return lambda parameters: type(optimizer)(parameters, **defaults)
@@ -37,12 +37,12 @@ def another(optimizer: Optimizer) -> Callable[[list[Any]], Optimizer]:
 def upkeep_of(make: Callable[[list[Any]], Optimizer], parameters: Sequence[Tensor]) -> Upkeep:
     """Find the memory that an optimizer needs for these parameters after its first step.
 
-    Stand-ins replace the parameters: meta tensors if the optimizer's step accepts them, else small tensors. The bytes
-    of small tensors are scaled up: the state dimension by dimension, the peak in proportion to the bytes.
+    Stand-ins replace the parameters: meta tensors if the optimizer's step accepts them, else small tensors. With small
+    tensors the result is scaled up: the state dimension by dimension, the peak in proportion to the bytes.
 
     Args:
-        make: a function from parameters to an Optimizer.
-        parameters: the parameters. Only the trained ones count.
+        make: a function that takes parameters and returns an Optimizer.
+        parameters: the parameters. Frozen parameters are ignored.
 
     """
     trained = [parameter for parameter in parameters if parameter.requires_grad]
@@ -83,8 +83,8 @@ def _stepped(
 def _enlarged(value: Tensor, stand_in: Tensor, parameter: Tensor) -> int:
     """Return the bytes of a state tensor for the parameter, given the state tensor for its stand-in.
 
-    A dimension as large as the stand-in's becomes as large as the parameter's. A tensor with another number of
-    dimensions is scaled in proportion to the bytes, unless it is a scalar.
+    A dimension as large as the stand-in's becomes as large as the parameter's. A state tensor with a different number
+    of dimensions than the stand-in is scaled in proportion to the bytes, unless it is a scalar.
     """
     if value.dim() != stand_in.dim():
         return math.ceil(value.nbytes * parameter.nbytes / max(1, stand_in.nbytes)) if value.dim() else value.nbytes

@@ -1,11 +1,12 @@
 """Overhead probe: measures the time that ranks need in addition to the work of their stages.
 
 Test programs run on the executors and stages that training uses. A stage's layer times its own work, so the rest of an
-action is overhead. If one of two neighbouring ranks has twice as much work as the other, the other one always waits.
-This separates the overhead of an action without messages, of sending, of receiving, and of the transfer.
+action is overhead. If a rank has twice as much work as its neighbour, the neighbour always waits. This separates the
+overhead of an action without messages, of sending, of receiving, and of the transfer.
 
-The cost of waking up a waiting rank is measured on a pipeline whose ranks only wait, as they would for a GPU. It is the
-difference between the measured and the simulated time of the whole pipeline, because delays of different ranks add up.
+The cost of waking up a waiting rank is measured on a pipeline in which all ranks only wait, as they would for a GPU.
+This cost is computed from the measured and the simulated time of the whole pipeline, because delays of different ranks
+add up.
 """
 
 import os
@@ -48,7 +49,7 @@ _MICROBATCHES = 6
 _MICROBATCHES_ASLEEP = 16
 _DISTURBED = 0.02  # a run is repeated if other processes took more than this fraction of its time
 _TRIES = 5  # attempts at an undisturbed run
-# The work: about 3 ms, with as much computation per byte as usual layers.
+# The work takes about 3 ms, with as much computation per byte as typical layers.
 _ROWS = 128
 _WIDTH = 512
 _PRODUCTS = 4
@@ -75,7 +76,7 @@ class _Worked(torch.autograd.Function):
 
 
 class _Layer(nn.Module):
-    """A layer that computes or sleeps for a time in proportion to ``parts``. ``seconds`` has the time of each call."""
+    """A layer that computes or sleeps in proportion to ``parts``. ``seconds`` holds the time of each call."""
 
     def __init__(self, parts: int, waits: bool, device: torch.device) -> None:
         super().__init__()
@@ -148,17 +149,18 @@ def probe_overheads(
 
         threads = pipesched.probe_overheads(devices=["cpu"] * 4)
 
-    If you put the result into a profile's ``Machine(threads=...)``, or ``processes=`` for a mesh, predictions include
-    it. The measurement takes some seconds. Ranks beyond the number of cores do not compute.
+    Predictions include the overheads if you store the result in a profile's machine, as ``Machine(threads=...)`` or,
+    for a mesh, ``Machine(processes=...)``. The measurement takes several seconds. If there are more ranks than cores,
+    the surplus ranks do not compute.
 
     Args:
-        devices: one CPU device for each rank, for ranks in this process. Pass this or ``mesh``.
+        devices: one CPU device per rank, if all ranks are in this process. Pass either devices or mesh.
         mesh: a one-dimensional torch DeviceMesh, for one process per rank.
-        timeout: seconds that a rank of a mesh waits for another rank.
-        rounds: the number of measurements. The overheads are medians over them. Default: 5.
+        timeout: the number of seconds that a rank of a mesh waits for another rank.
+        rounds: the number of measurements. Each overhead is the median of its measurements. Default: 5.
 
     Returns:
-        Overheads, the same on every rank.
+        The Overheads, the same on every rank.
 
     Raises:
         InputError: ``rounds`` is not a positive integer, or a device is not a CPU.
@@ -224,7 +226,7 @@ def _runner(host: RankHost) -> Run:
             trace = Trace(spans, program.num_ranks)
             return Ran(trace, seconds), waits or lost_s < _DISTURBED * trace.makespan_s
 
-        once()  # warm-up: later runs can predict the form of messages, and have their memory
+        once()  # warm-up: later runs can predict the form of messages and have memory for them
         for _ in range(_TRIES):
             ran, undisturbed = once()
             if undisturbed:
@@ -235,7 +237,10 @@ def _runner(host: RankHost) -> Run:
 
 
 def waited_s() -> float:
-    """Return the seconds that this process's threads have waited for a busy core, as counted by Linux; 0 elsewhere."""
+    """Return the seconds that this process's threads have waited for a busy core, as counted by Linux.
+
+    Returns 0 on other systems.
+    """
     waited_ns = 0
     for path in Path("/proc/self/task").glob("*/schedstat"):
         with suppress(OSError):  # the thread has ended meanwhile
@@ -374,7 +379,7 @@ def _per_action(ran: Ran, ranks: Sequence[int], kind: Kind) -> list[float]:
 
 
 def _chained(ran: Ran, kind: Kind) -> list[float]:
-    """Return the seconds from the start of an action to the end of the one that waits for it, without their work."""
+    """Return the seconds from an action's start to the end of the action that waits for it, minus the work of both."""
     spans = {span.action: span for rank in ran.trace.by_rank for span in rank}
     found = []
     for action, span in spans.items():

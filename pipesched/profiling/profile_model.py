@@ -35,7 +35,7 @@ from pipesched.user_warning import warn
 __all__ = ["as_loss", "profile", "put_updates"]
 
 _FACTORS = (0.25, 0.5, 1, 2)  # default sizes, as multiples of the sample's rows
-_PASSES = 3  # passes over all sizes, so that a disturbance of some seconds affects only one pass of a size
+_PASSES = 3  # passes over all sizes, so that a disturbance of several seconds affects only one pass of a size
 _EFFORT = Effort(rounds=5, enough_s=2.0)
 _CROWDED = replace(_EFFORT, crowds=True)
 _LARGEST_BYTES = 1 << 31  # bytes of parameters up to which the model is also measured in one piece
@@ -70,28 +70,29 @@ def profile(
     warning names layers whose times stay implausible. The model, its gradients and the random state are left unchanged.
 
     Args:
-        model: nn.Module, or a list of modules that form a chain. It may be on the meta device.
+        model: an nn.Module, or a list of modules that form a chain. The model may be on the meta device.
         sample: one micro-batch: a tensor, a tuple of arguments, or a dict of keywords.
-        loss_fn: (output, target) -> scalar tensor; its costs are added to the last layer. Default: None (no loss).
+        loss_fn: ``loss_fn(output, target)`` -> scalar tensor. Its costs are added to the last layer. Default: None (no
+            loss).
         target: the sample's target, required with ``loss_fn``. Default: None.
-        optimizer: a function from parameters to a torch.optim.Optimizer. Layers then also have ``update_s`` and
+        optimizer: ``optimizer(params)`` -> torch.optim.Optimizer. If it is given, layers also have ``update_s`` and
             ``optimizer_bytes``. Default: None.
         rows: the micro-batch sizes to measure, in rows. The micro-batches are made from the sample's rows. A size of 1
             is measured as 2. Default: a quarter, half, one and two times the sample's number of rows.
         device: the torch device to measure on. Default: "cpu".
-        intra_op_threads: the number of threads of each operation on a CPU. Default: 1.
-        split_dims: the dimension of the rows: an int, a sequence by position, or a mapping by position or name. With
-            None an argument is not split. Default: 0.
+        intra_op_threads: the number of CPU threads per operation. Default: 1.
+        split_dims: the dimension of the rows: an int, a sequence by position, or a mapping by position or name. An
+            argument with None in place of a dimension is not split. Default: 0.
         whole_layers: names of modules that are kept as one layer. Default: none.
-        cache: a folder of profiles. If it has a profile for an equal model, sample, device and torch version, that
-            profile is returned and nothing is measured. The contents of weights and inputs may differ. Default: None
-            (no cache).
+        cache: a folder of profiles. If it contains a profile of the same model, sample, device and torch version, this
+            profile is returned and nothing is measured. The values of weights and inputs may differ. Default: None (no
+            cache).
 
     Returns:
-        Profile, for `pipesched.tune` and ``Search(profile=...)``.
+        The Profile, for `pipesched.tune` and ``Search(profile=...)``.
 
     Raises:
-        InputError: the sample does not fit the forward's signature, or a loss comes without a target.
+        InputError: the sample does not fit the forward's signature, or only one of loss_fn and target is given.
         ModelTypeError: the model is not an nn.Module, or is compiled or wrapped.
         GraphError: the model cannot be cut into stages.
         ScheduleError: a file in ``cache`` is not a profile.
@@ -146,7 +147,7 @@ def profile(
 
 
 def as_loss(loss_fn: Any, target: Any) -> nn.Module | None:
-    """Return the loss as a module of (output, target), or None. Raises InputError if only loss or target is given."""
+    """Return the loss as a module, or None without a loss. Raises InputError if only loss_fn or target is given."""
     if (loss_fn is None) != (target is None):
         raise InputError(
             f"loss_fn= and target= must be passed together; only {'a target' if loss_fn is None else 'a loss_fn'} was "

@@ -42,7 +42,7 @@ class StageSizes:
     memory: LayerMemory
     #: The peak memory of a forward without its input, if nothing is kept for a backward.
     dropping_bytes: int
-    #: Parameter name -> bytes.
+    #: Parameter name -> its size in bytes.
     parameters: Mapping[str, int]
     #: Consumer stage -> the sizes of the message to it.
     messages: Mapping[int, Message]
@@ -65,9 +65,9 @@ def stage_sizes(
         captured: the model.
         cut: the layers of each stage.
         devices: the device of each stage.
-        trade: exchanges tied weights between ranks.
+        trade: the exchange of tied weights between ranks.
         checkpoint_of_call: the checkpointing of layers.
-        own_loss: whether the loss is the model's own, which the last stage computes.
+        own_loss: whether the last stage computes the model's own loss.
 
     """
     caller = replace(Caller.here({device.type for device in devices}, grad=True), inference=False)
@@ -114,7 +114,7 @@ def stage_sizes(
 
 
 def messages_of(program: Program, stages: Sequence[StageSizes]) -> dict[tuple[int, int], Message]:
-    """Return the sizes of the messages between a program's stages. ``stages`` has the stages with their own weights."""
+    """Return the sizes of the messages between a program's stages, given the stages that have their own weights."""
     own = program.weights
     return {
         (giver, taker): stages[own[giver]].messages[own[taker]]
@@ -144,7 +144,7 @@ def costs_with(costs: Costs, program: Program, stages: Sequence[StageSizes], los
 
 
 class _Holder(nn.Module):
-    """Runs code while the model uses other parameters in place of its own."""
+    """Runs code while other tensors replace the model's parameters."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -155,7 +155,7 @@ class _Holder(nn.Module):
 
 
 class _Alone:
-    """A stage that runs without the other stages. ``arrived`` has the payload from each producer."""
+    """A stage that runs without the other stages. ``arrived`` holds the payload from each producer."""
 
     def __init__(self, stage: Stage, sample: Any, caller: Caller, arrived: Sequence[Payload]) -> None:
         self._stage = stage

@@ -42,7 +42,7 @@ class Subject:
 
     name: str
     layer: nn.Module
-    #: The call's (args, kwargs).
+    #: The arguments (args, kwargs) of the call.
     given: Payload
     #: Kind of time, such as "forward_s" -> the seconds of each round.
     seconds: dict[str, list[float]] = field(default_factory=dict)
@@ -66,7 +66,7 @@ class Run:
 
 
 class TimingRun(nn.Module):
-    """Times layers together on copies of their weights; ``caller`` has the autocast settings for forwards."""
+    """Times layers together on copies of their weights. ``caller`` holds the autocast settings for forwards."""
 
     def __init__(self, subjects: Sequence[Subject], device: torch.device, caller: Caller) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ class TimingRun(nn.Module):
             Subject(name="", layer=nn.Identity(), given=Payload.of(((torch.empty(0, requires_grad=True),), {})))
             for _ in range(3)
         ]
-        # Layers without work show the cost of recording times, except the last, where the backward starts.
+        # Layers without work show the cost of recording times; not the last one, because the backward starts there.
         self._blank = blanks[1]
         self._all = [blanks[0], *subjects, *blanks[1:]]
         self._device = device
@@ -126,7 +126,7 @@ class TimingRun(nn.Module):
     def weight_round(self, *, apart: bool) -> None:
         """Run forwards, input gradients and weight gradients.
 
-        The weight gradients are computed by one call for each layer if ``apart``, else by one call for all layers.
+        With ``apart``, one call per layer computes the layer's weight gradients; otherwise one call computes all.
         """
         clock = Clock(self._device)
         run = self.round(split=True, clock=clock)
@@ -218,7 +218,7 @@ class TimingRun(nn.Module):
                     edges = [edge_of(root) for root in run.roots]  # with tensors, torch would leave the mode
                     torch.autograd.backward(edges, [root.detach() for root in run.roots])
         end = clock.now()
-        for turn in run.turns:  # each ends where the backward of the layer before it begins
+        for turn in run.turns:  # a layer's backward ends when that of the previous layer begins
             end = turn.note(column, end)
 
     def weight_grads(self, products: Sequence[Product]) -> None:
@@ -345,7 +345,7 @@ def _naming_turn(turns: Sequence[_Turn], device: torch.device) -> Iterator[None]
 
 
 def _callable(layer: nn.Module, device: torch.device) -> nn.Module:
-    """Return the layer; for a scripted layer a copy, because it cannot be called with other tensors."""
+    """Return the layer, or a copy if the layer is scripted and thus cannot be called with other tensors."""
     if not _is_scripted(layer):
         return layer
     with torch.no_grad():

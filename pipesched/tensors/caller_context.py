@@ -46,7 +46,7 @@ class Caller:
 
     @contextmanager
     def autocast(self) -> Iterator[None]:
-        """Apply the autocast settings to forwards. A backward computes in the types of its forward without them."""
+        """Apply the autocast settings to forwards. Backwards need none: they use the types of their forwards."""
         with ExitStack() as stack:
             for settings in self.autocasts:
                 stack.enter_context(torch.autocast(**settings))

@@ -21,7 +21,7 @@ class Trade(Protocol):
         """Return whether the rank runs in this process."""
 
     def trade(self, what: str, given: Mapping[int, Any], sources: Collection[int]) -> dict[int, Any]:
-        """Send each value in ``given`` to the rank of its key; return the values that ``sources`` send to this rank."""
+        """Send each value in ``given`` to the rank that is its key. Returns the values from ``sources`` by rank."""
 
 
 class RankDevices(Protocol):
@@ -39,7 +39,7 @@ class RankDevices(Protocol):
 
 
 def moved(trade: Trade, what: str, moves: Sequence[Move]) -> Iterator[Any]:
-    """Yield for each move the value if the target rank is in this process, else None. Collective over processes.
+    """Yield, for each move, the value if the target rank is in this process, else None. Collective over processes.
 
     All values from one rank to another are sent in one message.
     """

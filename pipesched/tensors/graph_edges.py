@@ -39,8 +39,8 @@ _ANCHOR = torch.empty(0, device="cpu", requires_grad=True)
 def enter(tensors: Sequence[Tensor], into: list[Tensor | None] | None = None) -> tuple[Tensor, ...]:
     """Return these tensors as the inputs of a new graph. A backward writes their gradients into ``into``.
 
-    If ``into`` is None, the gradients are dropped. It is a list instead of a callback, because a callback could create
-    a reference cycle through the graph, which the garbage collector cannot find.
+    If ``into`` is None, the gradients are dropped. ``into`` is a list instead of a callback, because a callback could
+    create a reference cycle through the graph that the garbage collector cannot find.
     """
     detached = tuple([tensor.detach() for tensor in tensors])
     entered: tuple[Tensor, ...] = _Entry.apply(_ANCHOR, detached, into)  # type: ignore[no-untyped-call]

@@ -3,8 +3,8 @@
 The seed of each draw is computed from (seed, step, micro-batch, layer, call, op). The draw therefore gives the same
 bits in every stage, thread and order, and when the layer is recomputed. Dropout uses a generator of its own. For other
 random functions the default generator is seeded for each call, under a lock, because all threads share that generator.
-The global generators of Python and numpy are seeded in the same way around layers, and code between layers, that use
-them.
+The global generators of Python and numpy are seeded in the same way for the layers, and the code between layers, that
+use them.
 """
 
 import functools
@@ -44,7 +44,7 @@ _OUTSIDE = threading.RLock()
 
 
 class Key(NamedTuple):
-    """The point in training at which a forward runs. ``microbatch`` is numbered over all data-parallel replicas."""
+    """The point in training at which a forward runs. ``microbatch`` is numbered across all data-parallel replicas."""
 
     seed: int
     step: int
@@ -64,7 +64,7 @@ class Place(NamedTuple):
 
 @functools.cache
 def is_random(function: Callable[..., Any]) -> bool:
-    """Return whether a torch function draws from a generator, by torch's operator tags or inside its body."""
+    """Return whether a torch function draws from a generator: if torch tags its operator so, or in its Python body."""
     if function in _DRAW_INSIDE or getattr(function, "__module__", "") == nn.init.__name__:
         return True
     packet = getattr(torch.ops.aten, getattr(function, "__name__", ""), None)
@@ -106,7 +106,7 @@ def outside_kept(seed: int | None = None, *, alone: bool = True) -> Iterator[Non
 
 
 class KeyedRandom:
-    """Provides handlers for keyed random functions. Each stage has one object, used by one thread at a time."""
+    """Provides handlers for keyed random functions. Each stage has its own, used by one thread at a time."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -116,7 +116,7 @@ class KeyedRandom:
         self._call = 0
         self._op = 0
         self._outside: str | None = None
-        self.again = False  # a layer is being recomputed in a backward
+        self.again = False  # True while a layer is recomputed in a backward
 
     def enter(self, key: Key, layer: str, call: int = 0, op: int = 0) -> None:
         """Set the place of the next draw; ``op`` is the number of earlier draws in this call of the layer."""
@@ -157,7 +157,7 @@ class KeyedRandom:
 
     @contextmanager
     def outside(self, layer: str, call: int) -> Iterator[None]:
-        """Seed Python's and numpy's generators for a call of a layer, or with ``layer`` "" for code between layers."""
+        """Seed Python's and numpy's generators for a call of a layer, or for code between layers if ``layer`` is ""."""
         before = self._outside
         self._outside = f"{layer}/{call}/outside"
         try:

@@ -1,8 +1,8 @@
 """Memory tracker: counts the exact bytes of live tensors, per thread on a CPU, or by the allocator on a GPU.
 
 On a CPU a dispatch mode sees every operation of the thread, including those of backwards. Each storage that an
-operation creates is counted until it is freed, by any thread. Memory that a kernel allocates and frees internally is
-not seen. Storages that are only read are not counted.
+operation creates is counted until any thread frees it. Memory that a kernel allocates and frees internally is not
+counted, and neither are storages that are only read.
 """
 
 import threading
@@ -38,7 +38,7 @@ class Books(Protocol):
         """Reset the peak to the live bytes."""
 
     def watching(self) -> AbstractContextManager[Any]:
-        """Return a context in which allocations of the current thread are counted."""
+        """Return a context manager that counts allocations of the current thread."""
 
 
 def books_of(device: torch.device) -> Books:

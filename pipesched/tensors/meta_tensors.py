@@ -30,13 +30,13 @@ def _tensors_of(module: nn.Module) -> list[Tensor]:
 
 
 def is_expanded(tensor: Tensor) -> bool:
-    """Return whether several elements share one address; such a tensor cannot be written to."""
+    """Return whether several elements of a tensor share one address. Such a tensor cannot be written to."""
     steps = tensor.stride() if tensor.layout == torch.strided else ()
     return any(step == 0 and size > 1 for size, step in zip(tensor.shape, steps, strict=False))
 
 
 def give_contents(tensor: Tensor, full: Tensor) -> None:
-    """Give a meta tensor the contents of another tensor; it stays the same object with the same attributes."""
+    """Give a meta tensor the contents of another tensor. It remains the same object with the same attributes."""
     full.__class__ = type(tensor)
     full.__dict__.update(tensor.__dict__)
     full.requires_grad_(tensor.requires_grad)
@@ -51,7 +51,7 @@ def give_contents(tensor: Tensor, full: Tensor) -> None:
 
 
 def apart(value: Any) -> Any:
-    """Replace the meta tensors in a value by new meta tensors, because they may be views of weights."""
+    """Replace the meta tensors in a value with new meta tensors, because the old ones may be views of weights."""
     return pytree.tree_map_only(Tensor, lambda tensor: torch.empty_like(tensor) if tensor.is_meta else tensor, value)
 
 
@@ -66,9 +66,10 @@ def put_on(module: nn.Module, device: torch.device) -> None:
 
 
 def stand_in(tensor: Tensor, device: torch.device | str = "cpu", *, weight: bool = False) -> Tensor:
-    """Replace a meta tensor by a tensor with harmless contents; any other tensor is returned unchanged.
+    """Replace a meta tensor with a tensor with harmless contents; any other tensor is returned unchanged.
 
-    Weights get small positive numbers, integer tensors zeros (valid indices), and all rows are equal.
+    Weights get small positive numbers, and integer tensors get zeros, which are valid indices. All rows of other
+    floating-point tensors are identical.
     """
     if not tensor.is_meta:
         return tensor

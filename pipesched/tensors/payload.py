@@ -151,7 +151,7 @@ _LEAF = pytree.tree_structure(0)
 
 
 def flatten(value: Any) -> tuple[list[Any], pytree.TreeSpec]:
-    """Flatten as ``pytree.tree_flatten``, with a fast path for a single tensor and for (args, kwargs) of tensors."""
+    """Flatten like ``pytree.tree_flatten``, with a fast path for a single tensor and for (args, kwargs) of tensors."""
     if isinstance(value, Tensor):
         return [value], _LEAF
     if type(value) is tuple and len(value) == 2 and type(value[0]) is tuple and type(value[1]) is dict:
@@ -226,7 +226,7 @@ def is_record(value: Any) -> bool:
 
 
 def opened(value: Any) -> Any:
-    """Replace the dataclass objects in a value by pytree nodes."""
+    """Replace the dataclass objects in a value with pytree nodes."""
 
     def open_one(leaf: Any) -> Any:
         if not is_record(leaf):
@@ -255,7 +255,7 @@ def has_a_row_each(value: Any) -> bool:
 
 
 def choose_rows(value: Any, choose: Callable[[Tensor], Tensor], rows: Sequence[int]) -> Any:
-    """Select rows of a value: ``choose`` is applied to its tensors, ``rows`` to its lists of dicts."""
+    """Select rows of a value: apply ``choose`` to its tensors, and take the items ``rows`` of its lists of dicts."""
 
     def chosen(leaf: Any) -> Any:
         if has_a_row_each(leaf):

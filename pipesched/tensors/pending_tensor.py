@@ -17,7 +17,7 @@ def pending(take: Callable[[], Tensor]) -> Tensor:
     """Return a tensor that gets its value from ``take`` on first use and then becomes a plain torch.Tensor.
 
     Any operation, attribute, conversion or collective counts as a use. If ``take`` raises, the use raises. The only
-    exception is ``torch.tensor(pending)``: it calls no subclass method and copies nan before the first use.
+    exception is ``torch.tensor(pending)``, which calls no subclass method: before the first use it copies nan.
     """
     with torch.inference_mode(False):
         tensor = torch.tensor(nan).as_subclass(_Pending)

@@ -57,7 +57,7 @@ def changed_in_place(tensors: list[Tensor], versions: list[int]) -> list[int]:
 
 
 def memory_at(tensor: Tensor) -> int:
-    """Return a key that is equal for tensors that share memory."""
+    """Return a key that is the same for tensors that share memory."""
     try:
         storage = tensor.untyped_storage()
         return storage.data_ptr() or id(storage)

@@ -1,4 +1,4 @@
-"""Tree structure: the containers of a value and the places of its tensors, also inside dataclasses of users."""
+"""Tree structure: the containers of a value and the places of its tensors, including those in users' dataclasses."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -18,7 +18,7 @@ _NUMBERS = bool, int, float, complex, torch.Size, str, bytes, range, slice, set,
 
 
 class Pattern:
-    """A value with its tensors and numbers taken out. ``numbers`` has the numbers in order."""
+    """A value with its tensors and numbers taken out. ``numbers`` holds the numbers in order."""
 
     def __init__(self, value: Any) -> None:
         leaves, self._spec = pytree.tree_flatten(value)
@@ -32,7 +32,7 @@ class Pattern:
         return self._spec == other._spec and kinds == others
 
     def build(self, tensors: Iterator[Any], numbers: Iterable[Any] | None = None) -> Any:
-        """Return the value, rebuilt with these tensors and, if given, with other numbers."""
+        """Return the value, rebuilt with these tensors and, if given, these numbers."""
         present = iter(self.numbers if numbers is None else numbers)
         kinds = _Place | _Number | _Record
         leaves = [part.build(tensors, present) if isinstance(part, kinds) else part for part in self._parts]
@@ -98,7 +98,7 @@ def _leaves_in(value: Any, kinds: Any) -> Iterator[Any]:
 
 
 def positional(forward: Callable[..., Any]) -> list[str]:
-    """Return the names of the parameters that may be passed by position."""
+    """Return the names of a forward's parameters that can be passed by position."""
     kinds = Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD
     return [name for name, parameter in signature(forward).parameters.items() if parameter.kind in kinds]
 
@@ -108,8 +108,8 @@ def named_leaves(
 ) -> Iterator[tuple[tuple[str, int], Any]]:
     """Iterate over a call's leaves as ((argument name, index in the argument), leaf), in the order of its pytree.
 
-    A leaf has the same name whether its argument is passed by position or by keyword. In a list with one dict for each
-    row, all dicts have the same names, because another batch may have more or fewer rows.
+    A leaf has the same name whether its argument is passed by position or by keyword. In a list with one dict per row,
+    the leaves of all rows have the same names, because another batch may have more or fewer rows.
 
     Args:
         names: the names of positional arguments.

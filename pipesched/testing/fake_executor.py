@@ -62,15 +62,16 @@ class _HostClock(_VirtualClock):
 
 
 class FakeStage:
-    """A stage for tests that computes nothing. It takes the time given by its costs and checks its actions' order.
+    """A stage for tests that computes nothing. Its actions take the time given by the costs; their order is checked.
 
-    Its methods are those of a real stage, one for each kind of action.
+    The methods are the same as those of a real stage, one for each kind of action.
 
     Args:
         index: the stage's number.
-        costs: the times of its actions, in seconds.
-        clock: the virtual clock of its rank. Default: None (the stage sleeps, so that the processor stays free).
-        versions: the weight version that each micro-batch uses. Default: () (the newest for all).
+        costs: the times of the stage's actions, in seconds.
+        clock: the virtual clock of the stage's rank. Default: None (the stage sleeps, so that the processor stays
+            free).
+        versions: the weight version that each micro-batch uses. Default: () (always the newest version).
 
     """
 
@@ -214,7 +215,7 @@ class _Mail:
         self._placement = program.placement
         self._clocks = clocks
         self._costs = costs
-        self._free: dict[tuple[int, int], float] = {}  # link -> the time at which it has carried its last message
+        self._free: dict[tuple[int, int], float] = {}  # link -> the time at which it becomes free again
         self._channels: dict[tuple[int, int, bool], deque[tuple[float, Any]]] = {}
         self._norms: dict[int, list[tuple[float, list[Any]]]] = {}  # rank -> what it sent for each update, and when
 
@@ -287,10 +288,10 @@ def run_virtual(program: Program, costs: Costs | None = None) -> Trace:
 
     Args:
         program: the program.
-        costs: the times of its actions. Default: unit costs.
+        costs: the times of the program's actions. Default: unit costs.
 
     Raises:
-        ScheduleError: a stage has no rank, or a route is wrong.
+        ScheduleError: a stage has no rank, or a route is invalid.
         DeadlockError: ranks wait forever.
         ExecutionError: work is missing, done twice, or done before the work that it needs.
 

@@ -27,10 +27,10 @@ class MemoryMeter:
             pipe.step(x, target=y)
             print(meter.peak_bytes, pipe.predicted_memory)
 
-    On a CPU it counts live storages made by a rank's operations, and the stages' parameters, buffers, gradients and
-    optimizer state. It counts neither the batch nor memory used inside kernels. Messages between ranks on one device
-    are copied, as they are between devices, so that each rank has its own copy. On a GPU it reads the allocator, which
-    counts all ranks on that device together.
+    On a CPU the meter counts the live storages that a rank's operations created, and the stages' parameters, buffers,
+    gradients and optimizer state. It counts neither the batch nor memory used inside kernels. Messages between ranks on
+    one device are copied, as between different devices, so that each rank has its own copy. On a GPU the meter reads
+    the allocator, which counts all ranks on that device together.
 
     Args:
         pipe: the Pipeline. The meter counts from its construction until the ``with`` block ends.
@@ -54,7 +54,7 @@ class MemoryMeter:
             self._put_back.pop()()
 
     def mark(self) -> None:
-        """Restart the peak from the memory in use now; also call it after ``replan``."""
+        """Reset the peak to the memory in use now. Also call this method after ``replan``."""
         if self._host is not self._pipe._running.host or not self._books:
             self.__exit__()
             self._attach()
@@ -96,7 +96,7 @@ class MemoryMeter:
         """The peak of each rank's memory since the last ``mark``, in bytes.
 
         Raises:
-            ExecutionError: ``replan`` has replaced the ranks; call ``mark`` after it.
+            ExecutionError: ``replan`` has replaced the ranks; call ``mark`` after ``replan``.
 
         """
         if self._host is not self._pipe._running.host:

@@ -54,35 +54,35 @@ def reference_step(
     ::
 
         loss = reference_step(model, x, loss_fn=loss_fn, target=y, num_microbatches=4, seed=0)
-        assert torch.equal(pipe.step(x, target=y), loss)  # pipe over a copy of the model
+        assert torch.equal(pipe.step(x, target=y), loss)  # pipe runs a copy of the model
 
     Each micro-batch runs forward and then ``(loss * factor).backward()``. The batch is split, losses are weighted,
     random numbers are drawn and gradients are added as in a pipeline. Gradients are added to ``.grad``.
 
     Args:
-        model: nn.Module, or a list of modules that form a chain.
+        model: an nn.Module, or a list of modules that form a chain.
         *args: the model's positional inputs, for the whole mini-batch.
-        loss_fn: (output, target) -> scalar tensor. Default: None (the model's output, or its "loss" entry, is the
-            loss).
+        loss_fn: ``loss_fn(output, target)`` -> scalar tensor. Default: None (the model's output, or its "loss" entry,
+            is the loss).
         target: the target of the mini-batch. Default: None.
         num_microbatches: the number of parts into which the mini-batch is split, at least 1. Default: 1.
         step: the number of earlier steps, on which random numbers depend. Default: 0.
         seed: the seed of all random numbers in layers. Default: the seed of torch's default generator.
-        loss_weight: maps a micro-batch's target (its inputs if there is no target) to its weight in the loss.
-            Default: its number of rows, or the number of targets over which the loss averages.
+        loss_weight: a function that maps a micro-batch's target (its inputs if there is no target) to its weight in the
+            loss. Default: its number of rows, or the number of targets over which the loss averages.
         loss_reduction: how the loss reduces over rows, "mean" or "sum". Default: read from ``loss_fn``, else "mean".
-        split_dims: the dimension of the rows: an int, a sequence by position, or a mapping by position or name. With
-            None an argument is not split. Default: 0.
-        batch_norm: the rows over which BatchNorm updates its running statistics: "micro-batch" or "mini-batch".
+        split_dims: the dimension of the rows: an int, a sequence by position, or a mapping by position or name. An
+            argument with None in place of a dimension is not split. Default: 0.
+        batch_norm: when BatchNorm updates its running statistics: after each "micro-batch", or once per "mini-batch".
             Default: "micro-batch".
-        intra_op_threads: the number of threads of each operation on a CPU. Default: 1.
+        intra_op_threads: the number of CPU threads per operation. Default: 1.
         whole_layers: names of modules that are kept as one layer, as in ``Pipeline``. Default: none.
         microbatches: in place of inputs and target, micro-batches that are already cut, as in ``Pipeline.step``.
             Default: None (the mini-batch is split).
         **kwargs: the model's keyword inputs, for the whole mini-batch.
 
     Returns:
-        The loss of the mini-batch: a detached tensor of shape [].
+        The loss of the mini-batch, a detached 0-d tensor.
 
     Raises:
         ModelTypeError: the model is not an nn.Module.

@@ -31,22 +31,22 @@ def run_fake(program: Program, costs: Costs | None = None, *, sleeping: bool = F
         print(trace.makespan_s, trace.bubble_ratio)
 
     The virtual clock needs no threads and no validation, so it can also show the faults of an invalid program. Messages
-    between two ranks arrive in order. Over links a large message may therefore delay later ones, unlike in
-    ``simulate``.
+    between two ranks arrive in order. If the costs contain links, a large message may therefore delay later messages,
+    unlike in ``simulate``.
 
     Args:
         program: the program. It is lowered first if necessary.
-        costs: the times of its actions, in seconds. Default: unit costs.
-        sleeping: whether to validate the program and run it in one thread per rank, with stages that sleep for their
-            time. Default: False (the virtual clock).
+        costs: the times of the program's actions, in seconds. Default: unit costs.
+        sleeping: whether to validate the program and run it in one thread per rank, with stages that sleep for the time
+            of each action. Default: False (the virtual clock).
 
     Returns:
         The trace.
 
     Raises:
-        DeadlockError: ranks wait forever (virtual clock).
+        DeadlockError: ranks wait forever (only with the virtual clock).
         ExecutionError: work is missing, done twice, or done before the work that it needs.
-        ScheduleError: the program is not valid; on the virtual clock only placement and routes are checked.
+        ScheduleError: the program is not valid. With the virtual clock only placement and routes are checked.
 
     """
     check_program(program)
@@ -80,18 +80,18 @@ def check_schedule(
         check_schedule(pipesched.schedules.get("zb-h1"), max_ranks=4)
 
     Args:
-        schedule: a Schedule, or a function (rank, shape) -> Order. The function is checked under its own name, with one
+        schedule: a Schedule, or a function (rank, shape) -> Order. A function is checked under its own name, with one
             stage per rank.
         max_ranks: the largest number of ranks. Default: 8.
         max_microbatches: the largest number of micro-batches. Default: 16.
         exact: whether to also require ascending micro-batch order; see ``Program.exact``. Schedules with several chains
-            of stages are never exact, so this is not required of them. Default: True.
-        report: whether to print makespan, bubble, the distance from ``lower_bound`` (backwards whole or split, any
-            memory) and peak in flight, for some shapes. Each rank has unit costs, so one of its v chunks costs 1/v.
-            Default: True.
+            of stages are never exact and are exempt. Default: True.
+        report: whether to print, for some shapes, the makespan, the bubble, the excess over ``lower_bound`` (for whole
+            or split backwards and unlimited memory) and the peak in flight. Each rank has unit costs, so one of its v
+            chunks costs 1/v. Default: True.
 
     Raises:
-        ScheduleError: a program is not valid (a note names its shape), or ``schedule`` is no schedule. Errors of the
+        ScheduleError: a program is not valid (a note names its shape), or ``schedule`` is not a schedule. Errors of the
             schedule's function are raised unchanged, with the same note.
 
     """

@@ -116,7 +116,7 @@ class Unsplit:
             return loss_fn(output, target)
 
     def _between(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Call a torch function. If it uses parameters, it is counted as a call, as layer calls are."""
+        """Call a torch function. If it uses parameters, the call is counted, like the call of a layer."""
         used = [] if self._inside else [leaf for leaf in tensors_in((args, kwargs)) if isinstance(leaf, nn.Parameter)]
         if used:
             number = self._counts[""] = self._counts.get("", -1) + 1
