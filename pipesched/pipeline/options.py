@@ -146,7 +146,7 @@ class Numerics:
 
     def gradient_rules(self, order: ParameterOrder, *, has_optimizers: bool, lags: bool) -> GradientRules | None:
         """How gradients are treated before an update; None: as they are. Raises InputError without optimizers."""
-        scaler = self.scaler if self.scaler is not None and self.scaler.is_enabled() else None
+        scaler = self.enabled_scaler
         if self.clip_grad_norm is None and scaler is None and self.on_nonfinite is None:
             return None
         needs_updates = {
@@ -169,6 +169,11 @@ class Numerics:
             on_nonfinite=self.on_nonfinite,
             lags=lags,
         )
+
+    @property
+    def enabled_scaler(self) -> GradScaler | None:
+        """The scaler, unless it is switched off."""
+        return self.scaler if self.scaler is not None and self.scaler.is_enabled() else None
 
     @property
     def agreed(self) -> tuple[Any, ...]:

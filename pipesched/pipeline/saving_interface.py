@@ -250,6 +250,7 @@ class SavingInterface(ModuleInterface):
                 if self._is_own(f"{name}._extra_state" if name else "_extra_state")
             },
             optimizers=running.assembly.optimizers if running.updates else None,
+            scaler=self._numerics.enabled_scaler,
         )
 
     def _facts(self) -> Facts:

@@ -34,6 +34,8 @@ def capture(run: LiveRun, optimizer: GivenOptimizers | None, scheduler: Any, ext
             part.add("module state", name, encoded.tensors)
         if modules:
             part.values["modules"] = {name: encoded.value for name, encoded in modules.items()}
+        if run.scaler is not None and run.process == 0:
+            part.values["scaler"] = run.scaler.state_dict()
         capture_optimizers(part, as_optimizers(optimizer, run), run)
         return encoded_schedulers(as_schedulers(scheduler, run)), encoded_extra(as_extra(extra), run)
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
+from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from pipesched.runtime.rank_host import MeshRanks, RankHost
@@ -47,6 +48,8 @@ class LiveRun:
     modules: Mapping[str, nn.Module]
     #: The optimizers made by ``optimizer=``, by stage; None without ``optimizer=``.
     optimizers: Mapping[int, Optimizer] | None
+    #: The scaler of the loss; every process has one with the same state.
+    scaler: GradScaler | None
 
     @property
     def process(self) -> int:

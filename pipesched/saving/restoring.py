@@ -74,6 +74,7 @@ class Restoring:
         self._modules = self._module_states()
         optimizers = as_optimizers(optimizer, run)
         schedulers = as_schedulers(scheduler, run)
+        self._check_present("scaler", "scaler", run.scaler is not None)
         self._check_present("groups", "optimizer", bool(optimizers))
         self._check_present("schedulers", "scheduler", bool(schedulers))
         self._optimizers = OptimizerChanges(saved, optimizers, run) if optimizers else None
@@ -153,6 +154,8 @@ class Restoring:
             left.append(f"the optimizer states of {len(self._saved.values['parameters'])} parameters (optimizer=)")
         if "schedulers" in self._saved.values and self._schedulers is None:
             left.append("the states of the schedulers (scheduler=)")
+        if "scaler" in self._saved.values and self._run.scaler is None:
+            left.append("the state of the scaler (Numerics(scaler=))")
         return left + [f"the state of {name!r} (extra=)" for name in self._extra.left]
 
     def warn_of_left(self) -> None:
@@ -179,6 +182,8 @@ class Restoring:
             module.set_extra_state(decoded(value, read))
         for parameter in self._run.parameters.values():
             parameter.grad = None
+        if self._run.scaler is not None:
+            self._run.scaler.load_state_dict(dict(self._saved.values["scaler"]))
         if self._optimizers is not None:
             self._optimizers.apply(read)
         if self._schedulers is not None:

@@ -1,6 +1,7 @@
 """Losses that layers add with ``add_loss``: in every plan they count as in a loop, to the bit."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -54,6 +55,20 @@ def test_the_loop_is_a_plain_loop_with_collected_losses(make: Callable[[], nn.Mo
                 module.p = 0.0
     torch.testing.assert_close(looped(actual), plain_loop(expected, 3))
     torch.testing.assert_close(gradients(actual), gradients(expected))
+
+
+@pytest.mark.parametrize(("name", "mode"), [("1f1b", "never"), ("zb-h1", "always")])
+def test_a_scaler_scales_added_losses_as_well(name: str, mode: str) -> None:
+    """Powers of two change no bit of a gradient, so a scaled run has the weights of a run without a scaler."""
+    models = [row(), row()]
+    sgd: Any = partial(torch.optim.SGD, lr=0.1)
+    for model, scaler in zip(models, (None, torch.amp.GradScaler("cpu", init_scale=2.0**10)), strict=True):
+        options = {"schedule": name, "checkpoint": mode, "optimizer": sgd, "seed": 3, "num_microbatches": 4}
+        options |= {"numerics": pipesched.Numerics(scaler=scaler), **HERE}
+        with pipesched.Pipeline(model, X[:2], loss_fn=functional.cross_entropy, **options) as pipe:
+            pipe.step(X, target=Y)
+            pipe.step(X, target=Y)
+    assert_equal_bits(dict(models[1].named_parameters()), dict(models[0].named_parameters()))
 
 
 @pytest.mark.parametrize(("name", "mode"), [("1f1b", "never"), ("zb-v", "always"), ("interleaved-1f1b", "except_last")])

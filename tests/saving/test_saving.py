@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.amp import GradScaler
 from torch.optim.lr_scheduler import ExponentialLR, LambdaLR, OneCycleLR, ReduceLROnPlateau, SequentialLR
 
 from pipesched import Numerics, Pipeline
@@ -360,6 +362,29 @@ def test_schedulers_continue(tmp_path: Path, make: Any) -> None:
             pipe.load(
                 tmp_path, optimizer=runs[2][0], scheduler=torch.optim.lr_scheduler.StepLR(runs[2][0], step_size=1)
             )
+
+
+def test_the_scaler_continues_with_its_scale(tmp_path: Path) -> None:
+    def made(scaler: Any) -> Pipeline:
+        sgd: Any = partial(torch.optim.SGD, lr=0.1)
+        return piped(optimizer=sgd, numerics=Numerics(scaler=scaler) if scaler else None)
+
+    scaler = GradScaler("cpu", init_scale=2.0**4, growth_interval=2)
+    with made(scaler) as pipe:
+        for _ in range(3):
+            pipe.step(X, target=Y)
+        pipe.save(tmp_path)
+    other = GradScaler("cpu", init_scale=2.0**9, growth_interval=7)
+    with made(other) as pipe:
+        pipe.load(tmp_path)
+        assert other.state_dict() == scaler.state_dict()
+        assert (other.get_scale(), other.state_dict()["_growth_tracker"]) == (2.0**5, 1)
+    with made(None) as pipe:
+        with pytest.warns(UserWarning, match=r"also holds the state of the scaler"):
+            pipe.load(tmp_path)
+        pipe.save(tmp_path)
+    with made(other) as pipe, pytest.raises(CheckpointError, match="was saved without scaler="):
+        pipe.load(tmp_path)
 
 
 def test_schedulers_by_stage_that_differ_stay_with_their_stages(tmp_path: Path) -> None:

@@ -68,7 +68,9 @@ class AddedLosses:
         if additions.factor == 0:
             scaled = torch.zeros_like(value)  # the value, even NaN, must not count; there is no backward
         elif self.grad and scaled.requires_grad:
+            scale = self.step_data.loss_scale
             additions.edges.append(edge_of(scaled))
+            additions.grads.append(None if scale is None else scale.to(scaled))
         place = self._random.place
         if not additions.counted and self.saved is not None:
             of_microbatch = self.step_data.added.setdefault(self.saved.microbatch, {})

@@ -211,8 +211,9 @@ class LayerRunner:
         self._added.saved = saved
         if saved.added is not None:
             edges = [*edges, *saved.added.edges]
-            grads = (*grads, *(None for _ in saved.added.edges))
+            grads = (*grads, *saved.added.grads)
             saved.added.edges.clear()
+            saved.added.grads.clear()
         if not edges:
             return
         self._mode = self._split_backward_mode if saved.deferred else self._backward_mode

@@ -26,6 +26,8 @@ class Additions:
     counted: bool = False
     #: The starts of the backward.
     edges: list[GradientEdge] = field(default_factory=list)
+    #: The gradients with which the backward starts there: the scale of the loss; None for 1.
+    grads: list[Tensor | None] = field(default_factory=list)
     num_added: int = 0
 
     def again(self) -> "Additions":
