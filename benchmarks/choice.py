@@ -7,11 +7,11 @@ layers, one with a heavy last layer (a large vocabulary), one with a heavy first
 sleep instead, as if they waited for devices, so other work on the machine does not affect their times.
 
 The profile is measured and saved in a separate process; the plan is searched from it. The sweep runs every synchronous
-schedule with every cut into two stages, and schedules with chunks with every cut into four stages whose busiest rank
-has at most 1.3 times the least possible work. Each plan runs two steps, and the time of the faster step is used. Then
-the chosen plan, the three best plans of the sweep, and equal splits with GPipe and 1F1B run in turn. The script prints
-medians, and paired ratios of the chosen plan's steps to those of each other plan with 95 % intervals. All processes
-keep freed memory, as in prediction.py.
+schedule with every cut into two stages, and schedules with chunks with every cut into four stages in which the busiest
+rank has at most 1.3 times the least possible work. Each plan runs two steps, and the time of the faster step is used.
+Then the chosen plan, the three best plans of the sweep, and equal splits with GPipe and 1F1B run in turn. The script
+prints medians, and paired ratios of the chosen plan's steps to those of each other plan with 95 % intervals. All
+processes keep freed memory, as in prediction.py.
 """
 
 import argparse

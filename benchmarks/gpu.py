@@ -6,9 +6,9 @@ The script runs every measurement for which the machine has enough devices.
 
 - One device: compares a step in which all stages share the device, each rank on its own streams, with plain gradient
   accumulation over the same micro-batches. Then prints for each checkpoint mode the time, the allocated memory without
-  weights and gradients, and the predicted memory. - Two or four devices: the same with one stage on each device, in one
-  process. Then runs one process for each rank, in turn (A B A B ...) with torch's own schedules over NCCL in the same
-  processes.
+  weights and gradients, and the predicted memory.
+- Two or four devices: the same with one stage on each device, in one process. Then runs one process for each rank, in
+  turn (A B A B ...) with torch's own schedules over NCCL in the same processes.
 
 The script prints the median of the paired ratios with a 95 % bootstrap interval. It compares the gradients first.
 Without a CUDA device it prints only that there is none.

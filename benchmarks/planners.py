@@ -14,7 +14,8 @@ equal, chunks    equal layers with interleaved 1F1B, the faster of two and four 
 parameters       the same number of parameters in each stage (DeepSpeed's default, partition_method="parameters")
 unit moves       torchgpipe's block partition (Barany and Grinberg 2015) of measured times
 equal, any       "equal, ends" with the fastest of all schedules of torch.distributed.pipelining
-balanced         the smallest bottleneck (proposed for torch.distributed.pipelining, pytorch/pytorch#179212)
+balanced         the cut with the smallest bottleneck (proposed for torch.distributed.pipelining in
+                 pytorch/pytorch#179212)
 ours             `pipesched.planning.tuner`: searches schedule, chunks and cuts
 ours, lean       the same, with the memory of every rank limited to the largest of any rank under "balanced"
 
