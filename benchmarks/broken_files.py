@@ -1,9 +1,9 @@
-"""Broken files: random changes to every kind of file that pipesched reads, and the outcome of reading each.
+"""Broken files: randomly changes every kind of file that pipesched reads, and reports how each changed file is read.
 
 A reader may accept a changed file that is still valid, or refuse it with a PipeschedError that names the file. Every
-other outcome is a bug: another exception (raw), a reader that does not return (hang), an accepted value that cannot be
-true or that is not in the object that was read (wrong), a message that quotes the whole file (long). Equal seeds
-make equal files.
+other outcome is a bug: another exception (raw); a reader that does not return (hang); an impossible value that is
+accepted, or a value of the file that is missing from the object that was read (wrong); or a message that quotes the
+whole file (long). Identical seeds produce identical files.
 
     python benchmarks/broken_files.py --files 400            # of each kind; prints a table and the failures
     python benchmarks/broken_files.py --only plan --show 3   # three messages of each outcome

@@ -1,16 +1,17 @@
-"""Choice: the plan of schedule="auto" beside the best plans of an exhaustive sweep that runs every plan.
+"""Choice: compares the plan that schedule="auto" chooses with the best plans of a sweep that runs every plan.
 
     python benchmarks/choice.py [--steps 31] [--models N ...]
 
-Two ranks (threads of one process) train on 8 micro-batches of 4 rows. Three small models compute: one with equal
+Two ranks (threads of one process) train on 8 micro-batches of 4 rows. Three small models compute: one with identical
 layers, one with a heavy last layer (a large vocabulary), one with a heavy first layer. Three models of the same shapes
-sleep instead, as if they waited for devices, which excludes other load of the machine from their times.
+sleep instead, as if they waited for devices, so other work on the machine does not affect their times.
 
 The profile is measured and saved in a separate process; the plan is searched from it. The sweep runs every synchronous
-schedule with every cut into two stages, and schedules with chunks with every cut into four stages whose busiest rank
-has at most 1.3 times the least possible work. Each plan runs two steps, and the faster one counts. Then the plan, the
-three best of the sweep, and equal splits with GPipe and 1F1B run in turn. Printed are medians, and the paired ratio of
-the plan's steps to the others' with 95 % intervals. All processes keep freed memory, as in prediction.py.
+schedule with every cut into two stages, and schedules with chunks with every cut into four stages in which the busiest
+rank has at most 1.3 times the least possible work. Each plan runs two steps, and the time of the faster step is used.
+Then the chosen plan, the three best plans of the sweep, and equal splits with GPipe and 1F1B run in turn. The script
+prints medians, and paired ratios of the chosen plan's steps to those of each other plan with 95 % intervals. All
+processes keep freed memory, as in prediction.py.
 """
 
 import argparse

@@ -1,13 +1,14 @@
-"""Cost tables: layer costs of published models on one accelerator, computed from formulas, one table for each model.
+"""Cost tables: the costs of the layers of published models on one accelerator, computed from formulas.
 
-A layer is a list of operations. An operation takes the longer of its arithmetic and its memory traffic (the roofline of
-Williams, Waterman and Patterson 2009), at the share of the peak that large kernels reach. So all planners are compared
-on the same table, without the effect of any runtime. The device is an A100 with 80 GB (NVIDIA's data sheet):
-312 TFLOP/s for bf16 products, 19.5 TFLOP/s for other arithmetic, 2.04 TB/s. Kernels are assumed to reach 60 % of the
-first two and 80 % of the third. Activations and weights have two bytes.
+A layer is a list of operations. An operation takes the time of its arithmetic or of its memory traffic, whichever is
+longer (the roofline of Williams, Waterman and Patterson 2009), at the fraction of peak speed that large kernels reach.
+There is one table for each model, so all planners are compared on the same costs, and no runtime affects the
+comparison. The device is an A100 with 80 GB (NVIDIA's data sheet): 312 TFLOP/s for bf16 products, 19.5 TFLOP/s for
+other arithmetic, 2.04 TB/s. Kernels are assumed to reach 60 % of the first two rates and 80 % of the third. Activations
+and weights take two bytes per element.
 
-A product with a weight costs its forward time once more for the gradient of its input and once more for the gradient of
-its weight. Attention without stored scores (Dao et al. 2022) costs 2.5 times its forward for its input gradients.
+For a product with a weight, the gradient of the input and the gradient of the weight each take as long as the forward.
+Attention without stored scores (Dao et al. 2022) costs 2.5 times its forward for its input gradients.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping

@@ -1,16 +1,16 @@
-"""Efficiency: a measured step over the simulated step and over the lower bound, with 2 ranks that really compute.
+"""Efficiency: the ratio of a measured step to the simulated step and to the lower bound, with 2 ranks that compute.
 
     python benchmarks/efficiency.py [--steps 25] [--schedules gpipe 1f1b ...] [--executors threads processes]
 
 The model has 16 transformer blocks (d = 256, 64 tokens, 32 rows, m = 8). Ranks are threads, then processes. The
-simulation uses the median time of each stage's actions in all other steps, and no time for messages. The time of a step
-is its makespan on the common clock of the ranks.
+simulation uses the median times of each stage's actions in all other steps, and assumes that messages take no time. The
+time of a step is its makespan on the common clock of the ranks.
 
-Printed are medians over the steps: measured / simulated with a 95 % bootstrap interval, and measured / bound. The first
-ratio is split into two factors: "actions", the program simulated with this step's own action times over the simulated
-step, and "between", the measured time over that: the time lost between actions. The last columns are median gaps: from
-the end of an action to the start of the next action of its rank, and from the end of an action on another rank to the
-start of the action that waits for it.
+The script prints medians over the steps: measured / simulated with a 95 % bootstrap interval, and measured / bound. The
+first ratio is the product of two factors. "actions" is the step simulated with this step's own action times, divided by
+the simulated step. "between" is the measured step divided by the step simulated with its own action times: it shows the
+time lost between actions. The last columns are median gaps: from the end of an action to the start of the next action
+of its rank, and from the end of an action on another rank to the start of the action that waits for it.
 """
 
 import argparse

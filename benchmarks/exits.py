@@ -1,12 +1,12 @@
-"""Exits: how processes end while their pipelines are open: the exit code, and output on stderr beyond the script's own.
+"""Exits: checks the exit code and the stderr output of processes that end while their pipelines are open.
 
     python benchmarks/exits.py [--quick] [--runs 2]
 
 Each case is a script that trains, leaves its pipelines open, and ends: after its last line, with or without
 ``destroy_process_group()``, with an exception, or with ``sys.exit(3)``. It runs in one process, in processes with
 torchrun's environment (the store is in rank 0), and under torchrun. With an asynchronous schedule, steps are still
-running at the end. A case is right if it has the script's own exit code and nothing on stderr but the script's own
-traceback. --quick runs fewer cases, once each.
+running at the end. A case is correct if the process has the script's own exit code and prints nothing on stderr except
+the script's own traceback. --quick runs fewer cases, once each.
 """
 
 import argparse

@@ -1,12 +1,13 @@
-"""Faults: one rank fails; how soon the other ranks end, and which rank their errors name.
+"""Faults: makes one rank fail, and measures how soon the other ranks end and which rank their errors name.
 
     python benchmarks/faults.py [--quick] [--timeout 5] [--side-by-side 1] [--only TEXT]
 
-Every fault happens in every part of a script: with 3 ranks whose process group has its store in a separate process or
-in rank 0, and with 2x2 ranks whose stages are sharded over replicas by FSDP2's ``fully_shard``, where the failing ranks
-take turns. A survivor is late if it has neither raised nor ended within the timeout plus 5 s. Its error is right if it
-names the failing rank and no other. --quick runs a few cases of each; --side-by-side is the number of cases that run at
-a time; --only runs the cases with this text in their description.
+Every fault is injected in every part of a script. One setup has 3 ranks, with the store of the process group in a
+separate process or in rank 0. The other has 2x2 ranks, with stages sharded over replicas by FSDP2's ``fully_shard``;
+here the failing ranks take turns. A survivor is late if it has neither raised an error nor ended within the timeout
+plus 5 s. Its error is right if the error names only the failing rank. --quick runs a few cases of each kind;
+--side-by-side sets the number of cases that run at the same time; --only runs the cases whose description contains
+TEXT.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""File changes: random changes to the values, words or bytes of a file."""
+"""File changes: functions that change the values, words or bytes of a file at random."""
 
 import json
 import random

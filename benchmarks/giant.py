@@ -1,7 +1,8 @@
-"""Giant: a model that no rank ever holds as a whole; peak memory of four processes beside that of building it in one.
+"""Giant: compares the peak memory of four processes that share a large model with that of a single process.
 
-A GPT of 1.4 GB is built without contents, cut, and initialised: by reset_parameters, then from safetensors files that
-the ranks have saved. Memory is the peak of a fresh process (ru_maxrss) minus its memory before the model was built.
+A GPT of 1.4 GB is built on the meta device, cut, and initialized: first by reset_parameters, then from safetensors
+files that the ranks saved. Memory is the peak of a fresh process (ru_maxrss) minus its memory before the model was
+built.
 
     python benchmarks/giant.py [--layers 24] [--width 1024]
 """

@@ -1,17 +1,17 @@
-"""GPU: stages on CUDA streams, memory, and steps beside torch.distributed.pipelining over NCCL.
+"""GPU: measures steps and memory on CUDA devices, and compares steps with torch.distributed.pipelining over NCCL.
 
     python benchmarks/gpu.py [--pairs 25] [--blocks 16] [--width 1024] [--tokens 512] [--rows 32] [--bfloat16]
 
-The script measures everything that the machine has devices for.
+The script runs every measurement for which the machine has enough devices.
 
-- One device: a step whose stages share the device, each rank on its own streams, beside plain gradient accumulation
-  over the same micro-batches; then for each checkpoint mode the time, the allocated memory beyond weights and
-  gradients, and the predicted memory.
-- Two or four devices: the same with one stage on each device in one process; then one process for each rank, beside
-  torch's own schedules in the same processes over NCCL, in turn (A B A B ...).
+- One device: compares a step in which all stages share the device, each rank on its own streams, with plain gradient
+  accumulation over the same micro-batches. Then prints for each checkpoint mode the time, the allocated memory without
+  weights and gradients, and the predicted memory.
+- Two or four devices: the same with one stage on each device, in one process. Then runs one process for each rank, in
+  turn (A B A B ...) with torch's own schedules over NCCL in the same processes.
 
-Printed is the median of the paired ratios with a 95 % bootstrap interval. Gradients are compared first. Without a
-device the script only says so.
+The script prints the median of the paired ratios with a 95 % bootstrap interval. It compares the gradients first.
+Without a CUDA device it prints only that there is none.
 """
 
 import argparse

@@ -1,7 +1,7 @@
-"""Memory: predicted beside measured peak memory of each rank: `python benchmarks/memory.py`.
+"""Memory: compares the predicted with the measured peak memory of each rank: `python benchmarks/memory.py`.
 
-The measured peak is the most that a rank holds in the third step, including the batch. On CPUs it is counted by
-`pipesched.testing.MemoryMeter`; on GPUs, if there are two, by their allocators.
+The measured peak is the most memory that a rank holds in the third step, including the batch. On CPUs
+`pipesched.testing.MemoryMeter` measures it; on two GPUs their allocators do.
 """
 
 import os

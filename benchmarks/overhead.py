@@ -1,10 +1,11 @@
-"""Overhead: the cost of an action beyond its work, from empty stages in the in-process executor and a bare loop.
+"""Overhead: measures the overhead of an action with empty stages in one process and with an empty loop.
 
     python benchmarks/overhead.py [--microbatches 64] [--pairs 25] [--schedules 1f1b zb-v ...]
 
 A stage is one nn.Identity on a tensor of 4 numbers that needs a gradient. "by hand" makes the same calls to the same
-stages one after the other in one thread; "runtime" is the rest of the step, for each compute action. "loop alone" runs
-the interpreter over stages that do nothing at all. With more ranks than cores, threads also wait for each other.
+stages one after the other in one thread; "runtime" is the rest of the step. All figures are per compute action. "loop
+alone" runs the interpreter over stages that do nothing at all. With more ranks than cores, threads also wait for each
+other.
 """
 
 import argparse

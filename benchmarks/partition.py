@@ -1,8 +1,8 @@
-"""Partition: the time that a partition takes, and its quality beside the splitters of torchgpipe and DeepSpeed.
+"""Partition: compares the time and the quality of `pipesched.partition` with the splitters of torchgpipe and DeepSpeed.
 
     python benchmarks/partition.py [--profiles FOLDER]
 
-FOLDER holds profiles as JSON (nodes with forward_ms, backward_ms and is_input, and edges), which are split as well.
+FOLDER contains further profiles to split, as JSON: nodes with forward_ms, backward_ms and is_input, and edges.
 """
 
 import argparse

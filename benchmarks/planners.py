@@ -1,10 +1,11 @@
-"""Planners: simulated step over its lower bound, for pipesched's plans and for those of other planners.
+"""Planners: compares the simulated steps of pipesched's plans with those of other planners' plans.
 
     python benchmarks/planners.py [--models N] [--ranks 4 8 16] [--quick]
 
-All planners use the same cost tables (`cost_tables`), so no runtime affects the comparison, and none has a memory
-limit. Hosts have eight ranks, with links of 250 GB/s and 5 us inside a host and 25 GB/s and 10 us between hosts. The
-other planners cut layers by their published rules, reimplemented here, and run 1F1B; torchgpipe runs GPipe:
+The script prints each simulated step divided by a lower bound. All planners use the same cost tables (`cost_tables`),
+so no runtime affects the comparison, and none except "ours, lean" has a memory limit. Hosts have eight ranks, with
+links of 250 GB/s and 5 us inside a host and 25 GB/s and 10 us between hosts. The other planners cut layers by their
+published rules, reimplemented here, and run 1F1B; torchgpipe runs GPipe:
 
 equal layers     the same number of layers in each stage, plus the embedding in the first and the head in the last
                  stage (Megatron-LM)
@@ -13,12 +14,13 @@ equal, chunks    equal layers with interleaved 1F1B, the faster of two and four 
 parameters       the same number of parameters in each stage (DeepSpeed's default, partition_method="parameters")
 unit moves       torchgpipe's block partition (Barany and Grinberg 2015) of measured times
 equal, any       "equal, ends" with the fastest of all schedules of torch.distributed.pipelining
-balanced         the smallest bottleneck (proposed for torch.distributed.pipelining, pytorch/pytorch#179212)
+balanced         the cut with the smallest bottleneck (proposed for torch.distributed.pipelining in
+                 pytorch/pytorch#179212)
 ours             `pipesched.planning.tuner`: searches schedule, chunks and cuts
 ours, lean       the same, with the memory of every rank limited to the largest of any rank under "balanced"
 
-The bound holds for every plan: the work of all micro-batches in equal shares, or `pipesched.lower_bound` of the model
-with one rank for each layer, whichever is larger.
+The bound is valid for every plan. It is an equal share of the work of all micro-batches, or `pipesched.lower_bound` of
+the model with one rank for each layer, whichever is larger.
 """
 
 import argparse

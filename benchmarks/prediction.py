@@ -1,23 +1,23 @@
-"""Prediction: the step time predicted from a saved profile, beside the measured step time.
+"""Prediction: compares step times predicted from a saved profile with measured step times.
 
     python benchmarks/prediction.py [--file FILE] [--steps 21] [--only profile threads processes sleeping]
 
 "profile" measures, in a separate process, the layers of three models (a GPT, residual convolutions, a wide perceptron)
 and of one model that sleeps, and the overheads of ranks as threads and as processes. Each model is measured three
-times, in turn; the measurement with the median layer time counts. Everything is written to FILE as JSON.
+times, in turn, and the measurement with the median layer time is used. All measurements are written to FILE as JSON.
 
 The other parts read FILE in separate processes, predict, and run: 24 cases of 2 ranks that compute (3 models, 4
 schedules, 2 or 4 stages, 4 or 8 micro-batches), with ranks as threads and as processes; and 8 and 16 ranks whose stages
-sleep. No measurement of a step enters its prediction.
+sleep. No prediction of a step uses a measurement of that step.
 
-Cases run in turn, a third of their steps at a time. A step counts if the ranks' threads waited at most 10 % of it for
-cores that other work used (from Linux's statistics; sleeping ranks are exempt, since they outnumber the cores). Other
-steps run again and are counted as "again". Printed are the predicted makespan; the median, fastest and slowest measured
-makespan on the common clock of the ranks; the error; and the error with layer times alone. The last lines are the
-median and the worst error.
+Cases run in turn, a third of their steps at a time. A step is used if the ranks' threads spent at most 10 % of its time
+waiting for cores that other work used, according to Linux's statistics. (Sleeping ranks are exempt, because there are
+more of them than cores.) Other steps are repeated and counted as "again". The script prints the predicted makespan; the
+median, fastest and slowest measured makespan on the common clock of the ranks; the error; and the error of a prediction
+from layer times alone. The last lines show the median and the largest error.
 
-All processes keep freed memory, unless --trim is given: page faults of memory that is returned and taken again are 2 to
-15 % of a step here, and vary from run to run of the same program.
+All processes keep freed memory, unless --trim is given. Otherwise page faults, caused by returning memory to the system
+and requesting it again, take 2 to 15 % of a step here, and vary from run to run of the same program.
 """
 
 import argparse

@@ -1,12 +1,13 @@
-"""Replan: step times under the old and the new plan of a model whose last blocks become slower during training.
+"""Replan: compares step times before and after replanning for a model with blocks that become slower during training.
 
     python benchmarks/replan.py [--pairs 25] [--steps 6] [--compute]
 
-Four ranks train 16 equal blocks that sleep, as if each rank had its own device; with --compute two ranks train ten
-blocks of matrix products. Then the last two blocks take three times as long. ``pipe.replan()`` is
-called before and after that, until it keeps the plan; with measure=True it measures the layers again first. Then the
-first and the last plan run in turn, some steps each (A B A B), switched by ``pipe.replan(plan)``, which is timed as
-well. At the end the weights are compared with those of a run that never changed its plan.
+Four ranks train 16 identical blocks that sleep, as if each rank had its own device; with --compute two ranks train ten
+blocks of matrix products. Then the last two blocks take three times as long. The script calls ``pipe.replan()`` before
+and after this change, until the call keeps the plan. It then repeats the run with measure=True, so that each call first
+measures the layers again. At the end of a run the first and the last plan run in turn, some steps each (A B A B).
+``pipe.replan(plan)`` switches between the two plans and is timed as well. Last, the weights are compared with those of
+a run that never changed its plan.
 """
 
 import argparse

@@ -1,10 +1,11 @@
-"""Scaling: weak scaling with equal stages and 2 micro-batches for each rank, simulated and measured.
+"""Scaling: simulates and measures weak scaling with identical stages and 2 micro-batches for each rank.
 
     python benchmarks/scaling.py [--ranks 2 4 8 16 64 256 1024] [--measured 2 4 8 16] [--steps 9] [--picture FILE]
 
-F, I and W take 10 ms each on every stage. Simulated: the makespan, the bubble, and the efficiency, which is the time of
-a rank's actions over the makespan. Measured, with bare sleeping stages and a process for each rank (see sleeping.py):
-the median makespan, its efficiency, and measured / simulated. --picture draws the efficiencies.
+F, I and W take 10 ms each on every stage. The simulation gives the makespan, the bubble, and the efficiency (the time
+of a rank's actions divided by the makespan). The measurement, with bare sleeping stages and a process for each rank
+(see sleeping.py), gives the median makespan, its efficiency, and measured / simulated. --picture draws the
+efficiencies.
 """
 
 import argparse

@@ -1,10 +1,10 @@
-"""Simulate: building, validating, lowering and simulating programs of up to 1,024 ranks, beside torch's constructor.
+"""Simulate: times building, validating, lowering and simulating programs, up to 1,024 ranks, in pipesched and torch.
 
-Ours: each shape runs in a fresh process. Printed are seconds of each part, compute and lowered actions, actions per
-second, and peak memory. Torch: ``torch.distributed.pipelining`` builds the same schedule (its constructor also adds the
-communication of all ranks) and runs its ``_simulate_comms_compute``, after the actions that this function does not
-support (UNSHARD, RESHARD, REDUCE_GRAD) are removed. Both run in turn, ours first, each in a fresh process with a time
-limit. Failures are printed.
+pipesched: each shape runs in a fresh process. The script prints the seconds of each part, the numbers of compute and
+lowered actions, the actions per second, and the peak memory. torch: ``torch.distributed.pipelining`` builds the same
+schedule (its constructor also adds the communication of all ranks) and runs its ``_simulate_comms_compute``; the
+actions that this function does not support (UNSHARD, RESHARD, REDUCE_GRAD) are removed first. Both run in turn,
+pipesched first, each in a fresh process with a time limit. Failures are printed.
 """
 
 import argparse

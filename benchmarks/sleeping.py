@@ -1,21 +1,21 @@
-"""Sleeping: measured over simulated makespan with stages that sleep, as a processor waits for an accelerator.
+"""Sleeping: compares measured with simulated makespans of stages that sleep, as if they waited for an accelerator.
 
     python benchmarks/sleeping.py [--ranks 8 16] [--kinds floor ...] [--schedules 1f1b ...] [--steps 15] [--torch]
 
 Each rank is a process; messages use gloo. The forward, the input gradient and the weight gradient of a stage end 10 ms
-after they began (a whole backward: 20 ms); meanwhile the processor is free. There are three kinds of cases:
+after they began (a whole backward: 20 ms); in the meantime the processor is free. There are three kinds of cases:
 
 - "layers": modules with a small product, run by Pipeline(mesh=...).
-- "bare": stages that only sleep and pass on a tensor of the same size, which measures the executor alone: order,
+- "bare": stages that only sleep and pass on a tensor of the same size, to measure the executor alone: order,
   interpreter and messages.
 - "floor": processes that follow the same orders with a sleep for each action and a socket for each message, and nothing
-  else, which measures the machine alone.
+  else, to measure the machine alone.
 
-The simulation uses the nominal times, and no time for messages.
+The simulation uses the nominal times and assumes that messages take no time.
 
-Printed are the median of measured / simulated over the steps with a 95 % bootstrap interval; the median delay of an
-action after the previous action of its rank, and after the message that it waits for, in us; and the processor time of
-the busiest rank for each action, over all its threads. With many ranks on few cores, this work makes steps longer,
+The script prints the median of measured / simulated over the steps with a 95 % bootstrap interval; the median delay of
+an action after the previous action of its rank and after the message that it waits for, in us; and the processor time
+per action of the busiest rank, summed over its threads. With many ranks on few cores, this work makes steps longer,
 because ranks wake up at the same moment.
 """
 

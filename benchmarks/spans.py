@@ -1,11 +1,11 @@
-"""Spans: the measured cost of recording the start and the end of an action, and its share of a step.
+"""Spans: measures the cost of recording the start and the end of an action, and the share of a step that this takes.
 
     python benchmarks/spans.py [--steps 15]
 
-"a span" is the work of the interpreter's loop for one record: two time stamps and storing them, beside an empty loop;
-on a GPU, two events of a stream. The share is this cost times all spans of all ranks, including sends and receives,
-over the time of the step; the limit is 1 %. "read" is the time to build the last step's trace from the stamps,
-which is spent when the trace is read.
+"a span" is the work of the interpreter's loop for one record: two time stamps and storing them, compared with an empty
+loop; on a GPU, two events of a stream. "share" is this cost times the number of spans of all ranks, including sends and
+receives, divided by the time of the step; the limit is 1 %. "read" is the time to build the last step's trace from the
+stamps; this happens when the trace is read.
 """
 
 import argparse

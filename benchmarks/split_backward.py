@@ -1,8 +1,8 @@
-"""Split backward: the time of I + W over that of a full backward B, on one stage, with equal gradients.
+"""Split backward: compares the time of I + W with that of a whole backward B on one stage, with identical gradients.
 
     python benchmarks/split_backward.py [--pairs 40]
 
-Each pair runs one micro-batch with a full backward and one with a split backward, in turn. "with F" compares F + I + W
+Each pair runs one micro-batch with a whole backward and one with a split backward, in turn. "with F" compares F + I + W
 with F + B; rows with checkpointing compare R + I + W with R + B. First the gradients of both are compared bit by bit.
 """
 

@@ -1,10 +1,10 @@
-"""Strangers: connections from other programs to the ranks of a job, and whether the job survives them.
+"""Strangers: connects other programs to the ranks of a job, and checks whether the job survives.
 
     python benchmarks/strangers.py [--only flood drip] [--ranks 3] [--steps 5] [--timeout 6]
 
-Each kind of stranger attacks one job: a pipeline over spawned ranks, built while the strangers are connected, then
-steps with different batch sizes, an evaluation and the collected weights. Every loss must be bit-identical to that of
-the plain loop. The exit code is the number of failed jobs.
+Each kind of stranger attacks one job: a pipeline over spawned ranks is built while the strangers are connected, runs
+steps with different batch sizes and an evaluation, and collects the weights. Every loss must be bit-identical to that
+of a plain loop. The exit code is the number of failed jobs.
 """
 
 import argparse

@@ -1,10 +1,11 @@
-"""Transport: the cost of a message through the executor's channels beside raw gloo, and of empty stages on two ranks.
+"""Transport: compares a message through pipesched's channels with one through raw gloo, and times empty stages.
 
     python benchmarks/transport.py [--rounds 25] [--messages 200]
 
-One way: half of a round trip between two processes, with the receive posted before the send; the value is one tensor
-that needs a gradient. A round has --messages round trips; raw gloo and the channels take turns. Empty stages: the wall
-time of a step with 64 micro-batches on 2 ranks in the process executor, divided by the compute actions of a rank.
+The time of a message is half of a round trip between two processes, with the receive posted before the send; the
+message is one tensor that requires a gradient. A round has --messages round trips; raw gloo and the channels take
+turns. The time of empty stages is the wall time of a step with 64 micro-batches on 2 ranks in separate processes,
+divided by the number of compute actions of a rank.
 """
 
 import argparse

@@ -1,12 +1,13 @@
-"""Versus in-process: time and peak memory of a step beside torchgpipe and fairscale, in one process on the CPU.
+"""Versus in-process: compares the time and peak memory of a step with torchgpipe and fairscale, in one process on CPUs.
 
     python benchmarks/versus_inprocess.py [--pairs 25] [--stages 2] [--modes except_last] [--schedules gpipe]
 
 All three use the same transformer blocks, weights, micro-batches, cuts and checkpointing, and run in one process in
-turn (A B C A B C ...). Printed is the median of the paired ratios ours / rival for the rival with the better median,
-with a 95 % bootstrap interval. On the CPU both rivals run all stages in one thread, so their fastest number of intra-op
-threads is searched first; ours runs one thread for each rank, with one intra-op thread each. Gradients are compared
-first. Memory is the peak of a fresh process (ru_maxrss) minus its memory after the model and the batch were built.
+turn (A B C A B C ...). The script prints the median of the paired ratios ours / rival for the rival with the better
+median, with a 95 % bootstrap interval. On CPUs both rivals run all stages in one thread, so the script first finds the
+number of intra-op threads with which they are fastest; pipesched runs one thread for each rank, with one intra-op
+thread each. Gradients are compared before any timing. Memory is the peak of a fresh process (ru_maxrss) minus its
+memory after the model and the batch were built.
 """
 
 import argparse

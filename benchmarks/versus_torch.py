@@ -1,19 +1,19 @@
-"""Versus torch: a step beside torch.distributed.pipelining's, with 2 ranks over gloo and the same blocks and weights.
+"""Versus torch: compares a step with torch.distributed.pipelining's on 2 gloo ranks, with the same blocks and weights.
 
     python benchmarks/versus_torch.py [--pairs 25] [--tiny | --checkpoint | --one-rank] [--schedules 1f1b zb-v ...]
 
-Micro-batches and threads are the same, too. Both run in the same two processes, in turn (A B A B ...); every round
-begins with a barrier, and the slower of the two ranks counts. Each round also runs the ideal half: each rank runs half
-of the layers over the same micro-batches, without communication. Printed are the median of the paired ratios ours /
-torch with a 95 % bootstrap interval; ours over the ideal half; the schedule's own limit, which is our program simulated
-with the median times of this round's actions and without communication, over the ideal half; and ours over that
-simulation. Gradients are compared first.
+Micro-batches and threads are the same, too. Both run in the same two processes, in turn (A B A B ...). Every round
+begins with a barrier, and the time of the slower rank is used. Each round also measures the ideal step: each rank runs
+half of the layers over the same micro-batches, without communication. The script prints the median of the paired ratios
+ours / torch with a 95 % bootstrap interval; ours / ideal; the schedule's own limit / ideal; and ours / limit. The limit
+is pipesched's program simulated with the median times of this round's actions and without communication. Gradients are
+compared before any timing.
 
---checkpoint: every block is checkpointed, ours by checkpoint="always", torch's by torch.utils.checkpoint in the block
-(use_reentrant=False). --tiny: blocks of Linear(8, 8) and 64 micro-batches, which measures the overhead of actions.
---one-rank: one process without communication, 64 micro-batches of one Linear(8, 8) in each stage: microseconds of
-processor time for each compute action beyond the bare calls, which are F and B of the same layers in a plain loop;
-medians with quartiles.
+--checkpoint: every block is checkpointed, in pipesched by checkpoint="always" and in torch by torch.utils.checkpoint in
+the block (use_reentrant=False). --tiny: blocks of Linear(8, 8) and 64 micro-batches, to measure the overhead of
+actions. --one-rank: one process without communication, with 64 micro-batches and one Linear(8, 8) in each stage. It
+prints medians with quartiles of the additional processor time per compute action, in microseconds, compared with F and
+B of the same layers in a plain loop ("bare calls").
 """
 
 import argparse

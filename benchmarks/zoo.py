@@ -1,19 +1,19 @@
-"""Zoo: models of many kinds, trained in four stages by pipesched and by torch's own tracer.
+"""Zoo: trains models of many kinds in four stages, with pipesched and with torch's own tracer.
 
     python benchmarks/zoo.py [--models GPT-2 BERT] [--write]
 
-The models of tests/zoo are built small and run on 4 ranks (fewer if a model has fewer layers) with 4 micro-batches of 2
-rows, dropout on. Each model runs in separate processes with a time limit. --write writes the table to docs/zoo.md.
+Small versions of the models in tests/zoo run on 4 ranks (fewer if a model has fewer layers) with 4 micro-batches of 2
+rows, with dropout. Each model runs in separate processes with a time limit. --write writes the table to docs/zoo.md.
 
 pipesched: Pipeline(model, sample) and a step, in one process. "same bits": loss, gradients and buffers are
-bit-identical to those of the unpipelined loop: with 1f1b and zb-h1 cut by counted work, and with 1f1b cut by measured
-times.
+bit-identical to those of the unpipelined loop, in three cases: 1f1b and zb-h1 with cuts by counted work, and 1f1b with
+a cut by measured times.
 
-torch: torch.distributed.pipelining.pipeline, split at the layers that counted work gives, and Schedule1F1B over gloo.
-Decoders get use_cache=False, without which torch traces none of them; each rank gets the inputs that its stage names.
-There are two ways: "loss outside" applies a loss function to the output of a model without labels; "own loss" uses the
-loss that the model computes from labels. If a step runs, it runs again without dropout, and its gradients are compared
-with those of the plain loop, within rounding.
+torch: torch.distributed.pipelining.pipeline, split at the layers that a cut by counted work gives, and Schedule1F1B
+over gloo. Decoders get use_cache=False, because torch can trace none of them otherwise; each rank gets the inputs that
+its stage names. There are two ways: "loss outside" applies a loss function to the output of a model without labels;
+"own loss" uses the loss that the model computes from labels. If a step succeeds, it is repeated without dropout, and
+its gradients are compared with those of the plain loop, within rounding.
 """
 
 import argparse

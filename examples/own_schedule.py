@@ -1,4 +1,4 @@
-"""Your own schedule in 30 lines: defined, validated, used for training, and drawn to runs/own_schedule.png."""
+"""Define your own schedule in 30 lines, validate it, train with it, and draw it to runs/own_schedule.png."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""One process for each rank: `torchrun --nproc_per_node 2 examples/torchrun.py`. Same losses as with one process."""
+"""Train with one process per rank and bit-identical losses: `torchrun --nproc_per_node 2 examples/torchrun.py`."""
 
 import os
 

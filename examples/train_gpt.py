@@ -1,4 +1,4 @@
-"""Train a byte-level GPT through a pipeline of two stages, then report and draw a step of median length.
+"""Train a byte-level GPT through a pipeline of two stages, then report and draw the step of median length.
 
     python examples/train_gpt.py [--steps 120] [--schedule 1f1b] [--out runs/demo] [--save weights.pt]
     torchrun --nproc_per_node 2 examples/train_gpt.py    # one process for each rank; the weights are bit-identical

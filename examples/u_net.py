@@ -1,4 +1,4 @@
-"""A small U-Net for `pipesched graph examples/u_net.py:small --stages 4 -o layers.png`."""
+"""A small U-Net, an example for `pipesched graph examples/u_net.py:small --stages 4 -o layers.png`."""
 
 import torch
 from torch import Tensor, nn
