@@ -1,4 +1,4 @@
-"""Evaluated candidates: a candidate with its stages, predicted time and memory, and comparison with the chosen plan."""
+"""Evaluated candidates: candidates with their stages, predicted time and memory, compared with the chosen plan."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -100,7 +100,7 @@ class EvaluatedCandidate:
 
 
 def simplest(found: Iterable[tuple[EvaluatedCandidate, float]]) -> EvaluatedCandidate:
-    """The simplest of the candidates whose step takes at most a fraction ``WORTH`` longer than the fastest.
+    """The simplest of the candidates whose step time exceeds the shortest by at most a fraction ``WORTH``.
 
     Args:
         found: candidates, each with its step time in seconds.
@@ -119,7 +119,7 @@ def label_of(candidate: Candidate) -> str:
 
 
 def _weight(checkpoint: Checkpoint) -> int:
-    """Sort key of a checkpoint setting: settings that recompute more are higher, and offloading is the highest."""
+    """Sort key of a checkpoint setting: the more a setting recomputes, the larger; offloading is the largest."""
     if isinstance(checkpoint, str):
         return LADDER.index(checkpoint)
     return len(LADDER) if "offload" in checkpoint.values() else 1

@@ -40,7 +40,7 @@ class StageComparison:
 
     @property
     def work_s(self) -> Pair:
-        """The stage's total time in a step, in seconds: each action counts with the median time of its kind."""
+        """The stage's total time in a step, in seconds, taking the median time of its kind for each action."""
         return Pair(*(sum(count * self.seconds[kind][side] for kind, count in self.counts.items()) for side in (0, 1)))
 
 
@@ -104,14 +104,15 @@ def compared(predicted: Trace, measured: Trace) -> Comparison:
 def measured_costs(traces: Sequence[Trace], num_stages: int, profiled: Costs | None = None) -> Costs:
     """Costs from measured traces: times are medians over each stage's actions, sizes are copied from ``profiled``.
 
-    If a stage ran only whole backwards, their time is divided as in ``profiled``; without ``profiled`` the whole time
-    counts as the time of the input gradients. If a stage ran only split backwards, the time of a whole backward is the
-    sum of both parts. Kinds of action that did not run cost 0.
+    If a stage ran only whole backwards, their time is split into input and weight gradients in the ratio of
+    ``profiled``; without ``profiled`` the whole time is assigned to the input gradients. If a stage ran only split
+    backwards, the time of a whole backward is the sum of the two parts. Kinds of action that did not run cost 0.
 
     Args:
         traces: the measured steps.
         num_stages: the number of stages.
-        profiled: the costs that provide the sizes, and the ratio of input to weight gradients. Default: none.
+        profiled: the costs that provide the sizes, and the ratio of the times of input and weight gradients. Default:
+            none.
 
     """
     seen = _durations(*traces)
@@ -144,7 +145,7 @@ def measured_costs(traces: Sequence[Trace], num_stages: int, profiled: Costs | N
 
 
 def quote_off(share: float | None) -> str:
-    """A relative error as text: ``+3.3%``; ``new`` if nothing was predicted."""
+    """A relative error as text, such as ``+3.3%``; ``new`` if nothing was predicted."""
     return "new" if share is None else f"{round(share, 3) + 0.0:+.1%}"  # 0, not -0
 
 

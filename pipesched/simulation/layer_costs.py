@@ -1,4 +1,4 @@
-"""Layer costs: the measured times and sizes of single layers, and the costs of stages that consist of such layers."""
+"""Layer costs: the measured times and sizes of individual layers, and the costs of stages made of these layers."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -26,7 +26,7 @@ __all__ = [
 ]
 
 
-#: For each stage, the names of its layers.
+#: The names of each stage's layers.
 Stages = Sequence[Sequence[str]]
 
 #: The measured times of a layer.
@@ -73,7 +73,7 @@ class LayerCosts:
     loss: LossMemory = field(default_factory=LossMemory)
 
     def __add__(self, other: "LayerCosts") -> "LayerCosts":
-        """The costs of two layers in sequence. The loss is that of the second layer."""
+        """The costs of two layers in sequence. The loss is the second layer's."""
         sums = {name: getattr(self, name) + getattr(other, name) for name in (*_SUMS, "crowded_s", "parameter_bytes")}
         spread = max(self.spread, other.spread)
         return replace(other, **sums, spread=spread, memory=self.memory + other.memory)
@@ -84,7 +84,7 @@ class LayerCosts:
         return self.loss.as_layer(self.memory.output_bytes)
 
     def figures(self) -> dict[str, Any]:
-        """All times and sizes as one flat mapping, with the names and the order that a profile uses."""
+        """All times and sizes as one flat mapping, with the names and in the order that a profile uses."""
         figures: dict[str, Any] = dict.fromkeys(NEEDED) | vars(self)
         del figures["memory"], figures["loss"]
         loss = {f"loss_{name}": size for name, size in vars(self.loss).items()}
@@ -93,8 +93,8 @@ class LayerCosts:
     def recomputed(self, *, keeps_dear: bool = False) -> "LayerCosts":
         """The costs of the layer if its forward is recomputed before the backward.
 
-        ``keeps_dear`` holds the activations that are expensive to compute. The time saved by this was not measured, so
-        the full forward is counted.
+        With ``keeps_dear``, activations that are expensive to compute are held. The time that this saves was not
+        measured, so the full forward is counted.
         """
         return replace(
             self,
@@ -130,7 +130,7 @@ def stage_costs(
 
     Args:
         stages: the layers of each stage.
-        chain: the number of stages in each chain. The first stage of a chain takes the model's inputs, the last one
+        chain: the number of stages in each chain. The first stage of a chain takes the model's inputs; the last stage
             computes the loss. Default: all stages.
         host_bytes_per_s: bandwidth between a rank's device and its host. Default: copies take no time.
 
@@ -194,7 +194,7 @@ _SUMS = (
 def messages(graph: "nx.DiGraph[str]", stages: Stages) -> dict[tuple[int, int], int]:
     """The bytes that stages send to later stages for a micro-batch: {(sending stage, receiving stage): bytes}.
 
-    A tensor that several stages use is passed on from one to the next.
+    A tensor that several stages use is passed on from each of them to the next.
     """
     home = {layer: stage for stage, layers in enumerate(stages) for layer in layers}
     ways: dict[tuple[int, str], tuple[int, set[int]]] = {}  # (stage, tensor): its bytes, and the stages that use it
