@@ -9,7 +9,7 @@ from pipesched.order import Order, Shape, loop, schedule
 def interleaved_zb(rank: int, shape: Shape) -> Order:
     """Interleaved 1F1B with a cool-down filled by weight gradients. Qi et al. 2023.
 
-    On rank r, each weight gradient runs r backwards after its input gradient.
+    On rank r, the weight gradients run r backwards later than the input gradients.
 
     Bubble (p-1)(F+I-min(F,W))/v for m a multiple of p; every rank holds at most p micro-batches.
     """

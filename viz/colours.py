@@ -13,7 +13,7 @@ BUBBLE = "#e6e6e6"
 HATCH = "#c2c2c2"
 
 _COLOURS = {Kind.F: "#56b4e9", Kind.B: "#e69f00", Kind.I: "#d55e00", Kind.W: "#009e73", Kind.R: "#cc79a7"}
-_LIGHTEST = 0.55  # share of white in the last chunk's colour
+_LIGHTEST = 0.55  # fraction of white in the last chunk's colour
 
 
 def colour(kind: Kind, chunk: int = 0, num_chunks: int = 1) -> str:
@@ -27,7 +27,7 @@ def lighter(base: str, chunk: int, num_chunks: int) -> str:
 
 
 def towards_white(base: str, share: float) -> str:
-    """The colour ``base`` mixed with white: ``share`` is the share of white, from 0 (unchanged) to 1 (white)."""
+    """The colour ``base`` mixed with white. ``share`` is the fraction of white, from 0 (unchanged) to 1 (white)."""
     parts = (int(base[i : i + 2], 16) for i in (1, 3, 5))
     return "#" + "".join(f"{round(part + (255 - part) * share):02x}" for part in parts)
 
