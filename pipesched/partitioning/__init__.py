@@ -4,5 +4,5 @@
 describes the stages that a partition can have, and ``problem`` combines blocks and slots. ``bisection`` searches for
 the smallest bottleneck. To this end it calls a probe, a function that looks for a partition whose bottleneck is within
 a given bound: ``chain`` probes one order of the layers, ``lattice`` probes all orders together. ``search`` chooses the
-probe.
+probe. Times are whole numbers of ticks; a tick is a picosecond, or longer if the times are large.
 """

@@ -26,7 +26,7 @@ class ActivationOption:
 
     #: "recompute" or "offload"; None if the activations are kept on the device.
     keep: LayerCheckpoint | None
-    #: The time of forward, backward and recomputation of a micro-batch, in ticks.
+    #: The time of a micro-batch's forward, backward and recomputation, in ticks.
     ticks: int
     #: Bytes held throughout a step.
     fixed_bytes: int

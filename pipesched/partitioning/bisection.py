@@ -1,4 +1,4 @@
-"""Bisection: finds the smallest bottleneck of a partition, exactly, on integers (Pinar and Aykanat 2004)."""
+"""Bisection: finds the smallest possible bottleneck by exact bisection on integers (Pinar and Aykanat 2004)."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ class Found:
     order: list[int]
     #: For each stage, the position in ``order`` just after its last block.
     ends: list[int]
-    #: The slot of each stage. It names the stage's rank.
+    #: The slot of each stage, including the stage's rank.
     slots: list[Slot]
     #: The activation option of each layer; empty if all activations are held.
     chosen: tuple[ActivationOption, ...] = ()

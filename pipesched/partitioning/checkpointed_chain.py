@@ -146,7 +146,7 @@ class CheckpointedChain:
             yield first, last
 
     def _next_alone(self, slot: Slot, begins: Sequence[Run], bound: int) -> int:
-        """The smallest larger bound that lets one more of these starts begin a single-block stage; INFINITE if none."""
+        """The next larger bound with which a single-block stage fits at one more of these starts; INFINITE if none."""
         single = self._single(slot)
         if single[-1] <= bound:
             return INFINITE
@@ -154,7 +154,10 @@ class CheckpointedChain:
         return min((ticks for ticks in times if ticks > bound), default=INFINITE)
 
     def _furthest(self, slot: Slot, begin: int, bound: int) -> int:
-        """The last cut at which a stage that starts at ``begin`` can end within the bound. One block must fit."""
+        """The last cut at which a stage that starts at ``begin`` can end within the bound.
+
+        A stage with a single block must be within the bound.
+        """
         fastest = self._row.fastest
         speed = slot.speed
         within = fastest[begin] + bound * speed.numerator // speed.denominator

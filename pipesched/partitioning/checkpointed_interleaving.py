@@ -1,4 +1,4 @@
-"""Cuts for ranks with several stages, with a choice of activation options for each layer.
+"""Checkpointed interleaving: chooses cuts for ranks with several stages, and an activation option for each layer.
 
 The stages of a rank share its memory. The search starts from the best cuts without recomputation or offloading, and
 moves cuts while this makes the busiest rank faster. For given cuts, `knapsack` chooses the fastest options that fit
@@ -67,10 +67,10 @@ class CheckpointedRanks:
         return max(first, cuts[index - 1] + 1) <= cuts[index] <= min(last, cuts[index + 1] - 1)
 
     def _key(self, cuts: Sequence[int]) -> Key:
-        """Sort key of a partition, smaller is better.
+        """Sort key of a partition; smaller is better.
 
-        Consists of the bytes above the memory limits, the ticks of the busiest rank or link, the sum of all ranks'
-        ticks, and the sum of their squares.
+        The key consists of the bytes above the memory limits, the ticks of the busiest rank or link, the sum of all
+        ranks' ticks, and the sum of the squared ticks.
         """
         both = [self._of_rank(rank, tuple((cuts[s], cuts[s + 1]) for s in own)) for rank, own in enumerate(self._own)]
         times = [ticks for _, ticks in both]

@@ -1,4 +1,4 @@
-"""Infeasibility: the error for a request that no partition satisfies. It names the violated limit and a remedy."""
+"""Infeasibility: the error for a request that no partition satisfies, with the violated limit and a remedy."""
 
 from bisect import bisect_left
 from functools import cached_property
@@ -20,7 +20,8 @@ _MOST_IDEALS = 5_000  # keeps the search small, because the remedy need not be e
 def infeasible(request: Request, *, exact: bool) -> PartitionError:
     """Build the error for a request that no partition satisfies.
 
-    The remedy is searched only when the message is read: the planner tries many requests and ignores the messages.
+    The remedy is computed only when the message is read, because the planner tries many requests and ignores the
+    messages.
 
     Args:
         request: the request.

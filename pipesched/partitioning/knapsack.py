@@ -30,7 +30,7 @@ _Options = Sequence[tuple[int, ActivationOption]]
 
 @dataclass(frozen=True, kw_only=True)
 class _Front:
-    """The undominated states of some items: no other state beats them in all costs. In ascending order of bytes."""
+    """The undominated states of some items, which no other state beats in all costs, in ascending order of bytes."""
 
     #: The bytes held in each state.
     held: Ints
@@ -125,7 +125,7 @@ class Knapsack:
         return needed <= limit and not any(option.copy_ticks for _, option in fastest)
 
     def least_bytes(self, items: Sequence[int]) -> int:
-        """The smallest number of bytes in which the items fit, regardless of their time."""
+        """The smallest number of bytes into which the items fit, regardless of their time."""
         kinds = {item: self._options[item] for item in items}
         needed = []
         for working in self._sizes(kinds.values()):
@@ -225,7 +225,7 @@ def _undominated(held: Ints, ticks: Ints) -> Ints:
 def _undominated_with_copies(held: Ints, ticks: Ints, copies: Ints) -> Ints:
     """Like `_undominated`, with copies as a third cost.
 
-    The code's two sorted lists hold the best pairs of ticks and copies among the states with fewer bytes.
+    ``stair_ticks`` and ``stair_copies`` hold the undominated pairs of ticks and copies of all states with fewer bytes.
     """
     kept: list[int] = []
     stair_ticks: list[int] = []

@@ -1,4 +1,4 @@
-"""Order ideals: enumerates all sets of blocks that contain the producers of each of their blocks.
+"""Order ideals: enumerates all sets of blocks that contain the producers of all their blocks.
 
 The blocks before a cut form an order ideal. Level k consists of the ideals with k blocks; each of them is an ideal of
 level k - 1 plus one block. During the enumeration, sets are bit masks. Afterwards only the levels and the steps between

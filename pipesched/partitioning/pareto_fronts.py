@@ -1,4 +1,4 @@
-"""Pareto fronts: for each ideal, the best starts (again ideals) of a stage that ends at this ideal.
+"""Pareto fronts: for each ideal, the best starts of a stage that ends at this ideal. A start is also an ideal.
 
 Without memory limits, the best start is the one that leaves the stage the least work. With limits, one start can leave
 the stage less work and another one less memory, so a start is dropped only if another start beats it in both.

@@ -1,4 +1,4 @@
-"""Problem: the input of the search: blocks, slots, the cost of cuts, and pins."""
+"""Problem: the input of the search, made up of blocks, slots, the cost of cuts, and pins."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ Communication = Literal["none", "overlap", "serial"]
 
 @dataclass(frozen=True)
 class Pin:
-    """A layer that begins a given stage. Its ``ancestors``, the layers that it needs, are in earlier stages."""
+    """A layer that must begin a given stage. Its ``ancestors``, the layers that it needs, must be in earlier stages."""
 
     stage: int
     layer: int

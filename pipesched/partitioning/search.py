@@ -45,7 +45,7 @@ def solve(problem: Problem, most_ideals: int) -> Solution:
     if in_order is not None and in_order.bottleneck == problem.lower:
         return _exact(in_order, 0, tried)
     may_be_empty = not problem.line_up.exactly and not problem.pins
-    small = _reduced(problem) if may_be_empty else problem  # else a stage can need a layer without cost
+    small = _reduced(problem) if may_be_empty else problem  # else blocks without cost can be needed to fill stages
     ideals = enumerate_ideals(small.blocks, small.counted, most_ideals)
     if ideals is None:
         return _along_many(problem, problem.lower, in_order, 0, tried)

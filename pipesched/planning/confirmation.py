@@ -37,7 +37,7 @@ Run = Callable[[Sequence[Plan], Progress], Sequence[Sequence[Trace]]]
 
 _LEAST = 0.01  # differences below this fraction of a step are ignored
 _TIMES_NOISE = 2
-_ERROR_OF_MEDIAN = 1.86  # the standard error of a median is this times the median deviation / sqrt(count)
+_ERROR_OF_MEDIAN = 1.86  # standard error of a median = this x median deviation / sqrt(count)
 _SWEEPS = 3  # passes over all plans that ran: costs corrected with one plan change the next plan's correction
 
 

@@ -73,7 +73,7 @@ def infeasible(search: SearchRequest, least: int, fitting: "FittingPlans") -> Me
 
 
 def _on_the_host(search: SearchRequest, fitting: "FittingPlans") -> str:
-    """The part of the message that recommends offloading; "" if it is already possible or a plan does not fit with it.
+    """The part of the message that recommends offloading; "" if offloading is already possible or does not help.
 
     The time that the copies take is not considered.
     """

@@ -102,7 +102,7 @@ class Plan:
         return replace(self.program, graph=chain(count, count // self.program.num_weights))
 
     def maker(self) -> Schedule | None:
-        """The schedule that the plan names, with its options; None if it does not create exactly the plan's program."""
+        """The schedule that the plan names, with its options. None if it creates a program other than the plan's."""
         program = self.program
         if self.schedule not in schedules.names():
             return None

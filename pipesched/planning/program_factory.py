@@ -25,7 +25,7 @@ MICROBATCHES_PER_RANK = 4  # enough for a small bubble (GPipe, Huang et al. 2019
 
 
 class ProgramFactory:
-    """Creates, validates and adds transfers to the programs of a pipeline, once for each number of micro-batches.
+    """Creates and validates the programs of a pipeline, once for each number of micro-batches, and adds transfers.
 
     Args:
         request: the user's choices.
@@ -166,7 +166,10 @@ class StepPrograms:
 
     @cached_property
     def timed(self) -> Program:
-        """The program that runs, without transfers: one step or, if steps overlap, all steps until they repeat."""
+        """The program that runs, without transfers.
+
+        It contains one step or, if steps overlap, all steps until the order of actions repeats.
+        """
         factory = self._factory
         source = factory.source
         program = self._beginning(source) if factory.streams and isinstance(source, Schedule) else self.plain
@@ -176,7 +179,7 @@ class StepPrograms:
     def _beginning(self, schedule: Schedule) -> Program:
         """The first steps of a stream of overlapping steps, up to the step after which the order of actions repeats.
 
-        The longer a schedule uses old weight versions, the more steps this takes.
+        The longer a schedule uses old weight versions, the later its order repeats.
         """
         num_ranks = self._factory.num_ranks
         steps = enough_steps(num_ranks, self.num_microbatches)

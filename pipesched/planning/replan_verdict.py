@@ -33,9 +33,9 @@ class Replanned:
     layers: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     #: Weights, gradients, buffers and optimizer states that change devices, in bytes.
     moved_bytes: int = 0
-    #: Predicted step time of the old plan. None: the new plan was given, not searched.
+    #: Predicted step time of the old plan. None: the caller gave the new plan, so there was no search.
     before_s: float | None = None
-    #: Predicted step time of the new plan. None: the new plan was given, not searched.
+    #: Predicted step time of the new plan. None: the caller gave the new plan, so there was no search.
     after_s: float | None = None
     #: Relative deviation of a rank's work from step to step.
     noise: float = 0.0

@@ -24,8 +24,8 @@ from pipesched.units import quote_speed, quote_time
 
 __all__ = ["StagePartitioner"]
 
-_COPIES = 2  # parameters take their bytes twice: weights and gradients; optimizer states are not counted here
-_MOST_TIES = 8  # for the largest tied weights, at most this many, partitions with all users in one stage are tried
+_COPIES = 2  # number of times that parameter bytes are counted: as weights and gradients, but not as optimizer states
+_MOST_TIES = 8  # only this many tied weights, the largest, are tried with all users in one stage
 _MOST_IDEALS = 5_000  # graphs with more order ideals are not searched for other layer orders
 
 
@@ -56,7 +56,9 @@ class StagePartitioner:
             )
 
     def partition(self) -> tuple[StageLayers, Partition | None]:
-        """Returns the layers of each stage, and the partition with its costs. None if no measurements were needed.
+        """Returns the layers of each stage, and the partition with its costs.
+
+        The partition is None if no measurements were needed.
 
         Raises:
             PartitionError: if there are more stages than layers, or if the boundaries do not fit the stages.
@@ -147,7 +149,7 @@ class StagePartitioner:
             held[part] += peak
         return held
 
-    # ---- calls of the partitioner -----------------------------------------------------------------------------------
+    # ---- calls to the partitioner -----------------------------------------------------------------------------------
 
     @property
     def _ranks(self) -> list[int]:
@@ -203,7 +205,7 @@ class StagePartitioner:
         return (max(link.latency_s for link in both), 1 / slowest) if slowest else None
 
     def _cost(self, graph: "nx.DiGraph[str]", found: Partition) -> tuple[float, int]:
-        """Sort key of a partition: the part of the step time that depends on it, then the bytes sent for weights."""
+        """Sort key of a partition: the part of the step time that it affects, then the bytes sent for tied weights."""
         rank_of = {layer: rank for names, rank in zip(found.stages, self._ranks, strict=True) for layer in names}
         moved = sum(
             tied_traffic_bytes(parameter_bytes(graph, names), [rank_of[user] for user in users])

@@ -4,10 +4,11 @@ Candidates wait in a queue, sorted by a lower bound on their step time. At first
 work. The layers of the first candidate in the queue are assigned to stages, and
 `pipesched.planning.recomputation_choice` decides which layers to recompute or offload to stay within memory limits.
 The candidate is queued again with the bound of these stages (`pipesched.simulation.bounds`), and simulated when it is
-first again. The search ends when no bound is below the best step time. If no candidate fits into memory, the candidates
-that need the least memory are tried with extra effort (`pipesched.planning.lean_candidates`). If none of these fits,
-the plan with the smallest peak memory is determined (`pipesched.planning.infeasibility`). At the end, stage boundaries
-of the best candidates are moved while this shortens the simulated step (`pipesched.planning.boundary_refinement`).
+first in the queue again. The search ends when no bound is below the best step time. If no candidate fits into memory,
+the candidates that need the least memory are tried with extra effort (`pipesched.planning.lean_candidates`). If none of
+these fits, the plan with the smallest peak memory is determined (`pipesched.planning.infeasibility`). At the end, stage
+boundaries of the best candidates are moved while this shortens the simulated step
+(`pipesched.planning.boundary_refinement`).
 """
 
 import heapq
@@ -97,7 +98,9 @@ class Tuner:
         self._work: dict[int, tuple[float, float, float]] = {}
 
     def search(self, known: Sequence[EvaluatedCandidate] = ()) -> EvaluatedCandidate:
-        """Find the simplest of the candidates that are about as fast as the fastest. Raises errors as ``find_plan``.
+        """Find the simplest of the candidates that are about as fast as the fastest.
+
+        Raises the same errors as ``find_plan``.
 
         Args:
             known: evaluated candidates to start from.
@@ -221,7 +224,7 @@ class Tuner:
         return found
 
     def _refined(self, found: EvaluatedCandidate, until: float) -> EvaluatedCandidate:
-        """Move the candidate's boundaries while that shortens the step and more than ``until`` effort is left."""
+        """Move the candidate's boundaries while this shortens the step and more than ``until`` effort is left."""
         candidate = found.candidate
         pins = self._search.pins
         if pins.complete or candidate.num_stages in (1, len(pins.layers)):

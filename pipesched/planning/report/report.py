@@ -1,4 +1,4 @@
-"""Report: explains a plan to human readers, with the plans it was compared with, and predicted and measured times."""
+"""Report: presents a plan, the plans that it was compared with, and predicted and measured times to human readers."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -67,7 +67,7 @@ class Report:
     def comparison(self) -> Comparison | None:
         """The comparison of the predicted with the measured step; None if one of them is missing.
 
-        Raises InputError if the two steps are of different programs.
+        Raises InputError if the steps belong to different programs.
         """
         if self.predicted is None or self.measured is None:
             return None
