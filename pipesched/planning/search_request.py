@@ -53,7 +53,7 @@ class SearchRequest:
     memory_limit_bytes: tuple[int, ...] | None = None
     #: Whether the plan must use all ranks.
     all_ranks: bool = False
-    #: "threads" or "processes", which have different overheads.
+    #: "threads" or "processes". The two have different overheads.
     ranks_are: RanksAre = "threads"
     #: Whether activations can be offloaded. "auto": if the host's bandwidth is known and the device is not a CPU.
     offload: Offload = "auto"

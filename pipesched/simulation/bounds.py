@@ -182,7 +182,7 @@ class _Stage:
     after_forward: float  # from the end of F to the end of all work that follows it
     after_gradient: float  # from the end of the gradient to the end of all work that follows it
     down: float  # from the end of the gradient to the end of the work of earlier stages that follows it
-    release: float  # the shortest action that releases a (stage, micro-batch) pair
+    release: float  # duration of the shortest action that releases a (stage, micro-batch) pair
 
     @property
     def backward(self) -> float:
@@ -255,7 +255,7 @@ def _one_machine(chunks: Sequence[_Stage], num_microbatches: int, limit: int) ->
 
 
 def _tasks_from(moment: float, chunks: Sequence[_Stage]) -> Iterable[tuple[float, float]]:
-    """Yield the parts of a micro-batch's work that cannot start before ``moment``, as (remaining time, duration)."""
+    """Yield the parts of a micro-batch's work that cannot start before ``moment``, as (time to the end, duration)."""
     for stage in chunks:
         if stage.start >= moment:
             yield stage.after_forward, stage.forward
@@ -268,7 +268,7 @@ def _tasks_from(moment: float, chunks: Sequence[_Stage]) -> Iterable[tuple[float
 def _held_back(chunks: Sequence[_Stage], num_microbatches: int, limit: int) -> list[tuple[float, float]]:
     """The forwards that must wait for the release of a (stage, micro-batch) pair because of the limit.
 
-    Returns a list with one tuple (remaining time, total duration), or an empty list if no forward must wait.
+    Returns a list with one tuple (shortest time to the end, total duration), or [] if no forward must wait.
     """
     left: float = 0
     room = limit
@@ -292,9 +292,9 @@ def _in_turns(stage: _Stage, num_microbatches: int, limit: int) -> float:
 def _littles_law(chunks: Sequence[_Stage], num_microbatches: int, limit: int) -> float:
     """The lower bound in seconds from packing the lifetimes of all pairs, at most ``limit`` at a time.
 
-    Forwards start one by one, and pairs are released one by one. The result is the larger of two bounds: in one,
-    lifetimes end when the pair is released; in the other they end with its gradient, and the work of earlier stages
-    follows.
+    Forwards start one by one, and pairs are released one by one. The result is the larger of two bounds: one in which
+    lifetimes end when the pair is released, and one in which they end with the pair's gradient and the work of earlier
+    stages follows.
     """
     start = min(stage.start for stage in chunks)
     lives = sum(stage.life for stage in chunks)

@@ -48,17 +48,17 @@ class StageComparison:
 class Comparison:
     """The predicted and measured times of one program."""
 
-    #: The makespan; None if the traces differ in their numbers of actions, for example after a shorter batch.
+    #: The makespan; None if the traces have different numbers of actions, for example because a batch was shorter.
     step_s: Pair | None
     bubble_ratio: Pair
     #: The stages that are in both traces.
     stages: tuple[StageComparison, ...]
-    #: The fraction of the makespan in which each rank computes.
+    #: The fraction of the makespan that each rank spends computing.
     busy: tuple[Pair, ...]
 
     @property
     def worst(self) -> StageComparison:
-        """The stage with the largest relative error."""
+        """The stage whose predicted time has the largest relative error."""
         return max(self.stages, key=lambda own: abs(own.work_s.off or 0))
 
     def __str__(self) -> str:
@@ -73,8 +73,8 @@ class Comparison:
 def compared(predicted: Trace, measured: Trace) -> Comparison:
     """Compare a predicted and a measured trace of one program, by stage and rank.
 
-    Stages are compared by median times, which a single delayed action does not change. Raises InputError if the traces
-    have no stage in common, or different numbers of ranks.
+    Stages are compared by median times, because a single delayed action does not change a median. Raises InputError if
+    the traces have no stage in common, or different numbers of ranks.
     """
     foreseen = _durations(predicted)
     seen = _durations(measured)
@@ -102,7 +102,7 @@ def compared(predicted: Trace, measured: Trace) -> Comparison:
 
 
 def measured_costs(traces: Sequence[Trace], num_stages: int, profiled: Costs | None = None) -> Costs:
-    """Costs from measured traces: times are medians over each stage's actions, sizes are copied from ``profiled``.
+    """Compute costs from measured traces: times are medians over each stage's actions, sizes come from ``profiled``.
 
     If a stage ran only whole backwards, their time is split into input and weight gradients in the ratio of
     ``profiled``; without ``profiled`` the whole time is assigned to the input gradients. If a stage ran only split

@@ -35,8 +35,8 @@ TIMES = ("forward_s", "backward_s", "input_grad_s", "weight_grad_s")
 #: The times and sizes that every layer of a profile must have.
 NEEDED = (*TIMES, "input_bytes", "output_bytes", "activation_bytes", "weight_grad_bytes", "parameter_bytes")
 
-#: The sizes that `LayerMemory` and `Costs` have in common. `kept_output_bytes` is excluded, because a stage takes it
-#: from its last layer even if a loss follows.
+#: The sizes that `LayerMemory` and `Costs` have in common. `kept_output_bytes` is excluded, because a stage's value is
+#: that of its last layer even if a loss follows.
 MEMORY_COLUMNS = {item.name for item in fields(LayerMemory) if item.name != "kept_output_bytes"}
 MEMORY_COLUMNS &= {item.name for item in fields(Costs)}
 
@@ -55,7 +55,7 @@ class LayerCosts:
     weight_grad_s: float = 0
     #: Size of the parameters.
     parameter_bytes: int = 0
-    #: The part of a forward plus a full backward in which the processor is idle.
+    #: The part of the time of a forward plus a full backward in which the processor is idle.
     waiting_s: float = 0
     #: Additional time of a forward plus a full backward while another rank computes.
     crowded_s: float = 0
@@ -65,7 +65,7 @@ class LayerCosts:
     update_s: float = 0
     #: Size of the optimizer's state.
     optimizer_bytes: int = 0
-    #: Peak memory of the optimizer's step beyond its state.
+    #: Peak memory of the optimizer's step beyond the optimizer's state.
     update_transient_bytes: int = 0
     #: Memory of the forward and the backward.
     memory: LayerMemory = field(default_factory=LayerMemory)
@@ -210,6 +210,6 @@ def messages(graph: "nx.DiGraph[str]", stages: Stages) -> dict[tuple[int, int], 
 
 
 def treated(profile: Mapping[str, LayerCosts], checkpoint: Checkpoint) -> dict[str, LayerCosts]:
-    """The costs of layers by name, with activations recomputed or offloaded where ``checkpoint`` says so."""
+    """The costs of layers by name, with activations recomputed or offloaded as ``checkpoint`` specifies."""
     keep = checkpoint_by_layer(checkpoint)
     return {name: costs.treated(keep.get(name)) for name, costs in profile.items()}

@@ -15,7 +15,7 @@ __all__ = [
     "stage_memory",
 ]
 
-#: W computes weight gradients in groups of about this size before it adds them to the parameters' gradients.
+#: The weight-gradient action (W) computes gradients in groups of about this size, then adds them to the parameters'.
 DELIVERED_BYTES = 1 << 20
 
 #: The size of all scalars of a step, such as the losses of up to 16 micro-batches.
@@ -44,7 +44,7 @@ class LayerMemory:
     dear_bytes: int = 0
     #: The part of `dear_bytes` that shares memory with the output.
     dear_output_bytes: int = 0
-    #: Memory held from I to W.
+    #: Memory held from the input gradients (I) to the weight gradients (W).
     weight_grad_bytes: int = 0
     #: The part of `weight_grad_bytes` that shares memory with the input.
     left_input_bytes: int = 0
@@ -56,11 +56,12 @@ class LayerMemory:
     deferred_gradient_bytes: int = 0
     #: Size of the buffers.
     buffer_bytes: int = 0
-    #: Transient of F and R, without the activations that they produce. Includes the input, which stays in memory.
+    #: Transient of a forward (F) or recompute (R), without the activations that it produces. Includes the input, which
+    #: stays in memory.
     forward_transient_bytes: int = 0
-    #: Transient of a B that adds to existing gradients of parameters. Includes the gradient of the output.
+    #: Transient of a full backward (B) that adds to existing gradients of parameters. Includes the output's gradient.
     backward_transient_bytes: int = 0
-    #: Transient of the first B, which allocates the gradients of parameters. Includes these gradients.
+    #: Transient of the first full backward (B), which allocates the gradients of parameters. Includes these gradients.
     first_backward_transient_bytes: int = 0
     #: Transient of I. Includes the memory held for W.
     input_grad_transient_bytes: int = 0

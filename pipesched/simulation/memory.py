@@ -22,7 +22,7 @@ __all__ = ["AHEAD", "Message", "RankMemory", "rank_memory"]
 
 #: The number of receives that a process posts in advance on each channel.
 AHEAD = 4
-_HEADER_BYTES = 64  # the size of a header; each message between processes has one
+_HEADER_BYTES = 64  # size of the header of each message between processes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,11 +41,11 @@ class RankMemory:
     gradients: int
     #: Activations of the micro-batches in flight. Checkpointed stages hold their inputs and copies of buffers instead.
     activations: int
-    #: Memory held from I to W.
+    #: Memory held from the input gradients (I) to the weight gradients (W).
     weight_grads: int
     #: Older weight versions that are still in use.
     stashed: int
-    #: Outputs and gradients whose receiver has possibly not received them yet, and posted receives.
+    #: Outputs and gradients that have possibly not been received yet, and the buffers of posted receives.
     messages: int
     #: Transient memory of the running action.
     transients: int
@@ -285,7 +285,7 @@ class _Received(NamedTuple):
     taker: Ints
     #: Size in bytes.
     size: Ints
-    #: The channel as a number: each ordered pair of ranks has one for outputs and one for gradients.
+    #: The number of the channel. Each ordered pair of ranks has one channel for outputs and one for gradients.
     channel: Ints
 
     @classmethod

@@ -17,7 +17,7 @@ __all__ = ["Machine", "Overheads", "RanksAre"]
 
 Floats = NDArray[np.float64]
 
-#: Default overhead in seconds of an action, of sending a message, and of receiving a message.
+#: Default overhead in seconds for an action, for sending a message, and for receiving a message.
 _USUAL_S = 50e-6
 
 #: Whether ranks are threads of one process (``devices=``) or processes (``mesh=``).
@@ -28,11 +28,11 @@ RanksAre = Literal["threads", "processes"]
 class Overheads:
     """The time that a rank spends outside its stages' work. Default: none."""
 
-    #: Seconds for each action.
+    #: Overhead of each action, in seconds.
     action_s: float = 0
     #: Additional seconds to wake up, with cold caches, for an action that spends its whole time waiting, for example
-    #: for a device. For an action that waits for a fraction of its time, they are multiplied by this fraction. W needs
-    #: no time to wake up, because it waits for no message.
+    #: for a device. For other actions, this value is multiplied by the fraction of their time that they spend waiting.
+    #: Weight gradients (W) need no time to wake up, because they wait for no message.
     waking_s: float = 0
     #: Time to send a message to another rank, depending on the message's size. The rank cannot compute meanwhile.
     send: Link = field(default_factory=Link)

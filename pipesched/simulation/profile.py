@@ -106,7 +106,7 @@ class Profile:
             rows: the number of rows of a micro-batch.
             keep: how to save activation memory, by layer name: "recompute", "recompute-cheap" or "offload". Default:
                 activations are held.
-            ranks_are: "threads" or "processes", which have different overheads. Default: "threads".
+            ranks_are: "threads" or "processes"; the two have different overheads. Default: "threads".
 
         Returns:
             The costs, one entry per stage.

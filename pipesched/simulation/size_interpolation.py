@@ -12,11 +12,11 @@ _ENOUGH = 4  # fewest sizes to compare the methods; with three, both use the sam
 def figure_at(sizes: Sequence[int], values: Sequence[float], size: int) -> float:
     """Estimate a time or size of a layer for a micro-batch size. The result is never negative.
 
-    A measured size returns its measured value. For other sizes there are two methods: the line through the two nearest
-    measured sizes, and the line with the least squares of relative errors over all measured sizes. Each measured size
-    except the smallest and the largest is left out in turn, and the method that predicts the omitted values better is
-    used. With fewer than four sizes, or values near zero, the first method is used; with one size the value is
-    proportional to the size.
+    For a measured size, the measured value is returned. For other sizes there are two methods: the line through the two
+    nearest measured sizes, and the line that minimises the sum of squared relative errors at all measured sizes. Each
+    measured size except the smallest and the largest is left out in turn, and the method that predicts the omitted
+    values better is used. With fewer than four sizes, or values near zero, the first method is used; with one size, the
+    value is proportional to the size.
 
     Args:
         sizes: the measured micro-batch sizes in rows, ascending.

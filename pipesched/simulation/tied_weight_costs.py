@@ -43,7 +43,7 @@ def stage_parameters(graph: "nx.DiGraph[str]", layers: Iterable[str]) -> set[str
 
 
 def weight_bytes(program: Program, parameters: Sequence[Mapping[str, int]]) -> list[int]:
-    """The bytes of weights that each stage adds to its rank, without parameters that the rank already has.
+    """The bytes of weights that each stage adds to its rank, without parameters that the rank already holds.
 
     In bidirectional schedules several stages have the same layers. Each stage's copy of the weights is counted.
 

@@ -257,7 +257,7 @@ class Trace:
 
     @property
     def peak_bytes(self) -> tuple[int, ...]:
-        """Each rank's peak bytes of activations, inputs, memory held from I to W, and older weights."""
+        """Each rank's peak bytes: activations, inputs, older weights, and memory held for the weight gradients (W)."""
         if self.costs is None:
             return (0,) * self.num_ranks
         return tuple(self._bytes(row.columns, self.costs).peak for row in self._holding)
