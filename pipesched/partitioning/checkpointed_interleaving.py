@@ -46,7 +46,7 @@ class CheckpointedRanks:
             cuts: the cuts to start from, including both ends.
 
         Returns:
-            The partition with its activation options, or None if it does not fit into memory.
+            The partition with its activation options, or None if the final partition does not fit into memory.
 
         """
         key = self._key(cuts)

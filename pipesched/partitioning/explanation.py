@@ -1,4 +1,4 @@
-"""Explanation of a partition: the cost of each stage, and the reason why no other partition is faster."""
+"""Explanation of a partition: what each stage costs, and why no other partition is faster."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -79,7 +79,7 @@ class _StageCosts:
 
 
 def explained(problem: Problem, found: Found, solution: Solution) -> Partition:
-    """Build the Partition, with the cost of each stage and the reason why no other partition is faster."""
+    """Build the Partition, with the cost of each stage and an explanation of why no other partition is faster."""
     costs = _StageCosts(problem, found)
     layers = problem.blocks.layers
     stages = [[layers.names[layer] for layer in costs.layers(begin, end)] for _, begin, end in costs.stages]
@@ -123,7 +123,7 @@ def _summaries(costs: _StageCosts, stages: list[list[Any]]) -> Iterator[StageSum
 
 
 def _bottleneck(costs: _StageCosts, stages: list[list[Any]], solution: Solution) -> tuple[str, str]:
-    """Returns two texts: the bottleneck (a stage, rank or cut), and the reason why no partition is much faster."""
+    """Returns two texts: one names the bottleneck (a stage, rank or cut), one says why no partition is much faster."""
     problem = costs.problem
     ticks = costs.found.bottleneck
     if problem.line_up.shares_ranks:

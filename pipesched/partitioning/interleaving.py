@@ -225,7 +225,7 @@ class _Descent:
     def _count_beside(self, index: int, times: int) -> None:
         """Add the time and memory of a cut's two neighbouring stages, and its transfer time, to the ranks' totals.
 
-        times: 1 to add, -1 to subtract.
+        If ``times`` is -1, they are subtracted.
         """
         for stage in (index - 1, index):
             rank = self._slots[stage].rank
@@ -236,7 +236,10 @@ class _Descent:
         self._pay(index, times)
 
     def _key_at(self, index: int, place: int, others: int) -> Key:
-        """The `_key` of the partition with the cut at ``place``. others: the largest load of other ranks and links."""
+        """The `_key` of the partition with the cut at ``place``.
+
+        ``others`` is the largest load of all other ranks and links.
+        """
         rank = self._slots[index - 1].rank
         next_rank = self._slots[index].rank
         begin = self.cuts[index - 1]

@@ -128,7 +128,7 @@ class Lattice:
     def _reached(self, closed: Bools, *, empty: bool) -> Bools:
         """A mask of shape (states, ideals): whether each state can be reached at each ideal.
 
-        Stages that are allowed to stay empty can be skipped. empty: whether the only ideal is the empty set.
+        Stages that are allowed to stay empty can be skipped. ``empty`` is True if the only ideal is the empty set.
         """
         reached = np.zeros((self._line_up.num_states, closed.shape[1]), bool)
         reached[0] = empty

@@ -63,7 +63,7 @@ class _Level:
 def enumerate_ideals(blocks: Blocks, asked: Collection[Collection[int]], at_most: int) -> Ideals | None:
     """Enumerate the order ideals. Returns None if there are more than ``at_most``.
 
-    asked: sets of blocks. `Ideals.contains` counts how many blocks of each set are in each ideal.
+    ``asked`` contains sets of blocks. `Ideals.contains` counts how many blocks of each set are in each ideal.
     """
     growth = _Growth(blocks, asked)
     level = growth.first()

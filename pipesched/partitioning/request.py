@@ -163,7 +163,7 @@ class Request:
     def ranks(self) -> list[Rank]:
         """The ranks of the problem.
 
-        If all ranks are alike and some are allowed to stay empty, there are no more ranks than layers.
+        If all ranks are alike and some are allowed to stay empty, there are at most as many ranks as layers.
         """
         ranks = [Rank(speed, limit) for speed, limit in zip(self.speeds_of_ranks, self.limits, strict=True)]
         spare = self.placement is None and self.in_flight is None and set(ranks) == {Rank()}

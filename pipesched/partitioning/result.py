@@ -1,4 +1,4 @@
-"""`Partition`: the stages of a model, the cost of each stage, and the reason why no other partition is faster."""
+"""`Partition`: the stages of a model, what each stage costs, and why no other partition is faster."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -49,7 +49,7 @@ class StageSummary:
 class Partition:
     """The result of `partition`: the layers of each stage, with the time and memory of the stages.
 
-    ``print(partition)`` shows a table of the stages, and the reason why no other partition is faster.
+    ``print(partition)`` shows a table of the stages, and explains why no other partition is faster.
     """
 
     #: The layers of each stage, in an order in which they can run.
@@ -64,7 +64,7 @@ class Partition:
     summaries: tuple[StageSummary, ...] = ()
     #: A description of the slowest stage, rank or cut.
     bottleneck: str = ""
-    #: The reason why no other partition is faster, or how much faster another one could be.
+    #: Why no other partition is faster, or how much faster another partition could be.
     reason: str = ""
     #: The number of order ideals searched; 0 if single orders of the layers were searched.
     ideals: int = 0
@@ -109,7 +109,7 @@ class Partition:
         return made
 
     def explain(self) -> str:
-        """Return a table of the stages, then the bottleneck and the reason why no other partition is faster."""
+        """Return a table of the stages, the bottleneck, and a sentence on why no other partition is faster, as text."""
         rows = [_HEAD, *(_row(stage, summary) for stage, summary in enumerate(self.summaries))]
         verdict = "optimal" if self.proved else f"at most {self.gap:.1%} above the optimum"
         lines = [

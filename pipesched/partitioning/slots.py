@@ -86,7 +86,7 @@ class LineUp:
     exactly: bool
 
     def on_ranks(self, slots: Sequence[Slot]) -> list[Slot]:
-        """If ranks can have any order, assign them to a partition's slots; identical ranks in ascending order."""
+        """Assign ranks to a partition's slots if ranks can have any order; identical ranks in ascending order."""
         if self.in_line:
             return list(slots)
         kinds = [Rank(slot.speed, slot.limit) for slot in slots]

@@ -74,7 +74,7 @@ class _Tried:
         return self.step_s > other.step_s * (1 + _needed(hypot(self.noise, other.noise)))
 
     def alternative(self, chosen: "_Tried") -> Alternative:
-        """The plan as plain numbers, with the reason why ``chosen`` was chosen instead."""
+        """The plan as plain numbers, with a note that says why ``chosen`` was chosen instead."""
         note = ""
         if self is not chosen:
             speed = quote_speed(chosen.step_s / self.step_s)
@@ -95,8 +95,8 @@ def confirmed_plan(search: SearchRequest, run: Run, count: int, progress: Progre
 
     Args:
         search: the request.
-        run: runs plans and measures their steps.
-        count: the number of plans to run. No two of them agree in ranks, micro-batches, chunks, backward splitting and
+        run: a function that runs plans and returns their measured steps.
+        count: the number of plans to run. Any two of them differ in ranks, micro-batches, chunks, backward splitting or
             checkpointing. One more plan runs if the search with corrected costs finds a better one.
         progress: called with the completed fraction of the work.
 

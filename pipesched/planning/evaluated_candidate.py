@@ -87,7 +87,7 @@ class EvaluatedCandidate:
         )
 
     def against(self, chosen: "EvaluatedCandidate", label: str) -> Alternative:
-        """Convert the candidate to plain numbers, with the reason why ``chosen`` was chosen instead."""
+        """Convert the candidate to plain numbers, with a note that says why ``chosen`` was chosen instead."""
         share = self.step_s / chosen.step_s - 1
         speed = quote_speed(chosen.step_s / self.step_s)
         if more := max(self.excess_bytes, default=0):

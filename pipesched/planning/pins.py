@@ -13,7 +13,7 @@ from pipesched.partitioning.result import StageLayers
 
 __all__ = ["Boundaries", "Pins"]
 
-#: The first layer of every stage but stage 0, by position or name; or a mapping of some layers to the stages that they
+#: The first layer of every stage except stage 0, by position or name; or a mapping from layers to the stages that they
 #: begin.
 Boundaries = Sequence[int | str] | Mapping[int | str, int]
 

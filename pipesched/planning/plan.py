@@ -92,7 +92,7 @@ class Plan:
 
     @property
     def boundaries(self) -> list[str]:
-        """The first layer of every stage but stage 0."""
+        """The first layer of every stage except stage 0."""
         return [layers[0] for layers in self.stages[1:]]
 
     @property

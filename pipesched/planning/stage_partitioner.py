@@ -105,7 +105,7 @@ class StagePartitioner:
         return self._explained(graph, found, "the boundaries were given")
 
     def _solved(self) -> Partition:
-        """The best partition that meets the constraints, with the reason why no other partition is better."""
+        """The best partition that meets the constraints, with an explanation of why no other partition is better."""
         graph = self.graph()
         row = _in_a_row(graph)
         found = self._with_ties_together(graph, row)

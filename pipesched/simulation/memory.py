@@ -146,7 +146,7 @@ class _Sizes(NamedTuple):
 
     @classmethod
     def of(cls, program: Program, costs: Costs, messages: Mapping[tuple[int, int], Message] | None) -> "_Sizes":
-        """The sizes of the given messages. None: each stage sends its output to its consumers."""
+        """The sizes of ``messages``. If None, each stage sends its output to its consumers."""
         stages = range(costs.num_stages)
         own = [
             Message(arriving=size, made=size, kept=min(kept, size), back=size)

@@ -231,7 +231,7 @@ def _plain(graph: "nx.DiGraph[str]") -> dict[str, Any]:
 
 
 def _rows(text: str) -> int:
-    """Parse a micro-batch size in rows from a key of the file."""
+    """Convert a key of the file to a micro-batch size in rows."""
     rows = int(text) if len(text) < 10 else 0
     if str(rows) != text:
         raise ScheduleError(f"the sizes of a profile must be whole numbers of rows; got {shown(text)}; {_AGAIN}")

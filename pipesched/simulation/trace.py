@@ -389,7 +389,7 @@ def chrome_json(events: list[dict[str, Any]]) -> str:
 
 
 def _from_chrome(values: Any) -> Any:
-    """The values of ``to_dict`` from Chrome trace events; other values unchanged."""
+    """Convert Chrome trace events to the values of ``to_dict``. Other values are returned unchanged."""
     if not isinstance(values, dict) or "traceEvents" not in values:
         return values
     try:
