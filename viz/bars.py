@@ -47,7 +47,7 @@ def bars(trace: Trace) -> Iterator[Bar]:
 
 
 def _overlap(one: Span, other: Span) -> bool:
-    """Whether two spans are an overlapping pair: they start and end together, and their duration is above 0."""
+    """Whether two spans are an overlapping pair: they start and end together, and take more than 0 s."""
     return one.start_s == other.start_s < one.end_s == other.end_s
 
 

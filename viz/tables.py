@@ -1,4 +1,4 @@
-"""Tables: rows of figures, shown as plain text or, with rich, in colour."""
+"""Tables: rows of numbers and words, shown as plain text or, with rich, in colour."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

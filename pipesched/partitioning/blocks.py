@@ -155,8 +155,8 @@ def reduce_blocks(blocks: Blocks, *, by_size: bool, by_memory: bool) -> Blocks:
 
     Args:
         blocks: the blocks.
-        by_size: whether the bytes sent across cuts count as a cost.
-        by_memory: whether the bytes held by layers count as a cost.
+        by_size: whether the bytes sent across cuts are a cost.
+        by_memory: whether the bytes held by layers are a cost.
 
     """
     while True:

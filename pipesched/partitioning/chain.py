@@ -97,7 +97,7 @@ class Chain:
         return Fails(following) if state is None else self._filled(state, reach, closed_by)
 
     def _allowed(self, bound: int) -> tuple[list[int] | None, int]:
-        """Returns the last allowed cut up to each cut, and the next bound that allows more cuts.
+        """Returns, for each cut, the last allowed cut up to it; and the next bound that allows more cuts.
 
         A cut is allowed if its transfer time is within the bound. If all cuts are allowed, the first result is None.
         """

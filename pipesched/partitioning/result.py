@@ -109,7 +109,7 @@ class Partition:
         return made
 
     def explain(self) -> str:
-        """Return a table of the stages, the bottleneck, and a sentence on why no other partition is faster, as text."""
+        """Describe the partition as text: a table of the stages, the bottleneck, and why no other is faster."""
         rows = [_HEAD, *(_row(stage, summary) for stage, summary in enumerate(self.summaries))]
         verdict = "optimal" if self.proved else f"at most {self.gap:.1%} above the optimum"
         lines = [

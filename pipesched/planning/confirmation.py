@@ -182,7 +182,7 @@ def _run(found: Sequence[EvaluatedCandidate], tuner: Tuner, run: Run, progress: 
 
 
 def _alike(one: EvaluatedCandidate, other: EvaluatedCandidate) -> bool:
-    """Whether two candidates are the same plan."""
+    """Whether two candidates have the same stages and the same program."""
     return (one.stages, one.candidate.runs) == (other.stages, other.candidate.runs)
 
 

@@ -54,8 +54,8 @@ class Known:
 
         Args:
             stages: the measured times of all stages; together they contain every layer.
-            tolerance: the relative difference up to which a stage slower than layers of the same kinds in other stages
-                is explained by noise.
+            tolerance: the relative slowdown, compared with layers of the same kinds in other stages, that noise can
+                explain.
 
         """
         factors = self._least_ratios(stages)

@@ -119,7 +119,7 @@ def label_of(candidate: Candidate) -> str:
 
 
 def _weight(checkpoint: Checkpoint) -> int:
-    """Sort key of a checkpoint setting: the more a setting recomputes, the larger; offloading is the largest."""
+    """Sort key of a checkpoint setting: the more it recomputes, the larger the key; offloading has the largest key."""
     if isinstance(checkpoint, str):
         return LADDER.index(checkpoint)
     return len(LADDER) if "offload" in checkpoint.values() else 1

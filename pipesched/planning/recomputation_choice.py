@@ -25,7 +25,7 @@ from pipesched.program.program import Program
 
 __all__ = ["RecomputationChooser"]
 
-_TRIES = 6  # partitions to try under a memory limit
+_TRIES = 6  # most partitions to try under a memory limit
 _RECOMPUTE: tuple[LayerCheckpoint, ...] = ("recompute",)
 _RECOMPUTE_OR_OFFLOAD: tuple[LayerCheckpoint, ...] = ("recompute", "offload")
 

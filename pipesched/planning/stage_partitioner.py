@@ -142,7 +142,7 @@ class StagePartitioner:
     def in_flight(self) -> list[int]:
         """The peak number of micro-batches in flight on each stage.
 
-        In bidirectional schedules, the numbers of all stages with the same layers are added.
+        In bidirectional schedules, the numbers of all stages with the same layers are added up.
         """
         held = [0] * self.program.num_weights
         for part, peak in zip(self.program.weights, peaks_of_stages(self.program.columns).tolist(), strict=True):

@@ -20,7 +20,7 @@ from pipesched.simulation.trace import Spans, Trace
 
 __all__ = ["simulate", "step_time"]
 
-_ROUNDS = 20  # the most iterations of a simulation of ranks that slow each other down
+_ROUNDS = 20  # most repetitions of a simulation in which ranks slow each other down
 _SETTLED = 1e-4  # relative change of the makespan at which the iteration ends
 
 

@@ -92,7 +92,7 @@ def _searched(plan: Plan, predicted: Trace | None) -> Iterator[str]:
 
 
 def _confirmed(plan: Plan) -> Iterator[str]:
-    """The result of the plan's trial run, if it ran before it was chosen."""
+    """The result of the plan's trial run, if there was one."""
     own = taken(plan.alternatives)
     if own is not None and own.measured_s is not None and own.first_s:
         num_tried = sum(other.measured_s is not None for other in plan.alternatives)
@@ -125,7 +125,10 @@ def _gains(plan: Plan) -> Iterator[str]:
 
 
 def step_times(own: Alternative, other: Alternative) -> tuple[float, float, str]:
-    """The step times of two plans in seconds, and their origin in words. Measured if both plans ran, else predicted."""
+    """The step times of two plans in seconds, measured if both plans ran, else predicted.
+
+    The third result says which, as text.
+    """
     if own.measured_s and other.measured_s:
         return own.measured_s, other.measured_s, "measured"
     return own.step_s, other.step_s, "the search predicted"
