@@ -6,7 +6,7 @@ from pipesched.program.generators.building_blocks import repeated
 
 @schedule("v-min", placement=v, chunks_per_rank=2)
 def v_min(shape: Shape) -> list[Order]:
-    """Two chunks per rank in a V; micro-batches repeat one pattern, packed as tightly as possible. Qi et al. 2024.
+    """Two chunks per rank in a V; micro-batches repeat a pattern packed as tightly as possible. V-Min, Qi et al. 2024.
 
     Stages go down the ranks and up again. The forwards of a micro-batch are planned in consecutive slots, and so are
     its backwards.

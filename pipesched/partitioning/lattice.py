@@ -31,7 +31,8 @@ class Lattice:
         ideals: all order ideals of the blocks.
         toll: the transfer time at each ideal's cut.
         line_up: the slots: which stages can run on which ranks.
-        allowed: entry k is a mask of the ideals at which stage k - 1 is allowed to end. Without an entry: all ideals.
+        allowed: entry k is a mask of the ideals at which stage k - 1 is allowed to end. Stages without an entry can end
+            at any ideal.
         ceiling: the bottleneck of a known partition. Larger bounds are not probed.
 
     """

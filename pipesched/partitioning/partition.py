@@ -146,7 +146,7 @@ def balance(times: Sequence[float], num_stages: int) -> list[int]:
         The index of the first layer of each stage.
 
     Raises:
-        PartitionError: if there are more stages than layers, no stages, or invalid times.
+        PartitionError: if there are more stages than layers, if there are no stages, or if a time is invalid.
 
     """
     seconds = numbers(times, "the time of layer")

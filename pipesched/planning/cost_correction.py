@@ -158,7 +158,7 @@ def _mean(costs: Sequence[LayerCosts]) -> LayerCosts:
 
 
 def slowed(costs: Costs, slowness: Sequence[float]) -> Costs:
-    """The costs of stages on slow devices. ``slowness`` has one factor per stage by which its times increase."""
+    """The costs of stages on slow devices. ``slowness`` has, for each stage, the factor by which its times increase."""
     times: dict[str, Any] = {
         time: tuple(own * slow for own, slow in zip(getattr(costs, time), slowness, strict=True))
         for time in (*TIMES, "recompute_s", "update_s", "waiting_s")

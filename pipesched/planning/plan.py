@@ -67,7 +67,7 @@ class Plan:
         program: the program, without the recomputes and host copies that ``checkpoint`` adds.
         checkpoint: which activations to recompute or offload: one setting, or a mapping by layer. Default: "never".
         costs: the costs of each stage in the program. None: not measured.
-        options: the schedule's options: numbers, flags and strings.
+        options: the schedule's options (numbers, flags and strings).
         partition: the times and sizes of the stages, and the reason for the boundaries. None: not measured.
         ties: the parameters that several layer calls use.
         alternatives: the plans that the search compared, this one first. Empty if there was no search.

@@ -225,8 +225,8 @@ def dropping_bytes(layers: Sequence[LayerMemory]) -> int:
 def _backwards(layers: Sequence[LayerMemory]) -> dict[str, int]:
     """The transients of the stage's backwards beyond its activations, by the field names of `LayerMemory`.
 
-    W needs the inputs of matrix products. Until the previous layer's backward has run, such an input can also be held
-    as that layer's output. Such memory is counted once.
+    The weight gradients (W) need the inputs of matrix products. Until the previous layer's backward has run, such an
+    input can also be held as that layer's output. This memory is counted only once.
     """
     freed = made = left = whole = first = split = twice = received = 0
     for layer, shared in zip(reversed(layers), reversed(_shared(layers)), strict=True):
