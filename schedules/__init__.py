@@ -1,12 +1,12 @@
-"""The schedules, one in each file. The schedules in this folder are registered automatically.
+"""The schedules, one per file. The schedules in this folder are registered automatically.
 
-Their docstrings use p, m and v for the numbers of ranks, micro-batches and chunks a rank, and F, B, I and W for the
-times of a forward, a full backward, the input gradients and the weight gradients on a rank (lower case: of one chunk).
-F&B is the time of an overlapping forward and backward. The bubble is the idle time of a rank in a step; the span bubble
-counts only idle time between a rank's first start and last end.
+Their docstrings use p for the number of ranks, m for the number of micro-batches and v for the number of chunks per
+rank. F, B, I and W are the times of a forward, a full backward, the input gradients and the weight gradients on a rank;
+f, b, i and w are these times for one chunk. F&B is the time of an overlapping forward and backward. The bubble is the
+idle time of a rank in a step; the span bubble is the idle time between a rank's first start and last end.
 
 Installed packages can add schedules through entry points of the group ``pipesched.schedules``. Each entry point names a
-Schedule, or a module that holds Schedules. In the package's pyproject.toml:
+Schedule or a module that contains Schedules. For example, in the package's pyproject.toml:
 
     [project.entry-points."pipesched.schedules"]
     mine = "my_package.schedules"
@@ -31,7 +31,7 @@ _GROUP = "pipesched.schedules"
 
 @cache
 def _registered() -> dict[str, Schedule]:
-    """All schedules by their names in lower case, sorted. Raises ScheduleError if two share a name."""
+    """All schedules by name in lower case, sorted. Raises ScheduleError if two schedules share a name."""
     registered: dict[str, Schedule] = {}
     for schedule in (*_built_in(), *_installed()):
         taken = registered.setdefault(schedule.name.lower(), schedule)
@@ -68,7 +68,7 @@ def _held_by(value: object) -> list[Schedule]:
 def _loaded(entry: EntryPoint) -> object:
     try:
         return entry.load()
-    except Exception as error:  # a third-party package may raise anything
+    except Exception as error:  # a third-party package can raise any exception
         raise ScheduleError(
             f"an entry point of {_GROUP!r} must be importable; {_place(entry)} raises {type(error).__name__}: {error}; "
             f"repair or uninstall the package"
@@ -84,11 +84,11 @@ def names(*, sliced: bool = False) -> list[str]:
     """List the names of all schedules, sorted.
 
     Args:
-        sliced: whether to include schedules that cut micro-batches into token slices, which only some models can run.
-            Default: False.
+        sliced: whether to include schedules that cut micro-batches into token slices. The programs of such schedules
+            can be drawn and simulated, but not run. Default: False.
 
     Raises:
-        ScheduleError: two schedules have the same name, or an installed package's entry point is broken.
+        ScheduleError: if two schedules have the same name, or an installed package's entry point is broken.
 
     """
     schedules = _registered().values()
@@ -96,10 +96,10 @@ def names(*, sliced: bool = False) -> list[str]:
 
 
 def get(name: str) -> Schedule:
-    """Return the schedule with this name, ignoring upper and lower case: "1f1b" and "1F1B" are the same schedule.
+    """Return the schedule with this name, ignoring case: "1f1b" and "1F1B" are the same schedule.
 
     Raises:
-        ScheduleError: no schedule has this name. The error lists the known names.
+        ScheduleError: if no schedule has this name. The message lists the known names.
 
     """
     registered = _registered()

@@ -8,15 +8,16 @@ from pipesched.program.generators.dual_pipe import eight_steps
 def dualpipe(rank: int, shape: Shape) -> Order:
     """Micro-batches start at both ends; forwards of one direction overlap backwards of the other. DeepSeek-AI 2024.
 
-    Each rank holds one stage of each direction, so two ranks hold the same weights; their gradients are summed after
-    the step. In an overlapped pair the communication of one action is hidden behind the computation of the other.
+    Each rank holds one stage of each direction, so there are two copies of each stage's weights, on different ranks;
+    their gradients are summed after the step. In an overlapping pair, the communication of one action is hidden behind
+    the computation of the other.
 
     Bubble (p/2-1)(F&B + B - 3W) for F = I >= W and even m >= 2p; every rank then holds at most p + 1 micro-batches.
-    The number of ranks must be even. An odd or smaller number of micro-batches runs the same order with gaps.
+    The number of ranks must be even. With an odd number of micro-batches or fewer than 2p, the same order has gaps.
     """
     half = shape.even_ranks() // 2
     down, up = shape.chunks(rank)
-    near, far = (down, up) if rank < half else (up, down)  # near: the stage of the micro-batches that start at this end
+    near, far = (down, up) if rank < half else (up, down)  # near: stage for micro-batches that start at this end
     place = min(rank, shape.num_ranks - 1 - rank)
     count = -(-shape.num_microbatches // 2)
     return eight_steps(Order(shape), near, far, depth=half, place=place, count=count)

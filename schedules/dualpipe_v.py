@@ -1,4 +1,4 @@
-"""DualPipeV: DualPipe cut in half, on a V of two chunks a rank (DeepSeek-AI 2025; Qi 2025, "cut-in-half")."""
+"""DualPipeV: DualPipe cut in half, on a V of two chunks per rank (DeepSeek-AI 2025; Qi 2025, "cut-in-half")."""
 
 from pipesched.order import Order, Shape, schedule, v
 from pipesched.program.generators.dual_pipe import eight_steps
@@ -6,14 +6,14 @@ from pipesched.program.generators.dual_pipe import eight_steps
 
 @schedule("dualpipe-v", placement=v, chunks_per_rank=2)
 def dualpipe_v(rank: int, shape: Shape) -> Order:
-    """Two chunks a rank, down the ranks and up again; forwards of one chunk overlap backwards of the other.
+    """Two chunks per rank, down the ranks and up again; forwards of one chunk overlap backwards of the other.
 
-    DeepSeek-AI 2025 (github.com/deepseek-ai/DualPipe): the V placement of Qi et al. 2023 in the order of DualPipe,
-    arXiv:2412.19437. In an overlapped pair the communication of one action is hidden behind the computation of the
+    DeepSeek-AI 2025 (github.com/deepseek-ai/DualPipe): the V placement of Qi et al. 2023 with the order of DualPipe,
+    arXiv:2412.19437. In an overlapping pair, the communication of one action is hidden behind the computation of the
     other.
 
     Bubble in chunk times: (p-1)(f&b + b - 3w) for f = i >= w and m >= 2p; (p-1)(2f + i - w) if overlapping saves no
-    time. Every rank holds at most p + 1/2 micro-batches. Fewer than 2p micro-batches run the same order with gaps.
+    time. Every rank holds at most p + 1/2 micro-batches. With fewer than 2p micro-batches, the same order has gaps.
     """
     down, up = shape.exactly(2, rank)
     p, m = shape.num_ranks, shape.num_microbatches

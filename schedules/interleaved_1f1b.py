@@ -1,4 +1,4 @@
-"""Interleaved 1F1B: several chunks a rank (Megatron-LM, Narayanan et al. 2021, arXiv:2104.04473)."""
+"""Interleaved 1F1B: several chunks per rank (Megatron-LM, Narayanan et al. 2021, arXiv:2104.04473)."""
 
 from itertools import zip_longest
 
@@ -7,10 +7,10 @@ from pipesched.order import Order, Shape, loop, schedule
 
 @schedule("interleaved-1f1b", placement=loop, chunks_per_rank=2)
 def interleaved_1f1b(rank: int, shape: Shape) -> Order:
-    """1F1B over v chunks a rank, which divides the bubble by v. Megatron-LM, Narayanan et al. 2021.
+    """1F1B over v chunks per rank, to make the bubble v times smaller. Megatron-LM, Narayanan et al. 2021.
 
-    Micro-batches run in groups of p or more. The forwards of a group run chunk by chunk, its backwards in the reverse
-    order of the chunks.
+    Micro-batches run in groups of p or more. The forwards of a group run chunk by chunk; its backwards run in the
+    reverse order of chunks.
 
     Bubble (p-1)(F+B)/v; rank 0 holds p + (p-1)/v micro-batches.
     """

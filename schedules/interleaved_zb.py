@@ -9,9 +9,9 @@ from pipesched.order import Order, Shape, loop, schedule
 def interleaved_zb(rank: int, shape: Shape) -> Order:
     """Interleaved 1F1B with a cool-down filled by weight gradients. Qi et al. 2023.
 
-    On rank r, each weight gradient runs r backwards after its input gradient.
+    On rank r, the weight gradients run r backwards later than the input gradients.
 
-    Bubble (p-1)(F+I-min(F,W))/v for m a multiple of p; every rank holds at most p micro-batches.
+    Bubble (p-1)(F+I-min(F,W))/v if m is a multiple of p; every rank holds at most p micro-batches.
     """
     order, (forwards, backwards) = Order(shape), shape.interleaved(rank)
     warm_up = (shape.num_ranks - 1 - rank) + (shape.chunks_per_rank - 1) * shape.groups()[0]

@@ -10,7 +10,7 @@ def one_f_one_b(rank: int, shape: Shape) -> Order:
     rank 0 | F0 F1    B0 F2 B1 F3 B2    B3
     rank 1 |    F0 B0 F1 B1 F2 B2 F3 B3
 
-    Bubble (p-1)(F+B), as GPipe, but rank r holds only p-r micro-batches.
+    Bubble (p-1)(F+B), like GPipe, but rank r holds only p-r micro-batches.
     """
     order = Order(shape)
     for _ in range(shape.num_ranks - 1 - rank):

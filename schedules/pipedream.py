@@ -1,4 +1,4 @@
-"""PipeDream: asynchronous 1F1B, an update after every micro-batch (Narayanan et al. 2019, SOSP, arXiv:1806.03377)."""
+"""PipeDream: asynchronous 1F1B, one update per micro-batch (Narayanan et al. 2019, SOSP, arXiv:1806.03377)."""
 
 from pipesched.order import Order, Shape, schedule
 
@@ -8,7 +8,7 @@ def pipedream(rank: int, shape: Shape, *, vertical_sync: bool = False) -> Order:
     """1F1B that never drains, with an update after every backward. PipeDream, Narayanan et al. 2019.
 
     Rank r computes with weights that are p-1-r updates old. A micro-batch's forward and backward use the same version,
-    so rank r stashes p-r versions. With vertical_sync=True all ranks use the version of rank 0, p-1 updates old.
+    so rank r stashes p-r versions. With vertical_sync=True, all ranks use the same version as rank 0: p-1 updates old.
 
     No bubble in the steady state; rank r holds p-r micro-batches.
     """

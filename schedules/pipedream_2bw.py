@@ -5,11 +5,11 @@ from pipesched.order import Order, Shape, schedule
 
 @schedule("pipedream-2bw")
 def pipedream_2bw(rank: int, shape: Shape) -> Order:
-    """1F1B that never drains, with one update a step, and weights one step old. PipeDream-2BW, Narayanan et al. 2021.
+    """1F1B that never drains, with one update per step and weights one step old. PipeDream-2BW, Narayanan et al. 2021.
 
-    The gradients of a step's micro-batches are summed and applied at its end. The next step still uses the weights from
-    before this update. If a step has at least p-1 micro-batches, every rank holds two versions of its weights; with
-    fewer micro-batches it uses and holds older ones, too.
+    The gradients of a step's micro-batches are summed and applied at the end of the step. The next step still uses the
+    weights from before this update. If a step has at least p-1 micro-batches, every rank holds two versions of its
+    weights; with fewer micro-batches, ranks also use and hold older versions.
 
     No bubble in the steady state; rank r holds p-r micro-batches.
     """

@@ -7,11 +7,11 @@ from pipesched.order import Order, Shape, schedule
 def seq1f1b(rank: int, shape: Shape) -> Order:
     """1F1B over k token slices of each micro-batch; later slices attend to earlier ones. Seq1F1B, Sun et al. 2024.
 
-    Forwards take a micro-batch's slices from the first to the last, backwards from the last to the first. Costs are per
-    slice.
+    Forwards run a micro-batch's slices from the first to the last; backwards run them from the last to the first. Costs
+    are per slice.
 
-    Bubble (p-1)(F+B)/k for slices of equal time; rank r holds (p-1-r+k)/k micro-batches. Its programs can be validated,
-    drawn and simulated, but not run: layers would have to keep the keys and values of earlier slices.
+    Bubble (p-1)(F+B)/k for slices of equal time; rank r holds (p-1-r+k)/k micro-batches. The schedule's programs can be
+    validated, drawn and simulated, but not run: layers would have to keep the keys and values of earlier slices.
     """
     order = Order(shape)
     for _ in range(shape.num_ranks - 2 - rank + shape.slices_per_microbatch):

@@ -6,16 +6,16 @@ from pipesched.program.generators.building_blocks import repeated
 
 @schedule("v-min", placement=v, chunks_per_rank=2)
 def v_min(shape: Shape) -> list[Order]:
-    """Two chunks a rank in a V; repeats one micro-batch's passes, packed as tightly as possible. V-Min, Qi et al. 2024.
+    """Two chunks per rank in a V; micro-batches repeat a pattern packed as tightly as possible. V-Min, Qi et al. 2024.
 
     Stages go down the ranks and up again. The forwards of a micro-batch are planned in consecutive slots, and so are
     its backwards.
 
     Every rank holds at most floor((p+4)/3) micro-batches. For equal times and m >= p the bubble is 4p-5 chunk times,
-    4p-7 if p is a multiple of 3. With unequal times it grows with m.
+    or 4p-7 if p is a multiple of 3. With unequal times, the bubble grows with m.
     """
     p, block = shape.num_ranks, {}
-    wait = 0 if p % 3 else 2  # so that no two passes of a rank share a slot, modulo 6
+    wait = 0 if p % 3 else 2  # keeps any two passes of a rank from sharing a slot, modulo 6
     for rank in range(p):
         down, up = shape.exactly(2, rank)
         block[down] = rank, 4 * p + wait - 1 - rank

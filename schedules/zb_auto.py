@@ -15,14 +15,15 @@ def zb_auto(
 ) -> list[Order]:
     """A greedy heuristic for the given stage costs and memory limit. Zero Bubble, Qi et al. 2023.
 
-    The heuristic leaves three choices open. All combinations are tried, and also ZB-H1 if it fits the memory limit.
-    The order with the shortest span is used.
+    The heuristic leaves three choices open. All combinations are tried, as is ZB-H1 if it stays within the memory
+    limit. The order with the shortest span is used.
 
-    Options: costs, the seconds of each stage (default: all equal).
+    Option costs: the times of each stage (default: identical stages).
 
-    max_in_flight, the most micro-batches that a rank may hold at once (default: p, which is ZB-1p; 2p is ZB-2p).
+    Option max_in_flight: the most micro-batches that a rank is allowed to hold at the same time (default: p, which
+    gives ZB-1p; 2p gives ZB-2p).
 
-    weight_grad_share, the share of a micro-batch's activations that stays in memory from I to W (default: 1). The
-    paper's ZB-2p uses 32 / (34 + 5as/h) for a transformer with a heads, hidden size h and s tokens.
+    Option weight_grad_share: the fraction of a micro-batch's activations that stays in memory from I to W (default: 1).
+    The paper's ZB-2p uses 32 / (34 + 5as/h) for a transformer with a heads, hidden size h and s tokens.
     """
     return zero_bubble(shape, costs, max_in_flight=max_in_flight, weight_grad_share=weight_grad_share)

@@ -1,14 +1,14 @@
-"""ZB-V: zero bubble on a V of two chunks a rank, within 1F1B's memory (Qi et al. 2023, arXiv:2401.10241, section 6)."""
+"""ZB-V: zero bubble on a V of two chunks per rank in 1F1B's memory (Qi et al. 2023, arXiv:2401.10241, section 6)."""
 
 from pipesched.order import Order, Shape, schedule, v
 
 
 @schedule("zb-v", placement=v, chunks_per_rank=2)
 def zb_v(rank: int, shape: Shape) -> Order:
-    """Two chunks a rank in a V: rank 0 holds the first and the last stage. ZB-V, Qi et al. 2023.
+    """Two chunks per rank in a V: rank 0 holds the first and the last stage. ZB-V, Qi et al. 2023.
 
     Span bubble (p-1)(I-W) for W <= F <= I, which is 0 for equal times; every rank holds at most p micro-batches.
-    Designed for m >= 2p-1; fewer micro-batches run the same order with gaps.
+    Designed for m >= 2p-1; with fewer micro-batches, the same order has gaps.
     """
     order, (down, up) = Order(shape), shape.exactly(2, rank)
     p, ahead = shape.num_ranks, shape.num_ranks - rank

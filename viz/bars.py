@@ -32,7 +32,7 @@ def bars(trace: Trace) -> Iterator[Bar]:
     for rank, row in enumerate(trace.by_rank):
         chunk = {stage: k for k, stage in enumerate(sorted({span.action.stage for span in row}))}
         joined = [False, *(_overlap(one, other) for one, other in pairwise(row)), False]
-        for span, second, first in zip(row, joined, joined[1:], strict=False):  # a row may be empty
+        for span, second, first in zip(row, joined, joined[1:], strict=False):  # a row can be empty
             (stage, kind, microbatch, _), _, start, end, _ = span
             yield Bar(
                 rank=rank,
@@ -47,12 +47,12 @@ def bars(trace: Trace) -> Iterator[Bar]:
 
 
 def _overlap(one: Span, other: Span) -> bool:
-    """Whether two spans are an overlapping pair: they start and end together, and their duration is above 0."""
+    """Whether two spans are an overlapping pair: they start and end together, and take more than 0 s."""
     return one.start_s == other.start_s < one.end_s == other.end_s
 
 
 def gaps(trace: Trace, rank: int) -> list[tuple[float, float]]:
-    """The bubble of a rank: (start, end) of each of its idle times inside the makespan."""
+    """The bubble of a rank: the (start, end) of each of its idle times within the makespan."""
     idle = []
     first = trace.start_s
     busy_until = first

@@ -20,7 +20,7 @@ _COLOURS = {
     Kind.R: "#cc79a7",
     Kind.NORM: "#f0e442",
 }
-_LIGHTEST = 0.55  # share of white in the last chunk's colour
+_LIGHTEST = 0.55  # fraction of white in the last chunk's colour
 
 
 def colour(kind: Kind, chunk: int = 0, num_chunks: int = 1) -> str:
@@ -34,7 +34,7 @@ def lighter(base: str, chunk: int, num_chunks: int) -> str:
 
 
 def towards_white(base: str, share: float) -> str:
-    """The colour ``base`` mixed with white: ``share`` is the share of white, from 0 (unchanged) to 1 (white)."""
+    """The colour ``base`` mixed with white. ``share`` is the fraction of white, from 0 (unchanged) to 1 (white)."""
     parts = (int(base[i : i + 2], 16) for i in (1, 3, 5))
     return "#" + "".join(f"{round(part + (255 - part) * share):02x}" for part in parts)
 

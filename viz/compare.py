@@ -1,4 +1,4 @@
-"""Comparison: several timelines below each other, on one time scale."""
+"""Comparison: several timelines, one below the other, on a common time scale."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -18,10 +18,10 @@ __all__ = ["plot_compare"]
 
 
 def plot_compare(traces: "Sequence[tuple[str, Trace]]") -> "Figure":
-    """Draw several traces below each other on one time scale, for example the predicted and the measured step.
+    """Draw several traces, such as the predicted and the measured step, one below the other on a common time scale.
 
-    Each timeline begins when the first action of its trace starts. Its title gives the label, makespan, bubble and peak
-    in flight.
+    Each timeline begins when the first action of its trace starts. Its title gives the label, the makespan, the bubble
+    and the peak number of micro-batches in flight.
 
         pipesched.viz.plot_compare([("predicted", pipe.predicted), ("measured", pipe.trace)]).savefig("step.png")
 
@@ -32,7 +32,7 @@ def plot_compare(traces: "Sequence[tuple[str, Trace]]") -> "Figure":
         A new Figure.
 
     Raises:
-        InputError: the list is empty, or an entry is not a (label, trace) pair.
+        InputError: if the list is empty or an entry is not a (label, trace) pair.
 
     """
     from matplotlib.figure import Figure

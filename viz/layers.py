@@ -17,18 +17,18 @@ if TYPE_CHECKING:
 
 __all__ = ["plot_layers"]
 
-_HEAD = 1.05  # inches, for the names of stages
-_EDGE = 0.15  # inches, around the picture
-_LONGEST = 15  # letters of a line in a box
-_LIGHT = 0.62  # share of white in the boxes' colour
-_LIGHTEST = 0.86  # share of white in the bands' colour
+_HEAD = 1.05  # inches, width of the space for stage names
+_EDGE = 0.15  # inches, width of the margin around the picture
+_LONGEST = 15  # most characters per line in a box
+_LIGHT = 0.62  # fraction of white in the boxes' colour
+_LIGHTEST = 0.86  # fraction of white in the bands' colour
 
 
 def plot_layers(graph: "nx.DiGraph[str]", stages: Sequence[Sequence[str]], ax: "Axes | None" = None) -> "Axes":
     """Draw a model's layers in one band for each stage, with lines for the tensors that layers pass to each other.
 
-    Each box shows the layer's share of the total layer time, as a number and as a bar. A line between two stages shows
-    the bytes sent for one micro-batch. Dashed lines join layers that share parameters.
+    Each box shows its layer's share of the total layer time, as a number and as a bar. A line between two stages is
+    labelled with the bytes sent for one micro-batch. Dashed lines connect layers that share parameters.
 
         graph = pipesched.graph_of(model, sample)
         pipesched.viz.plot_layers(graph, pipe.plan.stages).figure.savefig("layers.png")
@@ -39,11 +39,11 @@ def plot_layers(graph: "nx.DiGraph[str]", stages: Sequence[Sequence[str]], ax: "
         ax: the matplotlib Axes to draw on. Default: a new Figure.
 
     Returns:
-        The Axes; its ``figure`` has ``savefig``.
+        The Axes. To save the picture, call ``savefig`` on its ``figure``.
 
     Raises:
-        ArgumentError: ``graph`` or ``ax`` has another type.
-        PartitionError: the stages do not hold each layer of the graph exactly once.
+        ArgumentError: if ``graph`` or ``ax`` has the wrong type.
+        PartitionError: if the stages do not contain each layer of the graph exactly once.
 
     """
     check_axes(ax)
@@ -76,7 +76,7 @@ def plot_layers(graph: "nx.DiGraph[str]", stages: Sequence[Sequence[str]], ax: "
 
 
 def _differences(named: Sequence[str], layers: Iterable[str]) -> str:
-    """How the names in a list of stages differ from the names of the layers, as text for an error message."""
+    """How the names listed in the stages differ from the layers' names, as text for an error message."""
     names = [str(name) for name in named]
     known = set(layers)
     kinds = {
@@ -169,7 +169,7 @@ class _Picture:
         self.ax.add_patch(Rectangle((x + 0.06, y + HEIGHT - 0.09), length, 0.045, fc=colour, ec="none", zorder=6))
 
     def line(self, before: str, behind: str, size: int) -> None:
-        """Draw a line for the tensors that one layer passes to another, ``size`` bytes for a micro-batch."""
+        """Draw a line for the tensors that one layer passes to another: ``size`` bytes for a micro-batch."""
         crosses = self._stage_of[before] != self._stage_of[behind]
         colour = stage_colour(self._stage_of[before]) if crosses else GREY
         way = self._layout.way(before, behind)

@@ -1,7 +1,7 @@
 """Page: key figures, findings, timelines and tables in one self-contained HTML file.
 
-The page loads no other file and follows the light or dark mode of the system. It reads and prints without JavaScript;
-with JavaScript, a click on a column header sorts the table.
+The page loads no other file and follows the light or dark mode of the system. It can be read and printed without
+JavaScript; with JavaScript, a click on a column header sorts the table.
 """
 
 from collections.abc import Iterator, Sequence
@@ -30,9 +30,9 @@ def html_page(
     Args:
         title: the heading.
         figures: the key figures, in large type at the top.
-        lines: the findings, a sentence each, the most important first.
+        lines: the findings, one sentence each, the most important first.
         tables: the tables at the end of the page.
-        traces: (label, trace) pairs, drawn on one time scale.
+        traces: (label, trace) pairs, drawn on a common time scale.
 
     """
     parts = [

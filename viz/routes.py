@@ -1,9 +1,9 @@
 """Routes: the positions of the boxes in a layer picture, and the paths of the connections between them.
 
 Layers stand in rows ("lines") from left to right; a stage has one or more lines. Below each line of boxes runs a
-channel, with one horizontal track for each connection that turns there. Beside the boxes run vertical lanes: on the
+channel, with one horizontal track for each connection that turns in it. Beside the boxes run vertical lanes: on the
 right for connections that skip lines, on the left for tied weights. All connections that start at the same layer share
-one lane.
+a lane.
 """
 
 import math
@@ -16,19 +16,19 @@ __all__ = ["ARCH", "HEIGHT", "WIDTH", "Layout", "Point"]
 Point = tuple[float, float]
 
 # All lengths are in inches.
-WIDTH = 1.12  # of a box
-HEIGHT = 0.5  # of a box
+WIDTH = 1.12  # width of a box
+HEIGHT = 0.5  # height of a box
 ARCH = 0.24  # space above a line of boxes for connections that pass over boxes of the same line
-_GAP = 0.3  # between the boxes of a line
-_TRACK = 0.13  # between two tracks of a channel
-_LANE = 0.24  # between two lanes
-_PAD = 0.16  # between the boxes and the first track
+_GAP = 0.3  # gap between the boxes of a line
+_TRACK = 0.13  # distance between two tracks of a channel
+_LANE = 0.24  # distance between two lanes
+_PAD = 0.16  # distance between the boxes and the first track
 _CUT = 0.16  # additional space between two stages
 
 
 @dataclass
 class Layout:
-    """The positions of boxes and connections, as (x, y) in inches with y downwards."""
+    """The positions of boxes and connections, as (x, y) in inches, with y pointing down."""
 
     #: The layers of each stage, in the order in which they run.
     stages: Sequence[Sequence[str]]
@@ -150,7 +150,7 @@ class Layout:
         return self.right + outwards if side == "right" else -outwards
 
     def way(self, before: str, behind: str) -> list[Point]:
-        """The points of the line that connects two layers, from the box of ``before`` to the box of ``behind``."""
+        """The points of the line from the box of the layer ``before`` to the box of the layer ``behind``."""
         x, y = self.corner(before)
         to_x, to_y = self.corner(behind)
         first = self._line_of[before]
@@ -167,20 +167,20 @@ class Layout:
         return [(out, y + HEIGHT), (out, track), (lane, track), (lane, last_track), (into, last_track), (into, to_y)]
 
     def entry(self, before: str, behind: str) -> tuple[float, int]:
-        """Where the connection from ``before`` enters the box of ``behind``.
+        """The place where the connection from ``before`` enters the box of ``behind``.
 
-        Returns the distance from the left edge of the box, and the number of the entry, from left to right.
+        Returns the distance from the left edge of the box, and the position among the box's entries from left to right.
         """
         sources = self._entries[behind]
         number = sources.index(before)
         return WIDTH * (0.3 + 0.5 * number / max(1, len(sources) - 1)) if len(sources) > 1 else 0.38 * WIDTH, number
 
     def num_entries(self, name: str) -> int:
-        """The number of connections that enter a box from above."""
+        """The number of connections that enter a layer's box from above."""
         return len(self._entries[name])
 
     def tie(self, layers: Sequence[str], tie: Any) -> tuple[list[Point], list[list[Point]]]:
-        """Returns the two ends of a tie's lane, and the points of the path from the lane to each tied layer."""
+        """Returns the two end points of a tie's line in its lane, and the path from the lane to each tied layer."""
         lane = self._lane_at("left", tie)
         ways = []
         for name in layers:

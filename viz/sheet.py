@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 __all__ = ["Candidate", "plot_report"]
 
 _WIDTH = 12.0  # inches
-_LINE = 0.21  # inches of a line of text
-_LETTERS = 150  # letters in a line of text
-_MOST = 12  # candidates that are shown
-_NAMED = 32  # with more stages, the bars of the stages have no numbers
+_LINE = 0.21  # inches, height of a line of text
+_LETTERS = 150  # characters per line of text
+_MOST = 12  # most candidates to show
+_NAMED = 32  # with more stages, the stages' bars have no numbers
 
 
 class Candidate(NamedTuple):
@@ -50,9 +50,9 @@ def plot_report(
 
     Args:
         title: the heading.
-        lines: the findings, a sentence each.
-        candidates: the plans that the search compared, drawn as bars on a time scale of their own.
-        traces: (label, trace) pairs, drawn on one time scale.
+        lines: the findings, one sentence each.
+        candidates: the plans that the search compared, drawn as bars on a separate time scale.
+        traces: (label, trace) pairs, drawn on a common time scale.
         comparison: the predicted and the measured work of each stage.
 
     """

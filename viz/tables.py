@@ -1,4 +1,4 @@
-"""Tables: rows of figures, shown as plain text or, with rich, in colour."""
+"""Tables: rows of numbers and words, shown as plain text or, with rich, in colour."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,12 +20,12 @@ class Cell(NamedTuple):
     text: str
     #: The number by which the HTML page sorts the rows; None if the cell holds words.
     value: float | None = None
-    #: Selects the colour or the weight of the text.
+    #: Selects the text's colour or font weight.
     tone: _Tone = ""
 
 
 class KeyFigure(NamedTuple):
-    """A figure at the top of the HTML page, such as ``bubble``, ``14.4%``, ``idle share of the ranks' time``."""
+    """A key number at the top of the HTML page, such as ``bubble``, ``14.4%``, ``idle share of the ranks' time``."""
 
     label: str
     value: str
@@ -72,7 +72,7 @@ class Table:
 
 
 def text_table(table: Table) -> str:
-    """Return the table as plain text: its title, one line for each row, its note."""
+    """Return the table as plain text: its title, one line for each row, and its note."""
     lines = [table.columns, *(tuple(cell.text for cell in row) for row in table.rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     sides: list[Callable[[str, int], str]] = [str.ljust if name in table.words else str.rjust for name in table.columns]

@@ -13,7 +13,7 @@ from pipesched.viz.headline import headline
 
 __all__ = ["text_timeline"]
 
-_FEWEST = 10  # columns of a timeline, even if the terminal is narrower
+_FEWEST = 10  # fewest columns of a timeline, even if the terminal is narrower
 
 
 class _Scale(NamedTuple):
@@ -35,8 +35,8 @@ def text_timeline(trace: Trace, width: int = 120) -> str:
 
     ``F3`` is the forward of micro-batch 3, ``2F3`` the same in stage 2 (if ranks have several stages), ``F4&B2`` an
     overlapping pair (shortened to ``F4`` if it does not fit), and ``.`` is bubble. If all times are multiples of one
-    unit, every unit is a cell of fixed width. If such cells do not fit into ``width``, time is scaled: each column
-    shows the action at its middle, and numbers that do not fit are left out.
+    unit, every unit is drawn as a cell of fixed width. If such cells do not fit into ``width``, time is scaled: each
+    column shows the action at its middle, and numbers that do not fit are left out.
 
         >>> print(pipesched.viz.text_timeline(trace))
         rank 0 | F0 F1 .. .. B0--- F2 B1--- .. B2---
@@ -48,7 +48,7 @@ def text_timeline(trace: Trace, width: int = 120) -> str:
         width: the largest number of columns. Default: 120.
 
     Raises:
-        InputError: ``width`` is not a whole number.
+        InputError: if ``width`` is not a whole number.
 
     """
     check_trace(trace)
@@ -77,7 +77,7 @@ def _label(bar: Bar, with_stage: bool = False) -> str:
 
 
 def _scale(trace: Trace, drawn: list[Bar], several: bool, columns: int) -> _Scale:
-    """Choose the first scale that fits: cells with stages, cells with blanks between, narrower cells, scaled time."""
+    """Choose the first scale that fits: cells with stages, cells separated by blanks, narrower cells, scaled time."""
     if not drawn:
         return _Scale(0, 0)
     unit = _unit(drawn, trace.makespan_s, columns)

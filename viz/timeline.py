@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 __all__ = ["DPI", "draw_timeline", "plot_timeline", "rows_inches"]
 
 DPI = 150  # keeps the bars of thousands of spans apart
-_HEIGHT = 0.84  # of a bar, as a share of a row
-_EDGE_PT = 3  # if any bar is narrower, no bar has a white edge, which would hide it
+_HEIGHT = 0.84  # height of a bar, as a fraction of a row's height
+_EDGE_PT = 3  # if any bar is narrower, all bars lose their white edges, which would hide that bar
 _FONT_PT = (9, 8, 7, 6)
-_DIGIT = 0.64  # width of a digit, as a share of the font size
+_DIGIT = 0.64  # width of a digit, as a fraction of the font size
 _MARGIN_PT = 1
-_MOST_HATCHED = 3000  # with more gaps, none is hatched: hatching is slow, and does not show in narrow gaps
+_MOST_HATCHED = 3000  # with more gaps, none is hatched, because hatching is slow and invisible in narrow gaps
 
 
 def plot_timeline(trace: Trace, ax: "Axes | None" = None) -> "Axes":
@@ -31,7 +31,7 @@ def plot_timeline(trace: Trace, ax: "Axes | None" = None) -> "Axes":
 
     Colours show the kinds of actions, lighter shades show later chunks, and the bubble is hatched. The numbers in the
     bars are micro-batches. If a forward and a backward overlap, the forward is the upper half of the bar. The title
-    gives makespan, bubble (idle time / (ranks x makespan)) and peak in flight.
+    gives the makespan, the bubble (idle time / (ranks x makespan)) and the peak number of micro-batches in flight.
 
         pipesched.viz.plot_timeline(pipe.trace).figure.savefig("step.png")
 
@@ -40,7 +40,7 @@ def plot_timeline(trace: Trace, ax: "Axes | None" = None) -> "Axes":
         ax: the matplotlib Axes to draw on. Default: a new Figure.
 
     Returns:
-        The Axes; its ``figure`` has ``savefig``.
+        The Axes. To save the picture, call ``savefig`` on its ``figure``.
 
     """
     check_trace(trace)
@@ -69,7 +69,7 @@ def check_axes(ax: Any) -> None:
 
 
 def rows_inches(trace: Trace) -> float:
-    """The height of all rows of a timeline together, in inches."""
+    """The total height of a timeline's rows, in inches."""
     return min(max(1.6, 0.42 * trace.num_ranks), max(3.2, 0.21 * trace.num_ranks), 16)
 
 
@@ -99,7 +99,7 @@ def _draw_bubble(ax: "Axes", trace: Trace, unit: Unit) -> None:
 
 
 def _draw_bars(ax: "Axes", drawn: list[Bar], unit: Unit, chunks: int) -> None:
-    """Draw the bars, one collection for each rank, stage and kind, because thousands of single objects are slow."""
+    """Draw the bars as one collection per rank, stage and kind, because drawing thousands of single objects is slow."""
     groups: dict[tuple[int, int, int, str, int], list[Bar]] = defaultdict(list)
     for bar in drawn:
         groups[bar.rank, bar.chunk, bar.stage, bar.kind, bar.half].append(bar)
@@ -121,7 +121,7 @@ def _draw_numbers(ax: "Axes", drawn: list[Bar], unit: Unit) -> None:
     row_pt = ax.bbox.height * 72 / ax.figure.dpi / (bottom - top) / (2 if any(bar.half for bar in drawn) else 1)
     sizes = [size for size in _FONT_PT if size <= 0.8 * row_pt]
     room = [(bar, _width_pt(ax, bar, unit) - _MARGIN_PT) for bar in drawn if bar.end_s > bar.start_s]
-    # The widest number decides for all: bars of equal width then either all have a number or none has.
+    # The widest number decides for all bars, so that bars of equal width either all have a number or all have none.
     need = _DIGIT * len(str(max((bar.microbatch for bar in drawn), default=0)))
     size = next((size for size in sizes if all(size * need <= pt for _, pt in room)), min(sizes, default=0))
     style: dict[str, Any] = {"ha": "center", "va": "center_baseline", "fontsize": size, "color": INK, "clip_on": True}

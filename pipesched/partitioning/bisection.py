@@ -1,4 +1,4 @@
-"""Bisection: finds the smallest bottleneck of a partition, exactly, on integers (Pinar and Aykanat 2004)."""
+"""Bisection: finds the smallest possible bottleneck by exact bisection on integers (Pinar and Aykanat 2004)."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,23 +13,23 @@ INFINITE = 2**61  # larger than any time in ticks
 
 @dataclass(frozen=True)
 class Fails:
-    """The answer of a probe that finds no partition within the bound."""
+    """The result of a probe that finds no partition within the bound."""
 
-    #: The next bound worth probing: the probe fails for every smaller bound, too.
+    #: The next bound worth probing. The probe also fails for every smaller bound.
     following: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """The answer of a probe that finds a partition within the bound."""
+    """The result of a probe that finds a partition within the bound."""
 
     #: The bottleneck in ticks.
     bottleneck: int
-    #: The blocks in the order of the stages.
+    #: The blocks, in stage order.
     order: list[int]
     #: For each stage, the position in ``order`` just after its last block.
     ends: list[int]
-    #: The slot of each stage, which has the stage's rank.
+    #: The slot of each stage, including the stage's rank.
     slots: list[Slot]
     #: The activation option of each layer; empty if all activations are held.
     chosen: tuple[ActivationOption, ...] = ()
@@ -39,12 +39,12 @@ def smallest(low: int, guess: int, probe: Callable[[int], Found | Fails]) -> tup
     """Find the partition with the smallest bottleneck.
 
     Args:
-        low: a lower bound of the bottleneck, in ticks.
+        low: a lower bound on the bottleneck, in ticks.
         guess: the first bound to probe, likely to be large enough.
-        probe: returns a partition within a bound, or `Fails`.
+        probe: a function that returns a partition within a bound, or `Fails`.
 
     Returns:
-        The partition, or None if there is none within any bound; and the number of probes.
+        The partition (None if there is none within any bound), and the number of probes.
 
     """
     probes = 1

@@ -94,11 +94,11 @@ class Blocks:
 class Cuts:
     """For each possible cut, the total costs of the layers before it.
 
-    A cut is a position in an order of the blocks, or an order ideal of the graph. The first cut has no layers before
-    it, and the last has all of them.
+    A cut is a position in an order of the blocks, or an order ideal of the graph. No layers are before the first cut,
+    and all layers are before the last.
     """
 
-    #: The time of forward and backward of the layers before each cut, in ticks.
+    #: The time that the layers before each cut take for forward and backward, in ticks.
     work: Ints
     #: The bytes of the tensors that cross each cut.
     sent_bytes: Ints
@@ -112,7 +112,7 @@ class Cuts:
 
 
 def contract(layers: Layers, groups: Iterable[Collection[int]]) -> Blocks:
-    """Make each group of layers one block, together with all layers on a path between two of them."""
+    """Merge each group of layers into one block, together with all layers on paths between layers of the group."""
     leader = np.arange(len(layers))
     for group in groups:
         for member in group:
@@ -127,7 +127,7 @@ def contract(layers: Layers, groups: Iterable[Collection[int]]) -> Blocks:
 
 
 def _renumbered(layers: Layers, leader: Ints) -> Ints:
-    """Number the blocks in topological order; ties go to the block with the earliest first layer."""
+    """Number the blocks in topological order; in ties, the block with the earliest first layer comes first."""
     firsts, block_of = np.unique(leader, return_inverse=True)
     if (block_of[layers.tails] <= block_of[layers.heads]).all():
         return np.asarray(block_of)
@@ -147,15 +147,16 @@ def _renumbered(layers: Layers, leader: Ints) -> Ints:
 
 
 def reduce_blocks(blocks: Blocks, *, by_size: bool, by_memory: bool) -> Blocks:
-    """Merge blocks without cost into a neighbour where that does not change the smallest bottleneck.
+    """Merge blocks without cost into a neighbour where this does not change the smallest bottleneck.
 
-    A block without cost joins its only producer if a cut between the two never sends fewer bytes than a cut after both.
-    It joins its only consumer if a cut between the two never sends fewer bytes than a cut before both.
+    A block without cost is merged into its only producer if a cut between the two never sends fewer bytes than a cut
+    after both. It is merged into its only consumer if a cut between the two never sends fewer bytes than a cut before
+    both.
 
     Args:
         blocks: the blocks.
-        by_size: whether the bytes sent across cuts count as a cost.
-        by_memory: whether the bytes held by layers count as a cost.
+        by_size: whether the bytes sent across cuts are a cost.
+        by_memory: whether the bytes held by layers are a cost.
 
     """
     while True:

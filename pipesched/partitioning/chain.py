@@ -1,8 +1,8 @@
 """Chain: looks for a partition of one order of the blocks in which no stage takes longer than a bound.
 
-If adding a layer to a stage never makes the stage faster, filling each stage as far as the bound allows is exact: the
-next stage never does better by starting earlier. Filling is not exact in two cases. If stages wait while a tensor
-crosses a cut, a shorter stage may take longer. If a slow or small rank must not stay empty, the next layer may be too
+If adding a layer to a stage never makes the stage faster, it is exact to fill each stage as far as the bound allows,
+because the next stage never gains by starting earlier. There are two exceptions. If stages wait while a tensor crosses
+a cut, a stage with fewer layers can take longer. If a slow or small rank must not stay empty, the next layer can be too
 large for it. In both cases the probe tracks every reachable cut, slot by slot.
 """
 
@@ -30,8 +30,8 @@ class Chain:
         order: the blocks.
         cuts: the total costs before each cut of this order.
         toll: the transfer time at each cut.
-        line_up: the slots, that is, which stages may run on which ranks.
-        spans: entry k has the first and the last cut at which stage k - 1 may end.
+        line_up: the slots: which stages can run on which ranks.
+        spans: entry k is the first and the last cut at which stage k - 1 is allowed to end.
 
     """
 
@@ -59,7 +59,7 @@ class Chain:
     def probe(self, bound: int) -> Found | Fails:
         """Find a partition with a bottleneck of at most ``bound`` ticks.
 
-        If stages are filled, earlier stages are as large as possible.
+        If filling stages is exact, earlier stages are as large as possible.
         """
         return self._fill(bound) if self._fills else self._reach(bound)
 
@@ -97,9 +97,9 @@ class Chain:
         return Fails(following) if state is None else self._filled(state, reach, closed_by)
 
     def _allowed(self, bound: int) -> tuple[list[int] | None, int]:
-        """Returns the last allowed cut up to each cut (None if all are allowed), and the next bound that allows more.
+        """Returns, for each cut, the last allowed cut up to it; and the next bound that allows more cuts.
 
-        A cut is allowed if its transfer time is within the bound.
+        A cut is allowed if its transfer time is within the bound. If all cuts are allowed, the first result is None.
         """
         ticks = self._toll.ticks
         beyond = ticks[ticks > bound]
@@ -109,9 +109,9 @@ class Chain:
         return np.maximum.accumulate(places).tolist(), int(beyond.min())
 
     def _highs(self, snap: list[int] | None) -> list[int]:
-        """For each number of stages, the last cut at which they may end and leave a block for each later stage.
+        """For each number of stages, the last cut at which they can end and leave a block for each later stage.
 
-        Later stages that may stay empty need no block. ``snap`` has the last allowed cut up to each cut (`_allowed`).
+        Later stages that are allowed to stay empty need no block. ``snap`` is the first result of `_allowed`.
         """
         highs = [high for _, high in self._spans]
         for stage in reversed(range(len(highs) - 1)):
@@ -163,9 +163,9 @@ class Chain:
         return Fails(following) if state is None else self._reached(state, reached, bound)
 
     def _costs(self, index: int, starts: Bools) -> Ints:
-        """For each cut, the least cost of a slot's stage that ends there, over all possible starts.
+        """For each cut, the least cost of a slot's stage that ends at the cut, over all possible starts.
 
-        ``starts`` is a mask of the cuts at which the stage may start.
+        ``starts`` is a mask of the cuts at which the stage can start.
         """
         ends, begins = self._weighed[index]
         values = np.where(starts, begins, -INFINITE)
@@ -214,12 +214,12 @@ def _later_is_better(line_up: LineUp) -> bool:
 
 
 def _each(line_up: LineUp, name: str) -> list[tuple[object, Slot]]:
-    """The distinct values of a slot attribute, each with one slot that has it."""
+    """The distinct values of a slot attribute, each with one slot that has this value."""
     return list({getattr(slot, name): slot for slot in line_up.slots}.items())
 
 
 def _window_maxima(values: Ints, lefts: Ints) -> Ints:
-    """For each index i, the maximum of ``values[lefts[i]:i]``; -INFINITE if that is empty."""
+    """For each index i, the maximum of ``values[lefts[i]:i]``; -INFINITE if this slice is empty."""
     places = np.arange(len(values))
     best = np.full(len(values), -INFINITE)
     table = values

@@ -1,9 +1,9 @@
 """Checkpointed chain: searches one order of the blocks, with a choice of activation options for each layer.
 
 The time of a stage is the shortest time with which its layers fit into its rank's memory (see `knapsack`). More layers
-never make a stage faster. Therefore, if a stage may start at any cut of a contiguous run, the cuts at which it may end
-are contiguous, too. They reach to the furthest end of a stage that starts at the run's last cut, so only this end has
-to be searched. A block that exceeds the bound even alone splits a run of starts in two.
+never make a stage faster. Therefore, if a stage can start at any cut of a contiguous run, the cuts at which it can end
+are also contiguous. The last of them is the furthest end of a stage that starts at the run's last cut, so only this end
+has to be searched. A block that exceeds the bound on its own splits a run of starts in two.
 """
 
 from bisect import bisect_left, bisect_right
@@ -28,7 +28,7 @@ class _Row:
     layers: Sequence[int]
     #: The index in ``layers`` of each block's first layer. The last entry is the number of layers.
     begins: Sequence[int]
-    #: For each cut, a lower bound of the time of all blocks before it, in ticks.
+    #: For each cut, a lower bound on the time of all blocks before the cut, in ticks.
     fastest: Sequence[int]
 
 
@@ -40,8 +40,8 @@ class CheckpointedChain:
         members: the layers of each block.
         options: the activation options of each layer.
         toll: the transfer time at each cut.
-        line_up: the slots, that is, which stages may run on which ranks.
-        spans: entry k has the first and the last cut at which stage k - 1 may end.
+        line_up: the slots: which stages can run on which ranks.
+        spans: entry k is the first and the last cut at which stage k - 1 is allowed to end.
 
     """
 
@@ -98,7 +98,7 @@ class CheckpointedChain:
     # ---- reachable cuts ---------------------------------------------------------------------------------------------
 
     def probe(self, bound: int) -> Found | Fails:
-        """Find a partition with a bottleneck of at most ``bound`` ticks. Its first stages are as large as possible."""
+        """Find a partition with a bottleneck of at most ``bound`` ticks. Earlier stages are as large as possible."""
         following = INFINITE
         bound = min(bound, INFINITE - 1)
         reached: list[list[Run]] = [[(0, 0)]]
@@ -124,7 +124,7 @@ class CheckpointedChain:
         return slot.stage >= self._line_up.skippable
 
     def _single(self, slot: Slot) -> list[int]:
-        """For each block, the time of a stage of this block alone, in ticks. The last entry is the maximum."""
+        """For each block, the time of a stage with only this block, in ticks. The last entry is the maximum."""
         if not self._alone[slot.stage]:
             kinds = [tuple(self._held(slot, block, block + 1)) for block in range(self._end)]
             ticks = {kind: self.knapsack.least(kind, slot.limit, slot.speed) for kind in {*kinds}}
@@ -133,7 +133,7 @@ class CheckpointedChain:
         return self._alone[slot.stage]
 
     def _fitting(self, slot: Slot, begins: Run, bound: int) -> Iterator[Run]:
-        """Split a run of starts into the parts where a stage of the next block alone is within the bound."""
+        """Split a run of starts, leaving out the starts whose next block exceeds the bound on its own."""
         first = begins[0]
         last = min(begins[1], self._end - 1)
         single = self._single(slot)
@@ -146,7 +146,7 @@ class CheckpointedChain:
             yield first, last
 
     def _next_alone(self, slot: Slot, begins: Sequence[Run], bound: int) -> int:
-        """The smallest bound that allows a stage of a single block at another of these starts; INFINITE if none."""
+        """The next larger bound with which a single-block stage fits at one more of these starts; INFINITE if none."""
         single = self._single(slot)
         if single[-1] <= bound:
             return INFINITE
@@ -154,7 +154,10 @@ class CheckpointedChain:
         return min((ticks for ticks in times if ticks > bound), default=INFINITE)
 
     def _furthest(self, slot: Slot, begin: int, bound: int) -> int:
-        """The last cut at which a stage that starts at ``begin`` can end within the bound. One block must fit."""
+        """The last cut at which a stage that starts at ``begin`` can end within the bound.
+
+        A stage with a single block must be within the bound.
+        """
         fastest = self._row.fastest
         speed = slot.speed
         within = fastest[begin] + bound * speed.numerator // speed.denominator
@@ -171,7 +174,7 @@ class CheckpointedChain:
         return min((ticks for ticks in tolls if ticks > bound), default=INFINITE)
 
     def _allowed(self, ends: list[Run], bound: int) -> list[Run]:
-        """Restrict runs to the cuts with a transfer time within the bound."""
+        """Restrict runs to the cuts whose transfer time is within the bound."""
         if len(self._toll) == 1:
             return ends
         return _joined([(e, e) for first, last in ends for e in range(first, last + 1) if self._toll[e] <= bound])
@@ -199,7 +202,8 @@ class CheckpointedChain:
     def settled(self, found: Found) -> Found:
         """Among partitions with the same bottleneck, find the one with the least total time, then the most even stages.
 
-        The result includes the option chosen for each layer. If the given partition leaves out stages, its cuts stay.
+        The result includes the option chosen for each layer. If the given partition has fewer stages than possible, its
+        cuts are kept.
         """
         slots = self._line_up.slots
         fastest = self._row.fastest
@@ -232,7 +236,7 @@ class CheckpointedChain:
 
 
 def _joined(runs: Sequence[Run], first: int = 0, last: int = INFINITE) -> list[Run]:
-    """Merge runs that touch or overlap, restricted to the cuts from ``first`` to ``last``."""
+    """Merge runs that touch or overlap, and restrict them to the cuts from ``first`` to ``last``."""
     joined: list[Run] = []
     for low, high in sorted(runs):
         begin = max(low, first)
@@ -251,6 +255,6 @@ def _holds(runs: Sequence[Run], cut: int) -> bool:
 
 
 def _last_before(runs: Sequence[Run], cut: int) -> int | None:
-    """The last cut of the runs that is before ``cut``."""
+    """The last cut before ``cut`` that lies in one of the runs; None if there is none."""
     at = bisect_left(runs, (cut, 0))
     return min(runs[at - 1][1], cut - 1) if at else None

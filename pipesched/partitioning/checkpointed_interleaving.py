@@ -1,7 +1,7 @@
-"""Cuts for ranks with several stages, with a choice of activation options for each layer.
+"""Checkpointed interleaving: chooses cuts for ranks with several stages, and an activation option for each layer.
 
 The stages of a rank share its memory. The search starts from the best cuts without recomputation or offloading, and
-moves cuts as long as the busiest rank becomes faster. For given cuts, `knapsack` chooses the fastest options that fit
+moves cuts while this makes the busiest rank faster. For given cuts, `knapsack` chooses the fastest options that fit
 into each rank's memory.
 """
 
@@ -16,7 +16,7 @@ from pipesched.partitioning.problem import Problem
 
 __all__ = ["CheckpointedRanks"]
 
-_ROUNDS = 20  # rounds of moving every cut; a few are enough
+_ROUNDS = 20  # most rounds, each of which moves every cut once; a few are enough
 _STEPS = (-4, -2, -1, 1, 2, 4)
 
 Key = tuple[int, int, int, int]
@@ -40,13 +40,13 @@ class CheckpointedRanks:
         self._known: dict[tuple[int, Stages], tuple[int, int]] = {}
 
     def descended(self, cuts: list[int]) -> Found | None:
-        """Move cuts one at a time as long as a move makes `_key` smaller.
+        """Move cuts one at a time while a move decreases `_key`.
 
         Args:
             cuts: the cuts to start from, including both ends.
 
         Returns:
-            The partition with the chosen activation options, or None if it does not fit into memory.
+            The partition with its activation options, or None if the final partition does not fit into memory.
 
         """
         key = self._key(cuts)
@@ -67,8 +67,10 @@ class CheckpointedRanks:
         return max(first, cuts[index - 1] + 1) <= cuts[index] <= min(last, cuts[index + 1] - 1)
 
     def _key(self, cuts: Sequence[int]) -> Key:
-        """Sort key of a partition: the bytes above the memory limits, the ticks of the busiest rank or link, the sum of
-        all ranks' ticks, and the sum of the squared ticks.
+        """Sort key of a partition; smaller is better.
+
+        The key consists of the bytes above the memory limits, the ticks of the busiest rank or link, the sum of all
+        ranks' ticks, and the sum of the squared ticks.
         """
         both = [self._of_rank(rank, tuple((cuts[s], cuts[s + 1]) for s in own)) for rank, own in enumerate(self._own)]
         times = [ticks for _, ticks in both]
@@ -78,7 +80,7 @@ class CheckpointedRanks:
     def _of_rank(self, rank: int, stages: Stages) -> tuple[int, int]:
         """Returns the bytes by which a rank exceeds its memory limit, and its shortest time in ticks.
 
-        If the layers do not fit with any options, the time ignores the limit.
+        If the layers do not fit with any choice of options, the time ignores the limit.
         """
         if (rank, stages) not in self._known:
             kind = self._line_up.ranks[rank]

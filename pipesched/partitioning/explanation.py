@@ -1,4 +1,4 @@
-"""Explanations of a partition: the cost of each stage, and why no partition is faster."""
+"""Explanation of a partition: what each stage costs, and why no other partition is faster."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -79,7 +79,7 @@ class _StageCosts:
 
 
 def explained(problem: Problem, found: Found, solution: Solution) -> Partition:
-    """Build the Partition, with the cost of each stage and the reason why no partition is faster."""
+    """Build the Partition, with the cost of each stage and an explanation of why no other partition is faster."""
     costs = _StageCosts(problem, found)
     layers = problem.blocks.layers
     stages = [[layers.names[layer] for layer in costs.layers(begin, end)] for _, begin, end in costs.stages]
@@ -123,7 +123,7 @@ def _summaries(costs: _StageCosts, stages: list[list[Any]]) -> Iterator[StageSum
 
 
 def _bottleneck(costs: _StageCosts, stages: list[list[Any]], solution: Solution) -> tuple[str, str]:
-    """Returns two texts: the bottleneck (a stage, rank or cut), and the reason why no partition is much faster."""
+    """Returns two texts: one names the bottleneck (a stage, rank or cut), one says why no partition is much faster."""
     problem = costs.problem
     ticks = costs.found.bottleneck
     if problem.line_up.shares_ranks:
@@ -150,7 +150,7 @@ def _bottleneck(costs: _StageCosts, stages: list[list[Any]], solution: Solution)
 
 
 def _busiest(costs: _StageCosts) -> str:
-    """Describe the bottleneck if ranks have several stages: a rank or a cut."""
+    """Describe the bottleneck, a rank or a cut, for ranks with several stages."""
     loads: dict[int, int] = {}
     for slot, begin, end in costs.stages:
         loads[slot.rank] = loads.get(slot.rank, 0) + costs.time(slot, begin, end)
@@ -162,7 +162,7 @@ def _busiest(costs: _StageCosts) -> str:
 
 
 def _lower(problem: Problem) -> str:
-    """Describe the lower bound of the bottleneck."""
+    """Describe the lower bound on the bottleneck."""
     layers = problem.blocks.layers
     ranks = problem.line_up.ranks
     even = -(-int(layers.ticks.sum()) // sum(rank.speed for rank in ranks))
@@ -176,7 +176,7 @@ def _lower(problem: Problem) -> str:
 
 
 def _moves(costs: _StageCosts, stage: int) -> Iterator[str]:
-    """Describe the times that result if the stage's first or last layers move to a neighbour."""
+    """Describe the times that result if the stage's first or last layers move to a neighbouring stage."""
     slot, begin, end = costs.stages[stage]
     seconds = costs.problem.blocks.layers.seconds
     names = costs.problem.blocks.layers.names

@@ -1,4 +1,4 @@
-"""Infeasibility: the error for a request that no partition satisfies. It names the violated limit and a remedy."""
+"""Infeasibility: the error for a request that no partition satisfies, with the violated limit and a remedy."""
 
 from bisect import bisect_left
 from functools import cached_property
@@ -14,17 +14,18 @@ from pipesched.units import quote_bytes
 
 __all__ = ["infeasible"]
 
-_MOST_IDEALS = 5_000  # a small search: the remedy need not be exact
+_MOST_IDEALS = 5_000  # keeps the search small, because the remedy need not be exact
 
 
 def infeasible(request: Request, *, exact: bool) -> PartitionError:
     """Build the error for a request that no partition satisfies.
 
-    The remedy is searched only when the message is read: the planner tries many requests and ignores the messages.
+    The remedy is computed only when the message is read, because the planner tries many requests and ignores the
+    messages.
 
     Args:
         request: the request.
-        exact: True if it is proved that no partition exists; False if the search only found none.
+        exact: True if it is proved that no partition exists; False if the search merely found none.
 
     """
     return PartitionError(_Text(request, exact))
@@ -82,9 +83,9 @@ def _memory(request: Request, limits: list[int]) -> tuple[str, str, str]:
 
 
 def _alone(request: Request) -> tuple[str, int]:
-    """Describe the block that needs the most memory on the stage with the fewest micro-batches in flight.
+    """Find the block that needs the most memory on the stage with the fewest micro-batches in flight.
 
-    Returns its name and its bytes.
+    Returns the block's description and its bytes.
     """
     problem = request.problem()
     layers = problem.blocks.layers
@@ -103,9 +104,9 @@ def _alone(request: Request) -> tuple[str, int]:
 
 
 def _enough(request: Request) -> int:
-    """A memory limit in bytes, the same for every rank, that makes a partition possible.
+    """A memory limit in bytes, the same for every rank, with which a partition exists.
 
-    It is the smallest such limit if the graph is small.
+    For small graphs, it is the smallest such limit.
     """
     problem = request.problem()
     layers = problem.blocks.layers
@@ -116,7 +117,7 @@ def _enough(request: Request) -> int:
 
 
 def _recompute(request: Request) -> str:
-    """The advice to recompute activations, if that makes a partition possible; otherwise an empty text."""
+    """The advice to recompute activations, if this makes a partition possible; otherwise ""."""
     if (
         request.checkpoint
         or request.any_order
@@ -128,7 +129,7 @@ def _recompute(request: Request) -> str:
 
 
 def _more_ranks(request: Request) -> str:
-    """The advice to use more ranks, if all ranks are alike and more of them help; otherwise an empty text."""
+    """The advice to use more ranks, if all ranks are alike and more ranks help; otherwise ""."""
     if (
         request.placement is not None
         or len(set(request.ranks)) > 1
@@ -143,7 +144,7 @@ def _more_ranks(request: Request) -> str:
 
 
 def _pins(request: Request) -> tuple[str, str, str]:
-    """The error if no partition satisfies the pins (starts, together, exactly): its place, numbers and remedy."""
+    """The error if no partition satisfies ``starts``, ``together`` and ``exactly``: its place, numbers and remedy."""
     pins = [f"{layer!r} begins stage {stage}" for layer, stage in request.starts.items()]
     pins += [f"{', '.join(map(repr, group))} share a stage" for group in request.together]
     pins += ["no stage is empty"] * request.exactly
@@ -155,7 +156,7 @@ def _pins(request: Request) -> tuple[str, str, str]:
 
 
 def _without(request: Request) -> str:
-    """The advice to drop a single pin, if that makes a partition possible; otherwise to drop several."""
+    """The advice to drop one of these arguments, if this makes a partition possible; otherwise to drop several."""
     starts: dict[Any, int] = dict(request.starts)
     for layer in starts:
         others = {name: stage for name, stage in starts.items() if name != layer}

@@ -1,9 +1,9 @@
-"""Interleaving: cuts for ranks with several stages, which minimise the time of the busiest rank by descent.
+"""Interleaving: chooses cuts for ranks with several stages, to minimise the time of the busiest rank by descent.
 
 The descent starts from the cuts that minimise the slowest stage, and from cuts that divide the work evenly. It moves
-one cut at a time to the position that gives the busiest rank the least time (among equal positions, the most even
-times), until no cut moves. Then it moves some cuts at random, with a fixed seed, descends again, and keeps the result
-if it is better.
+one cut at a time to the position that gives the busiest rank the least time (among equally good positions, the most
+even times), until no cut moves. Then it moves some cuts at random (this is called a kick), with a fixed seed, descends
+again, and keeps the result if it is better.
 """
 
 import random
@@ -22,9 +22,9 @@ from pipesched.partitioning.slots import Rank, fixed_order
 
 __all__ = ["solved"]
 
-_ROUNDS = 100  # rounds of moving every cut once; about five are enough
+_ROUNDS = 100  # most rounds, each of which moves every cut once; about five are enough
 _KICKS = 60
-_MOVES = 400  # upper bound for kicks x cuts
+_MOVES = 400  # upper bound on kicks x cuts
 
 Key = tuple[int, int, float]
 
@@ -32,8 +32,8 @@ Key = tuple[int, int, float]
 def solved(problem: Problem, most_ideals: int) -> Solution:
     """Find the partition with the smallest bottleneck.
 
-    For ranks with several stages, only the starting point is searched exactly. The descent from there may leave a gap
-    to the lower bound.
+    For ranks with several stages, only the starting point is found by an exact search. The descent from this point can
+    leave a gap to the lower bound.
     """
     slots = problem.line_up.slots
     if not problem.line_up.shares_ranks:
@@ -55,9 +55,9 @@ def _descended(problem: Problem, begin: Solution) -> "_Descent":
 
 
 def _with_choices(problem: Problem, begin: Solution) -> Found | None:
-    """Choose cuts and activation options by descent from two starting points; the blocks stay in graph order.
+    """Choose cuts and activation options by descent from two starting points. The blocks stay in graph order.
 
-    The starting points are the best cuts for held activations, once without memory limits and once with them.
+    The starting points are the best cuts with all activations held, one without and one with memory limits.
     """
     line_up = problem.line_up
     kept = CheckpointedRanks(problem, range(len(problem.blocks)))
@@ -69,9 +69,9 @@ def _with_choices(problem: Problem, begin: Solution) -> Found | None:
 
 
 def _begins(problem: Problem, begin: Solution, count: int) -> Iterator[tuple[list[int], list[int]]]:
-    """Yield the orders and cuts from which the descent starts.
+    """Yield the starting points of the descent: pairs of an order of the blocks, and cuts.
 
-    These are the cuts that minimise the slowest stage and, without pins, cuts that divide the work evenly.
+    There are two kinds of cuts: those that minimise the slowest stage and, without pins, those that divide work evenly.
     """
     in_order = list(range(len(problem.blocks)))
     if begin.found and problem.pins:
@@ -87,7 +87,7 @@ def _begins(problem: Problem, begin: Solution, count: int) -> Iterator[tuple[lis
 
 
 class _Descent:
-    """One order of the blocks, and the cuts that the descent moves. The cuts include both ends."""
+    """The descent along one order of the blocks, with the current cuts, including both ends."""
 
     def __init__(self, problem: Problem, order: list[int], cuts: list[int]) -> None:
         self.order = order
@@ -111,8 +111,8 @@ class _Descent:
         """Move cuts until no move improves the partition.
 
         Returns:
-            Sort key of the partition: the bytes above the memory limits, the ticks of the busiest rank or link, and the
-            sum of the ranks' squared ticks.
+            The sort key of the partition: the bytes above the memory limits, the ticks of the busiest rank or link, and
+            the sum of the ranks' squared ticks.
 
         """
         self._count()
@@ -133,7 +133,7 @@ class _Descent:
         return Found(bottleneck=bottleneck, order=self.order, ends=self.cuts[1:], slots=list(self._slots))
 
     def kicked(self, lower: int) -> None:
-        """Move some neighbouring cuts at random and descend, many times. Undo a move that brings no improvement."""
+        """Repeatedly move some neighbouring cuts at random, then descend. Undo moves that bring no improvement."""
         generator = random.Random(0)
         for _ in range(min(_KICKS, _MOVES // len(self._slots)) if len(self._slots) > 2 else 0):
             if self.key[:2] == (0, lower):
@@ -172,7 +172,7 @@ class _Descent:
         return memory[end] - memory[begin]
 
     def _pay(self, index: int, times: int) -> None:
-        """Add the transfer time at a cut to its two ranks or its link. times: 1 to add, -1 to subtract."""
+        """Add the transfer time at a cut, multiplied by ``times`` (1 or -1), to its two ranks or to its link."""
         before = self._slots[index - 1].rank
         after = self._slots[index].rank
         toll = times * self._toll[self.cuts[index]] if before != after else 0
@@ -191,7 +191,7 @@ class _Descent:
         return max(0, held - limit) if limit else 0
 
     def _move(self, index: int) -> bool:
-        """Move a cut to the first position with the smallest `_key`. Returns whether the key became smaller."""
+        """Move a cut to the first position that gives the smallest `_key`. Returns whether this decreased the key."""
         low, high = self._spans[index]
         here = self.cuts[index]
         first = max(low, self.cuts[index - 1] + 1)
@@ -209,7 +209,7 @@ class _Descent:
         return best[0] < now
 
     def _as_good(self, index: int, now: Key, first: int, last: int) -> range:
-        """The positions of a cut at which neither of its two ranks takes longer than the slowest rank does now.
+        """The positions of a cut at which neither of its two ranks takes longer than the slowest rank takes now.
 
         If a rank exceeds its memory limit, all positions from ``first`` to ``last`` are returned.
         """
@@ -223,9 +223,9 @@ class _Descent:
         return range(first, last + 1)
 
     def _count_beside(self, index: int, times: int) -> None:
-        """Add the time and memory of the two stages beside a cut, and its transfer time, to their ranks' totals.
+        """Add the time and memory of a cut's two neighbouring stages, and its transfer time, to the ranks' totals.
 
-        times: 1 to add, -1 to subtract.
+        If ``times`` is -1, they are subtracted.
         """
         for stage in (index - 1, index):
             rank = self._slots[stage].rank
@@ -236,7 +236,10 @@ class _Descent:
         self._pay(index, times)
 
     def _key_at(self, index: int, place: int, others: int) -> Key:
-        """The `_key` of the partition with the cut at ``place``. others: the largest load of other ranks and links."""
+        """The `_key` of the partition with the cut at ``place``.
+
+        ``others`` is the largest load of all other ranks and links.
+        """
         rank = self._slots[index - 1].rank
         next_rank = self._slots[index].rank
         begin = self.cuts[index - 1]

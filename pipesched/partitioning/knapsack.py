@@ -1,10 +1,10 @@
 """Knapsack: finds the fastest activation options with which a rank's layers fit into its memory.
 
 It solves a multiple-choice knapsack (Kellerer, Pferschy and Pisinger 2004, chapter 11) exactly, unless there are too
-many states. A state is a choice of one option for each item. Only states are kept that no other state beats in both
-bytes and time (Nemhauser and Ullmann 1969). Equal layers are the same item, so results are reused wherever the same
-items occur. A rank runs one layer at a time, so only the largest working memory of its layers counts. For each possible
-size of this memory, the search combines only the options that need at most as much.
+many states. A state is a choice of one option for each item. A state is dropped if another state beats it in both bytes
+and time (Nemhauser and Ullmann 1969). Identical layers are the same item, so results are reused wherever the same items
+occur. A rank runs one layer at a time, so only the largest working memory of its layers counts. The search runs once
+for each possible size of this memory, with only the options that need no more than this size.
 """
 
 from bisect import bisect_left, bisect_right
@@ -20,25 +20,25 @@ from pipesched.program.action_arrays import Ints
 
 __all__ = ["Knapsack"]
 
-_MOST_STATES = 20_000  # above this, nearly equal states are merged, and answers are no longer exact
+_MOST_STATES = 20_000  # above this number, nearly equal states are merged, and results are no longer exact
 _MOST_WITH_COPIES = 2_000  # the same limit for states with copies to the host
 
 
-#: The options of an item, each with the bytes that the item then holds.
+#: The options of an item, each with the bytes that the item holds if the option is chosen.
 _Options = Sequence[tuple[int, ActivationOption]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Front:
-    """The states of some items that no other state beats in all costs, in ascending order of their bytes."""
+    """The undominated states of some items, which no other state beats in all costs, in ascending order of bytes."""
 
     #: The bytes held in each state.
     held: Ints
     #: The compute time of each state, in ticks.
     ticks: Ints
-    #: The ticks of each state's copies to the host; None if nothing is copied.
+    #: The time of each state's copies to the host, in ticks; None if nothing is copied.
     copies: Ints | None
-    #: For each state, the index of the state without the last item, in the front of the other items.
+    #: For each state, the index of the same state without its last item, in the front of the other items.
     parent: Ints
     #: For each state, the index of the last item's option.
     option: Ints
@@ -46,7 +46,7 @@ class _Front:
     def best(self, room: int, speed: Fraction, forward: int) -> tuple[int, int] | None:
         """Returns the shortest time within ``room`` bytes, in ticks, and the index of its state; None if no state fits.
 
-        forward: the ticks of all forwards without recomputation.
+        ``forward`` is the ticks of all forwards without recomputation.
         """
         count = int(np.searchsorted(self.held, room, "right"))
         if not count:
@@ -66,8 +66,8 @@ _EMPTY = _Front(held=_NOTHING, ticks=_NOTHING, copies=None, parent=_NOTHING, opt
 class Knapsack:
     """Finds the fastest options of layers within a memory limit, and caches partial results.
 
-    An item is a layer with a given number of micro-batches in flight. ``exact`` is True while all answers so far are
-    proved to be optimal.
+    An item is a layer with a given number of micro-batches in flight. ``exact`` is True as long as all results so far
+    are proved to be optimal.
     """
 
     def __init__(self, options: Sequence[Sequence[ActivationOption]]) -> None:
@@ -81,7 +81,7 @@ class Knapsack:
         self.exact = True
 
     def item(self, layer: int, in_flight: int) -> int:
-        """The item number of a layer with ``in_flight`` micro-batches in flight. Equal layers have the same number."""
+        """The number of a layer's item with ``in_flight`` micro-batches in flight; the same for identical layers."""
         kind = self._kind_of[layer]
         if (kind, in_flight) not in self._items:
             self._items[kind, in_flight] = len(self._items)
@@ -99,7 +99,10 @@ class Knapsack:
         return self._least[key]
 
     def chosen(self, items: Sequence[int], limit: int | None, speed: Fraction) -> list[ActivationOption]:
-        """Choose an option for each item so that the total time is shortest. The first of equal items recompute."""
+        """Choose an option for each item so that the total time is shortest.
+
+        If only some of several identical items are recomputed, these are the first ones.
+        """
         limit = INFINITE if limit is None else limit
         if self._fits_at_once(items, limit):
             return [self._options[item][0][1] for item in items]
@@ -116,13 +119,13 @@ class Knapsack:
         return [taken[item].pop() for item in items]
 
     def _fits_at_once(self, items: Sequence[int], limit: int) -> bool:
-        """Whether the fastest options of all items fit into the limit together and copy nothing to the host."""
+        """Whether the fastest options of all items together fit into the limit and copy nothing to the host."""
         fastest = [self._options[item][0] for item in items]
         needed = sum(held for held, _ in fastest) + max(option.working_bytes for _, option in fastest)
         return needed <= limit and not any(option.copy_ticks for _, option in fastest)
 
     def least_bytes(self, items: Sequence[int]) -> int:
-        """The smallest number of bytes in which the items fit, regardless of their time."""
+        """The smallest number of bytes into which the items fit, regardless of their time."""
         kinds = {item: self._options[item] for item in items}
         needed = []
         for working in self._sizes(kinds.values()):
@@ -131,8 +134,9 @@ class Knapsack:
         return min(needed)
 
     def _found(self, key: tuple[int, ...], limit: int, speed: Fraction) -> Iterator[tuple[int, int, int]]:
-        """For each size of the largest working memory with which the items fit, yield three numbers: the shortest time
-        in ticks, the size, and the index of the state.
+        """Yield a result for each size of the largest working memory with which the items fit.
+
+        A result is three numbers: the shortest time in ticks, the size, and the index of the state.
         """
         kinds = {item: self._options[item] for item in key}
         forward = sum(kinds[item][0][1].forward_ticks for item in key)
@@ -152,7 +156,7 @@ class Knapsack:
         return sorted(size for size in sizes if size >= floor)
 
     def _front(self, key: tuple[int, ...], working: int) -> _Front:
-        """The front of some items, with only the options that need at most ``working`` bytes of working memory."""
+        """The front of some items, using only options that need at most ``working`` bytes of working memory."""
         count = len(key)
         while count and (key[:count], working) not in self._fronts:
             count -= 1
@@ -186,7 +190,7 @@ class Knapsack:
 
 
 def _smallest(kinds: Mapping[int, _Options], working: int) -> dict[int, int]:
-    """The fewest bytes that each item can hold, with options that need at most ``working`` bytes of working memory."""
+    """The fewest bytes that each item can hold, using only options that need at most ``working`` working bytes."""
     return {
         item: min(held for held, option in options if option.working_bytes <= working)
         for item, options in kinds.items()
@@ -221,7 +225,7 @@ def _undominated(held: Ints, ticks: Ints) -> Ints:
 def _undominated_with_copies(held: Ints, ticks: Ints, copies: Ints) -> Ints:
     """Like `_undominated`, with copies as a third cost.
 
-    The two staircase lists hold the best pairs of ticks and copies among the states with fewer bytes.
+    ``stair_ticks`` and ``stair_copies`` hold the undominated pairs of ticks and copies of all states with fewer bytes.
     """
     kept: list[int] = []
     stair_ticks: list[int] = []

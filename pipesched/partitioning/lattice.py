@@ -1,8 +1,8 @@
 """Lattice: looks for a partition within a bound among all orders of a graph, by dynamic programming over its ideals.
 
-A stage is the difference of two order ideals (see `order_ideals`). Its cost is the difference of two numbers, one for
-the ideal at its end and one for the ideal at its start. For each slot and ideal it is therefore enough to store the
-best start contained in the ideal. The best starts are passed on level by level, for all slots and ideals of a level
+A stage is the difference between two order ideals (see `order_ideals`). Its cost is the difference between two numbers,
+one for the ideal at its end and one for the ideal at its start. For each slot and ideal it is therefore enough to store
+the best start contained in the ideal. The best starts are computed level by level, for all slots and ideals of a level
 together.
 """
 
@@ -30,8 +30,9 @@ class Lattice:
     Args:
         ideals: all order ideals of the blocks.
         toll: the transfer time at each ideal's cut.
-        line_up: the slots, that is, which stages may run on which ranks.
-        allowed: entry k is a mask of the ideals at which stage k - 1 may end. Without an entry it may end at any ideal.
+        line_up: the slots: which stages can run on which ranks.
+        allowed: entry k is a mask of the ideals at which stage k - 1 is allowed to end. Stages without an entry can end
+            at any ideal.
         ceiling: the bottleneck of a known partition. Larger bounds are not probed.
 
     """
@@ -60,7 +61,7 @@ class Lattice:
         self._bands = self._bands_below(ceiling)
 
     def probe(self, bound: int) -> Found | Fails:
-        """Find a partition within the bound, with the fewest stages, then with the fewest bytes across the last cut."""
+        """Find a partition within the bound. Prefers the fewest stages, then the fewest bytes across the last cut."""
         line_up = self._line_up
         ideals = self._ideals
         limits = np.array([min(bound * slot.speed.numerator, INFINITE - 1) for slot in line_up.slots])
@@ -88,7 +89,7 @@ class Lattice:
         return Fails(following) if state is None else self._found(state, closed, limits)
 
     def _bands_below(self, bound: int) -> list[tuple[int, int]]:
-        """For each level, the range of slots that may end there, given the work that the other slots can do in time."""
+        """For each level, the range of slots that can end at it, given the work that all other slots can do in time."""
         count = len(self._line_up.slots)
         if not self._line_up.in_line:
             return [(0, count)] * len(self._least)
@@ -108,7 +109,10 @@ class Lattice:
         return None if self._memory is None else self._memory[rows, first:last]
 
     def _least_memory(self, rows: slice, first: int, last: int) -> Ints | None:
-        """For each ideal as a stage's end, the fewest bytes before its start that keep the slot's memory limit."""
+        """For each slot and ideal, the fewest bytes before the start of a stage that ends at the ideal.
+
+        With fewer bytes before its start, the stage would exceed the slot's memory limit.
+        """
         if self._memory is None:
             return None
         return np.asarray(self._memory[rows, first:last] - self._caps[rows, None])
@@ -125,7 +129,7 @@ class Lattice:
     def _reached(self, closed: Bools, *, empty: bool) -> Bools:
         """A mask of shape (states, ideals): whether each state can be reached at each ideal.
 
-        Stages that may stay empty can be skipped. empty: whether the only ideal is the empty set.
+        Stages that are allowed to stay empty can be skipped. ``empty`` is True if the only ideal is the empty set.
         """
         reached = np.zeros((self._line_up.num_states, closed.shape[1]), bool)
         reached[0] = empty
@@ -169,7 +173,7 @@ class Lattice:
         return Found(bottleneck=bottleneck, order=order, ends=ends, slots=[slot for slot, _ in stages])
 
     def _begin(self, state: int, ideal: int, closed: Bools, limits: Ints) -> tuple[int, int, Bools]:
-        """Find the stage that ends at an ideal. Returns its slot's index, its start ideal, and the mask of `_below`."""
+        """Find the stage that ends at an ideal. Returns the index of its slot, its start ideal, and `_below`'s mask."""
         sent = self._ideals.cuts.sent_bytes
         for index, slot in enumerate(self._line_up.slots):
             if slot.target == state and closed[index, ideal]:
@@ -186,7 +190,7 @@ class Lattice:
         raise RuntimeError(f"no stage leads to state {state}")  # an internal error
 
     def _below(self, ideal: int, least: int, index: int) -> Bools:
-        """A mask of the smaller ideals in ``ideal`` that contain enough work for the stage to start there."""
+        """A mask of the smaller ideals contained in ``ideal`` that have enough work for a stage to start at them."""
         ideals = self._ideals
         ends = self._ends[self._kind[index]]
         below = np.zeros(len(ideals), bool)

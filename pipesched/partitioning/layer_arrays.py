@@ -1,4 +1,4 @@
-"""Reads a graph with measured costs into arrays of integers, with the layers in topological order."""
+"""Layer arrays: the measured costs of a graph as arrays of integers, with the layers in topological order."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,8 +14,8 @@ from pipesched.simulation.links import Link, check_times
 
 __all__ = ["Layers", "Tensors", "numbers", "read", "ticks_per_s"]
 
-_FINEST = 10**12  # ticks are picoseconds; as integers they make sums and comparisons exact
-_MOST = 2**60  # upper bound for the sum of all ticks, so that results fit into 64 bits
+_FINEST = 10**12  # ticks are picoseconds; being integers, they make sums and comparisons exact
+_MOST = 2**60  # upper bound on the sum of all ticks, so that results fit into 64 bits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,9 +26,9 @@ class Tensors:
     makers: Ints
     #: The bytes of each tensor.
     sizes: Ints
-    #: For each use of a tensor by a layer, the index of the tensor.
+    #: The index of the tensor, for each use of a tensor by a layer.
     used: Ints
-    #: For each use of a tensor by a layer, the layer.
+    #: The layer, for each use of a tensor by a layer.
     users: Ints
 
 
@@ -75,7 +75,7 @@ def ticks_per_s(total_s: float, scale: int = 1) -> int:
 
 
 def numbers(values: Sequence[Any], what: str) -> NDArray[np.float64]:
-    """The values as an array of floats. Raises PartitionError if one is negative or not a finite number."""
+    """The values as an array of floats. Raises PartitionError if a value is negative or not a finite number."""
     try:
         array = np.asarray(values)
     except ValueError:  # a list among numbers
@@ -93,17 +93,17 @@ def read(
 ) -> Layers:
     """Read the layers of a graph.
 
-    An edge carries its producer's whole output, or only the tensors in its attribute ``tensors``: {name: bytes}.
+    An edge carries its producer's whole output or, if it has an attribute ``tensors``: {name: bytes}, these tensors.
 
     Args:
         graph: the layers, with their costs as node attributes.
-        needed: the attributes that every layer must have besides its times. Other missing attributes count as 0.
-        link: the link between stages. Sums of transfer times must fit into 64 bits, too.
+        needed: the attributes that every layer must have besides its times. Other missing attributes default to 0.
+        link: the link between stages, needed because sums of transfer times must also fit into 64 bits.
         weight_copies: the bytes of parameters, gradients and optimizer state, as a multiple of the parameters' bytes.
         scale: the largest factor by which the caller multiplies ticks.
 
     Raises:
-        PartitionError: the graph has a cycle or no layers, or an attribute is missing or not a finite number.
+        PartitionError: if the graph has a cycle or no layers, or an attribute is missing or not a finite number.
 
     """
     if not graph.is_directed() or not len(graph):
@@ -150,7 +150,7 @@ def _whole(values: NDArray[np.float64]) -> Ints:
 def _named_tensors(
     names: Sequence[Any], edges: Sequence[tuple[Any, Any, Mapping[Any, float] | None]], outputs: NDArray[np.float64]
 ) -> Tensors:
-    """The tensors that the edges name. An edge without names carries the producer's whole output."""
+    """The tensors that the edges name. An edge without named tensors carries the producer's whole output."""
     place = {name: position for position, name in enumerate(names)}
     sizes: dict[tuple[int, Any], float] = {}
     uses: list[tuple[tuple[int, Any], int]] = []

@@ -1,4 +1,4 @@
-"""Linear orders of a graph with too many order ideals for an exact search. Each order is searched as a chain."""
+"""Linear orders: orders of a graph that has too many order ideals for an exact search; each is searched as a chain."""
 
 import random
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ __all__ = ["linear_orders"]
 
 
 def linear_orders(blocks: Blocks, restarts: int) -> Iterator[list[int]]:
-    """Yield orders of the blocks: the graph's own, depth first, fewest live bytes, then random depth-first orders."""
+    """Yield orders of the blocks: the graph's own, depth-first, fewest live bytes, then random depth-first orders."""
     yield list(range(len(blocks)))
     yield _depth_first(blocks, list(range(len(blocks))))
     yield _least_live(blocks)
@@ -21,7 +21,7 @@ def linear_orders(blocks: Blocks, restarts: int) -> Iterator[list[int]]:
 
 
 def _depth_first(blocks: Blocks, rank: list[int]) -> list[int]:
-    """A depth-first order: the block that became ready last comes next, in ties the one with the smallest ``rank``."""
+    """A depth-first order: the block that became ready last comes next; in ties, the one with the smallest ``rank``."""
     waiting = [len(producers) for producers in blocks.producers]
     ready = sorted((block for block, count in enumerate(waiting) if not count), key=lambda block: -rank[block])
     order = []
@@ -38,7 +38,7 @@ def _depth_first(blocks: Blocks, rank: list[int]) -> list[int]:
 
 
 def _least_live(blocks: Blocks) -> list[int]:
-    """A greedy order: of the ready blocks, the one that adds the fewest live bytes comes next."""
+    """A greedy order: the next block is the ready block that adds the fewest live bytes."""
     made = [0] * len(blocks)
     users = [len(tensor.consumers) for tensor in blocks.tensors]
     used: list[list[int]] = [[] for _ in range(len(blocks))]

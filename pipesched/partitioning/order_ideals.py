@@ -1,7 +1,8 @@
-"""Order ideals: enumerates all sets of blocks that contain the producers of each of their blocks.
+"""Order ideals: enumerates all sets of blocks that contain the producers of all their blocks.
 
-The blocks before a cut form an order ideal. Level k has the ideals of k blocks; each is an ideal of level k - 1 with
-one more block. Sets are bit masks during the enumeration. Afterwards only levels and the steps between them are kept.
+The blocks before a cut form an order ideal. Level k consists of the ideals with k blocks; each of them is an ideal of
+level k - 1 plus one block. During the enumeration, sets are bit masks. Afterwards only the levels and the steps between
+them are kept.
 """
 
 from collections.abc import Collection, Mapping
@@ -23,20 +24,20 @@ Bools = NDArray[np.bool_]
 class Ideals:
     """The order ideals of a graph, sorted by level, and the steps between them.
 
-    A step adds a block to an ideal and thus makes an ideal of the next level. Steps are sorted by the ideal they make.
+    A step adds a block to an ideal, which gives an ideal of the next level. Steps are sorted by the resulting ideal.
     """
 
     #: The total costs of the blocks in each ideal.
     cuts: Cuts
     #: The index of the first ideal of each level. The last entry is the number of ideals.
     levels: list[int]
-    #: The ideal that each step starts from.
+    #: The ideal to which each step adds a block.
     parents: Ints
-    #: The ideal that each step makes.
+    #: The ideal that results from each step.
     children: Ints
     #: The block that each step adds.
     added: Ints
-    #: The index of the first step that makes each ideal. The last entry is the number of steps.
+    #: For each ideal, the index of the first step that results in it. The last entry is the number of steps.
     steps: Ints
     #: For each requested set of blocks, the number of its blocks that each ideal contains.
     contains: list[Ints]
@@ -51,18 +52,18 @@ class _Level:
 
     #: The blocks of each ideal, as bits.
     members: Masks
-    #: The blocks that may be added to each ideal, as bits.
+    #: The blocks that can be added to each ideal, as bits.
     ready: Masks
     #: A hash of each ideal: the sum of its blocks' random keys.
     keys: Masks
-    #: The sums over the blocks of each ideal, in the order of `_Growth`: (sums, ideals).
+    #: The sums over the blocks of each ideal, in `_Growth`'s order, as an array of shape (sums, ideals).
     sums: Ints
 
 
 def enumerate_ideals(blocks: Blocks, asked: Collection[Collection[int]], at_most: int) -> Ideals | None:
     """Enumerate the order ideals. Returns None if there are more than ``at_most``.
 
-    asked: sets of blocks. `Ideals.contains` has the number of their blocks in each ideal.
+    ``asked`` contains sets of blocks. `Ideals.contains` counts how many blocks of each set are in each ideal.
     """
     growth = _Growth(blocks, asked)
     level = growth.first()
@@ -98,9 +99,9 @@ def _joined(parts: list[Ints]) -> Ints:
 
 
 class _Growth:
-    """Makes each level of ideals from the level before.
+    """Makes each level of ideals from the previous one.
 
-    The rows of ``sums`` are work, state bytes, activation bytes and bytes sent, then the counts of the requested sets.
+    The rows of ``sums`` are work, state bytes, activation bytes and bytes sent, then the counts for the requested sets.
     """
 
     def __init__(self, blocks: Blocks, asked: Collection[Collection[int]]) -> None:
@@ -137,8 +138,8 @@ class _Growth:
         """Make the next level.
 
         Returns:
-            For each step, the index of its ideal in ``level`` and the block that it adds; the number of steps to each
-            new ideal; and the next level.
+            Two arrays with an entry for each step, the index of its ideal in ``level`` and the block that it adds; the
+            number of steps that result in each new ideal; and the next level.
 
         """
         rows, new = self._ready(level)
@@ -163,7 +164,7 @@ class _Growth:
         return rows[order], new[order], np.bincount(child), grown
 
     def _ready(self, level: _Level) -> tuple[Ints, Ints]:
-        """All pairs of an ideal of the level and a block that may be added to it.
+        """All pairs of an ideal of the level and a block that can be added to it.
 
         Returns two arrays: the index of the ideal in the level, and the block.
         """
@@ -178,11 +179,11 @@ class _Growth:
         return np.concatenate(rows), np.concatenate(new)
 
     def _same(self, level: _Level, rows: Ints, new: Ints, child: Ints, members: Masks) -> bool:
-        """Whether ideals with equal keys are equal, so that no keys collided."""
+        """Whether ideals with the same key are identical, that is, no keys have collided."""
         return bool((_with(level.members[rows], new) == members[child]).all())
 
     def _again(self, level: _Level) -> tuple[Ints, Ints, Ints, _Level]:
-        """Make the next level with other keys, after two ideals had the same key (in about one of 10^8 graphs)."""
+        """Make the next level with other keys, after two ideals got the same key (in about one of 10^8 graphs)."""
         self._seed += 1
         self._new_keys(len(self._keys))
         level.keys = np.array(
@@ -192,7 +193,7 @@ class _Growth:
         return self.next(level)
 
     def _update(self, level: _Level, new: Ints) -> None:
-        """Update the ready blocks and the bytes sent, after a block was added to each ideal."""
+        """Update the ready blocks and the bytes sent after a block has been added to each ideal."""
         for block in np.unique(new).tolist():
             rows = np.flatnonzero(new == block)
             members = level.members[rows]

@@ -1,7 +1,7 @@
-"""Pareto fronts: for each ideal, the best ideals at which a stage that ends there may start.
+"""Pareto fronts: for each ideal, the best starts of a stage that ends at this ideal. A start is also an ideal.
 
-Without memory limits one number describes the best start. With limits, one start may leave the stage less work and
-another one less memory, so all starts are kept that no other start beats in both.
+Without memory limits, the best start is the one that leaves the stage the least work. With limits, one start can leave
+the stage less work and another one less memory, so a start is dropped only if another start beats it in both.
 """
 
 import numpy as np
@@ -17,8 +17,8 @@ __all__ = ["Front"]
 class Front:
     """The best starts of stages that end at the ideals of one level.
 
-    Two arrays of shape (slots, starts, ideals) describe them: ``_worth``, the cost that the stage saves by this start,
-    and with limits ``_memory``, the bytes before the start.
+    They are stored in two arrays of shape (slots, starts, ideals): ``_worth``, the cost before the start, which the
+    stage saves, and, with limits, ``_memory``, the bytes before the start.
     """
 
     def __init__(self, num_slots: int, *, capped: bool) -> None:
@@ -28,7 +28,7 @@ class Front:
     def down(self, ideals: Ideals, level: int, rows: slice) -> "Front":
         """The front of the next level, ``level``: its ideals inherit the starts of the ideals that they contain.
 
-        rows: the slots to pass on.
+        ``rows`` are the slots to include.
         """
         above, first, last = ideals.levels[level - 1 : level + 2]
         steps = ideals.steps[first : last + 1]
@@ -52,18 +52,18 @@ class Front:
         return lower
 
     def _all(self, values: Ints, rows: slice, absent: int) -> Ints:
-        """Extend the values of some slots to all slots, with the value ``absent`` for all other slots."""
+        """Extend an array from some slots (``rows``) to all slots, with the value ``absent`` for the others."""
         every = np.full((len(self._worth), *values.shape[1:]), absent)
         every[rows] = values
         return every
 
     def costs(self, rows: slice, ends: Ints, least_memory: Ints | None) -> Ints:
-        """The least cost of a stage that ends at each ideal, shape (slots, ideals); INFINITE if it has no start.
+        """The least cost of a stage that ends at each ideal, shape (slots, ideals); INFINITE without a possible start.
 
         Args:
             rows: the slots.
             ends: the cost of everything before each ideal, from which the worth of the start is subtracted.
-            least_memory: the fewest bytes before the start that keep the slot's memory limit.
+            least_memory: the fewest bytes before the start with which the stage stays within the slot's memory limit.
 
         """
         worth = self._worth[rows]
@@ -73,7 +73,7 @@ class Front:
         return np.where(best > -INFINITE, ends - best, INFINITE)
 
     def begin(self, rows: slice, begun: NDArray[np.bool_], begins: Ints, memory: Ints | None) -> None:
-        """Add the ideals of this level as starts, where the mask ``begun`` is set."""
+        """Add as starts those ideals of this level for which the mask ``begun`` is set."""
         worth = np.where(begun, begins, -INFINITE)
         if self._memory is None or memory is None:
             self._worth[rows, 0] = np.maximum(self._worth[rows, 0], worth)
@@ -84,7 +84,7 @@ class Front:
 
 
 def _undominated(worth: Ints, memory: Ints) -> tuple[Ints, Ints]:
-    """Along axis 1, keep the entries that no other entry beats in worth and memory. Pad the lists to equal length."""
+    """Along axis 1, drop entries that another entry beats in worth and memory. The lists are padded to equal length."""
     order = np.lexsort((-memory, -worth), axis=1)
     worth = np.take_along_axis(worth, order, 1)
     memory = np.take_along_axis(memory, order, 1)

@@ -1,8 +1,9 @@
 """`partition`: divides a graph of measured layers into stages, exactly.
 
-The smallest bottleneck is found by probing and exact bisection on integers (Pinar and Aykanat 2004). A failed probe
-raises the lower end to the next bound at which its answer can change. A successful probe lowers the upper end to the
-bottleneck of its partition. The package docstring of `pipesched.partitioning` lists the probes.
+The smallest bottleneck is found by exact bisection on integers (Pinar and Aykanat 2004). Each step calls a probe, which
+looks for a partition whose bottleneck is within a bound. A failed probe raises the lower end of the bisection to the
+next bound at which the result can change. A successful probe lowers the upper end to the bottleneck of the partition
+that it found. The package docstring of `pipesched.partitioning` lists the probes.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -55,44 +56,46 @@ def partition(
 
         graph = pipesched.graph_of(model, sample)            # or a networkx.DiGraph of your own
         found = pipesched.partition(graph, 4, memory_limit_bytes=16 * 2**30)
-        print(found)                                         # the stages, and the reason why none is faster
+        print(found)                                         # the stages, and why no other partition is faster
         found.stages                                         # [["embed", "block.0"], ["block.1"], ...]
 
     Layers have the node attributes ``forward_s`` and ``backward_s`` (seconds) and, where the arguments below use them,
     ``output_bytes``, ``parameter_bytes``, ``num_parameters`` and ``activation_bytes`` (held for each micro-batch in
-    flight; default: the output). An edge carries its producer's whole output, or only the tensors in its attribute
-    ``tensors``: {name: bytes}.
+    flight; default: the output). An edge carries its producer's whole output or, if it has an attribute ``tensors``:
+    {name: bytes}, only these tensors.
 
-    The result is optimal for a chain, and for a graph of up to ``max_ideals`` order ideals. For other graphs several
-    linear orders are searched; `Partition.gap` is the most that the result may be above the optimum. Memory limits on a
-    large graph may leave a gap, too. An order ideal is a set of layers that contains all producers of its layers. Equal
-    arguments give equal partitions. The search is exact bisection on integers (Pinar and Aykanat 2004).
+    The result is optimal for a chain, and for a graph with at most ``max_ideals`` order ideals. An order ideal is a set
+    of layers that contains all producers of its layers. For other graphs several linear orders are searched;
+    `Partition.gap` is an upper bound on how far the result is above the optimum. Memory limits on a large graph can
+    also leave a gap. Identical arguments give identical partitions. The search is exact bisection on integers (Pinar
+    and Aykanat 2004).
 
     Args:
         graph: the layers, a networkx.DiGraph with an edge from each layer to its consumers.
-        num_stages: the largest number of stages. Stages are not empty.
-        communication: "none"; "overlap": transfers run while ranks compute, and a link may be the bottleneck
+        num_stages: the largest number of stages. No stage is empty.
+        communication: "none"; "overlap": transfers run while ranks compute, and a link can be the bottleneck
             (PipeDream, Narayanan et al. 2019); or "serial": stages wait for their transfers. Default: "none".
         bandwidth_bytes_per_s: the bandwidth of the link between stages, required unless communication is "none". A
             tensor that skips stages crosses every cut on its way.
         latency_s: the latency of the link, in seconds. Default: 0.
         memory_limit_bytes: the memory of a rank: one number for all ranks, or one for each rank. Default: no limit.
-        in_flight: the number of micro-batches in flight: a list with one number for each stage, or a function of
-            (stage, num_stages) that returns it. Default: 1.
+        in_flight: the number of micro-batches in flight on each stage: a list with a number for each stage, or a
+            function of (stage, num_stages) that returns the number. Default: 1.
         weight_copies: the memory of parameters, gradients and optimizer state, as a multiple of the parameters' bytes.
             Default: 4, for weights, gradients and the two moments of Adam.
         speeds: the speed of each rank relative to the rank on which the layers were measured, in stage order.
             Default: all 1.
-        any_order: whether ranks may be used in any order. Default: False.
-        starts: {layer: the stage that it begins}; all layers that it needs are then in earlier stages. Default: none.
+        any_order: whether the search can put stages on ranks in any order. Default: False.
+        starts: {layer: the stage that it must begin}. All layers that the layer needs are then in earlier stages.
+            Default: none.
         together: groups of layers that must share a stage. Default: none.
         exactly: whether to use exactly ``num_stages`` stages. Default: False.
         placement: the rank of each stage, for ranks with several stages (see `pipesched.program.placement`). The
-            busiest rank is then the bottleneck; it is minimised by descent, which may leave a gap. Default: one stage
-            per rank.
-        checkpoint: the ways to save activation memory where memory is short, any of "recompute" and "offload". The
-            search chooses for each layer. Layers stay in graph order, and their ``forward_transient_bytes`` and
-            ``backward_transient_bytes`` count as memory. Default: (), all activations are held.
+            busiest rank is then the bottleneck; its time is minimised by descent, which can leave a gap. Default: one
+            stage per rank.
+        checkpoint: the ways to save activation memory where memory is short: "recompute", "offload" or both. The
+            search chooses for each layer. Layers stay in graph order, and memory includes their
+            ``forward_transient_bytes`` and ``backward_transient_bytes``. Default: (), all activations are held.
         offload_bytes_per_s: the bandwidth to the host and back, required for "offload".
         max_ideals: the largest number of order ideals to search exactly. Default: 300,000.
 
@@ -100,7 +103,7 @@ def partition(
         The partition: the layers of each stage, with the time and memory of the stages.
 
     Raises:
-        PartitionError: an argument is invalid, or there is no partition. The message suggests a remedy.
+        PartitionError: if an argument is invalid or no partition exists. The message suggests a remedy.
 
     """
     rule = "together must be a list of groups of layers that share a stage"
@@ -143,7 +146,7 @@ def balance(times: Sequence[float], num_stages: int) -> list[int]:
         The index of the first layer of each stage.
 
     Raises:
-        PartitionError: there are more stages than layers, no stages, or invalid times.
+        PartitionError: if there are more stages than layers, if there are no stages, or if a time is invalid.
 
     """
     seconds = numbers(times, "the time of layer")

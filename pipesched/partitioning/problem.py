@@ -1,4 +1,4 @@
-"""Problem: the input of the search, with the blocks, the slots, the cost of cuts, and the pins."""
+"""Problem: the input of the search, made up of blocks, slots, the cost of cuts, and pins."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ Communication = Literal["none", "overlap", "serial"]
 
 @dataclass(frozen=True)
 class Pin:
-    """A layer that begins a given stage. Its ``ancestors``, the layers that it needs, are in earlier stages."""
+    """A layer that must begin a given stage. Its ``ancestors``, the layers that it needs, must be in earlier stages."""
 
     stage: int
     layer: int
@@ -45,7 +45,7 @@ class Problem:
 
     @property
     def fills_up(self) -> bool:
-        """Whether more stages never cost time, so that the partition gets as many stages as possible."""
+        """Whether additional stages never cost time, so that the partition gets as many stages as possible."""
         return self.communication == "none" and self.line_up.alike and self.line_up.in_line and not self.pins
 
     @cached_property
@@ -55,9 +55,9 @@ class Problem:
 
     @cached_property
     def lower(self) -> int:
-        """A lower bound of the bottleneck in ticks: all work divided evenly, or the heaviest block on the fastest rank.
+        """A lower bound on the bottleneck, in ticks.
 
-        The larger of the two times counts.
+        This is the time of evenly divided work or of the heaviest block on the fastest rank, whichever is longer.
         """
         work = self.blocks.total(self.blocks.layers.ticks)
         speeds = [rank.speed for rank in self.line_up.ranks]
@@ -66,8 +66,8 @@ class Problem:
     def toll(self, cuts: Cuts) -> Toll:
         """The transfer time at each cut.
 
-        If the stages on both sides wait for transfers, it is the time of one transfer. Otherwise only the link is busy,
-        with activations in one direction and gradients in the other, and both times are added.
+        If the stages on both sides wait for transfers, this is the time of one transfer. Otherwise only the link is
+        busy, and the time is the sum of two transfers: activations in one direction and gradients in the other.
         """
         if self.communication == "none":
             return Toll(np.zeros(1, np.int64), blocking=False)
@@ -94,7 +94,7 @@ class Problem:
         )
 
     def spans(self, order: Sequence[int]) -> list[tuple[int, int]]:
-        """Entry k has the first and the last cut of an order at which the pins let stage k - 1 end."""
+        """Entry k is the first and the last cut of an order at which the pins allow stage k - 1 to end."""
         place = {block: position for position, block in enumerate(order)}
         spans = [(0, len(order)) for _ in range(max(slot.stage for slot in self.line_up.slots) + 2)]
         for pin in self.pins:
@@ -106,7 +106,7 @@ class Problem:
 
     @property
     def counted(self) -> list[set[int]]:
-        """For each pin, two sets of blocks to count in ideals: the block of its layer, and the blocks that it needs."""
+        """For each pin, two sets of blocks to count in ideals: its layer's block, and the blocks of its ancestors."""
         groups = [group for pin in self.pins for group in ([pin.layer], pin.ancestors)]
         return [{int(self.blocks.block_of[layer]) for layer in group} for group in groups]
 

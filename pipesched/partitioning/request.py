@@ -161,8 +161,9 @@ class Request:
 
     @cached_property
     def ranks(self) -> list[Rank]:
-        """The ranks of the problem. If all ranks are alike and some may stay empty, ranks beyond the number of layers
-        are left out.
+        """The ranks of the problem.
+
+        If all ranks are alike and some are allowed to stay empty, there are at most as many ranks as layers.
         """
         ranks = [Rank(speed, limit) for speed, limit in zip(self.speeds_of_ranks, self.limits, strict=True)]
         spare = self.placement is None and self.in_flight is None and set(ranks) == {Rank()}
@@ -241,7 +242,7 @@ class Request:
         return [int(count) for count in held]
 
     def but(self, **changes: Any) -> "Request":
-        """The same request with some arguments changed. The layers' costs are not read again."""
+        """A copy of the request with some arguments changed. The layers' costs are not read again."""
         other = replace(self, **changes)
         other.__dict__["layers"] = self.layers
         return other

@@ -1,4 +1,4 @@
-"""`Partition`: the stages of a model, the cost of each, and the reason why no partition is faster."""
+"""`Partition`: the stages of a model, what each stage costs, and why no other partition is faster."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -27,7 +27,7 @@ class StageSummary:
     #: The last layer.
     last: Any
     num_layers: int
-    #: The time of forward and backward of a micro-batch on this rank, with the transfers that the stage waits for.
+    #: The time of a micro-batch's forward and backward on this rank, with the transfers that the stage waits for.
     time_s: float
     #: The parameters alone, without gradients and optimizer state.
     parameter_bytes: int
@@ -39,7 +39,7 @@ class StageSummary:
     bytes_in: int
     #: The bytes that leave the stage in a forward.
     bytes_out: int
-    #: The number of parameters; 0 if the graph does not have it.
+    #: The number of parameters; 0 if the graph does not give the number.
     num_parameters: int = 0
     num_recomputed: int = 0
     num_offloaded: int = 0
@@ -49,14 +49,14 @@ class StageSummary:
 class Partition:
     """The result of `partition`: the layers of each stage, with the time and memory of the stages.
 
-    ``print(partition)`` shows a table of the stages, and the reason why no partition is faster.
+    ``print(partition)`` shows a table of the stages, and explains why no other partition is faster.
     """
 
     #: The layers of each stage, in an order in which they can run.
     stages: list[list[Any]]
     #: The time of the slowest stage, rank or cut.
     bottleneck_s: float
-    #: A lower bound of the bottleneck of any partition. If equal to ``bottleneck_s``, the partition is optimal.
+    #: A lower bound on the bottleneck of every partition. If it equals ``bottleneck_s``, this partition is optimal.
     lower_bound_s: float
     #: The rank of each stage.
     ranks: tuple[int, ...] = ()
@@ -64,7 +64,7 @@ class Partition:
     summaries: tuple[StageSummary, ...] = ()
     #: A description of the slowest stage, rank or cut.
     bottleneck: str = ""
-    #: The reason why no partition is faster, or how much faster one may be.
+    #: Why no other partition is faster, or how much faster another partition could be.
     reason: str = ""
     #: The number of order ideals searched; 0 if single orders of the layers were searched.
     ideals: int = 0
@@ -75,12 +75,12 @@ class Partition:
 
     @property
     def gap(self) -> float:
-        """An upper bound of the bottleneck's excess over the optimum, as a fraction: 0.02 is 2 %."""
+        """An upper bound on how far the bottleneck is above the optimum, as a fraction: 0.02 is 2 %."""
         return self.bottleneck_s / self.lower_bound_s - 1 if self.lower_bound_s else 0.0
 
     @property
     def proved(self) -> bool:
-        """Whether it is proved that no partition has a smaller bottleneck."""
+        """Whether the partition is proved to be optimal: no other has a smaller bottleneck."""
         return self.bottleneck_s <= self.lower_bound_s
 
     @property
@@ -109,7 +109,7 @@ class Partition:
         return made
 
     def explain(self) -> str:
-        """Return a table with a row for each stage, then the bottleneck, and the reason why no partition is faster."""
+        """Describe the partition as text: a table of the stages, the bottleneck, and why no other is faster."""
         rows = [_HEAD, *(_row(stage, summary) for stage, summary in enumerate(self.summaries))]
         verdict = "optimal" if self.proved else f"at most {self.gap:.1%} above the optimum"
         lines = [
@@ -122,7 +122,7 @@ class Partition:
     __str__ = explain
 
     def with_class_names(self, classes: Mapping[Any, str]) -> "Partition":
-        """The same partition with each layer's class name after its name, for display: ``3 Block``."""
+        """A copy for display, with each layer's class name after its name: ``3 Block``."""
         if not classes:
             return self
 
@@ -170,7 +170,7 @@ def span(layers: Sequence[Any]) -> str:
 
 
 def with_class_name(layer: Any, classes: Mapping[Any, str]) -> Any:
-    """The layer's name, followed by its class if ``classes`` has it: ``3 Block``."""
+    """The layer's name, followed by its class name if ``classes`` contains the layer: ``3 Block``."""
     return f"{layer} {classes[layer]}" if layer in classes else layer
 
 

@@ -1,4 +1,4 @@
-"""Search: exact for a chain and for a graph with few order ideals; for other graphs, the best of several orders."""
+"""Search: finds the best partition, exactly for chains and small graphs; in large graphs the best of several orders."""
 
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from pipesched.partitioning.problem import Problem
 
 __all__ = ["Solution", "fill_up", "solve"]
 
-_MOST_LIMITED = 100_000  # up to this many ideals, the first search includes memory limits: it takes a few seconds
+_MOST_LIMITED = 100_000  # up to this many ideals, the first search includes memory limits and takes a few seconds
 _RESTARTS = 24
 
 
@@ -22,9 +22,9 @@ _RESTARTS = 24
 class Solution:
     """The result of a search."""
 
-    #: The best partition; None if there is none, or none was found.
+    #: The best partition; None if none exists or none was found.
     found: Found | None
-    #: A lower bound of the bottleneck in ticks.
+    #: A lower bound on the bottleneck, in ticks.
     lower: int
     #: Whether it is proved that no partition is better or, if ``found`` is None, that there is no partition.
     exact: bool
@@ -45,7 +45,7 @@ def solve(problem: Problem, most_ideals: int) -> Solution:
     if in_order is not None and in_order.bottleneck == problem.lower:
         return _exact(in_order, 0, tried)
     may_be_empty = not problem.line_up.exactly and not problem.pins
-    small = _reduced(problem) if may_be_empty else problem  # otherwise a stage may need a layer without cost
+    small = _reduced(problem) if may_be_empty else problem  # else blocks without cost can be needed to fill stages
     ideals = enumerate_ideals(small.blocks, small.counted, most_ideals)
     if ideals is None:
         return _along_many(problem, problem.lower, in_order, 0, tried)
@@ -56,7 +56,7 @@ def solve(problem: Problem, most_ideals: int) -> Solution:
 
 
 def _with_choices(problem: Problem) -> Solution:
-    """Search the blocks' own order, with a choice of activation options for each layer."""
+    """Search the given order of the blocks, with a choice of activation options for each layer."""
     chain = problem.checkpointed_chain(range(len(problem.blocks)))
     slowest = sum(max(option.ticks for option in options) for options in problem.options)
     found, probes = smallest(problem.lower, problem.lower + slowest // len(problem.line_up.slots), chain.probe)
@@ -70,7 +70,7 @@ def _searched(problem: Problem, small: Problem, ideals: Ideals, known: int, trie
 
     Args:
         problem: the original problem.
-        small: the problem with merged blocks, which is searched.
+        small: the problem to search, with merged blocks.
         ideals: the order ideals of ``small``.
         known: the bottleneck of a known partition.
         tried: the number of probes so far.
@@ -96,7 +96,7 @@ def _along_many(problem: Problem, lower: int, best: Found | None, ideals: int, p
 
     Args:
         problem: the problem.
-        lower: a lower bound of the bottleneck.
+        lower: a lower bound on the bottleneck.
         best: the best partition so far.
         ideals: the number of order ideals searched so far.
         probes: the number of probes so far.
@@ -119,8 +119,9 @@ def _along_many(problem: Problem, lower: int, best: Found | None, ideals: int, p
 def _with_limits(problem: Problem, small: Problem, ideals: Ideals, in_order: Found | None, tried: int) -> Solution:
     """Search a large lattice with memory limits.
 
-    The search without limits gives a lower bound. If its partition keeps the limits, it is the answer. Otherwise
-    several orders are searched with limits. If no order has a partition, all orders are searched, possibly for minutes.
+    A search without limits gives a lower bound. If its partition stays within the limits, it is the result. Otherwise
+    several orders are searched with limits. If none of them has a partition, all orders are searched, which can take
+    minutes.
     """
     line_up = problem.line_up
     free = replace(small, line_up=line_up.without_limits)
@@ -147,7 +148,7 @@ def _keeps_limits(problem: Problem, found: Found) -> bool:
 
 
 def _reduced(problem: Problem) -> Problem:
-    """The problem with blocks merged where that does not change the smallest bottleneck."""
+    """The problem with blocks merged where this does not change the smallest bottleneck."""
     by_size = problem.communication != "none"
     return replace(problem, blocks=reduce_blocks(problem.blocks, by_size=by_size, by_memory=problem.line_up.capped))
 
@@ -189,7 +190,7 @@ def filled_up(cuts: list[int], prefix: list[int], num_stages: int) -> list[int]:
 
 
 def _middle(prefix: list[int], first: int, last: int) -> int:
-    """The cut that divides a stage most evenly in two; the first of equal ones."""
+    """The cut that divides a stage most evenly in two; in ties, the first such cut."""
     half = prefix[first] + prefix[last]
     above = bisect_left(range(first + 1, last), half, key=lambda cut: 2 * prefix[cut]) + first + 1
     below = max(first + 1, above - 1)

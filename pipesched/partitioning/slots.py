@@ -1,7 +1,7 @@
-"""Slots: the stages that a partition may have, as transitions between states.
+"""Slots: the stages that a partition can have, as transitions between states.
 
 A slot is one stage on one rank. If ranks have a fixed order, state k means that the first k stages have their layers.
-If ranks may be used in any order, a state is the number of used ranks of each kind.
+If ranks can be used in any order, a state is the number of used ranks of each kind.
 """
 
 from collections.abc import Sequence
@@ -39,7 +39,7 @@ class Toll:
 
 @dataclass(frozen=True, kw_only=True)
 class Slot:
-    """A transition between two states: one stage on one rank or, if ranks may have any order, on one kind of rank."""
+    """A transition between two states: one stage on one rank or, if ranks can have any order, on one kind of rank."""
 
     source: int
     target: int
@@ -51,9 +51,10 @@ class Slot:
     in_flight: int
 
     def weighed(self, cuts: Cuts, toll: Toll) -> tuple[Ints, Ints]:
-        """Returns two cost terms of each cut: one as the end of a stage, and one as its start.
+        """Returns two cost terms for each cut: one for a stage that ends at the cut, one for a stage that starts there.
 
-        The difference, end - start, is the stage's time in ticks times ``speed.numerator``.
+        The end term at a stage's end minus the start term at its start is the stage's time in ticks, multiplied by
+        ``speed.numerator``.
         """
         work = cuts.work * self.speed.denominator
         paid = toll.ticks * self.speed.numerator if toll.blocking else np.zeros(1, np.int64)
@@ -64,28 +65,28 @@ class Slot:
         return np.asarray(cuts.state_bytes + self.in_flight * cuts.activation_bytes)
 
     def time(self, difference: int) -> int:
-        """The time of a stage in ticks. difference: the cost term of its end minus the cost term of its start."""
+        """The time of a stage in ticks, given its end's cost term minus its start's (see ``weighed``)."""
         return -(-difference // self.speed.numerator)
 
 
 @dataclass(frozen=True, kw_only=True)
 class LineUp:
-    """The ranks, and all slots that stages may take on them, sorted by target state."""
+    """The ranks, and all possible slots of stages on these ranks, sorted by target state."""
 
     ranks: tuple[Rank, ...]
     slots: tuple[Slot, ...]
     num_states: int
-    #: The states in which a partition may end. States with fewer stages come first.
+    #: The states in which a partition is complete. States with fewer stages come first.
     accepted: tuple[int, ...]
-    #: The first stage that may be left out.
+    #: The first stage that can be left out.
     skippable: int
     #: Whether ranks have a fixed order, so that each state leads only to the next.
     in_line: bool
-    #: Whether no stage may be left out.
+    #: Whether all stages are required.
     exactly: bool
 
     def on_ranks(self, slots: Sequence[Slot]) -> list[Slot]:
-        """If ranks may have any order, assign them to the slots of a partition, equal ranks in ascending order."""
+        """Assign ranks to a partition's slots if ranks can have any order; identical ranks in ascending order."""
         if self.in_line:
             return list(slots)
         kinds = [Rank(slot.speed, slot.limit) for slot in slots]
@@ -105,12 +106,12 @@ class LineUp:
 
     @property
     def shares_ranks(self) -> bool:
-        """Whether a rank has several stages."""
+        """Whether any rank has several stages."""
         return self.in_line and len(self.slots) > len({slot.rank for slot in self.slots})
 
     @property
     def capped(self) -> bool:
-        """Whether a rank has a memory limit."""
+        """Whether any rank has a memory limit."""
         return any(rank.limit is not None for rank in self.ranks)
 
 
@@ -120,8 +121,8 @@ def fixed_order(ranks: Sequence[Rank], in_flight: Sequence[int], *, exactly: boo
     Args:
         ranks: the ranks in stage order.
         in_flight: the number of micro-batches in flight on each stage.
-        exactly: whether no stage may be empty.
-        pinned: the number of first stages that must not be empty.
+        exactly: whether every stage must have a layer.
+        pinned: the number of stages, from the first on, that must have a layer.
 
     """
     slots = tuple(
@@ -140,7 +141,7 @@ def fixed_order(ranks: Sequence[Rank], in_flight: Sequence[int], *, exactly: boo
 
 
 def placed(ranks: Sequence[Rank], in_flight: Sequence[int], placement: Sequence[int]) -> LineUp:
-    """The slots for stages on the ranks of a placement. No stage is empty."""
+    """The slots for stages on the ranks of a placement. Every stage must have a layer."""
     line_up = fixed_order([ranks[rank] for rank in placement], in_flight, exactly=True, pinned=0)
     slots = tuple(replace(slot, rank=rank) for slot, rank in zip(line_up.slots, placement, strict=True))
     return replace(line_up, ranks=tuple(ranks), slots=slots)

@@ -22,17 +22,17 @@ class Alternative:
     num_microbatches: int
     #: The checkpoint setting as a short text.
     checkpoint: str
-    #: Predicted seconds of a step.
+    #: Predicted step time in seconds.
     step_s: float
-    #: The predicted bubble: idle time over ranks x makespan.
+    #: The predicted bubble: idle time of all ranks / (number of ranks x makespan).
     bubble_ratio: float
-    #: Predicted peak memory of the rank that needs the most. None: not known.
+    #: Predicted peak memory of the rank that needs the most. None: unknown.
     peak_bytes: int | None = None
-    #: Memory limit of the rank that needs the most. None: not known.
+    #: Memory limit of the rank that needs the most. None: unknown.
     limit_bytes: int | None = None
-    #: Measured seconds of a step, the median of several. None: the plan did not run.
+    #: Measured step time in seconds, the median over several steps. None: the plan did not run.
     measured_s: float | None = None
-    #: Predicted seconds of a step before measured steps corrected the costs.
+    #: Step time in seconds, as predicted before the costs were corrected from measured steps.
     first_s: float | None = None
     #: Why the plan was not chosen; "" for the chosen plan.
     note: str = ""
@@ -49,7 +49,7 @@ class Alternative:
         return self.peak_bytes is None or self.limit_bytes is None or self.peak_bytes <= self.limit_bytes
 
     def to_dict(self) -> dict[str, Any]:
-        """Convert to plain values for JSON. Unknown fields are left out."""
+        """Convert to plain values for JSON, without fields whose value is unknown."""
         return {name: value for name, value in asdict(self).items() if value not in (None, "")}
 
     @classmethod
@@ -66,7 +66,7 @@ def taken(alternatives: Iterable[Alternative]) -> Alternative | None:
 
 
 def fastest(alternatives: Iterable[Alternative], label: str) -> Alternative | None:
-    """The fastest alternative with this label. A baseline may have several alternatives, one per schedule."""
+    """The fastest alternative with this label. A baseline can have several, one per schedule."""
     labelled = (alternative for alternative in alternatives if alternative.label == label)
     return min(labelled, key=lambda alternative: alternative.step_s, default=None)
 

@@ -1,7 +1,7 @@
-"""Boundary refinement: moves stage boundaries as long as that shortens the simulated step.
+"""Boundary refinement: moves stage boundaries while this shortens the simulated step.
 
-The partition with the smallest bottleneck does not always give the shortest step. A move takes one layer from a stage
-and gives one layer to another stage; each stage between the two passes one layer on.
+The partition with the smallest bottleneck does not always give the shortest step. A move makes one stage a layer
+shorter and another stage a layer longer, by shifting all boundaries between the two stages by one layer.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -28,14 +28,15 @@ def refined(
 ) -> StageLayers:
     """Move boundaries until no move shortens the step, and return the resulting stages.
 
-    Moves from the slowest stages to the fastest are tried first; the first move that shortens the step is made.
+    Moves from slow stages to fast ones are tried first. The first move that shortens the step is made, and the search
+    starts over.
 
     Args:
         stages: the stages to start from.
         pins: constraints that every partition must meet.
         seconds: the time of each layer.
-        step_s: computes the step time of a partition in seconds.
-        goes_on: returns False when the search must stop.
+        step_s: a function that returns the step time in seconds for the given stages.
+        goes_on: a function that returns False when the search must stop.
 
     """
     boundaries: _Boundaries = (*(pins.places[names[0]] for names in stages), len(pins.layers))
@@ -63,7 +64,7 @@ def refined(
 def _moves(boundaries: _Boundaries, seconds: Sequence[float]) -> Iterator[_Boundaries]:
     """Yield the boundaries after each possible move.
 
-    Moves between stages with the largest difference in time come first; in ties, moves between the closest stages.
+    Moves between the stages whose times differ the most come first; in ties, moves between the closest stages.
     """
     loads = [sum(seconds[begin:end]) for begin, end in pairwise(boundaries)]
     moves = sorted(

@@ -1,4 +1,4 @@
-"""Candidates: the choices that a search makes before layers are partitioned: schedule, ranks, chunks, micro-batches."""
+"""Candidates: the schedules, ranks, chunks and micro-batches that a search considers before it partitions layers."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -18,10 +18,10 @@ __all__ = ["LADDER", "Candidate", "candidates", "microbatch_counts", "smaller_co
 # Each setting needs less memory and more time than the one before it.
 LADDER: tuple[CheckpointMode, ...] = ("never", "except_last", "always")
 _SIMPLEST = "1f1b"
-_CHUNKS = (1, 2, 3, 4)  # per rank: with more, messages cost more than the smaller bubble saves
+_CHUNKS = (1, 2, 3, 4)  # chunks per rank to try: with more, the extra messages cost more than the smaller bubble saves
 _FEW_RANKS = 8  # up to this many ranks, every smaller number of ranks is tried too
-_MOST_ROUNDS = 16  # micro-batches per rank: with 16 the bubble is already a sixteenth of the work
-_MOST_COUNTS = 12  # numbers of micro-batches to try
+_MOST_ROUNDS = 16  # most micro-batches per rank: with 16, the bubble is already only a sixteenth of the work
+_MOST_COUNTS = 12  # at most this many numbers of micro-batches are tried
 
 
 @cache
@@ -57,7 +57,7 @@ class Candidate:
 
     @property
     def order(self) -> tuple[int, bool, bool, str, int, int]:
-        """Sort key, simpler candidates first: few chunks, whole backwards, schedules that need no search."""
+        """Sort key: simpler candidates first, with fewer chunks, whole backwards, and schedules that need no search."""
         return (
             self.schedule.chunks_per_rank,
             self.splits,
@@ -164,7 +164,7 @@ def smaller_counts(num_ranks: int) -> list[int]:
 def microbatch_counts(batch_size: int, num_ranks: int, sizes: Iterable[int]) -> list[int]:
     """The numbers of micro-batches to try for a batch.
 
-    Each number divides the batch evenly or is a multiple of the number of ranks. The resulting micro-batches are within
+    Each number divides the batch evenly or is a multiple of the number of ranks, and gives a micro-batch size within
     the range of the measured sizes.
 
     Args:

@@ -1,7 +1,7 @@
-"""Confirmation: runs the best plans for a few steps, corrects the costs by the measurements, and chooses the fastest.
+"""Confirmation: runs the best plans for a few steps, corrects the costs from the measurements, and chooses the fastest.
 
-After the correction the search is repeated. The caller supplies the function that runs plans. It runs them on devices;
-in tests it simulates them with other costs.
+After the correction the search is repeated. The caller supplies the function that runs plans: normally it runs them on
+devices; in tests it simulates them with other costs.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,14 +31,14 @@ __all__ = ["Run", "confirmed_plan", "corrected"]
 
 Progress = Callable[[float], None]
 
-#: A function that runs some steps of each plan, alternating between plans. It returns the measured steps of each plan,
-#: [] for a plan that could not run. At least one plan must run.
+#: A function that runs several steps of each plan, alternating between plans. It returns the measured steps of each
+#: plan, or [] for a plan that could not run. At least one plan must run.
 Run = Callable[[Sequence[Plan], Progress], Sequence[Sequence[Trace]]]
 
-_LEAST = 0.01  # differences below this fraction of a step do not count
+_LEAST = 0.01  # differences below this fraction of a step are ignored
 _TIMES_NOISE = 2
-_ERROR_OF_MEDIAN = 1.86  # the standard error of a median is this times the median deviation / sqrt(count)
-_SWEEPS = 3  # passes over all plans that ran, because the correction by one plan changes the correction by the next
+_ERROR_OF_MEDIAN = 1.86  # standard error of a median = this x median deviation / sqrt(count)
+_SWEEPS = 3  # passes over all plans that ran: costs corrected with one plan change the next plan's correction
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class _Tried:
         return self.step_s > other.step_s * (1 + _needed(hypot(self.noise, other.noise)))
 
     def alternative(self, chosen: "_Tried") -> Alternative:
-        """The plan as plain numbers, with the reason why ``chosen`` was chosen instead."""
+        """The plan as plain numbers, with a note that says why ``chosen`` was chosen instead."""
         note = ""
         if self is not chosen:
             speed = quote_speed(chosen.step_s / self.step_s)
@@ -95,10 +95,9 @@ def confirmed_plan(search: SearchRequest, run: Run, count: int, progress: Progre
 
     Args:
         search: the request.
-        run: runs plans and measures their steps.
-        count: the number of plans to run, each of a different sort: plans of one sort have equal numbers of ranks,
-            micro-batches and chunks, and the same backward splitting and checkpointing. One more plan runs if the
-            corrected costs lead to a better one.
+        run: a function that runs plans and returns their measured steps.
+        count: the number of plans to run. Any two of them differ in ranks, micro-batches, chunks, backward splitting or
+            checkpointing. One more plan runs if the search with corrected costs finds a better one.
         progress: called with the completed fraction of the work.
 
     """
@@ -110,7 +109,7 @@ def confirmed_plan(search: SearchRequest, run: Run, count: int, progress: Progre
     fastest = _fastest(tried)
     if new.step_s < fastest.found.step_s * (1 - WORTH) and not any(_alike(new, one.found) for one in tried):
         others = [one for one in tried if one is not fastest]
-        rivals = _run([fastest.found, new], tuner, run, _part(progress, 0.7, 0.9))  # in alternation
+        rivals = _run([fastest.found, new], tuner, run, _part(progress, 0.7, 0.9))  # their steps alternate
         rivals = [replace(one, first_s=fastest.first_s) if one.found is fastest.found else one for one in rivals]
         tried = [*rivals, *others]
         tuner, _, tried = _search_again(_corrected(search, tried), tried, _part(progress, 0.9, 1.0))
@@ -140,7 +139,7 @@ def _search_again(
 
 
 def _forward(progress: Progress) -> Progress:
-    """Pass on progress only when it has increased."""
+    """Wrap ``progress`` to ignore calls that do not increase the completed fraction."""
     told = 0.0
 
     def tell(share: float) -> None:
@@ -160,10 +159,11 @@ def _part(progress: Progress, begin: float, end: float) -> Progress:
 
 
 def _best_of_sorts(chosen: EvaluatedCandidate, best: Sequence[EvaluatedCandidate]) -> list[EvaluatedCandidate]:
-    """The chosen candidate and the best one of each other sort.
+    """The chosen candidate and the best candidate of each other sort.
 
-    Plans of one sort do the same work in different orders. The simulation predicts the effect of the order well, but
-    its errors differ between sorts.
+    Candidates of one sort have the same ranks, micro-batches, chunks, backward splitting and checkpointing: they do the
+    same work in different orders. The simulation predicts the effect of the order well, but its errors differ between
+    sorts.
     """
     sorts: dict[Any, EvaluatedCandidate] = {}
     for found in (chosen, *best):
@@ -182,7 +182,7 @@ def _run(found: Sequence[EvaluatedCandidate], tuner: Tuner, run: Run, progress: 
 
 
 def _alike(one: EvaluatedCandidate, other: EvaluatedCandidate) -> bool:
-    """Whether two candidates are the same plan."""
+    """Whether two candidates have the same stages and the same program."""
     return (one.stages, one.candidate.runs) == (other.stages, other.candidate.runs)
 
 
@@ -195,7 +195,7 @@ def _fastest(tried: Sequence[_Tried]) -> _Tried:
 
 
 def _weighed(plan: Plan, tried: Sequence[_Tried], fastest: _Tried) -> Iterator[Alternative]:
-    """Yield the alternatives of the final plan: the plan itself, other plans that ran, and the rest of the search."""
+    """Yield the alternatives of the final plan: the plan itself, other plans that ran, and plans that did not run."""
     ran = {}
     for one in sorted(tried, key=lambda one: (one is not fastest, one.step_s)):
         own = one.alternative(fastest)
@@ -237,13 +237,13 @@ def corrected(
 ) -> Profile:
     """Correct a profile's layer times, for all micro-batch sizes, so that they reproduce the measured stage times.
 
-    The time of a stage does not show which of its layers are slower than profiled (see
-    `pipesched.planning.cost_correction`). Plans with different boundaries do show it, so the times are corrected by one
-    plan after another, by the best plan last.
+    A stage's time does not show which of its layers are slower than profiled (see
+    `pipesched.planning.cost_correction`), but the stage times of plans with different boundaries do. The layer times
+    are therefore corrected with one plan after another, ending with the best plan.
 
     Args:
         profile: the measured layers.
-        ran: the plans that ran with their measured steps, the best first.
+        ran: the plans that ran, best first, each with its measured steps.
         batch_size: the number of rows of a batch.
         sweeps: the number of passes over the plans.
 
@@ -261,7 +261,7 @@ def corrected(
 def _stage_times(
     found: EvaluatedCandidate, steps: Sequence[Trace], layers: Mapping[str, LayerCosts]
 ) -> list[StageTimes]:
-    """The corrected times of a micro-batch on each stage: the sum of its layers' times x measured / predicted."""
+    """Each stage's time per micro-batch: the sum of its layers' times x the ratio of measured to predicted time."""
     stages: dict[int, list[StageComparison]] = {}
     for step in steps:
         for own in compared(found.trace, step).stages:
@@ -275,15 +275,15 @@ def _stage_times(
 
 
 def _slower(steps: Sequence[StageComparison]) -> dict[str, float]:
-    """For each of a layer's times, the ratio of measured to predicted time on one stage, as the median over steps."""
+    """The ratio of measured to predicted time on one stage, as the median over steps, for each of ``TIMES``."""
     return {time: _ratio([own.seconds for own in steps], *kinds) for time, kinds in _KINDS.items()}
 
 
 def _ratio(steps: Sequence[Mapping[Kind, Pair]], kinds: Sequence[Kind], others: Sequence[Kind]) -> float:
     """The ratio of measured to predicted time of some kinds of actions, as the median over steps.
 
-    A step without actions of ``kinds`` counts with its actions of ``others``. Its ratio is 1 if it has none of them
-    either, or if the predicted time is 0.
+    For a step without actions of ``kinds``, its actions of ``others`` are used instead. The ratio is 1 for a step with
+    neither, and if the predicted time is 0.
     """
     ratios = []
     for seconds in steps:
@@ -295,7 +295,7 @@ def _ratio(steps: Sequence[Mapping[Kind, Pair]], kinds: Sequence[Kind], others: 
     return median(ratios) if ratios else 1.0
 
 
-#: For each of a layer's times, the kinds of actions that measure it, and the kinds to use in steps without these.
+#: For each of ``TIMES``: the kinds of actions that measure it, and the kinds to use in steps without such actions.
 _KINDS: dict[str, tuple[Sequence[Kind], Sequence[Kind]]] = {
     "forward_s": ((Kind.F,), ()),
     "backward_s": ((Kind.B,), (Kind.I, Kind.W)),
@@ -314,7 +314,7 @@ def _ratios(new: LayerCosts, first: LayerCosts) -> dict[str, float]:
 
 
 def _scaled(graph: "nx.DiGraph[str]", factors: Mapping[str, Mapping[str, float]]) -> "nx.DiGraph[str]":
-    """Scale the layer times of a graph. Waiting and crowding times scale like the sum of forward and backward."""
+    """Scale the layer times of a graph. Waiting and crowding times scale with the sum of forward and backward."""
     scaled = graph.copy()
     for name, node in scaled.nodes(data=True):
         first = costs_of(graph, name)

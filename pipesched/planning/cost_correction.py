@@ -1,9 +1,10 @@
 """Cost correction: updates layer costs from measured stage times, and detects slow devices.
 
-The time of a stage does not show how much of it is due to each layer or to the device. All layers of a stage are
-therefore scaled by one ratio, measured / known time. If equal layers run faster in another stage, they get the smaller
-ratio of that stage. The rest of the slow stage's excess is assigned to the layers that exist only in this stage. If
-there are no such layers, and equal layers run faster on other devices, the excess is assigned to the device.
+A stage's time does not show how much of it is due to each layer or to the device. All layers of a stage are therefore
+scaled by one ratio, measured / known time. If layers of the same kind run faster in another stage, they get the smaller
+ratio of that stage. The part of the slow stage's extra time that this leaves unexplained is assigned to the layers
+whose kind occurs only in this stage. If there are none, and layers of the same kinds run faster on other devices, the
+device is regarded as slow.
 """
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -18,7 +19,7 @@ __all__ = ["Known", "StageTimes", "slowed"]
 
 @dataclass(frozen=True)
 class StageTimes:
-    """The layers of a stage, and the measured times of a micro-batch on this stage in seconds."""
+    """The layers of a stage, and the measured times in seconds of one micro-batch on this stage."""
 
     layers: Sequence[str]
     device: Hashable
@@ -39,7 +40,7 @@ class Known:
 
     #: Costs of each layer on a device that is not slow.
     layers: Mapping[str, LayerCosts]
-    #: The kind of each layer, such as its first measured costs. Layers of the same kind are regarded as equal.
+    #: The kind of each layer, such as its first measured costs. Layers of the same kind should take the same time.
     kinds: Mapping[str, Hashable]
     #: The slow devices, each with the factor by which it is slower than the others.
     slow: Mapping[Hashable, float] = field(default_factory=dict)
@@ -53,7 +54,8 @@ class Known:
 
         Args:
             stages: the measured times of all stages; together they contain every layer.
-            tolerance: the largest relative excess over equal layers in other stages that is regarded as noise.
+            tolerance: the relative slowdown, compared with layers of the same kinds in other stages, that noise can
+                explain.
 
         """
         factors = self._least_ratios(stages)
@@ -68,7 +70,7 @@ class Known:
         return known._with({name: _mean(costs) for name, costs in found.items()}, {stage.device for stage in stages})
 
     def _least_ratios(self, stages: Sequence[StageTimes]) -> dict[str, float]:
-        """For each layer, the smallest ratio of measured to known time among the stages with a layer of its kind."""
+        """For each layer, the smallest ratio of measured to known time among all stages with a layer of its kind."""
         least: dict[Hashable, float] = {}
         for stage in stages:
             ratio = self._ratio(stage)
@@ -79,10 +81,10 @@ class Known:
     def _slow_devices(
         self, stages: Sequence[StageTimes], factors: Mapping[str, float], tolerance: float
     ) -> dict[Hashable, float]:
-        """Find the devices on which layers run slower than equal layers on other devices.
+        """Find the devices on which layers run slower than layers of the same kinds on other devices.
 
-        Only stages are considered in which every layer has an equal layer on another device. Returns the factor by
-        which each slow device is slower.
+        A stage is ignored if one of its layers has no layer of its kind on another device. Returns the factor by which
+        each slow device is slower.
         """
         devices = self._by_kind(stages, lambda stage: stage.device)
         slow = dict(self.slow)
@@ -99,7 +101,7 @@ class Known:
     def _by_kind(
         self, stages: Sequence[StageTimes], value: Callable[[StageTimes], Hashable]
     ) -> dict[Hashable, set[Hashable]]:
-        """For each kind of layer, the distinct results of ``value`` for the stages that contain such layers."""
+        """For each kind of layer, the distinct values that ``value`` returns for the stages with such layers."""
         found: dict[Hashable, set[Hashable]] = {}
         for stage in stages:
             for name in stage.layers:
@@ -107,7 +109,7 @@ class Known:
         return found
 
     def _ratio(self, stage: StageTimes, factors: Mapping[str, float] | None = None) -> float:
-        """The ratio of measured to known time of a stage. ``factors`` multiply the known times of some layers."""
+        """A stage's ratio of measured to known time. ``factors``, if given, first scale the known times of layers."""
         known = sum(
             (self.layers[name].forward_s + self.layers[name].backward_s) * (factors or {}).get(name, 1.0)
             for name in stage.layers
@@ -119,8 +121,9 @@ class Known:
 
         Args:
             stage: the stage and its measured times.
-            factors: the factor by which each layer's time changed in other stages.
-            own: the layers to which the rest of the change is assigned; if empty, all layers are scaled together.
+            factors: for each layer, the smallest ratio of measured to known time among the stages with its kind.
+            own: the layers that get the rest of the stage's time after all others are scaled by ``factors``. If empty,
+                all layers are scaled by the same ratio.
 
         """
         scaled = {name: self.layers[name] for name in stage.layers}
@@ -155,7 +158,7 @@ def _mean(costs: Sequence[LayerCosts]) -> LayerCosts:
 
 
 def slowed(costs: Costs, slowness: Sequence[float]) -> Costs:
-    """The costs of stages on devices that are slower by the given factors. ``slowness`` has one factor per stage."""
+    """The costs of stages on slow devices. ``slowness`` has, for each stage, the factor by which its times increase."""
     times: dict[str, Any] = {
         time: tuple(own * slow for own, slow in zip(getattr(costs, time), slowness, strict=True))
         for time in (*TIMES, "recompute_s", "update_s", "waiting_s")

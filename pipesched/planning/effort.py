@@ -7,28 +7,28 @@ from collections.abc import Callable
 
 __all__ = ["AT_LEAST", "FOR_MEMORY", "FOR_PARTITION", "IN_ORDER_SEARCH", "Effort"]
 
-AT_LEAST = 1_000  # actions: the fixed cost of one simulation or partition
-FOR_PARTITION = 100  # actions: the cost of partitioning, for each layer and each stage
-FOR_MEMORY = 2  # actions: the cost of computing the ranks' memory, for each action of the program
-IN_ORDER_SEARCH = 40  # actions: the cost of making a program by search, for each action of it
+AT_LEAST = 1_000  # fixed cost of one simulation or partition, in actions
+FOR_PARTITION = 100  # cost of partitioning per layer and stage, in actions
+FOR_MEMORY = 2  # cost of computing the ranks' memory per action of the program, in actions
+IN_ORDER_SEARCH = 40  # cost of finding a program's order by search, per action of the program, in actions
 
 
 class Effort:
-    """The effort that one search may still spend.
+    """The effort that is left to one search.
 
     Args:
-        actions: the number of actions that the search may simulate.
-        progress: called with the spent fraction of the effort.
+        actions: the number of actions that the search is allowed to simulate.
+        progress: called with the fraction of the effort that has been spent.
 
     """
 
     def __init__(self, actions: float, progress: Callable[[float], None] = lambda _: None) -> None:
         self._all = actions
         self._progress = progress
-        #: Actions that may still be simulated; negative if the search did more.
+        #: The number of actions left to simulate; negative once the search has exceeded its effort.
         self.left = actions
 
     def spend(self, actions: float) -> None:
-        """Subtract finished work."""
+        """Subtract finished work from the effort that is left."""
         self.left -= actions
         self._progress(min(1.0, 1 - self.left / self._all))

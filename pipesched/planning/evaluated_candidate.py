@@ -1,4 +1,4 @@
-"""Evaluated candidates: a candidate with its stages, predicted time and memory, and comparison with the chosen plan."""
+"""Evaluated candidates: candidates with their stages, predicted time and memory, compared with the chosen plan."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -87,7 +87,7 @@ class EvaluatedCandidate:
         )
 
     def against(self, chosen: "EvaluatedCandidate", label: str) -> Alternative:
-        """Convert the candidate to plain numbers, with the reason why ``chosen`` was chosen instead."""
+        """Convert the candidate to plain numbers, with a note that says why ``chosen`` was chosen instead."""
         share = self.step_s / chosen.step_s - 1
         speed = quote_speed(chosen.step_s / self.step_s)
         if more := max(self.excess_bytes, default=0):
@@ -100,7 +100,7 @@ class EvaluatedCandidate:
 
 
 def simplest(found: Iterable[tuple[EvaluatedCandidate, float]]) -> EvaluatedCandidate:
-    """The simplest of the candidates whose step takes at most a fraction ``WORTH`` longer than the fastest.
+    """The simplest of the candidates whose step time exceeds the shortest by at most a fraction ``WORTH``.
 
     Args:
         found: candidates, each with its step time in seconds.
@@ -119,7 +119,7 @@ def label_of(candidate: Candidate) -> str:
 
 
 def _weight(checkpoint: Checkpoint) -> int:
-    """Sort key of a checkpoint setting: settings that recompute more are higher, and offloading is the highest."""
+    """Sort key of a checkpoint setting: the more it recomputes, the larger the key; offloading has the largest key."""
     if isinstance(checkpoint, str):
         return LADDER.index(checkpoint)
     return len(LADDER) if "offload" in checkpoint.values() else 1

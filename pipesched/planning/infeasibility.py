@@ -21,13 +21,13 @@ from pipesched.units import counted, quote_bytes
 __all__ = ["FittingPlans", "infeasible", "leanest", "no_partition"]
 
 _FINE = 1.01  # relative precision of the smallest limit
-_MOST_TIMES = 16  # more ranks are tried up to this multiple of the requested number
+_MOST_TIMES = 16  # up to this multiple of the requested number of ranks is tried
 _A_PASS = 3  # the effort for trying further candidates, as a multiple of `LeanCandidates.effort_in_need`
-_LOOKED_AT = 3  # schedules to try when checking whether any plan fits
+_LOOKED_AT = 3  # number of schedules to try when checking whether any plan fits
 
 
 def no_partition(search: SearchRequest) -> PartitionError:
-    """The error for layers that cannot be partitioned as requested, whatever the memory."""
+    """The error for layers that cannot be partitioned as requested, even with unlimited memory."""
     stages = search.num_stages
     ranks = search.num_ranks
     layers = len(search.pins.layers)
@@ -73,9 +73,9 @@ def infeasible(search: SearchRequest, least: int, fitting: "FittingPlans") -> Me
 
 
 def _on_the_host(search: SearchRequest, fitting: "FittingPlans") -> str:
-    """The part of the message that recommends offloading, if offloading is off now and would make the limit sufficient.
+    """The part of the message that recommends offloading; "" if offloading is already possible or does not help.
 
-    The speed of the copies is not considered.
+    The time that the copies take is not considered.
     """
     machine = search.profile.machine
     if machine.on_host or (search.may_offload and search.checkpoint is None):
@@ -92,8 +92,8 @@ def _on_the_host(search: SearchRequest, fitting: "FittingPlans") -> str:
 def leanest(search: SearchRequest, fitting: "FittingPlans") -> EvaluatedCandidate:
     """Find the plan that needs the least memory per rank, regardless of the request's limit.
 
-    The search starts from the schedules that need the least. It then tries every other candidate with a smaller limit,
-    until no candidate fits or the effort is spent.
+    The search starts with the schedules that need the least memory. It then tries all candidates with a limit below the
+    best peak so far, until no candidate fits or the effort is spent.
     """
 
     def within(limit: int, only: Candidate | None = None) -> EvaluatedCandidate | None:
@@ -140,9 +140,9 @@ def _leaner(
 
 
 def _ranks(search: SearchRequest, fitting: "FittingPlans") -> int | None:
-    """The smallest number of ranks for which a plan was found, if every rank has the smallest of the given limits.
+    """The smallest number of ranks for which a plan is found, with the smallest of the given limits on every rank.
 
-    Returns None if no plan was found.
+    Returns None if no plan is found.
     """
     limit = min(search.memory_limit_bytes or (1,))
     most = min(len(search.pins.layers), search.num_ranks * _MOST_TIMES)
@@ -165,7 +165,7 @@ def _ranks(search: SearchRequest, fitting: "FittingPlans") -> int | None:
 
 
 def _largest_layer(search: SearchRequest) -> tuple[str, int]:
-    """Returns the layer that needs the most memory if alone on a rank with one micro-batch, and its bytes."""
+    """Returns the layer that needs the most memory when alone on a rank with one micro-batch, and its bytes."""
     layers = list(search.pins.layers)
     rows = -(-search.batch_size // max(search.num_microbatches))
     costs = search.profile.costs([[name] for name in layers], rows)
@@ -188,7 +188,7 @@ class FittingPlans:
         self._until = -inf
 
     def any(self, search: SearchRequest) -> EvaluatedCandidate | None:
-        """A plan within the limits, from one of the schedules that need the least memory. None if none of them fits."""
+        """A plan within the limits, made by one of the schedules that need the least memory. None if no plan fits."""
         lean = self.lean(search)
         checkpoint = repr(search.checkpoint)
         if checkpoint not in self._thrifty:
@@ -196,11 +196,11 @@ class FittingPlans:
         return lean.any_that_fits(self._thrifty[checkpoint][:_LOOKED_AT])
 
     def of(self, search: SearchRequest, candidate: Candidate) -> EvaluatedCandidate | None:
-        """A plan of this candidate within the limits; None if none was found."""
+        """A plan for this candidate within the limits; None if none was found."""
         return self.lean(search).that_fits(candidate)
 
     def others(self, search: SearchRequest) -> list[Candidate]:
-        """All candidates, those that may need the least memory first.
+        """All candidates, those that are likely to need the least memory first.
 
         Also starts the effort budget that ``has_time`` checks.
         """

@@ -1,4 +1,4 @@
-"""Lean candidates: the candidates that may need the least memory, for searches in which no other candidate fits."""
+"""Lean candidates: the candidates that are likely to need the least memory, for searches in which no other fits."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
@@ -13,7 +13,7 @@ from pipesched.program.order import Schedule
 __all__ = ["LeanCandidates"]
 
 _IN_NEED = 1_000_000  # actions to spend before an error is raised, even if no effort is left
-_FEW_LAYERS = 8  # with more layers, choosing the layers to recompute takes longer than the effort counts
+_FEW_LAYERS = 8  # with more layers, choosing the layers to recompute takes longer than the effort accounts for
 
 
 class LeanCandidates:
@@ -41,7 +41,7 @@ class LeanCandidates:
 
     @cached_property
     def thrifty(self) -> list[Schedule]:
-        """The simplest schedule, then all schedules by the memory that they need without limits, the least first."""
+        """The simplest schedule, then all schedules in order of their peak memory without limits, least first."""
         found = []
         for candidate in self._largest():
             evaluated = self._chooser.without_limits(candidate.recomputing(self._search.checkpoint or LADDER[-1]))
@@ -81,12 +81,13 @@ class LeanCandidates:
         return None
 
     def that_fits(self, candidate: Candidate) -> EvaluatedCandidate | None:
-        """A plan of this candidate within the limits, or None."""
+        """A plan for this candidate within the limits, or None."""
         return next(self._chooser.choices(candidate), None) if self.may_fit(candidate) else None
 
     def _largest(self) -> list[Candidate]:
-        """Candidates with the most ranks and the smallest micro-batches, the simplest first. Schedules that search for
-        an order are included only if there are no others.
+        """Candidates with the most ranks and the smallest micro-batches, the simplest first.
+
+        Schedules that search for an order are included only if there are no others.
         """
         every = list(self.candidates())
         most = max(((each.num_ranks, each.num_microbatches) for each in every), default=None)
@@ -99,9 +100,9 @@ class LeanCandidates:
         return limits is None or self.least_bytes(candidate.num_microbatches) <= sum(limits[: candidate.num_ranks])
 
     def least_bytes(self, num_microbatches: int) -> int:
-        """A lower bound of the memory of all ranks together, in bytes.
+        """A lower bound on the memory of all ranks together, in bytes.
 
-        It counts weights, buffers and optimizer states of all layers, and with two or more micro-batches all
+        It counts the weights, buffers and optimizer states of all layers and, with two or more micro-batches, all
         gradients.
         """
         kept, gradients = self._kept_bytes
@@ -109,7 +110,7 @@ class LeanCandidates:
 
     @cached_property
     def _kept_bytes(self) -> tuple[int, int]:
-        """Returns the bytes that all layers hold throughout a step, and the bytes of their gradients."""
+        """Returns the bytes that the layers hold throughout a step, and the bytes of their gradients."""
         profile = self._search.profile
         whole = profile.costs([list(self._search.pins.layers)], min(profile.graphs))
         return whole.weight_bytes[0] + whole.buffer_bytes[0] + whole.optimizer_bytes[0], whole.gradient_bytes[0]

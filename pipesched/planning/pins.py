@@ -13,7 +13,7 @@ from pipesched.partitioning.result import StageLayers
 
 __all__ = ["Boundaries", "Pins"]
 
-#: The first layer of every stage but stage 0, by position or name; or a mapping of some layers to the stages that they
+#: The first layer of every stage except stage 0, by position or name; or a mapping from layers to the stages that they
 #: begin.
 Boundaries = Sequence[int | str] | Mapping[int | str, int]
 
@@ -57,7 +57,7 @@ class Pins:
 
     @property
     def starts(self) -> dict[str, int]:
-        """If ``boundaries`` is a mapping: the layers that must begin a stage, each with the number of that stage."""
+        """The layers that must begin a given stage: name -> stage. Empty if ``boundaries`` is not a mapping."""
         if not isinstance(self.boundaries, Mapping):
             return {}
         places = {_position(name, self.layers): (name, stage) for name, stage in self.boundaries.items()}
@@ -85,8 +85,9 @@ class Pins:
                 )
 
     def starts_of_all(self) -> list[int]:
-        """The position of each stage's first layer. Raises PartitionError for unknown, misplaced or unordered
-        boundaries.
+        """The position of each stage's first layer.
+
+        Raises PartitionError if a boundary is unknown, out of range or out of order.
         """
         starts = [0]
         if isinstance(self.boundaries, str) or not isinstance(self.boundaries, Sequence):
@@ -114,7 +115,7 @@ class Pins:
         return tuple(tuple(self.layers[begin:end]) for begin, end in pairwise([*starts, len(self.layers)]))
 
     def allows(self, starts: Sequence[int]) -> bool:
-        """Whether stages that begin at these positions meet the constraints, if not all boundaries are given."""
+        """Whether stages that begin at these positions meet the constraints. For incomplete boundaries only."""
         return all(starts[stage] == place for place, stage in self._begins) and all(
             bisect(starts, first) == bisect(starts, last) for first, last in self._groups
         )
@@ -125,12 +126,12 @@ class Pins:
 
     @cached_property
     def _groups(self) -> list[tuple[int, int]]:
-        """The position of the first and of the last layer of each group in ``together``."""
+        """The positions of the first and the last layer of each group in ``together``."""
         places = [[self.places[layer] for layer in group] for group in self.together if group]
         return [(min(group), max(group)) for group in places]
 
     def check_together(self, starts: Sequence[int]) -> None:
-        """Raise PartitionError if boundaries separate layers of a group."""
+        """Raise PartitionError if boundaries separate the layers of a group in ``together``."""
         for group in self.together:
             stages = {layer: bisect(starts, self.places[layer]) - 1 for layer in group}
             if len({*stages.values()}) > 1:

@@ -1,4 +1,4 @@
-"""Plan: one value with all decisions on partition, schedule, ranks, micro-batches and checkpointing."""
+"""Plan: all decisions on partition, schedule, ranks, micro-batches and checkpointing in one object."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -31,12 +31,12 @@ __all__ = ["Plan", "Tie"]
 
 @dataclass(frozen=True)
 class Tie:
-    """Tied parameters, which several calls of layers use."""
+    """Tied parameters: parameters that several layer calls use."""
 
     parameters: tuple[str, ...]
     #: The stage of each call that uses the parameters, in execution order.
     stages: tuple[int, ...]
-    #: Bytes sent per step: the weights to the ranks of later uses, and a gradient back from each of these uses.
+    #: Bytes sent per step: the weights to the rank of each later use, and the gradients back.
     bytes_per_step: int
 
     def __str__(self) -> str:
@@ -66,11 +66,11 @@ class Plan:
         schedule: the name of the schedule that made the program.
         program: the program, without the recomputes and host copies that ``checkpoint`` adds.
         checkpoint: which activations to recompute or offload: one setting, or a mapping by layer. Default: "never".
-        costs: the costs of each stage of the program. None: not measured.
-        options: the schedule's options: numbers, flags and strings.
+        costs: the costs of each stage in the program. None: not measured.
+        options: the schedule's options (numbers, flags and strings).
         partition: the times and sizes of the stages, and the reason for the boundaries. None: not measured.
-        ties: the parameters that several calls of layers use.
-        alternatives: the plans that the search compared, this one first. Empty without a search.
+        ties: the parameters that several layer calls use.
+        alternatives: the plans that the search compared, this one first. Empty if there was no search.
 
     """
 
@@ -83,7 +83,7 @@ class Plan:
     partition: Partition | None = None
     ties: tuple[Tie, ...] = ()
     alternatives: tuple[Alternative, ...] = ()
-    #: The class names of numbered layers, by layer, for reports. Not saved, and not in ``explain``.
+    #: The class names of layers whose names are numbers, by layer, for reports. Not saved, and not in ``explain``.
     layer_classes: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -92,7 +92,7 @@ class Plan:
 
     @property
     def boundaries(self) -> list[str]:
-        """The first layer of every stage but stage 0."""
+        """The first layer of every stage except stage 0."""
         return [layers[0] for layers in self.stages[1:]]
 
     @property
@@ -102,7 +102,7 @@ class Plan:
         return replace(self.program, graph=chain(count, count // self.program.num_weights))
 
     def maker(self) -> Schedule | None:
-        """The schedule that the plan names, with its options; None if it does not create the plan's program."""
+        """The schedule that the plan names, with its options. None if it creates a program other than the plan's."""
         program = self.program
         if self.schedule not in schedules.names():
             return None
@@ -127,9 +127,7 @@ class Plan:
         return rank_memory(self.treated, self.costs) if self.costs else ()
 
     def explain(self) -> str:
-        """Describe the stages and their costs, the bottleneck, whether the split is optimal, ties, and the predicted
-        step, as text.
-        """
+        """Describe the plan as text: stages, costs, bottleneck, optimality of the split, ties and predicted step."""
         predicted = self.predicted()
         lines = [f"{self.schedule} on {self._shape}, checkpoint {checkpoint_in_words(self.checkpoint)!r}"]
         if self.partition is not None:
@@ -164,7 +162,7 @@ class Plan:
         return f"Plan({self.schedule}: {cut}, checkpoint {checkpoint_in_words(self.checkpoint)!r}{step})"
 
     def to_dict(self) -> dict[str, Any]:
-        """Convert to plain values for JSON. ``predicted`` is only for human readers; loading ignores it."""
+        """Convert to plain values for JSON. ``"predicted"`` is only for human readers and is ignored on loading."""
         predicted = self.predicted()
         summary = {"makespan_s": predicted.makespan_s, "bubble_ratio": predicted.bubble_ratio} if predicted else None
         return {
@@ -183,7 +181,7 @@ class Plan:
         }
 
     def _program(self) -> dict[str, Any] | list[str]:
-        """The program as text lines, or only its digest if one of pipesched's schedules quickly creates it again."""
+        """The program as text lines, or only its digest if one of pipesched's schedules can quickly recreate it."""
         program = self.program
         known = self.schedule in schedules.names() and schedules.get(self.schedule)
         quick = known and not known.searches and known.module.startswith(f"{schedules.__name__}.")
@@ -196,8 +194,8 @@ class Plan:
     def from_dict(cls, values: Mapping[str, Any]) -> "Plan":
         """The inverse of ``to_dict``. The program is validated.
 
-        ``program`` may be text lines even if ``to_dict`` writes a digest. If the stages were edited, costs, ties and
-        alternatives are dropped, because they belong to the stages before the edit.
+        ``"program"`` can be text lines even where ``to_dict`` writes a digest. If the stages were edited, costs, ties
+        and alternatives are dropped, because they describe the stages before the edit.
 
         Raises:
             ScheduleError: for an invalid plan, or if the schedule no longer creates the program that was saved.
@@ -328,7 +326,7 @@ def _digest(program: Program) -> str:
 
 
 def _check_agrees(values: Mapping[str, Any], program: Program) -> None:
-    """Raise ScheduleError if the plan's summary differs from its program."""
+    """Raise ScheduleError if the saved schedule or number of ranks or micro-batches differs from the program's."""
     runs = {
         "schedule": program.name or values["schedule"],
         "num_ranks": program.num_ranks,

@@ -1,4 +1,4 @@
-"""Program factory: creates the programs that a pipeline runs from the user's request."""
+"""Program factory: turns the user's request into the programs that a pipeline runs."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
@@ -27,17 +27,17 @@ from pipesched.program.weight_versions import Uses, update_groups, used_versions
 __all__ = ["MICROBATCHES_PER_RANK", "ProgramFactory", "StepPrograms"]
 
 _AUTO = "1f1b"
-_MORE_STEPS = 4  # a stream that is not periodic after this multiple of the steps that PipeDream needs never is
+_MORE_STEPS = 4  # a stream is aperiodic if it has no period within this multiple of the steps that PipeDream needs
 MICROBATCHES_PER_RANK = 4  # enough for a small bubble (GPipe, Huang et al. 2019)
 
 
 class ProgramFactory:
-    """Creates the programs of a pipeline once for each number of micro-batches, validates them, and adds transfers.
+    """Creates and validates the programs of a pipeline, once for each number of micro-batches, and adds transfers.
 
     Args:
         request: the user's choices.
-        num_devices: the number of devices; the programs may use fewer.
-        updates: whether the pipeline has optimizers. If so, an update is added to programs that have none.
+        num_devices: the number of available devices; the programs can use fewer.
+        updates: whether the pipeline has optimizers. If so, updates are added to programs that have none.
         norms: whether updates need the norm of all gradients.
 
     """
@@ -63,7 +63,7 @@ class ProgramFactory:
     def of(self, num_microbatches: int) -> "StepPrograms":
         """The programs of steps with this number of micro-batches.
 
-        If the user gave a program with a different number, using the result raises ScheduleError.
+        If the user gave a program with another number of micro-batches, using the result raises ScheduleError.
         """
         if num_microbatches not in self._made:
             self._made[num_microbatches] = StepPrograms(self, num_microbatches)
@@ -93,17 +93,17 @@ class ProgramFactory:
 
     @cached_property
     def streams(self) -> bool:
-        """Whether steps overlap. True for a schedule with updates; a program given by the user runs step by step."""
+        """Whether steps overlap: True for a schedule with updates, False for a program given by the user."""
         return not self.fixed and self.full.plain.has_updates
 
     @property
     def options(self) -> dict[str, Any]:
-        """The schedule's options that can be saved in a file; empty for a program."""
+        """The schedule's options that can be saved in a file; empty if the user gave a program."""
         options = self.source.options if isinstance(self.source, Schedule) else {}
         return {option: value for option, value in options.items() if isinstance(value, int | float | str)}
 
     def connect(self, edges: Sequence[tuple[int, int]], offloading: Collection[int] = ()) -> Program:
-        """Connect the stages: set which stages use the outputs of which stages, the same in each chain of stages.
+        """Connect the stages: set which stage uses the outputs of which other stages, identically in all chains.
 
         Args:
             edges: pairs of a producing and a consuming stage of one chain.
@@ -123,7 +123,7 @@ class ProgramFactory:
         return self.full.plain
 
     def check_updates(self) -> None:
-        """Raise ScheduleError if the schedule needs optimizers but has none, or does not support them."""
+        """Raise ScheduleError if the schedule needs optimizers and there are none, or if it does not support them."""
         program = self.full.plain
         if program.has_updates and not self.updates:
             raise ScheduleError(
@@ -151,7 +151,7 @@ class ProgramFactory:
 
 
 class StepPrograms:
-    """The programs of steps with one number of micro-batches. Each is created on first use."""
+    """The programs of steps with a given number of micro-batches. Each program is created on first use."""
 
     def __init__(self, factory: ProgramFactory, num_microbatches: int) -> None:
         self._factory = factory
@@ -159,9 +159,9 @@ class StepPrograms:
 
     @cached_property
     def plain(self) -> Program:
-        """The program from the schedule or the user, without updates, recomputes or transfers added to it.
+        """The program from the schedule or the user, before updates, recomputes and transfers are added.
 
-        Raises ScheduleError if the user gave a program with a different number of micro-batches.
+        Raises ScheduleError if the user gave a program with another number of micro-batches.
         """
         source = self._factory.source
         if not isinstance(source, Program):
@@ -186,7 +186,10 @@ class StepPrograms:
 
     @cached_property
     def timed(self) -> Program:
-        """The program that runs, without transfers: one step or, if steps overlap, as many as it takes to repeat."""
+        """The program that runs, without transfers.
+
+        It contains one step or, if steps overlap, all steps until the order of actions repeats.
+        """
         factory = self._factory
         source = factory.source
         program = self._beginning(source) if factory.streams and isinstance(source, Schedule) else self.plain
@@ -195,9 +198,9 @@ class StepPrograms:
         return add_offloading(program, factory.offloading)
 
     def _beginning(self, schedule: Schedule) -> Program:
-        """The first steps of a stream of overlapping steps, up to the step from which the order of actions repeats.
+        """The first steps of a stream of overlapping steps, up to the step after which the order of actions repeats.
 
-        Schedules that use old weight versions for a long time need more steps than others.
+        The longer a schedule uses old weight versions, the later its order repeats.
         """
         num_ranks = self._factory.num_ranks
         steps = enough_steps(num_ranks, self.num_microbatches)
@@ -221,7 +224,7 @@ class StepPrograms:
 
     @cached_property
     def segments(self) -> Segments:
-        """The program of a stream of overlapping steps, with transfers, divided into steps."""
+        """The program of a stream of overlapping steps, with transfers, split into steps."""
         return Segments(self.training, self.num_microbatches)
 
     @cached_property
@@ -239,12 +242,12 @@ class StepPrograms:
 
     @cached_property
     def inference(self) -> Program:
-        """The program of the forwards alone, with transfers between ranks."""
+        """The program with only the forwards, and transfers between ranks."""
         return lower(self.plain.forward())
 
     @cached_property
     def open_pass(self) -> Program:
-        """The program of all forwards, then all backwards, with transfers between ranks."""
+        """The program with all forwards, then all backwards, and transfers between ranks."""
         return lower(add_recompute(forward_then_backward(self.plain), self._factory.checkpoint))
 
 
@@ -266,7 +269,7 @@ def _num_stages(request: PlanRequest, schedule: Schedule, num_devices: int) -> i
 
 
 def _source(request: PlanRequest, num_devices: int) -> Schedule | Program:
-    """The schedule, with the chunks that the number of stages requires, or the program that the user gave."""
+    """The program that the user gave, or the schedule with as many chunks as the number of stages requires."""
     if num_devices < 1:
         raise DeviceCountError("a pipeline needs at least one device; got none; pass devices=['cpu'], or more")
     if isinstance(request.schedule, Program):

@@ -1,4 +1,4 @@
-"""Recomputation choice: decides which layers to recompute or offload so that ranks keep their memory limits.
+"""Recomputation choice: decides which layers to recompute or offload so that ranks stay within their memory limits.
 
 `pipesched.planning.tuner` uses it for each candidate. Layers are first partitioned into stages without memory limits.
 If a rank then exceeds its limit, the layers are partitioned again under limits, and the activations of each layer are
@@ -25,7 +25,7 @@ from pipesched.program.program import Program
 
 __all__ = ["RecomputationChooser"]
 
-_TRIES = 6  # partitions to try under a memory limit
+_TRIES = 6  # most partitions to try under a memory limit
 _RECOMPUTE: tuple[LayerCheckpoint, ...] = ("recompute",)
 _RECOMPUTE_OR_OFFLOAD: tuple[LayerCheckpoint, ...] = ("recompute", "offload")
 
@@ -66,7 +66,7 @@ class RecomputationChooser:
         yield from by_layer or filter(None, map(self.within_limits, ways))
 
     def _by_layer(self, candidate: Candidate) -> list[EvaluatedCandidate]:
-        """The candidate with single layers recomputed, and, if allowed, with some offloaded."""
+        """The candidate with individual layers recomputed and, if allowed, with individual layers offloaded."""
         both = self.within_limits(candidate, _RECOMPUTE_OR_OFFLOAD) if self._search.may_offload else None
         if both is not None and not both.candidate.offloads:
             return [both]
@@ -83,13 +83,13 @@ class RecomputationChooser:
     ) -> EvaluatedCandidate | None:
         """The candidate with the smallest bottleneck within the limits; None if none was found.
 
-        The partitioner underestimates memory. If a rank exceeds its limit, the layers are partitioned again with the
-        limit lowered by the excess. If no partition keeps the new limit, the next limit is halfway between it and the
-        last one that had a partition.
+        The partitioner underestimates memory. If a rank exceeds its limit, the layers are partitioned again with that
+        limit lowered by the excess. If the lowered limit permits no partition, the next limit to try is halfway between
+        it and the last limit that did.
 
         Args:
             candidate: the candidate.
-            allowed: the ways to save memory that may be chosen for single layers: "recompute" and "offload".
+            allowed: the ways to save memory that can be chosen per layer: "recompute", "offload" or both.
 
         """
         asked = [float(limit) for limit in (self._search.memory_limit_bytes or ())[: candidate.num_ranks]]
@@ -114,7 +114,7 @@ class RecomputationChooser:
         return None
 
     def _excess_bytes(self, found: EvaluatedCandidate) -> tuple[int, ...]:
-        """The bytes by which each rank exceeds its limit; () without limits. Spends the effort of computing them."""
+        """The bytes by which each rank exceeds its limit; () without limits. Subtracts the effort of computing them."""
         if found.limit_bytes is not None:
             searches = found.candidate.schedule.searches and not found.candidate.is_written
             self._effort.spend(found.candidate.num_actions * (IN_ORDER_SEARCH if searches else FOR_MEMORY))
@@ -140,11 +140,11 @@ class RecomputationChooser:
         )
 
     def graph(self, num_microbatches: int) -> "nx.DiGraph[str]":
-        """The measured layers, for the micro-batch size that results from this number of micro-batches."""
+        """The graph of the measured layers at the micro-batch size that this number of micro-batches gives."""
         return self._search.profile.graph(self._rows(num_microbatches))
 
     def partitioner(self, candidate: Candidate, program: Program) -> StagePartitioner:
-        """The partitioner for a candidate, without limits."""
+        """The partitioner for a candidate, without memory limits."""
         return StagePartitioner(
             pins=self._search.pins,
             program=program,
@@ -161,7 +161,7 @@ class RecomputationChooser:
     ) -> _Partitioned | None:
         """The partition of the layers for a candidate; None if there is none. Results are cached."""
         key: tuple[Any, ...] = (candidate.placement, self._rows(candidate.num_microbatches))
-        if limits is not None:  # schedules with equally many micro-batches in flight share a partition
+        if limits is not None:  # schedules with the same numbers of micro-batches in flight share a partition
             held = tuple(self.partitioner(candidate, candidate.program).in_flight)
             again = candidate.checkpoint in LADDER[1:] or repr(candidate.checkpoint)
             key = (*key, limits, allowed, held, candidate.num_microbatches, again)

@@ -1,7 +1,7 @@
 """Replan verdict: whether a better plan saves enough to justify moving layers.
 
-Thresholds keep noise from causing moves. The saving must exceed 3 % of a step and twice the noise, and the saving over
-all remaining steps must exceed the cost of moving.
+Thresholds keep noise from causing moves. The saving must exceed 3 % of the step time and twice the noise, and over all
+remaining steps it must exceed the cost of moving.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,8 +16,8 @@ from pipesched.units import counted, quote_bytes, quote_time
 
 __all__ = ["Replanned", "certain", "check_steps_left", "layers_moved", "strayed", "verdict"]
 
-_LEAST = 0.03  # savings below this fraction of a step do not count
-_CERTAIN = 0.05  # differences between two stages below this fraction of a stage's time do not count
+_LEAST = 0.03  # savings below this fraction of a step are ignored
+_CERTAIN = 0.05  # differences between two stages below this fraction of a stage's time are ignored
 _TIMES_NOISE = 2
 
 
@@ -33,13 +33,13 @@ class Replanned:
     layers: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     #: Weights, gradients, buffers and optimizer states that change devices, in bytes.
     moved_bytes: int = 0
-    #: Predicted step time of the old plan. None: the new plan was given, not searched.
+    #: Predicted step time of the old plan. None: the caller gave the new plan, so there was no search.
     before_s: float | None = None
-    #: Predicted step time of the new plan. None: the new plan was given, not searched.
+    #: Predicted step time of the new plan. None: the caller gave the new plan, so there was no search.
     after_s: float | None = None
-    #: Relative deviation of a rank's work between steps.
+    #: Relative deviation of a rank's work from step to step.
     noise: float = 0.0
-    #: Seconds that moving takes: measured if it was done, otherwise estimated.
+    #: The time of moving in seconds: measured if layers were moved, otherwise estimated.
     cost_s: float = 0.0
 
     @property
@@ -88,9 +88,10 @@ def layers_moved(before: Mapping[str, int], after: Mapping[str, int]) -> dict[st
 
 
 def strayed(steps: Sequence[Trace]) -> float:
-    """The median relative deviation of a rank's work between steps, for the rank with the largest deviation.
+    """The median relative deviation of a rank's work from step to step, for the rank where it is largest.
 
-    Actions are compared with others of the same stage and kind, so steps may differ in their number of micro-batches.
+    Each action is compared with actions of the same stage and kind, so the steps can differ in their number of
+    micro-batches.
     """
     seconds: dict[tuple[int, Kind], list[float]] = {}
     work: list[dict[int, list[tuple[tuple[int, Kind], float]]]] = []
@@ -117,13 +118,13 @@ def certain(noise: float) -> float:
 
 
 def verdict(before_s: float, after_s: float, *, noise: float, cost_s: float, steps_left: int | None) -> str:
-    """The reason not to move to another plan; "" if moving pays.
+    """The reason not to switch to another plan; "" if switching pays off.
 
     Args:
         before_s: predicted step time of the old plan.
         after_s: predicted step time of the new plan.
-        noise: relative deviation of a rank's work between steps.
-        cost_s: seconds that moving takes.
+        noise: relative deviation of a rank's work from step to step.
+        cost_s: the time of moving layers, in seconds.
         steps_left: the number of remaining steps. None: unknown; the cost of moving is then ignored.
 
     """

@@ -21,7 +21,7 @@ from pipesched.simulation.profile import Profile
 
 __all__ = ["Offload", "SearchRequest", "check_offload", "limits_of"]
 
-#: Whether activations may be offloaded to the host. "auto": yes if the host has separate memory of known bandwidth.
+#: Whether activations can be offloaded to the host. "auto": if the host's memory is separate and its bandwidth known.
 Offload = Literal["auto"] | bool
 
 _EFFORT = 3_000_000  # default number of actions to simulate, about three seconds
@@ -45,19 +45,19 @@ class SearchRequest:
     schedule: Schedule | None = None
     #: The number of stages. None: any.
     num_stages: int | None = None
-    #: The checkpoint setting. None: any that keeps the memory limits.
+    #: The checkpoint setting. None: any that stays within the memory limits.
     checkpoint: Checkpoint | None = None
-    #: Links between ranks. None: the links of the profile's machine.
+    #: The links between ranks. None: the links of the profile's machine.
     links: Links | None = None
     #: The memory limit of each rank. None: no limit.
     memory_limit_bytes: tuple[int, ...] | None = None
     #: Whether the plan must use all ranks.
     all_ranks: bool = False
-    #: "threads" or "processes", which have different overheads.
+    #: "threads" or "processes". The two have different overheads.
     ranks_are: RanksAre = "threads"
-    #: Whether activations may be offloaded. "auto": if the host's bandwidth is known and the device is not a CPU.
+    #: Whether activations can be offloaded. "auto": if the host's bandwidth is known and the device is not a CPU.
     offload: Offload = "auto"
-    #: The number of actions that the search may simulate.
+    #: The number of actions that the search is allowed to simulate.
     effort: int = _EFFORT
 
     def __post_init__(self) -> None:
@@ -72,7 +72,7 @@ class SearchRequest:
 
     @property
     def may_offload(self) -> bool:
-        """Whether activations may be offloaded to the host."""
+        """Whether activations can be offloaded to the host."""
         if self.offload != "auto":
             return self.offload
         return self.profile.machine.host_bytes_per_s is not None and not self.profile.machine.on_host
@@ -107,8 +107,8 @@ class SearchRequest:
             counts: the numbers of micro-batches to try if the request gives none. Default: chosen so that micro-batches
                 are within the range of the measured sizes.
             ranks_are: "threads" or "processes". Default: "threads".
-            num_cores: the number of cores of the host on which all ranks compute. Default: ``num_ranks``.
-            others: further fields of SearchRequest.
+            num_cores: the number of CPU cores that all ranks share. Default: ``num_ranks``.
+            others: other fields of SearchRequest.
 
         Raises:
             PartitionError: for invalid values.

@@ -24,8 +24,8 @@ from pipesched.units import quote_speed, quote_time
 
 __all__ = ["StagePartitioner"]
 
-_COPIES = 2  # memory of the parameters: weights and gradients; optimizer states are not counted here
-_MOST_TIES = 8  # for this many tied weights, the largest ones, a partition with all users in one stage is tried
+_COPIES = 2  # number of times that parameter bytes are counted: as weights and gradients, but not as optimizer states
+_MOST_TIES = 8  # only this many tied weights, the largest, are tried with all users in one stage
 _MOST_IDEALS = 5_000  # graphs with more order ideals are not searched for other layer orders
 
 
@@ -35,7 +35,7 @@ class StagePartitioner:
 
     pins: Pins
     program: Program
-    #: Returns the graph of the measured layers, as `pipesched.graph_of` does. Called only when the graph is needed.
+    #: A function that returns the graph of the measured layers, like `pipesched.graph_of`. Called only when needed.
     graph: Callable[[], "nx.DiGraph[str]"]
     checkpoint: Checkpoint = "never"
     #: Links between ranks. If given, the partition takes communication between stages into account.
@@ -44,7 +44,7 @@ class StagePartitioner:
     memory_limit_bytes: Sequence[float] | None = None
     #: Relative speed of slow devices: rank -> speed. Default: 1.
     speeds: Mapping[int, float] = field(default_factory=dict)
-    #: The ways to save memory that may be chosen for single layers. The resulting partition lists the choices.
+    #: The ways to save memory that can be chosen per layer. The resulting partition lists the choices.
     allowed: Collection[LayerCheckpoint] = ()
     #: Bandwidth between a rank and its host, for offloading.
     host_bytes_per_s: float | None = None
@@ -56,10 +56,12 @@ class StagePartitioner:
             )
 
     def partition(self) -> tuple[StageLayers, Partition | None]:
-        """Returns the layers of each stage, and the partition with its costs (None if no measurements were needed).
+        """Returns the layers of each stage, and the partition with its costs.
+
+        The partition is None if no measurements were needed.
 
         Raises:
-            PartitionError: if there are more stages than layers, or if the boundaries do not fit.
+            PartitionError: if there are more stages than layers, or if the boundaries do not fit the stages.
 
         """
         layers = list(self.pins.layers)
@@ -103,7 +105,7 @@ class StagePartitioner:
         return self._explained(graph, found, "the boundaries were given")
 
     def _solved(self) -> Partition:
-        """The best partition that meets the constraints, with the reason why no other is better."""
+        """The best partition that meets the constraints, with an explanation of why no other partition is better."""
         graph = self.graph()
         row = _in_a_row(graph)
         found = self._with_ties_together(graph, row)
@@ -119,8 +121,9 @@ class StagePartitioner:
         return self._explained(graph, found, why)
 
     def _with_ties_together(self, graph: "nx.DiGraph[str]", row: "nx.DiGraph[str]") -> Partition:
-        """The best partition of a chain of layers. All users of a tied weight share a stage unless that makes the step
-        slower.
+        """The best partition of a chain of layers.
+
+        All users of a tied weight share a stage unless that makes the step slower.
         """
         starts = self.pins.starts
         together = tuple(tuple(group) for group in self.pins.together)
@@ -139,14 +142,14 @@ class StagePartitioner:
     def in_flight(self) -> list[int]:
         """The peak number of micro-batches in flight on each stage.
 
-        In bidirectional schedules, the numbers of all stages with the same layers are added.
+        In bidirectional schedules, the numbers of all stages with the same layers are added up.
         """
         held = [0] * self.program.num_weights
         for part, peak in zip(self.program.weights, peaks_of_stages(self.program.columns).tolist(), strict=True):
             held[part] += peak
         return held
 
-    # ---- calls of the partitioner -----------------------------------------------------------------------------------
+    # ---- calls to the partitioner -----------------------------------------------------------------------------------
 
     @property
     def _ranks(self) -> list[int]:
@@ -185,7 +188,7 @@ class StagePartitioner:
         )
 
     def _speeds(self, named: Sequence[int]) -> list[float] | None:
-        """The speed of each rank if ranks have several stages, otherwise of each stage; None if no rank is slow."""
+        """The speed of each rank if ranks have several stages, otherwise of each stage. None if no rank is slow."""
         ranks = named if self._chunks else self._ranks
         return [self.speeds.get(rank, 1.0) for rank in ranks] if self.speeds else None
 
@@ -202,7 +205,7 @@ class StagePartitioner:
         return (max(link.latency_s for link in both), 1 / slowest) if slowest else None
 
     def _cost(self, graph: "nx.DiGraph[str]", found: Partition) -> tuple[float, int]:
-        """Sort key of a partition: (the part of the step time that depends on it, bytes sent for tied weights)."""
+        """Sort key of a partition: the part of the step time that it affects, then the bytes sent for tied weights."""
         rank_of = {layer: rank for names, rank in zip(found.stages, self._ranks, strict=True) for layer in names}
         moved = sum(
             tied_traffic_bytes(parameter_bytes(graph, names), [rank_of[user] for user in users])
@@ -215,8 +218,10 @@ class StagePartitioner:
     # ---- explanation ------------------------------------------------------------------------------------------------
 
     def _explained(self, graph: "nx.DiGraph[str]", found: Partition, reason: str) -> Partition:
-        """Correct the summaries of a partition: the program's rank numbers, each parameter counted once per stage, and
-        the activations that remain with checkpointing.
+        """Correct a partition's summary of each stage.
+
+        The summaries get the program's rank numbers, count each parameter once per stage, and count only the
+        activations that checkpointing leaves in memory.
         """
         summaries = []
         for names, rank, count, own in zip(found.stages, self._ranks, self.in_flight, found.summaries, strict=True):
@@ -250,7 +255,7 @@ def _against(found: Partition, best: Partition, choice: str) -> str:
 
 
 def _in_a_row(graph: "nx.DiGraph[str]") -> "nx.DiGraph[str]":
-    """The graph with the layers as a chain in execution order. Edges without tensors are added where none exists."""
+    """The graph as a chain of layers in execution order. Neighbours without an edge get an edge without tensors."""
     row = graph.copy()
     row.add_edges_from(
         (one, other, {"tensors": {}}) for one, other in pairwise(graph) if not graph.has_edge(one, other)
@@ -259,6 +264,6 @@ def _in_a_row(graph: "nx.DiGraph[str]") -> "nx.DiGraph[str]":
 
 
 def _tied(graph: "nx.DiGraph[str]") -> list[tuple[str, ...]]:
-    """The groups of layers that use the same parameters, those with the most bytes first."""
+    """Groups of layers that use the same parameters; groups with the most parameter bytes first."""
     groups = tied_groups(graph)
     return sorted(groups, key=lambda users: -parameter_bytes(graph, groups[users]))

@@ -1,13 +1,14 @@
 """Tuner: finds the plan with the shortest simulated step for a profile, ranks, a batch and memory limits.
 
-Candidates wait in a queue, sorted by a lower bound of their step time. At first the bound considers only their total
+Candidates wait in a queue, sorted by a lower bound on their step time. At first the bound considers only their total
 work. The layers of the first candidate in the queue are assigned to stages, and
-`pipesched.planning.recomputation_choice` decides which layers are recomputed or offloaded to keep the memory limits.
+`pipesched.planning.recomputation_choice` decides which layers to recompute or offload to stay within memory limits.
 The candidate is queued again with the bound of these stages (`pipesched.simulation.bounds`), and simulated when it is
-first again. The search ends when no bound is below the best step time. If no candidate fits into memory, the candidates
-that need the least memory are tried with extra effort (`pipesched.planning.lean_candidates`). If none of these fits,
-the plan with the smallest peak memory is searched (`pipesched.planning.infeasibility`). At the end the boundaries of
-the best candidates are moved as long as that shortens the simulated step (`pipesched.planning.boundary_refinement`).
+first in the queue again. The search ends when no bound is below the best step time. If no candidate fits into memory,
+the candidates that need the least memory are tried with extra effort (`pipesched.planning.lean_candidates`). If none of
+these fits, the plan with the smallest peak memory is determined (`pipesched.planning.infeasibility`). At the end, stage
+boundaries of the best candidates are moved while this shortens the simulated step
+(`pipesched.planning.boundary_refinement`).
 """
 
 import heapq
@@ -41,11 +42,11 @@ from pipesched.units import quote_time
 
 __all__ = ["Tuner", "find_plan", "too_small"]
 
-# Candidates within this factor of the fastest step get refined boundaries, each with half of the remaining effort.
+# The boundaries of candidates within this factor of the fastest step are refined, each with half the remaining effort.
 _NEAR = 1.3
-_A_MOVE = 500  # actions: the cost of adding up the costs of moved boundaries
+_A_MOVE = 500  # effort of summing the stage costs after a boundary has moved, in actions
 _TO_REFINE = 0.4  # the fraction of the effort that is reserved for refining boundaries
-_SHOWN = 8  # alternatives to list beside the baselines
+_SHOWN = 8  # number of alternatives to list besides the baselines
 _BASELINES = ("1f1b", "gpipe")
 _ACTIONS = ("forward_s", "input_grad_s", "weight_grad_s", "backward_s")
 _WHY = "the search chose the split by simulated step time, not by the bottleneck alone"
@@ -97,7 +98,9 @@ class Tuner:
         self._work: dict[int, tuple[float, float, float]] = {}
 
     def search(self, known: Sequence[EvaluatedCandidate] = ()) -> EvaluatedCandidate:
-        """Find the simplest of the candidates that are about as fast as the fastest. Raises as ``find_plan`` does.
+        """Find the simplest of the candidates that are about as fast as the fastest.
+
+        Raises the same errors as ``find_plan``.
 
         Args:
             known: evaluated candidates to start from.
@@ -170,9 +173,9 @@ class Tuner:
         return list(rest.values())
 
     def _thrifty_first(self, rest: Sequence[Candidate]) -> None:
-        """Try candidates in the order of the memory that they need, until one fits.
+        """Try candidates, those that are likely to need the least memory first, until one fits.
 
-        This may exceed the effort, so that a small effort does not turn a feasible limit into an error.
+        This can exceed the search's effort, so that a small effort does not turn a feasible limit into an error.
         """
         until = self._effort.left - self._lean.effort_in_need
         for candidate in self._lean.by_thrift(rest, self._lean.thrifty):
@@ -188,11 +191,11 @@ class Tuner:
         return own or candidate.num_ranks == 1
 
     def _least_s(self, candidate: Candidate) -> float:
-        """A lower bound of the step time for any partition: evenly divided work or, if longer, the heaviest layer.
+        """A lower bound on the step time of every partition: evenly divided work or, if longer, the slowest layer.
 
-        With one stage per rank and whole backwards, a rank works on its part of each micro-batch, and in addition waits
-        for the work of earlier ranks on one micro-batch. The longest of these sums is smallest if the parts decrease by
-        a factor of 1 - 1/count from rank to rank.
+        With one stage per rank and whole backwards, each rank's time is its work on all micro-batches, plus the work of
+        all earlier ranks on one micro-batch, for which it waits. The longest of these times is smallest if the work per
+        micro-batch decreases by a factor of 1 - 1/count from rank to rank, where count is the number of micro-batches.
         """
         count = candidate.num_microbatches
         if count not in self._work:
@@ -216,12 +219,12 @@ class Tuner:
 
     def _simulated(self, found: EvaluatedCandidate) -> EvaluatedCandidate:
         """Subtract the effort of a candidate's simulation, and return the candidate unchanged."""
-        per_action = IN_ORDER_SEARCH if found.candidate.schedule.searches else 2  # to make the program, and simulate it
+        per_action = IN_ORDER_SEARCH if found.candidate.schedule.searches else 2  # creating and simulating the program
         self._effort.spend(AT_LEAST + len(found.runs.columns) * per_action)
         return found
 
     def _refined(self, found: EvaluatedCandidate, until: float) -> EvaluatedCandidate:
-        """Move the candidate's boundaries while that shortens the step and more than ``until`` effort is left."""
+        """Move the candidate's boundaries while this shortens the step and more than ``until`` effort is left."""
         candidate = found.candidate
         pins = self._search.pins
         if pins.complete or candidate.num_stages in (1, len(pins.layers)):
@@ -309,8 +312,8 @@ class Tuner:
 def _work(graph: "nx.DiGraph[str]") -> tuple[float, float, float]:
     """Returns three times of one micro-batch, in seconds.
 
-    The first is the sum over all layers, each with the faster of a whole and a split backward. The second is the same
-    sum with whole backwards only. The third is the time of the slowest layer, with its faster backward.
+    The first is the sum over all layers, with the faster of a whole and a split backward for each layer. The second is
+    the sum with whole backwards only. The third is the time of the slowest layer, with the faster of its backwards.
     """
     layers = [costs_of(graph, name) for name in graph]
     each = [own.forward_s + min(own.backward_s, own.input_grad_s + own.weight_grad_s) for own in layers]
@@ -323,7 +326,7 @@ def _speed(found: EvaluatedCandidate) -> tuple[Any, ...]:
 
 
 def _bound_s(found: EvaluatedCandidate) -> float:
-    """A lower bound of the step time for any order of these stages."""
+    """A lower bound on the step time for any order of these stages' actions."""
     candidate = found.candidate
     return lower_bound(
         _quickest(found.costs, candidate.placement),
@@ -336,7 +339,7 @@ def _bound_s(found: EvaluatedCandidate) -> float:
 def _quickest(costs: Costs, placement: Placement) -> Costs:
     """Adapt the costs for `lower_bound`, which ignores links and overheads.
 
-    The smallest overhead of an action is added to all actions, and the smallest latency to all messages.
+    The smallest overhead per action is added to all actions, and the smallest latency to all messages.
     """
     overheads = costs.overheads
     links = costs.links or (Links(overheads.link) if overheads else None)

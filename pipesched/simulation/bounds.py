@@ -1,11 +1,12 @@
-"""Bounds: step times that no schedule can beat, to measure how far a schedule is from the optimum.
+"""Bounds: step times that no schedule can beat. They show how far a schedule is from the optimum.
 
 Three arguments are applied to every rank. They are the relaxations behind zero-bubble scheduling (Qi et al. 2023,
 arXiv:2401.10241), generalised to any placement:
 
 - One machine: earliest start + work + shortest time to the end, for any part of a rank's work (Carlier 1982).
-- In turns: if a stage may hold n micro-batches, forward number n + 1 waits until one of the first n is released.
-- Little's law: pairs in flight = rate x lifetime. If the pairs in flight are limited, long lifetimes need a long step.
+- In turns: if a stage can hold n micro-batches, forward number n + 1 waits until one of the first n is released.
+- Little's law: the number of (stage, micro-batch) pairs in flight = rate x lifetime. If this number is limited, long
+  lifetimes require a long step.
 """
 
 from collections.abc import Iterable, Sequence
@@ -33,7 +34,7 @@ def lower_bound(
     max_in_flight: int | Sequence[int] | None = None,
     split: bool = True,
 ) -> float:
-    """A lower bound of the makespan of all valid programs for a chain of stages with these costs.
+    """A lower bound on the makespan of every valid program for a chain of stages with these costs.
 
     A gap between a schedule and the bound means that the schedule is not optimal, or that the bound is loose (finding
     the optimum is NP-hard). Whole numbers and Fractions give exact results; floats are subject to rounding.
@@ -46,11 +47,11 @@ def lower_bound(
         costs: the costs of each stage.
         num_microbatches: the number of micro-batches, at least 1.
         placement: the rank of each stage. Default: one rank per stage.
-        max_in_flight: the most (stage, micro-batch) pairs that a rank may hold at the same time, counted from their F;
-            one number, or one per rank. Default: no limit. Pass no limit for programs with recompute, which hold a
-            recomputed pair only from its R.
-        split: whether each backward may be either one B, or an I and a W, whichever is faster. If False, every backward
-            is a B. Default: True.
+        max_in_flight: the most (stage, micro-batch) pairs that a rank is allowed to hold at the same time, each held
+            from its F on: one number, or one per rank. Default: no limit. Pass no limit for programs with recompute,
+            because they hold a recomputed pair only from its R on.
+        split: whether each backward can be one B, or an I and a W, whichever is faster. If False, every backward is
+            a B. Default: True.
 
     Returns:
         The bound in seconds.
@@ -83,10 +84,10 @@ def lower_bound(
 
 
 def program_bound(program: Program, costs: Costs) -> float | None:
-    """A lower bound of the makespan of all programs with the stages, placement and micro-batches of this program.
+    """A lower bound on the makespan of every program with the stages, placement and micro-batches of this program.
 
-    Backwards may be whole or split. The bound is weaker if the stages are not a single chain. Returns seconds, or None
-    for a forward-only program.
+    The bound holds for whole and split backwards. It is weaker if the stages are not a single chain. Returns the bound
+    in seconds, or None for a forward-only program.
     """
     if program.forward_only:
         return None
@@ -96,7 +97,7 @@ def program_bound(program: Program, costs: Costs) -> float | None:
 
 
 def _of_graph(program: Program, costs: Costs) -> float:
-    """A lower bound of the makespan in seconds for any stage graph, even if micro-batches skip stages.
+    """A lower bound on the makespan in seconds, for any stage graph, even if micro-batches skip stages.
 
     Only forwards can run on a rank before its first gradient arrives, and after a rank's last gradient the earlier
     stages still have to run.
@@ -148,7 +149,7 @@ def _check(costs: Costs, num_microbatches: int, placement: Placement) -> None:
 
 
 def _limits(given: int | Sequence[int] | None, chunks: dict[int, int], num_microbatches: int) -> dict[int, int]:
-    """The number of (stage, micro-batch) pairs that each rank may hold: its limit, or all of its pairs if fewer."""
+    """The most (stage, micro-batch) pairs that each rank can hold: its limit, or the number of its pairs if smaller."""
     most = {rank: count * num_microbatches for rank, count in chunks.items()}
     if given is None:
         return most
@@ -170,9 +171,7 @@ def _limits(given: int | Sequence[int] | None, chunks: dict[int, int], num_micro
 
 @dataclass(frozen=True, kw_only=True)
 class _Stage:
-    """Times of one micro-batch on one stage, in seconds: durations, earliest starts, and the least time that must
-    follow.
-    """
+    """Durations, earliest starts and shortest remaining times of one micro-batch on one stage, in seconds."""
 
     forward: float  # duration of F
     gradient: float  # duration of the first part of the backward, for which the previous stage waits
@@ -182,8 +181,8 @@ class _Stage:
     rest_start: float  # earliest start of the rest
     after_forward: float  # from the end of F to the end of all work that follows it
     after_gradient: float  # from the end of the gradient to the end of all work that follows it
-    down: float  # from the end of the gradient to the end of the work that follows on earlier stages
-    release: float  # the shortest action that releases a (stage, micro-batch) pair
+    down: float  # from the end of the gradient to the end of the work of earlier stages that follows it
+    release: float  # duration of the shortest action that releases a (stage, micro-batch) pair
 
     @property
     def backward(self) -> float:
@@ -221,7 +220,7 @@ def _stages(costs: Costs, placement: Placement, split: bool) -> list[_Stage]:
     after.reverse()
     found = []
     for s in range(count):
-        apart = inputs[s] + weights[s] <= whole[s]  # then a B is not faster than an I followed by a W
+        apart = inputs[s] + weights[s] <= whole[s]  # whether an I followed by a W is at least as fast as a B
         found.append(
             _Stage(
                 forward=forward[s],
@@ -256,7 +255,7 @@ def _one_machine(chunks: Sequence[_Stage], num_microbatches: int, limit: int) ->
 
 
 def _tasks_from(moment: float, chunks: Sequence[_Stage]) -> Iterable[tuple[float, float]]:
-    """Yield a micro-batch's parts that cannot start before ``moment``, as (time that must follow, duration)."""
+    """Yield the parts of a micro-batch's work that cannot start before ``moment``, as (time to the end, duration)."""
     for stage in chunks:
         if stage.start >= moment:
             yield stage.after_forward, stage.forward
@@ -267,9 +266,9 @@ def _tasks_from(moment: float, chunks: Sequence[_Stage]) -> Iterable[tuple[float
 
 
 def _held_back(chunks: Sequence[_Stage], num_microbatches: int, limit: int) -> list[tuple[float, float]]:
-    """The forwards that must wait for the release of a pair because of the limit.
+    """The forwards that must wait for the release of a (stage, micro-batch) pair because of the limit.
 
-    Returns a list of one pair (time that must follow, total duration), or an empty list if none must wait.
+    Returns a list with one tuple (shortest time to the end, total duration), or [] if no forward must wait.
     """
     left: float = 0
     room = limit
@@ -284,7 +283,7 @@ def _in_turns(stage: _Stage, num_microbatches: int, limit: int) -> float:
     """The lower bound in seconds that follows from the limit on one stage.
 
     F number 1 + limit starts at least one lifetime after F number 1, F number 1 + 2 x limit at least two lifetimes
-    after it, and so on. The remaining forwards follow back to back.
+    after F number 1, and so on. The remaining forwards follow back to back.
     """
     rounds, left = divmod(num_microbatches - 1, limit)
     return stage.start + rounds * stage.life + (left + 1) * stage.forward + stage.after_forward
@@ -293,8 +292,9 @@ def _in_turns(stage: _Stage, num_microbatches: int, limit: int) -> float:
 def _littles_law(chunks: Sequence[_Stage], num_microbatches: int, limit: int) -> float:
     """The lower bound in seconds from packing the lifetimes of all pairs, at most ``limit`` at a time.
 
-    Forwards start one by one, and pairs are released one by one. The larger of two results is used: with lifetimes up
-    to the release of the pair, and with lifetimes up to its gradient, after which the work of earlier stages follows.
+    Forwards start one by one, and pairs are released one by one. The result is the larger of two bounds: one in which
+    lifetimes end when the pair is released, and one in which they end with the pair's gradient and the work of earlier
+    stages follows.
     """
     start = min(stage.start for stage in chunks)
     lives = sum(stage.life for stage in chunks)
@@ -311,6 +311,6 @@ def _littles_law(chunks: Sequence[_Stage], num_microbatches: int, limit: int) ->
 
 
 def _ratio(seconds: Any, count: int) -> float:
-    """The time divided by the count; exact for whole numbers and Fractions."""
+    """``seconds / count``, exact for whole numbers and Fractions."""
     quotient: Any = Fraction(seconds) / count if isinstance(seconds, Rational) else seconds / count
     return quotient  # type: ignore[no-any-return]  # mypy does not accept a Fraction as a float

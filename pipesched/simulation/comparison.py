@@ -40,7 +40,7 @@ class StageComparison:
 
     @property
     def work_s(self) -> Pair:
-        """The stage's total time in a step, in seconds: each action counts with the median time of its kind."""
+        """The stage's total time in a step, in seconds, taking the median time of its kind for each action."""
         return Pair(*(sum(count * self.seconds[kind][side] for kind, count in self.counts.items()) for side in (0, 1)))
 
 
@@ -48,17 +48,17 @@ class StageComparison:
 class Comparison:
     """The predicted and measured times of one program."""
 
-    #: The makespan; None if the traces differ in their numbers of actions, for example after a shorter batch.
+    #: The makespan; None if the traces have different numbers of actions, for example because a batch was shorter.
     step_s: Pair | None
     bubble_ratio: Pair
     #: The stages that are in both traces.
     stages: tuple[StageComparison, ...]
-    #: The fraction of the makespan in which each rank computes.
+    #: The fraction of the makespan that each rank spends computing.
     busy: tuple[Pair, ...]
 
     @property
     def worst(self) -> StageComparison:
-        """The stage with the largest relative error."""
+        """The stage whose predicted time has the largest relative error."""
         return max(self.stages, key=lambda own: abs(own.work_s.off or 0))
 
     def __str__(self) -> str:
@@ -73,8 +73,8 @@ class Comparison:
 def compared(predicted: Trace, measured: Trace) -> Comparison:
     """Compare a predicted and a measured trace of one program, by stage and rank.
 
-    Stages are compared by median times, which a single delayed action does not change. Raises InputError if the traces
-    have no stage in common, or different numbers of ranks.
+    Stages are compared by median times, because a single delayed action does not change a median. Raises InputError if
+    the traces have no stage in common, or different numbers of ranks.
     """
     foreseen = _durations(predicted)
     seen = _durations(measured)
@@ -102,16 +102,17 @@ def compared(predicted: Trace, measured: Trace) -> Comparison:
 
 
 def measured_costs(traces: Sequence[Trace], num_stages: int, profiled: Costs | None = None) -> Costs:
-    """Costs from measured traces: times are medians over each stage's actions, sizes are copied from ``profiled``.
+    """Compute costs from measured traces: times are medians over each stage's actions, sizes come from ``profiled``.
 
-    If a stage ran only whole backwards, their time is divided as in ``profiled``; without ``profiled`` the whole time
-    counts as the time of the input gradients. If a stage ran only split backwards, the time of a whole backward is the
-    sum of both parts. Kinds of action that did not run cost 0.
+    If a stage ran only whole backwards, their time is split into input and weight gradients in the ratio of
+    ``profiled``; without ``profiled`` the whole time is assigned to the input gradients. If a stage ran only split
+    backwards, the time of a whole backward is the sum of the two parts. Kinds of action that did not run cost 0.
 
     Args:
         traces: the measured steps.
         num_stages: the number of stages.
-        profiled: the costs that provide the sizes, and the ratio of input to weight gradients. Default: none.
+        profiled: the costs that provide the sizes, and the ratio of the times of input and weight gradients. Default:
+            none.
 
     """
     seen = _durations(*traces)
@@ -145,7 +146,7 @@ def measured_costs(traces: Sequence[Trace], num_stages: int, profiled: Costs | N
 
 
 def quote_off(share: float | None) -> str:
-    """A relative error as text: ``+3.3%``; ``new`` if nothing was predicted."""
+    """A relative error as text, such as ``+3.3%``; ``new`` if nothing was predicted."""
     return "new" if share is None else f"{round(share, 3) + 0.0:+.1%}"  # 0, not -0
 
 

@@ -23,8 +23,8 @@ class Costs:
         pipesched.Costs(forward_s=(1, 1), input_grad_s=(1, 1), weight_grad_s=(1, 1), transfer_s=0.1)
         pipesched.Costs.uniform(4, forward_s=2)
 
-    Fields of type tuple have one number per stage; any iterable of numbers is accepted. Default: 0 for each stage,
-    except where another default is given. A transient is the most memory that an action needs beyond the memory that is
+    Fields of type tuple have one number per stage; any iterable of numbers is accepted. They default to 0 for each
+    stage unless another default is given. A transient is the most memory that an action needs beyond the memory that is
     held when it begins.
 
     Attributes:
@@ -33,16 +33,16 @@ class Costs:
         weight_grad_s: time of the weight gradients (W).
         backward_s: time of a full backward (B). Default: ``input_grad_s + weight_grad_s``.
         recompute_s: time of a recompute (R). Default: ``forward_s``.
-        transfer_s: latency of a message between two ranks, a single number; ``links`` add to it.
-        activation_bytes: memory held from F to the backward, without the model's inputs (they count as the batch).
-        input_bytes: size of the stage's input. A checkpointed F holds nothing else.
+        transfer_s: latency of a message between two ranks, a single number. ``links`` add to this latency.
+        activation_bytes: memory held from F to the backward, without the model's inputs (these belong to the batch).
+        input_bytes: size of the stage's input, which is all that a checkpointed F holds.
         weight_grad_bytes: memory held from I to W.
         update_s: time of the optimizer's step.
         weight_bytes: size of one version of the weights.
         output_bytes: size of the stage's output, and of its gradient.
-        overlap: time of an overlapping forward and backward, divided by the sum of both times; a single number.
-            Default: 1, no gain.
-        links: bandwidth, latency and contention between ranks. Default: None, messages take ``transfer_s`` alone.
+        overlap: the ratio of the time of an overlapping forward and backward to the sum of their separate times; a
+            single number. Default: 1, no gain.
+        links: bandwidth, latency and contention between ranks. Default: None, messages take only ``transfer_s``.
         gradient_bytes: size of the gradients of the parameters.
         optimizer_bytes: size of the optimizer's state.
         buffer_bytes: size of the buffers.
@@ -50,7 +50,7 @@ class Costs:
         backward_transient_bytes: transient of a B that adds to existing gradients.
         waiting_s: the part of a forward plus a full backward in which the processor is idle, for example while it waits
             for a device.
-        overheads: time that a rank spends outside its stages' work. Default: None, no time.
+        overheads: time that a rank spends outside its stages' work. Default: None, no overheads.
         first_backward_transient_bytes: transient of the first B, which allocates the gradients. Default:
             ``gradient_bytes + backward_transient_bytes``.
         input_grad_transient_bytes: transient of I. Default: ``weight_grad_bytes + backward_transient_bytes``.
@@ -58,15 +58,15 @@ class Costs:
         deferred_gradient_bytes: the part of ``gradient_bytes`` that W computes.
         update_transient_bytes: transient of the optimizer's step.
         offload_bytes: the part of ``activation_bytes`` that OFFLOAD copies to the host and FETCH copies back.
-        offload_s: time of the copy to the host. The rank computes meanwhile.
-        fetch_s: time of the copy back. The rank computes meanwhile.
+        offload_s: time of the copy to the host. The rank can compute during the copy.
+        fetch_s: time of the copy back. The rank can compute during the copy.
         dropping_transient_bytes: transient of a checkpointed F, which keeps only its input. Default:
             ``activation_bytes + forward_transient_bytes``.
         kept_output_bytes: the part of ``activation_bytes`` that shares memory with the output.
         norm_s: time of the norms of the gradients (NORM).
 
     Raises:
-        ScheduleError: for tuples of different lengths, and for numbers that are negative, not finite or too large.
+        ScheduleError: for tuples of different lengths, and for negative, infinite, NaN or too large numbers.
 
     """
 
@@ -157,12 +157,12 @@ class Costs:
 
     @classmethod
     def uniform(cls, num_stages: int, **costs: Any) -> "Costs":
-        """Create costs that are equal for all stages.
+        """Create costs that are the same for all stages.
 
         Args:
             num_stages: the number of stages, at least 1.
-            costs: fields by name, a single number each, such as ``Costs.uniform(4, forward_s=2, transfer_s=0.1)``.
-                Default of ``forward_s``, ``input_grad_s`` and ``weight_grad_s``: 1.
+            costs: fields by name, each a single number: ``Costs.uniform(4, forward_s=2, transfer_s=0.1)``.
+                ``forward_s``, ``input_grad_s`` and ``weight_grad_s`` default to 1.
 
         """
         unknown = sorted(set(costs) - {field.name for field in fields(cls)})
@@ -203,8 +203,9 @@ class Costs:
         }
 
     def scaled(self, factor: float) -> "Costs":
-        """A copy with all times multiplied by ``factor``, except those in ``links`` and ``overheads``. Raises
-        ScheduleError for an invalid factor.
+        """A copy with all times multiplied by ``factor``, except those in ``links`` and ``overheads``.
+
+        Raises ScheduleError for an invalid factor.
         """
         check_number(factor, "the factor")
         times: dict[str, Any] = {
@@ -234,7 +235,7 @@ class Costs:
 
 
 def check_costs(costs: Any) -> None:
-    """Raise ArgumentError unless ``costs`` are Costs."""
+    """Raise ArgumentError unless ``costs`` is a Costs object."""
     check_type(costs, Costs, "costs must be a Costs", "pass for example Costs.uniform(num_stages)")
 
 
@@ -250,7 +251,7 @@ _TIME_OF = {
     Kind.FETCH: "fetch_s",
 }
 _GIVEN = ("forward_s", "input_grad_s", "weight_grad_s")
-_SUMS = {  # fields with the sum of other fields as their default
+_SUMS = {  # fields whose default is the sum of other fields
     "backward_s": ("input_grad_s", "weight_grad_s"),
     "recompute_s": ("forward_s",),
     "dropping_transient_bytes": ("activation_bytes", "forward_transient_bytes"),

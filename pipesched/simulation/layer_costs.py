@@ -1,4 +1,4 @@
-"""Layer costs: the measured times and sizes of single layers, and the costs of stages that consist of such layers."""
+"""Layer costs: the measured times and sizes of individual layers, and the costs of stages made of these layers."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -26,7 +26,7 @@ __all__ = [
 ]
 
 
-#: For each stage, the names of its layers.
+#: The names of each stage's layers.
 Stages = Sequence[Sequence[str]]
 
 #: The measured times of a layer.
@@ -35,8 +35,8 @@ TIMES = ("forward_s", "backward_s", "input_grad_s", "weight_grad_s")
 #: The times and sizes that every layer of a profile must have.
 NEEDED = (*TIMES, "input_bytes", "output_bytes", "activation_bytes", "weight_grad_bytes", "parameter_bytes")
 
-#: The sizes that `LayerMemory` and `Costs` have in common. `kept_output_bytes` is excluded, because a stage takes it
-#: from its last layer even if a loss follows.
+#: The sizes that `LayerMemory` and `Costs` have in common. `kept_output_bytes` is excluded, because a stage's value is
+#: that of its last layer even if a loss follows.
 MEMORY_COLUMNS = {item.name for item in fields(LayerMemory) if item.name != "kept_output_bytes"}
 MEMORY_COLUMNS &= {item.name for item in fields(Costs)}
 
@@ -55,7 +55,7 @@ class LayerCosts:
     weight_grad_s: float = 0
     #: Size of the parameters.
     parameter_bytes: int = 0
-    #: The part of a forward plus a full backward in which the processor is idle.
+    #: The part of the time of a forward plus a full backward in which the processor is idle.
     waiting_s: float = 0
     #: Additional time of a forward plus a full backward while another rank computes.
     crowded_s: float = 0
@@ -65,7 +65,7 @@ class LayerCosts:
     update_s: float = 0
     #: Size of the optimizer's state.
     optimizer_bytes: int = 0
-    #: Peak memory of the optimizer's step beyond its state.
+    #: Peak memory of the optimizer's step beyond the optimizer's state.
     update_transient_bytes: int = 0
     #: Memory of the forward and the backward.
     memory: LayerMemory = field(default_factory=LayerMemory)
@@ -73,7 +73,7 @@ class LayerCosts:
     loss: LossMemory = field(default_factory=LossMemory)
 
     def __add__(self, other: "LayerCosts") -> "LayerCosts":
-        """The costs of two layers in sequence. The loss is that of the second layer."""
+        """The costs of two layers in sequence. The loss is the second layer's."""
         sums = {name: getattr(self, name) + getattr(other, name) for name in (*_SUMS, "crowded_s", "parameter_bytes")}
         spread = max(self.spread, other.spread)
         return replace(other, **sums, spread=spread, memory=self.memory + other.memory)
@@ -84,7 +84,7 @@ class LayerCosts:
         return self.loss.as_layer(self.memory.output_bytes)
 
     def figures(self) -> dict[str, Any]:
-        """All times and sizes as one flat mapping, with the names and the order that a profile uses."""
+        """All times and sizes as one flat mapping, with the names and in the order that a profile uses."""
         figures: dict[str, Any] = dict.fromkeys(NEEDED) | vars(self)
         del figures["memory"], figures["loss"]
         loss = {f"loss_{name}": size for name, size in vars(self.loss).items()}
@@ -93,8 +93,8 @@ class LayerCosts:
     def recomputed(self, *, keeps_dear: bool = False) -> "LayerCosts":
         """The costs of the layer if its forward is recomputed before the backward.
 
-        ``keeps_dear`` holds the activations that are expensive to compute. The time saved by this was not measured, so
-        the full forward is counted.
+        With ``keeps_dear``, activations that are expensive to compute are held. The time that this saves was not
+        measured, so the full forward is counted.
         """
         return replace(
             self,
@@ -130,7 +130,7 @@ def stage_costs(
 
     Args:
         stages: the layers of each stage.
-        chain: the number of stages in each chain. The first stage of a chain takes the model's inputs, the last one
+        chain: the number of stages in each chain. The first stage of a chain takes the model's inputs; the last stage
             computes the loss. Default: all stages.
         host_bytes_per_s: bandwidth between a rank's device and its host. Default: copies take no time.
 
@@ -194,7 +194,7 @@ _SUMS = (
 def messages(graph: "nx.DiGraph[str]", stages: Stages) -> dict[tuple[int, int], int]:
     """The bytes that stages send to later stages for a micro-batch: {(sending stage, receiving stage): bytes}.
 
-    A tensor that several stages use is passed on from one to the next.
+    A tensor that several stages use is passed on from each of them to the next.
     """
     home = {layer: stage for stage, layers in enumerate(stages) for layer in layers}
     ways: dict[tuple[int, str], tuple[int, set[int]]] = {}  # (stage, tensor): its bytes, and the stages that use it
@@ -210,6 +210,6 @@ def messages(graph: "nx.DiGraph[str]", stages: Stages) -> dict[tuple[int, int], 
 
 
 def treated(profile: Mapping[str, LayerCosts], checkpoint: Checkpoint) -> dict[str, LayerCosts]:
-    """The costs of layers by name, with activations recomputed or offloaded where ``checkpoint`` says so."""
+    """The costs of layers by name, with activations recomputed or offloaded as ``checkpoint`` specifies."""
     keep = checkpoint_by_layer(checkpoint)
     return {name: costs.treated(keep.get(name)) for name, costs in profile.items()}

@@ -15,10 +15,10 @@ __all__ = [
     "stage_memory",
 ]
 
-#: W computes weight gradients in groups of about this size before it adds them to the parameters' gradients.
+#: The weight-gradient action (W) computes gradients in groups of about this size, then adds them to the parameters'.
 DELIVERED_BYTES = 1 << 20
 
-#: The size of the scalars of a step, such as the losses of up to 16 micro-batches.
+#: The size of all scalars of a step, such as the losses of up to 16 micro-batches.
 SCALARS_BYTES = 128
 
 
@@ -32,9 +32,9 @@ class LayerMemory:
 
     #: Size of the input.
     input_bytes: int = 0
-    #: Size of the output, and of the gradient that comes back.
+    #: Size of the output, and of its gradient.
     output_bytes: int = 0
-    #: Memory held from the forward to the backward. Tensors that share memory count once.
+    #: Memory held from the forward to the backward. Tensors that share memory are counted once.
     activation_bytes: int = 0
     #: The part of `activation_bytes` that shares memory with the input.
     kept_input_bytes: int = 0
@@ -44,7 +44,7 @@ class LayerMemory:
     dear_bytes: int = 0
     #: The part of `dear_bytes` that shares memory with the output.
     dear_output_bytes: int = 0
-    #: Memory held from I to W.
+    #: Memory held from the input gradients (I) to the weight gradients (W).
     weight_grad_bytes: int = 0
     #: The part of `weight_grad_bytes` that shares memory with the input.
     left_input_bytes: int = 0
@@ -56,11 +56,12 @@ class LayerMemory:
     deferred_gradient_bytes: int = 0
     #: Size of the buffers.
     buffer_bytes: int = 0
-    #: Transient of F and R, without the activations that they produce. Includes the input, which is held meanwhile.
+    #: Transient of a forward (F) or recompute (R), without the activations that it produces. Includes the input, which
+    #: stays in memory.
     forward_transient_bytes: int = 0
-    #: Transient of a B that adds to existing gradients of parameters. Includes the gradient of the output.
+    #: Transient of a full backward (B) that adds to existing gradients of parameters. Includes the output's gradient.
     backward_transient_bytes: int = 0
-    #: Transient of the first B, which allocates the gradients of parameters. Includes these gradients.
+    #: Transient of the first full backward (B), which allocates the gradients of parameters. Includes these gradients.
     first_backward_transient_bytes: int = 0
     #: Transient of I. Includes the memory held for W.
     input_grad_transient_bytes: int = 0
@@ -72,10 +73,10 @@ class LayerMemory:
     def __add__(self, other: "LayerMemory") -> "LayerMemory":
         """The memory of two layers in sequence.
 
-        Memory that the first layer holds as its output and the second as its input counts once.
+        Memory that is held both as the first layer's output and as the second layer's input is counted once.
 
         Layers run one at a time, so the transient of the sequence is a maximum over its layers, not a sum. While one
-        layer runs, the other one holds its activations.
+        layer runs, the other layer holds its activations.
         """
         shared = min(self.kept_output_bytes, other.kept_input_bytes)
         kept = self.activation_bytes + other.activation_bytes - shared
@@ -108,7 +109,7 @@ class LayerMemory:
         )
 
     def of_batch(self) -> "LayerMemory":
-        """The memory of this layer as the first of a model: its inputs belong to the batch and are not counted."""
+        """The memory of this layer as a model's first layer: its inputs belong to the batch and are not counted."""
         return replace(
             self,
             activation_bytes=self.activation_bytes - self.kept_input_bytes,
@@ -120,8 +121,8 @@ class LayerMemory:
     def recomputed(self, *, keeps_dear: bool) -> "LayerMemory":
         """The memory of this layer if its forward is recomputed before the backward.
 
-        Until the recomputation it holds its input, copies of its buffers, and with ``keeps_dear`` the activations that
-        are expensive to compute.
+        Until the recomputation, the layer holds its input, copies of its buffers and, with ``keeps_dear``, the
+        activations that are expensive to compute.
         """
         recomputed = self.activation_bytes - self.kept_input_bytes
         kept = self.input_bytes + self.buffer_bytes + keeps_dear * self.dear_bytes
@@ -153,8 +154,8 @@ class LossMemory:
     def as_layer(self, output_bytes: int) -> LayerMemory:
         """The loss modelled as a layer after an output of this size, including the scalars of a step.
 
-        A loss that was not measured counts as cross entropy: it holds as much as the output, and its backward makes two
-        gradients of that size.
+        A loss that was not measured is assumed to be cross entropy: it holds a tensor of the output's size, and its
+        backward creates two gradients of that size.
         """
         measured = self.backward_bytes > 0
         backward = self.backward_bytes if measured else 2 * output_bytes
@@ -174,7 +175,7 @@ def stage_memory(layers: Sequence[LayerMemory]) -> LayerMemory:
     """Memory of a stage made of these layers.
 
     The stage holds its input until its forward ends, and the incoming gradient until its backward ends, even after the
-    layer that uses them has run.
+    layers that use these tensors have run.
     """
     if not layers:
         return LayerMemory()
@@ -205,7 +206,7 @@ def offloaded_bytes(layers: Sequence[LayerMemory]) -> int:
     """The bytes of activations that are copied to the host and back.
 
     In a run of consecutive offloaded layers, memory shared with the first layer's input or the last layer's output
-    stays on the device, because other layers may hold it.
+    stays on the device, because other layers can hold this memory.
     """
     copied = 0
     for offloads, run in groupby(layers, lambda layer: layer.offloads):
@@ -216,10 +217,7 @@ def offloaded_bytes(layers: Sequence[LayerMemory]) -> int:
 
 
 def dropping_bytes(layers: Sequence[LayerMemory]) -> int:
-    """The bytes that a forward of these layers needs beyond its input if it keeps no activations.
-
-    It is the maximum over the layers.
-    """
+    """The bytes that a forward needs beyond its input if it keeps no activations: a maximum over its layers."""
     inside = [layer.activation_bytes + layer.forward_transient_bytes for layer in layers]
     return max(0, inside[0] - layers[0].input_bytes, *inside[1:]) if layers else 0
 
@@ -227,8 +225,8 @@ def dropping_bytes(layers: Sequence[LayerMemory]) -> int:
 def _backwards(layers: Sequence[LayerMemory]) -> dict[str, int]:
     """The transients of the stage's backwards beyond its activations, by the field names of `LayerMemory`.
 
-    W needs the inputs of matrix products. Until the previous layer's backward has run, such an input may also be held
-    as that layer's output. It must not count twice.
+    The weight gradients (W) need the inputs of matrix products. Until the previous layer's backward has run, such an
+    input can also be held as that layer's output. This memory is counted only once.
     """
     freed = made = left = whole = first = split = twice = received = 0
     for layer, shared in zip(reversed(layers), reversed(_shared(layers)), strict=True):

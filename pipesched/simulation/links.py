@@ -29,7 +29,7 @@ def check_times(times: Sequence[float], name: str) -> None:
 
 
 def check_speed(bytes_per_s: Any, name: str, of: str) -> None:
-    """Raise ScheduleError unless the speed is positive, or None for no limit."""
+    """Raise ScheduleError unless the speed is positive or None (no limit)."""
     if bytes_per_s is None:
         return
     check_number(bytes_per_s, f"the {name} of {of}")
@@ -45,9 +45,9 @@ class Link:
     """A link from one rank to another: a message of n bytes takes ``latency_s + n / bytes_per_s`` seconds.
 
     Attributes:
-        latency_s: seconds. Default: 0.
-        bytes_per_s: bandwidth. Default: None, unlimited.
-        spread: spread of the measured times: (slowest - fastest) / median. Default: 0.
+        latency_s: latency in seconds. Default: 0.
+        bytes_per_s: bandwidth in bytes per second. Default: None, unlimited.
+        spread: variation of the measured times: (slowest - fastest) / median. Default: 0.
 
     """
 
@@ -67,7 +67,7 @@ class Link:
 
     @property
     def byte_s(self) -> float:
-        """The seconds for which one byte occupies the link."""
+        """The time for which one byte occupies the link, in seconds."""
         return 0 if self.bytes_per_s is None else 1 / self.bytes_per_s
 
 
@@ -80,12 +80,12 @@ class Links:
         Links(inside=Link(2e-6, 100e9), between=Link(10e-6, 12e9), hosts=(0, 0, 1, 1))
 
     Attributes:
-        inside: the link between ranks of one host. Default: takes no time.
-        between: the link between ranks of different hosts. Default: takes no time.
+        inside: the link between ranks of one host. Default: messages take no time.
+        between: the link between ranks of different hosts. Default: messages take no time.
         hosts: the host number of each rank. Default: all on one host.
-        special: links of single pairs, as ``((from rank, to rank), link)`` or a mapping. Default: none.
-        contended: whether a link carries one message at a time, in the order of sending. Default: False, messages do
-            not delay each other.
+        special: links of individual pairs of ranks, as ``((from rank, to rank), link)`` or a mapping. Default: none.
+        contended: whether a link carries only one message at a time, in the order in which they are sent. Default:
+            False, messages do not delay each other.
 
     Raises:
         ScheduleError: for invalid values.
@@ -160,12 +160,12 @@ class Links:
         return self._figures(senders, receivers, lambda link: link.latency_s)
 
     def travel(self, senders: Ints, receivers: Ints, sizes: NDArray[Any]) -> NDArray[Any]:
-        """The seconds that each message occupies its link."""
+        """The time for which each message occupies its link, in seconds."""
         travel: NDArray[Any] = sizes * self._figures(senders, receivers, lambda link: link.byte_s)
         return travel
 
     def _figures(self, senders: Ints, receivers: Ints, figure: Callable[[Link], float]) -> NDArray[Any]:
-        """A property of each message's link, such as its latency. It is computed once per pair of ranks."""
+        """A property of each message's link, such as the latency. It is computed once per pair of ranks."""
         num_ranks = 1 + int(max(senders.max(initial=0), receivers.max(initial=0)))
         pairs = senders * num_ranks + receivers
         figures: NDArray[Any] = np.zeros(num_ranks * num_ranks, object)

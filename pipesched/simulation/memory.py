@@ -22,7 +22,7 @@ __all__ = ["AHEAD", "Message", "RankMemory", "rank_memory"]
 
 #: The number of receives that a process posts in advance on each channel.
 AHEAD = 4
-_HEADER_BYTES = 64  # the size of a header; each message between processes has one
+_HEADER_BYTES = 64  # size of the header of each message between processes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,24 +35,24 @@ class RankMemory:
     buffers: int
     #: State of the optimizer, held all the time.
     optimizer: int
-    #: The model's inputs of all micro-batches, if a stage of the rank takes them.
+    #: The model's inputs of all micro-batches, if one of the rank's stages takes them.
     batch: int
     #: Gradients of the parameters, held from a stage's first backward to its update.
     gradients: int
     #: Activations of the micro-batches in flight. Checkpointed stages hold their inputs and copies of buffers instead.
     activations: int
-    #: Memory held from I to W.
+    #: Memory held from the input gradients (I) to the weight gradients (W).
     weight_grads: int
     #: Older weight versions that are still in use.
     stashed: int
-    #: Outputs and gradients that may not have been received yet, and posted receives.
+    #: Outputs and gradients that have possibly not been received yet, and the buffers of posted receives.
     messages: int
     #: Transient memory of the running action.
     transients: int
 
     @property
     def total_bytes(self) -> int:
-        """The rank's peak memory, the sum of all fields."""
+        """The rank's peak memory: the sum of all fields."""
         return sum(getattr(self, field.name) for field in fields(self))
 
 
@@ -72,7 +72,7 @@ class Message(NamedTuple):
 def rank_memory(
     program: Program, costs: Costs, *, posted: int = 0, messages: Mapping[tuple[int, int], Message] | None = None
 ) -> tuple[RankMemory, ...]:
-    """An upper bound of each rank's peak memory, divided by purpose.
+    """An upper bound on each rank's peak memory, broken down by purpose.
 
     The model's inputs on the ranks' devices are counted; the targets are not.
 
@@ -125,7 +125,7 @@ class _Around(NamedTuple):
 
     @classmethod
     def of(cls, program: Program, change: Ints) -> "_Around":
-        """Add up the changes of held bytes by each action. Each rank starts with 0 bytes."""
+        """Add up ``change``, the bytes by which each action changes the held memory. Each rank starts with 0 bytes."""
         total = np.concatenate([[0], np.cumsum(change)])
         begins = program.orders.offsets[:-1][program.orders.rank_of]
         return cls(total[:-1] - total[begins], total[1:] - total[begins])
@@ -146,7 +146,7 @@ class _Sizes(NamedTuple):
 
     @classmethod
     def of(cls, program: Program, costs: Costs, messages: Mapping[tuple[int, int], Message] | None) -> "_Sizes":
-        """The sizes of the given messages. Default: each stage sends its output to its consumers."""
+        """The sizes of ``messages``. If None, each stage sends its output to its consumers."""
         stages = range(costs.num_stages)
         own = [
             Message(arriving=size, made=size, kept=min(kept, size), back=size)
@@ -191,7 +191,7 @@ def _holding(program: Program, costs: Costs, *wanted: Holding) -> _Around:
 
 
 def _met(program: Program, buffer_bytes: Ints) -> _Around:
-    """The bytes of the copies of buffers that checkpointed forwards keep for their backwards."""
+    """The bytes of the buffer copies that checkpointed forwards keep for their backwards."""
     columns = program.columns
     recomputed = np.isin(columns.pair, columns.pair[columns.are(Kind.R)])
     size = np.where(recomputed, buffer_bytes[columns.stage], 0)
@@ -214,7 +214,7 @@ class _Gradients(NamedTuple):
         order = np.argsort(columns.stage, kind="stable")
         updates = columns.are(Kind.UPDATE)
         number = np.empty(len(columns), np.int64)
-        # The number of earlier updates, in the order of stages.
+        # The number of updates before each action, with actions sorted by stage.
         number[order] = np.cumsum(updates[order]) - updates[order]
         change = np.zeros(len(columns), np.int64)
         first = np.zeros(len(columns), np.bool_)
@@ -228,7 +228,7 @@ class _Gradients(NamedTuple):
 
 
 def _transients(columns: Columns, sizes: Mapping[str, Ints], gradients: _Gradients) -> Ints:
-    """The transient bytes of each action: its peak, minus the memory held at its start and the memory it keeps."""
+    """The transient bytes of each action: its peak, minus the bytes held at its start and the bytes that it keeps."""
     stage = columns.stage
     found = np.zeros(len(columns), np.int64)
     for kind, name in (
@@ -247,7 +247,7 @@ def _transients(columns: Columns, sizes: Mapping[str, Ints], gradients: _Gradien
     fresh = sizes["first_backward_transient_bytes"]
     first = columns.are(Kind.B) & (gradients.first | versioned)  # each weight version gets its own gradients
     found[first] = fresh[stage[first]]
-    handed = columns.are(Kind.B) & gradients.first & versioned  # these are then moved to the current weights
+    handed = columns.are(Kind.B) & gradients.first & versioned  # these gradients are then moved to the current weights
     twice = 2 * whole + sizes["input_bytes"] + sizes["output_bytes"] - sizes["activation_bytes"]
     found[handed] = np.maximum(fresh, twice)[stage[handed]]
     first = columns.are(Kind.I) & gradients.first
@@ -255,14 +255,14 @@ def _transients(columns: Columns, sizes: Mapping[str, Ints], gradients: _Gradien
     first = columns.are(Kind.W) & gradients.first
     found[first] = np.maximum(found[first], sizes["deferred_gradient_bytes"][stage[first]])
     late = columns.are(Kind.W) & versioned
-    found[late] += whole[stage[late]]  # gradients of the version, until they are moved to the current weights
+    found[late] += whole[stage[late]]  # this version's gradients, until they are moved to the current weights
     dropping = columns.are(Kind.F) & np.isin(columns.pair, columns.pair[columns.are(Kind.R)])
     found[dropping] = sizes["dropping_transient_bytes"][stage[dropping]]
     return found
 
 
 def _waiting(program: Program, sizes: _Sizes, posted: int) -> Ints:
-    """The bytes of outputs and gradients in transit or not yet used, and of posted receives, for each action."""
+    """For each action, the bytes of outputs and gradients in transit or not yet used, and of posted receives."""
     change = np.zeros(len(program.columns) + 1, np.int64)
     received = _Received.of(program, sizes)
     early = (received.place, received.taker, received.size)
@@ -285,12 +285,12 @@ class _Received(NamedTuple):
     taker: Ints
     #: Size in bytes.
     size: Ints
-    #: The channel as a number: each ordered pair of ranks has one for outputs and one for gradients.
+    #: The number of the channel. Each ordered pair of ranks has one channel for outputs and one for gradients.
     channel: Ints
 
     @classmethod
     def of(cls, program: Program, sizes: _Sizes) -> "_Received":
-        """The receives that lowering adds to a program without transfers."""
+        """The receives that ``lower`` adds to a program without transfers."""
         columns = lower(program).columns
         at = np.flatnonzero(columns.are(Kind.RECV_F, Kind.RECV_B))
         received = columns[at]
@@ -309,9 +309,9 @@ class _Received(NamedTuple):
         return cls(place=place, taker=taker, size=size, channel=ends * 2 + forward)
 
     def ahead(self, posted: int) -> Iterator[tuple[Ints, Ints, Ints]]:
-        """Yield the actions during which the buffers of posted receives are held, in the form that ``_waits`` yields.
+        """Yield the actions during which the buffers of posted receives are held, in the same form as ``_waits``.
 
-        The buffer of a message is allocated at the receive that is ``posted`` messages earlier on the channel.
+        A message's buffer is allocated at the receive that is ``posted`` messages earlier on the same channel.
         """
         for channel in np.unique(self.channel).tolist() if posted else ():
             own = self.channel == channel
@@ -325,9 +325,9 @@ class _Received(NamedTuple):
 def _waits(program: Program, sizes: _Sizes) -> Iterator[tuple[Ints, Ints, Ints]]:
     """Yield the actions during which values that pass between stages are held.
 
-    A value used on the rank that made it counts until the action that uses it. A value sent to another rank counts
-    until a message comes back that the other rank made after it had used the value. Each result has three arrays: the
-    row from which a value counts, the row from which it no longer counts, and its bytes.
+    A value that is used on the rank that made it is held until the action that uses it. A value sent to another rank is
+    held until a message arrives that the other rank made after it used the value. Each result has three arrays: the row
+    from which each value is held, the first row at which it is no longer held, and its bytes.
     """
     columns = program.columns
     rank_of = program.orders.rank_of

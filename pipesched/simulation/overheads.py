@@ -17,7 +17,7 @@ __all__ = ["Machine", "Overheads", "RanksAre"]
 
 Floats = NDArray[np.float64]
 
-#: Default overhead in seconds of an action, of sending a message, and of receiving a message.
+#: Default overhead in seconds for an action, for sending a message, and for receiving a message.
 _USUAL_S = 50e-6
 
 #: Whether ranks are threads of one process (``devices=``) or processes (``mesh=``).
@@ -28,20 +28,20 @@ RanksAre = Literal["threads", "processes"]
 class Overheads:
     """The time that a rank spends outside its stages' work. Default: none."""
 
-    #: Seconds for each action.
+    #: Overhead of each action, in seconds.
     action_s: float = 0
     #: Additional seconds to wake up, with cold caches, for an action that spends its whole time waiting, for example
-    #: for a device. An action that waits for a fraction of its time takes this fraction of them. W takes none, because
-    #: it waits for no message.
+    #: for a device. For other actions, this value is multiplied by the fraction of their time that they spend waiting.
+    #: Weight gradients (W) need no time to wake up, because they wait for no message.
     waking_s: float = 0
-    #: Time to send a message to another rank, by its size. The rank computes nothing meanwhile.
+    #: Time to send a message to another rank, depending on the message's size. The rank cannot compute meanwhile.
     send: Link = field(default_factory=Link)
-    #: Time to receive a message from another rank, by its size. The rank computes nothing meanwhile.
+    #: Time to receive a message from another rank, depending on the message's size. The rank cannot compute meanwhile.
     receive: Link = field(default_factory=Link)
     #: Link between two ranks, if ``Costs.links`` is None.
     link: Link = field(default_factory=Link)
-    #: The factor by which actions take longer while 1, 2, ... ranks compute on one host, because ranks share memory and
-    #: cores. If more ranks compute than there are entries, they take turns. Default: (), no slowdown.
+    #: The factors by which actions take longer while 1, 2, ... ranks compute on one host, because ranks share memory
+    #: and cores. If more ranks compute than there are entries, they take turns. Default: (), no slowdown.
     crowding: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
@@ -59,7 +59,7 @@ class Overheads:
     def slower(self, load: Floats) -> Floats:
         """The factor by which an action takes longer while ``load`` ranks of its host compute.
 
-        ``load`` may be fractional.
+        ``load`` can be fractional.
         """
         if not self.crowding:
             return np.ones_like(load)
@@ -68,10 +68,11 @@ class Overheads:
         return within * np.maximum(load / most, 1)
 
     def beside(self, crowding: float) -> "Overheads":
-        """A copy with the larger of two slowdowns: the one in ``self``, and the one measured with the layers.
+        """A copy with the larger of two slowdowns: this object's, and the one measured with the layers.
 
         Args:
-            crowding: the measured slowdown factor with one other rank; each further rank is assumed to add the same.
+            crowding: the measured slowdown factor with one other rank. Each further rank is assumed to add the same
+                slowdown.
 
         """
         if crowding == 1:
@@ -86,8 +87,8 @@ class Overheads:
         Args:
             starts: the start of each action, in seconds.
             ends: the end of each action, in seconds.
-            share: the fraction of its time that each action spends computing. The rest is waiting, which does not slow
-                other ranks.
+            share: the fraction of its time that each action spends computing. It spends the rest waiting, which does
+                not slow other ranks.
             host: the host of each action.
 
         """
@@ -102,7 +103,7 @@ class Overheads:
             lengths = np.diff(moments)
             for part in np.unique(share[own]):
                 same = own[share[own] == part]
-                # In seconds of an action that runs alone.
+                # In seconds that the work would take if the action ran alone.
                 done = np.concatenate([[0], np.cumsum(lengths / (1 + part * slower))])
                 spent = np.interp(ends[same], moments, done) - np.interp(starts[same], moments, done)
                 took = ends[same] - starts[same]
@@ -140,10 +141,9 @@ class Machine:
     threads: Overheads | None = None
     #: Overheads of ranks that are processes.
     processes: Overheads | None = None
-    #: Bandwidth of copies between the device and its host, with copies in both directions at the same time. None if
-    #: unknown.
+    #: Bandwidth of copies between the device and its host while copies run in both directions. None if unknown.
     host_bytes_per_s: float | None = None
-    #: Whether the device is the host's CPU; then offloading frees no memory.
+    #: Whether the device is the host's CPU, so that offloading frees no memory.
     on_host: bool = False
 
     def __post_init__(self) -> None:
@@ -155,7 +155,7 @@ class Machine:
         Args:
             ranks_are: "threads" or "processes".
             num_ranks: the number of ranks.
-            num_cores: the number of cores of the host on which all ranks compute. Default: one per rank.
+            num_cores: the number of CPU cores that all ranks share. Default: one per rank.
 
         """
         if (self.threads if ranks_are == "threads" else self.processes) is not None:

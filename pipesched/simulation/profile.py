@@ -63,8 +63,9 @@ class Profile:
         return f"Profile({counted(len(self.layers), 'layer')}, micro-batches of {sizes} rows; {took})"
 
     def check_model(self, graph: "nx.DiGraph[str]") -> None:
-        """Raise ScheduleError if the profile belongs to another model. ``graph`` has the model's layers, without
-        measurements.
+        """Raise ScheduleError if the profile belongs to another model.
+
+        ``graph`` contains the model's layers, without measurements.
         """
         check_model(self.graph(min(self.graphs)), graph)
 
@@ -74,8 +75,9 @@ class Profile:
         return tuple(next(iter(self.graphs.values())))
 
     def graph(self, rows: int) -> "nx.DiGraph[str]":
-        """The layers with their costs for a micro-batch of ``rows`` rows. Sizes that were not measured are
-        interpolated.
+        """The layers with their costs for a micro-batch of ``rows`` rows.
+
+        Costs are interpolated if this micro-batch size was not measured.
         """
         if not is_count(rows):
             raise ScheduleError(f"rows must be a whole number, at least 1; got {shown(rows)}; pass for example 8")
@@ -95,15 +97,16 @@ class Profile:
     ) -> Costs:
         """The costs of stages made of these layers, with the machine's links and overheads.
 
-        A weight that several layers of a stage use counts once. ``input_bytes`` and ``output_bytes`` are the bytes that
-        cross the stage's boundaries. A tensor used by several later stages is passed on from one to the next.
+        A weight that several layers of a stage use is counted once. ``input_bytes`` and ``output_bytes`` are the bytes
+        that cross the stage's boundaries. A tensor used by several later stages is passed on from each of them to the
+        next.
 
         Args:
-            stages: the names of each stage's layers. Every layer of the profile is in exactly one stage.
+            stages: the names of each stage's layers. Every layer of the profile must be in exactly one stage.
             rows: the number of rows of a micro-batch.
-            keep: how to save the memory of layers' activations, by layer name: "recompute", "recompute-cheap" or
-                "offload". Default: activations are held.
-            ranks_are: "threads" or "processes", which have different overheads. Default: "threads".
+            keep: how to save activation memory, by layer name: "recompute", "recompute-cheap" or "offload". Default:
+                activations are held.
+            ranks_are: "threads" or "processes"; the two have different overheads. Default: "threads".
 
         Returns:
             The costs, one entry per stage.
@@ -192,7 +195,7 @@ class Profile:
 
 
 def _check_layers(layers: list[str], stages: Stages, keep: Mapping[str, str]) -> None:
-    """Raise ScheduleError unless stages contain each layer once, and ``keep`` has only known layers and settings."""
+    """Raise ScheduleError unless stages contain each layer once and ``keep`` has only known layers and settings."""
     listed = [name for names in stages for name in names]
     for name in dict.fromkeys([*layers, *listed]):
         if name in layers and listed.count(name) == 1:
@@ -210,7 +213,7 @@ def _check_layers(layers: list[str], stages: Stages, keep: Mapping[str, str]) ->
             )
 
 
-#: The attributes of a layer that are saved. ``_EDGE`` has the attributes of an edge.
+#: The attributes of a layer that are saved. ``_EDGE`` lists the attributes of an edge.
 _LAYER = (*LayerCosts().figures(), "num_parameters", "parameters", "buffers")
 _EDGE = ("bytes", "tensors")
 _AGAIN = "measure it again"
@@ -228,7 +231,7 @@ def _plain(graph: "nx.DiGraph[str]") -> dict[str, Any]:
 
 
 def _rows(text: str) -> int:
-    """Parse a micro-batch size in rows from a key of the file."""
+    """Convert a key of the file to a micro-batch size in rows."""
     rows = int(text) if len(text) < 10 else 0
     if str(rows) != text:
         raise ScheduleError(f"the sizes of a profile must be whole numbers of rows; got {shown(text)}; {_AGAIN}")

@@ -20,7 +20,7 @@ from pipesched.simulation.trace import Spans, Trace
 
 __all__ = ["simulate", "step_time"]
 
-_ROUNDS = 20  # the most iterations of a simulation in which ranks slow each other down
+_ROUNDS = 20  # most repetitions of a simulation in which ranks slow each other down
 _SETTLED = 1e-4  # relative change of the makespan at which the iteration ends
 
 
@@ -29,8 +29,9 @@ def simulate(program: Program, costs: Costs) -> Trace:
 
     An action starts when its rank is free and its inputs have arrived. A message between ranks takes
     ``costs.transfer_s`` plus the time of its link, and occupies no rank. A program therefore has the same makespan with
-    and without explicit transfers. If links are contended, a message also occupies its link. ``costs.overheads``
-    lengthen actions: by the time to start them and to pass their messages, and while several ranks of a host compute.
+    and without explicit transfers. If links are contended, a message also occupies its link. ``costs.overheads`` makes
+    actions longer: by the time to start them and to pass their messages, and by the slowdown while several ranks of a
+    host compute.
 
     ::
 
@@ -65,7 +66,7 @@ def simulate(program: Program, costs: Costs) -> Trace:
 
 
 def step_time(program: Program, costs: Costs) -> float:
-    """The makespan of a validated program in seconds. Faster than ``simulate``, for searches."""
+    """The makespan of a validated program in seconds. For searches, because it is faster than ``simulate``."""
     if costs.links is not None and costs.links.contended:
         program = lower(program)
     return max(_walked(program, costs).ends, default=0)  # the clock starts at 0
@@ -127,7 +128,7 @@ def _to_hosts(program: Program) -> Ints | None:
     for direction, kind in enumerate((Kind.OFFLOAD, Kind.FETCH)):
         rows = program.columns.are(kind)
         ranks = program.orders.rank_of[rows]
-        # Host links are numbered after the links of pairs of ranks.
+        # The numbers of host links follow those of the links between ranks.
         occupied[rows] = (program.num_ranks + direction) * program.num_ranks + ranks
     return occupied
 
@@ -136,7 +137,7 @@ def _overheads(program: Program, costs: Costs, overheads: Overheads, messages: "
     """The overhead of each compute action in seconds, including receiving its inputs and sending its outputs."""
     columns = program.columns
     backward = columns.are(Kind.B, Kind.I, Kind.SEND_B, Kind.RECV_B)
-    # A number for each stage, micro-batch and direction.
+    # A number for each combination of stage, micro-batch and direction.
     value = (columns.stage * program.num_microbatches + columns.microbatch) * 2 + backward
     spent = np.zeros(2 * program.num_stages * program.num_microbatches)
     for end, rows in ((overheads.receive, program.requirements.row[messages.at]), (overheads.send, messages.send)):
@@ -149,8 +150,8 @@ def _overheads(program: Program, costs: Costs, overheads: Overheads, messages: "
 def _crowded(program: Program, costs: Costs, timing: Timing, walked: Walked) -> Walked:
     """Simulate again, with the slowdown of ranks that compute on one host at the same time.
 
-    The slowdown depends on the times of the actions, and the times on the slowdown, so the simulation is repeated until
-    the makespan is stable.
+    The slowdown depends on the times of the actions, which depend on the slowdown. The simulation is therefore repeated
+    until the makespan is stable.
     """
     if costs.overheads is None or costs.overheads.slower(np.array([float(program.num_ranks)]))[0] == 1:
         return walked
@@ -167,7 +168,7 @@ def _crowded(program: Program, costs: Costs, timing: Timing, walked: Walked) -> 
         took = float(ends.max(initial=0))
         if abs(took - last) <= _SETTLED * took:
             break
-        # The first action of an overlapping pair has the time of both actions. Transfers take no time of a rank.
+        # The first action of an overlapping pair has the time of both actions. Transfers occupy no rank.
         factor = costs.overheads.crowded(starts, np.where(alone > 0, ends, starts), share, host)
         seconds = np.where(alone > 0, alone * factor, timing.seconds)
         walked = walk(program, timing._replace(seconds=seconds))

@@ -5,17 +5,18 @@ from collections.abc import Sequence
 
 __all__ = ["figure_at"]
 
-_TINY = 1e-6  # values below this fraction of the largest value count as zero
-_ENOUGH = 4  # sizes to compare the methods; with three, both use the same line if the middle size is left out
+_TINY = 1e-6  # values below this fraction of the largest value are treated as zero
+_ENOUGH = 4  # fewest sizes to compare the methods; with three, both use the same line when the middle size is left out
 
 
 def figure_at(sizes: Sequence[int], values: Sequence[float], size: int) -> float:
     """Estimate a time or size of a layer for a micro-batch size. The result is never negative.
 
-    A measured size returns its measured value. Otherwise there are two methods: the line through the two nearest sizes,
-    and the line through all sizes with the least squares of relative errors. Each measured size except the smallest and
-    the largest is left out in turn, and the method that predicts the omitted values better is used. With fewer than
-    four sizes, or values near zero, the first method is used; with one size the value is proportional to the size.
+    For a measured size, the measured value is returned. For other sizes there are two methods: the line through the two
+    nearest measured sizes, and the line that minimises the sum of squared relative errors at all measured sizes. Each
+    measured size except the smallest and the largest is left out in turn, and the method that predicts the omitted
+    values better is used. With fewer than four sizes, or values near zero, the first method is used; with one size, the
+    value is proportional to the size.
 
     Args:
         sizes: the measured micro-batch sizes in rows, ascending.

@@ -1,11 +1,11 @@
 """Tied weight costs: memory and messages of parameters that several layers use.
 
-In memory a tied parameter counts once per stage (`stage_parameters`), or once per rank if the placement is known
-(`weight_bytes`). `pipesched.simulation.layer_costs`, which adds up layers without their graph, counts the parameter
-once per use. Its gradient counts once per use. Its update counts with the first layer that uses the parameter
-(`pipesched.profiling.profile_model.put_updates`). The messages of tied weights between ranks (`tied_traffic_bytes`) are
-shown by plans. The search considers them when it decides whether to put all users into one stage; the simulated step
-does not include them.
+The memory of a tied parameter is counted once per stage (`stage_parameters`), or once per rank if the placement is
+known (`weight_bytes`). `pipesched.simulation.layer_costs` adds up layers without their graph, so it counts the
+parameter once per use. The gradient is counted once per use. The update is part of the costs of the first layer that
+uses the parameter (`pipesched.profiling.profile_model.put_updates`). Plans show the bytes of the messages that tied
+weights cause between ranks (`tied_traffic_bytes`). The search considers these bytes when it decides whether to put all
+users into one stage; the simulated step does not include them.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,7 +20,7 @@ __all__ = ["parameter_bytes", "stage_parameters", "tied_traffic_bytes", "tied_gr
 
 
 def tied_groups(graph: "nx.DiGraph[str]") -> dict[tuple[str, ...], list[str]]:
-    """The parameters that several layers use: {the layers: the names of the parameters that they share}."""
+    """The parameters that several layers use, as {layers: names of the parameters that these layers share}."""
     users: dict[str, list[str]] = {}
     for layer, names in graph.nodes(data="parameters"):
         for name in names or ():
@@ -43,9 +43,9 @@ def stage_parameters(graph: "nx.DiGraph[str]", layers: Iterable[str]) -> set[str
 
 
 def weight_bytes(program: Program, parameters: Sequence[Mapping[str, int]]) -> list[int]:
-    """The bytes of weights that each stage adds to its rank, without parameters that the rank already has.
+    """The bytes of weights that each stage adds to its rank, without parameters that the rank already holds.
 
-    In bidirectional schedules several stages have the same layers. Each has its own copy of the weights, which counts.
+    In bidirectional schedules several stages have the same layers. Each stage's copy of the weights is counted.
 
     Args:
         program: the program.

@@ -36,9 +36,9 @@ class Span(NamedTuple):
 
     Attributes:
         action: the action.
-        rank: the rank that ran it.
-        start_s: start in seconds.
-        end_s: end in seconds.
+        rank: the rank that ran the action.
+        start_s: start time in seconds.
+        end_s: end time in seconds.
         lane: the resource of the rank that the action occupies: compute or copy.
 
     """
@@ -117,7 +117,7 @@ class Spans(Sequence[Span]):
 
 
 def _times(values: list[Any]) -> Times:
-    """Times as an array of floats or integers, or as an object array if another type is needed to keep them exact."""
+    """Times as an array of floats or integers, or as an object array where only another type keeps them exact."""
     array = np.asarray(values) if values else np.zeros(0)
     if array.dtype.kind in "fi":
         return array
@@ -130,7 +130,7 @@ def _times(values: list[Any]) -> Times:
 class Trace:
     """The times of a step's actions on all ranks, predicted or measured.
 
-    Makespan, bubble and busy times count compute spans only.
+    Makespan, bubble and busy times include compute spans only.
 
     ::
 
@@ -142,9 +142,9 @@ class Trace:
         spans: the spans of all actions.
         num_ranks: the number of ranks.
         name: the name of the program. Default: "".
-        costs: the costs of the stages, from which memory is computed. Default: None; memory is then 0.
+        costs: the costs of the stages, used to compute memory. Default: None; memory is then 0.
         versions: the program's weight versions, which determine how long older weights are held. Default: ().
-        bound_s: a lower bound of the makespan of every schedule of these stages, in seconds, from ``lower_bound``
+        bound_s: a lower bound in seconds on the makespan of every schedule of these stages, from ``lower_bound``
             without a memory limit. Default: None, unknown.
 
     Raises:
@@ -209,36 +209,36 @@ class Trace:
 
     @property
     def start_s(self) -> float:
-        """The first start over all ranks, in seconds."""
+        """The earliest start on any rank, in seconds."""
         return min((plain(row.start_s[0]) for row in self._filled), default=0)
 
     @property
     def makespan_s(self) -> float:
-        """The time of one isolated step in seconds, from the first start to the last end over all ranks."""
+        """The time of one isolated step in seconds, from the first start on any rank to the last end on any rank."""
         return max((plain(row.end_s[-1]) for row in self._filled), default=0) - self.start_s
 
     @property
     def span_s(self) -> float:
-        """The longest time of a rank from its first start to its last end, in seconds.
+        """The longest time of any rank from its first start to its last end, in seconds.
 
-        This is the cost in the zero-bubble papers.
+        The zero-bubble papers (Qi et al. 2023) call this time the cost.
         """
         return max((plain(row.end_s[-1] - row.start_s[0]) for row in self._filled), default=0)
 
     @property
     def busy_s(self) -> tuple[float, ...]:
-        """The seconds in which each rank computes. Time in which two actions overlap counts once."""
+        """The time that each rank spends computing, in seconds. Time in which two actions overlap is counted once."""
         return tuple(_busy(row) for row in self._rows)
 
     @property
     def busy_ratios(self) -> tuple[float, ...]:
-        """The fraction of the makespan in which each rank computes."""
+        """The fraction of the makespan that each rank spends computing."""
         whole = self.makespan_s
         return tuple(busy_s / whole if whole else 0.0 for busy_s in self.busy_s)
 
     @property
     def bubble_ratio(self) -> float:
-        """The ranks' idle time divided by (ranks x makespan). 1F1B with uniform costs has (p-1)/(m+p-1)."""
+        """The ranks' total idle time / (ranks x makespan). With uniform costs, 1F1B has (p-1)/(m+p-1)."""
         whole = self.num_ranks * self.makespan_s
         return max(0.0, 1 - sum(self.busy_s) / whole) if whole else 0.0  # rounding can make the sum exceed the whole
 
@@ -257,7 +257,7 @@ class Trace:
 
     @property
     def peak_bytes(self) -> tuple[int, ...]:
-        """Each rank's peak bytes of activations, inputs, memory held from I to W, and older weights."""
+        """Each rank's peak bytes: activations, inputs, older weights, and memory held for the weight gradients (W)."""
         if self.costs is None:
             return (0,) * self.num_ranks
         return tuple(self._bytes(row.columns, self.costs).peak for row in self._holding)
@@ -331,7 +331,7 @@ class Trace:
         as_path(path).write_text(chrome_json(self.chrome_events()))
 
     def chrome_events(self, label: str = "", pids: tuple[int, int] = (0, 1)) -> list[dict[str, Any]]:
-        """The events that ``to_chrome`` writes.
+        """The trace events that ``to_chrome`` writes.
 
         Args:
             label: text to add to each rank's name. Default: none.
@@ -389,7 +389,7 @@ def chrome_json(events: list[dict[str, Any]]) -> str:
 
 
 def _from_chrome(values: Any) -> Any:
-    """The values of ``to_dict`` from Chrome trace events; other values unchanged."""
+    """Convert Chrome trace events to the values of ``to_dict``. Other values are returned unchanged."""
     if not isinstance(values, dict) or "traceEvents" not in values:
         return values
     try:
@@ -453,7 +453,7 @@ def _check_read(trace: Trace) -> None:
 
 
 def _busy(row: Spans) -> float:
-    """The seconds that a rank's spans cover, overlaps counted once. The spans are in time order."""
+    """The time in seconds that a rank's spans cover, overlaps counted once. The spans must be in time order."""
     if not len(row):
         return 0
     lengths = row.end_s - row.start_s
@@ -473,7 +473,7 @@ def _in_time(spans: Spans) -> Spans:
 
 
 def _steps(row: Spans, held: Held) -> Iterator[tuple[float, int]]:
-    """Yield (time in seconds, amount held from then on) at each start and each end of a span."""
+    """Yield (time in seconds, amount held from then on) for each start and each end of a span."""
     lists = (values.tolist() for values in (row.start_s, row.end_s, held.during, held.after))
     for start_s, end_s, during, after in zip(*lists, strict=True):
         yield start_s, during

@@ -11,7 +11,7 @@ from pipesched.units import counted, quote_speed, quote_time
 
 __all__ = ["findings", "step_times"]
 
-_OTHERWISE = 0.001  # relative difference above which two predictions count as different
+_OTHERWISE = 0.001  # relative difference above which two predictions are regarded as different
 _BASELINES = {"equal split": "an equal split", "one device": "one device"}
 
 
@@ -57,9 +57,9 @@ def _step(predicted: Trace | None, comparison: Comparison | None) -> Iterator[st
 
 
 def _causes(plan: Plan, measured: Trace | None, comparison: Comparison | None) -> Iterator[str]:
-    """Divide the prediction error into the errors of the stages' compute times and the gaps between actions.
+    """Split the prediction error into two parts: the stages' compute times, and the gaps between actions.
 
-    The first part is the change of the simulated step if measured stage times are used.
+    The first part is the change in the simulated step time when measured stage times replace the predicted ones.
     """
     if plan.costs is None or measured is None or comparison is None:
         return
@@ -80,7 +80,7 @@ def _bubble(comparison: Comparison | None) -> Iterator[str]:
 
 
 def _searched(plan: Plan, predicted: Trace | None) -> Iterator[str]:
-    """The step time that the search predicted, if the report shows another prediction."""
+    """The step time that the search predicted, if it differs from the prediction that the report shows."""
     own = taken(plan.alternatives)
     if own is not None and predicted is not None:
         off = predicted.makespan_s / own.step_s - 1 if own.step_s else 0
@@ -92,7 +92,7 @@ def _searched(plan: Plan, predicted: Trace | None) -> Iterator[str]:
 
 
 def _confirmed(plan: Plan) -> Iterator[str]:
-    """The result of the plan's trial run, if it ran before it was chosen."""
+    """The result of the plan's trial run, if there was one."""
     own = taken(plan.alternatives)
     if own is not None and own.measured_s is not None and own.first_s:
         num_tried = sum(other.measured_s is not None for other in plan.alternatives)
@@ -104,7 +104,7 @@ def _confirmed(plan: Plan) -> Iterator[str]:
 
 
 def _bound(predicted: Trace | None) -> Iterator[str]:
-    """The lower bound of the step time, and how far the predicted step is above it."""
+    """The lower bound on the step time, and how far the predicted step is above it."""
     if predicted is not None and predicted.bound_s is not None:
         yield (
             f"no schedule of these stages on these ranks can take less than {quote_time(predicted.bound_s)}; "
@@ -113,7 +113,7 @@ def _bound(predicted: Trace | None) -> Iterator[str]:
 
 
 def _gains(plan: Plan) -> Iterator[str]:
-    """The speed-up over each baseline: measured if both ran, otherwise as predicted by the search."""
+    """The speed-up over each baseline: measured if the plan and the baseline ran, otherwise as the search predicted."""
     own = taken(plan.alternatives)
     for label, name in _BASELINES.items():
         baseline = fastest(plan.alternatives, label)
@@ -125,14 +125,17 @@ def _gains(plan: Plan) -> Iterator[str]:
 
 
 def step_times(own: Alternative, other: Alternative) -> tuple[float, float, str]:
-    """The step times of two plans in seconds, measured if both ran, else predicted; and a word that says which."""
+    """The step times of two plans in seconds, measured if both plans ran, else predicted.
+
+    The third result says which, as text.
+    """
     if own.measured_s and other.measured_s:
         return own.measured_s, other.measured_s, "measured"
     return own.step_s, other.step_s, "the search predicted"
 
 
 def _faster(ratio: float, name: str) -> str:
-    """A ratio of two times in words: ``1.38x faster than one device``."""
+    """A ratio of two step times in words, such as ``1.38x faster than one device``."""
     words = quote_speed(ratio)
     return f"{words} {'as' if words.startswith('as') else 'than'} {name}"
 

@@ -1,4 +1,4 @@
-"""Report: a plan, the plans that it was compared with, and predicted beside measured times, for human readers."""
+"""Report: presents a plan, the plans that it was compared with, and predicted and measured times to human readers."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -44,7 +44,7 @@ class Report:
 
     Attributes:
         plan: the plan to explain.
-        measured: the trace of a measured step with all ranks. None: nothing was measured.
+        measured: the trace of a measured step on all ranks. None: nothing was measured.
         predicted: the trace of a predicted step. Default: the plan's own prediction.
         notes: sentences to add, for example about the devices.
 
@@ -67,7 +67,7 @@ class Report:
     def comparison(self) -> Comparison | None:
         """The comparison of the predicted with the measured step; None if one of them is missing.
 
-        Raises InputError if the two steps are of different programs.
+        Raises InputError if the steps belong to different programs.
         """
         if self.predicted is None or self.measured is None:
             return None
@@ -75,7 +75,7 @@ class Report:
 
     @property
     def traces(self) -> list[tuple[str, Trace]]:
-        """The predicted and the measured trace, each with its label, as far as they exist."""
+        """The predicted and the measured trace, whichever exist, each with its label."""
         both = (("predicted", self.predicted), ("measured", self.measured))
         return [(label, trace) for label, trace in both if trace is not None]
 
@@ -98,12 +98,12 @@ class Report:
 
     @property
     def key_figures(self) -> list[KeyFigure]:
-        """The figures at the top of a page: speed against one device, bubble, slowest stage."""
+        """The figures at the top of a page: speed compared with one device, bubble, slowest stage."""
         return key_figures(self.plan, self.predicted, self.comparison)
 
     @property
     def tables(self) -> list[Table]:
-        """The tables: compared plans, prediction errors, stages, ranks and memory, as far as their values are known."""
+        """Tables of compared plans, prediction errors, stages, ranks and memory. Tables without values are left out."""
         return tables(self.plan, self.predicted, self.comparison)
 
     # ---- output -----------------------------------------------------------------------------------------------
@@ -129,11 +129,12 @@ class Report:
         return image_html(self.figure(), "; ".join([self.title, *self.lines[:1]]))
 
     def save(self, path: str | PathLike[str]) -> None:
-        """Write the report to a file: a page (.html), a picture (.png, .svg, .pdf), text (.txt), or both traces for
-        Perfetto (.json).
+        """Write the report to a file, in the format that the suffix names.
+
+        Formats: page (.html), picture (.png, .svg, .pdf), text (.txt), or both traces for Perfetto (.json).
 
         Raises:
-            InputError: for another suffix.
+            InputError: for any other suffix.
 
         """
         path = as_path(path)

@@ -20,7 +20,7 @@ __all__ = ["tables"]
 _NOTABLE = 0.05  # prediction errors above this are marked
 _TREATED: dict[LayerCheckpoint, str] = {"recompute": "recomputed", "offload": "offloaded"}
 _TIMED = (Kind.F, Kind.B, Kind.I, Kind.W, Kind.R, Kind.OFFLOAD, Kind.FETCH)
-_SHAPE = ("ranks", "chunks", "m", "checkpoint")  # columns that are left out if all rows are equal
+_SHAPE = ("ranks", "chunks", "m", "checkpoint")  # columns that are left out if all rows have the same value
 _WEIGHED = {
     "m": "m: micro-batches.",
     "predicted": "predicted: step time predicted by the search.",
@@ -170,7 +170,7 @@ def _ranks(plan: Plan, predicted: Trace | None, comparison: Comparison | None) -
 
 
 def _memory(plan: Plan) -> Table | None:
-    """For each rank: its memory by purpose, the total, and the margin to its limit."""
+    """For each rank: its memory by purpose, the total, and how far the total is below its limit."""
     needs = plan.memory()
     if not any(need.total_bytes for need in needs):
         return None
@@ -189,7 +189,7 @@ def _memory(plan: Plan) -> Table | None:
 
 
 def _in_words(kinds: Iterable[Kind]) -> str:
-    """The names of kinds of actions, as a legend for the column headings."""
+    """The names of these kinds of actions, as a legend for the column headings."""
     return " ".join(f"{kind}: {KIND_NAMES[kind]}." for kind in kinds if kind in KIND_NAMES)
 
 
