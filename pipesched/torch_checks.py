@@ -99,7 +99,7 @@ def as_devices(devices: Any) -> list[torch.device]:
     """Convert each rank's device with `as_device`. Also raises DeviceCountError if ``devices`` is not a list."""
     if isinstance(devices, str | torch.device) or not isinstance(devices, Sequence):
         raise DeviceCountError(
-            f"devices must be a list with one device for each rank; got {devices!r}; pass a list, such as ['cpu', "
+            f"devices= must be a list with one device for each rank; got {devices!r}; pass a list, such as ['cpu', "
             f"'cpu']"
         )
     return [as_device(device) for device in devices]
@@ -142,7 +142,7 @@ def as_seed(seed: Any) -> int:
         return operator.index(seed)
     except TypeError:
         raise InputError(
-            f"a seed must be a whole number; got {shown(seed)}; pass an int, or None for torch's own"
+            f"a seed must be a whole number; got {shown(seed)}; pass an int, or None for torch's seed"
         ) from None
 
 

@@ -75,8 +75,8 @@ class StepRunner:
         def make() -> StepCall:
             if not torch.is_grad_enabled():
                 raise InputError(
-                    "step() must run with gradients enabled; it was called under no_grad; leave no_grad, or call "
-                    "evaluate"
+                    "step() must run with gradients enabled; it was called under no_grad; call it outside no_grad, or "
+                    "call evaluate"
                 )
             batch = self._batch("step", args, kwargs, target)
             groups = running.assembly.programs.of(len(batch.rows)).groups

@@ -106,7 +106,8 @@ def _placement(rows: Iterable[list[_Place]]) -> tuple[int, ...]:
             if holder != rank:
                 raise ScheduleError(
                     f"row {row}, column {column}: a stage must be on one rank, and each row is a rank; {action} is of "
-                    f"stage {action.stage}, and so is row {other_row}, column {other_column}; move one of them"
+                    f"stage {action.stage}, and so is the action in row {other_row}, column {other_column}; move one "
+                    f"of them"
                 )
     if not first:
         raise ScheduleError(

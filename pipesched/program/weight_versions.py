@@ -89,7 +89,9 @@ def check_versions(program: Program) -> None:
     """
     if not program.index.has(Kind.UPDATE):
         if any(any(own) for own in program.versions):
-            raise ScheduleError("weight versions need updates; there is no UPDATE; add updates, or remove the versions")
+            raise ScheduleError(
+                "weight versions require updates; this program has no UPDATE; add updates, or remove the versions"
+            )
         return
     if program.num_weights < program.num_stages:
         raise ScheduleError(

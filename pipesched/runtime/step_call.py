@@ -52,7 +52,7 @@ class StepCall:
     def counting(self) -> Weighting:
         """The loss weights of this call. Raises ValueError if the call computes no loss."""
         if self.weighting is None:
-            raise ValueError(f"loss weights need a call that computes a loss; {self.method} computes no loss")
+            raise ValueError(f"loss weights require a call that computes a loss; {self.method} computes no loss")
         return self.weighting
 
     def loss(self, step_data: StepData) -> Tensor:

@@ -116,7 +116,10 @@ class Profile:
         remedy = "pass for example [['0', '1'], ['2']]"
         stages = [as_list(names, rule, remedy) for names in as_list(stages, rule, remedy)]
         check_type(
-            {} if keep is None else keep, Mapping, "keep is {layer: word}", "pass for example {'0': 'recompute'}"
+            {} if keep is None else keep,
+            Mapping,
+            "keep= must map layers to words",
+            "pass for example {'0': 'recompute'}",
         )
         graph = self.graph(rows)
         _check_layers(list(graph), stages, keep or {})
@@ -167,7 +170,7 @@ class Profile:
             check_known("a profile must have", values, ("model", "machine", "sizes"))
             machine = Machine.from_dict(values["machine"])
             graphs = {_rows(rows): _graph(graph) for rows, graph in values["sizes"].items()}
-            check_type(values["model"], str, "model must be a digest, a text", _AGAIN)
+            check_type(values["model"], str, "the model of a profile must be a digest", _AGAIN)
             return cls(graphs, values["model"], machine)
         except PipeschedError:
             raise
@@ -205,7 +208,7 @@ def _check_layers(layers: list[str], stages: Stages, keep: Mapping[str, str]) ->
     for name, how in keep.items():
         if name not in layers or how not in get_args(LayerCheckpoint):
             raise ScheduleError(
-                f"keep must map layers of the profile to {' or '.join(get_args(LayerCheckpoint))}; got {name!r}: "
+                f"keep= must map layers of the profile to {' or '.join(get_args(LayerCheckpoint))}; got {name!r}: "
                 f"{how!r}; use names of layers, and one of these words"
             )
 

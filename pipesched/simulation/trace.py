@@ -70,7 +70,7 @@ class Spans(Sequence[Span]):
             times = (_times([span.start_s for span in spans]), _times([span.end_s for span in spans]))
         except (AttributeError, TypeError, ValueError) as error:
             raise ScheduleError(
-                f"a trace must have a list of Spans; got another type ({error}); make them with Span(action, rank, "
+                f"a trace must have a list of Spans; got a different type ({error}); make them with Span(action, rank, "
                 f"start_s, end_s, lane)"
             ) from error
         return cls(Columns.of(span.action for span in spans), rank, *times)
@@ -447,7 +447,7 @@ def _check_read(trace: Trace) -> None:
     for stage, own in enumerate(trace.versions):
         if own and (len(own) < num_microbatches or not all(0 <= version < 2**31 for version in own)):
             raise ScheduleError(
-                f"versions must have the weight version of each micro-batch; stage {stage} has {len(own)} of "
+                f"versions must list the weight version of each micro-batch; stage {stage} has {len(own)} of "
                 f"{num_microbatches}, {shown(own)}; {_TO_DICT}"
             )
 

@@ -335,7 +335,7 @@ def test_a_reduction_that_says_the_same_is_taken(says: str, given: str) -> None:
 def test_weights_of_a_sum_are_refused(loss_fn: Any) -> None:
     reduction = None if isinstance(loss_fn, nn.Module) else "sum"
     numerics = Numerics(loss_weight=len, loss_reduction=reduction)
-    match = "loss_weight may only be given for a mean; this loss is a sum, .*; leave loss_weight out"
+    match = "loss_weight may only be passed if the loss is a mean; this loss is a sum, .*; leave loss_weight out"
     with pytest.raises(InputError, match=match):
         piped(model(), loss_fn, numerics=numerics)
     with pytest.raises(InputError, match=match):

@@ -160,7 +160,7 @@ def test_where_there_is_no_bound_none_is_shown(file):
 def test_show_refuses_a_shape_for_a_file(file):
     result = run("show", file(str(schedules.get("gpipe").program(3, 2))), "--ranks", 4)
     assert result.exit_code == 2
-    assert "has a fixed shape; got a shape for" in result.stderr
+    assert "the shape of a program in a file is fixed; got other options for its shape, for" in result.stderr
 
 
 def test_show_with_a_narrow_width_is_narrow():

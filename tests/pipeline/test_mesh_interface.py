@@ -135,7 +135,7 @@ def test_wrong_uses_are_errors_on_all_ranks(ranks: Ranks) -> None:
     [
         (
             {"distributed": Distributed(inputs="last")},
-            "inputs must be one of all, first; got 'last'; choose whether all ranks or only the first pass a batch",
+            "inputs= must be one of all, first; got 'last'; choose whether all ranks or only the first pass a batch",
         ),
         (
             {"distributed": Distributed(inputs="first")},
@@ -194,4 +194,4 @@ def test_rank_0_searches_for_all_ranks(ranks: Ranks) -> None:
 def test_all_ranks_hear_that_there_is_no_plan(ranks: Ranks) -> None:
     first, other = ranks.run(2, jobs.no_plan_of_rank_0, timeout_s=15)
     assert first.startswith("MemoryLimitError")
-    assert "the smallest limit with a plan is" in other
+    assert "the smallest limit for a plan is" in other

@@ -192,7 +192,7 @@ def compiled_in_place(model):
         (torch.compile, "OptimizedModule is compiled into one graph; pass the original model, with compile=True"),
         (compiled_in_place, "is compiled into one graph"),
         (lambda model: torch.jit.trace(model, torch.ones(2, 3)), "is scripted or traced; pass the original module"),
-        (nn.DataParallel, r"DataParallel is wrapped to be replicated; pass its \.module"),
+        (nn.DataParallel, r"DataParallel is wrapped for replication; pass its \.module"),
     ],
 )
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
@@ -336,13 +336,13 @@ STATE = linears().state_dict()
             r"shape \[3, 3\] in the model, but torch\.float32 of shape \[2, 3\] in the given weights; use",
         ),
         (STATE | {"0.weight": torch.ones(3, 3, device="meta")}, InputError, r"tensors with contents"),
-        (STATE | {3: torch.ones(3)}, InputError, "unknown, of 9 given names: 3; remove the unknown ones$"),
+        (STATE | {3: torch.ones(3)}, InputError, "unknown names \(of 9 given\): 3; remove the unknown ones$"),
         (
             {},
             InputError,
-            r"state_dict; missing, of 8 names: 0\.weight, .* and 3 more; add or rename the missing weights$",
+            r"state_dict; names missing \(of 8\): 0\.weight, .* and 3 more; add or rename the missing weights$",
         ),
-        ([], InputError, "missing, of 8 names: "),
+        ([], InputError, r"names missing \(of 8\): "),
         ([3], InputError, r"or safetensors files; got list; pass one of them"),
         ("rest", InputError, "rest does not exist; check the path"),
         (3, InputError, "got int; pass one of them"),

@@ -31,13 +31,16 @@ from tests.support.refused_pipelines import ONES, build, linears, mse, refused
 @pytest.mark.parametrize(
     ("boundaries", "match"),
     [
-        ([2, 1], r"boundaries must ascend; got 1 \(layer 1\) after layer 2; sort them"),
-        ([2, 2], r"boundaries must ascend; got 2 \(layer 2\) after layer 2; sort them and remove duplicates"),
-        (["3", "1"], r"boundaries must ascend; got '1' \(layer 1\) after layer 3"),
-        ([4], r"one of 1\.\.3 of 4 layers; got 4; leave it out or move it"),
-        ([0], r"after stage 0, one of 1\.\.3 of 4 layers; got 0; leave it out"),
-        ([-1], r"one of 1\.\.3 of 4 layers; got -1"),
-        (["0"], r"after stage 0, .* got '0'"),
+        ([2, 1], r"boundaries must be in ascending order; got 1 \(layer 1\) after layer 2; sort them"),
+        (
+            [2, 2],
+            r"boundaries must be in ascending order; got 2 \(layer 2\) after layer 2; sort them and remove duplicates",
+        ),
+        (["3", "1"], r"boundaries must be in ascending order; got '1' \(layer 1\) after layer 3"),
+        ([4], r"from 1 to 3 for 4 layers; got 4; remove or move it"),
+        ([0], r"other than stage 0, from 1 to 3 for 4 layers; got 0; remove or"),
+        ([-1], r"from 1 to 3 for 4 layers; got -1"),
+        (["0"], r"other than stage 0, .* got '0'"),
         (["head"], r"must name a layer; got 'head'; the layers are 0, 1, 2, 3; use one of these names, or a position"),
         ([1.5], r"a layer's position or name; got 1\.5; pass an int or a str"),
         ([True], r"a layer's position or name; got True"),
@@ -175,7 +178,7 @@ def test_choices_beside_a_program_of_another_shape(choices, match):
 
 def test_a_program_without_backwards():
     program = schedules.get("1f1b").program(2, 3).forward()
-    refused(ScheduleError, ValueError, r"this program has another stage graph, or no backwards", schedule=program)
+    refused(ScheduleError, ValueError, r"this program has a different stage graph, or no backwards", schedule=program)
 
 
 def test_a_short_batch_for_a_program_names_drop_last():
@@ -289,7 +292,7 @@ def test_a_plan_on_too_few_devices():
 
 
 def test_a_path_instead_of_a_plan():
-    refused(PartitionError, ValueError, r"plan must be a Plan; got 'plan\.json'; .*Plan\.load", plan="plan.json")
+    refused(PartitionError, ValueError, r"plan= must be a Plan; got 'plan\.json'; .*Plan\.load", plan="plan.json")
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -1.0, None, "fast"])
@@ -307,7 +310,7 @@ def test_times_that_are_no_times(bad):
 def test_nothing_is_left_behind_by_a_construction_that_fails():
     model = linears()
     devices, grads = [p.device for p in model.parameters()], [p.grad for p in model.parameters()]
-    refused(PartitionError, ValueError, "boundaries must ascend", model, boundaries=[2, 1])
+    refused(PartitionError, ValueError, "boundaries must be in ascending order", model, boundaries=[2, 1])
     assert [p.device for p in model.parameters()] == devices
     assert [p.grad for p in model.parameters()] == grads
 
@@ -401,7 +404,7 @@ def test_loss_weights_that_add_up_to_nothing(counted_model, calls, weight):
 
 def test_a_step_under_no_grad(counted_model, calls):
     with build(counted_model, boundaries=[2]) as pipe, torch.no_grad():
-        with pytest.raises(InputError, match=r"called under no_grad; leave no_grad, or call evaluate"):
+        with pytest.raises(InputError, match=r"called under no_grad; call it outside no_grad, or call evaluate"):
             pipe.step(ONES, target=ONES)
         assert not calls
         pipe.evaluate(ONES, target=ONES)
@@ -426,7 +429,7 @@ def test_every_use_after_close(counted_model, calls):
     ],
 )
 def test_a_loss_that_is_no_scalar(loss_fn, got):
-    match = rf"scalar loss; got {got}; .*reduce it with mean\(\) or sum\(\)"
+    match = rf"scalar loss; got {got}; .*reduces the loss with mean\(\) or sum\(\)"
     with build(boundaries=[2], loss_fn=loss_fn) as pipe, pytest.raises(InputError, match=match) as caught:
         pipe.step(ONES, target=ONES)
     assert "stage 1, micro-batch 0" in caught.value.__notes__[0]

@@ -70,7 +70,7 @@ NO_JSON = {
         f'{{"x": {10**30}}}',
         r"whole numbers in a file must be below 2\*\*63; got 10{30}; correct it",
     ),
-    "no text": (b"\xff\x00\xfe", "the file must be JSON; .*; save it again"),
+    "no text": (b"\xff\x00\xfe", "the file must be JSON; .*; save the file again"),
     "half a pair": ('{"x": "\\ud800"}', "text in a file must be valid Unicode"),
     "a key twice": (
         '{"x": 1, "x": 2}',
@@ -120,7 +120,7 @@ SPAN = ["0F0", 0, 0.0, 1.0]
         (Links.from_dict, Links().to_dict() | {"inside": {"bytes_per_s": 1e-320}}, "a speed must be above 0"),
         (Machine.from_dict, {"threds": None}, "a machine must have .*; got 'threds', nearest to 'threads'"),
         (Machine.from_dict, {"links": ""}, "links must have inside"),
-        (Machine.from_dict, [], r"a machine must have .*; got \[\]; save it again"),
+        (Machine.from_dict, [], r"a machine must have .*; got \[\]; save the file again"),
         (Overheads.from_dict, {"crowding": 3}, "crowding of overheads must be a list; got 3"),
         (Costs.from_dict, {**Costs.uniform(2).to_dict(), "recompute_s": ""}, "recompute_s is ''; pass a list"),
         (Costs.from_dict, {**Costs.uniform(2).to_dict(), "input_bytes": [0.5, 1]}, "whole numbers of bytes .* is 0.5"),
@@ -182,7 +182,7 @@ def profile(change):
         (lambda v: v["sizes"]["2"]["edges"].append(["layer3", "layer1", {}]), "'layer3' -> 'layer1' goes backwards"),
         (lambda v: v["sizes"]["2"]["edges"].append(v["sizes"]["2"]["edges"][0]), "goes backwards or is repeated"),
         (lambda v: v["sizes"].update({"02": v["sizes"].pop("2")}), "whole numbers of rows; got '02'"),
-        (lambda v: v.update(model=3), "model must be a digest, a text; got 3"),
+        (lambda v: v.update(model=3), "the model of a profile must be a digest; got 3"),
     ],
 )
 def test_a_profile_with_what_nobody_reads_or_what_cannot_be_is_refused(change, said):

@@ -156,5 +156,5 @@ def test_numbers_of_numpy_are_plain_ones():
 
 
 def test_links_are_links():
-    with pytest.raises(ScheduleError, match=r"links must be a pipesched\.Links"):
+    with pytest.raises(ScheduleError, match=r"links= must be a pipesched\.Links"):
         Costs.uniform(2, links={})

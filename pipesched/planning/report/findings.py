@@ -86,8 +86,8 @@ def _searched(plan: Plan, predicted: Trace | None) -> Iterator[str]:
         off = predicted.makespan_s / own.step_s - 1 if own.step_s else 0
         if abs(off) > _OTHERWISE:
             yield (
-                f"the search predicted {quote_time(own.step_s)} per step; it compared plans and chose the split by "
-                f"that prediction"
+                f"the search predicted {quote_time(own.step_s)} per step, and used this prediction to compare plans "
+                f"and to choose the split"
             )
 
 
@@ -98,8 +98,9 @@ def _confirmed(plan: Plan) -> Iterator[str]:
         num_tried = sum(other.measured_s is not None for other in plan.alternatives)
         off = quote_off(own.measured_s / own.first_s - 1)
         yield (
-            f"confirmed: in trial runs of {counted(num_tried, 'plan')} this one took {quote_time(own.measured_s)} per "
-            f"step, first predicted {quote_time(own.first_s)} ({off}); the costs below are corrected accordingly"
+            f"confirmed: in trial runs of {counted(num_tried, 'plan')} this plan took {quote_time(own.measured_s)} "
+            f"per step, where the first prediction was {quote_time(own.first_s)} ({off}); the costs below are "
+            f"corrected accordingly"
         )
 
 

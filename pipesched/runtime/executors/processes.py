@@ -304,8 +304,8 @@ class ProcessExecutor:
         if others:
             raise _DifferentError(
                 f"all ranks must have the same {name}; rank{'s' * (len(others) > 1)} {', '.join(map(str, others))} of "
-                f"{self.num_ranks} {'has' if len(others) == 1 else 'have'} another {name} than rank 0; pass the same "
-                f"arguments on every rank"
+                f"{self.num_ranks} {'has' if len(others) == 1 else 'have'} a different {name} than rank 0; pass the "
+                f"same arguments on every rank"
             )
 
     @contextmanager

@@ -425,7 +425,7 @@ def _abandon(jobs: _Jobs, threads: Sequence[threading.Thread], under_way: "Seque
         if run is not None and not run.finished:
             run.stop(
                 ExecutionError(
-                    "a step must end before its pipeline is dropped; a step was running; wait for its end first"
+                    "a step must end before its pipeline is dropped; a step was running; wait for the step to end first"
                 )
             )
     _end_threads(jobs)
