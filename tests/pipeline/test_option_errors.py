@@ -336,7 +336,7 @@ STATE = linears().state_dict()
             r"shape \[3, 3\] in the model, but torch\.float32 of shape \[2, 3\] in the given weights; use",
         ),
         (STATE | {"0.weight": torch.ones(3, 3, device="meta")}, InputError, r"tensors with contents"),
-        (STATE | {3: torch.ones(3)}, InputError, "unknown names \(of 9 given\): 3; remove the unknown ones$"),
+        (STATE | {3: torch.ones(3)}, InputError, r"unknown names \(of 9 given\): 3; remove the unknown ones$"),
         (
             {},
             InputError,

@@ -263,7 +263,7 @@ def test_what_cannot_be_moved_is_refused() -> None:
     ):
         pipe.replan(pipe.plan)
     with row(mixed_model(), devices=["cpu"] * 2) as pipe:
-        with pytest.raises(PartitionError, match="plan must be a Plan"):
+        with pytest.raises(PartitionError, match="plan= must be a Plan"):
             pipe.replan("plan.json")
         for wrong in (-1, 2.5, True):
             with pytest.raises(InputError, match="steps_left must be the number of"):
