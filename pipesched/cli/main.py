@@ -215,7 +215,7 @@ def show(  # noqa: PLR0913  # one parameter for each option
     """
     if Path(schedule).is_file() and (ranks or microbatches or chunks or steps):
         raise click.UsageError(
-            f"the shape of a program in a file is fixed; got other options for its shape, for {schedule}; leave out "
+            f"the shape of a program in a file is fixed; got shape options for {schedule}; leave out "
             f"--ranks, --microbatches, --chunks and --steps"
         )
     program = _program(schedule, ranks, microbatches, chunks, steps or 1)
@@ -300,7 +300,7 @@ def compare(
         except ScheduleError as error:
             if names:
                 raise
-            click.echo(f"left out {name}: {error}", err=True)
+            click.echo(f"skipped {name}: {error}", err=True)
             continue
         traces[name] = program, _simulate(program, **costs)
     width = max(map(len, ["schedule", *traces]))

@@ -82,7 +82,7 @@ class MemoryForecast:
         if running.step == 0 and planned not in (0, max(rows)) and running.host.holds(0):
             warn(
                 f"the first step must have micro-batches of the planned size; the plan was found for micro-batches of "
-                f"{counted(planned, 'row')}, from the sample or batch_size, but the first step has micro-batches of "
+                f"{counted(planned, 'row')} (from the sample or batch_size), but the first step has micro-batches of "
                 f"{counted(max(rows), 'row')} ({sum(rows)} rows in {counted(len(rows), 'micro-batch')}); pass "
                 f"search=Search(batch_size={sum(rows)}) to Pipeline"
             )

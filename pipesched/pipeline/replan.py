@@ -284,9 +284,9 @@ class Replanner:
             )
         if self._spec.wrap is not None:
             raise InputError(
-                f"replan must not move layers of a pipeline with wrap=, which has changed each stage as a whole; this "
-                f"pipeline of {len(self._running.cut)} stages has wrap=; save its state, and make a new pipeline with "
-                f"plan="
+                f"replan must not move layers of a pipeline with wrap=, because wrap= has changed each stage as a "
+                f"whole; this pipeline of {len(self._running.cut)} stages has wrap=; save its state, and make a new "
+                f"pipeline with plan="
             )
         return host
 

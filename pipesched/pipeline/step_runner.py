@@ -201,9 +201,9 @@ class StepRunner:
         for name, wanted in (("outputs", call.return_outputs), ("gradients of inputs", wants_input_grads)):
             if wanted:
                 raise InputError(
-                    f"a step of an asynchronous schedule cannot provide {name}, because it returns before they are "
-                    f"computed; this call requires {name}; call evaluate or forward for outputs, detach inputs, or use "
-                    f"a synchronous schedule"
+                    f"a step of an asynchronous schedule cannot provide {name}, because the step returns before they "
+                    f"are computed; this call requires {name}; call evaluate or forward for outputs, detach inputs, "
+                    f"or use a synchronous schedule"
                 )
         running = self._running
         executor = running.host.executor

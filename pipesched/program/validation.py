@@ -123,9 +123,9 @@ def check_routes(program: Program) -> None:
     for route in set(program.routes):
         if not route or len(set(route)) < len(route):
             raise ScheduleError(
-                f"a micro-batch must visit at least one stage, and may visit no stage twice; the route of micro-batch "
-                f"{program.routes.index(route)} has {len(route)} stages, {len(set(route))} of them different; correct "
-                f"the route"
+                f"a micro-batch must visit at least one stage, and must not visit a stage twice; the route of "
+                f"micro-batch {program.routes.index(route)} has {len(route)} stages, {len(set(route))} of them "
+                f"different; correct the route"
             )
         for stage in route:
             if not 0 <= stage < program.num_stages:

@@ -250,7 +250,7 @@ def _graph(values: Mapping[str, Any]) -> "nx.DiGraph[str]":
         check_known("an edge of a profile must have", edge, _EDGE)
         if not places[one] < places[other] or graph.has_edge(one, other):
             raise ScheduleError(
-                f"edges of a profile must go from a layer to a later one, and may not be repeated; {shown(one)} -> "
+                f"edges of a profile must go from a layer to a later one, and must not be repeated; {shown(one)} -> "
                 f"{shown(other)} goes backwards or is repeated; {_AGAIN}"
             )
         graph.add_edge(one, other, **edge)

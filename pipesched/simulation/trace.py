@@ -414,8 +414,8 @@ def _read_spans(rows: Any) -> Spans:
         good = is_count(rank, 0) and all(isinstance(time_s, Real) for time_s in (start_s, end_s))
         if not good or bool in (type(start_s), type(end_s)) or not -LARGEST < start_s <= end_s < LARGEST:
             raise ScheduleError(
-                f"a span must have a rank from 0 on and finite times, and may not end before it starts; {shown(text)} "
-                f"has rank {shown(rank)}, start_s {shown(start_s)}, end_s {shown(end_s)}; {_TO_DICT}"
+                f"a span must have a rank of at least 0 and finite times, and must not end before it starts; "
+                f"{shown(text)} has rank {shown(rank)}, start_s {shown(start_s)}, end_s {shown(end_s)}; {_TO_DICT}"
             )
         action = Action.parse(text)
         spans.append(Span(action, rank, start_s, end_s, action.lane))

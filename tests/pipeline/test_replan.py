@@ -259,7 +259,7 @@ def test_layers_go_on_compiled() -> None:
 def test_what_cannot_be_moved_is_refused() -> None:
     with (
         row(mixed_model(), devices=["cpu"] * 2, wrap=lambda module, stage: module) as pipe,
-        pytest.raises(InputError, match="wrap=, which has changed each stage as a whole"),
+        pytest.raises(InputError, match="wrap=, because wrap= has changed each stage as a whole"),
     ):
         pipe.replan(pipe.plan)
     with row(mixed_model(), devices=["cpu"] * 2) as pipe:

@@ -296,12 +296,12 @@ def test_a_file_without_an_entry_names_it(tmp_path, key):
         (
             "program",
             {"digset": ""},
-            r"a plan's program must have edges, digest; got 'digset', nearest to 'digest'; correct it",
+            r"a plan's program must have edges, digest; got 'digset' \(did you mean 'digest'\?\); correct it",
         ),
         (
             "chekpoint",
             "always",
-            r"a plan must have .*; got 'chekpoint', nearest to 'checkpoint'; correct it or leave it out",
+            r"a plan must have .*; got 'chekpoint' \(did you mean 'checkpoint'\?\); correct it or leave it out",
         ),
         ("comment", "mine", r"a plan must have .*; got 'comment'; correct it or leave it out"),
         ("program", {"edges": [[0, 9]]}, r"an edge of a saved plan must lead"),

@@ -159,7 +159,7 @@ def test_what_lies_between_actions_is_told_from_what_stages_took():
     plan = plan_of()
     late = simulate(plan.program, replace(slower(plan.costs, (1, 1.2)), transfer_s=1e-4))
     lines = Report(plan, Trace(late.spans, 2)).lines
-    assert lines[1] == "of this difference: stage compute +16.0%, gaps between actions +1.3%"
+    assert lines[1] == "of this difference, stage compute accounts for +16.0% and gaps between actions for +1.3%"
 
 
 def test_layers_that_run_again_are_counted():
@@ -195,7 +195,7 @@ def test_a_report_says_what_was_found():
     for line in (
         "1f1b on 2 ranks: 2 stages, 4 micro-batches, checkpoint never",
         "predicted 15 ms per step, measured 17.4 ms (+16.0%), largest error on stage 1 (+20.0%)",
-        "of this difference: stage compute +16.0%, gaps between actions +0.0%",
+        "of this difference, stage compute accounts for +16.0% and gaps between actions for +0.0%",
         "no schedule of these stages on these ranks can take less than 13 ms; "
         + "the predicted step is 15.4% above this bound",
         "1.50x faster than an equal split (45 ms), as the search predicted",
@@ -277,7 +277,7 @@ def test_a_page_begins_with_three_figures():
             "15 ms a step (predicted) instead of 24 ms (all stages' compute, predicted)",
         ),
         ("bubble", "20.0%", "of the ranks' time is idle, predicted"),
-        ("slowest stage", "stage 0", "layer 0 .. layer 1: 12 ms a step predicted, 0.0% above the mean"),
+        ("slowest stage", "stage 0", "layer 0 .. layer 1: 12 ms a step, predicted, 0.0% above the mean"),
     ]
     assert figures_of(Report(plan, measured_of(plan, 1, 1.2))) == [
         (
@@ -286,7 +286,7 @@ def test_a_page_begins_with_three_figures():
             "17.4 ms a step (measured) instead of 24 ms (all stages' compute, predicted)",
         ),
         ("bubble", "24.1%", "of the ranks' time is idle; predicted 20.0%"),
-        ("slowest stage", "stage 1", "layer 2 .. layer 3: 14.4 ms a step measured, 9.1% above the mean"),
+        ("slowest stage", "stage 1", "layer 2 .. layer 3: 14.4 ms a step, measured, 9.1% above the mean"),
     ]
 
 

@@ -70,7 +70,10 @@ def _causes(plan: Plan, measured: Trace | None, comparison: Comparison | None) -
     before, after = (trace.makespan_s for trace in (plan.predicted(), with_measured.predicted()) if trace is not None)
     stages = (after - before) / step.predicted
     rest = (step.measured - step.predicted) / step.predicted - stages
-    yield f"of this difference: stage compute {quote_off(stages)}, gaps between actions {quote_off(rest)}"
+    yield (
+        f"of this difference, stage compute accounts for {quote_off(stages)} and gaps between actions for "
+        f"{quote_off(rest)}"
+    )
 
 
 def _bubble(comparison: Comparison | None) -> Iterator[str]:
@@ -99,7 +102,7 @@ def _confirmed(plan: Plan) -> Iterator[str]:
         off = quote_off(own.measured_s / own.first_s - 1)
         yield (
             f"confirmed: in trial runs of {counted(num_tried, 'plan')} this plan took {quote_time(own.measured_s)} "
-            f"per step, where the first prediction was {quote_time(own.first_s)} ({off}); the costs below are "
+            f"per step; the first prediction was {quote_time(own.first_s)} ({off}); the costs below are "
             f"corrected accordingly"
         )
 

@@ -28,7 +28,7 @@ _WEIGHED = {
     "margin": "margin: memory limit minus peak.",
 }
 _STAGES = "Times and sizes per micro-batch. {kinds} kept: activations held for the backward. sent: the stage's output."
-_RANKS = "busy: share of the step spent computing. in flight: the most (stage, micro-batch) pairs held at once."
+_RANKS = "busy: share of the step spent computing. in flight: largest number of (stage, micro-batch) pairs held."
 _MEMORY = "Predicted peak memory of each rank."
 _MEDIANS = "Median time of each kind of action, predicted → measured. {kinds} step: all actions of the stage in a step."
 

@@ -125,7 +125,7 @@ class Stage:
         if guarded and versions != [tensor._version for tensor in guarded]:
             raise ExecutionError(
                 f"a stage must not modify received tensors that share memory; the layers {', '.join(self.layers)} "
-                f"modified one of {len(guarded)} such tensors in place; clone it first, or move the stage "
+                f"modified one of {len(guarded)} such tensors in place; clone the tensor first, or move the stage "
                 f"boundary"
             )
         if isinstance(value, PerConsumer):
