@@ -167,7 +167,7 @@ def test_a_rank_that_closed_another_pipeline_is_not_to_blame(ranks: Ranks) -> No
 def test_another_program_is_found_before_the_first_step(ranks: Ranks, odd: int) -> None:
     others = {0: "ranks 1, 2 of 3 have", 1: "rank 1 of 3 has", 2: "rank 2 of 3 has"}[odd]
     for text, ran in ranks.run(3, failures.different_programs, odd):
-        assert text.startswith(f"all ranks must have the same program; {others} another program than rank 0")
+        assert text.startswith(f"all ranks must have the same program; {others} a different program than rank 0")
         assert ran == 0
 
 
