@@ -98,8 +98,8 @@ class CapturedModel:
             raise GraphError(
                 f"the model has only {len(self.layers)} layers that can be separated, too few for "
                 f"{program.num_weights} stages. {maker} passes a tensor to {user} through an attribute or an object, "
-                f"so both must be in one stage{same}. Return the tensor from {maker} and pass it to {user} as an "
-                f"argument"
+                f"so {maker} and {user} must be in one stage{same}. Return the tensor from {maker} and pass it to "
+                f"{user} as an argument"
             )
         calls = self.captures[self.model.training].calls
         named = dict(self.model.named_parameters())

@@ -79,7 +79,7 @@ def resolve_loss(
     if says == "batchmean" and dim != 0:
         raise InputError(
             f"reduction='batchmean' divides by the size of dim 0, so the rows of the target must be in dim 0; with "
-            f"split_dims={split_dims!r} they are in another dim; pass reduction='mean' or 'sum'"
+            f"split_dims={split_dims!r} the rows are in another dim; pass reduction='mean' or 'sum'"
         )
     if option is None or not _counts(option):
         return None, reduction

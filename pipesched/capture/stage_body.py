@@ -95,9 +95,9 @@ def _watching(call: CallLayer) -> CallLayer:
         if outside_state() != before:
             warn(
                 f"layers of an nn.Sequential must draw their random numbers from torch; layer {name!r} draws from "
-                f"Python's or numpy's global generator, so its results depend on the schedule; draw from torch, or "
-                f"call the layers from the forward of a module of your own, where pipesched captures these random "
-                f"numbers"
+                f"Python's or numpy's global generator, so the layer's results depend on the schedule; draw from "
+                f"torch, or call the layers from the forward of a module of your own, where pipesched captures these "
+                f"random numbers"
             )
         return result
 

@@ -200,7 +200,8 @@ def _wrapped(
     if names:
         raise GraphError(
             f"parameters that wrap= adds must belong to layers, so that they have names in the model; the module "
-            f"returned for stage {stage} has parameters of its own: {and_more(names)}; add them to the stage's layers"
+            f"returned for stage {stage} has parameters of its own: {and_more(names)}; register these parameters in "
+            f"the stage's layers"
         )
     for name, layer in list(body.layers.items()):
         now = dict(inner.named_modules()).get(name)

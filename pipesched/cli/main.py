@@ -253,7 +253,7 @@ def _numbers(values: Iterable[int]) -> str:
 @click.option(
     "--max-in-flight", type=click.IntRange(min=0), help="Maximum number of (stage, micro-batch) pairs on a rank."
 )
-@click.option("--exact", is_flag=True, help="Require ascending micro-batch order, which makes results bit-identical.")
+@click.option("--exact", is_flag=True, help="Require ascending micro-batch order, for bit-identical results.")
 def check(file: str, max_in_flight: int | None, exact: bool) -> None:
     """Check that the program in FILE is complete, correctly ordered and free of deadlock.
 

@@ -203,7 +203,7 @@ class StaleGuard:
         self._hook = hook = _hook_on(next(iter(self._roots.values())))
         if hook is not None and hook.placement != self._placement:
             self._hook = None
-            hook.refuse("another pipeline, which places the layers differently, was used")
+            hook.refuse("another pipeline with a different placement of layers was used")
         if hook is None and changes and self._placement.away:
             self._hook = hook = StaleHook(self._placement)
             hook.put_on(self._roots, self._run_here)

@@ -103,7 +103,7 @@ def partition(
         PartitionError: an argument is invalid, or there is no partition. The message suggests a remedy.
 
     """
-    rule = "together must be a list of groups of layers that share a stage"
+    rule = "together= must be a list of groups of layers that share a stage"
     remedy = "pass a list such as [(first, second)]"
     request = Request(
         graph=graph,

@@ -89,7 +89,7 @@ class Request:
             as_list(
                 self.placement,
                 "a placement must be a list with the rank of each stage",
-                "make one with pipesched.program.placement",
+                "make a placement with pipesched.program.placement",
             )
 
     def _check_checkpoint(self) -> None:
@@ -108,7 +108,7 @@ class Request:
         if len(ranks) != self.num_stages or not all(map(is_whole, ranks)) or set(ranks) != {*range(max(ranks) + 1)}:
             raise PartitionError(
                 f"a placement must have a rank for each stage, and every rank must have a stage; got {shown(ranks)} "
-                f"for {self.num_stages} stages; make one with pipesched.program.placement"
+                f"for {self.num_stages} stages; make a placement with pipesched.program.placement"
             )
         if self.any_order:
             raise PartitionError(

@@ -35,15 +35,15 @@ class Pins:
             self._check_ascending()
         if isinstance(self.together, str | Mapping) or not isinstance(self.together, Iterable):
             raise PartitionError(
-                f"together must be a list of groups of layers; got {shown(self.together)}; pass [(first, second)]"
+                f"together= must be a list of groups of layers; got {shown(self.together)}; pass [(first, second)]"
             )
         for group in self.together:
             if isinstance(group, str) or not isinstance(group, Collection):
                 raise PartitionError(
-                    f"together must be a list of groups of layers; got {group!r}; pass [(first, second)]"
+                    f"together= must be a list of groups of layers; got {group!r}; pass [(first, second)]"
                 )
             for layer in group:
-                _position(layer, self.layers, "together must name layers")
+                _position(layer, self.layers, "together= must name layers")
 
     @property
     def complete(self) -> bool:

@@ -143,7 +143,7 @@ def _check(costs: Costs, num_microbatches: int, placement: Placement) -> None:
     if len(placement) != costs.num_stages:
         raise ScheduleError(
             f"a placement must have one rank for each stage; the costs have {costs.num_stages} stages, the placement "
-            f"has {len(placement)} entries; make them agree"
+            f"has {len(placement)} entries; make the numbers agree"
         )
 
 

@@ -132,8 +132,8 @@ class Costs:
             values: tuple[Any, ...] = getattr(self, name)
             if len(values) != self.num_stages:
                 raise ScheduleError(
-                    f"costs must have one number per stage; forward_s has {self.num_stages}, {name} has {len(values)}; "
-                    f"make them agree"
+                    f"costs must have one number per stage; forward_s has {self.num_stages}, {name} has "
+                    f"{len(values)}; make the numbers agree"
                 )
             sizes = name.endswith("_bytes")
             kinds, most = ({int}, LARGEST_SIZE) if sizes else ({int, float}, LARGEST)

@@ -265,7 +265,7 @@ def test_each_update_of_an_asynchronous_schedule_counts_its_own_targets() -> Non
 
 @pytest.mark.parametrize("loss_fn", [nn.CrossEntropyLoss(), nn.CrossEntropyLoss(weight=CLASS_WEIGHTS)])
 def test_a_batch_that_counts_nothing_is_refused(loss_fn: nn.Module) -> None:
-    match = r"(?s)finite and above 0; it is 0\.0; .*ignore_index.*skip this batch"
+    match = r"(?s)finite and above 0; got 0\.0; .*ignore_index.*skip this batch"
     nothing = torch.full((ROWS,), -100)
     with piped(model(), loss_fn) as pipe:
         with pytest.raises(InputError, match=match):
@@ -280,7 +280,7 @@ def test_smoothed_labels_of_classes_without_weight_are_refused() -> None:
     loss_fn = nn.CrossEntropyLoss(weight=CLASS_WEIGHTS, label_smoothing=0.1)
     with piped(model(), loss_fn) as pipe:
         assert pipe.step(X, target=torch.tensor([1, 3, 3, 0, 2, 4, -100])).isfinite()
-        with pytest.raises(InputError, match=r"(?s)finite and above 0; it is nan; .*fewer micro-batches"):
+        with pytest.raises(InputError, match=r"(?s)finite and above 0; got nan; .*fewer micro-batches"):
             pipe.step(X, target=torch.tensor([3, 3, 1, 0, 2, 4, 0]))
 
 

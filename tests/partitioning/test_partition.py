@@ -211,7 +211,7 @@ def test_a_partition_has_a_whole_number_of_stages_at_least_one(num_stages):
             {"starts": {"layer1": 1}, "any_order": True},
             r"requires a fixed rank order; .*any_order=True was also passed; drop either starts= or",
         ),
-        ({"together": [["layer0", "x"]]}, r"together may only name layers; 'x' is not a layer"),
+        ({"together": [["layer0", "x"]]}, r"together= may only name layers; 'x' is not a layer"),
     ],
 )
 def test_wishes_that_make_no_sense(wishes, match):

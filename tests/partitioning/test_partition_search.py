@@ -267,11 +267,13 @@ def test_ranks_that_stay_empty_are_left_out():
         ),
         (
             {"memory_limit_bytes": 10000},
-            r"the limit is 10000 bytes per rank, 22\.9% more is enough; allow 12288 bytes \(12 KiB\) per rank, or use",
+            r"the limit is 10000 bytes per rank, but 22\.9% more is enough; allow 12288 bytes \(12 KiB\) per "
+            r"rank, or use",
         ),
         (
             {"memory_limit_bytes": 14000, "in_flight": lambda stage, stages: stages - stage},
-            r"the limit is 14000 bytes per rank, 17\.0% more is enough; allow 16384 bytes \(16 KiB\) per rank, or use",
+            r"the limit is 14000 bytes per rank, but 17\.0% more is enough; allow 16384 bytes \(16 KiB\) per "
+            r"rank, or use",
         ),
         (
             {"starts": {"first": 1}, "together": [["embedding", "first"]]},

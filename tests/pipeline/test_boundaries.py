@@ -94,8 +94,8 @@ def test_what_pins_cost_is_told() -> None:
         ({"boundaries": {"b": 2}}, r"no partition of 4 layers into 3 stages; .*'b' begins stage 2"),
         ({"boundaries": {"b": 3}}, r"the stage that it begins, a number from 0 to 2; 'b' is mapped to stage 3"),
         ({"boundaries": {"b": 0}}, r"'b' is mapped to stage 0 but depends on 1 layers; choose a later stage"),
-        ({"together": [("a", "x")]}, r"together must name layers; got 'x'; the layers are a, b, c, d"),
-        ({"together": ["ab"]}, r"together must be a list of groups of layers; got 'ab'; pass \[\(first, second\)\]"),
+        ({"together": [("a", "x")]}, r"together= must name layers; got 'x'; the layers are a, b, c, d"),
+        ({"together": ["ab"]}, r"together= must be a list of groups of layers; got 'ab'; pass \[\(first, second\)\]"),
         (
             {"together": [("a", "d")]},
             r"3 stages, but layers that must stay together leave only 1 blocks; .* fewer layers together",

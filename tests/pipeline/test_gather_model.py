@@ -51,7 +51,7 @@ def test_a_second_pipeline_works_or_is_refused_by_name(ranks: Ranks) -> None:
             assert text.startswith("ExecutionError"), name
             assert "over a mesh" in text, name  # a rank may read the other one's error before it makes its own
             assert "gather_model()" in text
-        assert "another pipeline, which places the layers differently, was used" in found["step"]
+        assert "another pipeline with a different placement of layers was used" in found["step"]
         assert "used in a second pipeline" in found["new"]
 
 

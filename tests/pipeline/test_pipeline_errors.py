@@ -384,7 +384,7 @@ def test_a_target_without_a_loss_function(counted_model, calls):
         ({0: 1, "target": 0}, r"argument 0 has 3 rows, the target has 4"),
         (
             [],
-            r"one dim for each argument; it has 0 dims, but the call has 1 positional arguments; add the missing dims",
+            r"one dim for each argument; got 0 dims, but the call has 1 positional arguments; add the missing dims",
         ),
     ],
 )
@@ -397,7 +397,7 @@ def test_split_dims_that_do_not_fit_the_batch(counted_model, calls, dims, match)
 
 @pytest.mark.parametrize("weight", [0.0, -1.0, math.nan, math.inf])
 def test_loss_weights_that_add_up_to_nothing(counted_model, calls, weight):
-    match = r"loss weights must be finite and above 0; it is .*; check loss_weight, or skip this batch"
+    match = r"loss weights must be finite and above 0; got .*; check loss_weight, or skip this batch"
     choices = {"numerics": Numerics(loss_weight=lambda _: weight)}
     step_refused(counted_model, calls, InputError, match, ONES, target=ONES, choices=choices)
 
@@ -436,7 +436,7 @@ def test_a_loss_that_is_no_scalar(loss_fn, got):
 
 
 def test_a_model_without_a_loss_of_its_own():
-    match = r"model's output or its 'loss' entry must be a scalar loss; got a tensor .*; pass loss_fn="
+    match = r"model's output or its 'loss' entry must be a scalar loss; got a tensor .*; pass a loss_fn="
     with build(boundaries=[2], loss_fn=None) as pipe, pytest.raises(InputError, match=match):
         pipe.step(ONES)
 

@@ -47,8 +47,8 @@ def compiler(compile: Any, batch_norm: BatchNormMode) -> "Callable[[torch.device
         return lambda device: None
     if batch_norm == "mini-batch":
         raise InputError(
-            "batch_norm='mini-batch' must be used without compile=, because it cannot intercept batch_norm calls "
-            "inside compiled layers; both options were passed; leave one of them out"
+            "batch_norm='mini-batch' must be used without compile=, because pipesched cannot intercept batch_norm "
+            "calls inside compiled layers; both options were passed; leave one option out"
         )
     options = {} if compile is True else dict(compile)
     if options:
