@@ -150,8 +150,8 @@ class StepPrograms:
             program = source
         else:
             raise ScheduleError(
-                f"a program has a fixed number of micro-batches; this one has {source.num_microbatches}, but the batch "
-                f"needs {self.num_microbatches}; drop the shorter last batch (drop_last=True)"
+                f"a program has a fixed number of micro-batches; this program has {source.num_microbatches}, but the "
+                f"batch needs {self.num_microbatches}; drop the shorter last batch (drop_last=True)"
             )
         if program.slices_per_microbatch > 1:
             raise ScheduleError(
@@ -264,7 +264,7 @@ def _source(request: PlanRequest, num_devices: int) -> Schedule | Program:
     if num_stages % num_ranks:
         raise PartitionError(
             f"every rank must have the same number of stages; {num_stages} stages cannot be divided evenly among "
-            f"{num_ranks} ranks; use a multiple of {num_ranks} stages, or another number of devices"
+            f"{num_ranks} ranks; use a multiple of {num_ranks} stages, or a different number of devices"
         )
     return schedule.with_options(chunks_per_rank=num_stages // num_ranks)
 
@@ -296,7 +296,7 @@ def _fixed(program: Program, num_devices: int, request: PlanRequest) -> Program:
     ):
         if wish not in (None, has):
             raise ScheduleError(
-                f"the program fixes the number of {name}: it has {has}, but {wish} was requested; pass "
+                f"the program fixes the number of {name}: the program has {has}, but {wish} was requested; pass "
                 f"{has}, or leave the option out"
             )
     if not program.is_chains or program.forward_only:

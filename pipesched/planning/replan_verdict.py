@@ -71,8 +71,8 @@ def check_steps_left(steps_left: object) -> None:
     """Raise InputError if ``steps_left`` is neither a whole number of steps nor None."""
     if steps_left is not None and (isinstance(steps_left, bool) or not isinstance(steps_left, int) or steps_left < 0):
         raise InputError(
-            f"steps_left must be the number of remaining steps, a whole number; got {steps_left!r}; leave it out if it "
-            f"is unknown"
+            f"steps_left must be the number of remaining steps, a whole number; got {steps_left!r}; leave steps_left= "
+            f"out if the number is unknown"
         )
 
 

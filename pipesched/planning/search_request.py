@@ -129,8 +129,8 @@ class SearchRequest:
             raise PartitionError(
                 f"a micro-batch must have at least one row, and a size within the measured range; a batch of "
                 f"{batch_size} rows cannot be split into {split}; measured sizes: "
-                f"{', '.join(map(str, sorted(profile.graphs)))} rows; pass another num_microbatches or batch_size, or "
-                f"measure more sizes"
+                f"{', '.join(map(str, sorted(profile.graphs)))} rows; pass a different num_microbatches or "
+                f"batch_size, or measure more sizes"
             )
         return cls(
             replace(profile, machine=profile.machine.assuming(ranks_are, num_ranks, num_cores)),
@@ -168,8 +168,9 @@ def _synchronous(schedule: Any) -> Schedule | None:
     program = wished.program(2, 2)
     if program.has_updates or program.num_weights < program.num_stages:
         raise ScheduleError(
-            f"the search covers only synchronous schedules with one chain of stages; got {wished.name!r}; choose "
-            f"another, or leave out the options that start a search (batch_size, memory_limit_bytes, profile)"
+            f"the search covers only synchronous schedules with one chain of stages; got {wished.name!r}; choose a "
+            f"different schedule, or leave out the options that start a search (batch_size, memory_limit_bytes, "
+            f"profile)"
         )
     return wished
 

@@ -361,7 +361,7 @@ class Schedule:
         )
         if steps > 1 and not program.has_updates:
             raise ScheduleError(
-                f"only a schedule with updates can run several steps without draining; {self.name!r} has none; "
+                f"only a schedule with updates can run several steps without draining; {self.name!r} has no updates; "
                 f"use one step"
             )
         return program if self.num_chains == 1 else _with_chains(program, shape)

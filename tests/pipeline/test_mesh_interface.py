@@ -118,7 +118,7 @@ def test_wrong_uses_are_errors_on_all_ranks(ranks: Ranks) -> None:
         (
             "gradients",
             "InputError: with inputs='first', an input that requires a gradient may be used on rank 0 only; ranks [1] "
-            "use",
+            "also use such an input",
         ),
     ):
         assert said[0][name].startswith(text)

@@ -168,8 +168,8 @@ def test_a_program_with_more_ranks_than_devices():
 @pytest.mark.parametrize(
     ("choices", "match"),
     [
-        ({"num_microbatches": 4}, r"number of micro-batches: it has 3, but 4 was requested; pass 3"),
-        ({"num_stages": 4}, r"number of stages: it has 2, but 4 was requested; pass 2"),
+        ({"num_microbatches": 4}, r"number of micro-batches: the program has 3, but 4 was requested; pass 3"),
+        ({"num_stages": 4}, r"number of stages: the program has 2, but 4 was requested; pass 2"),
     ],
 )
 def test_choices_beside_a_program_of_another_shape(choices, match):
