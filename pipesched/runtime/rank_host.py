@@ -293,7 +293,7 @@ class MeshRanks:
         return rank == self.rank
 
     def agreed(self, make: Callable[[], T]) -> T:
-        what = "making a pipeline"
+        what = "the construction of a pipeline"
         given = None
         if self.rank:
             while given is None:  # a heartbeat: rank 0 is still working

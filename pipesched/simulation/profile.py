@@ -209,7 +209,7 @@ def _check_layers(layers: list[str], stages: Stages, keep: Mapping[str, str]) ->
         if name not in layers or how not in get_args(LayerCheckpoint):
             raise ScheduleError(
                 f"keep= must map layers of the profile to {' or '.join(get_args(LayerCheckpoint))}; got {name!r}: "
-                f"{how!r}; use names of layers, and one of these words"
+                f"{how!r}; use layer names, and one of these words"
             )
 
 

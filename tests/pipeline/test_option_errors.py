@@ -140,7 +140,7 @@ def test_functions_are_looked_at_before_layers_are_measured():
 
 @pytest.mark.parametrize("weight", [None, "much", [1.0, 2.0]])
 def test_a_loss_weight_that_is_no_number(weight):
-    match = r"loss_weight must return one number for each micro-batch; it returned .*; return for example"
+    match = r"loss_weight must return one number for each micro-batch; got .*; return for example"
     with (
         build(boundaries=[2], numerics=Numerics(loss_weight=lambda _: weight)) as pipe,
         pytest.raises(InputError, match=match),
@@ -481,7 +481,7 @@ class Masked(Keyed):
             {"x": ONES, "mask": ONES},
             "mask=bool tensor of 2 dimensions, x=float32 tensor of 2 dimensions",
             "mask=float32 tensor of 2 dimensions, x=float32 tensor of 2 dimensions",
-            r"it calls .*float with the sample, but ends with this batch",
+            r"it calls .*float with the sample but ends with this batch",
         ),
         (
             {"x": ONES[:, :, None], "mask": ONES.bool()},
@@ -493,7 +493,7 @@ class Masked(Keyed):
             {"x": ONES},
             "mask=tensor, x=tensor",
             "x=tensor",
-            "it calls .*float with the sample, but ends with this batch",
+            "it calls .*float with the sample but ends with this batch",
         ),
     ],
 )

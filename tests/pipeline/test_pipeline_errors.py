@@ -414,7 +414,7 @@ def test_every_use_after_close(counted_model, calls):
     pipe = build(counted_model, boundaries=[2])
     pipe.close()
     for use in (lambda: pipe.step(ONES, target=ONES), lambda: pipe.evaluate(ONES, target=ONES), lambda: pipe(ONES)):
-        with pytest.raises(ExecutionError, match=r"closed pipeline cannot run; .*; make a new one") as caught:
+        with pytest.raises(ExecutionError, match=r"closed pipeline cannot run; .*; make a new pipeline") as caught:
             use()
         assert isinstance(caught.value, RuntimeError)
     assert not calls

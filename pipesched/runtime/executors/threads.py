@@ -352,7 +352,7 @@ class ThreadExecutor:
         """Raise ExecutionError after ``close``. ``call`` names the call in the message."""
         if not self._finalizer.alive:
             self._forked.check()
-            raise ExecutionError(f"a closed pipeline cannot run; it was closed before {call}; make a new one")
+            raise ExecutionError(f"a closed pipeline cannot run; it was closed before {call}; make a new pipeline")
 
     def check_outside(self, method: str) -> None:
         """Raise ExecutionError if called in a rank's thread, because the thread would wait for itself.

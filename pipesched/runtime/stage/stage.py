@@ -221,7 +221,7 @@ class Stage:
         if arrived and any(given.needs_grad):
             raise InputError(
                 "an input that requires a gradient may be used by the first stage only; a later stage also uses such "
-                "an input; detach the input, or move the stage boundary behind its last use"
+                "an input; detach the input, or move the stage boundary after its last use"
             )
         return (Payload.joined([given, *arrived]) if arrived else given), True
 
