@@ -88,7 +88,9 @@ def _cost_options(command: _Command) -> _Command:
             )
             for name, text in texts.items()
         ),
-        click.option("--links", type=INPUT, help="Network links between ranks: a JSON file of Links.to_dict()."),
+        click.option(
+            "--links", type=INPUT, help="Network links between ranks: a JSON file with the output of Links.to_dict()."
+        ),
         click.option(
             "--output-bytes",
             type=click.IntRange(min=0),

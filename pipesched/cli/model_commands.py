@@ -37,10 +37,10 @@ __all__ = ["graph", "report", "tune"]
 )
 @click.option("--width", type=click.IntRange(min=20), help="Width of the text in columns.  [default: the terminal's]")
 def report(plan: Path, trace: Path | None, *, output: tuple[Path, ...], width: int | None) -> None:
-    """Explain PLAN, a file of Plan.save: the compared plans, the stages, the lower bound and the predicted step.
+    """Explain PLAN, a file written by Plan.save: the compared plans, stages, lower bound and predicted step.
 
-    With TRACE, a measured step saved by Trace.to_chrome or as JSON of Trace.to_dict, the report compares predicted and
-    measured times stage by stage. Without -o it prints to the terminal, in colour if rich is installed.
+    With TRACE, a measured step saved by Trace.to_chrome or as the JSON of Trace.to_dict, the report compares predicted
+    and measured times stage by stage. Without -o it prints to the terminal, in colour if rich is installed.
 
     \b
     Examples:
@@ -113,7 +113,9 @@ def graph(model: str, *, stages: int, output: Path | None) -> None:
     "--confirm", type=click.IntRange(min=0), default=0, show_default=True, help="Number of the best plans to run."
 )
 @click.option("--offload/--no-offload", default=None, help="Allow offloading activations.  [default: auto]")
-@click.option("--links", type=INPUT, help="Network links between ranks: a JSON file of Links.to_dict().")
+@click.option(
+    "--links", type=INPUT, help="Network links between ranks: a JSON file with the output of Links.to_dict()."
+)
 @click.option("-o", "--output", type=PLAN, help="Write the plan to this file, for Pipeline(plan=Plan.load(...)).")
 @click.option("--width", type=click.IntRange(min=20), help="Width of the text in columns.  [default: the terminal's]")
 def tune(  # noqa: PLR0913  # one parameter for each option
@@ -133,9 +135,9 @@ def tune(  # noqa: PLR0913  # one parameter for each option
 ) -> None:
     """Search for the fastest plan for MODEL, and compare it with the alternatives.
 
-    MODEL is a saved profile, or file.py:function or module:function as for `pipesched graph`. Such a model is profiled.
-    Equal profiles give equal plans. With --confirm, the best plans run for some steps: on GPUs if there is one for
-    each rank, otherwise on the CPU. Their measured times correct the costs, and the fastest plan is chosen.
+    MODEL is a saved profile, or file.py:function or module:function as for `pipesched graph`; tune
+    then profiles the model first. Identical profiles give identical plans. With --confirm, the best plans run for some
+    steps: on GPUs if there is one for each rank, otherwise on the CPU. Their measured times correct the costs, and the fastest plan is chosen.
 
     \b
     Examples:

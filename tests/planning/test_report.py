@@ -205,7 +205,7 @@ def test_a_report_says_what_was_found():
         assert line in text.splitlines()
     assert text.count("rank 0 | F0") == 2
     weighed = Report(replace(plan, alternatives=plan.alternatives[:3])).tables[0]
-    assert weighed.note.startswith("All have ranks 2, chunks 1, m 4, checkpoint never. m: micro-batches. ")
+    assert weighed.note.startswith("All plans have ranks 2, chunks 1, m 4, checkpoint never. m: micro-batches. ")
     assert dict(zip(weighed.columns, (cell.text for cell in weighed.rows[0]), strict=True)) == {
         "plan": "gpipe",
         "schedule": "",

@@ -60,7 +60,7 @@ def _weighed(alternatives: Sequence[Alternative]) -> Table | None:
     rows = [_alternative(other, equal.step_s if equal else None) for other in alternatives]
     alike = {name: rows[0][name].text for name in _SHAPE if len({row[name].text for row in rows}) == 1}
     rows = [{name: cell for name, cell in row.items() if name not in alike} for row in rows]
-    note = f"All have {', '.join(map(' '.join, alike.items()))}. " if alike else ""
+    note = f"All plans have {', '.join(map(' '.join, alike.items()))}. " if alike else ""
     note += " ".join(said for name, said in _WEIGHED.items() if name == "m" or any(name in row for row in rows))
     return Table.of("Compared plans", rows, ("plan", "schedule", "checkpoint", "why not chosen"), note, ("predicted",))
 
