@@ -135,9 +135,10 @@ def tune(  # noqa: PLR0913  # one parameter for each option
 ) -> None:
     """Search for the fastest plan for MODEL, and compare it with the alternatives.
 
-    MODEL is a saved profile, or file.py:function or module:function as for `pipesched graph`; tune
-    then profiles the model first. Identical profiles give identical plans. With --confirm, the best plans run for some
-    steps: on GPUs if there is one for each rank, otherwise on the CPU. Their measured times correct the costs, and the fastest plan is chosen.
+    MODEL is a saved profile, or file.py:function or module:function as for `pipesched graph`; tune then profiles the
+    model first. Identical profiles give identical plans. With --confirm, the best plans run for some steps: on GPUs if
+    there is one for each rank, otherwise on the CPU. Their measured times correct the costs, and the fastest plan is
+    chosen.
 
     \b
     Examples:
