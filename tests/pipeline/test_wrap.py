@@ -168,7 +168,7 @@ def test_what_cannot_be_honoured_says_so() -> None:
         (
             lambda module, stage: Owner(module),
             GraphError,
-            "returned for stage 0 has parameters of its own: 'scale'; add",
+            "returned for stage 0 has parameters of its own: 'scale'; register",
         ),
         (lose, GraphError, "layer 'blocks.0' of stage 0 was removed or changed"),
     ]
