@@ -113,9 +113,9 @@ def check_known(has: str, values: Any, known: Sequence[str]) -> None:
 
     """
     rule = f"{has} {', '.join(known)}"
-    check_type(values, Mapping, rule, "save it again")
+    check_type(values, Mapping, rule, "save the file again")
     for name in values:
         if name not in known:
             near = get_close_matches(str(name), known, 1) if len(str(name)) <= _LONGEST else []
-            meant = f", nearest to {near[0]!r}" if near else ""
+            meant = f" (did you mean {near[0]!r}?)" if near else ""
             raise ScheduleError(f"{rule}; got {shown(name)}{meant}; correct it or leave it out")

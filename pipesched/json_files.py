@@ -51,7 +51,9 @@ def parse_json(text: str | bytes, deepest: int = _DEEPEST) -> Any:
     except ScheduleError:
         raise
     except ValueError as error:  # states line and column, or for undecodable bytes the offset
-        raise ScheduleError(f"the file must be JSON; {error}; save it again, or correct it at that position") from None
+        raise ScheduleError(
+            f"the file must be JSON; {error}; save the file again, or correct it at that position"
+        ) from None
     level = [values]
     depth = 0
     while level:
@@ -77,7 +79,8 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _too_deep(deepest: int) -> ScheduleError:
     return ScheduleError(
-        f"lists and mappings in a file may be nested at most {deepest} deep; this file nests them deeper; save it again"
+        f"lists and mappings in a file may be nested at most {deepest} deep; this file nests them more deeply; save "
+        f"the file again"
     )
 
 
@@ -93,7 +96,7 @@ def _parts(level: Iterable[Any]) -> list[Any]:
             if not value.isascii():
                 _check_text(value)
         elif isinstance(value, int) and not -LARGEST < value < LARGEST:
-            raise ScheduleError(f"whole numbers in a file must be below 2**63; got {shown(value)}; correct it")
+            raise ScheduleError(f"whole numbers in a file must be below 2**63; got {shown(value)}; correct the number")
     return parts
 
 
@@ -102,7 +105,7 @@ def _check_text(text: str) -> None:
         text.encode()
     except UnicodeEncodeError:
         raise ScheduleError(
-            f"text in a file must be valid Unicode; {shown(text)} has an unpaired surrogate; correct it"
+            f"text in a file must be valid Unicode; {shown(text)} has an unpaired surrogate; correct the text"
         ) from None
 
 
@@ -126,7 +129,7 @@ def read_fields(
     names = [field.name for field in dataclass_fields]
     what = has.removesuffix(" must have")
     if not isinstance(values, Mapping):
-        raise ScheduleError(f"{has} {', '.join(names)}; got {shown(values)}; save it again")
+        raise ScheduleError(f"{has} {', '.join(names)}; got {shown(values)}; save the file again")
     check_known(has, values, names)
     hints = get_type_hints(kind)
     arguments = {}
@@ -136,7 +139,7 @@ def read_fields(
             value = values[name]
             arguments[name] = makes[name](value) if name in makes else _of_type(value, hints[name], f"{name} of {what}")
         elif not partly or (field.default is MISSING and field.default_factory is MISSING):
-            raise ScheduleError(f"{has} {', '.join(names)}; {name} is missing; save it again")
+            raise ScheduleError(f"{has} {', '.join(names)}; {name} is missing; save the file again")
     made = kind(**arguments)  # the dataclass's own checks run first: their errors are more specific
     for name, value in arguments.items():
         for number in value if isinstance(value, list | tuple) else (value,):
@@ -177,4 +180,4 @@ def _of_type(value: Any, hint: Any, what: str) -> Any:
 
 def _check(good: bool, value: Any, expected: str, what: str) -> None:
     if not good:
-        raise ScheduleError(f"{what} must be {expected}; got {shown(value)}; save it again, or correct it")
+        raise ScheduleError(f"{what} must be {expected}; got {shown(value)}; save the file again, or correct the value")

@@ -102,7 +102,7 @@ def as_devices(devices: Any) -> list[torch.device]:
     """Convert the device of each rank with `as_device`. Raises DeviceCountError if ``devices`` is not a list."""
     if isinstance(devices, str | torch.device) or not isinstance(devices, Sequence):
         raise DeviceCountError(
-            f"devices must be a list with one device for each rank; got {devices!r}; pass a list, such as ['cpu', "
+            f"devices= must be a list with one device for each rank; got {devices!r}; pass a list, such as ['cpu', "
             f"'cpu']"
         )
     return [as_device(device) for device in devices]
@@ -145,7 +145,7 @@ def as_seed(seed: Any) -> int:
         return operator.index(seed)
     except TypeError:
         raise InputError(
-            f"a seed must be a whole number; got {shown(seed)}; pass an int, or None for torch's own"
+            f"a seed must be a whole number; got {shown(seed)}; pass an int, or None for torch's seed"
         ) from None
 
 

@@ -37,8 +37,8 @@ def _registered() -> dict[str, Schedule]:
         taken = registered.setdefault(schedule.name.lower(), schedule)
         if taken is not schedule:
             raise ScheduleError(
-                f"every schedule must have a different name, ignoring upper and lower case; {schedule.name!r} of "
-                f"{schedule.module} is taken by {taken.module}; rename one"
+                f"schedule names must be unique, ignoring upper and lower case; {schedule.name!r} of "
+                f"{schedule.module} is already used by {taken.module}; rename one"
             )
     return dict(sorted(registered.items()))
 

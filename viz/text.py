@@ -53,7 +53,7 @@ def text_timeline(trace: Trace, width: int = 120) -> str:
     """
     check_trace(trace)
     if not is_whole(width):
-        raise InputError(f"width must be a whole number of columns; got {shown(width)}; pass a number such as 120")
+        raise InputError(f"width= must be a whole number of columns; got {shown(width)}; pass a number such as 120")
     names = [f"rank {rank}".ljust(len(f"rank {trace.num_ranks - 1}")) + " | " for rank in range(trace.num_ranks)]
     drawn = [bar for bar in bars(trace) if bar.end_s > bar.start_s]
     several = num_chunks(trace) > 1

@@ -64,7 +64,7 @@ def check_axes(ax: Any) -> None:
     """Raise ArgumentError if ``ax`` is neither None nor matplotlib Axes."""
     if ax is not None and not (hasattr(ax, "figure") and hasattr(ax, "broken_barh")):
         raise ArgumentError(
-            f"ax must be the matplotlib Axes to draw on; got {shown(ax)}; pass Axes, or leave it out for a new figure"
+            f"ax= must be the matplotlib Axes to draw on; got {shown(ax)}; pass Axes, or leave it out for a new figure"
         )
 
 

@@ -74,7 +74,7 @@ class CapturedModel:
         if weights := [name for name, _ in model.named_parameters() if name in self.written]:
             warn(
                 f"building a pipeline must leave the weights unchanged; forwards of {type(model).__name__} write to "
-                f"{len(weights)} weights, such as {weights[0]!r}; the values of these weights were restored"
+                f"{len(weights)} weights, such as {weights[0]!r}; their values were restored"
             )
         self.calls = {_unit(call): call for call in own.layer_calls}
         self.layers = {
@@ -94,12 +94,12 @@ class CapturedModel:
         hidden = self.captures[self.model.training].hidden
         if hidden and program.num_weights > len(self.layers):
             (maker, user), *others = hidden
-            same = f"; the same holds for {len(others)} other pairs" if others else ""
+            same = f"; {len(others)} other pairs of layers must stay together for the same reason" if others else ""
             raise GraphError(
                 f"the model has only {len(self.layers)} layers that can be separated, too few for "
                 f"{program.num_weights} stages. {maker} passes a tensor to {user} through an attribute or an object, "
-                f"so both must be in one stage{same}. Return the tensor from {maker} and pass it to {user} as an "
-                f"argument"
+                f"so {maker} and {user} must be in one stage{same}. Return the tensor from {maker} and pass it to "
+                f"{user} as an argument"
             )
         calls = self.captures[self.model.training].calls
         named = dict(self.model.named_parameters())
@@ -107,10 +107,10 @@ class CapturedModel:
         tied = [name for name, count in users.items() if count > 1]
         if program.has_updates and tied:
             raise ScheduleError(
-                f"a model with tied weights must not use an asynchronous schedule, which updates each stage as soon as "
-                f"the stage's own gradients are complete; in {program.name!r} the {users[tied[0]]} calls that share "
-                f"{tied[0]!r} would use different versions of it; give each layer its own weight, or choose a "
-                f"synchronous schedule"
+                f"a model with tied weights must not use an asynchronous schedule, because such a schedule updates "
+                f"each stage as soon as the stage's gradients are complete; under {program.name!r} the "
+                f"{users[tied[0]]} calls that share {tied[0]!r} would use different versions of this weight; give "
+                f"each layer its own weight, or choose a synchronous schedule"
             )
 
     def uses(self, cut: StageLayers, ranks: Sequence[int]) -> list[Use]:
@@ -150,9 +150,9 @@ class CapturedModel:
             for call in found:
                 if call.place in apart:
                     raise GraphError(
-                        f"a layer that is recomputed in its backward must get all tensors that it uses as arguments; "
-                        f"{call} has attributes that other code sets, or shares tensors with other layers through "
-                        f"objects; take the layer out of checkpoint=, or pass those tensors as arguments"
+                        f"a layer that is recomputed in the backward must receive every tensor it uses through its "
+                        f"arguments; {call} has attributes that other code sets, or shares tensors with other layers "
+                        f"through objects; take the layer out of checkpoint=, or pass those tensors as arguments"
                     )
         return [call.place for call in found]
 

@@ -65,17 +65,20 @@ def counted_labels(model: nn.Module, sample: tuple[tuple[Any, ...], dict[str, An
     try:
         losses = _losses(model, *_probe(model, sample, given)) if _may_try(model, given) else None
     except Exception as error:  # any error of a model that does not accept such labels
-        return _unknown(f"the model failed on four rows with some labels {IGNORED}: {type(error).__name__}: {error}")
+        return _unknown(
+            f"the model failed on four rows in which some labels are {IGNORED}: {type(error).__name__}: {error}"
+        )
     if losses is None:
-        return _unknown("the model returns no scalar loss, or it is not on a CPU and the sample has no ignored label")
+        return _unknown(
+            "the model returns no scalar loss, or the model is not on a CPU and the sample contains no ignored label"
+        )
     weights = {way: [count(part) for part in _marked(given)] for way, count in _WAYS.items()}
     fitting = [way for way, counted in weights.items() if _fits(counted, losses)]
     if given.dim() == 1 and "labels" in fitting:
         return "labels"  # one label per row: the same number as rows unless some labels are ignored
     if len(fitting) != 1:
         return _unknown(
-            f"the model's loss fits {'none' if not fitting else 'each'} of these ways of counting: "
-            f"{', '.join(fitting or _WAYS)}"
+            f"the model's loss fits {'none' if not fitting else 'each'} of these counts: {', '.join(fitting or _WAYS)}"
         )
     return None if fitting[0] == "rows" else fitting[0]
 
@@ -91,7 +94,7 @@ def _count_shifted(labels: Tensor) -> float:
 _WAYS: Mapping[str, Callable[[Tensor], float]] = {
     "rows": lambda labels: float(len(labels)),
     "labels": _count,
-    "labels but each row's first": _count_shifted,
+    "labels except the first in each row": _count_shifted,
 }
 
 

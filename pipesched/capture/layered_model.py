@@ -177,7 +177,7 @@ def _check_takes(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     except TypeError as unlike:
         given = [f"{len(args)} positional arguments"] * bool(args) + [f"keywords {', '.join(kwargs)}"] * bool(kwargs)
         raise InputError(
-            f"a sample must fit the arguments of the model's forward, {type(model).__name__}.forward{taken}; the "
+            f"a sample must match the signature of the model's forward, {type(model).__name__}.forward{taken}; the "
             f"sample has {' and '.join(given) or 'no arguments'} ({unlike}); pass a tensor, a tuple of arguments, a "
             f"dict of keywords, or ({{...}},) for an argument that is a dict"
         ) from error
@@ -189,9 +189,9 @@ def _check_is_open(model: nn.Module) -> None:
         ("compiled into one graph", is_compiled(model), "pass the original model, with compile=True"),
         ("scripted or traced", isinstance(model, torch.jit.ScriptModule), "pass the original module"),
         (
-            "wrapped to be replicated",
+            "wrapped for replication",
             isinstance(model, nn.DataParallel | DistributedDataParallel),
-            "pass its .module; over several machines use mesh=, and wrap= to shard or replicate stages",
+            "pass its .module; to use several machines pass mesh=, and to shard or replicate stages pass wrap=",
         ),
     ):
         if closed:

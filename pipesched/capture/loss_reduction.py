@@ -63,14 +63,14 @@ def resolve_loss(
     says = None if option is None else _reduction(loss_fn, option)
     if says is not None and loss_reduction not in (None, _MEANS[says]):
         raise InputError(
-            f"loss_reduction must be the reduction of loss_fn; {_name(loss_fn)} has reduction={says!r}, but "
+            f"loss_reduction must match the reduction of loss_fn; {_name(loss_fn)} has reduction={says!r}, but "
             f"loss_reduction is {loss_reduction!r}; leave loss_reduction out, or change the loss"
         )
     reduction = loss_reduction or _MEANS[says or "mean"]
     if reduction == "sum" and loss_weight is not None:
         raise InputError(
-            "loss_weight may only be given for a mean; this loss is a sum, in which all micro-batches have equal "
-            "weight; leave loss_weight out, or let loss_fn return a mean"
+            "loss_weight may only be passed if the loss is a mean; this loss is a sum, in which all micro-batches "
+            "have the same weight; leave loss_weight out, or let loss_fn return a mean"
         )
     if reduction == "sum" or loss_weight is not None:
         return loss_weight, reduction
@@ -80,7 +80,7 @@ def resolve_loss(
     if says == "batchmean" and dim != 0:
         raise InputError(
             f"reduction='batchmean' divides by the size of dim 0, so the rows of the target must be in dim 0; with "
-            f"split_dims={split_dims!r} they are in another dim; pass reduction='mean' or 'sum'"
+            f"split_dims={split_dims!r} the rows are in another dim; pass reduction='mean' or 'sum'"
         )
     if option is None or not _counts(option):
         return None, reduction
@@ -114,7 +114,8 @@ def _reduction(loss_fn: Any, option: _Option) -> str:
         reduction = "none" if reduce is False else "sum" if average is False else "mean"
     if reduction not in _MEANS:
         raise InputError(
-            f"a loss must be one number; {_name(loss_fn)} has reduction={reduction!r}; pass reduction='mean' or 'sum'"
+            f"a loss must be a single number; {_name(loss_fn)} has reduction={reduction!r}; pass reduction='mean' or "
+            f"'sum'"
         )
     return str(reduction)
 
@@ -138,8 +139,8 @@ class _Counted:
     option: _Option
     dim: int  #: the dimension of the target's rows
     remedy = (
-        "a target counts unless it is ignore_index or its class has weight 0; with label smoothing, a micro-batch "
-        "whose classes all have weight 0 has no loss; skip this batch, or use fewer micro-batches"
+        "a mean counts every target except ignore_index and classes of weight 0; with label smoothing, the loss of a "
+        "micro-batch is undefined if all its classes have weight 0; skip this batch, or use fewer micro-batches"
     )
 
     def __call__(self, target: Any) -> Any:
@@ -173,8 +174,9 @@ class _Counted:
                 )
             ):
                 raise InputError(
-                    f"a weight of a loss must not have one element per row, because it is not split with the batch; "
-                    f"{self.name} has a {name} of shape {list(weight.shape)}, and the targets of a micro-batch have "
-                    f"shape {list(target.shape)}; pass the weights within target=, and multiply by them in loss_fn"
+                    f"the weight of a loss must not have one element per row, because this weight is not split with "
+                    f"the batch; {self.name} has a {name} of shape {list(weight.shape)}, and the targets of a "
+                    f"micro-batch have shape {list(target.shape)}; pass the weights within target=, and multiply by "
+                    f"them in loss_fn"
                 )
         return target.numel()

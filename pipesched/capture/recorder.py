@@ -169,7 +169,7 @@ class _Recorder(TorchFunctionMode):
             raise GraphError(
                 f"a stage may only differentiate through layers that it runs itself; the model's own code calls "
                 f"{func.__name__} after {len(layers)} layers ({', '.join(layers[:2])} ...); move that code and the "
-                f"layers that it differentiates into a submodule, which then stays in one piece"
+                f"layers that it differentiates into one submodule, so that they stay in one stage"
             )
         self._capture.indivisible.add(container)
 

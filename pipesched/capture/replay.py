@@ -254,7 +254,7 @@ class _Run(TorchFunctionMode):
         if name == _DEVICE and args[0].is_meta:
             return self._replay.device
         if any(id(tensor) in self._blank for tensor in tensors_in((args, kwargs))):
-            raise self._lost(f"asks for {name}")  # the sample's forward did not query it
+            raise self._lost(f"queries {name}")  # the sample's forward did not query it
         return func(*args, **kwargs)
 
     def layer(self, name: str, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -311,8 +311,8 @@ class _Run(TorchFunctionMode):
             if tensor.is_meta:
                 self._error = GraphError(
                     f"a call may only take the model's inputs and tensors that other calls returned; {call} takes a "
-                    f"tensor of another origin, which has no contents in this stage; make that tensor with torch "
-                    f"functions (not inside vmap or another library), or in a layer"
+                    f"tensor of another origin, and that tensor has no contents in this stage; create that tensor "
+                    f"with torch functions (not inside vmap or another library), or in a layer"
                 )
                 raise self._error
         return result
@@ -358,9 +358,10 @@ class _Run(TorchFunctionMode):
         count = len(self._calls)
         due = f"calls {self._calls[self._position]}" if self._position < count else "ends"
         self._error = GraphError(
-            f"a forward must make the same calls as with the sample; after {self._position} of {count} calls of layers "
-            f"and torch functions it {due} with the sample, but {now} with this batch; the model's code depends on the "
-            f"batch here, or on an attribute that was set after the pipeline was built; {self._remedy()}"
+            f"a forward must make the same calls as with the sample; after {self._position} of {count} calls to "
+            f"layers and torch functions, it {due} with the sample but {now} with this batch; at this point the "
+            f"model's code depends on the batch, or on an attribute that was set after the pipeline was built; "
+            f"{self._remedy()}"
         )
         return self._error
 

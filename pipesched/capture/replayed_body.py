@@ -92,7 +92,7 @@ class ReplayedBody:
         if mode not in self._replays:
             raise GraphError(
                 f"a pipeline may only run in modes in which its model was captured; with training={mode} the model "
-                f"calls other layers for the sample, or fails; build the pipeline in that mode"
+                f"calls different layers for the sample, or its forward fails; build the pipeline in that mode"
             ) from self._missing
         self._replay = self._replays[mode]
         self._part = self._parts[mode]

@@ -95,8 +95,9 @@ def _watching(call: CallLayer) -> CallLayer:
         if outside_state() != before:
             warn(
                 f"layers of an nn.Sequential must draw their random numbers from torch; layer {name!r} draws from "
-                f"Python's or numpy's global generator, so its results depend on the schedule; draw from torch, or "
-                f"call the layers in the forward of your own module, whose random numbers are captured"
+                f"Python's or numpy's global generator, so the layer's results depend on the schedule; draw from "
+                f"torch, or call the layers from the forward of a module of your own, where pipesched captures these "
+                f"random numbers"
             )
         return result
 
@@ -139,7 +140,8 @@ class Head:
         )
         shape = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
         raise InputError(
-            f"{source} a scalar loss; got {shape}; pass loss_fn= and reduce it with mean() or sum(), or call forward"
+            f"{source} a scalar loss; got {shape}; pass a loss_fn= that reduces the loss with mean() or sum(), or "
+            f"call forward"
         )
 
 

@@ -66,8 +66,8 @@ class StageModule(nn.Module):
             self._turn = None
         if len(turns) != 1:
             raise ExecutionError(
-                f"the module that wrap returns must call its stage module once; {type(module).__name__} called it "
-                f"{len(turns)} times; call it once in forward, or return the stage module itself"
+                f"the module that wrap= returns must call its stage module exactly once; {type(module).__name__} "
+                f"called it {len(turns)} times; call it once in forward, or return the stage module itself"
             )
         return output
 
@@ -191,16 +191,17 @@ def _wrapped(
         )
     if any(isinstance(part, DistributedDataParallel) for part in module.modules()):
         raise GraphError(
-            f"wrap must not return a DistributedDataParallel, which reduces gradients at the end of one backward "
-            f"through its module; stage {stage} runs one backward per micro-batch, in parts, so gradients would be "
-            f"reduced too early and too often; use fully_shard, or reduce the gradients after pipe.step"
+            f"wrap= must not return a DistributedDataParallel, because it reduces gradients at the end of each "
+            f"backward through its module; stage {stage} runs one backward per micro-batch, in parts, so gradients "
+            f"would be reduced too early and too often; use fully_shard, or reduce the gradients after pipe.step"
         )
     extra = {id(p) for p in module.parameters()} - {id(p) for p in inner.parameters()}
     names = [name for name, parameter in module.named_parameters() if id(parameter) in extra]
     if names:
         raise GraphError(
-            f"parameters that wrap adds must belong to layers, so that they have names in the model; the module "
-            f"returned for stage {stage} has parameters of its own: {and_more(names)}; add them to the stage's layers"
+            f"parameters that wrap= adds must belong to layers, so that they have names in the model; the module "
+            f"returned for stage {stage} has parameters of its own: {and_more(names)}; register these parameters in "
+            f"the stage's layers"
         )
     for name, layer in list(body.layers.items()):
         now = dict(inner.named_modules()).get(name)
@@ -208,9 +209,9 @@ def _wrapped(
             now = None
         if now is None or not kept <= set(inner.parameters()):
             raise GraphError(
-                f"wrap must leave a stage's layers in place, and must not change layers or weights with several uses; "
-                f"layer {name!r} of stage {stage} was {'removed or ' * (now is None)}changed; leave this layer "
-                f"unchanged"
+                f"wrap= must leave a stage's layers in place, and must not change layers or weights that are used "
+                f"several times; layer {name!r} of stage {stage} was {'removed or ' * (now is None)}changed; leave "
+                f"this layer unchanged"
             )
         if now is not layer:
             body.layers[name] = now

@@ -89,13 +89,15 @@ def _cost_options(command: _Command) -> _Command:
             )
             for name, text in texts.items()
         ),
-        click.option("--links", type=INPUT, help="Network links between ranks: a JSON file of Links.to_dict()."),
+        click.option(
+            "--links", type=INPUT, help="Network links between ranks: a JSON file with the output of Links.to_dict()."
+        ),
         click.option(
             "--output-bytes",
             type=click.IntRange(min=0),
             default=0,
             show_default=True,
-            help="Bytes of a stage's output for one micro-batch, which --links turns into time.",
+            help="Bytes that a stage sends for one micro-batch; --links turns them into transfer times.",
         ),
     )
 
@@ -170,13 +172,17 @@ def list_() -> None:
 @main.command(short_help="Simulate a schedule and draw its timeline.")
 @click.argument("schedule")
 @_shape_options
-@click.option("--chunks", type=click.IntRange(min=1), help="Chunks on each rank.  [default: the schedule's]")
-@click.option("--steps", type=click.IntRange(min=1), help="Successive steps of an asynchronous schedule.  [default: 1]")
+@click.option("--chunks", type=click.IntRange(min=1), help="Number of chunks on each rank.  [default: the schedule's]")
+@click.option(
+    "--steps", type=click.IntRange(min=1), help="Number of consecutive steps of an asynchronous schedule.  [default: 1]"
+)
 @_cost_options
 @click.option(
-    "--text", is_flag=True, help="Print the timeline and its figures as text. The default without other output."
+    "--text",
+    is_flag=True,
+    help="Print the timeline and its figures as text. This is the default without other outputs.",
 )
-@click.option("--width", type=click.IntRange(min=20), help="Columns of the text.  [default: the terminal's]")
+@click.option("--width", type=click.IntRange(min=20), help="Width of the text in columns.  [default: the terminal's]")
 @click.option("--png", type=FILE, help="Draw the timeline to this PNG file.")
 @click.option("--chrome", type=FILE, help="Write the trace to this JSON file, for Perfetto or chrome://tracing.")
 @click.option("--program", "as_program", is_flag=True, help="Print the program as text, for `pipesched check`.")
@@ -212,8 +218,8 @@ def show(  # noqa: PLR0913  # one parameter for each option
     """
     if Path(schedule).is_file() and (ranks or microbatches or chunks or steps):
         raise click.UsageError(
-            f"a program in a file has a fixed shape; got a shape for {schedule}; leave out --ranks, --microbatches, "
-            f"--chunks and --steps"
+            f"the shape of a program in a file is fixed; got shape options for {schedule}; leave out "
+            f"--ranks, --microbatches, --chunks and --steps"
         )
     program = _program(schedule, ranks, microbatches, chunks, steps or 1)
     trace = _simulate(program, **costs)
@@ -247,8 +253,10 @@ def _numbers(values: Iterable[int]) -> str:
 
 @main.command(short_help="Validate the program in a file.")
 @click.argument("file", type=click.Path(exists=True, dir_okay=False, allow_dash=True))
-@click.option("--max-in-flight", type=click.IntRange(min=0), help="Limit of (stage, micro-batch) pairs on a rank.")
-@click.option("--exact", is_flag=True, help="Require ascending micro-batch order, which makes results bit-identical.")
+@click.option(
+    "--max-in-flight", type=click.IntRange(min=0), help="Maximum number of (stage, micro-batch) pairs on a rank."
+)
+@click.option("--exact", is_flag=True, help="Require ascending micro-batch order, for bit-identical results.")
 def check(file: str, max_in_flight: int | None, exact: bool) -> None:
     """Check that the program in FILE is complete, correctly ordered and free of deadlock.
 
@@ -295,7 +303,7 @@ def compare(
         except ScheduleError as error:
             if names:
                 raise
-            click.echo(f"left out {name}: {error}", err=True)
+            click.echo(f"skipped {name}: {error}", err=True)
             continue
         traces[name] = program, _simulate(program, **costs)
     width = max(map(len, ["schedule", *traces]))

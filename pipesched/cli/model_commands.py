@@ -29,18 +29,18 @@ from pipesched.units import counted
 __all__ = ["graph", "report", "tune"]
 
 
-@click.command(short_help="Explain a saved plan, alone or beside a measured step.")
+@click.command(short_help="Explain a saved plan, and compare it with a measured step if one is given.")
 @click.argument("plan", type=INPUT)
 @click.argument("trace", type=INPUT, required=False)
 @click.option(
     "-o", "--output", type=REPORT, multiple=True, help="Write to this .html, .txt, .json, .png, .svg or .pdf file."
 )
-@click.option("--width", type=click.IntRange(min=20), help="Columns of the text.  [default: the terminal's]")
+@click.option("--width", type=click.IntRange(min=20), help="Width of the text in columns.  [default: the terminal's]")
 def report(plan: Path, trace: Path | None, *, output: tuple[Path, ...], width: int | None) -> None:
-    """Explain PLAN, a file written by Plan.save: the compared plans, the stages, the lower bound, the predicted step.
+    """Explain PLAN, a file written by Plan.save: the compared plans, stages, lower bound and predicted step.
 
     With TRACE, a measured step saved by Trace.to_chrome or as the JSON of Trace.to_dict, the report compares predicted
-    and measured times stage by stage. Without -o it is printed to the terminal, in colour if rich is installed.
+    and measured times stage by stage. Without -o it prints to the terminal, in colour if rich is installed.
 
     \b
     Examples:
@@ -99,21 +99,25 @@ def graph(model: str, *, stages: int, output: Path | None) -> None:
         write(figure.savefig, output)
 
 
-@click.command(short_help="Search the fastest plan for a model.")
+@click.command(short_help="Search for the fastest plan for a model.")
 @click.argument("model")
 @click.option("--ranks", type=click.IntRange(min=1), default=RANKS, show_default=True, help="Number of ranks.")
-@click.option("--batch", type=click.IntRange(min=1), required=True, help="Rows of a batch.")
-@click.option("--memory-limit", callback=as_bytes, help="Memory of a rank, such as 16GB.  [default: no limit]")
-@click.option("--schedule", default="auto", show_default=True, help="A name from `pipesched list`; auto: search one.")
+@click.option("--batch", type=click.IntRange(min=1), required=True, help="Number of rows in a batch.")
+@click.option("--memory-limit", callback=as_bytes, help="Memory limit of each rank, such as 16GB.  [default: no limit]")
+@click.option(
+    "--schedule", default="auto", show_default=True, help="A name from `pipesched list`, or auto to search for one."
+)
 @click.option("--microbatches", type=click.IntRange(min=1), help="Number of micro-batches.  [default: searched]")
 @click.option("--all-ranks", is_flag=True, help="Use every rank, even if a plan with fewer ranks is faster.")
 @click.option(
-    "--confirm", type=click.IntRange(min=0), default=0, show_default=True, help="Run this many of the best plans."
+    "--confirm", type=click.IntRange(min=0), default=0, show_default=True, help="Number of the best plans to run."
 )
 @click.option("--offload/--no-offload", default=None, help="Allow offloading activations.  [default: auto]")
-@click.option("--links", type=INPUT, help="Network links between ranks: a JSON file of Links.to_dict().")
+@click.option(
+    "--links", type=INPUT, help="Network links between ranks: a JSON file with the output of Links.to_dict()."
+)
 @click.option("-o", "--output", type=PLAN, help="Write the plan to this file, for Pipeline(plan=Plan.load(...)).")
-@click.option("--width", type=click.IntRange(min=20), help="Columns of the text.  [default: the terminal's]")
+@click.option("--width", type=click.IntRange(min=20), help="Width of the text in columns.  [default: the terminal's]")
 def tune(  # noqa: PLR0913  # one parameter for each option
     model: str,
     *,
@@ -131,9 +135,9 @@ def tune(  # noqa: PLR0913  # one parameter for each option
 ) -> None:
     """Search for the fastest plan for MODEL, and compare it with the alternatives.
 
-    MODEL is a saved profile, or file.py:function or module:function as for `pipesched graph`; the function's model is
-    profiled first. Identical profiles give identical plans. With --confirm, the best plans run for some steps: on GPUs
-    if there is one per rank, otherwise on the CPU. Their measured times correct the costs, and the fastest plan is
+    MODEL is a saved profile, or file.py:function or module:function as for `pipesched graph`; tune then profiles the
+    model first. Identical profiles give identical plans. With --confirm, the best plans run for some steps: on GPUs if
+    there is one for each rank, otherwise on the CPU. Their measured times correct the costs, and the fastest plan is
     chosen.
 
     \b

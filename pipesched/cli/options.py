@@ -34,7 +34,7 @@ class Output(click.Path):
         path = Path(str(super().convert(value, param, ctx)))
         if path.suffix not in self._endings:
             known = ", ".join(self._endings)
-            self.fail(f"the file's ending must be one of {known}; got {path.name!r}; change the ending", param, ctx)
+            self.fail(f"the file's suffix must be one of {known}; got {path.name!r}; change the suffix", param, ctx)
         if not path.parent.is_dir():
             self.fail(f"the folder of the file must exist; there is no folder {path.parent}; create it", param, ctx)
         return path

@@ -163,7 +163,7 @@ def check_class_state(
         raise GraphError(
             f"layers must not share state through their class, because the schedule determines the order in which they "
             f"run; forwards change {owner.__name__}.{name}, and {owner.__name__} is the class of "
-            f"{counted(len(users), 'module')}, such as {users[0] or type(model).__name__!r}, not all within one layer "
-            f"that is called once; keep the state on the instance, as self.{name} or a buffer, or keep these modules "
-            f"in one piece with whole_layers=[...]"
+            f"{counted(len(users), 'module')}, such as {users[0] or type(model).__name__!r}, which are not all inside "
+            f"one layer that is called only once; keep the state on the instance, as self.{name} or a buffer, or keep "
+            f"these modules in one piece with whole_layers=[...]"
         )

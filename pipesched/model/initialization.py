@@ -147,7 +147,7 @@ class Initial:
             isinstance(paths, Sequence) and all(isinstance(path, str | os.PathLike) for path in paths)
         ):
             raise InputError(
-                f"init must be 'reset', a function that fills a given module, a mapping from names to tensors, or "
+                f"init= must be 'reset', a function that fills a given module, a mapping from names to tensors, or "
                 f"safetensors files; got {type(init).__name__}; pass one of them"
             )
         given = init if isinstance(init, Mapping) else WeightFiles(init)
@@ -253,8 +253,8 @@ def _check_names(state: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> No
     missing = [name for name, tensor in state.items() if tensor.is_meta and id(tensor) not in there]
     unexpected = [name for name in given if name not in state and not str(name).endswith("_extra_state")]
     if missing or unexpected:
-        lacking = f"missing, of {len(state)} names: {_some(missing)}"
-        unknown = f"unknown, of {len(given)} given names: {_some(unexpected)}"
+        lacking = f"names missing (of {len(state)}): {_some(missing)}"
+        unknown = f"unknown names (of {len(given)} given): {_some(unexpected)}"
         parts = [lacking] * bool(missing) + [unknown] * bool(unexpected)
         remedies = ["add or rename the missing weights"] * bool(missing) + ["remove the unknown ones"] * bool(
             unexpected
@@ -280,9 +280,9 @@ def _check_form(given: Mapping[str, Tensor], name: str, tensor: Tensor) -> None:
     dtype = given.dtype(name) if isinstance(given, WeightFiles) else given[name].dtype
     if shape != tuple(tensor.shape) or dtype.is_floating_point != tensor.is_floating_point():
         raise InputError(
-            f"weights must match the model's tensors in shape, and be floating-point where the tensor is; {name!r} is "
-            f"{tensor.dtype} of shape {list(tensor.shape)} in the model, but {dtype} of shape {list(shape)} "
-            f"{'in the files' if files else 'in the given weights'}; use weights of the same model"
+            f"weights must have the shapes of the model's tensors, and be floating-point for floating-point tensors; "
+            f"{name!r} is {tensor.dtype} of shape {list(tensor.shape)} in the model, but {dtype} of shape "
+            f"{list(shape)} {'in the files' if files else 'in the given weights'}; use weights of the same model"
         )
 
 

@@ -58,8 +58,8 @@ def check_hooks(model: nn.Module) -> None:
     if hooks:
         raise GraphError(
             f"a pipeline's model must not have backward hooks on the model itself, because no stage runs the backward "
-            f"of the whole model; the model has {len(hooks)} backward hooks that would never run; register them on its "
-            f"first or last layer"
+            f"of the whole model; the model has {len(hooks)} backward hooks that would never run; register them on "
+            f"the model's first or last layer"
         )
 
 

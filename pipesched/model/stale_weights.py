@@ -21,7 +21,7 @@ from pipesched.user_warning import warn
 __all__ = ["Placement", "StaleGuard", "StaleHook", "check_not_stale", "release_model"]
 
 _REMEDY = (
-    "call its pipeline's gather_model() on every rank, before or after close(), or load a complete state_dict into the "
+    "call the pipeline's gather_model() on every rank, before or after close(), or load a complete state_dict into the "
     "model"
 )
 
@@ -146,9 +146,10 @@ class StaleHook:
         place = self.placement
         away = self.placement.away
         return (
-            f"over a mesh a model with stale weights must not be used, because each rank trains only the weights of "
-            f"its own stages; on rank {place.here} {event}, but {len(away)} of {len(place.homes)} parameters and "
-            f"buffers are stale, such as {away[0]!r}, which rank {place.homes[away[0]]} trains; {_REMEDY}"
+            f"the model of a pipeline over a mesh must not be used while its weights are stale, because each rank "
+            f"trains only the weights of its own stages; on rank {place.here} {event}, but {len(away)} of "
+            f"{len(place.homes)} parameters and buffers are stale, such as {away[0]!r}, which rank "
+            f"{place.homes[away[0]]} trains; {_REMEDY}"
         )
 
 
@@ -170,7 +171,7 @@ def check_not_stale(model: nn.Module) -> None:
     """Raise ExecutionError for a model with stale weights."""
     hook = _hook_on(model)
     if hook is not None:
-        hook.refuse("the model's layers were to be measured or used in a second pipeline")
+        hook.refuse("the model's layers were about to be measured or used in a second pipeline")
 
 
 class StaleGuard:
@@ -202,7 +203,7 @@ class StaleGuard:
         self._hook = hook = _hook_on(next(iter(self._roots.values())))
         if hook is not None and hook.placement != self._placement:
             self._hook = None
-            hook.refuse("a pipeline with another placement of layers was used")
+            hook.refuse("another pipeline with a different placement of layers was used")
         if hook is None and changes and self._placement.away:
             self._hook = hook = StaleHook(self._placement)
             hook.put_on(self._roots, self._run_here)

@@ -107,12 +107,12 @@ def _check(allowed: Collection[LayerCheckpoint], offload_bytes_per_s: float | No
     known = "recompute", "offload"  # the time and memory of other options are not measured
     if isinstance(allowed, str) or not isinstance(allowed, Collection) or not all(keep in known for keep in allowed):
         raise PartitionError(
-            f"checkpoint must be a collection of the allowed options, {', '.join(map(repr, known))}; got {allowed!r}; "
+            f"checkpoint= must be a collection of allowed options, {', '.join(map(repr, known))}; got {allowed!r}; "
             f"pass a tuple, such as ('recompute',)"
         )
     if "offload" in allowed and not offload_bytes_per_s:
         raise PartitionError(
-            "offloading needs the bandwidth of copies to the host; checkpoint allows 'offload', but "
+            "offloading requires the bandwidth of copies to the host; checkpoint= allows 'offload', but "
             "offload_bytes_per_s is missing; pass the bandwidth between a device and its host, such as 20e9"
         )
 

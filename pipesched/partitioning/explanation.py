@@ -146,7 +146,7 @@ def _bottleneck(costs: _StageCosts, stages: list[list[Any]], solution: Solution)
         return at, bound
     what = f"all {solution.ideals} order ideals" if solution.ideals else "all splits of the chain"
     searched = f"{what} were searched" + (", with all choices for activations" if costs.found.chosen else "")
-    return at, "; ".join([*moves, searched, f"{bound}, {1 - problem.lower / ticks:.1%} less"])
+    return at, "; ".join([*moves, searched, f"{bound}, which is {1 - problem.lower / ticks:.1%} less"])
 
 
 def _busiest(costs: _StageCosts) -> str:
@@ -167,11 +167,11 @@ def _lower(problem: Problem) -> str:
     ranks = problem.line_up.ranks
     even = -(-int(layers.ticks.sum()) // sum(rank.speed for rank in ranks))
     if problem.lower == even:
-        return f"equal shares of all work would take {quote_time(layers.seconds(even))} on each of {len(ranks)} ranks"
+        return f"all work divided equally would take {quote_time(layers.seconds(even))} on each of {len(ranks)} ranks"
     members = problem.blocks.members[problem.heaviest]
     layer = f"layer {layers.names[members[0]]}"
     if len(members) > 1:
-        layer += f" with the {len(members) - 1} that must share its stage"
+        layer += f" with the {len(members) - 1} layers that must share its stage"
     return f"{layer} alone takes {quote_time(layers.seconds(problem.lower))}"
 
 
@@ -188,9 +188,9 @@ def _moves(costs: _StageCosts, stage: int) -> Iterator[str]:
         other, first, _ = costs.stages[stage - 1]
         time = max(costs.time(other, first, begin + 1), costs.time(slot, begin + 1, end))
         moved = names[costs.layers(begin, begin + 1)[0]]
-        yield f"moving {moved} to stage {stage - 1} would make the slower of the two {quote_time(seconds(time))}"
+        yield f"moving {moved} to stage {stage - 1} would make the slower stage take {quote_time(seconds(time))}"
     if stage + 1 < len(costs.stages):
         other, _, last = costs.stages[stage + 1]
         time = max(costs.time(other, end - 1, last), costs.time(slot, begin, end - 1))
         moved = names[costs.layers(end - 1, end)[-1]]
-        yield f"moving {moved} to stage {stage + 1} would make the slower of the two {quote_time(seconds(time))}"
+        yield f"moving {moved} to stage {stage + 1} would make the slower stage take {quote_time(seconds(time))}"

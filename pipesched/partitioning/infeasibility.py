@@ -77,7 +77,7 @@ def _memory(request: Request, limits: list[int]) -> tuple[str, str, str]:
         )
     else:
         shown = ", ".join(map(str, sorted(set(limits))))
-        numbers = f"the limit is {shown} bytes per rank, {enough / max(limits) - 1:.1%} more is enough"
+        numbers = f"the limit is {shown} bytes per rank, but {enough / max(limits) - 1:.1%} more is enough"
     alternatives = _recompute(request) + _more_ranks(request)
     return place, numbers, f"allow {enough} bytes ({quote_bytes(enough)}) per rank{alternatives}"
 
@@ -98,7 +98,7 @@ def _alone(request: Request) -> tuple[str, int]:
         needed = np.array([knapsack.least_bytes(items) for items in items_of])
     members = blocks.members[int(needed.argmax())]
     name = f"layer {layers.names[members[0]]!r}"
-    return name + (f" with the {len(members) - 1} it must share a stage with" if len(members) > 1 else ""), int(
+    return name + (f" with the {len(members) - 1} layers that must share its stage" if len(members) > 1 else ""), int(
         needed.max()
     )
 
@@ -125,7 +125,7 @@ def _recompute(request: Request) -> str:
         or not _possible(request.but(checkpoint=("recompute",)))
     ):
         return ""
-    return ", or let activations be recomputed (checkpoint=('recompute',))"
+    return ", or allow activations to be recomputed (checkpoint=('recompute',))"
 
 
 def _more_ranks(request: Request) -> str:
@@ -150,7 +150,7 @@ def _pins(request: Request) -> tuple[str, str, str]:
     pins += ["no stage is empty"] * request.exactly
     return (
         f"of {len(request.layers)} layers into {request.num_stages} stages",
-        f"the request is: {'; '.join(pins)}",
+        f"the requirements are: {'; '.join(pins)}",
         _without(request),
     )
 
@@ -161,10 +161,10 @@ def _without(request: Request) -> str:
     for layer in starts:
         others = {name: stage for name, stage in starts.items() if name != layer}
         if _possible(request.but(starts=others)):
-            return f"without a stage for {layer!r} there is a partition"
+            return f"a partition exists if {layer!r} may be in any stage"
     for place, group in enumerate(request.together):
         if _possible(request.but(together=request.together[:place] + request.together[place + 1 :])):
-            return f"if {', '.join(map(repr, group))} need not share a stage, there is a partition"
+            return f"a partition exists if {', '.join(map(repr, group))} need not share a stage"
     if request.exactly and _possible(request.but(exactly=False)):
-        return "without exactly=True there is a partition"
-    return "drop several of these"
+        return "a partition exists without exactly=True"
+    return "drop several of these requirements"

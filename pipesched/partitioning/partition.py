@@ -106,7 +106,7 @@ def partition(
         PartitionError: if an argument is invalid or no partition exists. The message suggests a remedy.
 
     """
-    rule = "together must be a list of groups of layers that share a stage"
+    rule = "together= must be a list of groups of layers that share a stage"
     remedy = "pass a list such as [(first, second)]"
     request = Request(
         graph=graph,

@@ -56,12 +56,12 @@ class Request:
             )
         if self.communication not in get_args(Communication):
             raise PartitionError(
-                f"communication must be one of {', '.join(get_args(Communication))}; got {self.communication!r}; "
+                f"communication= must be one of {', '.join(get_args(Communication))}; got {self.communication!r}; "
                 f"choose one"
             )
         if self.communication != "none" and self.bandwidth_bytes_per_s is None:
             raise PartitionError(
-                f"communication needs a bandwidth; communication={self.communication!r} is set without "
+                f"modelling communication requires a bandwidth; communication={self.communication!r} is set without "
                 f"bandwidth_bytes_per_s; pass the bandwidth of the slowest link, such as 10e9"
             )
         _number(self.weight_copies, "weight_copies")
@@ -72,11 +72,11 @@ class Request:
 
     def _check_types(self) -> None:
         graph = "a networkx.DiGraph with the layers' costs", "pass for example pipesched.graph_of(model, sample)"
-        check_type(self.graph, nx.Graph, f"graph must be {graph[0]}", graph[1])
+        check_type(self.graph, nx.Graph, f"graph= must be {graph[0]}", graph[1])
         check_type(
             self.starts,
             Mapping,
-            "starts must map layers to the stages that they begin",
+            "starts= must map layers to the stages that they begin",
             ("pass for example {'head': 3}"),
         )
         if self.in_flight is not None and not callable(self.in_flight):
@@ -89,29 +89,31 @@ class Request:
             as_list(
                 self.placement,
                 "a placement must be a list with the rank of each stage",
-                "make one with pipesched.program.placement",
+                "make a placement with pipesched.program.placement",
             )
 
     def _check_checkpoint(self) -> None:
         if self.any_order:
             raise PartitionError(
-                "checkpoint needs ranks in a fixed order; got any_order=True and checkpoint; leave out one of them"
+                "checkpoint= requires a fixed rank order; any_order=True was also passed; drop either checkpoint= or "
+                "any_order=True"
             )
         if self.communication == "serial":
             raise PartitionError(
-                "checkpoint may not be combined with communication='serial', where one more layer can make a stage "
-                "faster; got both; use communication='overlap' or 'none'"
+                "checkpoint= must not be combined with communication='serial', because a stage may then become faster "
+                "with one more layer; both were passed; use communication='overlap' or 'none'"
             )
 
     def _check_placement(self, ranks: list[Any]) -> None:
         if len(ranks) != self.num_stages or not all(map(is_whole, ranks)) or set(ranks) != {*range(max(ranks) + 1)}:
             raise PartitionError(
                 f"a placement must have a rank for each stage, and every rank must have a stage; got {shown(ranks)} "
-                f"for {self.num_stages} stages; make one with pipesched.program.placement"
+                f"for {self.num_stages} stages; make a placement with pipesched.program.placement"
             )
         if self.any_order:
             raise PartitionError(
-                "a placement fixes the rank of each stage; got placement and any_order=True; leave out one of them"
+                "placement= fixes the rank of each stage; any_order=True was also passed; drop either placement= or "
+                "any_order=True"
             )
 
     @property
@@ -181,8 +183,8 @@ class Request:
         blocks = contract(layers, groups)
         if self._all_used and len(blocks) < self.num_stages:
             raise PartitionError(
-                f"every stage must hold at least one layer; there are {self.num_stages} stages, but layers kept "
-                f"together make only {len(blocks)} blocks; use fewer stages, or keep fewer layers together"
+                f"every stage must hold at least one layer; there are {self.num_stages} stages, but layers that must "
+                f"stay together leave only {len(blocks)} blocks; use fewer stages, or keep fewer layers together"
             )
         options: list[tuple[ActivationOption, ...]] = []
         if self.checkpoint:
@@ -210,19 +212,19 @@ class Request:
         most = min(self.num_stages, len(position))
         if self.any_order:
             raise PartitionError(
-                f"starts needs ranks in a fixed order; {layer!r} is to begin stage {stage}, but any_order=True; leave "
-                f"out one of them"
+                f"starts= requires a fixed rank order; {layer!r} must begin stage {stage}, but any_order=True was "
+                f"also passed; drop either starts= or any_order=True"
             )
         if not is_whole(stage) or not 0 <= stage < most:
             raise PartitionError(
-                f"starts must map a layer to the stage that it begins, 0 to {most - 1}; {layer!r} is to begin stage "
-                f"{stage!r}; choose one of these stages, or use more stages"
+                f"starts= must map a layer to the stage that it begins, a number from 0 to {most - 1}; {layer!r} is "
+                f"mapped to stage {stage!r}; choose one of these stages, or use more stages"
             )
         ancestors = frozenset(position[name] for name in nx.ancestors(self.graph, layer))
         if ancestors and not stage:
             raise PartitionError(
-                f"a layer may begin a stage only if all layers that it needs are in earlier stages; {layer!r} is to "
-                f"begin stage 0 but needs {len(ancestors)} layers; choose a later stage for it"
+                f"a layer that begins a stage may depend only on layers in earlier stages; {layer!r} is mapped to "
+                f"stage 0 but depends on {len(ancestors)} layers; choose a later stage for it"
             )
         return Pin(int(stage), at, ancestors)
 
@@ -271,6 +273,6 @@ def _known(layer: Any, position: Mapping[Any, int], what: str) -> int:
     if layer not in position:
         names = ", ".join(map(repr, list(position)[:12])) + (", ..." if len(position) > 12 else "")
         raise PartitionError(
-            f"{what} may only name layers; {layer!r} is not a layer; the layers are {names}; use one of these"
+            f"{what}= may only name layers; {layer!r} is not a layer; the layers are {names}; use one of these"
         )
     return position[layer]

@@ -100,11 +100,11 @@ class Partition:
         def summaries(rows: Any) -> tuple[StageSummary, ...]:
             return tuple(read_fields(StageSummary, row, "the summary of a stage must have") for row in rows)
 
-        made = read_fields(cls, values, "a partition has", summaries=summaries)
+        made = read_fields(cls, values, "a partition must have", summaries=summaries)
         if len(made.summaries) not in (0, len(made.stages)):
             raise ScheduleError(
                 f"a partition must have a summary of every stage, or none; got {len(made.summaries)} summaries for "
-                f"{len(made.stages)} stages; save it again"
+                f"{len(made.stages)} stages; save the partition again"
             )
         return made
 

@@ -212,7 +212,7 @@ class Assembly:
             )
             if not isinstance(host, ThreadRanks) or host.devices[home] != host.devices[rank]:
                 raise GraphError(message)
-            warn(f"{message}; the gradient of {name!r} agrees with that of an unpipelined loop only within rounding")
+            warn(f"{message}; the gradient of {name!r} matches the gradient of an unpipelined loop only up to rounding")
 
     def _written(self) -> list[set[str]]:
         """Return, for each stage, the names of buffers that its forward writes to and of a loss module's buffers."""

@@ -60,7 +60,7 @@ class AutoPlan:
         if plan is not None and self.search.is_asked_for:
             raise PartitionError(
                 "plan= must not be combined with search options, because a plan leaves nothing to search for; "
-                "batch_size, memory_limit_bytes or profile was passed; pass the plan alone, or make another one with "
+                "batch_size, memory_limit_bytes or profile was passed; pass the plan alone, or make a new plan with "
                 "pipesched.tune"
             )
         if plan is not None:

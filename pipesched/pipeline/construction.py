@@ -43,7 +43,7 @@ def ending_on_error(host: RankHost) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        host.abandon("making a pipeline", error)
+        host.abandon("the construction of a pipeline", error)
         raise
 
 

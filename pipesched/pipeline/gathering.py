@@ -139,7 +139,7 @@ def _misfit(tensors: Mapping[str, Tensor], shares: Sequence[_Share]) -> str | No
         if tuple(tensors[name].shape) != shape:
             return f"{name!r} has the shape {list(tensors[name].shape)}, but the shape {list(shape)} on rank {rank}"
     missing = next((name for name in tensors if name not in sent), None)
-    return None if missing is None else f"there is {missing!r}, which no rank trains"
+    return None if missing is None else f"no rank trains {missing!r}"
 
 
 def _check_fits(misfits: Sequence[str | None]) -> None:
@@ -148,7 +148,7 @@ def _check_fits(misfits: Sequence[str | None]) -> None:
         if misfit is not None:
             raise InputError(
                 f"the model must have the same tensors on every rank for gather_model; in the model of rank {rank} "
-                f"{misfit}; wrap= has changed layers on one rank only: use full_state_dict"
+                f"{misfit}; wrap= has changed layers on some ranks only; use full_state_dict"
             )
 
 

@@ -82,7 +82,7 @@ class MemoryForecast:
         if running.step == 0 and planned not in (0, max(rows)) and running.host.holds(0):
             warn(
                 f"the first step must have micro-batches of the planned size; the plan was found for micro-batches of "
-                f"{counted(planned, 'row')}, from the sample or batch_size, but the first step has micro-batches of "
+                f"{counted(planned, 'row')} (from the sample or batch_size), but the first step has micro-batches of "
                 f"{counted(max(rows), 'row')} ({sum(rows)} rows in {counted(len(rows), 'micro-batch')}); pass "
                 f"search=Search(batch_size={sum(rows)}) to Pipeline"
             )
@@ -99,10 +99,10 @@ class MemoryForecast:
             count = programs.num_microbatches
             most = planned * count
             raise MemoryLimitError(
-                f"a batch must not have more rows than the plan's memory_limit_bytes allows, which is {most} rows in "
-                f"{count} micro-batches of {planned}; this step has {sum(rows)} rows in {len(rows)} micro-batches of "
-                f"up to {max(rows)}, for which rank {worst} needs {quote_bytes(need)}, {quote_bytes(need - limit)} "
-                f"more than its limit of {quote_bytes(limit)}; pass at most {most} rows, or make the pipeline with "
+                f"a batch must not have more rows than the plan's memory_limit_bytes allows: {most} rows in {count} "
+                f"micro-batches of {planned}; this step has {sum(rows)} rows in {len(rows)} micro-batches of up to "
+                f"{max(rows)}, so rank {worst} needs {quote_bytes(need)}, {quote_bytes(need - limit)} more than its "
+                f"limit of {quote_bytes(limit)}; pass at most {most} rows, or make the pipeline with "
                 f"search=Search(batch_size={sum(rows)}, ...)"
             )
         running.assembly.most_rows = max(rows)

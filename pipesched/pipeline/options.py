@@ -64,7 +64,7 @@ class Search:
         check_offload(self.offload)
         if not is_count(self.effort):
             raise InputError(
-                f"effort must be the number of actions that a search may simulate, at least 1; got "
+                f"effort= must be the number of actions that a search may simulate, at least 1; got "
                 f"{shown(self.effort)}; pass a whole number such as 200_000"
             )
 

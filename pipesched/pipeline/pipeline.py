@@ -783,7 +783,7 @@ class Pipeline(SavingInterface):
 def _measured(trace: Trace | None) -> Trace:
     if trace is None:
         raise ExecutionError(
-            "a measured trace needs a step; none has run under this plan yet; call step() first, or read predicted for "
-            "the simulated trace"
+            "a measured trace requires a step; no step has run under this plan yet; call step() first, or use "
+            ".predicted for the simulated trace"
         )
     return trace

@@ -113,8 +113,8 @@ class Replanner:
         steps = steps[1:] if len(steps) > _FEWEST else steps  # the first step of a plan includes warm-up
         if len(steps) < _FEWEST:
             why = (
-                f"the search for a better plan requires {_FEWEST} measured steps of the current plan; {len(steps)} are "
-                f"measured"
+                f"the search for a better plan requires {_FEWEST} measured steps of the current plan; {len(steps)} "
+                f"have been measured"
             )
             return Replanned(plan=self._plan(), kept=why)
         if measure:
@@ -271,8 +271,8 @@ class Replanner:
         if assembly.undriven:
             warn(
                 f"a learning rate scheduler changes only the optimizers that it was created with; stages "
-                f"{assembly.undriven} have new optimizers, with the present settings; create schedulers for them too, "
-                f"from pipe.optimizers"
+                f"{assembly.undriven} have new optimizers with the current settings; create schedulers for these "
+                f"optimizers too, from pipe.optimizers"
             )
 
     def _host(self) -> ThreadRanks:
@@ -284,9 +284,9 @@ class Replanner:
             )
         if self._spec.wrap is not None:
             raise InputError(
-                f"replan must not move layers of a pipeline with wrap=, which has changed each stage as a whole; this "
-                f"pipeline of {len(self._running.cut)} stages has wrap=; save its state, and make a new pipeline with "
-                f"plan="
+                f"replan must not move layers of a pipeline with wrap=, because wrap= has changed each stage as a "
+                f"whole; this pipeline of {len(self._running.cut)} stages has wrap=; save its state, and make a new "
+                f"pipeline with plan="
             )
         return host
 

@@ -51,7 +51,7 @@ class StepFigures:
         predicted = ""
         if self.predicted_s:
             off = quote_off(Pair(self.predicted_s, self.step_s).off)
-            predicted = f" ({off} on {quote_time(self.predicted_s)} predicted)"
+            predicted = f" ({off} compared to {quote_time(self.predicted_s)} predicted)"
         whole = "" if self.whole_s is None else f", {quote_time(self.whole_s)} from step to step"
         busy = " ".join(f"{share:.0%}" for share in self.busy)
         return (
@@ -94,13 +94,13 @@ class StepLog:
     ) -> None:
         check_type(pipe, Pipeline, "pipe must be a Pipeline", "pass the pipeline to log")
         if not is_count(every):
-            raise InputError(f"every must be a whole number of steps, at least 1; got {shown(every)}; pass 1 or more")
+            raise InputError(f"every= must be a whole number of steps, at least 1; got {shown(every)}; pass 1 or more")
         if writer is not None and not callable(getattr(writer, "add_scalar", None)):
             raise InputError(
-                f"writer must have a method add_scalar; got {shown(writer)}; pass TensorBoard's SummaryWriter"
+                f"writer= must have a method add_scalar; got {shown(writer)}; pass TensorBoard's SummaryWriter"
             )
         if show is not None and not callable(show):
-            raise InputError(f"show must be a function that takes a line; got {shown(show)}; pass print, or None")
+            raise InputError(f"show= must be a function that takes a line; got {shown(show)}; pass print, or None")
         self._pipe = pipe
         self._writer = writer
         self._every = every

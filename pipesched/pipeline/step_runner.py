@@ -81,8 +81,8 @@ class StepRunner:
         def make() -> StepCall:
             if not torch.is_grad_enabled():
                 raise InputError(
-                    "step() must run with gradients enabled; it was called under no_grad; leave no_grad, or call "
-                    "evaluate"
+                    "step() must run with gradients enabled; it was called under no_grad; call it outside no_grad, or "
+                    "call evaluate"
                 )
             batch = self._batch("step", given)
             groups = running.assembly.programs.of(len(batch.rows)).groups
@@ -243,9 +243,9 @@ class StepRunner:
         for name, wanted in (("outputs", call.return_outputs), ("gradients of inputs", wants_input_grads)):
             if wanted:
                 raise InputError(
-                    f"a step of an asynchronous schedule cannot provide {name}, because it returns before they are "
-                    f"computed; this call requires {name}; call evaluate or forward for outputs, detach inputs, or use "
-                    f"a synchronous schedule"
+                    f"a step of an asynchronous schedule cannot provide {name}, because the step returns before they "
+                    f"are computed; this call requires {name}; call evaluate or forward for outputs, detach inputs, "
+                    f"or use a synchronous schedule"
                 )
         running = self._running
         executor = running.host.executor

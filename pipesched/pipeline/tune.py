@@ -136,7 +136,7 @@ def tune(
     given = {"num_ranks": num_ranks, "devices": devices, "mesh": mesh}
     if sum(value is not None for value in given.values()) != 1:
         got = ", ".join(f"{name}={value!r}" for name, value in given.items())
-        raise InputError(f"tune needs exactly one of num_ranks, devices and mesh; got {got}; pass one of them")
+        raise InputError(f"tune requires exactly one of num_ranks=, devices= and mesh=; got {got}; pass one of them")
     if num_ranks is not None and not is_count(num_ranks):
         raise PartitionError(f"num_ranks must be a whole number, at least 1; got {shown(num_ranks)}; pass 1 or more")
     if devices is not None and not as_list(devices, "devices must be a list with one device per rank", _DEVICES):
@@ -218,11 +218,11 @@ def _to_confirm(confirm: Any, model: Any, known: bool, *, here: bool) -> int:
         return _CONFIRMED if model is not None and known and here else 0
     if not is_count(confirm, 0):
         raise InputError(
-            f"confirm must be the number of plans to run; got {shown(confirm)}; pass a whole number, 0 for none"
+            f"confirm= must be the number of plans to run; got {shown(confirm)}; pass a whole number, 0 for none"
         )
     if confirm and model is None:
         raise InputError(
-            f"confirming a plan requires a model, to run its steps; got a profile without a model, and "
+            f"confirming a plan requires a model to run; got a profile without a model, and "
             f"confirm={confirm}; pass the model together with profile=, or confirm=0"
         )
     if confirm and not here:

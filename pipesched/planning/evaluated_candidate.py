@@ -93,9 +93,9 @@ class EvaluatedCandidate:
         if more := max(self.excess_bytes, default=0):
             note = f"exceeds the memory limit by {quote_bytes(more)}"
         elif share < -WORTH:
-            note = f"{speed}, but not allowed by the request"
+            note = f"{speed}, but the request does not allow it"
         else:
-            note = speed if share > WORTH else "equally fast, not simpler"
+            note = speed if share > WORTH else "equally fast, but not simpler"
         return self.alternative(label, note)
 
 

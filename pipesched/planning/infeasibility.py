@@ -63,7 +63,7 @@ def infeasible(search: SearchRequest, least: int, fitting: "FittingPlans") -> Me
     layer, alone = _largest_layer(search)
     if alone > limit:
         text += f"layer {layer!r} alone needs {quote_bytes(alone)} for one micro-batch, on any rank; "
-    text += f"the smallest limit with a plan is {least} bytes ({quote_bytes(least)}), {quote_bytes(least - limit)} more"
+    text += f"the smallest limit for a plan is {least} bytes ({quote_bytes(least)}), {quote_bytes(least - limit)} more"
     if search.checkpoint == "never" and fitting.any(replace(search, checkpoint=None)):
         text += ", or this limit with checkpoint='always'"
     text += _on_the_host(search, fitting)

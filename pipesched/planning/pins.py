@@ -35,15 +35,15 @@ class Pins:
             self._check_ascending()
         if isinstance(self.together, str | Mapping) or not isinstance(self.together, Iterable):
             raise PartitionError(
-                f"together must be a list of groups of layers; got {shown(self.together)}; pass [(first, second)]"
+                f"together= must be a list of groups of layers; got {shown(self.together)}; pass [(first, second)]"
             )
         for group in self.together:
             if isinstance(group, str) or not isinstance(group, Collection):
                 raise PartitionError(
-                    f"together must be a list of groups of layers; got {group!r}; pass [(first, second)]"
+                    f"together= must be a list of groups of layers; got {group!r}; pass [(first, second)]"
                 )
             for layer in group:
-                _position(layer, self.layers, "together must name layers")
+                _position(layer, self.layers, "together= must name layers")
 
     @property
     def complete(self) -> bool:
@@ -65,7 +65,7 @@ class Pins:
             if not 0 <= place < len(self.layers):
                 raise PartitionError(
                     f"boundaries must map layers to the stages that they begin; there are {len(self.layers)} layers; "
-                    f"got {name!r}; pass a position from 0 on, or a name"
+                    f"got {name!r}; pass a layer's position, starting at 0, or its name"
                 )
         return {self.layers[place]: stage for place, (_, stage) in places.items()}
 
@@ -99,13 +99,13 @@ class Pins:
             start = _position(boundary, self.layers)
             if not 0 < start < len(self.layers):
                 raise PartitionError(
-                    f"a boundary must be the first layer of a stage after stage 0, one of 1..{len(self.layers) - 1} of "
-                    f"{len(self.layers)} layers; got {boundary!r}; leave it out or move it"
+                    f"a boundary must be the position of the first layer of a stage other than stage 0, from 1 to "
+                    f"{len(self.layers) - 1} for {len(self.layers)} layers; got {boundary!r}; remove or move it"
                 )
             if start <= starts[-1]:
                 raise PartitionError(
-                    f"boundaries must ascend; got {boundary!r} (layer {start}) after layer {starts[-1]}; sort them and "
-                    f"remove duplicates"
+                    f"boundaries must be in ascending order; got {boundary!r} (layer {start}) after layer "
+                    f"{starts[-1]}; sort them and remove duplicates"
                 )
             starts.append(start)
         return starts

@@ -135,7 +135,7 @@ class Plan:
         else:
             ranks = self.program.placement
             lines += [f"stage {at} on rank {ranks[at]}: {self.first_to_last(at)}" for at in range(len(self.stages))]
-            lines.append("stage costs are unknown: layers are measured only if the boundaries are left to pipesched")
+            lines.append("stage costs are unknown: layers are measured only if pipesched chooses the boundaries")
         lines += map(str, self.ties)
         if predicted is not None:
             lines.append(f"predicted: {quote_time(predicted.makespan_s)} per step, bubble {predicted.bubble_ratio:.1%}")
@@ -208,7 +208,7 @@ class Plan:
             stages = tuple(tuple(map(_as_name, _as_list(layers))) for layers in _as_list(values["stages"]))
             _check_stages(stages, program)
             options = values.get("options", {})
-            check_type(options, Mapping, "the options of a plan must be a mapping of names", "save it again")
+            check_type(options, Mapping, "the options of a plan must be a mapping from names", "save the plan again")
             found = values.get("partition")
             partition = None if found is None else Partition.from_dict({**found, "stages": values["stages"]})
             plan = cls(
@@ -224,14 +224,14 @@ class Plan:
             )
         except (LookupError, TypeError, AttributeError, ZeroDivisionError) as error:
             raise ScheduleError(
-                f"a plan must have {', '.join(_KEYS)}; {error} is missing or wrong; save it again"
+                f"a plan must have {', '.join(_KEYS)}; {error} is missing or wrong; save the plan again"
             ) from error
         names = [name for layers in stages for name in layers]
         if len({*names}) < len(names):
             doubled = next(name for name in names if names.count(name) > 1)
             raise ScheduleError(
-                f"every layer must be in exactly one stage; the plan has {doubled!r} {names.count(doubled)} times; "
-                f"remove the others"
+                f"every layer must be in exactly one stage; the plan lists {doubled!r} {names.count(doubled)} times; "
+                f"remove the duplicates"
             )
         _check_agrees(values, program)
         validate(program)
@@ -252,7 +252,7 @@ class Plan:
 def _check_stages(stages: Sequence[tuple[str, ...]], program: Program) -> None:
     if len(stages) != program.num_weights:
         raise ScheduleError(
-            f"a plan must have one stage for each weight copy of its program; it lists "
+            f"a plan must have one stage for each weight copy of its program; the plan lists "
             f"{counted(len(stages), 'stage')}, but the program has {program.num_weights} weight copies; correct one of "
             f"them"
         )
@@ -302,10 +302,10 @@ def _read_program(values: Mapping[str, Any]) -> Program:
     own = _digest(program)
     if given.get("digest", own) != own:
         raise ScheduleError(
-            f"a plan's schedule must make the program that was saved; {name!r} for {num_ranks} ranks and "
-            f"{num_microbatches} micro-batches makes one with digest {own!r}, the plan has {given['digest']!r}: it was "
-            f"made by another version of pipesched, or edited; make a new plan, or take the digest out of the plan "
-            f"to use the program that the schedule makes now"
+            f"a plan's schedule must generate the program that was saved; {name!r} for {num_ranks} ranks and "
+            f"{num_microbatches} micro-batches generates a program with digest {own!r}, but the plan has the digest "
+            f"{given['digest']!r}: the plan was made by another version of pipesched, or edited; make a new plan, or "
+            f"remove the digest from the plan to use the program that the schedule generates now"
         )
     return program
 

@@ -55,12 +55,12 @@ class PlanRequest:
 
         """
         if not isinstance(plan, Plan):
-            raise PartitionError(f"plan must be a Plan; got {plan!r}; read a saved one with Plan.load(path)")
+            raise PartitionError(f"plan= must be a Plan; got {plan!r}; read a saved one with Plan.load(path)")
         of_plan = [name for layers in plan.stages for name in layers]
         if of_plan != names:
             raise PartitionError(
-                f"a plan must have each layer of its model in exactly one stage; it has {len(of_plan)} layers, the "
-                f"model has {len(names)}; {_first_difference(of_plan, names)}; make a new plan for this model"
+                f"a plan must have each layer of its model in exactly one stage; the plan has {len(of_plan)} layers, "
+                f"the model has {len(names)}; {_first_difference(of_plan, names)}; make a new plan for this model"
             )
         if self != PlanRequest():
             raise PartitionError(

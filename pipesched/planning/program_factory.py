@@ -127,7 +127,7 @@ class ProgramFactory:
         program = self.full.plain
         if program.has_updates and not self.updates:
             raise ScheduleError(
-                f"schedule {program.name!r} updates the weights while micro-batches are in flight, and needs an "
+                f"schedule {program.name!r} updates the weights while micro-batches are in flight, so it needs an "
                 f"optimizer for each stage; got none; pass optimizer=, such as lambda params: SGD(params, lr=0.1)"
             )
         if self.updates and program.num_weights < program.num_stages:
@@ -170,14 +170,14 @@ class StepPrograms:
             program = source
         else:
             raise ScheduleError(
-                f"a program has a fixed number of micro-batches; this one has {source.num_microbatches}, but the batch "
-                f"needs {self.num_microbatches}; drop the last short batch (drop_last=True)"
+                f"a program has a fixed number of micro-batches; this program has {source.num_microbatches}, but the "
+                f"batch needs {self.num_microbatches}; drop the shorter last batch (drop_last=True)"
             )
         if program.slices_per_microbatch > 1:
             raise ScheduleError(
                 f"a pipeline can only run whole micro-batches; {program.name!r} cuts each micro-batch into "
-                f"{program.slices_per_microbatch} token slices, which needs layers that keep state between slices; use "
-                f"it with simulate only, or choose one of: {', '.join(schedules.names())}"
+                f"{program.slices_per_microbatch} token slices, which requires layers that keep state between slices; "
+                f"use this schedule with simulate only, or choose one of: {', '.join(schedules.names())}"
             )
         if self._factory.graph is not None:
             program = replace(program, graph=self._factory.graph)
@@ -288,7 +288,7 @@ def _source(request: PlanRequest, num_devices: int) -> Schedule | Program:
     if num_stages % num_ranks:
         raise PartitionError(
             f"every rank must have the same number of stages; {num_stages} stages cannot be divided evenly among "
-            f"{num_ranks} ranks; use a multiple of {num_ranks} stages, or another number of devices"
+            f"{num_ranks} ranks; use a multiple of {num_ranks} stages, or a different number of devices"
         )
     return schedule.with_options(chunks_per_rank=num_stages // num_ranks)
 
@@ -298,7 +298,7 @@ def _schedule(wish: Any) -> Schedule:
         return wish
     if not isinstance(wish, str):
         raise ScheduleError(
-            f"schedule must be a name, a Schedule or a Program; got {type(wish).__name__}; pass one of them"
+            f"schedule= must be a name, a Schedule or a Program; got {type(wish).__name__}; pass one of them"
         )
     return schedules.get(_AUTO if wish == "auto" else wish)
 
@@ -320,12 +320,12 @@ def _fixed(program: Program, num_devices: int, request: PlanRequest) -> Program:
     ):
         if wish not in (None, has):
             raise ScheduleError(
-                f"the program fixes the number of {name}: it has {has}, but {wish} was requested; pass "
+                f"the program fixes the number of {name}: the program has {has}, but {wish} was requested; pass "
                 f"{has}, or leave the option out"
             )
     if not program.is_chains or program.forward_only:
         raise ScheduleError(
-            "a pipeline can only train a chain of stages, or several chains over the same weights; this program has "
-            "another stage graph, or no backwards; change the program"
+            "a pipeline can only train a chain of stages, or several chains over the same weights; this program has a "
+            "different stage graph, or no backwards; change the program"
         )
     return program

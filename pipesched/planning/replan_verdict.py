@@ -61,7 +61,7 @@ class Replanned:
             parts.append(f"{step} ({share:+.1%}, noise {self.noise:.1%})")
         if self.layers:
             steps = self.cost_s / self.saving_s if self.saving_s > 0 else 0.0
-            saved = f", the saving of {steps:,.0f} steps" if steps >= 1 else ", less than one step saves" * (steps > 0)
+            saved = f", regained after {steps:,.0f} steps" if steps >= 1 else ", regained within one step" * (steps > 0)
             moving = f"moving {layers} would take" if self.kept else "moving took"
             parts.append(f"{moving} {quote_time(self.cost_s)}{saved}")
         return "; ".join(parts)
@@ -71,8 +71,8 @@ def check_steps_left(steps_left: object) -> None:
     """Raise InputError if ``steps_left`` is neither a whole number of steps nor None."""
     if steps_left is not None and (isinstance(steps_left, bool) or not isinstance(steps_left, int) or steps_left < 0):
         raise InputError(
-            f"steps_left must be the number of remaining steps, a whole number; got {steps_left!r}; leave it out if it "
-            f"is unknown"
+            f"steps_left must be the number of remaining steps, a whole number; got {steps_left!r}; leave steps_left= "
+            f"out if the number is unknown"
         )
 
 

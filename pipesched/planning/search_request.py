@@ -66,8 +66,9 @@ class SearchRequest:
         known = self.profile.machine.host_bytes_per_s is not None
         if self.offload is True and limited and not known:
             raise PartitionError(
-                "offload=True needs the bandwidth of copies to the host; the machine of this profile has no "
-                "host_bytes_per_s; measure it again, or set it, such as Machine(host_bytes_per_s=20e9)"
+                "offload=True requires the bandwidth of copies to the host; the machine of this profile has no "
+                "host_bytes_per_s; measure the model again, or set the bandwidth, such as "
+                "Machine(host_bytes_per_s=20e9)"
             )
 
     @property
@@ -124,12 +125,12 @@ class SearchRequest:
         if counts is None:
             counts = microbatch_counts(batch_size, num_ranks, profile.graphs)
         if not counts or max(counts) > batch_size or min(counts) < 1:
-            split = f"{', '.join(map(str, counts))} micro-batches" if counts else "micro-batches of such a size"
+            split = f"{', '.join(map(str, counts))} micro-batches" if counts else "micro-batches of a measured size"
             raise PartitionError(
                 f"a micro-batch must have at least one row, and a size within the measured range; a batch of "
                 f"{batch_size} rows cannot be split into {split}; measured sizes: "
-                f"{', '.join(map(str, sorted(profile.graphs)))} rows; pass another num_microbatches or batch_size, or "
-                f"measure more sizes"
+                f"{', '.join(map(str, sorted(profile.graphs)))} rows; pass a different num_microbatches or "
+                f"batch_size, or measure more sizes"
             )
         return cls(
             replace(profile, machine=profile.machine.assuming(ranks_are, num_ranks, num_cores)),
@@ -149,7 +150,7 @@ class SearchRequest:
 def check_offload(offload: Any) -> None:
     """Raise PartitionError unless ``offload`` is "auto", True or False."""
     if not isinstance(offload, bool) and not (isinstance(offload, str) and offload == "auto"):
-        raise PartitionError(f"offload must be 'auto', True or False; got {offload!r}; choose one of them")
+        raise PartitionError(f"offload= must be 'auto', True or False; got {offload!r}; choose one of them")
 
 
 def _is_list(request: PlanRequest) -> bool:
@@ -159,7 +160,7 @@ def _is_list(request: PlanRequest) -> bool:
 def _synchronous(schedule: Any) -> Schedule | None:
     if isinstance(schedule, Program):
         raise ScheduleError(
-            "a search chooses the program; got a Program as schedule; leave it out, or pass a schedule's name"
+            "a search chooses the program; got a Program as schedule=; leave schedule= out, or pass a schedule's name"
         )
     if isinstance(schedule, str) and schedule == "auto":
         return None
@@ -167,8 +168,9 @@ def _synchronous(schedule: Any) -> Schedule | None:
     program = wished.program(2, 2)
     if program.has_updates or program.num_weights < program.num_stages:
         raise ScheduleError(
-            f"the search covers only synchronous schedules with one chain of stages; got {wished.name!r}; choose "
-            f"another, or leave out the options that start a search (batch_size, memory_limit_bytes, profile)"
+            f"the search covers only synchronous schedules with one chain of stages; got {wished.name!r}; choose a "
+            f"different schedule, or leave out the options that start a search (batch_size, memory_limit_bytes, "
+            f"profile)"
         )
     return wished
 

@@ -52,7 +52,7 @@ class StagePartitioner:
     def __post_init__(self) -> None:
         if self.links is not None and not isinstance(self.links, Links):
             raise PartitionError(
-                f"links must be a pipesched.Links; got {self.links!r}; pass the result of pipesched.probe_links"
+                f"links= must be a pipesched.Links; got {self.links!r}; pass the result of pipesched.probe_links"
             )
 
     def partition(self) -> tuple[StageLayers, Partition | None]:
@@ -113,7 +113,7 @@ class StagePartitioner:
         if self.pins.starts or self.pins.together:
             best = self._partition(row)
             found = replace(found, lower_bound_s=best.lower_bound_s)
-            why = f"{why}; boundaries or layer groups were given, {_against(found, best, 'a free choice')}"
+            why = f"{why}; boundaries or layer groups were given; {_against(found, best, 'a free choice')}"
         elif graph.number_of_edges() < row.number_of_edges() and not self._chunks:
             best = self._partition(graph)
             if best.proved and best.bottleneck_s < found.bottleneck_s:

@@ -174,7 +174,7 @@ def probe_overheads(
     try:
         if not host.devices:
             raise DeviceCountError(
-                "overheads need at least one rank; got no devices; pass a list such as ['cpu', 'cpu']"
+                "measuring overheads requires at least one rank; got no devices; pass a list such as ['cpu', 'cpu']"
             )
         others = sorted({str(device) for device in host.devices if device.type != "cpu"})
         if others:

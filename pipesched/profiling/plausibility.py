@@ -45,8 +45,8 @@ def doubt(layer: Measured, all_s: float) -> str:
         )
     if layer.each_s and max(layer.each_s) > _ALIKE * min(layer.each_s):
         return (
-            f"the layer takes {median(layer.each_s) * 1e3:.3g} ms, but equal layers take {min(layer.each_s) * 1e3:.3g} "
-            f"to {max(layer.each_s) * 1e3:.3g} ms"
+            f"the layer takes {median(layer.each_s) * 1e3:.3g} ms, but identical layers take "
+            f"{min(layer.each_s) * 1e3:.3g} to {max(layer.each_s) * 1e3:.3g} ms"
         )
     return ""
 
@@ -60,7 +60,7 @@ def doubt_of_sum(layers: Mapping[str, LayerCosts], whole: LayerCosts) -> str:
         noise_s = max(noise_s, whole.spread * took)
         if abs(together - took) > max(_LEAST_S, _SUM * took + noise_s):
             return (
-                f"the {name}s of all layers add up to {together * 1e3:.3g} ms but the model's {name} takes "
+                f"the {name}s of all layers add up to {together * 1e3:.3g} ms, but the model's {name} takes "
                 f"{took * 1e3:.3g} ms ({together / took - 1:+.0%})"
                 if took
                 else ""

@@ -39,7 +39,7 @@ _PASSES = 3  # passes over all sizes, so that a disturbance of several seconds a
 _EFFORT = Effort(rounds=5, enough_s=2.0)
 _CROWDED = replace(_EFFORT, crowds=True)
 _LARGEST_BYTES = 1 << 31  # bytes of parameters up to which the model is also measured in one piece
-_ROWS = "rows must be a list of micro-batch sizes"
+_ROWS = "rows= must be a list of micro-batch sizes"
 _MEDIANS = (*TIMES, "waiting_s", "crowded_s")
 _FEWEST = 2  # the smallest measured size; code may treat a single row differently
 
@@ -216,11 +216,11 @@ def _sizes(rows: Collection[int] | None, has: int) -> list[int]:
     for count in given:
         if rows is not None and not is_count(count):
             raise InputError(
-                f"rows must be whole numbers, at least 1; got rows={shown(rows)}; pass a list such as [4, 8]"
+                f"rows= must contain whole numbers, at least 1; got rows={shown(rows)}; pass a list such as [4, 8]"
             )
     if not given:
         raise InputError(
-            "rows must contain at least one micro-batch size; got rows=[]; leave rows out, or pass a list such as [4, "
-            "8]"
+            "rows= must contain at least one micro-batch size; got rows=[]; leave rows= out, or pass a list such as "
+            "[4, 8]"
         )
     return sorted({max(_FEWEST, count) for count in given})

@@ -34,7 +34,7 @@ def as_checkpoint(checkpoint: Any, layers: Iterable[str]) -> Checkpoint:
     if not isinstance(checkpoint, Mapping):
         if checkpoint not in get_args(CheckpointMode):
             raise ScheduleError(
-                f"checkpoint must be one of {', '.join(get_args(CheckpointMode))}, or {{layer: option}}; got "
+                f"checkpoint= must be one of {', '.join(get_args(CheckpointMode))}, or {{layer: option}}; got "
                 f"{checkpoint!r}; choose one of them"
             )
         mode: CheckpointMode = checkpoint
@@ -44,7 +44,7 @@ def as_checkpoint(checkpoint: Any, layers: Iterable[str]) -> Checkpoint:
         if layer not in order:
             shown = ", ".join(order[:8]) + (", ..." if len(order) > 8 else "")
             raise ScheduleError(
-                f"checkpoint may only name layers of the model; {layer!r} is not one of its {len(order)} layers: "
+                f"checkpoint= may only name layers of the model; {layer!r} is not one of its {len(order)} layers: "
                 f"{shown}; choose from these layers"
             )
         if word not in get_args(LayerCheckpoint):

@@ -94,7 +94,7 @@ def _action(cell: str, row: int, column: int) -> Action:
             f"row {row}, column {column}: a cell must be empty or <stage><kind><micro-batch>, such as 2F0; got "
             f"{shown(cell)}; kinds: {', '.join(_NAMES)}"
         )
-    raise ScheduleError(f"row {row}, column {column}: a cell may not {problem}; got {shown(cell)}; {remedy}")
+    raise ScheduleError(f"row {row}, column {column}: a cell must not {problem}; got {shown(cell)}; {remedy}")
 
 
 def _placement(rows: Iterable[list[_Place]]) -> tuple[int, ...]:
@@ -106,7 +106,8 @@ def _placement(rows: Iterable[list[_Place]]) -> tuple[int, ...]:
             if holder != rank:
                 raise ScheduleError(
                     f"row {row}, column {column}: a stage must be on one rank, and each row is a rank; {action} is of "
-                    f"stage {action.stage}, and so is row {other_row}, column {other_column}; move one of them"
+                    f"stage {action.stage}, and so is the action in row {other_row}, column {other_column}; move one "
+                    f"of them"
                 )
     if not first:
         raise ScheduleError(

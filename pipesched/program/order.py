@@ -198,8 +198,8 @@ class Order:
         """All actions of one kind on a stage in micro-batch order, encoded as in ``_numbers``."""
         if not isinstance(stage, int) or not 0 <= stage < self._shape.num_stages:
             raise ScheduleError(
-                f"an order may only have actions of the stages 0..{self._shape.num_stages - 1}; got {stage!r}; take a "
-                f"stage from shape.chunks(rank)"
+                f"an order may only contain actions of the stages 0..{self._shape.num_stages - 1}; got {stage!r}; "
+                f"take a stage from shape.chunks(rank)"
             )
         line = (stage * NUM_KINDS + kind) * self._limit
         microbatches = self._shape.microbatches(stage)
@@ -361,7 +361,7 @@ class Schedule:
         )
         if steps > 1 and not program.has_updates:
             raise ScheduleError(
-                f"only a schedule with updates can run several steps without draining; {self.name!r} has none; "
+                f"only a schedule with updates can run several steps without draining; {self.name!r} has no updates; "
                 f"use one step"
             )
         return program if self.num_chains == 1 else _with_chains(program, shape)

@@ -86,7 +86,7 @@ class Program:
                 f"a program must have a whole number of micro-batches; got {shown(self.num_microbatches)}; pass 1 or "
                 f"more"
             )
-        check_type(self.graph, StageGraph, "a program's graph must be a StageGraph", "leave it out for a chain")
+        check_type(self.graph, StageGraph, "a program's graph must be a StageGraph", "leave graph= out for a chain")
         if self.graph is _CHAIN:
             object.__setattr__(self, "graph", chain(len(self.placement)))
         if not self.weights:
@@ -102,7 +102,7 @@ class Program:
             if has != due:
                 of = "micro-batches" if what == "routes" else "stages"
                 raise ScheduleError(
-                    f"{what} must have one entry for each of the {due} {of}; it has {has}; make them agree"
+                    f"{what} must have one entry for each of the {due} {of}; got {has} entries; make the numbers agree"
                 )
 
     def _keep_as_tuples(self) -> None:
@@ -115,7 +115,7 @@ class Program:
         except (TypeError, ValueError, AttributeError) as error:
             raise ScheduleError(
                 f"a program must have a list of Actions for each rank, and lists of whole numbers in its other fields; "
-                f"got another type ({error}); build it with a Schedule or Program.parse"
+                f"got a different type ({error}); build it with a Schedule or Program.parse"
             ) from error
 
     @property

@@ -152,7 +152,7 @@ def _complete(read: _Read) -> dict[str, Any]:
             "a program's text must have its number of micro-batches; there is no such line; add 'microbatches N'"
         )
     if not read.ranks:
-        raise ScheduleError("a program must have at least one rank; found none; add 'rank 0: 0F0 0B0'")
+        raise ScheduleError("a program must have at least one rank; there is none; add 'rank 0: 0F0 0B0'")
     header["orders"] = Orders.of_ranks(read.ranks)
     placement = header.setdefault("placement", tuple(range(len(read.ranks))))
     for name, table, count in (

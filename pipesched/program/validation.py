@@ -111,11 +111,11 @@ def check_places(program: Program) -> None:
     if not inside[row]:
         raise ScheduleError(
             f"{_place(program, row)}: {action} is outside the program's {program.num_stages} stages and "
-            f"{program.num_microbatches} micro-batches. Both count from 0." + _grid(program, row)
+            f"{program.num_microbatches} micro-batches. Number stages and micro-batches from 0." + _grid(program, row)
         )
     raise ScheduleError(
         f"{_place(program, row)}: {action} belongs to rank {program.placement[action.stage]}, which holds stage "
-        f"{action.stage}. Move it there." + _grid(program, row)
+        f"{action.stage}. Move it to that rank." + _grid(program, row)
     )
 
 
@@ -124,9 +124,9 @@ def check_routes(program: Program) -> None:
     for route in set(program.routes):
         if not route or len(set(route)) < len(route):
             raise ScheduleError(
-                f"a micro-batch must visit at least one stage, and may visit no stage twice; the route of micro-batch "
-                f"{program.routes.index(route)} has {len(route)} stages, {len(set(route))} of them different; correct "
-                f"the route"
+                f"a micro-batch must visit at least one stage, and must not visit a stage twice; the route of "
+                f"micro-batch {program.routes.index(route)} has {len(route)} stages, {len(set(route))} of them "
+                f"different; correct the route"
             )
         for stage in route:
             if not 0 <= stage < program.num_stages:
@@ -251,7 +251,7 @@ def check_overlaps(program: Program) -> None:
         pairs = " & ".join(map(str, program.orders[rank][position : position + 2]))
         raise ScheduleError(
             f"rank {rank}, position {position}: an F may overlap only with a B or I directly after it that does not "
-            f"need it; got {pairs}. Run them one after the other." + _grid(program, int(first[wrong]))
+            f"need the F; got {pairs}. Run them one after the other." + _grid(program, int(first[wrong]))
         )
 
 
@@ -327,9 +327,9 @@ def _check_transferred(program: Program) -> None:
         send, receive = (Kind.SEND_F, Kind.RECV_F) if action.kind is Kind.F else (Kind.SEND_B, Kind.RECV_B)
         ends = Action(stage, send, action.microbatch, action.stage), action._replace(kind=receive, peer=stage)
         raise ScheduleError(
-            f"{_place(program, first)}: {action} needs a result of stage {stage} on rank {rank_of[giver]}; the program "
-            f"has transfers, but none for it. Add {ends[0]} and {ends[1]}, or remove all transfers and call lower()."
-            + _grid(program, first)
+            f"{_place(program, first)}: {action} needs a result of stage {stage} on rank {rank_of[giver]}; the "
+            f"program has transfers, but none for this result. Add {ends[0]} and {ends[1]}, or remove all transfers "
+            f"and call lower()." + _grid(program, first)
         )
 
 
@@ -437,14 +437,14 @@ def check_exact(program: Program) -> None:
     if program.num_weights < program.num_stages:
         raise ScheduleError(
             f"every stage of an exact program must have its own weights; here {program.num_stages} stages share "
-            f"{program.num_weights} weight copies, so gradients are sums of sums; validate without exact=True: results "
-            f"then agree within rounding only"
+            f"{program.num_weights} weight copies, so gradients are sums of sums; validate without exact=True: "
+            f"results then agree only up to rounding"
         )
     if program.slices_per_microbatch > 1:
         raise ScheduleError(
             f"an exact program must run whole micro-batches; this program cuts each into "
             f"{program.slices_per_microbatch} slices and sums their gradients; validate without exact=True: results "
-            f"then agree within rounding only"
+            f"then agree only up to rounding"
         )
     descent = program.first_descent()
     if descent is not None:
@@ -452,5 +452,5 @@ def check_exact(program: Program) -> None:
         raise ScheduleError(
             f"rank {rank}, position {position}: an exact program must run each stage's F, and its B or W, in ascending "
             f"micro-batch order; {action} comes after a later micro-batch. Move it, or validate without exact=True: "
-            f"results then agree within rounding only.\n" + marked_grid(program, {rank: position})
+            f"results then agree only up to rounding.\n" + marked_grid(program, {rank: position})
         )

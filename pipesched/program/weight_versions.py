@@ -94,7 +94,9 @@ def check_versions(program: Program) -> None:
         if program.has_norms:
             raise ScheduleError("a NORM needs the UPDATE that uses it; there is no UPDATE; add updates, or remove it")
         if any(any(own) for own in program.versions):
-            raise ScheduleError("weight versions need updates; there is no UPDATE; add updates, or remove the versions")
+            raise ScheduleError(
+                "weight versions require updates; this program has no UPDATE; add updates, or remove the versions"
+            )
         return
     if program.num_weights < program.num_stages:
         raise ScheduleError(

@@ -285,7 +285,7 @@ class Splitter:
                 )
         elif isinstance(dims, Sequence) and len(dims) < num_args:
             raise InputError(
-                f"split_dims must have one dim for each argument; it has {len(dims)} dims, but the call has {num_args} "
+                f"split_dims must have one dim for each argument; got {len(dims)} dims, but the call has {num_args} "
                 f"positional arguments; add the missing dims"
             )
 
@@ -334,7 +334,7 @@ class Splitter:
         total = sum(weights)
         if not 0 < total < inf:
             remedy = getattr(self.loss_weight, "remedy", "check loss_weight, or skip this batch")
-            raise InputError(f"the sum of the loss weights must be finite and above 0; it is {total}; {remedy}")
+            raise InputError(f"the sum of the loss weights must be finite and above 0; got {total}; {remedy}")
         if len(groups) < 2:
             return Weighting([weight / total for weight in weights], [None] * len(batch.rows))
         factors = [0.0] * len(batch.rows)
@@ -368,7 +368,7 @@ def _weights(batch: Batch, loss_weight: Callable[..., Any]) -> list[float]:
         return [float(weight) for weight in weights]
     except (TypeError, ValueError):
         raise InputError(
-            f"loss_weight must return one number for each micro-batch; it returned {shown(weights[0])}; return for "
+            f"loss_weight must return one number for each micro-batch; got {shown(weights[0])}; return for "
             f"example (target != -100).sum()"
         ) from None
 

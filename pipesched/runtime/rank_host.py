@@ -256,7 +256,7 @@ class MeshRanks:
 
     def __init__(self, mesh: DeviceMesh, intra_op_threads: int, timeout_s: float, inputs: Inputs = "all") -> None:
         check_type(
-            mesh, DeviceMesh, "mesh must be a DeviceMesh", "pass one dimension of a DeviceMesh, such as mesh['pp']"
+            mesh, DeviceMesh, "mesh= must be a DeviceMesh", "pass one dimension of a DeviceMesh, such as mesh['pp']"
         )
         timeout_s = as_timeout(timeout_s)
         if mesh.ndim != 1:
@@ -304,7 +304,7 @@ class MeshRanks:
         return rank == self.rank
 
     def agreed(self, make: Callable[[], T]) -> T:
-        what = "making a pipeline"
+        what = "the construction of a pipeline"
         given = None
         if self.rank:
             while given is None:  # a heartbeat: rank 0 is still working
@@ -472,7 +472,7 @@ def host_for(
     """Create the host of a Pipeline from its arguments. Raises InputError, DeviceCountError, ExecutionError."""
     if inputs not in get_args(Inputs):
         raise InputError(
-            f"inputs must be one of {', '.join(get_args(Inputs))}; got {inputs!r}; choose whether all ranks or only "
+            f"inputs= must be one of {', '.join(get_args(Inputs))}; got {inputs!r}; choose whether all ranks or only "
             f"the first pass a batch"
         )
     if devices is not None and mesh is not None:

@@ -54,7 +54,7 @@ class StepCall:
     def counting(self) -> Weighting:
         """The loss weights of this call. Raises ValueError if the call computes no loss."""
         if self.weighting is None:
-            raise ValueError(f"loss weights need a call that computes a loss; {self.method} computes no loss")
+            raise ValueError(f"loss weights require a call that computes a loss; {self.method} computes no loss")
         return self.weighting
 
     def loss(self, step_data: StepData) -> Tensor:
@@ -129,8 +129,8 @@ def dealt(call: StepCall, program: Program, bodies: Sequence[Body], num_ranks: i
     others = [rank for rank, own in enumerate(inputs) if rank and any(map(trainable_leaves, own or ()))]
     if others:
         raise InputError(
-            f"with inputs='first', an input that requires a gradient may be used on rank 0 only; ranks {others} use "
-            f"one too; detach it, or pass the batch on every rank with inputs='all'"
+            f"with inputs='first', an input that requires a gradient may be used on rank 0 only; ranks {others} also "
+            f"use such an input; detach the input, or pass the batch on every rank with inputs='all'"
         )
     factors, shares = call.weighting or ((), ())
     opening = _Opening(

@@ -139,12 +139,12 @@ def _check(costs: Costs, num_microbatches: int, placement: Placement) -> None:
         )
     if not all(is_count(rank, 0) for rank in placement):
         raise ScheduleError(
-            f"ranks must be counted from 0; got a placement {placement!r}; pass whole numbers from 0 on"
+            f"ranks must be numbered from 0; got the placement {placement!r}; pass whole numbers, at least 0"
         )
     if len(placement) != costs.num_stages:
         raise ScheduleError(
             f"a placement must have one rank for each stage; the costs have {costs.num_stages} stages, the placement "
-            f"has {len(placement)} entries; make them agree"
+            f"has {len(placement)} entries; make the numbers agree"
         )
 
 

@@ -81,7 +81,7 @@ def compared(predicted: Trace, measured: Trace) -> Comparison:
     both = [key for key in foreseen if key in seen]
     if not both or predicted.num_ranks != measured.num_ranks:
         raise InputError(
-            f"a comparison needs two traces of one program; the traces have {predicted.num_ranks} and "
+            f"a comparison requires two traces of one program; the traces have {predicted.num_ranks} and "
             f"{measured.num_ranks} ranks, and {len(both)} (stage, kind of action) pairs in common; pass traces of one "
             f"plan"
         )

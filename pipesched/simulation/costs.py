@@ -112,10 +112,10 @@ class Costs:
         for name in _SCALARS:
             object.__setattr__(self, name, plain(getattr(self, name)))
         if not isinstance(self.links, Links | None):
-            raise ScheduleError(f"links must be a pipesched.Links; got {self.links!r}; pass Links(...) or None")
+            raise ScheduleError(f"links= must be a pipesched.Links; got {self.links!r}; pass Links(...) or None")
         if not isinstance(self.overheads, Overheads | None):
             raise ScheduleError(
-                f"overheads must be of type Overheads; got {self.overheads!r}; pass Overheads(...) or None"
+                f"overheads= must be of type Overheads; got {self.overheads!r}; pass Overheads(...) or None"
             )
         for name in _ZERO:
             if not getattr(self, name):
@@ -134,8 +134,8 @@ class Costs:
             values: tuple[Any, ...] = getattr(self, name)
             if len(values) != self.num_stages:
                 raise ScheduleError(
-                    f"costs must have one number per stage; forward_s has {self.num_stages}, {name} has {len(values)}; "
-                    f"make them agree"
+                    f"costs must have one number per stage; forward_s has {self.num_stages}, {name} has "
+                    f"{len(values)}; make the numbers agree"
                 )
             sizes = name.endswith("_bytes")
             kinds, most = ({int}, LARGEST_SIZE) if sizes else ({int, float}, LARGEST)
@@ -227,8 +227,8 @@ class Costs:
         wrong = sorted(set(values) - set(known)) + sorted({"forward_s", "input_grad_s", "weight_grad_s"} - set(values))
         if wrong:
             raise ScheduleError(
-                f"costs may only have the fields {', '.join(known)}, and must have the first three; {shown(wrong[0])} "
-                f"is unknown or missing; correct it"
+                f"costs may only have the fields {', '.join(known)}, of which the first three are required; "
+                f"{shown(wrong[0])} is unknown or missing; correct it"
             )
         parts = {"links": maybe(Links.from_dict), "overheads": maybe(Overheads.from_dict)}
         return cls(**{**values, **{name: make(values.get(name)) for name, make in parts.items()}})

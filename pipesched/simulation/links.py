@@ -102,7 +102,7 @@ class Links:
         rule = "hosts must be a list with the host number of each rank"
         object.__setattr__(self, "hosts", tuple(as_list(self.hosts, rule, "pass for example (0, 0, 1, 1)")))
         if not all(is_count(host, 0) for host in self.hosts):
-            raise ScheduleError(f"{rule}; got {shown(self.hosts)}; pass whole numbers from 0 on")
+            raise ScheduleError(f"{rule}; got {shown(self.hosts)}; pass whole numbers, at least 0")
         pairs = self.special.items() if isinstance(self.special, Mapping) else self.special
         try:
             special = sorted((((a, b), link) for (a, b), link in pairs), key=lambda pair: pair[0])
@@ -116,7 +116,7 @@ class Links:
         twice = next((one for (one, _), (other, _) in pairwise(special) if one == other), None)
         if twice is not None:
             raise ScheduleError(
-                f"a pair of ranks may have only one special link; {twice} has several; remove the others"
+                f"a pair of ranks may have only one special link; {twice} has several; remove the duplicates"
             )
         object.__setattr__(self, "special", tuple(((int(a), int(b)), link) for (a, b), link in special))
         for link in (self.inside, self.between, *(link for _, link in self.special)):

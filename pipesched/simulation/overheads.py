@@ -52,8 +52,8 @@ class Overheads:
         check_times(self.crowding, "crowding of overheads by rank")
         if self.crowding and (self.crowding[0] != 1 or list(self.crowding) != sorted(self.crowding)):
             raise ScheduleError(
-                f"crowding is the slowdown of ranks while 1, 2, ... of them compute; it must begin with 1 and not "
-                f"decrease; got {self.crowding}; divide by the time of a rank alone"
+                f"crowding must list the slowdown while 1, 2, ... ranks compute, begin with 1 and not decrease; got "
+                f"{self.crowding}; divide by the time of a rank alone"
             )
 
     def slower(self, load: Floats) -> Floats:

@@ -119,7 +119,10 @@ class Profile:
         remedy = "pass for example [['0', '1'], ['2']]"
         stages = [as_list(names, rule, remedy) for names in as_list(stages, rule, remedy)]
         check_type(
-            {} if keep is None else keep, Mapping, "keep is {layer: word}", "pass for example {'0': 'recompute'}"
+            {} if keep is None else keep,
+            Mapping,
+            "keep= must map layers to words",
+            "pass for example {'0': 'recompute'}",
         )
         graph = self.graph(rows)
         _check_layers(list(graph), stages, keep or {})
@@ -170,7 +173,7 @@ class Profile:
             check_known("a profile must have", values, ("model", "machine", "sizes"))
             machine = Machine.from_dict(values["machine"])
             graphs = {_rows(rows): _graph(graph) for rows, graph in values["sizes"].items()}
-            check_type(values["model"], str, "model must be a digest, a text", _AGAIN)
+            check_type(values["model"], str, "the model of a profile must be a digest", _AGAIN)
             return cls(graphs, values["model"], machine)
         except PipeschedError:
             raise
@@ -208,8 +211,8 @@ def _check_layers(layers: list[str], stages: Stages, keep: Mapping[str, str]) ->
     for name, how in keep.items():
         if name not in layers or how not in get_args(LayerCheckpoint):
             raise ScheduleError(
-                f"keep must map layers of the profile to {' or '.join(get_args(LayerCheckpoint))}; got {name!r}: "
-                f"{how!r}; use names of layers, and one of these words"
+                f"keep= must map layers of the profile to {' or '.join(get_args(LayerCheckpoint))}; got {name!r}: "
+                f"{how!r}; use layer names, and one of these words"
             )
 
 
@@ -250,7 +253,7 @@ def _graph(values: Mapping[str, Any]) -> "nx.DiGraph[str]":
         check_known("an edge of a profile must have", edge, _EDGE)
         if not places[one] < places[other] or graph.has_edge(one, other):
             raise ScheduleError(
-                f"edges of a profile must go from a layer to a later one, and may not be repeated; {shown(one)} -> "
+                f"edges of a profile must go from a layer to a later one, and must not be repeated; {shown(one)} -> "
                 f"{shown(other)} goes backwards or is repeated; {_AGAIN}"
             )
         graph.add_edge(one, other, **edge)

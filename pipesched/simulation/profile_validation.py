@@ -59,8 +59,8 @@ def _check_alike(one: "nx.DiGraph[str]", other: "nx.DiGraph[str]", rows: str) ->
             figures = [_figures(values.get(key)) for values in (first, second)]
             if figures[0] != figures[1]:
                 raise ScheduleError(
-                    f"all sizes of a profile must have the same figures; {key} of {name!r} has other entries for one "
-                    f"of {rows} rows; {_AGAIN}"
+                    f"all sizes of a profile must have the same figures; {key} of {name!r} has different entries for "
+                    f"one of {rows} rows; {_AGAIN}"
                 )
 
 
@@ -99,7 +99,7 @@ def _numbers(graph: "nx.DiGraph[str]") -> Iterator[tuple[str, Any]]:
                 yield f"{key} of layer {name!r}", value
     for one, other, edge in graph.edges(data=True):
         tensors = edge.get("tensors", {})
-        check_type(tensors, Mapping, f"the tensors between {one!r} and {other!r} are bytes by name", _AGAIN)
+        check_type(tensors, Mapping, f"the tensors between {one!r} and {other!r} must map names to bytes", _AGAIN)
         for size in (edge.get("bytes", 0), *tensors.values()):
             yield f"bytes between {one!r} and {other!r}", size
 
@@ -134,4 +134,4 @@ def check_model(profiled: "nx.DiGraph[str]", own: "nx.DiGraph[str]") -> None:
 
 
 def _of_another(difference: str) -> str:
-    return f"a profile must be of the pipeline's model; {difference}; measure this model, or pass its own profile"
+    return f"a profile must be of the pipeline's model; {difference}; measure this model, or pass a profile of it"

@@ -70,7 +70,7 @@ class Spans(Sequence[Span]):
             times = (_times([span.start_s for span in spans]), _times([span.end_s for span in spans]))
         except (AttributeError, TypeError, ValueError) as error:
             raise ScheduleError(
-                f"a trace must have a list of Spans; got another type ({error}); make them with Span(action, rank, "
+                f"a trace must have a list of Spans; got a different type ({error}); make them with Span(action, rank, "
                 f"start_s, end_s, lane)"
             ) from error
         return cls(Columns.of(span.action for span in spans), rank, *times)
@@ -414,8 +414,8 @@ def _read_spans(rows: Any) -> Spans:
         good = is_count(rank, 0) and all(isinstance(time_s, Real) for time_s in (start_s, end_s))
         if not good or bool in (type(start_s), type(end_s)) or not -LARGEST < start_s <= end_s < LARGEST:
             raise ScheduleError(
-                f"a span must have a rank from 0 on and finite times, and may not end before it starts; {shown(text)} "
-                f"has rank {shown(rank)}, start_s {shown(start_s)}, end_s {shown(end_s)}; {_TO_DICT}"
+                f"a span must have a rank of at least 0 and finite times, and must not end before it starts; "
+                f"{shown(text)} has rank {shown(rank)}, start_s {shown(start_s)}, end_s {shown(end_s)}; {_TO_DICT}"
             )
         action = Action.parse(text)
         spans.append(Span(action, rank, start_s, end_s, action.lane))
@@ -447,7 +447,7 @@ def _check_read(trace: Trace) -> None:
     for stage, own in enumerate(trace.versions):
         if own and (len(own) < num_microbatches or not all(0 <= version < 2**31 for version in own)):
             raise ScheduleError(
-                f"versions must have the weight version of each micro-batch; stage {stage} has {len(own)} of "
+                f"versions must list the weight version of each micro-batch; stage {stage} has {len(own)} of "
                 f"{num_microbatches}, {shown(own)}; {_TO_DICT}"
             )
 

@@ -286,8 +286,8 @@ def rows_of(value: Any, dim: int | None, name: str) -> int | None:
         elif isinstance(leaf, Tensor) and leaf.dim() > 0:
             if leaf.layout != torch.strided:
                 raise InputError(
-                    f"only dense tensors can be split by rows; {name} has a tensor of layout {leaf.layout}; make it "
-                    f"dense, or set split_dims=None for this argument"
+                    f"only dense tensors can be split by rows; {name} has a tensor of layout {leaf.layout}; make the "
+                    f"tensor dense, or set split_dims=None for this argument"
                 )
             if not -leaf.dim() <= dim < leaf.dim():
                 raise InputError(

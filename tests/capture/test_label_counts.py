@@ -70,7 +70,11 @@ def padded(rows: int) -> Tensor:
     return labels
 
 
-WAYS = {"plain": "labels", "shifted": "labels but each row's first", "rolled": "labels but each row's first"}
+WAYS = {
+    "plain": "labels",
+    "shifted": "labels except the first in each row",
+    "rolled": "labels except the first in each row",
+}
 
 
 @pytest.mark.parametrize("how", WAYS)
@@ -148,7 +152,7 @@ def test_losses_that_are_all_equal_tell_nothing() -> None:
     model = made("plain")
     for parameter in model.head.parameters():
         nn.init.zeros_(parameter)
-    with pytest.warns(UserWarning, match="the model's loss fits each of these ways of counting: "):
+    with pytest.warns(UserWarning, match="the model's loss fits each of these counts: "):
         assert counted_labels(model, sample("plain", 2)) is None
 
 

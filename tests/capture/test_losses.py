@@ -265,7 +265,7 @@ def test_each_update_of_an_asynchronous_schedule_counts_its_own_targets() -> Non
 
 @pytest.mark.parametrize("loss_fn", [nn.CrossEntropyLoss(), nn.CrossEntropyLoss(weight=CLASS_WEIGHTS)])
 def test_a_batch_that_counts_nothing_is_refused(loss_fn: nn.Module) -> None:
-    match = r"(?s)finite and above 0; it is 0\.0; .*ignore_index.*skip this batch"
+    match = r"(?s)finite and above 0; got 0\.0; .*ignore_index.*skip this batch"
     nothing = torch.full((ROWS,), -100)
     with piped(model(), loss_fn) as pipe:
         with pytest.raises(InputError, match=match):
@@ -280,7 +280,7 @@ def test_smoothed_labels_of_classes_without_weight_are_refused() -> None:
     loss_fn = nn.CrossEntropyLoss(weight=CLASS_WEIGHTS, label_smoothing=0.1)
     with piped(model(), loss_fn) as pipe:
         assert pipe.step(X, target=torch.tensor([1, 3, 3, 0, 2, 4, -100])).isfinite()
-        with pytest.raises(InputError, match=r"(?s)finite and above 0; it is nan; .*fewer micro-batches"):
+        with pytest.raises(InputError, match=r"(?s)finite and above 0; got nan; .*fewer micro-batches"):
             pipe.step(X, target=torch.tensor([3, 3, 1, 0, 2, 4, 0]))
 
 
@@ -335,7 +335,7 @@ def test_a_reduction_that_says_the_same_is_taken(says: str, given: str) -> None:
 def test_weights_of_a_sum_are_refused(loss_fn: Any) -> None:
     reduction = None if isinstance(loss_fn, nn.Module) else "sum"
     numerics = Numerics(loss_weight=len, loss_reduction=reduction)
-    match = "loss_weight may only be given for a mean; this loss is a sum, .*; leave loss_weight out"
+    match = "loss_weight may only be passed if the loss is a mean; this loss is a sum, .*; leave loss_weight out"
     with pytest.raises(InputError, match=match):
         piped(model(), loss_fn, numerics=numerics)
     with pytest.raises(InputError, match=match):

@@ -98,7 +98,8 @@ def test_a_model_that_runs_in_one_mode() -> None:
         assert torch.equal(pipe.step(FLOATS, target=FLOATS), due)
         pipe.eval()
         with pytest.raises(
-            GraphError, match="captured; with training=False the model calls other layers for the sample, or fails"
+            GraphError,
+            match="captured; with training=False the model calls different layers for the sample, or its forward fails",
         ) as caught:
             pipe.evaluate(FLOATS, target=FLOATS)
         assert "only in training" in str(caught.value.__cause__)

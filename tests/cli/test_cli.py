@@ -160,7 +160,7 @@ def test_where_there_is_no_bound_none_is_shown(file):
 def test_show_refuses_a_shape_for_a_file(file):
     result = run("show", file(str(schedules.get("gpipe").program(3, 2))), "--ranks", 4)
     assert result.exit_code == 2
-    assert "has a fixed shape; got a shape for" in result.stderr
+    assert "the shape of a program in a file is fixed; got shape options for" in result.stderr
 
 
 def test_show_with_a_narrow_width_is_narrow():
@@ -303,7 +303,7 @@ def test_compare_of_all_leaves_out_what_refuses_the_shape(monkeypatch):
     monkeypatch.setattr(cli, "_program", gpipe_refuses)
     result = run("compare")
     assert result.exit_code == 0
-    assert result.stderr == "left out gpipe: gpipe refuses 3 ranks\n"
+    assert result.stderr == "skipped gpipe: gpipe refuses 3 ranks\n"
     assert [row.split()[0] for row in result.stdout.splitlines()[1:]] == [
         name for name in schedules.names(sliced=True) if name != "gpipe"
     ]
@@ -357,7 +357,7 @@ def test_show_runs_steps_of_an_asynchronous_schedule_into_each_other():
     *_, headline, figures = lines("show", "pipedream", "--ranks", 2, "--microbatches", 2, "--steps", 3, "--width", 120)
     assert headline.startswith("pipedream: makespan 21 s")
     assert figures.endswith("peak in flight per rank: 2 1; weight versions per stage: 2 1")
-    assert "has none; use one step" in run("show", "1f1b", "--steps", 2).stderr
+    assert "has no updates; use one step" in run("show", "1f1b", "--steps", 2).stderr
 
 
 def test_show_counts_a_slice_as_its_share():

@@ -191,6 +191,6 @@ class WritesBoth(Scaling):
 def test_a_buffer_that_both_write_to_is_refused_by_its_name() -> None:
     with (
         Pipeline(made(lambda: InBlocks(WritesBoth)), FLOATS[:2], devices=["cpu"] * 2, loss_fn=square) as pipe,
-        pytest.raises(ExecutionError, match=r"buffer 'amax' of layer 'blocks\.\d' is written to by both; let the"),
+        pytest.raises(ExecutionError, match=r"both write to buffer 'amax' of layer 'blocks\.\d'; let the"),
     ):
         pipe.step(FLOATS, target=FLOATS)

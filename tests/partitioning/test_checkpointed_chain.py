@@ -237,9 +237,12 @@ def test_what_makes_it_possible_is_said():
     ("wrong", "says"),
     [
         ({"checkpoint": "recompute"}, "pass a tuple"),
-        ({"checkpoint": ("forget",)}, "the allowed options, 'recompute', 'offload'"),
+        ({"checkpoint": ("forget",)}, "a collection of allowed options, 'recompute', 'offload'"),
         ({"checkpoint": ("offload",)}, "offload_bytes_per_s is missing"),
-        ({"checkpoint": ("recompute",), "any_order": True}, "any_order=True and checkpoint; leave out one of them"),
+        (
+            {"checkpoint": ("recompute",), "any_order": True},
+            "any_order=True was also passed; drop either checkpoint= or any_order=True",
+        ),
         (
             {"checkpoint": ("recompute",), "communication": "serial", "bandwidth_bytes_per_s": 1},
             "use communication='overlap' or 'none'",
@@ -297,7 +300,7 @@ def test_stages_of_one_rank_share_its_memory(data):
 
 def test_stages_of_one_rank_give_up_what_is_needed():
     graph, asked = blocks(16, activation_bytes=10), {"placement": [0, 1, 0, 1], "in_flight": [5, 4, 3, 2]}
-    with pytest.raises(PartitionError, match=r"or let activations be recomputed"):
+    with pytest.raises(PartitionError, match=r"or allow activations to be recomputed"):
         partition(graph, 4, **asked, memory_limit_bytes=180)
     found = partition(graph, 4, **asked, memory_limit_bytes=180, checkpoint=("recompute",))
     assert found.bottleneck_s <= 27

@@ -203,15 +203,15 @@ def test_a_partition_has_a_whole_number_of_stages_at_least_one(num_stages):
         ({"in_flight": lambda stage, _: -stage}, r"got \[0, -1\] for 2 stages"),
         (
             {"starts": {"layer9": 1}},
-            r"starts may only name layers; 'layer9' is not a layer; the layers are 'layer0', 'layer1'",
+            r"starts= may only name layers; 'layer9' is not a layer; the layers are 'layer0', 'layer1'",
         ),
-        ({"starts": {"layer1": 2}}, r"stage that it begins, 0 to 1; 'layer1' is to begin stage 2"),
-        ({"starts": {"layer1": 0}}, r"'layer1' is to begin stage 0 but needs 1 layers; choose a later stage"),
+        ({"starts": {"layer1": 2}}, r"stage that it begins, a number from 0 to 1; 'layer1' is mapped to stage 2"),
+        ({"starts": {"layer1": 0}}, r"'layer1' is mapped to stage 0 but depends on 1 layers; choose a later stage"),
         (
             {"starts": {"layer1": 1}, "any_order": True},
-            r"needs ranks in a fixed order; .*any_order=True; leave",
+            r"requires a fixed rank order; .*any_order=True was also passed; drop either starts= or",
         ),
-        ({"together": [["layer0", "x"]]}, r"together may only name layers; 'x' is not a layer"),
+        ({"together": [["layer0", "x"]]}, r"together= may only name layers; 'x' is not a layer"),
     ],
 )
 def test_wishes_that_make_no_sense(wishes, match):

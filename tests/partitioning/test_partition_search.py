@@ -225,9 +225,9 @@ def test_layers_that_say_how_many_parameters_they_have_are_counted():
 def test_why_a_bottleneck_of_several_layers_cannot_be_better():
     text = partition(small_chain(), 2).explain()
     assert "bottleneck: stage 0 (embedding .. second), 7 s: optimal" in text or "stage 1" in text
-    assert "moving first to stage 0" in text or "moving second to stage 1 would make the slower of the two 7 s" in text
+    assert "moving first to stage 0" in text or "moving second to stage 1 would make the slower stage take 7 s" in text
     assert "all splits of the chain were searched" in text
-    assert "equal shares of all work would take 5 s on each of 2 ranks, 28.6% less" in text
+    assert "all work divided equally would take 5 s on each of 2 ranks, which is 28.6% less" in text
 
 
 def test_a_cut_may_be_the_bottleneck():
@@ -267,19 +267,22 @@ def test_ranks_that_stay_empty_are_left_out():
         ),
         (
             {"memory_limit_bytes": 10000},
-            r"the limit is 10000 bytes per rank, 22\.9% more is enough; allow 12288 bytes \(12 KiB\) per rank, or use",
+            r"the limit is 10000 bytes per rank, but 22\.9% more is enough; allow 12288 bytes \(12 KiB\) per "
+            r"rank, or use",
         ),
         (
             {"memory_limit_bytes": 14000, "in_flight": lambda stage, stages: stages - stage},
-            r"the limit is 14000 bytes per rank, 17\.0% more is enough; allow 16384 bytes \(16 KiB\) per rank, or use",
+            r"the limit is 14000 bytes per rank, but 17\.0% more is enough; allow 16384 bytes \(16 KiB\) per "
+            r"rank, or use",
         ),
         (
             {"starts": {"first": 1}, "together": [["embedding", "first"]]},
-            r"request is: 'first' begins stage 1; 'embedding', 'first' share a stage; without a stage for 'first'",
+            r"requirements are: 'first' begins stage 1; 'embedding', 'first' share a stage; a partition exists if "
+            r"'first' may be in any stage",
         ),
         (
             {"exactly": True, "together": [["embedding", "head"]]},
-            r"layers kept together make only 1 blocks; use fewer stages",
+            r"layers that must stay together leave only 1 blocks; use fewer stages",
         ),
         (
             {"exactly": True, "together": [["embedding", "first"], ["second", "head"]], "memory_limit_bytes": 12000},
@@ -386,10 +389,10 @@ def test_ranks_with_several_stages_keep_to_their_memory():
         ({"placement": [0, 2, 2, 0]}, r"got \[0, 2, 2, 0\] for 4 stages"),
         (
             {"placement": [0, 1, 1, 0], "starts": {"first": 0}},
-            r"'first' is to begin stage 0 but needs 1 layers; choose",
+            r"'first' is mapped to stage 0 but depends on 1 layers; choose",
         ),
         ({"placement": [0, 1, 1, 0], "speeds": [1, 1, 1]}, r"one number for each rank; got 3 numbers for 2 ranks"),
-        ({"placement": [0, 1, 1, 0], "together": [["first", "second"]]}, r"4 stages, but layers kept .* 3 blocks"),
+        ({"placement": [0, 1, 1, 0], "together": [["first", "second"]]}, r"4 stages, but layers that must .* 3 blocks"),
         ({"placement": [0, 1, 1, 0, 0]}, r"there are 5 stages and 4 layers"),
     ],
 )

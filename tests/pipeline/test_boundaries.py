@@ -88,22 +88,22 @@ def test_what_pins_cost_is_told() -> None:
             {"boundaries": {"x": 1}},
             r"a boundary must name a layer; got 'x'; the layers are a, b, c, d; use one of these",
         ),
-        ({"boundaries": {7: 1}}, r"there are 4 layers; got 7; pass a position from 0 on, or a name"),
+        ({"boundaries": {7: 1}}, r"there are 4 layers; got 7; pass a layer's position, starting at 0, or its name"),
         ({"boundaries": {"b": "1"}}, r"got stage '1' for layer 'b'; pass its number, such as \{'b': 1\}"),
         ({"boundaries": {"c": 1, "b": 2}}, r"'b' begins stage 2, but 'c', a later layer, begins stage 1; swap them"),
         ({"boundaries": {"b": 2}}, r"no partition of 4 layers into 3 stages; .*'b' begins stage 2"),
-        ({"boundaries": {"b": 3}}, r"the stage that it begins, 0 to 2; 'b' is to begin stage 3"),
-        ({"boundaries": {"b": 0}}, r"'b' is to begin stage 0 but needs 1 layers; choose a later stage"),
-        ({"together": [("a", "x")]}, r"together must name layers; got 'x'; the layers are a, b, c, d"),
-        ({"together": ["ab"]}, r"together must be a list of groups of layers; got 'ab'; pass \[\(first, second\)\]"),
+        ({"boundaries": {"b": 3}}, r"the stage that it begins, a number from 0 to 2; 'b' is mapped to stage 3"),
+        ({"boundaries": {"b": 0}}, r"'b' is mapped to stage 0 but depends on 1 layers; choose a later stage"),
+        ({"together": [("a", "x")]}, r"together= must name layers; got 'x'; the layers are a, b, c, d"),
+        ({"together": ["ab"]}, r"together= must be a list of groups of layers; got 'ab'; pass \[\(first, second\)\]"),
         (
             {"together": [("a", "d")]},
-            r"3 stages, but layers kept together make only 1 blocks; .* fewer layers together",
+            r"3 stages, but layers that must stay together leave only 1 blocks; .* fewer layers together",
         ),
         ({"boundaries": ["b", "c"], "together": [("a", "b")]}, r"put 'a' into stage 0, 'b' into stage 1; move a bound"),
         (
             {"boundaries": {"b": 1}, "together": [("a", "b")]},
-            r"'b' begins stage 1; 'a', 'b' share a stage; .*without a stage for 'b' there is a partition",
+            r"'b' begins stage 1; 'a', 'b' share a stage; .*a partition exists if 'b' may be in any stage",
         ),
     ],
 )
@@ -138,7 +138,8 @@ def test_known_links_count_and_unknown_ones_do_not() -> None:
     for unknown in (None, Links()):
         assert cut(graph, 2, links=unknown)[0] == ["abc", "def"]
     with pytest.raises(
-        PartitionError, match=r"links must be a pipesched\.Links; got 'fast'; pass the result of pipesched\.probe_links"
+        PartitionError,
+        match=r"links= must be a pipesched\.Links; got 'fast'; pass the result of pipesched\.probe_links",
     ):
         cut(graph, 2, links="fast")  # type: ignore[arg-type]
 
@@ -228,7 +229,7 @@ def test_a_plan_names_ties_and_what_they_cost() -> None:
         Tied(), {"text": text, "labels": text}, devices=["cpu"] * 2, boundaries=["blocks.1"], num_microbatches=2
     ) as pipe:
         lines = pipe.plan.explain().splitlines()
-        assert "stage costs are unknown: layers are measured only if the boundaries are left to pipesched" in lines
+        assert "stage costs are unknown: layers are measured only if pipesched chooses the boundaries" in lines
         assert "tied: embed.weight: used in stages 0, 1, gradients are summed, nothing is sent" in lines  # one memory
         assert [tie.stages for tie in pipe.plan.ties] == [(0, 1), (0, 1, 1, 1)]
         assert pipe.predicted.makespan_s > 0  # that measures the layers

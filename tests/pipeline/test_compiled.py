@@ -126,7 +126,7 @@ def test_layers_of_many_forms_are_all_compiled() -> None:
 
 def test_what_is_no_way_to_compile_says_so() -> None:
     for compile, options, text in (
-        ("aot_eager", {}, "compile must be a bool, or a dict of arguments for torch.compile; got 'aot_eager'"),
+        ("aot_eager", {}, "compile= must be a bool, or a dict of arguments for torch.compile; got 'aot_eager'"),
         (True, {"numerics": Numerics(batch_norm="mini-batch")}, "cannot intercept batch_norm calls inside compiled la"),
     ):
         with pytest.raises(InputError, match=text):

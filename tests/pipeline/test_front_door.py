@@ -16,7 +16,7 @@ X, Y = rows(), rows(seed=2)
 
 
 def test_a_trace_before_the_first_step_is_an_error_with_a_remedy():
-    match = r"none has run under this plan yet; call step\(\) first, or read predicted for the simulated trace"
+    match = r"no step has run under this plan yet; call step\(\) first, or use \.predicted for the simulated trace"
     with pipeline(linears(), X[:2], loss_fn=mse) as pipe:
         with pytest.raises(ExecutionError, match=match):
             _ = pipe.trace

@@ -32,11 +32,12 @@ def test_who_reads_or_saves_a_stale_model_is_told(ranks: Ranks, kind: str) -> No
     for rank, found in enumerate(ranks.run(2, jobs.readings, kind)):
         for name, text in found.items():
             rule = (
-                "over a mesh a model with stale weights must not be used, because each rank trains only the weights of"
+                "the model of a pipeline over a mesh must not be used while its weights are stale, because each rank "
+                "trains only the weights of"
             )
             assert text.startswith(f"ExecutionError: {rule} its own stages; on "), name
             assert f"on rank {rank} " in text
-            assert f"which rank {1 - rank} trains; call its pipeline's gather_model() on every rank" in text
+            assert f"which rank {1 - rank} trains; call the pipeline's gather_model() on every rank" in text
 
 
 def test_a_whole_state_makes_the_model_whole(ranks: Ranks) -> None:
@@ -50,7 +51,7 @@ def test_a_second_pipeline_works_or_is_refused_by_name(ranks: Ranks) -> None:
             assert text.startswith("ExecutionError"), name
             assert "over a mesh" in text, name  # a rank may read the other one's error before it makes its own
             assert "gather_model()" in text
-        assert "a pipeline with another placement of layers was used" in found["step"]
+        assert "another pipeline with a different placement of layers was used" in found["step"]
         assert "used in a second pipeline" in found["new"]
 
 
@@ -63,7 +64,7 @@ def test_where_and_what_cannot_be_gathered(ranks: Ranks) -> None:
             "every rank must pass the same rank to gather_model; ranks 0 to 1 passed 1, None; pass the same" in unequal
         )
         assert "in the model of rank 0 '4.inner.weight' of rank 1 is missing; wrap= has changed" in adapted or (
-            "of rank 1 is missing; wrap= has changed layers on one rank only: use full_state_dict" in adapted
+            "of rank 1 is missing; wrap= has changed layers on some ranks only; use full_state_dict" in adapted
         )
 
 

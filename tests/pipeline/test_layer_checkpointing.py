@@ -374,7 +374,7 @@ def test_a_plan_says_it_layer_by_layer(tmp_path: Any) -> None:
     with Pipeline(actual, X[:2], loss_fn=functional.cross_entropy, devices=["cpu"] * 2, plan=loaded, seed=5) as pipe:
         compare_step(pipe, expected, X, target=Y, seed=5)
     (tmp_path / "plan.json").write_text((tmp_path / "plan.json").read_text().replace('"3.0": ', '"x": '))
-    with pytest.raises(ScheduleError, match=r"checkpoint may only name layers of the model; 'x' is not one of its"):
+    with pytest.raises(ScheduleError, match=r"checkpoint= may only name layers of the model; 'x' is not one of its"):
         Plan.load(tmp_path / "plan.json")
 
 
@@ -396,7 +396,7 @@ def test_wrong_words_and_layers_are_errors() -> None:
     for checkpoint, match in (
         (
             {"11": "recompute"},
-            r"checkpoint may only name layers of the model; '11' is not one of its 12 layers: 0, 1, .*\.\.\.; choose",
+            r"checkpoint= may only name layers of the model; '11' is not one of its 12 layers: 0, 1, .*\.\.\.; choose",
         ),
         (
             {"10": "forget"},
@@ -420,7 +420,9 @@ def test_a_layer_that_is_told_something_by_attributes_does_not_run_again() -> No
             self.second.scale = x.detach().mean()
             return self.second(x)
 
-    with pytest.raises(GraphError, match=r"must get all tensors that it uses as arguments; second has attributes"):
+    with pytest.raises(
+        GraphError, match=r"must receive every tensor it uses through its arguments; second has attributes"
+    ):
         Pipeline(Told(), X[:2], devices=["cpu"], checkpoint={"second": "recompute"}, schedule="1f1b")
 
 

@@ -118,7 +118,7 @@ def test_wrong_uses_are_errors_on_all_ranks(ranks: Ranks) -> None:
         (
             "gradients",
             "InputError: with inputs='first', an input that requires a gradient may be used on rank 0 only; ranks [1] "
-            "use",
+            "also use such an input",
         ),
     ):
         assert said[0][name].startswith(text)
@@ -135,7 +135,7 @@ def test_wrong_uses_are_errors_on_all_ranks(ranks: Ranks) -> None:
     [
         (
             {"distributed": Distributed(inputs="last")},
-            "inputs must be one of all, first; got 'last'; choose whether all ranks or only the first pass a batch",
+            "inputs= must be one of all, first; got 'last'; choose whether all ranks or only the first pass a batch",
         ),
         (
             {"distributed": Distributed(inputs="first")},
@@ -194,4 +194,4 @@ def test_rank_0_searches_for_all_ranks(ranks: Ranks) -> None:
 def test_all_ranks_hear_that_there_is_no_plan(ranks: Ranks) -> None:
     first, other = ranks.run(2, jobs.no_plan_of_rank_0, timeout_s=15)
     assert first.startswith("MemoryLimitError")
-    assert "the smallest limit with a plan is" in other
+    assert "the smallest limit for a plan is" in other

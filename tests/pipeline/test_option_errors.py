@@ -140,7 +140,7 @@ def test_functions_are_looked_at_before_layers_are_measured():
 
 @pytest.mark.parametrize("weight", [None, "much", [1.0, 2.0]])
 def test_a_loss_weight_that_is_no_number(weight):
-    match = r"loss_weight must return one number for each micro-batch; it returned .*; return for example"
+    match = r"loss_weight must return one number for each micro-batch; got .*; return for example"
     with (
         build(boundaries=[2], numerics=Numerics(loss_weight=lambda _: weight)) as pipe,
         pytest.raises(InputError, match=match),
@@ -192,7 +192,7 @@ def compiled_in_place(model):
         (torch.compile, "OptimizedModule is compiled into one graph; pass the original model, with compile=True"),
         (compiled_in_place, "is compiled into one graph"),
         (lambda model: torch.jit.trace(model, torch.ones(2, 3)), "is scripted or traced; pass the original module"),
-        (nn.DataParallel, r"DataParallel is wrapped to be replicated; pass its \.module"),
+        (nn.DataParallel, r"DataParallel is wrapped for replication; pass its \.module"),
     ],
 )
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
@@ -336,13 +336,13 @@ STATE = linears().state_dict()
             r"shape \[3, 3\] in the model, but torch\.float32 of shape \[2, 3\] in the given weights; use",
         ),
         (STATE | {"0.weight": torch.ones(3, 3, device="meta")}, InputError, r"tensors with contents"),
-        (STATE | {3: torch.ones(3)}, InputError, "unknown, of 9 given names: 3; remove the unknown ones$"),
+        (STATE | {3: torch.ones(3)}, InputError, r"unknown names \(of 9 given\): 3; remove the unknown ones$"),
         (
             {},
             InputError,
-            r"state_dict; missing, of 8 names: 0\.weight, .* and 3 more; add or rename the missing weights$",
+            r"state_dict; names missing \(of 8\): 0\.weight, .* and 3 more; add or rename the missing weights$",
         ),
-        ([], InputError, "missing, of 8 names: "),
+        ([], InputError, r"names missing \(of 8\): "),
         ([3], InputError, r"or safetensors files; got list; pass one of them"),
         ("rest", InputError, "rest does not exist; check the path"),
         (3, InputError, "got int; pass one of them"),
@@ -481,19 +481,19 @@ class Masked(Keyed):
             {"x": ONES, "mask": ONES},
             "mask=bool tensor of 2 dimensions, x=float32 tensor of 2 dimensions",
             "mask=float32 tensor of 2 dimensions, x=float32 tensor of 2 dimensions",
-            r"it calls .*float with the sample, but ends with this batch",
+            r"it calls .*float with the sample but ends with this batch",
         ),
         (
             {"x": ONES[:, :, None], "mask": ONES.bool()},
             "mask=bool tensor of 2 dimensions, x=float32 tensor of 2 dimensions",
             "mask=bool tensor of 2 dimensions, x=float32 tensor of 3 dimensions",
-            r"after 0 of 6 calls of layers and torch functions it calls .*0 with the sample, but calls .*flatten with",
+            r"after 0 of 6 calls to layers and torch functions, it calls .*0 with the sample but calls .*flatten with",
         ),
         (
             {"x": ONES},
             "mask=tensor, x=tensor",
             "x=tensor",
-            "it calls .*float with the sample, but ends with this batch",
+            "it calls .*float with the sample but ends with this batch",
         ),
     ],
 )

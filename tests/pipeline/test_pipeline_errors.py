@@ -31,13 +31,16 @@ from tests.support.refused_pipelines import ONES, build, linears, mse, refused
 @pytest.mark.parametrize(
     ("boundaries", "match"),
     [
-        ([2, 1], r"boundaries must ascend; got 1 \(layer 1\) after layer 2; sort them"),
-        ([2, 2], r"boundaries must ascend; got 2 \(layer 2\) after layer 2; sort them and remove duplicates"),
-        (["3", "1"], r"boundaries must ascend; got '1' \(layer 1\) after layer 3"),
-        ([4], r"one of 1\.\.3 of 4 layers; got 4; leave it out or move it"),
-        ([0], r"after stage 0, one of 1\.\.3 of 4 layers; got 0; leave it out"),
-        ([-1], r"one of 1\.\.3 of 4 layers; got -1"),
-        (["0"], r"after stage 0, .* got '0'"),
+        ([2, 1], r"boundaries must be in ascending order; got 1 \(layer 1\) after layer 2; sort them"),
+        (
+            [2, 2],
+            r"boundaries must be in ascending order; got 2 \(layer 2\) after layer 2; sort them and remove duplicates",
+        ),
+        (["3", "1"], r"boundaries must be in ascending order; got '1' \(layer 1\) after layer 3"),
+        ([4], r"from 1 to 3 for 4 layers; got 4; remove or move it"),
+        ([0], r"other than stage 0, from 1 to 3 for 4 layers; got 0; remove or"),
+        ([-1], r"from 1 to 3 for 4 layers; got -1"),
+        (["0"], r"other than stage 0, .* got '0'"),
         (["head"], r"must name a layer; got 'head'; the layers are 0, 1, 2, 3; use one of these names, or a position"),
         ([1.5], r"a layer's position or name; got 1\.5; pass an int or a str"),
         ([True], r"a layer's position or name; got True"),
@@ -165,8 +168,8 @@ def test_a_program_with_more_ranks_than_devices():
 @pytest.mark.parametrize(
     ("choices", "match"),
     [
-        ({"num_microbatches": 4}, r"number of micro-batches: it has 3, but 4 was requested; pass 3"),
-        ({"num_stages": 4}, r"number of stages: it has 2, but 4 was requested; pass 2"),
+        ({"num_microbatches": 4}, r"number of micro-batches: the program has 3, but 4 was requested; pass 3"),
+        ({"num_stages": 4}, r"number of stages: the program has 2, but 4 was requested; pass 2"),
     ],
 )
 def test_choices_beside_a_program_of_another_shape(choices, match):
@@ -175,7 +178,7 @@ def test_choices_beside_a_program_of_another_shape(choices, match):
 
 def test_a_program_without_backwards():
     program = schedules.get("1f1b").program(2, 3).forward()
-    refused(ScheduleError, ValueError, r"this program has another stage graph, or no backwards", schedule=program)
+    refused(ScheduleError, ValueError, r"this program has a different stage graph, or no backwards", schedule=program)
 
 
 def test_a_short_batch_for_a_program_names_drop_last():
@@ -289,7 +292,7 @@ def test_a_plan_on_too_few_devices():
 
 
 def test_a_path_instead_of_a_plan():
-    refused(PartitionError, ValueError, r"plan must be a Plan; got 'plan\.json'; .*Plan\.load", plan="plan.json")
+    refused(PartitionError, ValueError, r"plan= must be a Plan; got 'plan\.json'; .*Plan\.load", plan="plan.json")
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -1.0, None, "fast"])
@@ -307,7 +310,7 @@ def test_times_that_are_no_times(bad):
 def test_nothing_is_left_behind_by_a_construction_that_fails():
     model = linears()
     devices, grads = [p.device for p in model.parameters()], [p.grad for p in model.parameters()]
-    refused(PartitionError, ValueError, "boundaries must ascend", model, boundaries=[2, 1])
+    refused(PartitionError, ValueError, "boundaries must be in ascending order", model, boundaries=[2, 1])
     assert [p.device for p in model.parameters()] == devices
     assert [p.grad for p in model.parameters()] == grads
 
@@ -381,7 +384,7 @@ def test_a_target_without_a_loss_function(counted_model, calls):
         ({0: 1, "target": 0}, r"argument 0 has 3 rows, the target has 4"),
         (
             [],
-            r"one dim for each argument; it has 0 dims, but the call has 1 positional arguments; add the missing dims",
+            r"one dim for each argument; got 0 dims, but the call has 1 positional arguments; add the missing dims",
         ),
     ],
 )
@@ -394,14 +397,14 @@ def test_split_dims_that_do_not_fit_the_batch(counted_model, calls, dims, match)
 
 @pytest.mark.parametrize("weight", [0.0, -1.0, math.nan, math.inf])
 def test_loss_weights_that_add_up_to_nothing(counted_model, calls, weight):
-    match = r"loss weights must be finite and above 0; it is .*; check loss_weight, or skip this batch"
+    match = r"loss weights must be finite and above 0; got .*; check loss_weight, or skip this batch"
     choices = {"numerics": Numerics(loss_weight=lambda _: weight)}
     step_refused(counted_model, calls, InputError, match, ONES, target=ONES, choices=choices)
 
 
 def test_a_step_under_no_grad(counted_model, calls):
     with build(counted_model, boundaries=[2]) as pipe, torch.no_grad():
-        with pytest.raises(InputError, match=r"called under no_grad; leave no_grad, or call evaluate"):
+        with pytest.raises(InputError, match=r"called under no_grad; call it outside no_grad, or call evaluate"):
             pipe.step(ONES, target=ONES)
         assert not calls
         pipe.evaluate(ONES, target=ONES)
@@ -411,7 +414,7 @@ def test_every_use_after_close(counted_model, calls):
     pipe = build(counted_model, boundaries=[2])
     pipe.close()
     for use in (lambda: pipe.step(ONES, target=ONES), lambda: pipe.evaluate(ONES, target=ONES), lambda: pipe(ONES)):
-        with pytest.raises(ExecutionError, match=r"closed pipeline cannot run; .*; make a new one") as caught:
+        with pytest.raises(ExecutionError, match=r"closed pipeline cannot run; .*; make a new pipeline") as caught:
             use()
         assert isinstance(caught.value, RuntimeError)
     assert not calls
@@ -426,14 +429,14 @@ def test_every_use_after_close(counted_model, calls):
     ],
 )
 def test_a_loss_that_is_no_scalar(loss_fn, got):
-    match = rf"scalar loss; got {got}; .*reduce it with mean\(\) or sum\(\)"
+    match = rf"scalar loss; got {got}; .*reduces the loss with mean\(\) or sum\(\)"
     with build(boundaries=[2], loss_fn=loss_fn) as pipe, pytest.raises(InputError, match=match) as caught:
         pipe.step(ONES, target=ONES)
     assert "stage 1, micro-batch 0" in caught.value.__notes__[0]
 
 
 def test_a_model_without_a_loss_of_its_own():
-    match = r"model's output or its 'loss' entry must be a scalar loss; got a tensor .*; pass loss_fn="
+    match = r"model's output or its 'loss' entry must be a scalar loss; got a tensor .*; pass a loss_fn="
     with build(boundaries=[2], loss_fn=None) as pipe, pytest.raises(InputError, match=match):
         pipe.step(ONES)
 

@@ -205,7 +205,7 @@ def test_what_fails_while_a_plan_runs_leaves_the_model_too() -> None:
     [
         (
             {"model": None},
-            r"requires a model, to run its steps; got a profile without a model, and confirm=2; pass the model",
+            r"requires a model to run; got a profile without a model, and confirm=2; pass the model",
         ),
         (
             {"ranks_are": "processes"},
@@ -263,7 +263,7 @@ def test_the_command_runs_plans(tmp_path: Any) -> None:
     command = ["tune", f"{tmp_path / 'script.py'}:made", "--ranks", "2", "--batch", "8", "--confirm", "2"]
     result = CliRunner().invoke(main, command, catch_exceptions=False)
     assert result.exit_code == 0
-    assert re.search(r"confirmed: in trial runs of \d plans this one took", result.output)
+    assert re.search(r"confirmed: in trial runs of \d plans this plan took", result.output)
     told(sleepers(0.0, 0.0), X, [1.0, 1.0]).save(tmp_path / "profile.json")
     result = CliRunner().invoke(main, ["tune", str(tmp_path / "profile.json"), "--batch", "8", "--confirm", "2"])
     assert result.exit_code == 1

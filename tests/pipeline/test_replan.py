@@ -169,7 +169,7 @@ def test_settings_and_schedulers_of_optimizers_are_kept() -> None:
         rates = rates_of(first, second)
         states = {p: made.state[p]["momentum_buffer"] for made in (first, second) for p in made.state}
         with pytest.warns(
-            UserWarning, match=r"stages \[2, 3\] have new optimizers, with the present settings; create schedulers"
+            UserWarning, match=r"stages \[2, 3\] have new optimizers with the current settings; create schedulers"
         ):
             pipe.replan(four)
         assert rates_of(*pipe.optimizers.values()) == rates
@@ -259,11 +259,11 @@ def test_layers_go_on_compiled() -> None:
 def test_what_cannot_be_moved_is_refused() -> None:
     with (
         row(mixed_model(), devices=["cpu"] * 2, wrap=lambda module, stage: module) as pipe,
-        pytest.raises(InputError, match="wrap=, which has changed each stage as a whole"),
+        pytest.raises(InputError, match="wrap=, because wrap= has changed each stage as a whole"),
     ):
         pipe.replan(pipe.plan)
     with row(mixed_model(), devices=["cpu"] * 2) as pipe:
-        with pytest.raises(PartitionError, match="plan must be a Plan"):
+        with pytest.raises(PartitionError, match="plan= must be a Plan"):
             pipe.replan("plan.json")
         for wrong in (-1, 2.5, True):
             with pytest.raises(InputError, match="steps_left must be the number of"):

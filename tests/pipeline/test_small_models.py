@@ -120,7 +120,7 @@ def test_eight_small_linears_run_on_one_device() -> None:
     with pipe:
         assert pipe.plan.program.num_ranks == 1
         assert pipe.num_microbatches == 32
-        assert "7 devices of 8 not used" in repr(pipe)
+        assert "7 devices of 8 unused" in repr(pipe)
         assert any(other.num_ranks > 1 for other in pipe.plan.alternatives)
         x = x.repeat(32, 1)
         assert torch.equal(
@@ -161,7 +161,7 @@ def test_ranks_of_a_mesh_that_are_not_used_wait_in_each_step(ranks: Ranks, optio
     assert [one["ranks"] for one in found] == [used] * 3
     assert sum(one["parameters"] for one in found) == 6
     assert found[2]["parameters"] == found[2]["state"] == 0
-    assert f"{3 - used} device{'s' * (used < 2)} of 3 not used" in found[0]["says"]
+    assert f"{3 - used} device{'s' * (used < 2)} of 3 unused" in found[0]["says"]
 
 
 # ---- the size of a micro-batch ---------------------------------------------------------------------------------------

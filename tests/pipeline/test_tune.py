@@ -189,7 +189,7 @@ def test_baselines_are_held_against_what_was_asked():
     with made(model(), boundaries=["1"], num_microbatches=4, devices=2) as pipe:  # most of the work on one rank
         own, *others = pipe.plan.alternatives
         assert any(
-            each.note.endswith("x faster, but not allowed by the request")
+            each.note.endswith("x faster, but the request does not allow it")
             for each in others
             if each.label == "equal split"
         )
@@ -228,7 +228,7 @@ def test_a_limit_of_memory_is_kept_by_recomputing():
         assert tight.peak_bytes <= limit == tight.limit_bytes
         assert tight.step_s > free.alternatives[0].step_s
         pipe.step(torch.randn(32, 8), target=torch.randn(32, 8))
-    with pytest.raises(MemoryLimitError, match="the smallest limit with a plan is"):
+    with pytest.raises(MemoryLimitError, match="the smallest limit for a plan is"):
         made(own, search=Search(memory_limit_bytes=10))
 
 
@@ -268,9 +268,9 @@ def test_a_profile_of_another_model_is_an_error():
         (
             {"num_ranks": 2, "devices": ["cpu"]},
             InputError,
-            "exactly one of num_ranks, devices and mesh; got .*; pass one of them",
+            "exactly one of num_ranks=, devices= and mesh=; got .*; pass one of them",
         ),
-        ({}, InputError, "exactly one of num_ranks, devices and mesh; got num_ranks=None"),
+        ({}, InputError, "exactly one of num_ranks=, devices= and mesh=; got num_ranks=None"),
         ({"num_ranks": 0}, PartitionError, r"num_ranks must be a whole number, at least 1; got 0; pass 1 or more"),
         (
             {"num_ranks": 2, "batch_size": 0},
@@ -280,7 +280,7 @@ def test_a_profile_of_another_model_is_an_error():
         (
             {"num_ranks": 2, "batch_size": 64},
             PartitionError,
-            r"64 rows cannot be split into micro-batches of such a size; measured sizes: 20 rows",
+            r"64 rows cannot be split into micro-batches of a measured size; measured sizes: 20 rows",
         ),
         (
             {"num_ranks": 2, "num_microbatches": 99},

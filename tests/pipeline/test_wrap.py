@@ -163,19 +163,19 @@ def test_what_cannot_be_honoured_says_so() -> None:
         (
             lambda module, stage: Parallel(module),
             GraphError,
-            "wrap must not return a DistributedDataParallel, which reduces gradients at the end of one",
+            "wrap= must not return a DistributedDataParallel, because it reduces gradients at the end of each",
         ),
         (
             lambda module, stage: Owner(module),
             GraphError,
-            "returned for stage 0 has parameters of its own: 'scale'; add",
+            "returned for stage 0 has parameters of its own: 'scale'; register",
         ),
         (lose, GraphError, "layer 'blocks.0' of stage 0 was removed or changed"),
     ]
     for wrap, kind, text in wrongs:
         with pytest.raises(kind, match=text):
             pipeline(made("captured"), wrap)
-    with pytest.raises(GraphError, match="must not change layers or weights with several uses"):
+    with pytest.raises(GraphError, match="must not change layers or weights that are used several times"):
         zoo.pipeline("tied", zoo.made("tied")[0], devices=["cpu"] * 2, wrap=shared)
     with pytest.raises(ScheduleError, match="chimera has 4 stages, which are copies of 2 different stages"):
         pipeline(made("row"), lambda module, stage: module, devices=["cpu"] * 2, schedule="chimera")

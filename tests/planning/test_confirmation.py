@@ -176,7 +176,7 @@ def test_what_was_measured_is_shown_and_saved(tmp_path):
     assert Plan.load(tmp_path / "plan.json").alternatives == plan.alternatives
     report = Report(Plan.load(tmp_path / "plan.json"))
     said = next(line for line in report.lines if line.startswith("confirmed: "))
-    assert f"in trial runs of {len(ran) + 1} plans this one took" in said
+    assert f"in trial runs of {len(ran) + 1} plans this plan took" in said
     for shown in (report.text(), report.html()):
         assert said in shown
         assert "measured" in shown

@@ -106,7 +106,7 @@ def with_large_inputs(**asked):
 def test_a_limit_that_only_offloading_meets_is_met():
     asked = with_large_inputs(host=1e5)
     with pytest.raises(
-        MemoryLimitError, match=r"the smallest limit with a plan is .*, or this limit with offload=True; raise"
+        MemoryLimitError, match=r"the smallest limit for a plan is .*, or this limit with offload=True; raise"
     ):
         find_plan(replace(asked, offload=False))
     plan = find_plan(asked)
@@ -179,7 +179,9 @@ def test_copies_are_searched_where_they_give_memory_back():
     on_host = search([1.0] * 4, 2, 8, "gpipe", 10**9, host=1e6, on_host=True)
     assert not on_host.may_offload
     assert replace(on_host, offload=True).may_offload
-    with pytest.raises(PartitionError, match=r"the machine of this profile has no host_bytes_per_s; measure it again"):
+    with pytest.raises(
+        PartitionError, match=r"the machine of this profile has no host_bytes_per_s; measure the model again"
+    ):
         search([1.0] * 4, 2, 8, "gpipe", 10**9, offload=True)
     with pytest.raises(PartitionError, match=r"'auto', True or False; got 'never'; choose one"):
         search([1.0] * 4, 2, 8, "gpipe", offload="never")

@@ -90,7 +90,7 @@ def test_a_file_with_all_lines_of_its_program_loads_as_ever(name):
 
 def test_a_schedule_that_makes_another_program_now_is_an_error_and_so_is_an_edited_one():
     values = plan().to_dict() | {"schedule": "gpipe"}
-    with pytest.raises(ScheduleError, match=r"'gpipe' for 2 ranks and 4 micro-batches makes .* take the digest out"):
+    with pytest.raises(ScheduleError, match=r"'gpipe' for 2 ranks and 4 micro-batches generates .* remove the digest"):
         Plan.from_dict(values)
     assert Plan.from_dict(values | {"program": {}}).program == schedules.get("gpipe").program(2, 4)
 
@@ -269,7 +269,7 @@ def test_a_file_that_is_no_json_is_named(tmp_path, text):
 def test_a_file_of_another_kind_of_json_is_named(tmp_path, text):
     (tmp_path / "plan.json").write_text(text)
     with pytest.raises(
-        ScheduleError, match=r"plan\.json: a plan must have schedule, stages, .*; got .*; save it again"
+        ScheduleError, match=r"plan\.json: a plan must have schedule, stages, .*; got .*; save the file again"
     ):
         Plan.load(tmp_path / "plan.json")
 
@@ -280,7 +280,7 @@ def test_a_file_without_an_entry_names_it(tmp_path, key):
     del values[key]
     (tmp_path / "plan.json").write_text(json.dumps(values))
     with pytest.raises(
-        ScheduleError, match=rf"plan\.json: a plan must have .*; '{key}' is missing or wrong; save it again"
+        ScheduleError, match=rf"plan\.json: a plan must have .*; '{key}' is missing or wrong; save the plan again"
     ):
         Plan.load(tmp_path / "plan.json")
 
@@ -288,20 +288,24 @@ def test_a_file_without_an_entry_names_it(tmp_path, key):
 @pytest.mark.parametrize(
     ("key", "value", "match"),
     [
-        ("stages", [["a", "b", "c"]], r"it lists 1 stage, but the program has 2 weight copies; correct one of them"),
+        (
+            "stages",
+            [["a", "b", "c"]],
+            r"the plan lists 1 stage, but the program has 2 weight copies; correct one of them",
+        ),
         ("program", ["rank 0: 0F0"], r"no such line; add 'microbatches N'"),
         ("program", ["microbatches 1", "rank 0: 0F0 0Z0"], r"line 2: .*0Z0"),
         ("program", 3, r"is missing or wrong"),
-        ("program", {"digest": 3}, r"the plan has 3: it was made by another version"),
+        ("program", {"digest": 3}, r"the plan has the digest 3: the plan was made by another version"),
         (
             "program",
             {"digset": ""},
-            r"a plan's program must have edges, digest; got 'digset', nearest to 'digest'; correct it",
+            r"a plan's program must have edges, digest; got 'digset' \(did you mean 'digest'\?\); correct it",
         ),
         (
             "chekpoint",
             "always",
-            r"a plan must have .*; got 'chekpoint', nearest to 'checkpoint'; correct it or leave it out",
+            r"a plan must have .*; got 'chekpoint' \(did you mean 'checkpoint'\?\); correct it or leave it out",
         ),
         ("comment", "mine", r"a plan must have .*; got 'comment'; correct it or leave it out"),
         ("program", {"edges": [[0, 9]]}, r"an edge of a saved plan must lead"),
@@ -312,7 +316,7 @@ def test_a_file_without_an_entry_names_it(tmp_path, key):
         (
             "stages",
             [["a", "b"], ["b"]],
-            r"every layer must be in exactly one stage; the plan has 'b' 2 times; remove the others",
+            r"every layer must be in exactly one stage; the plan lists 'b' 2 times; remove the duplicates",
         ),
         ("costs", {"forward_s": [1]}, r"'input_grad_s' is unknown or missing"),
         (

@@ -87,7 +87,7 @@ def test_a_layer_that_has_grown_is_given_room() -> None:
             4e-3,
             (1, 1),
             None,
-            "the search for a better plan requires 3 measured steps of the current plan; 2 are measured",
+            "the search for a better plan requires 3 measured steps of the current plan; 2 have been measured",
         ),
         (4e-3, (1, 1.01, 0.99), 10_000, ""),
     ],
@@ -222,10 +222,10 @@ def test_what_is_printed_names_both_steps_and_the_cost() -> None:
     moved = Replanned(plan, "", {"a": (0, 1), "b": (0, 1)}, 12_897_485, 0.0412, 0.0379, 0.004, 0.2)
     assert str(moved) == (
         "moved: 2 layers, 12.3 MiB; predicted 41.2 ms -> 37.9 ms per step (-8.0%, noise 0.4%); "
-        "moving took 200 ms, the saving of 61 steps"
+        "moving took 200 ms, regained after 61 steps"
     )
     kept = Replanned(plan, "the saving is below 3.0% of a step", {"a": (0, 1)}, 5_120, 0.1, 0.098, 0.01, 0.2)
     assert str(kept) == (
         "kept: the saving is below 3.0% of a step; predicted 100 ms -> 98 ms per step (-2.0%, noise 1.0%); "
-        "moving 1 layer, 5 KiB would take 200 ms, the saving of 100 steps"
+        "moving 1 layer, 5 KiB would take 200 ms, regained after 100 steps"
     )

@@ -159,7 +159,7 @@ def test_what_lies_between_actions_is_told_from_what_stages_took():
     plan = plan_of()
     late = simulate(plan.program, replace(slower(plan.costs, (1, 1.2)), transfer_s=1e-4))
     lines = Report(plan, Trace(late.spans, 2)).lines
-    assert lines[1] == "of this difference: stage compute +16.0%, gaps between actions +1.3%"
+    assert lines[1] == "of this difference, stage compute accounts for +16.0% and gaps between actions for +1.3%"
 
 
 def test_layers_that_run_again_are_counted():
@@ -195,7 +195,7 @@ def test_a_report_says_what_was_found():
     for line in (
         "1f1b on 2 ranks: 2 stages, 4 micro-batches, checkpoint never",
         "predicted 15 ms per step, measured 17.4 ms (+16.0%), largest error on stage 1 (+20.0%)",
-        "of this difference: stage compute +16.0%, gaps between actions +0.0%",
+        "of this difference, stage compute accounts for +16.0% and gaps between actions for +0.0%",
         "no schedule of these stages on these ranks can take less than 13 ms; "
         + "the predicted step is 15.4% above this bound",
         "1.50x faster than an equal split (45 ms), as the search predicted",
@@ -205,17 +205,17 @@ def test_a_report_says_what_was_found():
         assert line in text.splitlines()
     assert text.count("rank 0 | F0") == 2
     weighed = Report(replace(plan, alternatives=plan.alternatives[:3])).tables[0]
-    assert weighed.note.startswith("All have ranks 2, chunks 1, m 4, checkpoint never. m: micro-batches. ")
+    assert weighed.note.startswith("All plans have ranks 2, chunks 1, m 4, checkpoint never. m: micro-batches. ")
     assert dict(zip(weighed.columns, (cell.text for cell in weighed.rows[0]), strict=True)) == {
         "plan": "gpipe",
         "schedule": "",
         "predicted": "29 ms",
-        "than equal split": "1.55x faster",
+        "against equal split": "1.55x faster",
         "measured": "",
         "bubble": "10.0%",
         "memory": "5 GiB",
         "margin": "-1 GiB",
-        "why not": "1 GiB too large",
+        "why not chosen": "1 GiB too large",
     }
     assert [cell.tone for cell in weighed.rows[0]].count("bad") == 2
     assert [row[2].text for row in Report(plan).tables[0].rows] == ["2", "2", "2", "1"]
@@ -272,32 +272,32 @@ def test_a_page_begins_with_three_figures():
     # Two stages of 4 x 3 ms: 24 ms of compute in a step of 15 ms.
     assert figures_of(Report(plan)) == [
         (
-            "against one device",
+            "compared to one device",
             "1.60x faster",
-            "15 ms a step (predicted) against 24 ms (all stages' compute, predicted)",
+            "15 ms a step (predicted) instead of 24 ms (all stages' compute, predicted)",
         ),
         ("bubble", "20.0%", "of the ranks' time is idle, predicted"),
-        ("slowest stage", "stage 0", "layer 0 .. layer 1: 12 ms a step predicted, 0.0% above the mean"),
+        ("slowest stage", "stage 0", "layer 0 .. layer 1: 12 ms a step, predicted, 0.0% above the mean"),
     ]
     assert figures_of(Report(plan, measured_of(plan, 1, 1.2))) == [
         (
-            "against one device",
+            "compared to one device",
             "1.38x faster",
-            "17.4 ms a step (measured) against 24 ms (all stages' compute, predicted)",
+            "17.4 ms a step (measured) instead of 24 ms (all stages' compute, predicted)",
         ),
         ("bubble", "24.1%", "of the ranks' time is idle; predicted 20.0%"),
-        ("slowest stage", "stage 1", "layer 2 .. layer 3: 14.4 ms a step measured, 9.1% above the mean"),
+        ("slowest stage", "stage 1", "layer 2 .. layer 3: 14.4 ms a step, measured, 9.1% above the mean"),
     ]
 
 
 def test_the_speed_against_one_device_comes_from_the_search_or_from_measured_steps():
     plan = plan_of(alternatives=(TAKEN, ALONE))
     searched, *_ = figures_of(Report(plan))
-    assert searched[1:] == ("3.00x faster", "30 ms a step (predicted) against 90 ms (one device, predicted)")
+    assert searched[1:] == ("3.00x faster", "30 ms a step (predicted) instead of 90 ms (one device, predicted)")
     ran, *_ = figures_of(Report(plan, measured_of(plan, 1, 1.2)))
-    assert ran[1:] == ("5.17x faster", "17.4 ms a step (measured) against 90 ms (one device, predicted)")
+    assert ran[1:] == ("5.17x faster", "17.4 ms a step (measured) instead of 90 ms (one device, predicted)")
     both, *_ = figures_of(Report(replace(plan, alternatives=(TAKEN, replace(ALONE, measured_s=0.0155)))))
-    assert both[1:] == ("2.00x slower", "31 ms a step (measured) against 15.5 ms (one device, measured)")
+    assert both[1:] == ("2.00x slower", "31 ms a step (measured) instead of 15.5 ms (one device, measured)")
     alone = plan_of(num_ranks=1)
     assert figures_of(Report(alone))[0][1:] == ("the same", "the plan uses one device")
 
@@ -528,14 +528,14 @@ def test_devices_that_a_plan_leaves_out_are_named():
     with Pipeline(model, x[:2], loss_fn=nn.functional.mse_loss, devices=["cpu"] * 2, schedule="1f1b") as pipe:
         plan = pipe.plan
     with Pipeline(model, x[:2], loss_fn=nn.functional.mse_loss, devices=["cpu"] * 3, plan=plan) as pipe:
-        said = "1 device of 3 not used, because the plan has 2 ranks: cpu"
+        said = "1 device of 3 unused, because the plan has 2 ranks: cpu"
         assert said in pipe.report().lines
         assert repr(pipe).endswith(said)
 
 
 def test_what_the_search_had_predicted_is_told_from_what_is_predicted_now():
     plan = plan_of(alternatives=(TAKEN,))
-    said = "the search predicted 30 ms per step; it compared plans and chose the split by that prediction"
+    said = "the search predicted 30 ms per step, and used this prediction to compare plans and to choose the split"
     assert said in Report(plan).lines
     same = replace(plan, alternatives=(replace(TAKEN, step_s=plan.predicted().makespan_s),))
     assert not any("the search predicted" in line for line in Report(same).lines)

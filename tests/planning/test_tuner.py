@@ -189,7 +189,7 @@ def test_checkpoints_that_are_given_by_layer_stay_under_a_limit():
     plan = find_plan(replace(asked, memory_limit_bytes=(limit,) * 2))
     assert plan.checkpoint == {"layer0": "recompute"}
     assert max(peaks(plan)) <= limit
-    with pytest.raises(MemoryLimitError, match=r"the smallest limit with a plan is \d+ bytes"):
+    with pytest.raises(MemoryLimitError, match=r"the smallest limit for a plan is \d+ bytes"):
         find_plan(replace(asked, memory_limit_bytes=(limit // 2,) * 2))
 
 
@@ -199,7 +199,7 @@ def test_a_limit_that_nobody_keeps_says_what_would_help():
     with pytest.raises(MemoryLimitError, match=r"no plan for 2 ranks and a batch of 8 rows fits") as caught:
         find_plan(replace(asked, memory_limit_bytes=(least // 2,) * 2))
     text = str(caught.value)
-    assert "the smallest limit with a plan is" in text
+    assert "the smallest limit for a plan is" in text
     ranks = int(text.split("use ")[1].split(" ranks", maxsplit=1)[0])
     limit = (least // 2,) * ranks
     assert find_plan(replace(asked, num_ranks=ranks, memory_limit_bytes=limit)).program.num_ranks <= ranks
@@ -228,7 +228,7 @@ def test_what_fits_with_a_large_effort_fits_with_a_small_one(times, limit, ranks
     try:
         find_plan(asked)
     except MemoryLimitError:
-        with pytest.raises(MemoryLimitError, match="the smallest limit with a plan is"):
+        with pytest.raises(MemoryLimitError, match="the smallest limit for a plan is"):
             find_plan(replace(asked, effort=SMALL))
     else:
         assert find_plan(replace(asked, effort=SMALL)).alternatives[0].peak_bytes <= limit
@@ -250,21 +250,21 @@ def test_the_least_limit_that_an_error_names_is_enough_and_the_same_whatever_the
     asked = replace(asked, effort=SMALL)
     with pytest.raises(MemoryLimitError) as caught:
         find_plan(replace(asked, memory_limit_bytes=(100,) * ranks))
-    least = int(str(caught.value).split("the smallest limit with a plan is ")[1].split(" bytes")[0])
+    least = int(str(caught.value).split("the smallest limit for a plan is ")[1].split(" bytes")[0])
     plan = find_plan(replace(asked, memory_limit_bytes=(least,) * ranks))
     assert plan.alternatives[0].peak_bytes <= least
-    with pytest.raises(MemoryLimitError, match=f"the smallest limit with a plan is {least} bytes"):
+    with pytest.raises(MemoryLimitError, match=f"the smallest limit for a plan is {least} bytes"):
         find_plan(replace(asked, memory_limit_bytes=(int(least / 1.01),) * ranks))
 
 
 def test_fewer_layers_than_ranks_do_not_hide_that_memory_is_what_lacks():
-    with pytest.raises(MemoryLimitError, match="the smallest limit with a plan is"):
+    with pytest.raises(MemoryLimitError, match="the smallest limit for a plan is"):
         find_plan(search([1.0] * 3, 4, (4,), memory_limit_bytes=(500,) * 4))
 
 
 def test_a_schedule_that_searches_is_refused_for_its_memory():
     asked = search([1.0] * 4, 2, (4,), schedule=schedules.get("zb-auto"), memory_limit_bytes=(500,) * 2)
-    with pytest.raises(MemoryLimitError, match="the smallest limit with a plan is"):
+    with pytest.raises(MemoryLimitError, match="the smallest limit for a plan is"):
         find_plan(asked)
 
 

@@ -182,7 +182,7 @@ def test_one_micro_batch_in_flight_is_a_serial_schedule():
         ({"max_in_flight": 2.5}, "a whole number, at least 1; got 2.5"),
         ({"weight_grad_share": 1.5}, "0 to 1; got 1.5"),
         ({"weight_grad_share": "1"}, "0 to 1; got '1'"),
-        ({"costs": {"forward_s": [1]}}, "costs must be a pipesched.Costs"),
+        ({"costs": {"forward_s": [1]}}, "costs= must be a pipesched.Costs"),
     ],
 )
 def test_wrong_options_of_zb_auto(options, message):

@@ -45,7 +45,7 @@ def test_without_a_place_kept_for_the_oldest_microbatch_the_ranks_fill_up_and_st
 
 def test_less_memory_than_one_microbatch_needs_is_refused():
     shape = Shape(2, 4, 4, v(2, 4))
-    match = "max_in_flight is 3, chunks per rank 4; pass max_in_flight=4 or more"
+    match = "max_in_flight is 3, but a rank has 4 chunks; pass max_in_flight=4 or more"
     with pytest.raises(ScheduleError, match=match):
         backward_first(shape, max_in_flight=3, windows=[2])
 

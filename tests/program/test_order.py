@@ -177,7 +177,7 @@ def test_a_module_that_lies_among_the_schedules_is_found_by_itself(tmp_path):
 def test_two_modules_with_one_name_are_refused_by_both_their_names(tmp_path):
     error = found_with(tmp_path, mine="gpipe").stderr
     assert "ScheduleError" in error
-    assert "'gpipe' of pipesched.schedules.mine is taken by pipesched.schedules.gpipe" in error
+    assert "'gpipe' of pipesched.schedules.mine is already used by pipesched.schedules.gpipe" in error
 
 
 def test_a_schedule_whose_name_is_in_capitals_is_found_and_listed_as_it_is_written(tmp_path):
@@ -186,8 +186,8 @@ def test_a_schedule_whose_name_is_in_capitals_is_found_and_listed_as_it_is_writt
 
 def test_names_that_differ_in_case_alone_are_refused(tmp_path):
     error = found_with(tmp_path, mine="GPipe").stderr
-    assert "every schedule must have a different name, ignoring upper and lower case" in error
-    assert "'GPipe' of pipesched.schedules.mine is taken by pipesched.schedules.gpipe; rename one" in error
+    assert "schedule names must be unique, ignoring upper and lower case" in error
+    assert "'GPipe' of pipesched.schedules.mine is already used by pipesched.schedules.gpipe; rename one" in error
 
 
 ENTRY = """
@@ -226,7 +226,7 @@ def test_schedules_of_installed_packages_are_found_by_their_entry_point(tmp_path
         (
             "their_schedules",
             ENTRY.replace("from-a-package", "gpipe"),
-            "'gpipe' of their_schedules is taken by pipesched.schedules.gpipe; rename one",
+            "'gpipe' of their_schedules is already used by pipesched.schedules.gpipe; rename one",
         ),
         (
             "their_schedules",

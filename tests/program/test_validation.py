@@ -54,7 +54,7 @@ def test_a_stage_lies_on_a_rank_that_exists():
 
 def test_an_action_lies_on_the_rank_of_its_stage():
     wrong = program("0F0 0F1 0B0 1B1 0B1", "1F0 1B0 1F1")
-    message = refused(wrong, "rank 0, position 3: 1B1 belongs to rank 1, which holds stage 1. Move it there.")
+    message = refused(wrong, "rank 0, position 3: 1B1 belongs to rank 1, which holds stage 1. Move it to that rank.")
     assert marked(message) == {0: "1B1"}
 
 
@@ -62,7 +62,8 @@ def test_an_action_lies_on_the_rank_of_its_stage():
 def test_stage_and_microbatch_are_within_the_program(action):
     message = refused(
         program(f"0F0 {action} 0B0 0F1 0B1", "1F0 1B0 1F1 1B1"),
-        f"rank 0, position 1: {action} is outside the program's 2 stages and 2 micro-batches. Both count from 0.",
+        f"rank 0, position 1: {action} is outside the program's 2 stages and 2 micro-batches. "
+        f"Number stages and micro-batches from 0.",
     )
     assert marked(message) == {0: action}
 
@@ -316,7 +317,7 @@ def test_where_there_are_transfers_all_that_ranks_need_is_transferred():
     lost = Action.parse("0SEND_F1>1"), Action.parse("1RECV_F1<0")
     refused(
         lowered.with_orders([[a for a in order if a not in lost] for order in lowered.orders]),
-        "1F1 needs a result of stage 0 on rank 0; the program has transfers, but none for it",
+        "1F1 needs a result of stage 0 on rank 0; the program has transfers, but none for this result",
         "Add 0SEND_F1>1 and 1RECV_F1<0",
     )
 

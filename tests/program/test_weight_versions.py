@@ -64,9 +64,9 @@ def test_a_forward_uses_weights_that_its_stage_has_had(versions):
 
 def test_versions_are_one_a_micro_batch_and_come_from_updates():
     refused(replace(Program.parse(UPDATES), versions=((0,), ())), "stage 0 has 1 versions; pass 2")
-    with pytest.raises(ScheduleError, match="versions must have one entry for each of the 2 stages; it has 1"):
+    with pytest.raises(ScheduleError, match="versions must have one entry for each of the 2 stages; got 1 entries"):
         replace(Program.parse(UPDATES), versions=((0, 0),))
-    refused(replace(schedules.get("1f1b").program(2, 2), versions=((0, 1), (0, 1))), "there is no UPDATE")
+    refused(replace(schedules.get("1f1b").program(2, 2), versions=((0, 1), (0, 1))), "this program has no UPDATE")
 
 
 @pytest.mark.parametrize("vertical_sync", [False, True])
@@ -112,7 +112,7 @@ def test_memory_of_older_versions_is_held_from_their_update_to_their_last_use():
 
 
 def test_steps_are_for_schedules_that_update():
-    with pytest.raises(ScheduleError, match="'1f1b' has none; use one step"):
+    with pytest.raises(ScheduleError, match="'1f1b' has no updates; use one step"):
         schedules.get("1f1b").program(2, 4, steps=2)
     with pytest.raises(ScheduleError, match="whole number of steps, at least 1; got 0"):
         schedules.get("pipedream").program(2, 4, steps=0)
@@ -156,7 +156,9 @@ def test_a_micro_batch_runs_on_its_route_alone():
     refused(replace(program, routes=((0, 1), (0, 1))), "rank 0: stage 0 runs F and either B .*none of them. Add 0B1")
     refused(replace(program, routes=((0,), (2, 3))), "stage 0 but not its neighbour 1")
     refused(replace(program, routes=((0, 1), (7,))), "one route visits stage 7; correct the route")
-    with pytest.raises(ScheduleError, match="routes must have one entry for each of the 2 micro-batches; it has 1"):
+    with pytest.raises(
+        ScheduleError, match="routes must have one entry for each of the 2 micro-batches; got 1 entries"
+    ):
         replace(program, routes=((0, 1),))
 
 
@@ -200,7 +202,7 @@ def test_a_lowered_pair_stays_together():
     ["1F0&1B0 1F1 1B1", "1F0&1F1 1B0 1B1", "1F0 1F1 1B0&1B1", "1F0 1F1&1B0&1B1"],
 )
 def test_what_overlaps_is_a_forward_and_another_backward(order):
-    said = "an F may overlap only with a B or I directly after it that does not need it"
+    said = "an F may overlap only with a B or I directly after it that does not need the F"
     refused(parsed("0F0 0F1 0B0 0B1", order), said)
 
 

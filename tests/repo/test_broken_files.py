@@ -70,7 +70,7 @@ NO_JSON = {
         f'{{"x": {10**30}}}',
         r"whole numbers in a file must be below 2\*\*63; got 10{30}; correct it",
     ),
-    "no text": (b"\xff\x00\xfe", "the file must be JSON; .*; save it again"),
+    "no text": (b"\xff\x00\xfe", "the file must be JSON; .*; save the file again"),
     "half a pair": ('{"x": "\\ud800"}', "text in a file must be valid Unicode"),
     "a key twice": (
         '{"x": 1, "x": 2}',
@@ -118,9 +118,9 @@ SPAN = ["0F0", 0, 0.0, 1.0]
         (Links.from_dict, Links().to_dict() | {"inside": {"latency_s": 10**5000}}, "below .* is a value of type int"),
         (Links.from_dict, Links().to_dict() | {"inside": {"latency_s": True}}, "latency_s of a link must be a number"),
         (Links.from_dict, Links().to_dict() | {"inside": {"bytes_per_s": 1e-320}}, "a speed must be above 0"),
-        (Machine.from_dict, {"threds": None}, "a machine must have .*; got 'threds', nearest to 'threads'"),
+        (Machine.from_dict, {"threds": None}, r"a machine must have .*; got 'threds' \(did you mean 'threads'\?\)"),
         (Machine.from_dict, {"links": ""}, "links must have inside"),
-        (Machine.from_dict, [], r"a machine must have .*; got \[\]; save it again"),
+        (Machine.from_dict, [], r"a machine must have .*; got \[\]; save the file again"),
         (Overheads.from_dict, {"crowding": 3}, "crowding of overheads must be a list; got 3"),
         (Costs.from_dict, {**Costs.uniform(2).to_dict(), "recompute_s": ""}, "recompute_s is ''; pass a list"),
         (Costs.from_dict, {**Costs.uniform(2).to_dict(), "input_bytes": [0.5, 1]}, "whole numbers of bytes .* is 0.5"),
@@ -129,8 +129,8 @@ SPAN = ["0F0", 0, 0.0, 1.0]
         (Costs.from_dict, {**Costs.uniform(2).to_dict(), "forward_s": [True, 1]}, "forward_s of stage 0 is True"),
         (Trace.from_dict, {"num_ranks": 1, "spans": [SPAN], "nam": ""}, "a trace must have .*; got 'nam'"),
         (Trace.from_dict, {"num_ranks": 1, "spans": [["0F0", 0.5, 0, 1]]}, "'0F0' has rank 0.5"),
-        (Trace.from_dict, {"num_ranks": 1, "spans": [["0F0", 0, 1, 0]]}, "may not end before it starts"),
-        (Trace.from_dict, {"num_ranks": 1, "spans": [["0F0", 0, 0, float("nan")]]}, "finite times, and may not end"),
+        (Trace.from_dict, {"num_ranks": 1, "spans": [["0F0", 0, 1, 0]]}, "must not end before it starts"),
+        (Trace.from_dict, {"num_ranks": 1, "spans": [["0F0", 0, 0, float("nan")]]}, "finite times, and must not end"),
         (
             Trace.from_dict,
             {"num_ranks": 1, "spans": [["0F0", 3, 0, 1]]},
@@ -170,10 +170,10 @@ def profile(change):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda v: v.update(mode="x"), "a profile must have .*; got 'mode', nearest to 'model'"),
+        (lambda v: v.update(mode="x"), r"a profile must have .*; got 'mode' \(did you mean 'model'\?\)"),
         (
             lambda v: v["sizes"]["2"].update(layer={}),
-            "a size of a profile must have .*; got 'layer', nearest to 'layers'",
+            r"a size of a profile must have .*; got 'layer' \(did you mean 'layers'\?\)",
         ),
         (lambda v: v["sizes"]["2"]["layers"]["layer0"].update(forward_ms=1), "layer 'layer0' .*; got 'forward_ms'"),
         (lambda v: v["sizes"]["2"]["layers"]["layer0"].pop("parameters"), "parameters of layer 'layer0' is missing"),
@@ -182,7 +182,7 @@ def profile(change):
         (lambda v: v["sizes"]["2"]["edges"].append(["layer3", "layer1", {}]), "'layer3' -> 'layer1' goes backwards"),
         (lambda v: v["sizes"]["2"]["edges"].append(v["sizes"]["2"]["edges"][0]), "goes backwards or is repeated"),
         (lambda v: v["sizes"].update({"02": v["sizes"].pop("2")}), "whole numbers of rows; got '02'"),
-        (lambda v: v.update(model=3), "model must be a digest, a text; got 3"),
+        (lambda v: v.update(model=3), "the model of a profile must be a digest; got 3"),
     ],
 )
 def test_a_profile_with_what_nobody_reads_or_what_cannot_be_is_refused(change, said):
@@ -210,7 +210,7 @@ def test_a_profile_with_what_nobody_reads_or_what_cannot_be_is_refused(change, s
         (["microbatches 1", "weights -1", "rank 0: 0F0 0B0"], "weight copies must be numbered from 0 without a gap"),
         (
             ["microbatches 1", "route 0 0 : 0", "rank 0: 0F0 0B0"],
-            "a micro-batch must visit at least one stage, and may visit no sta",
+            "a micro-batch must visit at least one stage, and must not visit a sta",
         ),
         (
             ["microbatches 1", "slices 0", "rank 0: 0F0 0B0"],

@@ -267,7 +267,7 @@ def test_what_an_asynchronous_step_cannot_give_is_refused(name: str) -> None:
 
 def test_the_trace_and_the_prediction_show_a_stream() -> None:
     with pipeline(transformer(), "pipedream", 2) as pipe:  # a cut that does not depend on measured times
-        with pytest.raises(ExecutionError, match="none has run under this plan yet; call step"):
+        with pytest.raises(ExecutionError, match="no step has run under this plan yet; call step"):
             _ = pipe.trace
         assert pipe.predicted.makespan_s > 0  # from a profile, which also knows the sizes
         for step in range(3):

@@ -21,9 +21,9 @@ pytestmark = [
 
 X, Y = jobs.X, jobs.Y
 SAID = re.compile(
-    r"ExecutionError: a pipeline may only be used in the process that made it, which holds its threads and "
-    r"connections; process (\d+) made this one, but it was used in process \d+, which was forked from process \1 "
-    r"\(as DataLoader workers are\); use it in process \1"
+    r"ExecutionError: a pipeline may only be used in the process that made it, because that process holds the "
+    r"pipeline's threads and connections; process (\d+) made this pipeline, but process \d+, a fork of process \1 "
+    r"\(as DataLoader workers are\), used it; use the pipeline in process \1"
 )
 
 

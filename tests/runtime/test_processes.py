@@ -110,7 +110,7 @@ def check_refusals(asynchronous: str, both: str, different: str, few: str) -> No
     """A rank names its own error, or the same one of a rank that was first."""
     assert "needs an optimizer for each stage; got none; pass optimizer=" in asynchronous
     assert "both were passed; pass only one" in both
-    assert "all ranks must have the same plan; rank 1 of 2 has another plan than rank 0" in different
+    assert "all ranks must have the same plan; rank 1 of 2 has a different plan than rank 0" in different
     assert "the mesh has 2 ranks, but the program uses 1; use a mesh of 1 ranks" in few
 
 
@@ -167,13 +167,13 @@ def test_a_rank_that_closed_another_pipeline_is_not_to_blame(ranks: Ranks) -> No
 def test_another_program_is_found_before_the_first_step(ranks: Ranks, odd: int) -> None:
     others = {0: "ranks 1, 2 of 3 have", 1: "rank 1 of 3 has", 2: "rank 2 of 3 has"}[odd]
     for text, ran in ranks.run(3, failures.different_programs, odd):
-        assert text.startswith(f"all ranks must have the same program; {others} another program than rank 0")
+        assert text.startswith(f"all ranks must have the same program; {others} a different program than rank 0")
         assert ran == 0
 
 
 def test_another_batch_is_found_before_a_message_of_another_size(ranks: Ranks) -> None:
     for text in ranks.run(2, failures.different_batches):
-        assert "has another batch in this step" in text
+        assert "has a different batch in this step" in text
 
 
 def test_a_process_that_ends_is_named(ranks: Ranks) -> None:

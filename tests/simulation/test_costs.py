@@ -117,7 +117,7 @@ def test_a_number_for_all_stages_is_finite_and_not_negative(name, value):
 @pytest.mark.parametrize("length", [1, 3])
 def test_there_is_one_cost_a_stage_and_the_error_names_what_was_given(name, length):
     given = {"forward_s": [1, 1], "input_grad_s": [1, 1], "weight_grad_s": [1, 1]} | {name: [1] * length}
-    with pytest.raises(ScheduleError, match=f"forward_s has 2, {name} has {length}; make them agree"):
+    with pytest.raises(ScheduleError, match=f"forward_s has 2, {name} has {length}; make the numbers agree"):
         Costs(**given)
 
 
@@ -156,5 +156,5 @@ def test_numbers_of_numpy_are_plain_ones():
 
 
 def test_links_are_links():
-    with pytest.raises(ScheduleError, match=r"links must be a pipesched\.Links"):
+    with pytest.raises(ScheduleError, match=r"links= must be a pipesched\.Links"):
         Costs.uniform(2, links={})

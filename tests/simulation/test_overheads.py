@@ -131,7 +131,7 @@ def test_what_are_no_overheads_is_named(wrong, said):
 
 
 def test_costs_take_overheads_alone():
-    with pytest.raises(ScheduleError, match="overheads must be of type Overheads"):
+    with pytest.raises(ScheduleError, match="overheads= must be of type Overheads"):
         Costs.uniform(2, overheads=3)
 
 

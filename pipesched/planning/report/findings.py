@@ -70,7 +70,10 @@ def _causes(plan: Plan, measured: Trace | None, comparison: Comparison | None) -
     before, after = (trace.makespan_s for trace in (plan.predicted(), with_measured.predicted()) if trace is not None)
     stages = (after - before) / step.predicted
     rest = (step.measured - step.predicted) / step.predicted - stages
-    yield f"of this difference: stage compute {quote_off(stages)}, gaps between actions {quote_off(rest)}"
+    yield (
+        f"of this difference, stage compute accounts for {quote_off(stages)} and gaps between actions for "
+        f"{quote_off(rest)}"
+    )
 
 
 def _bubble(comparison: Comparison | None) -> Iterator[str]:
@@ -86,8 +89,8 @@ def _searched(plan: Plan, predicted: Trace | None) -> Iterator[str]:
         off = predicted.makespan_s / own.step_s - 1 if own.step_s else 0
         if abs(off) > _OTHERWISE:
             yield (
-                f"the search predicted {quote_time(own.step_s)} per step; it compared plans and chose the split by "
-                f"that prediction"
+                f"the search predicted {quote_time(own.step_s)} per step, and used this prediction to compare plans "
+                f"and to choose the split"
             )
 
 
@@ -98,8 +101,9 @@ def _confirmed(plan: Plan) -> Iterator[str]:
         num_tried = sum(other.measured_s is not None for other in plan.alternatives)
         off = quote_off(own.measured_s / own.first_s - 1)
         yield (
-            f"confirmed: in trial runs of {counted(num_tried, 'plan')} this one took {quote_time(own.measured_s)} per "
-            f"step, first predicted {quote_time(own.first_s)} ({off}); the costs below are corrected accordingly"
+            f"confirmed: in trial runs of {counted(num_tried, 'plan')} this plan took {quote_time(own.measured_s)} "
+            f"per step; the first prediction was {quote_time(own.first_s)} ({off}); the costs below are "
+            f"corrected accordingly"
         )
 
 

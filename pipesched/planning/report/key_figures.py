@@ -30,8 +30,8 @@ def key_figures(plan: Plan, predicted: Trace | None, comparison: Comparison | No
 
 
 def _against_one_device(plan: Plan, predicted: Trace, comparison: Comparison | None) -> KeyFigure:
-    """The step's speed compared with the plan for one device or, without a search, with one rank doing all the work."""
-    label = "against one device"
+    """The speed of the step against the plan for one device or, without a search, against one rank doing all work."""
+    label = "compared to one device"
     if predicted.num_ranks == 1:
         return KeyFigure(label, "the same", "the plan uses one device")
     own = taken(plan.alternatives)
@@ -50,7 +50,7 @@ def _against_one_device(plan: Plan, predicted: Trace, comparison: Comparison | N
         alone_s, source = alone.step_s, "one device, predicted"
     speed = quote_speed(alone_s / own_s) if own_s else "not known"
     how = how.removeprefix("the search ")
-    return KeyFigure(label, speed, f"{quote_time(own_s)} a step ({how}) against {quote_time(alone_s)} ({source})")
+    return KeyFigure(label, speed, f"{quote_time(own_s)} a step ({how}) instead of {quote_time(alone_s)} ({source})")
 
 
 def _bubble(predicted: Trace, comparison: Comparison | None) -> KeyFigure:
@@ -76,4 +76,4 @@ def _slowest(plan: Plan, predicted: Trace, comparison: Comparison | None) -> Key
     layers = plan.first_to_last(plan.program.weights[stage])
     mean = sum(work.values()) / len(work)
     above = f", {work[stage] / mean - 1:.1%} above the mean" if mean and len(work) > 1 else ""
-    return KeyFigure("slowest stage", f"stage {stage}", f"{layers}: {quote_time(work[stage])} a step {how}{above}")
+    return KeyFigure("slowest stage", f"stage {stage}", f"{layers}: {quote_time(work[stage])} a step, {how}{above}")

@@ -28,7 +28,7 @@ _WEIGHED = {
     "margin": "margin: memory limit minus peak.",
 }
 _STAGES = "Times and sizes per micro-batch. {kinds} kept: activations held for the backward. sent: the stage's output."
-_RANKS = "busy: share of the step spent computing. in flight: the most (stage, micro-batch) pairs held at once."
+_RANKS = "busy: share of the step spent computing. in flight: largest number of (stage, micro-batch) pairs held."
 _MEMORY = "Predicted peak memory of each rank."
 _MEDIANS = "Median time of each kind of action, predicted → measured. {kinds} step: all actions of the stage in a step."
 
@@ -60,9 +60,9 @@ def _weighed(alternatives: Sequence[Alternative]) -> Table | None:
     rows = [_alternative(other, equal.step_s if equal else None) for other in alternatives]
     alike = {name: rows[0][name].text for name in _SHAPE if len({row[name].text for row in rows}) == 1}
     rows = [{name: cell for name, cell in row.items() if name not in alike} for row in rows]
-    note = f"All have {', '.join(map(' '.join, alike.items()))}. " if alike else ""
+    note = f"All plans have {', '.join(map(' '.join, alike.items()))}. " if alike else ""
     note += " ".join(said for name, said in _WEIGHED.items() if name == "m" or any(name in row for row in rows))
-    return Table.of("Compared plans", rows, ("plan", "schedule", "checkpoint", "why not"), note, ("predicted",))
+    return Table.of("Compared plans", rows, ("plan", "schedule", "checkpoint", "why not chosen"), note, ("predicted",))
 
 
 def _alternative(other: Alternative, equal_s: float | None) -> _Row:
@@ -77,7 +77,7 @@ def _alternative(other: Alternative, equal_s: float | None) -> _Row:
         "predicted": _time(other.step_s),
     }
     if equal_s and other.step_s:
-        row["than equal split"] = Cell(quote_speed(equal_s / other.step_s), other.step_s / equal_s)
+        row["against equal split"] = Cell(quote_speed(equal_s / other.step_s), other.step_s / equal_s)
     if other.measured_s is not None:
         row["measured"] = _time(other.measured_s)
     row["bubble"] = _share(other.bubble_ratio)
@@ -85,7 +85,7 @@ def _alternative(other: Alternative, equal_s: float | None) -> _Row:
         row["memory"] = _bytes(other.peak_bytes)
     if other.peak_bytes is not None and other.limit_bytes is not None:
         row["margin"] = _margin(other.limit_bytes - other.peak_bytes)
-    row["why not"] = Cell(other.note)
+    row["why not chosen"] = Cell(other.note)
     return row
 
 

@@ -58,7 +58,7 @@ def backward_first(
     if max_in_flight < shape.chunks_per_rank:
         raise ScheduleError(
             f"every chunk of a rank needs room for one micro-batch, so max_in_flight must be at least the number of "
-            f"chunks per rank; max_in_flight is {max_in_flight}, chunks per rank {shape.chunks_per_rank}; pass "
+            f"chunks per rank; max_in_flight is {max_in_flight}, but a rank has {shape.chunks_per_rank} chunks; pass "
             f"max_in_flight={shape.chunks_per_rank} or more"
         )
     runs = []

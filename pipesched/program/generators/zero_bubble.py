@@ -91,7 +91,7 @@ def zero_bubble(
 def _check(shape: Shape, costs: StageTimes, limit: int, share: float) -> None:
     if not all(hasattr(costs, name) for name in _Equal._fields):
         raise ScheduleError(
-            f"costs must be a pipesched.Costs with one number for each stage; got {costs!r}; pass Costs(...)"
+            f"costs= must be a pipesched.Costs with one number for each stage; got {costs!r}; pass Costs(...)"
         )
     if costs.num_stages != shape.num_stages:
         raise ScheduleError(
@@ -102,7 +102,8 @@ def _check(shape: Shape, costs: StageTimes, limit: int, share: float) -> None:
         raise ScheduleError(f"max_in_flight must be a whole number, at least 1; got {limit!r}; pass 1 or more")
     if not isinstance(share, int | float | Fraction) or not 0 <= share <= 1:
         raise ScheduleError(
-            f"weight_grad_share must be a share of the activations, 0 to 1; got {share!r}; pass a number from 0 to 1"
+            f"weight_grad_share must be a fraction of the activations, from 0 to 1; got {share!r}; pass a number from "
+            f"0 to 1"
         )
 
 

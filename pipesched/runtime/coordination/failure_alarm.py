@@ -37,9 +37,9 @@ _WATCH = b"watch\n"  # the sender watches the receiver
 _LEFT = b"left\n"  # the sender has closed its pipeline without a failure
 _LONGEST_TEXT = 8000  # characters; a message has at most LONGEST bytes
 _CALLERS = 256  # the largest number of open connections
-_MAKING = "making a pipeline"  # the activity that other ranks see
-_PEOPLE = "pipesched/alarms"  # key in the job's store: the number of addresses
-_SIGNED_OFF = "signed off"  # added to an address's key in the job's store: its rank has closed the pipeline
+_MAKING = "the construction of a pipeline"  # the activity that other ranks see
+_PEOPLE = "pipesched/alarms"  # in the job's store: the number of addresses
+_SIGNED_OFF = "signed off"  # in the job's store, after the key of an address: its rank has closed the pipeline
 
 
 class Bell:

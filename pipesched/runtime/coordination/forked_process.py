@@ -32,9 +32,10 @@ class Forked:
         """Raise ExecutionError in a forked child process."""
         if self.here:
             raise ExecutionError(
-                f"a pipeline may only be used in the process that made it, which holds its threads and connections; "
-                f"process {self._made_in} made this one, but it was used in process {os.getpid()}, which was forked "
-                f"from process {self._made_in} (as DataLoader workers are); use it in process {self._made_in}"
+                f"a pipeline may only be used in the process that made it, because that process holds the pipeline's "
+                f"threads and connections; process {self._made_in} made this pipeline, but process {os.getpid()}, a "
+                f"fork of process {self._made_in} (as DataLoader workers are), used it; use the pipeline in process "
+                f"{self._made_in}"
             )
 
 

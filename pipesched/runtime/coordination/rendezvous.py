@@ -235,7 +235,7 @@ class Rendezvous:
         if not text.startswith("rank "):
             return ExecutionError(text)  # rank 0's AbsentError
         return ExecutionError(
-            f"a failed rank stops all ranks; {text}, in making a pipeline; {self._names[self._rank]} of "
+            f"a failed rank stops all ranks; {text}, in the construction of a pipeline; {self._names[self._rank]} of "
             f"{self._num_ranks} stopped; fix the cause and make a new pipeline"
         )
 

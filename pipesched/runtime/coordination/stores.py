@@ -40,8 +40,8 @@ class StoreLostError(RuntimeError):
 
     def __init__(self, why: str) -> None:
         by_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        where = "torchrun failed: it hosts" if by_torchrun else "rank 0 failed: by default it hosts"
-        super().__init__(f"{where} the store of the process group, which {why}")
+        where = "torchrun failed: torchrun hosts" if by_torchrun else "rank 0 failed: by default rank 0 hosts"
+        super().__init__(f"{where} the store of the process group, and this store {why}")
 
 
 def asked(ask: Callable[[], T], limit_s: float, given_up: threading.Event | None = None) -> T:

@@ -67,8 +67,8 @@ def _end_process(stack: str, name: str, fault: str) -> NoReturn:
     sys.stdout.flush()
     print(
         f"{stack}\npipesched: a failed rank stops all ranks; {fault}; {name} is stuck in a collective of "
-        f"torch.distributed, which only the end of the process can end; the process exits with code {EXIT_CODE}; fix "
-        f"the cause, or set {_SETTING}=0 to keep such processes running",
+        f"torch.distributed, which can be ended only by ending the process; the process exits with code {EXIT_CODE}; "
+        f"fix the cause, or set {_SETTING}=0 to keep such processes running",
         file=sys.stderr,
         flush=True,
     )

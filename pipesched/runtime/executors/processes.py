@@ -98,14 +98,14 @@ class ProcessExecutor:
         self.encoding = Encoding((Action, Kind, Lane, Span))
         self._alarm, connections = met(group, self.device, timeout_s)
         self._activity = self._alarm.activity
-        with self._stopping_all("making a pipeline"):
+        with self._stopping_all("the construction of a pipeline"):
             connections.connect()
             self._end_connections = finalize(self, connections.close)
             self._alarm.on_fault(connections.hang_up)
             self._links = links = connections.links
             ends = None if links is None else ends_over(links, connections.sockets, self.rank, self.encoding)
             self._wire = Channels(Ports(connections.sockets, connections.port), _IDENTITY, self.encoding, ends)
-        with self._one_at_a_time("making a pipeline"):
+        with self._one_at_a_time("the construction of a pipeline"):
             self._clock_s = clock_offset(connections.port, self.rank, self.num_ranks)
         end_in_children(self)
 
@@ -288,7 +288,7 @@ class ProcessExecutor:
         self._forked.check()
         if self._wire is None:
             why = self._fault or "it was closed before this step"
-            raise ExecutionError(f"a closed pipeline cannot run; {why}; make a new one")
+            raise ExecutionError(f"a closed pipeline cannot run; {why}; make a new pipeline")
         return self._wire
 
     # ---- communication outside the program ------------------------------------------------------------------------
@@ -304,8 +304,8 @@ class ProcessExecutor:
         if others:
             raise _DifferentError(
                 f"all ranks must have the same {name}; rank{'s' * (len(others) > 1)} {', '.join(map(str, others))} of "
-                f"{self.num_ranks} {'has' if len(others) == 1 else 'have'} another {name} than rank 0; pass the same "
-                f"arguments on every rank"
+                f"{self.num_ranks} {'has' if len(others) == 1 else 'have'} a different {name} than rank 0; pass the "
+                f"same arguments on every rank"
             )
 
     @contextmanager

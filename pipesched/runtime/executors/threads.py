@@ -375,7 +375,7 @@ class ThreadExecutor:
         """Raise ExecutionError after ``close``. ``call`` names the call in the message."""
         if not self._finalizer.alive:
             self._forked.check()
-            raise ExecutionError(f"a closed pipeline cannot run; it was closed before {call}; make a new one")
+            raise ExecutionError(f"a closed pipeline cannot run; it was closed before {call}; make a new pipeline")
 
     def check_outside(self, method: str) -> None:
         """Raise ExecutionError if called in a rank's thread, because the thread would wait for itself.
@@ -448,7 +448,7 @@ def _abandon(jobs: _Jobs, threads: Sequence[threading.Thread], under_way: "Seque
         if run is not None and not run.finished:
             run.stop(
                 ExecutionError(
-                    "a step must end before its pipeline is dropped; a step was running; wait for its end first"
+                    "a step must end before its pipeline is dropped; a step was running; wait for the step to end first"
                 )
             )
     _end_threads(jobs)

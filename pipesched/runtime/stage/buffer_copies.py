@@ -97,7 +97,7 @@ class BufferCopies:
             if live._version != version:
                 raise ExecutionError(
                     f"a forward and a backward must not write to the same buffer, because the schedule sets their "
-                    f"order; buffer {key!r} of layer {name!r} is written to by both; let the backward write to "
+                    f"order; both write to buffer {key!r} of layer {name!r}; let the backward write to "
                     f"another buffer"
                 )
 

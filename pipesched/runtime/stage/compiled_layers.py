@@ -42,15 +42,15 @@ def compiler(compile: Any, batch_norm: BatchNormMode) -> "Callable[[torch.device
     """
     if not isinstance(compile, bool | Mapping):
         raise InputError(
-            f"compile must be a bool, or a dict of arguments for torch.compile; got {compile!r}; pass True, or "
+            f"compile= must be a bool, or a dict of arguments for torch.compile; got {compile!r}; pass True, or "
             f"for example compile={{'mode': 'reduce-overhead'}}"
         )
     if compile is False:
         return lambda device: None
     if batch_norm == "mini-batch":
         raise InputError(
-            "batch_norm='mini-batch' must be used without compile=, because it cannot intercept batch_norm calls "
-            "inside compiled layers; both options were passed; leave one of them out"
+            "batch_norm='mini-batch' must be used without compile=, because pipesched cannot intercept batch_norm "
+            "calls inside compiled layers; both options were passed; leave one option out"
         )
     options = {} if compile is True else dict(compile)
     if options:
@@ -67,7 +67,7 @@ def _check(options: dict[Any, Any]) -> None:
         torch.compile(nn.Identity(), **options)
     except Exception as error:  # torch.compile may raise any type
         raise InputError(
-            f"compile must hold valid arguments of torch.compile; with {shown(options)}, torch.compile raised: "
+            f"compile= must hold valid arguments of torch.compile; with {shown(options)}, torch.compile raised: "
             f"{str(error).strip()}; correct the arguments, or pass compile=True"
         ) from error
 

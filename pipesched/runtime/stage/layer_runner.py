@@ -363,7 +363,7 @@ class LayerRunner:
         elif modified and not self._modifies_input:
             raise ExecutionError(
                 f"a checkpointed stage must modify its input in place either always or never; the layers "
-                f"{', '.join(self._body.layers)} modified their input in this forward, but not in the first one; "
+                f"{', '.join(self._body.layers)} modified their input in this forward, but not in the first forward; "
                 f"use checkpoint='never', or do not modify the input in place"
             )
 

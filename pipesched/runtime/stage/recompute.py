@@ -122,7 +122,7 @@ class RecomputedLayers:
         if self._modifies_input.setdefault(which, modified) is False and modified:
             raise ExecutionError(
                 f"a recomputed layer must modify its input in place either always or never; layer {which[0]!r} "
-                f"modified its input in this forward, but not in the first one; take the layer out of checkpoint=, "
+                f"modified its input in this forward, but not in the first forward; take the layer out of checkpoint=, "
                 f"or do not modify the input in place"
             )
 

@@ -127,7 +127,7 @@ class Stage:
         if guarded and versions != [tensor._version for tensor in guarded]:
             raise ExecutionError(
                 f"a stage must not modify received tensors that share memory; the layers {', '.join(self.layers)} "
-                f"modified one of {len(guarded)} such tensors in place; clone it first, or move the stage "
+                f"modified one of {len(guarded)} such tensors in place; clone the tensor first, or move the stage "
                 f"boundary"
             )
         if isinstance(value, PerConsumer):
@@ -231,7 +231,7 @@ class Stage:
         if arrived and any(given.needs_grad):
             raise InputError(
                 "an input that requires a gradient may be used by the first stage only; a later stage also uses such "
-                "an input; detach the input, or move the stage boundary behind its last use"
+                "an input; detach the input, or move the stage boundary after its last use"
             )
         return (Payload.joined([given, *arrived]) if arrived else given), True
 

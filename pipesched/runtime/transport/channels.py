@@ -382,8 +382,9 @@ class _Neighbour:
             part = slice(number * DIGEST_BYTES, (number + 1) * DIGEST_BYTES)
             if words[part] != due[part]:
                 raise ExecutionError(
-                    f"all ranks must run the same steps with the same batches; rank {self.peer} has another {name} in "
-                    f"this step; call the same methods on every rank, in the same order, with the same arguments"
+                    f"all ranks must run the same steps with the same batches; rank {self.peer} has a different "
+                    f"{name} in this step; call the same methods on every rank, in the same order, with the same "
+                    f"arguments"
                 )
         for channel in self.incoming:
             channel.post()

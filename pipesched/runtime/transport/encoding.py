@@ -194,9 +194,9 @@ class Encoding:
         if self._types.get(name) is not kind:
             if not self._learning:
                 raise UnsentTypeError(
-                    f"a type can be sent between ranks only if each rank has seen it in its own capture of the model; "
-                    f"{name} did not occur with the sample; make the pipeline with a sample that produces it, or pass "
-                    f"tensors and built-in types"
+                    f"every type that is sent between ranks must occur when each rank captures the model; {name} did "
+                    f"not occur with the sample; make the pipeline with a sample that produces it, or pass tensors "
+                    f"and built-in types"
                 )
             self._types[name] = kind
         return name
