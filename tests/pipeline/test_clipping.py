@@ -18,27 +18,39 @@ from pipesched.testing import clip_grad_norm_
 from tests.support.async_replay import pipeline as asynchronous
 from tests.support.async_replay import transformer
 from tests.support.jobs import clipping
-from tests.support.places import Run
+from tests.support.places import Run, run_here
 
 pytestmark = pytest.mark.timeout(60)
 FLOAT, HALF = torch.float32, torch.bfloat16
 
 
-CASES = [
-    (1, "1f1b", clipping.tied_model, FLOAT, "never", 2.0),
-    (2, "zb-v", clipping.plain_model, HALF, "always", 2.0),
-    (3, "1f1b", clipping.tied_model, FLOAT, "never", math.inf),
-    (2, "interleaved-1f1b", clipping.tied_model, HALF, "never", 3.0),
-    (3, "zb-h1", clipping.plain_model, FLOAT, "always", 1.0),
-]
+HERE, MESH = "in process", "mesh"
+BETWEEN, INSIDE = clipping.clip_between_steps, clipping.clip_in_steps
 
 
-@pytest.mark.parametrize("job", [clipping.clip_between_steps, clipping.clip_in_steps])
-@pytest.mark.parametrize(("count", "schedule", "make", "dtype", "checkpoint", "norm_type"), CASES)
+@pytest.fixture
+def place(request: pytest.FixtureRequest) -> Run:
+    """Runs a job where the test says: not every case runs in both places."""
+    return run_here if request.param == HERE else request.getfixturevalue("ranks").run
+
+
+@pytest.mark.parametrize(
+    ("place", "count", "job", "schedule", "make", "dtype", "checkpoint", "norm_type"),
+    [
+        (HERE, 1, BETWEEN, "1f1b", clipping.tied_model, FLOAT, "never", 2.0),
+        (HERE, 2, INSIDE, "zb-v", clipping.plain_model, HALF, "always", 2.0),
+        (HERE, 3, INSIDE, "1f1b", clipping.tied_model, FLOAT, "never", math.inf),
+        (MESH, 3, BETWEEN, "1f1b", clipping.tied_model, FLOAT, "never", math.inf),
+        (MESH, 2, BETWEEN, "zb-v", clipping.plain_model, HALF, "always", 2.0),
+        (MESH, 2, INSIDE, "interleaved-1f1b", clipping.tied_model, HALF, "never", 3.0),
+        (MESH, 3, INSIDE, "zb-h1", clipping.plain_model, FLOAT, "always", 1.0),
+    ],
+    indirect=["place"],
+)
 def test_the_norm_and_the_clipped_weights_are_the_loops(
-    run: Run, job, count, schedule, make, dtype, checkpoint, norm_type
+    place, count, job, schedule, make, dtype, checkpoint, norm_type
 ):
-    norms = run(count, job, schedule, make, dtype, checkpoint, norm_type)
+    norms = place(count, job, schedule, make, dtype, checkpoint, norm_type, 2)
     assert all(own == norms[0] for own in norms)
 
 
@@ -146,18 +158,20 @@ def test_a_new_plan_clips_on():
 
 
 @pytest.mark.parametrize(
-    ("count", "schedule", "make", "dtype", "checkpoint", "overflow"),
+    ("place", "count", "schedule", "make", "dtype", "checkpoint", "overflow"),
     [
-        (2, "1f1b", clipping.tied_model, FLOAT, "never", None),
-        (2, "zb-v", clipping.plain_model, HALF, "always", 1),
-        (3, "1f1b", clipping.plain_model, FLOAT, "never", 7),
-        (2, "1f1b", clipping.tied_model, FLOAT, "always", 0),
+        (HERE, 2, "1f1b", clipping.tied_model, FLOAT, "never", None),
+        (HERE, 3, "1f1b", clipping.plain_model, FLOAT, "never", 7),
+        (MESH, 2, "zb-v", clipping.plain_model, HALF, "always", 1),
+        (MESH, 3, "1f1b", clipping.plain_model, FLOAT, "never", None),
+        (MESH, 2, "1f1b", clipping.tied_model, FLOAT, "always", 0),
     ],
+    indirect=["place"],
 )
-def test_an_overflow_in_any_stage_skips_the_update_of_all(run: Run, count, schedule, make, dtype, checkpoint, overflow):
+def test_an_overflow_in_any_stage_skips_the_update_of_all(place, count, schedule, make, dtype, checkpoint, overflow):
     """And halves the scale everywhere; weights, norms and scales are those of torch's scaler in the plain loop."""
     start = 2.0**13 if overflow is None else 1024.0
-    results = run(count, clipping.scale_losses, schedule, make, dtype, checkpoint, overflow, start)
+    results = place(count, clipping.scale_losses, schedule, make, dtype, checkpoint, overflow, start)
     assert all(own == results[0] for own in results)
     skips, scales = results[0]
     assert 1 <= skips < len(scales)
@@ -194,18 +208,20 @@ def test_a_scaler_is_refused_where_it_cannot_be_right():
 
 
 @pytest.mark.parametrize(
-    ("react", "backward", "optimizers", "tied"),
+    ("place", "react", "backward", "optimizers", "tied"),
     [
-        ("raise", False, True, False),
-        ("raise", True, False, True),
-        ("skip", True, True, True),
-        ("skip", False, True, False),
-        ("warn", False, False, False),
+        (HERE, "raise", False, True, False),
+        (HERE, "skip", True, True, True),
+        (HERE, "warn", False, False, False),
+        (MESH, "raise", True, False, True),
+        (MESH, "raise", True, True, False),
+        (MESH, "skip", False, True, False),
     ],
+    indirect=["place"],
 )
-def test_the_first_value_that_is_not_finite_is_named(run: Run, react, backward, optimizers, tied):
+def test_the_first_value_that_is_not_finite_is_named(place, react, backward, optimizers, tied):
     """With its layer and micro-batch, on every rank; all later layers have infinite values too."""
-    messages = run(2, clipping.find_nonfinite, react, backward, optimizers, tied)
+    messages = place(2, clipping.find_nonfinite, react, backward, optimizers, tied)
     assert all(own == messages[0] for own in messages)
     what = "the gradient of the output" if backward else "the output"
     assert len(messages[0]) == (1 if react != "warn" else 2)
