@@ -237,3 +237,22 @@ def test_reactions_are_refused_where_they_cannot_be_right():
         Numerics(on_nonfinite="skip", scaler=GradScaler("cpu"))
     with pytest.raises(ScheduleError, match="'pipedream' updates the weights while micro-batches"):
         make("pipedream", Numerics(on_nonfinite="warn"))
+
+
+def test_a_rank_that_fails_before_its_norms_stops_those_that_wait_for_them(ranks):
+    own, (other, why) = ranks.run(2, clipping.fail_before_norms)
+    assert own == ("ZeroDivisionError", "planted")
+    assert other == "ExecutionError"
+    assert "rank 0 failed: ZeroDivisionError: planted, in 0B3" in why
+    assert "rank 1 of 2 stopped, in 1UPDATE0 (stage 1, update 0)" in why
+
+
+def test_sparse_gradients_are_clipped():
+    dense, sparse = (nn.Embedding(6, 4, sparse=own) for own in (False, True))
+    sparse.load_state_dict(dense.state_dict())
+    for layer in (dense, sparse):
+        layer(torch.tensor([1, 2, 2, 5])).square().sum().backward()
+    assert clip_grad_norm_(sparse.parameters(), 0.1).item() == pytest.approx(
+        clip_grad_norm_(dense.parameters(), 0.1).item()
+    )
+    torch.testing.assert_close(sparse.weight.grad.to_dense(), dense.weight.grad)
