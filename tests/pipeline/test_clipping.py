@@ -94,10 +94,8 @@ def test_asynchronous_schedules_cannot_be_clipped():
 
 def make(schedule: object, numerics: Numerics | None, **options: object) -> Pipeline:
     model, sample = clipping.plain_model(), clipping.batch(0)[0][:3]
-    choices: dict = {"optimizer": clipping.adam, "boundaries": [5], "seed": 5, **options}
-    return Pipeline(
-        model, sample, loss_fn=clipping.loss_fn, devices=["cpu"] * 2, schedule=schedule, numerics=numerics, **choices
-    )
+    choices: dict = {"optimizer": clipping.adam, "loss_fn": clipping.loss_fn, "boundaries": [5], "seed": 5, **options}
+    return Pipeline(model, sample, devices=["cpu"] * 2, schedule=schedule, numerics=numerics, **choices)
 
 
 CLIPPED = Numerics(clip_grad_norm=1.0)
@@ -226,6 +224,18 @@ def test_the_first_value_that_is_not_finite_is_named(place, react, backward, opt
     what = "the gradient of the output" if backward else "the output"
     assert len(messages[0]) == (1 if react != "warn" else 2)
     assert f"in step 1, {what} of layer '6' for micro-batch 2 was the first that was not" in messages[0][0]
+
+
+def test_a_loss_that_is_not_finite_is_named_where_all_layers_are():
+    """Under any order of the backward, with clipping; the next step goes on."""
+    x, y = clipping.batch(0)
+    for schedule, checkpoint in (("zb-h1", "never"), ("1f1b", {"1": "recompute", "7": "recompute-cheap"})):
+        loss_fn = clipping.spoilt_once(2)
+        numerics = Numerics(on_nonfinite="skip", clip_grad_norm=1.0)
+        with make(schedule, numerics, num_microbatches=4, checkpoint=checkpoint, loss_fn=loss_fn) as pipe:
+            with pytest.warns(UserWarning, match="in step 0, the loss for micro-batch 2 was the first that was not"):
+                assert pipe.step(x, target=y).isnan()
+            assert pipe.step(x, target=y).isfinite()
 
 
 def test_reactions_are_refused_where_they_cannot_be_right():

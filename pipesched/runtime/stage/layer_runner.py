@@ -299,7 +299,7 @@ class LayerRunner:
             if saved.written_buffers is not None:
                 self._copies.note(_LOSS, own, saved.written_buffers)
         if self._step_data.watch is not None:
-            self._step_data.watch.output(saved.microbatch, _LOSS, loss)
+            self._step_data.watch.output(saved.microbatch, "", loss)
         if factor == 0:
             return torch.zeros_like(loss)  # the value, even NaN, must not count; there is no backward
         return loss if factor is None else loss * factor

@@ -53,6 +53,17 @@ def loss_fn(output: Tensor, target: Tensor) -> Tensor:
     return 30 * functional.cross_entropy(output.float(), target)
 
 
+def spoilt_once(microbatch: int) -> Callable[[Tensor, Tensor], Tensor]:
+    """A loss that is NaN in one micro-batch of the first step."""
+    calls: list[int] = []
+
+    def spoilt(output: Tensor, target: Tensor) -> Tensor:
+        calls.append(len(calls))
+        return loss_fn(output, target) * (math.nan if len(calls) == microbatch + 1 else 1)
+
+    return spoilt
+
+
 def adam(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.Adam(parameters, lr=0.01)
 
