@@ -27,6 +27,7 @@ def norm_of(grad: Tensor, norm_type: float) -> Tensor:
 
     The norm of a sharded gradient is gathered over its mesh, so all ranks of that mesh must call this.
     """
+    grad = grad.coalesce().values() if grad.is_sparse else grad
     norm: Tensor = torch.linalg.vector_norm(grad, norm_type, dtype=torch.promote_types(grad.dtype, torch.float32))
     whole = getattr(norm, "full_tensor", None)  # of a DTensor, whose import takes a second
     return norm if whole is None else cast(Tensor, whole())

@@ -18,27 +18,39 @@ from pipesched.testing import clip_grad_norm_
 from tests.support.async_replay import pipeline as asynchronous
 from tests.support.async_replay import transformer
 from tests.support.jobs import clipping
-from tests.support.places import Run
+from tests.support.places import Run, run_here
 
 pytestmark = pytest.mark.timeout(60)
 FLOAT, HALF = torch.float32, torch.bfloat16
 
 
-CASES = [
-    (1, "1f1b", clipping.tied_model, FLOAT, "never", 2.0),
-    (2, "zb-v", clipping.plain_model, HALF, "always", 2.0),
-    (3, "1f1b", clipping.tied_model, FLOAT, "never", math.inf),
-    (2, "interleaved-1f1b", clipping.tied_model, HALF, "never", 3.0),
-    (3, "zb-h1", clipping.plain_model, FLOAT, "always", 1.0),
-]
+HERE, MESH = "in process", "mesh"
+BETWEEN, INSIDE = clipping.clip_between_steps, clipping.clip_in_steps
 
 
-@pytest.mark.parametrize("job", [clipping.clip_between_steps, clipping.clip_in_steps])
-@pytest.mark.parametrize(("count", "schedule", "make", "dtype", "checkpoint", "norm_type"), CASES)
+@pytest.fixture
+def place(request: pytest.FixtureRequest) -> Run:
+    """Runs a job where the test says: not every case runs in both places."""
+    return run_here if request.param == HERE else request.getfixturevalue("ranks").run
+
+
+@pytest.mark.parametrize(
+    ("place", "count", "job", "schedule", "make", "dtype", "checkpoint", "norm_type"),
+    [
+        (HERE, 1, BETWEEN, "1f1b", clipping.tied_model, FLOAT, "never", 2.0),
+        (HERE, 2, INSIDE, "zb-v", clipping.plain_model, HALF, "always", 2.0),
+        (HERE, 3, INSIDE, "1f1b", clipping.tied_model, FLOAT, "never", math.inf),
+        (MESH, 3, BETWEEN, "1f1b", clipping.tied_model, FLOAT, "never", math.inf),
+        (MESH, 2, BETWEEN, "zb-v", clipping.plain_model, HALF, "always", 2.0),
+        (MESH, 2, INSIDE, "interleaved-1f1b", clipping.tied_model, HALF, "never", 3.0),
+        (MESH, 3, INSIDE, "zb-h1", clipping.plain_model, FLOAT, "always", 1.0),
+    ],
+    indirect=["place"],
+)
 def test_the_norm_and_the_clipped_weights_are_the_loops(
-    run: Run, job, count, schedule, make, dtype, checkpoint, norm_type
+    place, count, job, schedule, make, dtype, checkpoint, norm_type
 ):
-    norms = run(count, job, schedule, make, dtype, checkpoint, norm_type)
+    norms = place(count, job, schedule, make, dtype, checkpoint, norm_type, 2)
     assert all(own == norms[0] for own in norms)
 
 
@@ -82,10 +94,8 @@ def test_asynchronous_schedules_cannot_be_clipped():
 
 def make(schedule: object, numerics: Numerics | None, **options: object) -> Pipeline:
     model, sample = clipping.plain_model(), clipping.batch(0)[0][:3]
-    choices: dict = {"optimizer": clipping.adam, "boundaries": [5], "seed": 5, **options}
-    return Pipeline(
-        model, sample, loss_fn=clipping.loss_fn, devices=["cpu"] * 2, schedule=schedule, numerics=numerics, **choices
-    )
+    choices: dict = {"optimizer": clipping.adam, "loss_fn": clipping.loss_fn, "boundaries": [5], "seed": 5, **options}
+    return Pipeline(model, sample, devices=["cpu"] * 2, schedule=schedule, numerics=numerics, **choices)
 
 
 CLIPPED = Numerics(clip_grad_norm=1.0)
@@ -146,18 +156,20 @@ def test_a_new_plan_clips_on():
 
 
 @pytest.mark.parametrize(
-    ("count", "schedule", "make", "dtype", "checkpoint", "overflow"),
+    ("place", "count", "schedule", "make", "dtype", "checkpoint", "overflow"),
     [
-        (2, "1f1b", clipping.tied_model, FLOAT, "never", None),
-        (2, "zb-v", clipping.plain_model, HALF, "always", 1),
-        (3, "1f1b", clipping.plain_model, FLOAT, "never", 7),
-        (2, "1f1b", clipping.tied_model, FLOAT, "always", 0),
+        (HERE, 2, "1f1b", clipping.tied_model, FLOAT, "never", None),
+        (HERE, 3, "1f1b", clipping.plain_model, FLOAT, "never", 7),
+        (MESH, 2, "zb-v", clipping.plain_model, HALF, "always", 1),
+        (MESH, 3, "1f1b", clipping.plain_model, FLOAT, "never", None),
+        (MESH, 2, "1f1b", clipping.tied_model, FLOAT, "always", 0),
     ],
+    indirect=["place"],
 )
-def test_an_overflow_in_any_stage_skips_the_update_of_all(run: Run, count, schedule, make, dtype, checkpoint, overflow):
+def test_an_overflow_in_any_stage_skips_the_update_of_all(place, count, schedule, make, dtype, checkpoint, overflow):
     """And halves the scale everywhere; weights, norms and scales are those of torch's scaler in the plain loop."""
     start = 2.0**13 if overflow is None else 1024.0
-    results = run(count, clipping.scale_losses, schedule, make, dtype, checkpoint, overflow, start)
+    results = place(count, clipping.scale_losses, schedule, make, dtype, checkpoint, overflow, start)
     assert all(own == results[0] for own in results)
     skips, scales = results[0]
     assert 1 <= skips < len(scales)
@@ -194,22 +206,36 @@ def test_a_scaler_is_refused_where_it_cannot_be_right():
 
 
 @pytest.mark.parametrize(
-    ("react", "backward", "optimizers", "tied"),
+    ("place", "react", "backward", "optimizers", "tied"),
     [
-        ("raise", False, True, False),
-        ("raise", True, False, True),
-        ("skip", True, True, True),
-        ("skip", False, True, False),
-        ("warn", False, False, False),
+        (HERE, "raise", False, True, False),
+        (HERE, "skip", True, True, True),
+        (HERE, "warn", False, False, False),
+        (MESH, "raise", True, False, True),
+        (MESH, "raise", True, True, False),
+        (MESH, "skip", False, True, False),
     ],
+    indirect=["place"],
 )
-def test_the_first_value_that_is_not_finite_is_named(run: Run, react, backward, optimizers, tied):
+def test_the_first_value_that_is_not_finite_is_named(place, react, backward, optimizers, tied):
     """With its layer and micro-batch, on every rank; all later layers have infinite values too."""
-    messages = run(2, clipping.find_nonfinite, react, backward, optimizers, tied)
+    messages = place(2, clipping.find_nonfinite, react, backward, optimizers, tied)
     assert all(own == messages[0] for own in messages)
     what = "the gradient of the output" if backward else "the output"
     assert len(messages[0]) == (1 if react != "warn" else 2)
     assert f"in step 1, {what} of layer '6' for micro-batch 2 was the first that was not" in messages[0][0]
+
+
+def test_a_loss_that_is_not_finite_is_named_where_all_layers_are():
+    """Under any order of the backward, with clipping; the next step goes on."""
+    x, y = clipping.batch(0)
+    for schedule, checkpoint in (("zb-h1", "never"), ("1f1b", {"1": "recompute", "7": "recompute-cheap"})):
+        loss_fn = clipping.spoilt_once(2)
+        numerics = Numerics(on_nonfinite="skip", clip_grad_norm=1.0)
+        with make(schedule, numerics, num_microbatches=4, checkpoint=checkpoint, loss_fn=loss_fn) as pipe:
+            with pytest.warns(UserWarning, match="in step 0, the loss for micro-batch 2 was the first that was not"):
+                assert pipe.step(x, target=y).isnan()
+            assert pipe.step(x, target=y).isfinite()
 
 
 def test_reactions_are_refused_where_they_cannot_be_right():
@@ -221,3 +247,22 @@ def test_reactions_are_refused_where_they_cannot_be_right():
         Numerics(on_nonfinite="skip", scaler=GradScaler("cpu"))
     with pytest.raises(ScheduleError, match="'pipedream' updates the weights while micro-batches"):
         make("pipedream", Numerics(on_nonfinite="warn"))
+
+
+def test_a_rank_that_fails_before_its_norms_stops_those_that_wait_for_them(ranks):
+    own, (other, why) = ranks.run(2, clipping.fail_before_norms)
+    assert own == ("ZeroDivisionError", "planted")
+    assert other == "ExecutionError"
+    assert "rank 0 failed: ZeroDivisionError: planted, in 0B3" in why
+    assert "rank 1 of 2 stopped, in 1UPDATE0 (stage 1, update 0)" in why
+
+
+def test_sparse_gradients_are_clipped():
+    dense, sparse = (nn.Embedding(6, 4, sparse=own) for own in (False, True))
+    sparse.load_state_dict(dense.state_dict())
+    for layer in (dense, sparse):
+        layer(torch.tensor([1, 2, 2, 5])).square().sum().backward()
+    assert clip_grad_norm_(sparse.parameters(), 0.1).item() == pytest.approx(
+        clip_grad_norm_(dense.parameters(), 0.1).item()
+    )
+    torch.testing.assert_close(sparse.weight.grad.to_dense(), dense.weight.grad)

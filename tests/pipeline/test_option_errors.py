@@ -60,6 +60,10 @@ NUMERICS = {
     "split_dims": but("None", "zero", "a number", "negative", "an empty list", "a list of None", *LISTS, "a dict"),
     "batch_norm": but(),
     "intra_op_threads": but("a number"),
+    "clip_grad_norm": but("None", "a number", "a fraction"),
+    "norm_type": but("a number", "a fraction", "infinite"),
+    "scaler": but("None"),
+    "on_nonfinite": but("None"),
 }
 DISTRIBUTED = {
     "inputs": but(),

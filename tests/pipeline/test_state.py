@@ -18,7 +18,7 @@ from pipesched import Distributed, Numerics, Pipeline
 from pipesched.errors import InputError, PartitionError, ScheduleError
 from pipesched.runtime.stage import split_backward as backward
 from pipesched.runtime.stage.stage import Stage
-from pipesched.testing import reference_step
+from pipesched.testing import clip_grad_norm_, reference_step
 from tests.support import places
 from tests.support.adapted_models import adapt
 from tests.support.branching_models import FLOATS, IMAGES, ROWS, Looped, inputs_of, made, pipeline, square
@@ -348,6 +348,9 @@ def fully_sharded(group: Any, kind: str, schedule: str, sharded: str, checkpoint
         for _ in range(2):
             pipe.step(x[mine], target=target[mine])
             square(plain(x), target).backward()
+            norms = pipe.clip_grad_norm_(0.01), clip_grad_norm_(plain.parameters(), 0.01)
+            torch.testing.assert_close(*norms)
+            assert type(norms[0]) is Tensor
             for optimizer in optimizers:
                 optimizer.step()
             due = dict(plain.named_parameters())

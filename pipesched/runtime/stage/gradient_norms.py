@@ -50,7 +50,7 @@ class GradientNorms(NamedTuple):
 
     def on(self, device: torch.device) -> "GradientNorms":
         """These norms on a device."""
-        norms, nonfinite = (one if one is None else one.to(device, non_blocking=True) for one in self[1:])
+        norms, nonfinite = (one if one is None else one.to(device) for one in self[1:])
         return GradientNorms(self.keys, norms, nonfinite)
 
     def each_key(self) -> list[str]:

@@ -319,7 +319,7 @@ class LayerRunner:
             if saved.written_buffers is not None:
                 self._copies.note(_LOSS, own, saved.written_buffers)
         if self._step_data.watch is not None:
-            self._step_data.watch.output(saved.microbatch, _LOSS, loss)
+            self._step_data.watch.output(saved.microbatch, "", loss)
         if factor == 0:
             return torch.zeros_like(loss)  # the value must not count, even if it is NaN; no backward runs
         return loss if factor is None else loss * factor

@@ -22,11 +22,12 @@ class Nonfinite(NamedTuple):
     microbatch: int
     #: The layer's place: ascending for outputs, descending for gradients.
     place: int
+    #: The layer's name; "" for the loss.
     layer: str
 
     def __str__(self) -> str:
-        what = "gradient of the output" if self.backward else "output"
-        return f"the {what} of layer {self.layer!r} for micro-batch {self.microbatch}"
+        value = f"the output of layer {self.layer!r}" if self.layer else "the loss"
+        return f"{'the gradient of ' * self.backward}{value} for micro-batch {self.microbatch}"
 
 
 class NonfiniteWatch:
@@ -37,7 +38,7 @@ class NonfiniteWatch:
         self._notes: list[tuple[Nonfinite, Tensor]] = []
 
     def output(self, microbatch: int, layer: str, value: Any) -> None:
-        """Note a layer's output, and its gradient once it is computed."""
+        """Note the output of a layer ("" for the loss), and its gradient once it is computed."""
         place = self._places.get(layer, len(self._places))
         for tensor in tensors_in(value):
             if tensor.is_floating_point() and tensor.numel():

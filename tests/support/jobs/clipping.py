@@ -53,6 +53,17 @@ def loss_fn(output: Tensor, target: Tensor) -> Tensor:
     return 30 * functional.cross_entropy(output.float(), target)
 
 
+def spoilt_once(microbatch: int) -> Callable[[Tensor, Tensor], Tensor]:
+    """A loss that is NaN in one micro-batch of the first step."""
+    calls: list[int] = []
+
+    def spoilt(output: Tensor, target: Tensor) -> Tensor:
+        calls.append(len(calls))
+        return loss_fn(output, target) * (math.nan if len(calls) == microbatch + 1 else 1)
+
+    return spoilt
+
+
 def adam(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.Adam(parameters, lr=0.01)
 
@@ -305,3 +316,28 @@ def find_nonfinite(group: Any, react: str, backward: bool, optimizers: bool, tie
                 same = [torch.equal(*pair) for pair in zip(before, pipe.parameters(), strict=True)]
                 assert not all(same) or not any(parameter.requires_grad for parameter in pipe.parameters())
     return messages
+
+
+def fail_before_norms(group: Any) -> tuple[str, str]:
+    """Rank 0 fails in its last backward; the others wait for its norms. Returns each error's type and text."""
+    model = plain_model()
+    with pipeline(
+        group, model, batch(0)[0][:3], loss_fn=loss_fn, optimizer=adam, numerics=Numerics(clip_grad_norm=1.0)
+    ) as pipe:
+        x, y = batch(0)
+        pipe.step(x, target=y)
+        calls = []
+
+        def fail(grad: Tensor) -> Tensor:
+            calls.append(grad)
+            if len(calls) == MICROBATCHES:
+                raise ZeroDivisionError("planted")
+            return grad
+
+        if group.rank() == 0:
+            model[0].weight.register_hook(fail)
+        try:
+            pipe.step(x, target=y)
+        except Exception as error:
+            return type(error).__name__, str(error)
+    return "", ""
