@@ -150,6 +150,11 @@ class Assembly:
         return [] if self._inheritance is None else self._inheritance.undriven
 
     @property
+    def wrapped(self) -> bool:
+        """Whether ``wrap=`` may have changed the modules of stages."""
+        return self._spec.wrap is not None
+
+    @property
     def cut(self) -> StageLayers:
         """The layers of each stage."""
         return self.stage_cut.cut

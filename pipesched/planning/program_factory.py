@@ -1,5 +1,6 @@
 """Program factory: makes the programs that a pipeline runs from the user's request."""
 
+import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -18,6 +19,8 @@ from pipesched.program.validation import validate
 from pipesched.program.weight_versions import Uses, update_groups, used_versions
 
 __all__ = ["MICROBATCHES_PER_RANK", "ProgramFactory", "StepPrograms"]
+
+_LOG = logging.getLogger(__name__)
 
 _AUTO = "1f1b"
 _MORE_STEPS = 4  # times the steps that PipeDream needs: a stream that is not periodic by then never is
@@ -56,6 +59,8 @@ class ProgramFactory:
         another number.
         """
         if num_microbatches not in self._made:
+            if self._made:
+                _LOG.debug("a step of %d micro-batches needs new programs", num_microbatches)
             self._made[num_microbatches] = StepPrograms(self, num_microbatches)
         return self._made[num_microbatches]
 
