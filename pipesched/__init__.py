@@ -28,6 +28,7 @@ Names are imported on first use, so schedules can be studied without torch.
 """
 
 import importlib
+import logging
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -114,6 +115,8 @@ _PACKAGES = ("errors", "schedules", "testing", "viz")
 
 __all__ = [*_HOME, *_PACKAGES]  # noqa: PLE0604
 __version__ = "0.1.0"
+
+logging.getLogger(__name__).addHandler(logging.NullHandler())  # quiet unless the user configures logging
 
 
 def __getattr__(name: str) -> Any:

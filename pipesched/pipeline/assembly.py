@@ -166,6 +166,11 @@ class Assembly:
         return list(self._spec.layers)
 
     @property
+    def wrapped(self) -> bool:
+        """Whether ``wrap=`` may have changed the modules of stages."""
+        return self._spec.wrap is not None
+
+    @property
     def cut(self) -> StageLayers:
         """The layers of each stage."""
         return self.stage_cut.cut

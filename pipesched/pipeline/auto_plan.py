@@ -1,5 +1,6 @@
 """Auto plan: the search for the choices that the user of a Pipeline left open."""
 
+import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -33,6 +34,8 @@ from pipesched.torch_checks import as_call
 from pipesched.user_warning import warn
 
 __all__ = ["AutoPlan", "adds_up", "as_profile", "cores_of", "on_devices"]
+
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,6 +116,8 @@ class AutoPlan:
             effort=self.search.effort,
         )
         plan = find_plan(search_request)
+        first = plan.alternatives[0] if plan.alternatives else None
+        _LOG.info("chose a plan: %s", first.label if first else plan.schedule)
         if why := too_small(plan, len(self.devices)):
             warn(why)
         rows = -(-batch_size // plan.program.num_microbatches)

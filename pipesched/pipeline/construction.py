@@ -1,15 +1,19 @@
 """Construction: the steps that build a Pipeline: choose a plan, make its programs, cut the model, start the ranks."""
 
-from collections.abc import Callable, Iterator
+import logging
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
+import torch
+from torch import nn
 from torch.optim import Optimizer
 
 from pipesched.capture.layered_model import stages_of
 from pipesched.capture.stage_module import Wrap
 from pipesched.errors import DeviceCountError
+from pipesched.model.agreement import facts_of_model, form_of_sample
 from pipesched.pipeline.assembly import Assembly, AssemblySpec
 from pipesched.pipeline.auto_plan import AutoPlan
 from pipesched.pipeline.cost_book import CostBook
@@ -22,7 +26,10 @@ from pipesched.runtime.microbatches import Splitter
 from pipesched.runtime.rank_host import RankHost, ThreadRanks
 from pipesched.torch_checks import as_function, as_optimizer
 
-__all__ = ["check_functions", "checked_programs", "choose_plan", "ending_on_error", "start"]
+__all__ = ["check_functions", "checked_programs", "choose_plan", "ending_on_error", "facts_of", "start"]
+
+
+_LOG = logging.getLogger(__name__)
 
 
 def check_functions(
@@ -35,6 +42,31 @@ def check_functions(
     as_function(loss_fn, "loss_fn", ("output", "target"))
     as_function(wrap, "wrap", ("stage_module", "stage"))
     as_optimizer(optimizer)
+
+
+def facts_of(model: nn.Module, call: Any, options: Mapping[str, Any]) -> dict[str, str]:
+    """What all ranks of a mesh must have in common before they plan: versions, arguments, and the model's structure.
+
+    Args:
+        model: the user's module.
+        call: the (args, kwargs) of the sample.
+        options: arguments of Pipeline by name; a function or a module counts by its name.
+
+    """
+    said = {f"{name}=": _in_words(value) for name, value in options.items()}
+    version = {"the version of torch": str(torch.__version__)}
+    return {**version, **said, "the form of the sample": form_of_sample(call), **facts_of_model(model)}
+
+
+def _in_words(value: Any) -> str:
+    """An argument as text that is equal in all processes."""
+    if isinstance(value, nn.Module):
+        return type(value).__qualname__
+    if callable(value):
+        return str(getattr(value, "__qualname__", type(value).__qualname__))
+    if is_dataclass(value):
+        return ", ".join(f"{field.name}={_in_words(getattr(value, field.name))}" for field in fields(value))
+    return repr(value)
 
 
 @contextmanager
@@ -130,4 +162,9 @@ def start(
     assembly.take_over()
     splitter = replace(splitter, num_microbatches=programs.num_microbatches, fixed=programs.fixed)
     updates = spec.optimizer is not None
-    return RunningPlan(host=host, assembly=assembly, splitter=splitter, seed=spec.initial.seed, updates=updates)
+    running = RunningPlan(host=host, assembly=assembly, splitter=splitter, seed=spec.initial.seed, updates=updates)
+    heading, *stages = str(running).splitlines()
+    _LOG.info("made %s", heading)
+    for stage in stages:
+        _LOG.debug("%s", stage.strip())
+    return running

@@ -1,5 +1,6 @@
 """Pipeline: wraps a model and trains it across several devices with a pipeline schedule."""
 
+import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, Literal, Self, overload
@@ -18,7 +19,7 @@ from pipesched.model.initialization import Init, Initial, built, check_model
 from pipesched.model.parameter_order import ParameterOrder
 from pipesched.pipeline.assembly import AssemblySpec
 from pipesched.pipeline.auto_plan import AutoPlan, adds_up
-from pipesched.pipeline.construction import check_functions, choose_plan, ending_on_error, start
+from pipesched.pipeline.construction import check_functions, choose_plan, ending_on_error, facts_of, start
 from pipesched.pipeline.cost_book import CostBook
 from pipesched.pipeline.gathering import gather_model, merged_state, place_weights
 from pipesched.pipeline.memory_forecast import MemoryForecast
@@ -48,6 +49,9 @@ from pipesched.simulation.trace import Trace
 from pipesched.torch_checks import as_call, as_function, as_seed
 
 __all__ = ["Pipeline"]
+
+
+_LOG = logging.getLogger(__name__)
 
 
 class Pipeline(SavingInterface):
@@ -158,6 +162,9 @@ class Pipeline(SavingInterface):
         with ending_on_error(host):
             run_seed = host.agreed(lambda: own_seed)
             module = built(chain, run_seed)
+            shared: dict[str, Any] = {"seed": seed, "loss_fn": loss_fn, "optimizer": optimizer, "wrap": wrap}
+            shared |= {"numerics": numerics, "inputs": distributed.inputs}
+            host.agree_on(lambda: facts_of(module, call, shared), "make the same pipeline on every rank")
             layers = layered(module, call, whole_layers)
             initial = Initial(module, init, run_seed, loss_fn)
             super().__init__(module, loss_fn)
@@ -591,9 +598,9 @@ class Pipeline(SavingInterface):
         """
         check_steps_left(steps_left)
         self._replanner.begin()
-        if plan is not None:
-            return self._replanner.apply(plan)
-        return self._replanner.improve(steps_left, measure=measure)
+        found = self._replanner.improve(steps_left, measure=measure) if plan is None else self._replanner.apply(plan)
+        _LOG.info("replanned before step %d: %s", self._running.step, found)
+        return found
 
     @property
     def devices(self) -> list[torch.device]:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from pipesched.errors import InputError
+from pipesched.model.agreement import Facts, modes_of_model
 from pipesched.model.stale_weights import StaleGuard
 from pipesched.pipeline.autograd_bridge import OpenPass, attach, deliver_input_grads
 from pipesched.pipeline.memory_forecast import MemoryForecast
@@ -67,6 +68,7 @@ class StepRunner:
         self._model = model
         self._num_inputs = num_inputs
         self._has_loss_fn = has_loss_fn
+        self._agrees = False
         self._guard = guard
         self._memory = memory
         self._intra_op_threads = intra_op_threads
@@ -192,6 +194,9 @@ class StepRunner:
         """
         assembly = self._running.assembly
         host = self._running.host
+        if not self._agrees:
+            host.agree_on(self._modes, "call train() or eval() on every rank")
+            self._agrees = True
         assembly.members.check()
         self._guard.check(changes=method == "step" or self._model.training)
 
@@ -199,6 +204,9 @@ class StepRunner:
             return dealt(call, assembly.programs.of(len(call.batch.rows)).plain, assembly.bodies, len(host.all_devices))
 
         return host.call(method, given.is_given, make, deal)
+
+    def _modes(self) -> Facts:
+        return modes_of_model(self._model, whole=self._running.assembly.wrapped)
 
     def _batch(self, method: str, given: GivenBatch) -> Batch:
         args, kwargs, target, microbatches = given

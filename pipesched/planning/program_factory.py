@@ -1,5 +1,6 @@
 """Program factory: turns the user's request into the programs that a pipeline runs."""
 
+import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -25,6 +26,8 @@ from pipesched.program.validation import validate
 from pipesched.program.weight_versions import Uses, update_groups, used_versions
 
 __all__ = ["MICROBATCHES_PER_RANK", "ProgramFactory", "StepPrograms"]
+
+_LOG = logging.getLogger(__name__)
 
 _AUTO = "1f1b"
 _MORE_STEPS = 4  # a stream is aperiodic if it has no period within this multiple of the steps that PipeDream needs
@@ -66,6 +69,8 @@ class ProgramFactory:
         If the user gave a program with another number of micro-batches, using the result raises ScheduleError.
         """
         if num_microbatches not in self._made:
+            if self._made:
+                _LOG.debug("a step of %d micro-batches needs new programs", num_microbatches)
             self._made[num_microbatches] = StepPrograms(self, num_microbatches)
         return self._made[num_microbatches]
 

@@ -16,6 +16,7 @@ from pipesched.capture.layered_model import LayeredModel, LayerError
 from pipesched.capture.replay import Looks
 from pipesched.checks import check_type
 from pipesched.errors import DeviceCountError, ExecutionError, GraphError, InputError
+from pipesched.model.agreement import Facts
 from pipesched.partitioning.result import Partition, StageLayers, StageSummary
 from pipesched.planning.alternatives import Alternative
 from pipesched.planning.plan import Plan, Tie
@@ -137,6 +138,9 @@ class RankHost(Protocol):
     def check(self, program: Program, decided: Any) -> None:
         """Raise ExecutionError if the programs or other decisions of the ranks differ."""
 
+    def agree_on(self, facts: Callable[[], Facts], remedy: str) -> None:
+        """Raise ExecutionError unless the facts of all ranks are equal; it names the ranks and facts that differ."""
+
     def learn(self, model: LayeredModel, cut: StageLayers) -> None:
         """Register the types of the values that stages will send. Raises GraphError for a type that cannot be sent."""
 
@@ -217,6 +221,9 @@ class ThreadRanks:
         return make()
 
     def check(self, program: Program, decided: Any) -> None:
+        return
+
+    def agree_on(self, facts: Callable[[], Facts], remedy: str) -> None:
         return
 
     def learn(self, model: LayeredModel, cut: StageLayers) -> None:
@@ -328,6 +335,9 @@ class MeshRanks:
 
     def check(self, program: Program, decided: Any) -> None:
         self.executor.agree("plan", repr((str(program), self._inputs, decided)).encode())
+
+    def agree_on(self, facts: Callable[[], Facts], remedy: str) -> None:
+        self.executor.agree_on(facts(), remedy)
 
     def learn(self, model: LayeredModel, cut: StageLayers) -> None:
         ends = {names[-1] for names in cut[:-1]}

@@ -1,5 +1,6 @@
 """Channel plan: groups the messages of a rank's order by channel, and makes the keys for predicting their layouts."""
 
+import logging
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
@@ -14,6 +15,8 @@ from pipesched.runtime.transport.layout_book import digest
 from pipesched.tensors.payload import Payload, flatten
 
 __all__ = ["ChannelEnds", "OrderMessages", "channels_of", "digest_of", "look"]
+
+_LOG = logging.getLogger(__name__)
 
 _BACKWARD = (Kind.SEND_B, Kind.RECV_B)
 _OUTGOING = (Kind.SEND_F, Kind.SEND_B)
@@ -75,6 +78,8 @@ class OrderMessages:
         """
         asked = tuple(looks), grad
         if self._last is None or self._last[0] != asked:
+            if self._last is not None:
+                _LOG.debug("the micro-batches have other shapes than in the step before: %s", looks)
             keys: dict[int, dict[tuple[bool, bool], list[Hashable]]] = {
                 peer: {
                     channel: [(giver, taker, grad, looks[mb] if looks else None) for giver, taker, mb in edge]

@@ -20,6 +20,7 @@ The proof does not cover faults, such as a rank that raises, dies or blocks. Aft
 seconds, or at the latest after ``timeout_s``.
 """
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
@@ -30,6 +31,7 @@ from weakref import finalize
 import torch
 
 from pipesched.errors import ExecutionError
+from pipesched.model.agreement import Facts, differences
 from pipesched.program.actions import Action, Kind, Lane
 from pipesched.program.program import Program
 from pipesched.runtime.coordination.forked_process import Forked, end_in_children, forget
@@ -55,6 +57,8 @@ from pipesched.tensors.caller_context import Caller, intra_op
 from pipesched.tensors.payload import Payload
 
 __all__ = ["ProcessExecutor"]
+
+_LOG = logging.getLogger(__name__)
 
 _IDENTITY = ("program", "batch", "number of earlier steps")  # compared between ranks at the start of a run
 
@@ -108,6 +112,7 @@ class ProcessExecutor:
         with self._one_at_a_time("the construction of a pipeline"):
             self._clock_s = clock_offset(connections.port, self.rank, self.num_ranks)
         end_in_children(self)
+        _LOG.info("rank %d of %d is connected", self.rank, self.num_ranks)
 
     def end_in_child(self) -> None:
         """Disable the executor in a forked child process, and leave the connections to the parent process."""
@@ -298,6 +303,17 @@ class ProcessExecutor:
         with self._one_at_a_time("a comparison"):
             self._compare(name, digest(own))
 
+    def agree_on(self, facts: Facts, remedy: str) -> None:
+        """Raise ExecutionError in every rank unless the ranks' facts are equal; the message names those that differ.
+
+        Equal facts cost one small message.
+        """
+        with self._one_at_a_time("a comparison"):
+            own = digest("\n".join(f"{name}: {value}" for name, value in facts.items()).encode())
+            if len(set(self._exchanged(own))) > 1:
+                said = differences(self._exchanged(dict(facts)))
+                raise _DifferentError(f"all ranks must have the same model and arguments; {said}; {remedy}")
+
     def _compare(self, name: str, own: bytes) -> None:
         digests = self._exchanged(own)
         others = [rank for rank, other in enumerate(digests) if other != digests[0]]
@@ -456,6 +472,7 @@ class ProcessExecutor:
             text = f"{error if others else said(error)}{place or f', in {call}'}"
             first = self._alarm.ring(text, doing, getattr(error, "ended", None))
             self._fault = str(first)
+            _LOG.error("rank %d of %d stopped: %s", self.rank, self.num_ranks, first)
             self._drop()
             if doing == "raised" or (doing == COLLECTIVE and first.who == self._alarm.name):
                 raise

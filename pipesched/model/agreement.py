@@ -1,0 +1,78 @@
+"""Agreement: the facts that must be equal on all ranks of a mesh, and a message that names those that differ."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from pipesched.tensors.payload import opened, pytree
+
+__all__ = ["Facts", "differences", "facts_of_model", "form_of_sample", "modes_of_model"]
+
+#: What is compared, such as "the dtype of block.3.weight" -> its value as text.
+Facts = Mapping[str, str]
+
+_SHOWN = 3  # differences of one rank that a message spells out
+
+
+def facts_of_model(model: nn.Module) -> dict[str, str]:
+    """The structure of a model: classes, settings and modes of modules; shapes, dtypes and flags of tensors."""
+    facts = {}
+    for name, module in model.named_modules():
+        facts[f"the class of {_place(name)}"] = type(module).__qualname__
+        if type(module).__module__.startswith("torch.nn."):
+            facts[f"the settings of {_place(name)}"] = module.extra_repr()
+    for name, tensor in _tensors(model):
+        facts[f"the shape of {name}"] = str(list(tensor.shape))
+        facts[f"the dtype of {name}"] = str(tensor.dtype).removeprefix("torch.")
+    facts |= {f"requires_grad of {name}": str(own.requires_grad) for name, own in model.named_parameters()}
+    return facts | {f"the training mode of {_place(name)}": str(own.training) for name, own in model.named_modules()}
+
+
+def modes_of_model(model: nn.Module, *, whole: bool) -> dict[str, str]:
+    """The training modes that each rank sets: of the model, and of modules without tensors.
+
+    Modes of the others count on one rank only, so a rank may set those of its own stages alone. With ``whole`` only
+    that of the model itself, because ``wrap=`` may have added modules on single ranks.
+    """
+    modes = {"the training mode of the model": str(model.training)}
+    for name, module in () if whole else model.named_modules():
+        if name and not any(True for _ in _tensors(module)):
+            modes[f"the training mode of {name}"] = str(module.training)
+    return modes
+
+
+def form_of_sample(sample: Any) -> str:
+    """The types, shapes and dtypes in a sample, as text."""
+    leaves = pytree.tree_leaves(opened(sample))
+    forms = [
+        f"{str(leaf.dtype).removeprefix('torch.')} {list(leaf.shape)}" if isinstance(leaf, Tensor) else repr(leaf)
+        for leaf in leaves
+        if isinstance(leaf, Tensor | bool | int | float | str | None)
+    ]
+    return f"({', '.join(forms)})"
+
+
+def differences(facts: Sequence[Facts]) -> str:
+    """Name each rank whose facts differ from those of rank 0, and the first of its differences."""
+    return "; ".join(_of_rank(rank, own, facts[0]) for rank, own in enumerate(facts) if own != facts[0])
+
+
+def _of_rank(rank: int, own: Facts, first: Facts) -> str:
+    odd = [name for name in {**first, **own} if own.get(name) != first.get(name)]
+    said = [f"{name} is {_value(own, name)}, there {_value(first, name)}" for name in odd[:_SHOWN]]
+    more = f" and {len(odd) - _SHOWN} more" if len(odd) > _SHOWN else ""
+    return f"rank {rank} differs from rank 0: {', '.join(said)}{more}"
+
+
+def _value(facts: Facts, name: str) -> str:
+    return facts.get(name) or ("missing" if name not in facts else "empty")
+
+
+def _place(name: str) -> str:
+    return name or "the model"
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from model.named_parameters()
+    yield from model.named_buffers()

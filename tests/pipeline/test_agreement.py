@@ -1,0 +1,56 @@
+"""Before the first step the ranks of a mesh compare what must be equal; a difference names who differs, and in what."""
+
+import pytest
+
+from pipesched.model.agreement import differences
+from tests.support.jobs import agreement as jobs
+from tests.support.rank_processes import Ranks
+
+pytestmark = pytest.mark.timeout(60)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ("dtype", "the dtype of 3.weight is float16, there float32"),
+        ("shape", "the settings of 0 is in_features=4, out_features=6, bias=True, there in_features=4, out_features=4"),
+        ("setting", "the settings of 1 is p=0.2, inplace=False, there p=0.1, inplace=False"),
+        ("frozen", "requires_grad of 0.bias is False, there True"),
+        ("mode", "the training mode of 1 is False, there True"),
+        ("structure", "the class of 4 is Identity, there missing"),
+        ("seed", "seed= is 2, there 1"),
+        ("numerics", "numerics= is split_dims=0, loss_weight=None, loss_reduction='sum'"),
+        ("torch", "the version of torch is 1.0, there 2."),
+    ],
+)
+def test_a_difference_is_named_on_every_rank(ranks: Ranks, change: str, named: str) -> None:
+    for text in ranks.run(3, jobs.builds, change):
+        assert text.startswith("ExecutionError: all ranks must have the same model and arguments; rank 2 differs from ")
+        assert f"rank 2 differs from rank 0: {named}" in text
+        assert text.endswith("; make the same pipeline on every rank")
+
+
+def test_equal_ranks_compare_once(ranks: Ranks) -> None:
+    assert ranks.run(2, jobs.builds, "nothing") == ["", ""]
+    assert ranks.run(2, jobs.counts) == [[1, 1, 1]] * 2
+
+
+def test_a_mode_that_one_rank_sets_before_the_first_step_is_named(ranks: Ranks) -> None:
+    for text, loss in ranks.run(2, jobs.forgets_train):
+        assert "rank 1 differs from rank 0: the training mode of the model is False, there True, the training" in text
+        assert text.endswith("; call train() or eval() on every rank")
+        assert loss > 0
+
+
+def test_a_rank_may_freeze_its_own_stages_alone(ranks: Ranks) -> None:
+    ranks.run(2, jobs.sets_own_modes)
+
+
+def test_a_message_names_each_rank_and_its_first_differences() -> None:
+    first = {"a": "1", "b": "2", "c": "3", "d": "4", "e": ""}
+    second = {"a": "2", "b": "3", "c": "4", "d": "5", "e": ""}
+    third = {**first, "e": "new", "f": "more"}
+    assert differences([first, second, first, third]) == (
+        "rank 1 differs from rank 0: a is 2, there 1, b is 3, there 2, c is 4, there 3 and 1 more; "
+        "rank 3 differs from rank 0: e is new, there empty, f is more, there missing"
+    )

@@ -1,0 +1,122 @@
+"""What test_agreement runs on ranks: pipelines that differ from one rank to another."""
+
+import logging
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from pipesched import Numerics, Pipeline
+from pipesched.errors import ExecutionError
+from tests.support import places
+
+X, Y = torch.randn(8, 4, generator=torch.Generator().manual_seed(0)), torch.arange(8) % 4
+
+
+def model(width: int = 4) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, width), nn.Dropout(0.1), nn.Linear(width, 4), nn.Linear(4, 4))
+
+
+def made(group: Any, built: nn.Module, **options: Any) -> Pipeline:
+    named: dict[str, Any] = {"loss_fn": functional.cross_entropy, "schedule": "1f1b", "num_microbatches": 4}
+    named |= {"boundaries": [1, 2][: group.size() - 1], "seed": 1}
+    return Pipeline(built, X[:2], **places.place(group), **named | options)
+
+
+def builds(group: Any, change: str) -> str:
+    """The error on this rank if the last rank builds another pipeline."""
+    odd = group.rank() == group.size() - 1
+    built = model(6 if odd and change == "shape" else 4)
+    options: dict[str, Any] = {}
+    version = torch.__version__
+    if odd and change == "dtype":
+        built[3].weight.data = built[3].weight.data.half()
+    elif odd and change == "setting":
+        built[1].p = 0.2
+    elif odd and change == "frozen":
+        built[0].bias.requires_grad_(False)
+    elif odd and change == "mode":
+        built[1].eval()
+    elif odd and change == "structure":
+        built.append(nn.Identity())
+    elif odd and change == "seed":
+        options["seed"] = 2
+    elif odd and change == "numerics":
+        options["numerics"] = Numerics(loss_reduction="sum")
+    elif odd and change == "torch":
+        torch.__version__ = "1.0"
+    try:
+        with made(group, built, **options):
+            return ""
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        torch.__version__ = version
+
+
+def counts(group: Any) -> list[int]:
+    """How many messages of agreement each step costs."""
+    with made(group, model()) as pipe:
+        executor = pipe._running.host.executor  # type: ignore[union-attr]
+        compared = executor.agree_on
+        calls: list[Any] = []
+        executor.agree_on = lambda *given: (calls.append(given), compared(*given))[1]
+        found = []
+        for _ in range(3):
+            pipe.step(X, target=Y)
+            found.append(len(calls))
+        return found
+
+
+def forgets_train(group: Any) -> tuple[str, float]:
+    """One rank sets evaluation mode before the first step; after that has failed, all train."""
+    with made(group, model()) as pipe:
+        if group.rank() == 1:
+            pipe.eval()
+        try:
+            pipe.step(X, target=Y)
+            text = ""
+        except Exception as error:
+            text = f"{type(error).__name__}: {error}"
+        pipe.train()
+        return text, float(pipe.step(X, target=Y))
+
+
+def sets_own_modes(group: Any) -> None:
+    """Each rank may freeze and set the mode of its own stages alone."""
+    with made(group, model()) as pipe:
+        for name, module in pipe.named_modules():
+            if name == "0":
+                module.eval()
+        for name, parameter in pipe.named_parameters():
+            parameter.requires_grad_(name != "2.bias")
+        pipe.step(X, target=Y)
+
+
+def records_of_a_failure(group: Any) -> str:
+    """The log of a run in which a layer of the last rank fails in the third step."""
+
+    class Lines(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            said.append(f"{record.levelname} {record.name}: {record.getMessage()}")
+
+    said: list[str] = []
+    log = logging.getLogger("pipesched")
+    handler = Lines()
+    log.addHandler(handler)
+    log.setLevel(logging.DEBUG)
+    try:
+        built = model()
+        with made(group, built) as pipe:
+            pipe.step(X, target=Y)
+            pipe.step(X[:5], target=Y[:5])
+            built[3].register_forward_pre_hook(lambda *_: 1 // 0)
+            float(pipe.step(X, target=Y))
+    except (ZeroDivisionError, ExecutionError):
+        pass
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(logging.NOTSET)
+    return "\n".join(said)
