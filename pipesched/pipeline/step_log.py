@@ -35,6 +35,7 @@ class StepFigures:
     predicted_s: float | None = None  #: the predicted makespan, in seconds; None if unknown
     #: Seconds from one step to the next, including all other code of the training loop; None if unknown.
     whole_s: float | None = None
+    tokens_per_s: float | None = None  #: None unless the log was given the number of tokens
     metrics: Mapping[str, float] = field(default_factory=dict)  #: ``pipe.metrics``
 
     @property
@@ -53,6 +54,7 @@ class StepFigures:
             off = quote_off(Pair(self.predicted_s, self.step_s).off)
             predicted = f" ({off} compared to {quote_time(self.predicted_s)} predicted)"
         whole = "" if self.whole_s is None else f", {quote_time(self.whole_s)} from step to step"
+        whole += "" if self.tokens_per_s is None else f", {self.tokens_per_s:,.0f} tokens/s"
         busy = " ".join(f"{share:.0%}" for share in self.busy)
         return (
             f"step {self.step}: {values}{quote_time(self.step_s)}{predicted}{whole}, bubble {self.bubble_ratio:.1%}, "
@@ -77,6 +79,7 @@ class StepLog:
         writer: a torch.utils.tensorboard.SummaryWriter, or any object with the same ``add_scalar`` method. Default:
             None (no scalars).
         every: the number of steps from one logged step to the next. Default: 1 (log every step).
+        tokens: the number of tokens in a step, to log tokens per second. Default: None (not logged).
         show: a function that is called with each line; None prints nothing. Default: print.
 
     Raises:
@@ -90,11 +93,16 @@ class StepLog:
         writer: _Writer | None = None,
         *,
         every: int = 1,
+        tokens: int | None = None,
         show: Callable[[str], Any] | None = print,
     ) -> None:
         check_type(pipe, Pipeline, "pipe must be a Pipeline", "pass the pipeline to log")
         if not is_count(every):
             raise InputError(f"every= must be a whole number of steps, at least 1; got {shown(every)}; pass 1 or more")
+        if tokens is not None and not is_count(tokens):
+            raise InputError(
+                f"tokens= must be the number of tokens in a step, at least 1; got {shown(tokens)}; pass rows * length"
+            )
         if writer is not None and not callable(getattr(writer, "add_scalar", None)):
             raise InputError(
                 f"writer= must have a method add_scalar; got {shown(writer)}; pass TensorBoard's SummaryWriter"
@@ -104,6 +112,7 @@ class StepLog:
         self._pipe = pipe
         self._writer = writer
         self._every = every
+        self._tokens = tokens
         self._show = show
         self._calls = 0
         self._last: tuple[int, float] | None = None  # the number of calls when a step was last logged, and the time
@@ -130,6 +139,7 @@ class StepLog:
             return None
         predicted = self._pipe.predicted
         as_predicted = sum(map(len, predicted.by_rank)) == sum(map(len, trace.by_rank))
+        whole_s = None if last is None else (now[1] - last[1]) / (now[0] - last[0])
         figures = StepFigures(
             step=self._calls - 1 if step is None else step,
             step_s=trace.makespan_s / _num_steps(trace, self._pipe.num_microbatches),
@@ -137,7 +147,8 @@ class StepLog:
             busy=trace.busy_ratios,
             loss=None if loss is None else float(loss),
             predicted_s=predicted.makespan_s if as_predicted else None,
-            whole_s=None if last is None else (now[1] - last[1]) / (now[0] - last[0]),
+            whole_s=whole_s,
+            tokens_per_s=None if self._tokens is None or whole_s is None else self._tokens / whole_s,
             metrics={name: float(value) for name, value in self._pipe.metrics.items()},
         )
         if self._writer is not None:

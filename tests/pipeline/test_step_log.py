@@ -48,6 +48,19 @@ def test_a_line_says_what_a_step_took():
     assert str(figures) == "step 0: 500 ms, bubble 0.0%, busy 100%"
 
 
+def test_tokens_per_second_are_those_of_whole_steps():
+    lines = []
+    with pipeline() as pipe:
+        log = StepLog(pipe, tokens=1000, show=lines.append)
+        first, second = (log(pipe.step(X, target=X)) for _ in range(2))
+        assert first.tokens_per_s is None
+        assert second.tokens_per_s == 1000 / second.whole_s
+        assert f", {second.tokens_per_s:,.0f} tokens/s, bubble" in lines[1]
+        assert second.scalars["pipesched/tokens_per_s"] == second.tokens_per_s
+        with pytest.raises(InputError, match="tokens= must be the number of tokens in a step, at least 1; got 0"):
+            StepLog(pipe, tokens=0)
+
+
 def test_one_step_of_so_many_is_said_and_written():
     lines, writer = [], Writer()
     with pipeline() as pipe:

@@ -1,8 +1,10 @@
 """The examples run, and show what they say."""
 
+import importlib
 import os
 import re
 import shlex
+import signal
 import socket
 import subprocess
 import sys
@@ -12,6 +14,10 @@ import pytest
 import torch
 
 ROOT = Path(__file__).parents[2]
+sys.path.append(str(ROOT / "benchmarks"))
+
+import killed_runs  # noqa: E402
+
 OWN = ROOT / "examples" / "own_schedule.py"
 MESH = ROOT / "examples" / "torchrun.py"
 DEMO = ROOT / "examples" / "train_gpt.py"
@@ -117,6 +123,43 @@ def test_the_command_of_the_docs_for_several_machines(alone, tmp_path):
     options = shlex.split(line.replace("host1:29500", endpoint))
     command = [*TORCHRUN, *options, "--local_addr", "127.0.0.1", str(DEMO), "--steps", "2", "--save", "weights.pt"]
     check_demo(tmp_path, finish([command, command], tmp_path), 2, alone)
+
+
+@pytest.mark.timeout(100)
+def test_a_hugging_face_run_that_is_stopped_ends_with_the_weights_of_one_that_is_not(tmp_path, monkeypatch, capsys):
+    """benchmarks/killed_runs.py kills it, on several ranks."""
+    pytest.importorskip("transformers", reason="needs transformers: pip install pipesched[zoo]")
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    train_hf = importlib.import_module("train_hf")
+    own_handlers = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+
+    def run(name):
+        every = ["--save-every", "2", "--evaluate-every", "3", "--log-every", "2"]
+        monkeypatch.setattr(sys, "argv", ["train_hf.py", "--steps", "6", "--folder", str(tmp_path / name), *every])
+        train_hf.main()
+        return capsys.readouterr().out
+
+    def stops(batches):
+        signal.raise_signal(signal.SIGTERM)
+        return draw(batches)
+
+    draw = train_hf.Batches.next
+    try:
+        said = run("whole")
+        assert "done after step 6" in said
+        assert len(re.findall(r"^step 3: loss .* tokens/s", said, re.M)) == 1
+        assert len(re.findall(r"^step [36]: validation loss", said, re.M)) == 2
+        for step in (1, 2):
+            monkeypatch.setattr(train_hf.Batches, "next", stops)
+            assert f"stopped; run the same command to go on after step {step}" in run("stopped")
+        monkeypatch.setattr(train_hf.Batches, "next", draw)
+        assert "done after step 6" in run("stopped")
+    finally:
+        for number, handler in zip((signal.SIGTERM, signal.SIGINT), own_handlers, strict=True):
+            signal.signal(number, handler)
+    whole, stopped = (killed_runs.tensors(tmp_path / name) for name in ("whole", "stopped"))
+    assert whole.keys() == stopped.keys()
+    assert all(torch.equal(value, stopped[name]) for name, value in whole.items())
 
 
 def test_the_slurm_script_is_a_script():

@@ -1,0 +1,161 @@
+"""Train a Hugging Face causal LM that resumes by itself: stop or kill it at any moment, then run the command again.
+
+    python examples/train_hf.py [--steps 2000] [--save-every 100] [--folder runs/train_hf]
+    torchrun --nproc_per_node 2 examples/train_hf.py    # any number of ranks, also when it resumes
+
+The training text is the source code of Python's standard library, as bytes; nothing is downloaded. However
+often a run is interrupted, and on however many ranks it resumes, its final weights are bit-identical.
+"""
+
+import argparse
+import math
+import os
+import random
+import signal
+import sys
+import sysconfig
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, distributed
+from torch.distributed.device_mesh import init_device_mesh
+
+import pipesched
+
+try:
+    from tqdm import tqdm
+    from transformers import GPT2Config, GPT2LMHeadModel
+except ImportError as error:
+    sys.exit(f"this example needs {error.name}, which is not installed; pip install 'pipesched[demo,zoo]'")
+
+ROWS, MICROBATCHES, CONTEXT = 8, 4, 64
+
+
+class Batches:
+    """Random pieces of a text. The state is the number of batches drawn: batch n is the same in every run."""
+
+    def __init__(self, text: Tensor, name: str) -> None:
+        self._text, self._name, self._drawn = text, name, 0
+
+    def next(self) -> dict[str, Tensor]:
+        """Draw a batch: the pieces, which are their own labels (the model shifts them)."""
+        draw = random.Random(f"{self._name} {self._drawn}")
+        self._drawn += 1
+        starts = [draw.randrange(len(self._text) - CONTEXT) for _ in range(ROWS)]
+        pieces = torch.stack([self._text[start : start + CONTEXT] for start in starts]).long()
+        return {"input_ids": pieces, "labels": pieces}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"drawn": self._drawn}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._drawn = state["drawn"]
+
+
+class StopSignal:
+    """Whether SIGTERM or Ctrl+C has reached any rank. The running step is finished first."""
+
+    def __init__(self) -> None:
+        self._received = False
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._receive)
+
+    def _receive(self, *_: Any) -> None:
+        self._received = True
+
+    def on_any_rank(self) -> bool:
+        """Collective: ranks receive a signal at different moments, and must stop after the same step."""
+        if not distributed.is_initialized():
+            return self._received
+        received = torch.tensor(float(self._received), device="cuda" if torch.cuda.is_available() else "cpu")
+        distributed.all_reduce(received, distributed.ReduceOp.MAX)
+        return bool(received)
+
+
+def standard_library() -> Tensor:
+    """The source code of Python's standard library as one tensor of bytes."""
+    folder = Path(sysconfig.get_paths()["stdlib"])
+    return torch.frombuffer(bytearray(b"".join(p.read_bytes() for p in sorted(folder.glob("*.py")))), dtype=torch.uint8)
+
+
+def model() -> GPT2LMHeadModel:
+    """A small GPT-2 over bytes, with dropout and with one weight shared by the embedding and the head."""
+    size = {"n_positions": CONTEXT, "n_embd": 64, "n_layer": 4, "n_head": 4}
+    return GPT2LMHeadModel(GPT2Config(vocab_size=256, bos_token_id=None, eos_token_id=None, use_cache=False, **size))
+
+
+def ranks() -> dict[str, Any]:
+    """The ranks: one for each process under torchrun, else the GPUs of this process, or its CPU."""
+    gpus = torch.cuda.device_count()
+    if "WORLD_SIZE" in os.environ:
+        shape = (int(os.environ["WORLD_SIZE"]),)
+        return {"mesh": init_device_mesh("cuda" if gpus else "cpu", shape, mesh_dim_names=("pp",))["pp"]}
+    return {"devices": [f"cuda:{index}" for index in range(gpus)] or ["cpu"]}
+
+
+def rate(step: int, steps: int, warmup: int = 50) -> float:
+    """The learning rate of a step, as a fraction of the largest: a linear warm-up, then half a cosine."""
+    if step < warmup:
+        return (step + 1) / warmup
+    return 0.1 + 0.45 * (1 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup)))
+
+
+def main() -> None:
+    """Train, and save, until all steps are done or a signal asks to stop."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=2000, help="number of training steps (default: 2000)")
+    parser.add_argument("--save-every", type=int, default=100, help="steps from one save to the next (default: 100)")
+    parser.add_argument("--evaluate-every", type=int, default=200, help="steps between evaluations (default: 200)")
+    parser.add_argument("--log-every", type=int, default=100, help="steps between lines of the log (default: 100)")
+    parser.add_argument("--schedule", default="1f1b", help="a name from `pipesched list` (default: 1f1b)")
+    parser.add_argument("--folder", type=Path, default=Path("runs/train_hf"), help="folder of the checkpoints")
+    options = parser.parse_args()
+
+    torch.manual_seed(0)
+    stop = StopSignal()
+    text = standard_library()
+    last = len(text) // 20  # the last twentieth is for validation
+    training, validation = Batches(text[:-last], "training"), Batches(text[-last:], "validation")
+    sample = {name: value[: ROWS // MICROBATCHES] for name, value in Batches(text, "sample").next().items()}
+    pipe = pipesched.Pipeline(
+        model(), sample, schedule=options.schedule, num_microbatches=MICROBATCHES, seed=0, **ranks()
+    )
+    optimizer = torch.optim.AdamW(pipe.parameters(), lr=2e-3)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rate(step, options.steps))
+    state = {"optimizer": optimizer, "scheduler": scheduler, "extra": {"training": training, "validation": validation}}
+    with suppress(pipesched.errors.MissingCheckpointError):  # there is none at the first start
+        pipe.load(options.folder, **state)
+
+    first = int(os.environ.get("RANK", "0")) == 0
+    done = scheduler.last_epoch
+    bar = tqdm(total=options.steps, initial=done, unit="step", disable=not first)
+    log = pipesched.StepLog(pipe, every=options.log_every, tokens=ROWS * CONTEXT, show=bar.write)
+    while done < options.steps and not stop.on_any_rank():
+        log(pipe.step(**training.next()), step=done)
+        pipe.clip_grad_norm_(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+        done += 1
+        bar.update()
+        if done % options.evaluate_every == 0:
+            loss = pipe.eval().evaluate(**validation.next())
+            pipe.train()
+            if first:
+                bar.write(f"step {done}: validation loss {loss:.4f} nats per byte")
+        if done % options.save_every == 0 and done < options.steps:
+            pipe.save(options.folder, keep=2, asynchronous=True, **state)
+    pipe.save(options.folder, keep=2, **state)
+    bar.close()
+    if first:
+        words = "done" if done == options.steps else "stopped; run the same command to go on"
+        print(f"{words} after step {done}; saved in {options.folder}")
+    pipe.close()
+    if distributed.is_initialized():
+        distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
