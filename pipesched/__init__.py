@@ -20,7 +20,8 @@ The packages, each importing only from those above it:
     ---- the packages below import torch ----
     tensors, model, capture     any nn.Module to layers and stage bodies
     runtime                     stages, executors, transport
-    profiling, pipeline         measured costs; the front door
+    profiling, saving           measured costs; checkpoints
+    pipeline                    the front door
     testing, cli                helpers for tests; the command line
 
 Names are imported on first use, so schedules can be studied without torch.
