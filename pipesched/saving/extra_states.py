@@ -155,7 +155,8 @@ class ExtraChanges:
             own = {own_name: (key, stored) for at, key, own_name, stored in leaves if tuple(at) == path}
             present = at_path(now, path)
             keys = [key for key in present if type(key) is str] if isinstance(present, dict) else []
-            asked = {name: key for key in keys if (name := model_name(key, run.shapes)) is not None}
+            named = [(model_name(key, run.shapes), key) for key in keys]
+            asked = {own_name: key for own_name, key in named if own_name is not None}
             for own_name in asked:
                 if own_name not in own and isinstance(present[asked[own_name]], Tensor):
                     raise CheckpointError(
