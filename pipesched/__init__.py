@@ -21,7 +21,8 @@ The packages; each imports only from the packages above it:
     ---- the packages below import torch ----
     tensors, model, capture     turn an nn.Module into layers and stages
     runtime                     stages, executors, transport
-    profiling, pipeline         measured costs; Pipeline and tune
+    profiling, saving           measured costs; checkpoints
+    pipeline                    Pipeline and tune
     testing, cli                helpers for tests; the command line
 
 Names are imported on first use, so schedules can be studied without torch.

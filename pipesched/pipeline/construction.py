@@ -66,7 +66,8 @@ def _in_words(value: Any) -> str:
         return str(getattr(value, "__qualname__", type(value).__qualname__))
     if is_dataclass(value):
         return ", ".join(f"{field.name}={_in_words(getattr(value, field.name))}" for field in fields(value))
-    return type(value).__qualname__ if type(value).__repr__ is object.__repr__ else repr(value)
+    kind: Any = type(value)
+    return str(kind.__qualname__) if kind.__repr__ is object.__repr__ else repr(value)
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from pipesched.checks import as_path
+from pipesched.errors import CheckpointError
 from pipesched.pipeline.gathering import named_tensors
 from pipesched.pipeline.module_interface import ModuleInterface
 from pipesched.pipeline.options import Numerics
@@ -200,21 +201,30 @@ class SavingInterface(ModuleInterface):
 
     def _loaded(self, load: Callable[[LiveRun], Restored]) -> Restored:
         run = self._live_run()
-        self._guard.check(changes=True)
+        self._guard.check(changes=False)
         restored = load(run)
+        self._guard.check(changes=True)
         self._running.step = restored.step
         self._running.seed = restored.seed
         return restored
 
     def _live_run(self) -> LiveRun:
-        """The state of this pipeline that a checkpoint holds."""
-        roots = self._modules()
+        """The state of this pipeline that a checkpoint holds. Finishes the steps under way."""
         running = self._running
+        running.host.executor.check_outside("save or load")
+        roots = self._modules()
         own_name = own_names(roots)
         tensors = dict(named_tensors(roots))
         parameters = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, nn.Parameter)}
         buffers = {name: tensor for name, tensor in tensors.items() if name not in parameters}
         own = {name for name in tensors if self._is_own(name)}
+        if len(set(map(own_name, tensors))) < len(tensors):
+            names = list(map(own_name, tensors))
+            twice = next(name for name in names if names.count(name) > 1)
+            raise CheckpointError(
+                f"the names of a model's tensors must differ without the prefixes of wrappers; two of {len(names)} are "
+                f"{twice!r}; rename a module"
+            )
         modules = dict(pair for prefix, root in roots.items() for pair in root.named_modules(prefix=prefix[:-1]))
         used = {
             id(buffer)

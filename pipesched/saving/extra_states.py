@@ -15,7 +15,7 @@ from pipesched.checks import check_type, shown
 from pipesched.errors import ArgumentError, CheckpointError
 from pipesched.saving.common_values import Encoded, kept_here
 from pipesched.saving.live_run import LiveRun
-from pipesched.saving.names import without_wrapper
+from pipesched.saving.names import model_name
 from pipesched.saving.saved_run import Part, SavedRun
 from pipesched.saving.state_encoding import Encoder, at_path, decoded, tensor_keys
 from pipesched.saving.tensor_files import plain
@@ -46,9 +46,9 @@ class _ExtraEncoder(Encoder):
     def _mapping(self, value: Mapping[Any, Any], path: tuple[Any, ...]) -> Any:
         rest: dict[Any, Any] = {}
         for key, part in value.items():
-            name = without_wrapper(key) if type(key) is str else ""
-            is_named = isinstance(part, Tensor) and self._shapes.get(name) == tuple(part.shape)
-            if is_named and all(type(step) in (str, int) for step in path):
+            name = model_name(key, self._shapes) if type(key) is str else None
+            is_named = isinstance(part, Tensor) and name is not None and self._shapes[name] == tuple(part.shape)
+            if name is not None and is_named and all(type(step) in (str, int) for step in path):
                 self.leaves.append(_Leaf(path, key, name, plain(part, f"{self._place(path)}[{key!r}]")))
             else:
                 rest[key] = part
@@ -155,7 +155,8 @@ class ExtraChanges:
             own = {own_name: (key, stored) for at, key, own_name, stored in leaves if tuple(at) == path}
             present = at_path(now, path)
             keys = [key for key in present if type(key) is str] if isinstance(present, dict) else []
-            asked = {without_wrapper(key): key for key in keys if without_wrapper(key) in run.shapes}
+            named = [(model_name(key, run.shapes), key) for key in keys]
+            asked = {own_name: key for own_name, key in named if own_name is not None}
             for own_name in asked:
                 if own_name not in own and isinstance(present[asked[own_name]], Tensor):
                     raise CheckpointError(

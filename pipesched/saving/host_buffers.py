@@ -1,13 +1,19 @@
 """Host buffers: the copies of tensors in the host's memory from which an asynchronous save writes."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
 
 from pipesched.tensors.caller_context import intra_op
 
-__all__ = ["HostBuffers"]
+__all__ = ["HostBuffers", "wait_for_devices"]
+
+
+def wait_for_devices(tensors: Iterable[Tensor]) -> None:
+    """Wait until the work on the tensors' CUDA devices is done: other threads use other streams."""
+    for device in {tensor.device for tensor in tensors if tensor.device.type == "cuda"}:
+        torch.cuda.synchronize(device)
 
 
 class HostBuffers:

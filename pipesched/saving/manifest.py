@@ -121,6 +121,8 @@ class Manifest:
                 f"{shown(values.get('version'))}, written by pipesched {shown(values.get('pipesched'))}; load it with "
                 f"that version"
             )
+        if any(Path(name).name != name for name in (values.get("data"), *values.get("files", ())) if name is not None):
+            raise _damaged(path, "it names a file outside of its folder")
         try:
             entries = {
                 "files": {name: FileEntry(**entry) for name, entry in values["files"].items()},

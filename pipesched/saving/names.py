@@ -1,10 +1,10 @@
 """Names: the model's own names of its tensors, without the prefixes that wrappers add."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 from torch import nn
 
-__all__ = ["own_names", "without_wrapper"]
+__all__ = ["model_name", "own_names"]
 
 #: Attributes in which torch.compile, FSDP and checkpoint_wrapper keep the wrapped module.
 _WRAPPED = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
@@ -41,6 +41,10 @@ def own_names(roots: Mapping[str, nn.Module]) -> Callable[[str], str]:
     return own_name
 
 
-def without_wrapper(name: str) -> str:
-    """The name of an entry in the state dict of a wrapped copy of the model, such as torch's AveragedModel."""
+def model_name(key: str, names: Collection[str]) -> str | None:
+    """The model's name for a key of a state dict, also of a wrapped copy of the model; None if it has no such name."""
+    return next((name for name in (key, _without_wrapper(key)) if name in names), None)
+
+
+def _without_wrapper(name: str) -> str:
     return ".".join(part for part in name.removeprefix(f"{_MODULE}.").split(".") if part not in _WRAPPED)

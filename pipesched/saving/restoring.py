@@ -166,6 +166,11 @@ class Restoring:
                 f"pass them to load, unless the weights are all you need"
             )
 
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The weights and buffers that ``apply`` changes."""
+        return list(self._tensors.values())
+
     def extra_states(self, read: Callable[[str], Tensor]) -> dict[str, Any]:
         """The states of the user's objects, and the other values of ``extra``."""
         return self._extra.states(read)

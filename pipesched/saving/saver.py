@@ -12,7 +12,7 @@ from pipesched.errors import CheckpointError, DamagedCheckpointError, InputError
 from pipesched.runtime.rank_host import MeshRanks
 from pipesched.saving.capturing import capture
 from pipesched.saving.folders import folder_for
-from pipesched.saving.host_buffers import HostBuffers
+from pipesched.saving.host_buffers import HostBuffers, wait_for_devices
 from pipesched.saving.live_run import LiveRun
 from pipesched.saving.optimizer_states import GivenOptimizers
 from pipesched.saving.reading import OpenCheckpoint, checkpoint_folders, given_state
@@ -23,6 +23,8 @@ from pipesched.saving.writing import Target, begin, check_shared, write
 from pipesched.user_warning import warn
 
 __all__ = ["Saver"]
+
+_PARTS = ("tensors", "entries", "values", "step", "seed", "settings", "plan")  # of a training state
 
 
 class Saver:
@@ -64,6 +66,7 @@ class Saver:
         agreed(host, lambda: check_shared(target))
         hurry = self._hurry = Event()
         if not asynchronous:
+            agreed(host, lambda: wait_for_devices(part.tensors.values()))
             work = Work(lambda: write(target, part, run.facts, hurry))
             if isinstance(host, MeshRanks):
                 work.start()
@@ -143,10 +146,12 @@ class Saver:
         parts = [state] if isinstance(state, Mapping) else list(state)
 
         def prepared() -> tuple[SavedRun, Restoring]:
+            if not parts:
+                raise CheckpointError("a training state must be given; got an empty list; pass those of all ranks")
             for part in parts:
                 check_type(part, Mapping, "a training state must be the dict of training_state", "pass it unchanged")
-                missing = [name for name in ("tensors", "entries", "values", "step") if name not in part]
-                if missing or not parts:
+                missing = [name for name in _PARTS if name not in part]
+                if missing:
                     raise CheckpointError(
                         f"a training state must be the dict that training_state returned; it has no {missing[0]!r}; "
                         f"pass it unchanged"
@@ -187,5 +192,11 @@ def _apply(run: LiveRun, saved: SavedRun, restoring: Restoring) -> Restored:
     restoring.warn_of_left()
     states = in_all(run.host, lambda: restoring.extra_states(saved.read))
     agreed(run.host, lambda: restoring.load_objects(states))  # the user's code may raise: nothing else has changed yet
-    in_all(run.host, lambda: restoring.apply(saved.read))
+
+    def apply() -> None:
+        wait_for_devices(restoring.tensors)
+        restoring.apply(saved.read)
+        wait_for_devices(restoring.tensors)
+
+    in_all(run.host, apply)
     return Restored(step=saved.facts.step, seed=saved.facts.seed, extra=states)

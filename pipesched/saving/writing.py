@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from pipesched.errors import CheckpointError
+from pipesched.errors import CheckpointError, MissingCheckpointError
 from pipesched.saving.folders import commit, keep_newest, new_data_folder, write_whole
 from pipesched.saving.live_run import Facts
 from pipesched.saving.manifest import FileEntry, Manifest, TensorEntry, dumped, hash_of, parsed
@@ -106,11 +106,22 @@ def write(target: Target, part: Part, facts: Facts, hurry: Event) -> None:
             with explained(target.folder):
                 commit(target.folder, manifest)
         except BaseException:
-            shutil.rmtree(target.data_folder, ignore_errors=True)
+            if _is_replaceable(target):
+                shutil.rmtree(target.data_folder, ignore_errors=True)
             raise
         if target.keep is not None:
             with suppress(OSError):
                 keep_newest(target.path, target.keep, target.folder)
+
+
+def _is_replaceable(target: Target) -> bool:
+    """Whether the new data is certainly not what the manifest names: an error may come after its replacement."""
+    try:
+        return Manifest.read(target.folder).data != target.data
+    except MissingCheckpointError:
+        return True
+    except CheckpointError:
+        return False
 
 
 def _name(process: int) -> str:

@@ -1,0 +1,98 @@
+"""The format of checkpoints: one of format 1 loads for ever, and the files are those of the safetensors library."""
+
+import hashlib
+import json
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from pipesched.errors import CheckpointError, DamagedCheckpointError
+from pipesched.saving import writing
+from pipesched.saving.manifest import Manifest, dumped
+from pipesched.saving.tensor_files import TensorFile, write_tensors
+from tests.support.jobs.kept_checkpoint import FOLDER, Run
+from tests.support.jobs.saving import piped
+from tests.support.places import OneProcess
+from tests.support.rank_processes import FORKED
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+
+pytestmark = pytest.mark.filterwarnings("ignore:BatchNorm sees one micro-batch")
+
+
+def test_the_kept_checkpoint_of_format_1_loads_bit_for_bit() -> None:
+    """To change the format, raise VERSION, keep this file, and write another beside it."""
+    run = Run(seed=8)
+    with run.pipe as pipe:
+        restored = pipe.load(FOLDER / "checkpoint", **run.states)
+        assert (restored.step, restored.seed) == (2, 4)
+        assert run.digest(dict(restored.extra)) == (FOLDER / "digest.txt").read_text().strip()
+
+
+def test_a_checkpoint_of_another_format_names_its_version(tmp_path: Path) -> None:
+    values = json.loads((FOLDER / "checkpoint" / "manifest.json").read_text()) | {"version": 2}
+    del values["digest"]
+    (tmp_path / "manifest.json").write_bytes(dumped({**values, "digest": hashlib.sha256(dumped(values)).hexdigest()}))
+    with pytest.raises(CheckpointError, match=r"reads checkpoints of format 1; .*manifest.json has format 2, written"):
+        Manifest.read(tmp_path)
+    values["step"] = 3
+    (tmp_path / "manifest.json").write_bytes(dumped({**values, "digest": "0" * 64}))
+    with pytest.raises(DamagedCheckpointError, match="its content differs from its digest"):
+        Manifest.read(tmp_path)
+
+
+def test_the_safetensors_library_reads_what_is_written(tmp_path: Path) -> None:
+    dtypes = [
+        torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,
+        torch.uint8, torch.bool, torch.float8_e4m3fn, torch.float8_e5m2, torch.uint16, torch.uint32, torch.uint64,
+    ]  # fmt: skip
+    tensors = {str(dtype): (torch.arange(6).reshape(2, 3) % 2).to(dtype) for dtype in dtypes}
+    tensors |= {"scalar": torch.tensor(2.5), "empty": torch.empty(0, 3), "strided": torch.arange(6.0).reshape(2, 3).t()}
+    path = tmp_path / "all.safetensors"
+    entry = write_tensors(path, tensors | {"own": torch.tensor([1 + 2j], dtype=torch.complex128)}, {"format": "pt"})
+    assert entry.bytes == path.stat().st_size
+    read = load_file(path)
+    for name, tensor in tensors.items():
+        assert read[name].dtype == tensor.dtype
+        assert read[name].shape == tensor.shape
+        own = TensorFile(path).read(name, tensor.dtype, tuple(tensor.shape))
+        for found in (read[name], own):
+            assert bytes(found.reshape(-1).view(torch.uint8).tolist() if found.numel() else b"") == bytes(
+                tensor.contiguous().reshape(-1).view(torch.uint8).tolist() if tensor.numel() else b""
+            )
+    assert TensorFile(path).read("own", torch.complex128, (1,)).item() == 1 + 2j
+
+
+def test_killed_saves_and_changed_files() -> None:
+    """Few of them; `benchmarks/torn_checkpoints.py` has hundreds."""
+    import torn_checkpoints
+
+    found = torn_checkpoints.kills(2, ("one", "keep"), seed=3) + torn_checkpoints.changes(25, seed=3)
+    good = {"whole", "in the write", "between two saves", "refused by name", "refused by name, as missing"}
+    assert {*found} <= good, found
+    assert found["whole"] == 2
+
+
+def _save_at_the_end(path: str) -> None:
+    """Begin a save that writes only after the main thread has ended."""
+    write = writing.write_tensors
+
+    def late(*args: Any) -> Any:
+        threading.main_thread().join()
+        return write(*args)
+
+    writing.write_tensors = late
+    piped(OneProcess(2)).save(path, asynchronous=True)
+
+
+def test_a_process_that_exits_finishes_its_save(tmp_path: Path) -> None:
+    process = FORKED.Process(target=_save_at_the_end, args=(str(tmp_path),))
+    process.start()
+    process.join(60)
+    assert process.exitcode == 0
+    assert Manifest.read(tmp_path).step == 0
