@@ -10,7 +10,6 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -152,9 +151,3 @@ def remove_checkpoint(folder: Path) -> None:
     with suppress(OSError):
         (folder / MANIFEST).unlink()
     shutil.rmtree(folder, ignore_errors=True)
-
-
-def files_of(folder: Path) -> Iterator[Path]:
-    """The files of a folder."""
-    with suppress(FileNotFoundError):
-        yield from (folder / name for name in sorted(os.listdir(folder)))

@@ -53,6 +53,12 @@ class Saver:
                 f"keep must be the number of checkpoints to keep, at least 1; got {shown(keep)}; pass a number such as "
                 f"3, or leave it out for one checkpoint"
             )
+        asked = exchanged(host, (asynchronous, keep))
+        if any(other != asked[0] for other in asked):
+            raise InputError(
+                f"every rank must pass the same asynchronous= and keep= to save; ranks 0 to {len(asked) - 1} passed "
+                f"{', '.join(map(str, asked))}; pass the same values on every rank"
+            )
         part = capture(run, *states)
         begun = agreed(host, lambda: "" if run.process else begin(folder_for(path, run.facts.step, keep)))
         target = Target(

@@ -500,11 +500,12 @@ def test_averaged_weights_follow_their_names(ranks: Ranks, tmp_path: Path, befor
 
 
 def test_extras_that_differ_between_ranks_are_refused_on_all(ranks: Ranks, tmp_path: Path) -> None:
-    for place, noise, name, odd in ranks.run(2, jobs.different_extras, str(tmp_path)):
+    for place, noise, name, odd, way in ranks.run(2, jobs.different_extras, str(tmp_path)):
         assert "'loader' differs between rank 0 and rank 1 at loader['value']['place'][1]" in place
         assert "'loader' differs between rank 0 and rank 1 at loader['value']['noise']" in noise
         assert "'mine' was passed on rank 1, but not on rank 0" in name
         assert "extra/odd is of type builtins.object" in odd
+        assert "keep= to save; ranks 0 to 1 passed (False, None), (True, None); pass the same" in way
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])

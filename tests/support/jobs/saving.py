@@ -73,6 +73,7 @@ def different_extras(group: Group, path: str) -> list[str]:
             error_of(lambda: pipe.save(path, extra={"loader": {"noise": torch.ones(2) * rank}})),
             error_of(lambda: pipe.save(path, extra={"mine": 1} if rank else {})),
             error_of(lambda: pipe.save(path, extra={"odd": object()} if rank else {"odd": 1})),
+            error_of(lambda: pipe.save(path, asynchronous=rank == 1)),
         ]
         pipe.step(X, target=Y)
         pipe.save(path, extra={"loader": 1})
