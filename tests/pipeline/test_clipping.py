@@ -238,6 +238,11 @@ def test_a_loss_that_is_not_finite_is_named_where_all_layers_are():
             assert pipe.step(x, target=y).isfinite()
 
 
+def test_an_order_of_norms_without_clipping_is_refused():
+    with pytest.raises(InputError, match="norm_type is inf without clip_grad_norm; pass clip_grad_norm, too"):
+        Numerics(norm_type=math.inf)
+
+
 def test_reactions_are_refused_where_they_cannot_be_right():
     with pytest.raises(InputError, match=r"on_nonfinite='skip' is about updates .* no optimizer="):
         make("1f1b", Numerics(on_nonfinite="skip"), optimizer=None)
