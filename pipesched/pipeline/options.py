@@ -129,7 +129,11 @@ class Numerics:
         as_threads(self.intra_op_threads)
         if self.clip_grad_norm is not None:
             as_max_norm(self.clip_grad_norm, "clip_grad_norm")
-        as_norm_type(self.norm_type)
+        if as_norm_type(self.norm_type) != 2.0 and self.clip_grad_norm is None:
+            raise InputError(
+                f"norm_type is the order of the norm that clip_grad_norm limits; norm_type is {self.norm_type} without "
+                f"clip_grad_norm; pass clip_grad_norm, too, or leave norm_type out"
+            )
         check_type(
             self.scaler, (GradScaler, type(None)), "scaler must be a torch.amp.GradScaler", "pass one, or leave it out"
         )
@@ -149,13 +153,12 @@ class Numerics:
         scaler = self.enabled_scaler
         if self.clip_grad_norm is None and scaler is None and self.on_nonfinite is None:
             return None
-        needs_updates = {
-            f"clip_grad_norm={self.clip_grad_norm}": "call pipe.clip_grad_norm_() before your optimizer's step",
-            "scaler=": "train in bfloat16, which needs no scaler",
-            "on_nonfinite='skip'": "pass on_nonfinite='raise', and catch the error",
-        }
-        asked = self.clip_grad_norm is not None, scaler is not None, self.on_nonfinite == "skip"
-        for (option, remedy), passed in zip(needs_updates.items(), asked, strict=True):
+        clip = f"clip_grad_norm={self.clip_grad_norm}"
+        for option, passed, remedy in (
+            (clip, self.clip_grad_norm is not None, "call pipe.clip_grad_norm_() before your optimizer's step"),
+            ("scaler=", scaler is not None, "train in bfloat16, which needs no scaler"),
+            ("on_nonfinite='skip'", self.on_nonfinite == "skip", "pass on_nonfinite='raise', and catch the error"),
+        ):
             if passed and not has_optimizers:
                 raise InputError(
                     f"{option} is about updates that step() makes; there is no optimizer=, so step() makes no updates; "

@@ -40,15 +40,11 @@ class NonfiniteReaction:
 
     def react(self, step: int, verdict: Verdict, watch: NonfiniteWatch, rules: GradientRules, host: RankHost) -> None:
         """React to the check of a step, in all processes alike. Raises ExecutionError, or warns."""
-        flag = verdict.nonfinite
-        if flag is None:
+        if verdict.nonfinite is None:
             return
-        check: _Check | None = _Check(step, verdict, watch, flag)
-        if rules.lags and flag.is_cuda:
-            here = torch.empty_like(flag, device="cpu", pin_memory=True).copy_(flag, non_blocking=True)
-            arrived = torch.cuda.Event()
-            arrived.record(torch.cuda.current_stream(flag.device))
-            check, self._before = self._before, _Check(step, verdict, watch, here, arrived)
+        check: _Check | None = _Check(step, verdict, watch, *_on_host(verdict.nonfinite, rules.lags))
+        if rules.lags:
+            check, self._before = self._before, check
         if check is not None and check.failed:
             self._say(check, rules, host)
 
@@ -69,3 +65,13 @@ class NonfiniteReaction:
         if rules.on_nonfinite == "raise":
             raise ExecutionError(text)
         warn(text)
+
+
+def _on_host(flag: Tensor, lags: bool) -> tuple[Tensor, torch.cuda.Event | None]:
+    """A flag, and if it may lag and lies on a GPU, its copy to the host and the event after which it is there."""
+    if not (lags and flag.is_cuda):
+        return flag, None
+    here = torch.empty_like(flag, device="cpu", pin_memory=True).copy_(flag, non_blocking=True)
+    arrived = torch.cuda.Event()
+    arrived.record(torch.cuda.current_stream(flag.device))
+    return here, arrived

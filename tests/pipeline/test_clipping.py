@@ -11,7 +11,7 @@ from torch import nn
 from torch.amp import GradScaler
 
 from pipesched import Kind, Numerics, Pipeline, Program, Trace, schedules, viz
-from pipesched.errors import ArgumentError, InputError, ScheduleError
+from pipesched.errors import ArgumentError, ExecutionError, InputError, ScheduleError
 from pipesched.program.lowering import add_norms, add_updates
 from pipesched.runtime.stage.loss_scale import LossScale
 from pipesched.testing import clip_grad_norm_
@@ -236,6 +236,24 @@ def test_a_loss_that_is_not_finite_is_named_where_all_layers_are():
             with pytest.warns(UserWarning, match="in step 0, the loss for micro-batch 2 was the first that was not"):
                 assert pipe.step(x, target=y).isnan()
             assert pipe.step(x, target=y).isfinite()
+
+
+def test_a_check_that_must_not_wait_comes_one_step_later(monkeypatch: pytest.MonkeyPatch):
+    """As on the GPUs of one process; the update has then been made."""
+    rules = Numerics.gradient_rules
+    monkeypatch.setattr(Numerics, "gradient_rules", lambda *args, **given: rules(*args, **{**given, "lags": True}))
+    x, y = clipping.batch(0)
+    options = {"num_microbatches": 4, "loss_fn": clipping.spoilt_once(1)}
+    with make("1f1b", Numerics(on_nonfinite="raise"), **options) as pipe:
+        assert pipe.step(x, target=y).isnan()
+        assert pipe.model[0].weight.isnan().any()
+        with pytest.raises(ExecutionError, match=r"in step 0, the loss for micro-batch 1 .* gradients are not finite"):
+            pipe.step(x, target=y)
+
+
+def test_an_order_of_norms_without_clipping_is_refused():
+    with pytest.raises(InputError, match="norm_type is inf without clip_grad_norm; pass clip_grad_norm, too"):
+        Numerics(norm_type=math.inf)
 
 
 def test_reactions_are_refused_where_they_cannot_be_right():

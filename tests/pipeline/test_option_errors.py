@@ -61,7 +61,7 @@ NUMERICS = {
     "batch_norm": but(),
     "intra_op_threads": but("a number"),
     "clip_grad_norm": but("None", "a number", "a fraction"),
-    "norm_type": but("a number", "a fraction", "infinite"),
+    "norm_type": but(),
     "scaler": but("None"),
     "on_nonfinite": but("None"),
 }

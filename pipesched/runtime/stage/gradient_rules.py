@@ -68,7 +68,8 @@ class GradientRules:
             self.scale.unscale_(grads)
         else:
             nonfinite = _nonfinite([loss.detach() for loss in losses]) if self.on_nonfinite else None
-        return GradientNorms.of(parameters, self.order, self.norm_type)._replace(nonfinite=nonfinite)
+        norms = GradientNorms.of(parameters, self.order, self.norm_type)._replace(nonfinite=nonfinite)
+        return norms if norms.norms is None else norms.on(norms.norms.device)  # a loss may lie on another device
 
     def decide(self, parts: Sequence[GradientNorms]) -> Verdict:
         """Decide on an update from the measurements of all stages. To skip an update, waits for them on a GPU."""
