@@ -35,7 +35,6 @@ from pipesched.units import counted
 
 __all__ = ["StepRunner"]
 
-
 _NO_UPDATES: Mapping[int, Uses] = {}
 
 

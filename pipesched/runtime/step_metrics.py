@@ -74,28 +74,35 @@ class StepMetrics:
             self._check_none(host, rows)
             if not run.measures:
                 return host.loss(run.rank, run.loss)
-        own: LossAndMetrics | None = None
-        if host.holds(run.rank):
-            own = run.loss(), _measured(run) if run.measures else None
+        own = self._of_rank(host, run)
         shared = host.shared((own, rows)) if adds else host.loss_with_metrics(run.rank, own)
-        here = host.devices[run.rank]
+        rank, here, weighting, measures = run.rank, host.devices[run.rank], run.weighting, run.measures
         found: list[_Result] = []
 
-        def result() -> _Result:
+        def result() -> _Result:  # must not hold the run, and with it the batch
             if not found:
                 parts: Any = shared()
-                loss, metrics = parts[run.rank][0] if adds else parts
-                if run.measures and metrics is None:
+                loss, metrics = parts[rank][0] if adds else parts
+                if measures and metrics is None:
                     raise ExecutionError(
-                        f"all ranks must pass metrics= or none; rank {host.rank} passed it, but rank {run.rank}, which "
-                        f"has the outputs, did not; pass the same arguments on every rank"
+                        f"all ranks must pass metrics= or none; another rank passed it, but rank {rank}, which has the "
+                        f"outputs, did not; pass the same arguments on every rank"
                     )
                 every = [row for _, own in parts for row in own] if adds else []
-                found.append(_combined(loss.to(here), metrics or {}, every, run.weighting))
+                found.append(_combined(loss.to(here), metrics or {}, every, weighting))
             return found[0]
 
         self.read = lambda: result().metrics
         return pending(lambda: result().loss)
+
+    def _of_rank(self, host: MeshRanks, run: RunResults) -> LossAndMetrics | None:
+        """The loss and the metrics of this process; None if another rank computes them."""
+        if not host.holds(run.rank):
+            return None
+        try:
+            return run.loss(), _measured(run) if run.measures else None
+        except InputError as error:  # the other ranks wait for the result
+            host.fail("metrics", error)
 
     def _check_none(self, host: MeshRanks, rows: Sequence[_Row]) -> None:
         """Stop all ranks if a layer adds a loss of which the other ranks do not know."""

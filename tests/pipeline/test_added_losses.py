@@ -222,6 +222,7 @@ def test_forward_refuses_a_loss_that_it_would_lose() -> None:
         pipe.step(X, target=Y)
 
 
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 def test_a_loss_computed_without_gradients_is_refused() -> None:
     model = nn.Sequential(nn.Linear(8, 8), Checkpointed(reentrant=True), nn.Linear(8, 4))
     message = r"added under no_grad, .* or pass use_reentrant=False"

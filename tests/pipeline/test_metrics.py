@@ -55,12 +55,16 @@ def test_asynchronous_steps_have_them(ranks: Ranks) -> None:
 
 def test_ranks_that_pass_different_arguments(ranks: Ranks) -> None:
     first, last = ranks.run(2, jobs.differ)
-    assert (
-        "all ranks must pass metrics= or none; rank 0 passed it, but rank 1, which has the outputs, did not" in first[0]
-    )
+    assert "all ranks must pass metrics= or none; another rank passed it, but rank 1, which has the" in first[0]
     assert last[0].endswith(" []")
     assert first[1].endswith(" []")
     assert last[1].endswith(" ['accuracy', 'constant', 'loss_again']")
+
+
+def test_other_names_in_one_microbatch_stop_all_ranks(ranks: Ranks) -> None:
+    first, last = ranks.run(2, jobs.returns_other_names)
+    assert "InputError: metrics(outputs, target) must return the same names for every micro-batch" in first
+    assert last.startswith("metrics(outputs, target) must return the same names for every micro-batch")
 
 
 def test_a_recomputed_stage_measures_once_without_gradients() -> None:

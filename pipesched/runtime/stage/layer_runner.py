@@ -107,6 +107,7 @@ class LayerRunner:
     def begin(self, step_data: StepData, weights: WeightStash | None) -> None:
         """Start a step. ``weights`` holds the weight versions if the program updates weights during the run."""
         self._step_data = self._added.step_data = step_data
+        self._added.saved = None
         self._weights = weights
         self._body.begin()
         if self.offloads is not None:
@@ -222,6 +223,7 @@ class LayerRunner:
                 torch.autograd.backward(edges, grads)
             else:
                 self._weights.during(saved.weights, lambda: torch.autograd.backward(edges, grads))
+        self._added.saved = None
 
     def weight_grad(self, products: Sequence[Product]) -> None:
         """Accumulate the weight gradients that an I has deferred to W."""

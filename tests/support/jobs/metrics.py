@@ -84,3 +84,13 @@ def differ(group: Any) -> list[str]:
             except Exception as error:
                 said.append(str(error))
     return said
+
+
+def returns_other_names(group: Any) -> str:
+    """The error on this rank if the last micro-batch has another metric."""
+    options: dict[str, Any] = {"loss_fn": functional.cross_entropy, "schedule": "1f1b", "num_microbatches": 3}
+    with Pipeline(model(), X[:2], **places.place(group), boundaries=[2], **options) as pipe:
+        try:
+            return str(float(pipe.step(X, target=Y, metrics=lambda outputs, target: {f"rows {len(target)}": 1})))
+        except Exception as error:
+            return str(error)
