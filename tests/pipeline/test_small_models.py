@@ -172,7 +172,7 @@ def test_the_first_step_of_other_micro_batches_than_the_sample_says_so_once() ->
     pipe = Pipeline(linears(), x[:8], loss_fn=functional.mse_loss, devices=["cpu"] * 2, num_stages=2)
     with pipe:
         match = (
-            r"micro-batches of 8 rows, .* micro-batches of 4 rows \(32 rows in 8 micro-batches\); pass "
+            r"micro-batches of 8 rows .* micro-batches of 4 rows \(32 rows in 8 micro-batches\); pass "
             r"search=Search\(batch_size=32\)"
         )
         with pytest.warns(UserWarning, match=match):
