@@ -29,7 +29,7 @@ from pipesched.units import counted
 __all__ = ["graph", "report", "tune"]
 
 
-@click.command(short_help="Explain a saved plan, and compare it with a measured step if one is given.")
+@click.command(short_help="Explain a saved plan, and compare it with a measured step.")
 @click.argument("plan", type=INPUT)
 @click.argument("trace", type=INPUT, required=False)
 @click.option(

@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from pipesched import Numerics, Pipeline
 from pipesched.errors import InputError
 from pipesched.pipeline.auto_plan import adds_up
+from pipesched.runtime.microbatches import GivenBatch
 from pipesched.testing import reference_step
 from tests.support.models import assert_as
 
@@ -294,7 +295,7 @@ def test_targets_are_counted_with_one_wait_for_the_device() -> None:
             return func(*args, **(kwargs or {}))
 
     with piped(model(), nn.CrossEntropyLoss(weight=CLASS_WEIGHTS)) as pipe, Reading():
-        batch = pipe._steps._batch("step", (X,), {}, SOME)
+        batch = pipe._steps._batch("step", GivenBatch((X,), {}, SOME))
         pipe._running.splitter.weighting(batch)
     assert reads == 1
 

@@ -10,11 +10,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
-from pipesched import Pipeline, schedules
-from pipesched.testing import reference_step
+from pipesched import Numerics, Pipeline, schedules
+from pipesched.testing import clip_grad_norm_, reference_step
 from tests.support.places import Group, place
 
 STEPS, HALF, MICROBATCHES, SEED, WIDTH, BLOCKS = 20, 10, 4, 11, 8, 8
+CLIP = 0.4  # most steps have a larger norm
 SCHEDULES = ("1f1b", "interleaved-1f1b", "zb-v", "zb-h1")
 CHECKPOINTS = ("never", "always", "by layer")
 
@@ -127,6 +128,7 @@ def pipeline(group: Group, half: Half, model: nn.Module, seed: int = SEED) -> Pi
         boundaries=[layers[len(layers) * stage // num_stages] for stage in range(1, num_stages)],
         checkpoint=by_layer if half.checkpoint == "by layer" else half.checkpoint,
         optimizer=adam if half.optimizer == "pipeline" else None,
+        numerics=Numerics(clip_grad_norm=CLIP) if half.optimizer == "pipeline" else None,
         seed=seed,
         **place(group),
     )
@@ -153,6 +155,7 @@ class Trainer:
             x, y = batch(step)
             losses.append(self.pipe.step(x, target=y).clone())
             if self.half.optimizer == "user":
+                self.pipe.clip_grad_norm_(CLIP)
                 self.optimizers[0].step()
                 self.optimizers[0].zero_grad()
             for scheduler in self.schedulers:
@@ -209,6 +212,7 @@ def never_stopped() -> tuple[list[Tensor], dict[str, Tensor]]:
                 model, x, target=y, loss_fn=functional.mse_loss, num_microbatches=MICROBATCHES, seed=SEED, step=step
             )
         )
+        clip_grad_norm_(model.parameters(), CLIP)
         optimizer.step()
         optimizer.zero_grad()
         scheduler.step()
