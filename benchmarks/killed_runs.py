@@ -1,10 +1,11 @@
-"""Kill examples/train_hf.py at random moments, restart it on other numbers of ranks, and compare the final weights.
+"""Killed runs: kill examples/train_hf.py at random moments, restart it on other numbers of ranks, compare the weights.
 
     python benchmarks/killed_runs.py [--steps 2000] [--save-every 100] [--kills 20] [--ranks 1 2 3]
 
-One run is left alone, on two ranks; its memory, threads and open files are read while it trains. Another run of the
-same command is killed (SIGKILL, all ranks at once) at random moments, and restarted each time on the next number of
-ranks. At the end all tensors of the two last checkpoints are compared bit by bit.
+One run trains on two ranks without interruption; meanwhile the script prints the memory, threads and open files of rank
+0. A second run of the same command is killed at random moments (SIGKILL to all ranks), and restarted each time on the
+next number of ranks in ``--ranks``. At the end the script compares all tensors in the last checkpoints of both runs bit
+by bit.
 """
 
 import argparse

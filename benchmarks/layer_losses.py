@@ -1,8 +1,9 @@
-"""Steps of a model whose layers add losses, under every exact schedule, compared with the loop bit by bit.
+"""Layer losses: steps of a model whose layers add losses, compared bit by bit with a loop, under every exact schedule.
 
     python benchmarks/layer_losses.py
 
-Each plan trains two steps, with dropout, batches that do not divide evenly, and every product deferred to W.
+Each plan trains two steps with dropout and with batches that do not divide evenly into micro-batches. The gradients of
+all products with weights are deferred to W.
 """
 
 import itertools

@@ -1,13 +1,13 @@
-"""Norms: clipped and scaled training under every plan, compared bit by bit with a plain loop.
+"""Norms: clipped training and training with a scaled loss under many plans, compared bit by bit with a plain loop.
 
     python benchmarks/norms.py [--steps 4] [--long-steps 50] [--quick]
 
-Every combination of ranks (1 to 4), schedule, place (one process, or one process a rank), checkpointing, dtype and
-optimizer (one of the user's and ``pipe.clip_grad_norm_``, or ``optimizer=`` and ``Numerics(clip_grad_norm=)``) trains a
-small model with dropout and a tied weight. Norms, losses and weights of every step must have the loop's bits. Then an
-overflow is planted in one stage after the other: the update must be skipped and the scale halved on all ranks, as by
-torch's GradScaler in the loop. Every combination trains for --steps steps, and one in seven for --long-steps. --quick
-takes one combination in seven of each.
+A small model with dropout and a tied weight is trained with every combination of 1 to 4 ranks, schedule, place (one
+process, or one process per rank), checkpointing, dtype and way to clip: ``pipe.clip_grad_norm_`` with an optimizer of
+the user, or ``Numerics(clip_grad_norm=)`` with ``optimizer=``. In every step the norm, the loss and the weights must be
+bit-identical to those of the loop. Then an overflow is caused in one layer after the other: all ranks must skip the
+update and halve the scale, as torch's GradScaler does in the loop. --quick runs every seventh combination.
+Every combination trains for --steps steps, and one in seven for --long-steps.
 """
 
 import argparse

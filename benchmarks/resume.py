@@ -2,10 +2,11 @@
 
     python benchmarks/resume.py [--most 50]
 
-The cases are pairwise: every pair of values of two factors occurs at least once, before and after the stop: ranks 1 to
-4; 1f1b, interleaved-1f1b, zb-v, zb-h1; one process or a mesh; an optimizer of the user or ``optimizer=``; checkpoint
-"never", "always" or by layer. The model has tied weights, BatchNorm and dropout; AdamW has a learning rate scheduler.
-Losses, weights, buffers, optimizer states and learning rates are compared. Processes live through all cases.
+The plans before and after the stop vary in five factors: 1 to 4 ranks; 1f1b, interleaved-1f1b, zb-v or zb-h1; one
+process or a mesh; an optimizer of the user or ``optimizer=``; checkpointing "never", "always" or by layer. The cases
+are pairwise: every combination of values of any two factors occurs at least once. The model has tied weights, BatchNorm
+and dropout; AdamW has a learning rate scheduler. The script compares losses, weights, buffers, optimizer states and
+learning rates. All cases run in the same processes.
 """
 
 import argparse

@@ -2,13 +2,14 @@
 
     python benchmarks/torn_checkpoints.py [--kills 300] [--changes 300]
 
-A process saves again and again until SIGKILL ends it: at a random time, or at a random call that changes the file
-system. Then the path is loaded: every weight must have the value of the step that the checkpoint states, and this step
-must not be before the last save that was complete. The leftovers of all kills stay for the next one. A path is used in
-four ways: one checkpoint, ``keep=3``, asynchronous saves, and two ranks of a mesh, of which one is killed.
+First, processes save repeatedly until SIGKILL ends one of them, at a random time or at a random call that changes the
+file system. Then the path is loaded: every weight must have the value of the step that the checkpoint states, and this
+step must not be earlier than the last complete save. The next save starts with the leftover files of all kills.
+There are four kinds of saves: to one checkpoint, with ``keep=3``, asynchronous, and from two ranks of a mesh. In a mesh
+one of the two ranks is killed.
 
-Then a file of a whole checkpoint is changed, cut, doubled, emptied, exchanged or removed. Loading it must raise an
-error that names the file, and must change nothing.
+Second, one file of a complete checkpoint is changed, truncated, lengthened, emptied, replaced or removed. Loading the
+checkpoint must raise an error that names the file, and must leave the pipeline unchanged.
 """
 
 import argparse

@@ -271,25 +271,34 @@ HEAD = """\
 
 # The zoo
 
-Models of many kinds, built small from their configurations (`tests/support/zoo_architectures.py`), in four stages
-(Reformer: three, for all its blocks are one layer), 4 micro-batches of 2 rows, dropout on; pipesched, and the tracer of
-`torch.distributed.pipelining`, in one run of `python benchmarks/zoo.py --write` on {date}, {machine}, transformers
-{transformers}. {summary}
+`python benchmarks/zoo.py --write` trains small versions of many kinds of models
+(`tests/support/zoo_architectures.py`) with pipesched and with the tracer of
+`torch.distributed.pipelining`. Each model runs in four stages (fewer if it has fewer layers), one
+stage per rank, with 4 micro-batches of 2 rows and with dropout. The run below is from {date},
+with {machine}, transformers {transformers}.
 
-- **layers**: with which a stage may begin.
-- **pipesched**: `Pipeline(model, sample)` and a step, nothing else. *same bits*: loss, gradients and buffers are, bit
-  by bit, those of the unpipelined loop over the same micro-batches, under `1f1b` and `zb-h1`.
-- **work** of the stages in percent, where the cut is made by counted work (floating-point operations, and ten for each
-  byte of results), as in the tests; **time** where it is made by measured times, as `Pipeline` does by itself. 25 each
-  would be even; both cuts are the best there are for these layers.
-- **torch, loss outside**: traced without labels, and trained with a loss function of the output. **own loss**: traced
-  with labels. `Schedule1F1B`, split before the layers that counted work says; decoders get `use_cache=False`, without
-  which none is traced, and each rank the inputs that its stage names. Where a step ends, gradients are compared with
-  those of the plain loop, without dropout, within rounding: *works*, or which are wrong. Else the error's first line.
+{summary}
 
-In Wav2Vec2, OPT, BART and Whisper no layers are skipped at random (`layerdrop=0`): which ones depends on a draw, and a
-pipeline's stages run the layers that the sample ran. Mamba and ResNet have no dropout. Wav2Vec2 draws its masks from
-numpy's global generator.
+- **layers**: the number of layers at which a stage can begin.
+- **pipesched**: the result of a step of `Pipeline(model, sample)`, without any changes to the
+  model. *same bits*: loss, gradients and buffers are bit-identical to those of the unpipelined loop
+  over the same micro-batches, under `1f1b` and `zb-h1`.
+- **work %**: each stage's share of the counted work (floating-point operations, plus ten for each
+  byte of results) if the cut balances this work, as in the tests. **time %**: each stage's share of
+  the measured time if the cut balances this time, as `Pipeline` does by default. With four stages,
+  25 each would be perfectly balanced. For these layers, no other cut has a smaller largest share.
+- **torch, loss outside**: torch's tracer, on the model without labels; a loss function is applied
+  to the output. **torch, own loss**: torch's tracer, on the model with labels, which computes its
+  own loss. Both use `Schedule1F1B` and the cut by counted work. Decoders get `use_cache=False`,
+  because torch can trace none of them otherwise. Each rank gets the inputs that its stage names.
+  *works*: a step succeeds and, in a repetition without dropout, all gradients equal those of the
+  plain loop within rounding. Otherwise the cell names the wrong gradients or shows the first line
+  of the error. An empty cell: the model cannot run
+  without labels, or computes no loss itself.
+
+Wav2Vec2, OPT, BART and Whisper run with `layerdrop=0`, so they skip no layers at random: the stages
+of a pipeline run the layers that the sample ran. Mamba and ResNet have no dropout. Wav2Vec2 draws
+its masks from numpy's global generator.
 
 """
 
@@ -333,8 +342,9 @@ def main() -> None:
     count = [sum(answers[place] == WORKS for answers in peers) for place in range(2)]
     either = sum(WORKS in answers for answers in peers)
     summary = (
-        f"Of {len(peers)} models pipesched trains {good} with the loop's bits; torch's tracer trains {either} with "
-        f"right gradients: {count[0]} with a loss outside, {count[1]} with their own loss."
+        f"pipesched trains {good} of {len(peers)} models with results bit-identical to the loop's. torch's tracer\n"
+        f"trains {either} with correct gradients: {count[0]} with a loss function outside the model, {count[1]} with\n"
+        "the model's own loss."
     )
     print(summary)
     if args.write:

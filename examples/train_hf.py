@@ -4,7 +4,7 @@
     torchrun --nproc_per_node 2 examples/train_hf.py    # any number of ranks, also when it resumes
 
 The training text is the source code of Python's standard library, as bytes; nothing is downloaded. However
-often a run is interrupted, and on however many ranks it resumes, its final weights are bit-identical.
+often a run is interrupted, and on any number of ranks, its final weights are bit-identical.
 """
 
 import argparse

@@ -48,7 +48,7 @@ def test_layers_that_do_not_add_up_to_the_model():
     layers = {"a": layer_costs(1.0, 2.0), "b": layer_costs(1.0, 2.0)}
     assert not doubt_of_sum(layers, layer_costs(2.1, 3.9))
     found = doubt_of_sum(layers, layer_costs(1.0, 4.0))
-    assert "the forwards of all layers add up to 2e+03 ms but the model's forward takes 1e+03 ms (+100%)" in found
+    assert "the forwards of all layers add up to 2e+03 ms, but the model's forward takes 1e+03 ms (+100%)" in found
     assert "backwards" in doubt_of_sum(layers, layer_costs(2.0, 6.0))
     assert not doubt_of_sum({"a": layer_costs(1.0, 2.0, spread=0.8)}, layer_costs(1.5, 3.0))  # a noisy machine
     assert doubt_of_sum({"a": layer_costs(1.0, 2.0, spread=3.0)}, layer_costs(100.0, 2.0))  # too short to explain it
@@ -102,5 +102,5 @@ def test_a_layer_that_cannot_be_is_measured_again_and_named():
 
 
 def test_what_a_model_does_besides_its_layers_is_told():
-    with pytest.warns(UserWarning, match="the forwards of all layers add up to .* but the model's forward takes"):
+    with pytest.warns(UserWarning, match="the forwards of all layers add up to .*, but the model's forward takes"):
         pipesched.profile(Sleepy(), torch.rand(2, 4), rows=[2])
