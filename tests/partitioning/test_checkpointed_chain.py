@@ -228,7 +228,7 @@ def test_what_makes_it_possible_is_said():
     with pytest.raises(PartitionError, match=r"activations to be recomputed \(checkpoint=\('recompute',\)\)"):
         partition(graph, 1, memory_limit_bytes=60, in_flight=[10])
     with pytest.raises(
-        PartitionError, match=r"the limit is 49 bytes per rank, but 2\.0% more is enough; allow 50 bytes"
+        PartitionError, match=r"is 49 bytes per rank, but 2\.0% more is enough; allow 50 bytes"
     ):
         partition(graph, 1, memory_limit_bytes=49, in_flight=[10], checkpoint=("recompute",))
     with pytest.raises(PartitionError, match="layer 'block0' alone takes 20 bytes"):
