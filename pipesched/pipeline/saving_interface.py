@@ -60,8 +60,8 @@ class SavingInterface(ModuleInterface):
 
         Args:
             path: the folder of the checkpoint. With ``keep``, the folder that contains the checkpoints' folders.
-            optimizer: the optimizer of ``pipe.parameters()``, or a list or dict of several. A pipeline with ``optimizer=``
-                saves its own optimizers. Default: None.
+            optimizer: the optimizer of ``pipe.parameters()``, or a list or dict of several. Default: None. A pipeline
+                with ``optimizer=`` saves its own optimizers.
             scheduler: the learning rate scheduler, or a list or a dict by stage. Default: None.
             extra: objects with ``state_dict()``, or values of plain types, tensors and numpy numbers, by name. Default:
                 None.
@@ -185,8 +185,8 @@ class SavingInterface(ModuleInterface):
 
         Each process writes its own weights to a safetensors file such as ``model-00001-of-00002.safetensors``. The
         first process also writes the index and, if the model has one, its configuration. The names are those of the
-        model's ``state_dict``. Tied weights are written once, and the weights of a loss module are left out. Weights that the
-        folder already contains are replaced.
+        model's ``state_dict``. Tied weights are written once, and the weights of a loss module are left out. Weights
+        that the folder already contains are replaced.
 
         Args:
             folder: the folder, on a file system that all ranks share.
