@@ -102,7 +102,7 @@ def capture_optimizers(part: Part, optimizers: Sequence[Optimizer], run: LiveRun
                 continue  # another rank trains it
             if name in parameters:
                 raise CheckpointError(
-                    f"a parameter must be in only one optimizer; {name!r} is in two; take it out of one of them"
+                    f"a parameter must be in only one optimizer; {name!r} is in two; remove it from one of them"
                 )
             encoder = Encoder(f"optimizer/{name}")
             state = optimizer.state.get(parameter)

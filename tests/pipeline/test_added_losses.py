@@ -216,7 +216,7 @@ def test_outside_a_step_an_added_loss_is_an_error_unless_nothing_is_trained() ->
 
 def test_forward_refuses_a_loss_that_it_would_lose() -> None:
     with pipeline(own(), HERE, schedule="1f1b") as pipe:
-        with pytest.raises(ExecutionError, match=r"forward\(\) returns only the outputs, and the loss 'balance/0' of"):
+        with pytest.raises(ExecutionError, match=r"forward\(\) returns only the outputs, so the loss 'balance/0' of"):
             pipe(X)
         with torch.no_grad():
             assert pipe(X).shape == (19, 4)
