@@ -20,8 +20,9 @@ __all__ = ["checkpoint"]
 def checkpoint(path: Path, *, tensors: bool) -> None:
     """Print the contents of a checkpoint: its step, plan, tensors and optimizers.
 
-    PATH is a checkpoint that pipe.save wrote, or a folder of several that it wrote with keep=, which prints a line for
-    each. All files are checked against their hashes. The exit code is 1 if a checkpoint is incomplete or damaged.
+    PATH is a checkpoint that pipe.save wrote, or a folder of several that it wrote with keep=. Each of several
+    checkpoints is summarised in one line. All files are checked against their hashes. The exit code is 1 if a
+    checkpoint is incomplete or damaged.
 
     \b
     Example:

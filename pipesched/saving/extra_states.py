@@ -121,7 +121,7 @@ class ExtraChanges:
     Args:
         saved: the saved run.
         extra: the objects to load, by name.
-        run: the run that loads.
+        run: the run into which the states are loaded.
 
     Raises:
         CheckpointError: the checkpoint has no state for an object, or lacks a tensor that an object has.

@@ -14,10 +14,10 @@ _MODULE = "module"  # used by DistributedDataParallel, AveragedModel and most ot
 def own_names(roots: Mapping[str, nn.Module]) -> Callable[[str], str]:
     """Return a function that strips wrapper prefixes from the name of a parameter, buffer or module.
 
-    The attribute ``module`` is taken for a wrapper's if it is the only child of its module.
+    An attribute named ``module`` is treated as a wrapper's if it is the only child of its module.
 
     Args:
-        roots: the model and the loss module, by the prefix of their names.
+        roots: maps the prefix of names to the model and to the loss module.
 
     """
     own: dict[str, str] = {"": ""}

@@ -132,7 +132,7 @@ class OptimizerChanges:
     Args:
         saved: the saved run.
         optimizers: the optimizers of this process.
-        run: the run that loads.
+        run: the run into which the states are loaded.
 
     Raises:
         CheckpointError: names, classes or options do not fit.
