@@ -70,7 +70,7 @@ class CheckpointError(PipeschedError, RuntimeError):
 
 
 class DamagedCheckpointError(CheckpointError):
-    """A checkpoint is incomplete or changed: a file is missing, cut off or different from its hash."""
+    """A checkpoint is incomplete or damaged: a file is missing, truncated, or does not match its hash."""
 
 
 class MissingCheckpointError(CheckpointError, FileNotFoundError):

@@ -1,4 +1,4 @@
-"""Checkpoint command: print what is in a checkpoint, and whether it is whole. It needs no torch."""
+"""Checkpoint command: prints the contents of a checkpoint, and checks its files. It does not import torch."""
 
 from math import prod
 from pathlib import Path
@@ -14,14 +14,15 @@ from pipesched.units import counted, quote_bytes
 __all__ = ["checkpoint"]
 
 
-@click.command(short_help="Print what is in a checkpoint, and whether it is whole.")
+@click.command(short_help="Print the contents of a checkpoint, and check its files.")
 @click.argument("path", type=click.Path(exists=True, path_type=Path))
-@click.option("--tensors", is_flag=True, help="Print a line for each tensor, too.")
+@click.option("--tensors", is_flag=True, help="Also print a line for each tensor.")
 def checkpoint(path: Path, *, tensors: bool) -> None:
-    """Print what is in a checkpoint: its step, plan, tensors and optimizers.
+    """Print the contents of a checkpoint: its step, plan, tensors and optimizers.
 
-    PATH is a folder that pipe.save has written, or with keep= the folder of several; then each has a line. All files
-    are compared with their hashes. The exit code is 1 if a checkpoint is not whole.
+    PATH is a checkpoint that pipe.save wrote, or a folder of several that it wrote with keep=. Each of several
+    checkpoints is summarised in one line. All files are checked against their hashes. The exit code is 1 if a
+    checkpoint is incomplete or damaged.
 
     \b
     Example:
@@ -29,7 +30,7 @@ def checkpoint(path: Path, *, tensors: bool) -> None:
     """
     folders = [path] if (path / MANIFEST).exists() else checkpoints_in(path)
     if not folders:
-        raise MissingCheckpointError(f"a path must hold a checkpoint; {path} has no {MANIFEST}; check the path")
+        raise MissingCheckpointError(f"PATH must contain a checkpoint; {path} has no {MANIFEST}; check the path")
     wrong = 0
     for folder in folders:
         try:
@@ -53,7 +54,7 @@ def checkpoint(path: Path, *, tensors: bool) -> None:
 
 
 def _contents(manifest: Manifest, folder: Path) -> list[Any]:
-    """The values of each part, after all files have been compared. Raises DamagedCheckpointError."""
+    """Check all files, and return the values of each part. Raises DamagedCheckpointError."""
     paths = [manifest.check(folder, name) for name in sorted(manifest.files)]
     return [parsed(path.read_bytes(), path)["values"] for path in paths if path.suffix == ".json"]
 

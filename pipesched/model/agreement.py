@@ -1,4 +1,4 @@
-"""Agreement: the facts that must be equal on all ranks of a mesh, and a message that names those that differ."""
+"""Agreement: the facts that must be identical on all ranks of a mesh, and a message that names the differences."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -9,14 +9,14 @@ from pipesched.tensors.payload import opened, pytree
 
 __all__ = ["Facts", "differences", "facts_of_model", "form_of_sample", "modes_of_model"]
 
-#: What is compared, such as "the dtype of block.3.weight" -> its value as text.
+#: Name of a fact, such as "the dtype of block.3.weight" -> its value as text.
 Facts = Mapping[str, str]
 
 _SHOWN = 3  # differences of one rank that a message spells out
 
 
 def facts_of_model(model: nn.Module) -> dict[str, str]:
-    """The structure of a model: classes, settings and modes of modules; shapes, dtypes and flags of tensors."""
+    """Return facts about a model: module classes, settings and modes; tensor shapes, dtypes and ``requires_grad``."""
     facts = {}
     for name, module in model.named_modules():
         facts[f"the class of {_place(name)}"] = type(module).__qualname__
@@ -30,10 +30,10 @@ def facts_of_model(model: nn.Module) -> dict[str, str]:
 
 
 def modes_of_model(model: nn.Module, *, whole: bool) -> dict[str, str]:
-    """The training modes that each rank sets: of the model, and of modules without tensors.
+    """Return the training modes that must agree on all ranks: those of the model and of modules without tensors.
 
-    Modes of the others count on one rank only, so a rank may set those of its own stages alone. With ``whole`` only
-    that of the model itself, because ``wrap=`` may have added modules on single ranks.
+    The mode of any other module matters only on the rank that runs it, so each rank can set it separately. With
+    ``whole``, only the mode of the model itself is returned, because ``wrap=`` can have added modules on single ranks.
     """
     modes = {"the training mode of the model": str(model.training)}
     for name, module in () if whole else model.named_modules():
@@ -43,7 +43,7 @@ def modes_of_model(model: nn.Module, *, whole: bool) -> dict[str, str]:
 
 
 def form_of_sample(sample: Any) -> str:
-    """The types, shapes and dtypes in a sample, as text."""
+    """Describe the shapes and dtypes of a sample's tensors, and its plain values, as text."""
     leaves = pytree.tree_leaves(opened(sample))
     forms = [
         f"{str(leaf.dtype).removeprefix('torch.')} {list(leaf.shape)}" if isinstance(leaf, Tensor) else repr(leaf)
@@ -60,7 +60,7 @@ def differences(facts: Sequence[Facts]) -> str:
 
 def _of_rank(rank: int, own: Facts, first: Facts) -> str:
     odd = [name for name in {**first, **own} if own.get(name) != first.get(name)]
-    said = [f"{name} is {_value(own, name)}, there {_value(first, name)}" for name in odd[:_SHOWN]]
+    said = [f"{name} is {_value(own, name)}, but {_value(first, name)} on rank 0" for name in odd[:_SHOWN]]
     more = f" and {len(odd) - _SHOWN} more" if len(odd) > _SHOWN else ""
     return f"rank {rank} differs from rank 0: {', '.join(said)}{more}"
 

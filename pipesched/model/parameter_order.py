@@ -1,4 +1,4 @@
-"""Parameter order: a key for each parameter of a model, equal in every process, that sorts in the model's order."""
+"""Parameter order: keys of a model's parameters, identical in every process, that sort in the model's order."""
 
 from collections.abc import Iterable, Iterator, Mapping
 
@@ -6,14 +6,14 @@ from torch import nn
 
 __all__ = ["ParameterOrder"]
 
-_ADDED = "~"  # sorts behind digits
+_ADDED = "~"  # sorts after digits
 
 
 class ParameterOrder:
-    """The order of a model's parameters before ``wrap=`` changes them; parameters added later follow, by name.
+    """The order of a model's parameters before ``wrap=`` changes them. Parameters added later follow, sorted by name.
 
-    A tied parameter has one place, that of its first name. ``roots`` are the model and the loss module, by the prefix
-    of their names.
+    A tied parameter has the place of its first name. ``roots`` maps the prefix of parameter names to the model and to
+    the loss module.
     """
 
     def __init__(self, roots: Mapping[str, nn.Module]) -> None:
@@ -28,7 +28,7 @@ class ParameterOrder:
                 yield prefix + name, parameter
 
     def keys(self, parameters: Iterable[nn.Parameter]) -> list[str]:
-        """The keys of these parameters."""
+        """Return the keys of these parameters."""
         wanted = list(parameters)
         if not all(parameter in self._keys for parameter in wanted):
             self._keys = {parameter: self._key(name) for name, parameter in self._named()}
@@ -39,5 +39,5 @@ class ParameterOrder:
         return f"{_ADDED}{name}" if position is None else f"{position:09}"
 
     def name(self, key: str) -> str:
-        """The name of the parameter with this key."""
+        """Return the name of the parameter with this key."""
         return key.removeprefix(_ADDED) if key.startswith(_ADDED) else self._names[int(key)]

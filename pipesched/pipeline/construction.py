@@ -45,12 +45,14 @@ def check_functions(
 
 
 def facts_of(model: nn.Module, call: Any, options: Mapping[str, Any]) -> dict[str, str]:
-    """What all ranks of a mesh must have in common before they plan: versions, arguments, and the model's structure.
+    """Return the facts that must be identical on all ranks of a mesh before they plan.
+
+    These are torch's version, the arguments of Pipeline, and the structure of the model.
 
     Args:
         model: the user's module.
         call: the (args, kwargs) of the sample.
-        options: arguments of Pipeline by name; a function or a module counts by its name.
+        options: the arguments of Pipeline by name. Functions and modules are compared by their names.
 
     """
     said = {f"{name}=": _in_words(value) for name, value in options.items()}
@@ -59,7 +61,7 @@ def facts_of(model: nn.Module, call: Any, options: Mapping[str, Any]) -> dict[st
 
 
 def _in_words(value: Any) -> str:
-    """An argument as text that is equal in all processes."""
+    """Describe an argument by a text that is identical in all processes."""
     if isinstance(value, nn.Module):
         return type(value).__qualname__
     if callable(value):
@@ -147,9 +149,9 @@ def start(
     binds = spec.rules is not None and spec.rules.binds_all_ranks
     if binds and not isinstance(host, ThreadRanks) and len(host.devices) < len(host.all_devices):
         raise DeviceCountError(
-            f"with scaler= or on_nonfinite= every rank of the mesh must hold stages, because an idle rank would not "
-            f"learn of an overflow; the mesh has {len(host.all_devices)} ranks, the plan {len(host.devices)}; use a "
-            f"mesh of {len(host.devices)} ranks, or name a schedule"
+            f"with scaler= or on_nonfinite=, every rank of the mesh must hold stages, because an idle rank would not "
+            f"detect an overflow; the mesh has {len(host.all_devices)} ranks, but the plan uses {len(host.devices)}; "
+            f"use a mesh of {len(host.devices)} ranks, or pass schedule="
         )
     program = programs.full.plain
     pins = Pins(list(spec.layers), request.boundaries, request.together)

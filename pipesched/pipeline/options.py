@@ -94,22 +94,22 @@ class Numerics:
         batch_norm: when BatchNorm updates its running statistics: after each "micro-batch", or once per "mini-batch",
             just as a single forward over the whole batch would. Default: "micro-batch".
         intra_op_threads: the number of CPU threads per rank. Default: 1.
-        clip_grad_norm: with ``optimizer=``, the largest norm of all gradients together; larger ones are scaled down
-            before the update, as by ``Pipeline.clip_grad_norm_``. Default: None (gradients are not clipped).
-        norm_type: the order of the norm that clip_grad_norm limits; ``math.inf`` for the largest absolute value.
+        clip_grad_norm: with ``optimizer=``, the largest norm of all gradients together. If their norm is larger, they
+            are scaled down before the update, as ``Pipeline.clip_grad_norm_`` does. Default: None (not clipped).
+        norm_type: the order of the norm that ``clip_grad_norm`` limits; ``math.inf`` for the largest absolute value.
             Default: 2.
-        scaler: with ``optimizer=``, a ``torch.amp.GradScaler``, for float16 under autocast. Backwards start from the
-            scaled loss; ``step`` returns the loss unscaled. If a gradient of any stage overflows, no stage is updated.
-            Default: None (the loss is not scaled).
-        on_nonfinite: what a step does if the loss or a gradient is infinite or NaN: "raise" an ExecutionError before
-            the update, "skip" the update on all ranks and warn (with ``optimizer=``), or only "warn". The message names
-            the first layer and micro-batch. On GPUs of one process "raise" and "warn" come one step later. Default:
-            None (not checked).
+        scaler: with ``optimizer=``, a ``torch.amp.GradScaler``, for training in float16 under autocast. Backwards start
+            from the scaled loss, and ``step`` returns the unscaled loss. If a gradient of any stage overflows, no stage
+            is updated. Default: None (the loss is not scaled).
+        on_nonfinite: the reaction of a step to a loss or gradient that is infinite or NaN: "raise" an ExecutionError
+            before the update, "skip" the update on all ranks and warn (requires ``optimizer=``), or only "warn". The
+            message names the first layer and micro-batch with such a value. With GPUs in a single process, "raise" and
+            "warn" react one step later, after the update. Default: None (not checked).
 
     Raises:
         ModelTypeError: loss_weight is not a function.
-        InputError: intra_op_threads is not a whole number of at least 1, clip_grad_norm or norm_type not a number
-            above 0, or on_nonfinite unknown or combined with a scaler.
+        InputError: intra_op_threads is not a whole number of at least 1, clip_grad_norm or norm_type is not a number
+            above 0, or on_nonfinite is unknown or combined with a scaler.
         ArgumentError: scaler is not a GradScaler.
 
     """
@@ -140,16 +140,19 @@ class Numerics:
         if self.on_nonfinite not in (None, *get_args(OnNonfinite)):
             raise InputError(
                 f"on_nonfinite must be one of {', '.join(get_args(OnNonfinite))}; got {shown(self.on_nonfinite)}; "
-                f"choose what a step does if the loss or a gradient is infinite or NaN, or leave it out"
+                f"pass one of them, or leave on_nonfinite= out so that infinite and NaN values are not checked"
             )
         if self.on_nonfinite is not None and self.scaler is not None and self.scaler.is_enabled():
             raise InputError(
-                f"a scaler expects infinite gradients, and skips their updates; on_nonfinite={self.on_nonfinite!r} was "
-                f"passed with scaler=; leave one of them out"
+                f"scaler= and on_nonfinite= must not be combined, because a scaler already skips updates with infinite "
+                f"gradients; got on_nonfinite={self.on_nonfinite!r} with scaler=; leave one of the two out"
             )
 
     def gradient_rules(self, order: ParameterOrder, *, has_optimizers: bool, lags: bool) -> GradientRules | None:
-        """How gradients are treated before an update; None: as they are. Raises InputError without optimizers."""
+        """Return the rules for gradients before an update; None if there are none.
+
+        Raises InputError for an option that requires ``optimizer=`` if there are no optimizers.
+        """
         scaler = self.enabled_scaler
         if self.clip_grad_norm is None and scaler is None and self.on_nonfinite is None:
             return None
@@ -161,7 +164,7 @@ class Numerics:
         ):
             if passed and not has_optimizers:
                 raise InputError(
-                    f"{option} is about updates that step() makes; there is no optimizer=, so step() makes no updates; "
+                    f"{option} requires step() to update the weights; without optimizer=, step() makes no updates; "
                     f"pass optimizer=, or {remedy}"
                 )
         return GradientRules(
@@ -175,12 +178,12 @@ class Numerics:
 
     @property
     def enabled_scaler(self) -> GradScaler | None:
-        """The scaler, unless it is switched off."""
+        """The scaler; None if there is none or if it is disabled."""
         return self.scaler if self.scaler is not None and self.scaler.is_enabled() else None
 
     @property
     def agreed(self) -> tuple[Any, ...]:
-        """The options that must be equal in all processes, in a form that can be compared."""
+        """The options that must be identical in all processes, in a form that can be compared."""
         scaler = None if self.scaler is None else sorted(self.scaler.state_dict().items())
         return self.intra_op_threads, self.batch_norm, self.clip_grad_norm, self.norm_type, scaler, self.on_nonfinite
 

@@ -516,7 +516,7 @@ class Pipeline(SavingInterface):
 
     @property
     def grad_norm(self) -> torch.Tensor | None:
-        """The norm of all gradients in the last update, before ``Numerics(clip_grad_norm=)`` clipped them.
+        """The norm of all gradients together in the last update, before ``Numerics(clip_grad_norm=)`` clipped them.
 
         A 0-d tensor; None before the first step, without such an option, and on a rank of a mesh without stages.
         """
@@ -525,7 +525,7 @@ class Pipeline(SavingInterface):
 
     @property
     def scaler(self) -> GradScaler | None:
-        """The scaler of ``Numerics(scaler=)``: save its ``state_dict()`` with a checkpoint, and load it to resume."""
+        """The scaler of ``Numerics(scaler=)``. `save` and `load` include its state."""
         return self._scaler
 
     def flush(self) -> torch.Tensor | None:

@@ -1,4 +1,4 @@
-"""Saving interface: the methods of a pipeline that save it and load what was saved."""
+"""Saving interface: the methods of a pipeline that save and load checkpoints and weights."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -25,7 +25,7 @@ __all__ = ["SavingInterface"]
 
 
 class SavingInterface(ModuleInterface):
-    """The methods of a pipeline that save it and load what was saved."""
+    """The methods of a pipeline that save and load checkpoints and weights."""
 
     _running: RunningPlan
     _numerics: Numerics
@@ -45,29 +45,29 @@ class SavingInterface(ModuleInterface):
         asynchronous: bool = False,
         keep: int | None = None,
     ) -> None:
-        """Save the run, so that it continues under any plan with the bits of a run that never stopped.
+        """Save the run. Loaded under any plan, it continues bit-identically to a run that never stopped.
 
         ::
 
             pipe.save("checkpoint", optimizer=optimizer, scheduler=scheduler)
             pipe.save("checkpoints", optimizer=optimizer, keep=3)  # checkpoints/step-00000100, ...
 
-        A checkpoint holds parameters, buffers, optimizer states, the count of steps, the seed and the plan, in
-        safetensors and JSON files with hashes. It does not hold gradients: save between ``optimizer.step()`` and the
-        next ``step()``. The checkpoint that was at ``path`` stays usable until the new one is complete, also if the
-        save is killed or the disk is full. Under a mesh every rank calls the method, and writes its own stages to
-        a file system that all share.
+        A checkpoint holds parameters, buffers, optimizer states, the number of steps, the seed and the plan, in
+        safetensors and JSON files with hashes. It does not hold gradients, so save between ``optimizer.step()`` and the
+        next ``step()``. A checkpoint that is already at ``path`` stays usable until the new one is complete, even if
+        the save is killed or the disk is full. Under a mesh, every rank must call this method. Each writes its own
+        stages to a file system that all ranks share.
 
         Args:
-            path: the folder of the checkpoint; with ``keep`` the folder of several.
-            optimizer: the optimizer of ``pipe.parameters()``, or several. Default: None; a pipeline with ``optimizer=``
-                saves its own.
+            path: the folder of the checkpoint. With ``keep``, the folder that contains the checkpoints' folders.
+            optimizer: the optimizer of ``pipe.parameters()``, or a list or dict of several. Default: None. A pipeline
+                with ``optimizer=`` saves its own optimizers.
             scheduler: the learning rate scheduler, or a list or a dict by stage. Default: None.
             extra: objects with ``state_dict()``, or values of plain types, tensors and numpy numbers, by name. Default:
                 None.
-            asynchronous: copy the tensors to the host's memory and return, while a thread writes. The next ``save``,
-                ``load`` and ``close`` wait for it and raise its error. Default: False.
-            keep: the number of checkpoints to keep in ``path``. Default: None (one checkpoint, ``path`` itself).
+            asynchronous: copy the tensors to host memory and return while a thread writes the files. The next ``save``,
+                ``load`` or ``close`` waits for the thread and raises its error. Default: False.
+            keep: the number of checkpoints to keep in ``path``. Default: None (``path`` itself is the only checkpoint).
 
         Raises:
             InputError: an argument is wrong.
@@ -86,7 +86,7 @@ class SavingInterface(ModuleInterface):
         scheduler: Any = None,
         extra: Mapping[str, Any] | None = None,
     ) -> Restored:
-        """Continue a saved run. The plan may differ: ranks, stages, schedule, checkpointing, one process or a mesh.
+        """Load a checkpoint, and continue the saved run, also under another plan or on another number of ranks.
 
         ::
 
@@ -96,14 +96,15 @@ class SavingInterface(ModuleInterface):
             for step in range(restored.step, 1000):
                 ...
 
-        Weights, buffers and optimizer states are loaded by name; the count of steps and the seed are taken over, and
-        gradients are cleared. Everything is compared first: if anything does not fit, nothing changes. Under a mesh
-        every rank calls the method, and reads the files that it needs.
+        Weights, buffers and optimizer states are loaded by name. The number of steps and the seed become those of the
+        saved run, and gradients are cleared. Everything is checked first: if anything does not fit, nothing changes.
+        Under a mesh, every rank must call this method. Each reads the files that it needs.
 
         Args:
-            path: the folder of a checkpoint. Of several that ``keep`` has made, the newest whole one is loaded.
-            optimizer: the optimizer of ``pipe.parameters()``, or several. Its class must be the saved one, and the
-                options of its groups are those saved for its parameters.
+            path: the folder of a checkpoint, or a folder in which ``keep`` made several; then the newest undamaged
+                checkpoint is loaded.
+            optimizer: the optimizer of ``pipe.parameters()``, or a list or dict of several. Its class must be the saved
+                one. The options of each group become those saved for the group's parameters.
             scheduler: the learning rate scheduler, or a list or a dict by stage.
             extra: objects with ``load_state_dict()``, by name.
 
@@ -111,8 +112,8 @@ class SavingInterface(ModuleInterface):
             The step, the seed, and the saved values of ``extra``.
 
         Raises:
-            MissingCheckpointError: there is no checkpoint (also a FileNotFoundError).
-            DamagedCheckpointError: a file is missing or changed.
+            MissingCheckpointError: there is no checkpoint. The error is also a FileNotFoundError.
+            DamagedCheckpointError: a file is missing or has changed.
             CheckpointError: the checkpoint does not fit the pipeline; the error names the tensor or the setting.
 
         """
@@ -125,7 +126,7 @@ class SavingInterface(ModuleInterface):
         scheduler: Any = None,
         extra: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """Return the content of a checkpoint, to write it yourself. Collective under a mesh.
+        """Return the content of a checkpoint, for you to write. Collective under a mesh.
 
         ::
 
@@ -137,8 +138,8 @@ class SavingInterface(ModuleInterface):
             extra: as for ``save``.
 
         Returns:
-            A dict of plain values and tensors, which ``torch.load`` reads with ``weights_only=True``. Under a mesh it
-            is this rank's part. The tensors share memory with the pipeline: copy them before the next step.
+            A dict of plain values and tensors that ``torch.load`` can read with ``weights_only=True``. Under a mesh, it
+            is this rank's part. The tensors share memory with the pipeline, so copy them before the next step.
 
         Raises:
             CheckpointError: something cannot be saved.
@@ -154,10 +155,10 @@ class SavingInterface(ModuleInterface):
         scheduler: Any = None,
         extra: Mapping[str, Any] | None = None,
     ) -> Restored:
-        """Continue the run of a ``training_state``, under any plan. Collective under a mesh.
+        """Load a ``training_state``, and continue its run under any plan. Collective under a mesh.
 
         Args:
-            state: the dict that ``training_state`` returned, or those of all ranks.
+            state: the dict that ``training_state`` returned, or a list of the dicts of all ranks.
             optimizer: as for ``load``.
             scheduler: as for ``load``.
             extra: as for ``load``.
@@ -172,7 +173,9 @@ class SavingInterface(ModuleInterface):
         return self._loaded(lambda run: self._saver.load_training_state(run, state, (optimizer, scheduler, extra)))
 
     def save_weights(self, folder: str | PathLike[str]) -> None:
-        """Write the model's weights as Hugging Face's ``save_pretrained`` does, for other programs. Collective.
+        """Write the model's weights for other programs, in the format of Hugging Face's ``save_pretrained``.
+
+        Collective under a mesh.
 
         ::
 
@@ -180,10 +183,10 @@ class SavingInterface(ModuleInterface):
             model = AutoModelForCausalLM.from_pretrained("gpt")
             pipe = Pipeline(build, sample, init="gpt", devices=devices)
 
-        Each process writes its own weights to a safetensors file, ``model-00001-of-00002.safetensors``; the first
-        writes the index and, if the model has one, its configuration. The names are those of the model's
-        ``state_dict``; tied weights come once, and those of a loss module are left out. Weights that are in the folder
-        already are replaced.
+        Each process writes its own weights to a safetensors file such as ``model-00001-of-00002.safetensors``. The
+        first process also writes the index and, if the model has one, its configuration. The names are those of the
+        model's ``state_dict``. Tied weights are written once, and the weights of a loss module are left out. Weights
+        that the folder already contains are replaced.
 
         Args:
             folder: the folder, on a file system that all ranks share.
@@ -209,7 +212,7 @@ class SavingInterface(ModuleInterface):
         return restored
 
     def _live_run(self) -> LiveRun:
-        """The state of this pipeline that a checkpoint holds. Finishes the steps under way."""
+        """Return the state of this pipeline that a checkpoint holds. Finishes the steps under way first."""
         running = self._running
         running.host.executor.check_outside("save or load")
         roots = self._modules()
@@ -222,8 +225,8 @@ class SavingInterface(ModuleInterface):
             names = list(map(own_name, tensors))
             twice = next(name for name in names if names.count(name) > 1)
             raise CheckpointError(
-                f"the names of a model's tensors must differ without the prefixes of wrappers; two of {len(names)} are "
-                f"{twice!r}; rename a module"
+                "the names of a model's tensors must differ even without the prefixes of wrappers; two of "
+                f"{len(names)} are {twice!r}; rename a module"
             )
         modules = dict(pair for prefix, root in roots.items() for pair in root.named_modules(prefix=prefix[:-1]))
         used = {
@@ -287,7 +290,7 @@ class SavingInterface(ModuleInterface):
 
 
 def described_loss(loss_fn: Any) -> str | None:
-    """A loss function in words: its name, and the options of a loss of torch.nn or of a partial function."""
+    """Describe a loss function: its name, and the options of a torch.nn loss or a functools.partial."""
     if loss_fn is None:
         return None
     if isinstance(loss_fn, partial):

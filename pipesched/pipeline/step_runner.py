@@ -117,7 +117,7 @@ class StepRunner:
         return self._result(call, step_data)
 
     def _finish(self, rules: GradientRules, step_data: StepData) -> None:
-        """End a step with gradient rules: change the scale, and react to values that are not finite."""
+        """End a step with gradient rules: adapt the loss scale, and react to infinite or NaN values."""
         assembly = self._running.assembly
         verdict = assembly.verdict
         rules.finish(verdict)

@@ -142,13 +142,13 @@ class ProgramFactory:
             )
         if self.norms and program.has_updates and (not program.has_norms or len(self.full.groups) > 1):
             raise ScheduleError(
-                f"clip_grad_norm, scaler and on_nonfinite= need all gradients of a step before its one update; "
+                f"clip_grad_norm=, scaler= and on_nonfinite= need all gradients of a step before its only update; "
                 f"schedule {program.name!r} updates the weights while micro-batches are in flight; leave these options "
                 f"out, or choose a synchronous schedule, such as 1f1b"
             )
         if program.has_norms and not self.norms:
             raise ScheduleError(
-                f"a NORM measures gradients for an option that needs their norm; program {program.name!r} has NORMs, "
+                f"a NORM computes norms for an option that needs them; program {program.name!r} has NORMs, "
                 f"but no such option was passed; pass numerics=Numerics(clip_grad_norm=1.0), or remove the NORMs"
             )
         if self.streams:

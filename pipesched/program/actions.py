@@ -30,7 +30,7 @@ class Kind(StrEnum):
     I = "I"  # noqa: E741  input gradients only
     W = "W"  # weight gradients, after I
     R = "R"  # recompute the activations that a checkpointed F did not keep
-    NORM = "NORM"  # the norms of a stage's gradients, which an UPDATE of every stage needs; numbered as the UPDATE
+    NORM = "NORM"  # compute the norms of a stage's gradients for the UPDATE of this number on every stage
     UPDATE = "UPDATE"  # an optimizer step on a stage's weights, numbered from 0 in place of a micro-batch
     SEND_F = "SEND_F"  # a stage's output, to a consumer
     RECV_F = "RECV_F"  # a stage's input, from a producer

@@ -233,9 +233,9 @@ def add_updates(program: Program) -> Program:
 
 
 def add_norms(program: Program) -> Program:
-    """Insert a NORM of each stage behind its last gradient, for updates that need the norm of all gradients.
+    """Insert a NORM after the last gradient of each stage, for updates that need the norm of all gradients.
 
-    A program without updates, or with norms, is returned unchanged. Each stage must have one update.
+    A program that has no updates, or already has norms, is returned unchanged. Each stage must have one update.
     """
     if not program.has_updates or program.has_norms:
         return program

@@ -186,9 +186,9 @@ class Program:
 
     @cached_property
     def messages(self) -> Ints:
-        """The positions in `requirements` of the dependencies that a message from stage to stage meets.
+        """The positions in `requirements` of the dependencies that require a message between stages.
 
-        These are the ``crossing`` ones without those on norms, which all ranks exchange.
+        These are the ``crossing`` dependencies, except those on norms, because all ranks exchange norms.
         """
         return self.crossing[~self.columns.are(Kind.UPDATE)[self.requirements.row[self.crossing]]]
 

@@ -318,7 +318,7 @@ def _check_transferred(program: Program) -> None:
     computes = program.columns.compute
     row, needed = program.requirements
     bare = (rank_of[row] != rank_of[needed]) & computes[row] & computes[needed]
-    bare &= ~program.columns.are(Kind.UPDATE)[row]  # all ranks exchange norms, without messages of stages
+    bare &= ~program.columns.are(Kind.UPDATE)[row]  # ranks exchange norms themselves, not by messages between stages
     if bare.any():
         first = int(row[bare].min())
         giver = int(needed[bare][row[bare] == first].min())

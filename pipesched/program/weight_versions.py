@@ -92,7 +92,9 @@ def check_versions(program: Program) -> None:
     """
     if not program.index.has(Kind.UPDATE):
         if program.has_norms:
-            raise ScheduleError("a NORM needs the UPDATE that uses it; there is no UPDATE; add updates, or remove it")
+            raise ScheduleError(
+                "a NORM needs an UPDATE that uses it; the program has no UPDATE; add updates, or remove the NORM"
+            )
         if any(any(own) for own in program.versions):
             raise ScheduleError(
                 "weight versions require updates; this program has no UPDATE; add updates, or remove the versions"
@@ -139,7 +141,7 @@ def _updated(program: Program, stage: int, actions: list[tuple[int, Action]]) ->
     groups: list[tuple[int, ...]] = []
     open_group: list[int] = []
     rank = program.placement[stage]
-    measured = False  # whether the gradients since the last update have a norm
+    measured = False  # whether a NORM has run since the last update
     for position, action in actions:
         if action.kind in (Kind.B, Kind.W):
             open_group.append(action.microbatch)

@@ -71,7 +71,7 @@ class Stream:
         self._step_data = step_data
         #: Four tables by micro-batch: inputs, targets, factors and functions that compute metrics.
         self._given: tuple[dict[int, Any], dict[int, Any], dict[int, Any], dict[int, Any]] = ({}, {}, {}, {})
-        #: For each queued step its weighting, and whether it computes metrics.
+        #: For each queued step: its weighting, and whether it computes metrics.
         self._queued: deque[tuple[Weighting, bool]] = deque()
         self._parts: deque[Any] = deque()
         self._finished = finished
@@ -126,7 +126,7 @@ class Stream:
             return self._shown(self._steps - 1)
 
     def _shown(self, step: int) -> Tensor:
-        """The loss of a step, whose metrics become the last ones."""
+        """Return the loss of a step. Its metrics become the metrics of the last step."""
         loss, self._metrics.read = self._losses[step]
         return loss
 

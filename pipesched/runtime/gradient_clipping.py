@@ -1,4 +1,4 @@
-"""Gradient clipping: clips the gradients of all ranks between a step and the optimizer's step."""
+"""Gradient clipping: clips the gradients of all ranks by their common norm, before the optimizer's step."""
 
 from collections.abc import Sequence
 
@@ -26,24 +26,24 @@ def clip_gradients(
     intra_op_threads: int,
     has_optimizers: bool,
 ) -> Tensor:
-    """Clip the gradients of all ranks together. Collective over processes.
+    """Clip the gradients of all ranks by their common norm. Collective.
 
     Args:
         parameters: the parameters that this process trains.
         host: the host of the ranks.
-        order: the order in which norms are added up.
-        max_norm: the largest norm that the gradients keep.
+        order: the order of the parameters, in which their norms are combined.
+        max_norm: the largest norm of all gradients together; larger ones are scaled down.
         norm_type: the order of the norm.
-        error_if_nonfinite: whether a norm that is not finite is an error.
-        intra_op_threads: CPU threads with which norms are computed.
-        has_optimizers: whether steps update the weights, which leaves no gradients.
+        error_if_nonfinite: whether to raise if the norm is infinite or NaN.
+        intra_op_threads: the number of CPU threads that compute norms.
+        has_optimizers: whether step() updates the weights and clears the gradients.
 
     Returns:
         The norm before clipping.
 
     Raises:
-        InputError: an argument is wrong, or differs between ranks; or steps have used the gradients already.
-        ExecutionError: the norm is not finite, and ``error_if_nonfinite`` is set.
+        InputError: an argument is wrong or differs between ranks, or step() has already used the gradients.
+        ExecutionError: the norm is infinite or NaN, and ``error_if_nonfinite`` is set.
 
     """
     as_max_norm(max_norm, "max_norm")
@@ -55,9 +55,9 @@ def clip_gradients(
         norms = GradientNorms.merged([norms for _, norms in parts])
         if has_optimizers and norms.norms is None:
             raise InputError(
-                f"clip_grad_norm_() clips gradients before an optimizer uses them; with optimizer= step() has used and "
-                f"cleared the gradients of all {len(parts)} processes; pass numerics=Numerics(clip_grad_norm="
-                f"{max_norm}) to Pipeline"
+                f"clip_grad_norm_() must be called before an optimizer uses the gradients; with optimizer=, step() has "
+                f"used and cleared the gradients of all {len(parts)} processes; pass numerics=Numerics(clip_grad_norm="
+                f"{max_norm}) to Pipeline instead"
             )
         norm = norms.total(norm_type)
         if error_if_nonfinite and (first := norms.first_nonfinite()) is not None:

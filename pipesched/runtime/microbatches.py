@@ -24,19 +24,19 @@ SplitDims = int | None | Sequence[int | None] | Mapping[int | str, int | None]
 
 
 class Microbatch:
-    """One micro-batch that is already cut, with the arguments of a call of ``step``.
+    """A micro-batch that the caller has cut, with the arguments of a call of ``step``.
 
     ::
 
         parts = [Microbatch(tokens, mask=mask, target=labels) for tokens, mask, labels in packed]
         loss = pipe.step(microbatches=parts)
 
-    Each micro-batch has the form of the sample. Its tensors may have any shapes that the model takes, such as packed
-    sequences or sequences of one length.
+    Each micro-batch must have the same arguments as the sample. Its tensors can have any shapes that the model accepts,
+    for example packed sequences, or sequences grouped by length.
 
     Args:
         *args: the model's positional inputs.
-        target: the target of loss_fn. Default: None, without a loss_fn.
+        target: the target of loss_fn. Default: None (there is no loss_fn).
         **kwargs: the model's keyword inputs.
 
     """
@@ -57,7 +57,7 @@ class GivenBatch(NamedTuple):
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     target: Any = None
-    #: Micro-batches that the caller cut, in place of the other fields.
+    #: Micro-batches that the caller cut; the other fields are then empty.
     microbatches: Any = None
 
     @property
@@ -81,13 +81,13 @@ class Batch:
     output_dim: int = 0
     #: The form (dtypes and shapes) of each micro-batch's inputs, if this process does not have the whole batch.
     looks: list[Hashable] = field(default_factory=list)
-    #: Whether the caller cut the micro-batches, so that each may have shapes of its own.
+    #: Whether the caller cut the micro-batches, so that their shapes can differ.
     as_given: bool = False
 
     def looking(self, look: Callable[[Any], Hashable]) -> list[Hashable]:
         """Compute each micro-batch's form (dtypes and shapes).
 
-        ``look`` runs once for each different number of rows; for micro-batches that the caller cut, it runs for each.
+        ``look`` runs once for each different number of rows, or once for each micro-batch that the caller cut.
         """
         if self.as_given:
             return [look(value) for value in self.inputs]
@@ -207,31 +207,31 @@ class Splitter:
         return Batch(inputs, targets, sizes, output_dim=self._dim("output") or 0)
 
     def as_given(self, microbatches: Any) -> Batch:
-        """The batch of these micro-batches, which the caller cut.
+        """Make a batch of micro-batches that the caller cut.
 
         Raises:
-            InputError: for no micro-batches, for anything else than a list of them, for a number of them that the
-                program does not allow, or if the tensors of one have different numbers of rows.
+            InputError: the argument is not a list of Microbatch objects, or is empty; the program does not allow their
+                number; only some have a target; or the tensors of one have different numbers of rows.
 
         """
         if not isinstance(microbatches, Sequence) or not all(isinstance(one, Microbatch) for one in microbatches):
             raise InputError(
-                f"microbatches must be a list of Microbatch objects; got {shown(microbatches)}; pass for example "
+                f"microbatches= must be a list of Microbatch objects; got {shown(microbatches)}; pass for example "
                 f"[Microbatch(x, target=y) for x, y in parts]"
             )
         count = len(microbatches)
         if not count or (self.fixed and count != self.num_microbatches):
-            due = f"exactly {self.num_microbatches}, which the program fixes" if self.fixed else "at least one"
+            due = f"exactly {self.num_microbatches}, the number in the program" if self.fixed else "at least one"
             raise InputError(
-                f"microbatches must hold {due}; it holds {count}; pass another number, or use a schedule that allows "
-                f"any number of micro-batches"
+                f"the number of micro-batches must be {due}; microbatches= holds {count}; pass another number, or use "
+                f"a schedule that allows any number of micro-batches"
             )
         with_target = [number for number, one in enumerate(microbatches) if one.target is not None]
         if len(with_target) not in (0, count):
             missing = next(number for number in range(count) if number not in with_target)
             raise InputError(
-                f"either all micro-batches must have a target or none; {len(with_target)} of {count} have one, and "
-                f"micro-batch {missing} has none; pass Microbatch(..., target=...) for each"
+                f"either all micro-batches must have a target or none; {len(with_target)} of {count} have a target, "
+                f"but micro-batch {missing} has none; pass Microbatch(..., target=...) for each"
             )
         rows = [self._rows_of(number, one) for number, one in enumerate(microbatches)]
         inputs = [(one.args, one.kwargs) for one in microbatches]
@@ -239,7 +239,7 @@ class Splitter:
         return Batch(inputs, targets, rows, output_dim=self._dim("output") or 0, as_given=True)
 
     def _rows_of(self, number: int, microbatch: Microbatch) -> int:
-        """The number of rows of a micro-batch that the caller cut."""
+        """Return the number of rows of a micro-batch that the caller cut."""
         self._check_names(len(microbatch.args), microbatch.kwargs)
         named: list[tuple[int | str, Any]] = [*enumerate(microbatch.args), *microbatch.kwargs.items()]
         given = {_argument(name): (value, self._dim(name)) for name, value in named}

@@ -16,7 +16,7 @@ __all__ = ["NonfiniteReaction"]
 
 @dataclass(frozen=True)
 class _Check:
-    """The check of one step. The flag is on the host, or on its way there until the event."""
+    """The check of one step. With an event, the flag is being copied to the host until the event occurs."""
 
     step: int
     verdict: Verdict
@@ -26,20 +26,20 @@ class _Check:
 
     @property
     def failed(self) -> bool:
-        """Whether something was not finite. Waits for the flag."""
+        """Whether the loss or a gradient was infinite or NaN. Waits for the flag."""
         if self.arrived is not None:
             self.arrived.synchronize()
         return bool(self.flag)
 
 
 class NonfiniteReaction:
-    """Reacts to the checks of steps, by the rules' ``on_nonfinite``. If they lag, a check is read one step later."""
+    """Reacts to the checks of steps according to ``on_nonfinite``. If ``lags`` is set, reads a check one step later."""
 
     def __init__(self) -> None:
         self._before: _Check | None = None
 
     def react(self, step: int, verdict: Verdict, watch: NonfiniteWatch, rules: GradientRules, host: RankHost) -> None:
-        """React to the check of a step, in all processes alike. Raises ExecutionError, or warns."""
+        """React to the check of a step in the same way in all processes. Raises ExecutionError, or warns."""
         if verdict.nonfinite is None:
             return
         check: _Check | None = _Check(step, verdict, watch, *_on_host(verdict.nonfinite, rules.lags))
@@ -52,11 +52,11 @@ class NonfiniteReaction:
         notes = [note for note in host.gathered(check.watch.first()) if note is not None]
         key = check.verdict.norms.first_nonfinite()
         if notes:
-            first = f"{min(notes)} was the first that was not"
+            first = f"{min(notes)} was the first that was not finite"
         elif key is not None:
-            first = f"all outputs of layers were, but not the gradient of parameter {rules.order.name(key)!r}"
+            first = f"all layer outputs were finite, but the gradient of parameter {rules.order.name(key)!r} was not"
         else:
-            first = "all outputs and gradients were, but their norm is too large for float32"
+            first = "all outputs and gradients were finite, but the norm of the gradients is too large for float32"
         happened = "no update was made" if check.verdict.skips else "the step's gradients are not finite"
         text = (
             f"the loss and the gradients of a step must be finite; in step {check.step}, {first}; {happened}; check "

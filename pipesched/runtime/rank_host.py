@@ -71,7 +71,7 @@ _DECIDED = (
 #: Splits a call of rank 0 into rank 0's own part and a message for each rank.
 Deal = Callable[[StepCall], tuple[StepCall, list[Any]]]
 
-#: The loss of a mini-batch, and its metrics; None if the rank that sends them was called without metrics.
+#: The loss of a mini-batch and its metrics. The metrics are None if the sending rank was called without metrics=.
 LossAndMetrics = tuple[Tensor, dict[str, Tensor] | None]
 
 #: Which ranks of a mesh pass a batch: "all" (every rank passes the same batch) or "first" (only rank 0 passes one).
@@ -139,7 +139,7 @@ class RankHost(Protocol):
         """Raise ExecutionError if the programs or other decisions of the ranks differ."""
 
     def agree_on(self, facts: Callable[[], Facts], remedy: str) -> None:
-        """Raise ExecutionError unless the facts of all ranks are equal; it names the ranks and facts that differ."""
+        """Raise ExecutionError, naming the ranks and facts that differ, unless the facts of all ranks are identical."""
 
     def learn(self, model: LayeredModel, cut: StageLayers) -> None:
         """Register the types of the values that stages will send. Raises GraphError for a type that cannot be sent."""
@@ -179,7 +179,7 @@ class RankHost(Protocol):
         """Return, in all processes, the value that only one rank can compute."""
 
     def gathered(self, value: Any) -> list[Any]:
-        """The values of all processes, pytrees of tensors and plain values, in rank order."""
+        """Return the values of all processes, pytrees of tensors and plain values, in rank order."""
 
     def trade(self, what: str, given: Mapping[int, Any], sources: Collection[int]) -> dict[int, Any]:
         """Send the values in ``given`` to ranks in other processes; return the values received from ``sources``.
@@ -469,7 +469,7 @@ class MeshRanks:
 
 
 def _loss_and_metrics(message: Any) -> LossAndMetrics:
-    """The loss in a message, and the metrics if the message has any."""
+    """Return the loss in a message, and its metrics if it has any."""
     if isinstance(message, Payload):
         loss, metrics = message.value
         return loss, metrics

@@ -1,4 +1,4 @@
-"""Step metrics: the loss of a step with the losses that layers added, and the named scalars beside it."""
+"""Step metrics: the loss of a step, including the losses that layers added, and the step's named scalars."""
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,31 +29,32 @@ class _Result(NamedTuple):
 class RunResults:
     """The results of one run in this process."""
 
-    #: The rank that computes the loss, and a function that makes it there, without the losses that layers added.
+    #: The rank that computes the loss.
     rank: int
+    #: Computes the loss on that rank, without the losses that layers added.
     loss: Callable[[], Tensor]
     step_data: StepData
     #: The numbers of the run's micro-batches in the step data.
     microbatches: Sequence[int]
     weighting: Weighting
-    #: Equal for runs in which layers either all may add losses, or all add none.
+    #: Runs of the same kind either all add losses in layers, or all add none.
     kind: Hashable
     #: Whether the caller asked for metrics.
     measures: bool = False
 
 
 class StepMetrics:
-    """The loss of the last step or evaluation, and its named scalars."""
+    """Computes the loss of each step or evaluation, and keeps the named scalars of the last one."""
 
     def __init__(self) -> None:
-        #: Whether layers add losses, by the kind of the run; agreed in the first run of each kind.
+        #: Whether layers add losses, by the kind of run. All processes agree on it in the first run of each kind.
         self._adds: dict[Hashable, bool] = {}
         #: Reads the named scalars.
         self.read: Callable[[], Mapping[str, Tensor]] = dict
 
     @property
     def last(self) -> dict[str, Tensor]:
-        """The named scalars of the last call. Under a mesh, reading them waits for them."""
+        """The named scalars of the last step or evaluation. Under a mesh, reading them waits for their arrival."""
         return dict(self.read())
 
     def finish(self, host: RankHost, run: RunResults) -> Tensor:
@@ -85,8 +86,8 @@ class StepMetrics:
                 loss, metrics = parts[rank][0] if adds else parts
                 if measures and metrics is None:
                     raise ExecutionError(
-                        f"all ranks must pass metrics= or none; another rank passed it, but rank {rank}, which has the "
-                        f"outputs, did not; pass the same arguments on every rank"
+                        f"either all ranks must pass metrics= or none; another rank passed it, but rank {rank}, which "
+                        f"has the outputs, did not; pass the same arguments on every rank"
                     )
                 every = [row for _, own in parts for row in own] if adds else []
                 found.append(_combined(loss.to(here), metrics or {}, every, weighting))
@@ -105,25 +106,25 @@ class StepMetrics:
             host.fail("metrics", error)
 
     def _check_none(self, host: MeshRanks, rows: Sequence[_Row]) -> None:
-        """Stop all ranks if a layer adds a loss of which the other ranks do not know."""
+        """Stop all ranks if a layer adds a loss that the other ranks do not expect."""
         if rows:
             _, layer, *_, name, _ = rows[0]
             error = ExecutionError(
-                f"over a mesh, layers must add losses from the first step on, so that all ranks know of them; layer "
-                f"{layer!r} on rank {host.rank} added its first loss {name!r} in a later step; add zero in the steps "
-                f"before, as with add_loss(0 * x.sum())"
+                f"under a mesh, layers must add losses from the first step on, so that all ranks expect them; layer "
+                f"{layer!r} on rank {host.rank} added its first loss {name!r} in a later step; in the steps before "
+                f"it, add a loss of zero, for example add_loss(0 * x.sum())"
             )
             host.fail("step", error)
 
 
 def with_added(loss: Tensor, added: Mapping[int, Added], weighting: Weighting) -> Tensor:
-    """The loss of a mini-batch with the losses that layers added."""
+    """Return the loss of a mini-batch, including the losses that layers added."""
     rows = _rows_of(added, range(len(weighting.shares)))
     return _combined(loss, {}, rows, weighting).loss
 
 
 def _rows(step_data: StepData, microbatches: Sequence[int]) -> list[_Row]:
-    """The losses that layers added, by micro-batch from 0; they are removed from the step data."""
+    """Remove the losses that layers added from the step data, and return them with micro-batches numbered from 0."""
     if not step_data.added:
         return []
     return _rows_of({number: step_data.added.pop(number, {}) for number in microbatches}, microbatches)
@@ -138,20 +139,21 @@ def _rows_of(added: Mapping[int, Added], microbatches: Sequence[int]) -> list[_R
 
 
 def _measured(run: RunResults) -> dict[str, Tensor]:
-    """The metrics of the mini-batch: those of its micro-batches, averaged as the losses are."""
+    """Return the metrics of the mini-batch: those of its micro-batches, weighted like their losses."""
     of_each = [run.step_data.measured.pop(number, {}) for number in run.microbatches]
     if any(one.keys() != of_each[0].keys() for one in of_each):
         odd = next(number for number, one in enumerate(of_each) if one.keys() != of_each[0].keys())
         raise InputError(
             f"metrics(outputs, target) must return the same names for every micro-batch; it returned "
-            f"{sorted(of_each[0])} for micro-batch 0 and {sorted(of_each[odd])} for micro-batch {odd}; return all names"
+            f"{sorted(of_each[0])} for micro-batch 0 and {sorted(of_each[odd])} for micro-batch {odd}; return the same "
+            "names for each"
         )
     weighted = run.weighting.weighted
     return {name: run.weighting.total(weighted([used_here(one[name]) for one in of_each])) for name in of_each[0]}
 
 
 def _combined(loss: Tensor, metrics: Mapping[str, Tensor], rows: Sequence[_Row], weighting: Weighting) -> _Result:
-    """Add up losses in an order that does not depend on the plan: by name, micro-batch and place."""
+    """Sum the losses in an order that does not depend on the plan: by name, micro-batch and place."""
     named: dict[str, list[Tensor]] = {}
     for number, *_, name, value in sorted(rows, key=lambda row: row[:4]):
         share = weighting.shares[number]
@@ -159,8 +161,8 @@ def _combined(loss: Tensor, metrics: Mapping[str, Tensor], rows: Sequence[_Row],
         named.setdefault(name, []).append(here if share is None else here * share)
     if twice := named.keys() & metrics.keys():
         raise InputError(
-            f"a metric must not have the name of an added loss; a layer adds a loss {min(twice)!r}, and metrics= "
-            f"returns that name, too; rename one of them"
+            f"a metric must not have the name of an added loss; a layer adds a loss named {min(twice)!r}, and metrics= "
+            f"also returns that name; rename one of them"
         )
     added = {name: torch.stack(named[name]).sum() for name in sorted(named)}
     for value in added.values():

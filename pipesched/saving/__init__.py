@@ -1,1 +1,1 @@
-"""Saving: checkpoints of a run, which load under any plan, and weights for other programs."""
+"""Saving: checkpoints, which can be loaded under any plan, and exported weights for other programs."""

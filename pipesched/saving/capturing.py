@@ -1,4 +1,4 @@
-"""Capturing: the part of a run that this process saves."""
+"""Capturing: collects the part of a run that this process saves."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -16,7 +16,7 @@ __all__ = ["capture"]
 
 
 def capture(run: LiveRun, optimizer: GivenOptimizers | None, scheduler: Any, extra: Mapping[str, Any] | None) -> Part:
-    """Return this process's part of a run. Its tensors share memory with the run. Collective.
+    """Return the part of a run that this process saves. Its tensors share memory with the run. Collective.
 
     Raises:
         CheckpointError: something cannot be saved; the error names it.

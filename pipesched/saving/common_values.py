@@ -1,4 +1,4 @@
-"""Common values: values that several processes have, which are saved once and must be equal."""
+"""Common values: values that several processes hold. They must be identical in all of them and are saved once."""
 
 import hashlib
 import json
@@ -25,7 +25,7 @@ class Encoded:
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
 
     def digests(self) -> dict[str, str]:
-        """A digest of each plain value and tensor in it, by path."""
+        """Compute a digest of each plain value and tensor inside the value, by path."""
         return dict(self._digests(self.value, ""))
 
     def _digests(self, value: Any, path: str) -> Iterator[tuple[str, str]]:
@@ -48,18 +48,18 @@ class Encoded:
 
 
 def encode(value: Any, prefix: str) -> Encoded:
-    """Encode a value; the keys of its tensors begin with ``prefix``."""
+    """Encode a value. The keys of its tensors begin with ``prefix``."""
     encoder = Encoder(prefix)
     return Encoded(encoder.encoded(value), encoder.tensors)
 
 
 def kept_here(host: RankHost, process: int, what: str, items: Mapping[str, Encoded], *, everywhere: bool) -> set[str]:
-    """The names of the values that this process saves: each is saved by the first process that has it. Collective.
+    """Return the names of the values that this process saves. The first process that has a value saves it. Collective.
 
     Args:
         host: the host of the ranks.
         process: the number of this process.
-        what: the kind of the values, for errors.
+        what: the kind of values, as a plural noun for error messages.
         items: the values of this process, by name.
         everywhere: whether every process must have every value.
 
@@ -85,9 +85,9 @@ def kept_here(host: RankHost, process: int, what: str, items: Mapping[str, Encod
             other = next((path for path in {**theirs, **own[name]} if theirs.get(path) != own[name].get(path)), None)
             if other is not None:
                 raise CheckpointError(
-                    f"{what} must be equal on all ranks, except tensors named like the model's parameters and buffers; "
-                    f"{name!r} differs between rank {giver} and rank {rank} at "
-                    f"{name}{other.removesuffix('()')}; save one rank's own state under a name of its own, gathered by "
-                    f"you"
+                    f"{what} must be identical on all ranks, except tensors that have the name of a parameter or "
+                    f"buffer of the model; {name!r} differs between rank {giver} and rank {rank} at "
+                    f"{name}{other.removesuffix('()')}; to save state that differs by rank, gather it on every rank "
+                    f"and pass the gathered state"
                 )
     return {name for name in items if first[name] == process}

@@ -1,4 +1,4 @@
-"""Exported weights: a model's weights in the files that Hugging Face's save_pretrained writes, one for each process."""
+"""Exported weights: writes a model's weights in the format of Hugging Face's save_pretrained, one file per process."""
 
 import os
 from collections.abc import Mapping
@@ -19,16 +19,16 @@ __all__ = ["export_weights"]
 
 _INDEX = "model.safetensors.index.json"
 _SHARDS = "model-*-of-*.safetensors"
-_METADATA = {"format": "pt"}  # which transformers requires
+_METADATA = {"format": "pt"}  # required by transformers
 
 
 def export_weights(folder: Path, weights: Mapping[str, Tensor], model: nn.Module, host: RankHost, process: int) -> None:
-    """Write the weights of all processes to a folder, each its own file, and an index. Collective.
+    """Write an index and one file of weights per process to a folder. Collective.
 
     Args:
-        folder: the folder; weights that are there already are replaced.
+        folder: the folder. Weights that it already contains are replaced.
         weights: the parameters and buffers of this process, by the names of the model's ``state_dict``.
-        model: the model, whose configuration is saved, too, if it has one with ``save_pretrained``.
+        model: the model. Its configuration is also saved if the configuration has a ``save_pretrained`` method.
         host: the host of the ranks.
         process: the number of this process.
 
@@ -72,7 +72,10 @@ def export_weights(folder: Path, weights: Mapping[str, Tensor], model: nn.Module
 
 
 def _finish(folder: Path, files: list[str], index: Any) -> None:
-    """Rename the written files and write their index; until then the folder has none, so nothing mixes old and new."""
+    """Rename the written files and write their index.
+
+    The old index is removed first, so that no reader sees an index that mixes old and new files.
+    """
     with suppress(FileNotFoundError):
         (folder / _INDEX).unlink()
     for name in files:

@@ -1,8 +1,8 @@
-"""Extra states: further objects that a checkpoint holds, such as a data loader or averaged weights.
+"""Extra states: the states of further objects in a checkpoint, such as a data loader or averaged weights.
 
-A tensor in them that is named like one of the model's parameters or buffers and has its shape, as in averaged weights,
-is saved by the rank that owns this name, and loaded by the ranks that need it under the new plan. All other values must
-be equal on all ranks.
+Some tensors in these states, such as averaged weights, have the name and shape of a parameter or buffer of the model.
+The rank that owns the parameter or buffer saves such a tensor, and the ranks that need it under the new plan load it.
+All other values must be identical on all ranks.
 """
 
 from collections.abc import Callable, Mapping
@@ -26,17 +26,17 @@ __all__ = ["ExtraChanges", "as_extra", "capture_extra", "encoded_extra"]
 
 @dataclass(frozen=True)
 class _Leaf:
-    """A tensor that is named like one of the model's."""
+    """A tensor that has the name and shape of a parameter or buffer of the model."""
 
     path: tuple[Any, ...]
     key: str
-    #: The name of the model's tensor.
+    #: The name of the parameter or buffer.
     name: str
     tensor: Tensor
 
 
 class _ExtraEncoder(Encoder):
-    """Encodes values, and collects the tensors that are named like the model's apart."""
+    """Encodes values, and collects tensors that have the name and shape of a model's tensor in ``leaves``."""
 
     def __init__(self, prefix: str, shapes: Mapping[str, tuple[int, ...]]) -> None:
         super().__init__(prefix)
@@ -62,16 +62,16 @@ class _Extra:
 
 
 def as_extra(extra: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Check the argument ``extra=`` of save and load."""
+    """Check the argument ``extra=`` of save or load, and return it as a dict."""
     extra = {} if extra is None else extra
     check_type(extra, Mapping, "extra must be a dict from names to objects or values", "pass a dict")
     for name in extra:
-        check_type(name, str, "the names of extra must be texts", "pass a dict with text keys")
+        check_type(name, str, "the names in extra must be strings", "pass a dict with string keys")
     return dict(extra)
 
 
 def encoded_extra(extra: Mapping[str, Any], run: LiveRun) -> dict[str, _Extra]:
-    """Encode the states of objects with a ``state_dict`` method, and other values as they are."""
+    """Encode objects that have a ``state_dict`` method by their state, and all other values directly."""
     found = {}
     for name, value in extra.items():
         has_state = callable(getattr(value, "state_dict", None))
@@ -83,7 +83,7 @@ def encoded_extra(extra: Mapping[str, Any], run: LiveRun) -> dict[str, _Extra]:
 
 
 def capture_extra(part: Part, extras: Mapping[str, _Extra], run: LiveRun) -> None:
-    """Add the values that this process saves to a part. Collective."""
+    """Add to a checkpoint part the extra values that this process saves. Collective."""
     encoded = {name: extra.encoded for name, extra in extras.items()}
     own = kept_here(run.host, run.process, "extra values", encoded, everywhere=True)
     saved = _leaves_saved(extras, run)
@@ -102,7 +102,11 @@ def capture_extra(part: Part, extras: Mapping[str, _Extra], run: LiveRun) -> Non
 
 
 def _leaves_saved(extras: Mapping[str, _Extra], run: LiveRun) -> set[Any]:
-    """The places of the named tensors that this process saves: those that it owns, or that no owner has."""
+    """Return the places of the leaves that this process saves.
+
+    The owner of a parameter or buffer saves the leaf of that name. If the owner does not have the leaf, the first
+    process that has it does.
+    """
     mine = {(name, leaf.path, leaf.key): leaf for name, extra in extras.items() for leaf in extra.leaves}
     known = exchanged(run.host, {place: run.is_own(leaf.name) for place, leaf in mine.items()})
     givers = {place: min((not own[place], rank) for rank, own in enumerate(known) if place in own)[1] for place in mine}
@@ -110,12 +114,14 @@ def _leaves_saved(extras: Mapping[str, _Extra], run: LiveRun) -> set[Any]:
 
 
 class ExtraChanges:
-    """The states that loading gives to objects, and the values that it returns. Nothing changes before ``apply``.
+    """The extra states of a checkpoint: ``states`` reads them, and ``apply`` loads them into the objects.
+
+    Nothing changes before ``apply``.
 
     Args:
         saved: the saved run.
         extra: the objects to load, by name.
-        run: the run that loads.
+        run: the run into which the states are loaded.
 
     Raises:
         CheckpointError: the checkpoint has no state for an object, or lacks a tensor that an object has.
@@ -129,13 +135,13 @@ class ExtraChanges:
         for name, value in extra.items():
             if name not in self._entries:
                 raise CheckpointError(
-                    f"a checkpoint must have a state for every object of extra; {saved.where} has "
-                    f"{', '.join(map(repr, self._entries)) or 'none'}, but not {name!r}; leave it out"
+                    f"a checkpoint must have a state for every object in extra; {saved.where} has "
+                    f"{', '.join(map(repr, self._entries)) or 'none'}, but not {name!r}; leave that object out"
                 )
             if not callable(getattr(value, "load_state_dict", None)):
                 raise ArgumentError(
-                    f"extra of load takes objects with load_state_dict; {name!r} is {shown(value)}; leave it out, and "
-                    f"read it from the result of load: its extra[{name!r}]"
+                    f"every object in the extra= of load must have a load_state_dict method; {name!r} is "
+                    f"{shown(value)}; leave it out, and read the saved value from the result: load(...).extra[{name!r}]"
                 )
         self._leaves = {
             name: self._needed(saved, name, extra.get(name), leaves.get(name, ()), run) for name in self._entries
@@ -145,9 +151,10 @@ class ExtraChanges:
 
     @staticmethod
     def _needed(saved: SavedRun, name: str, value: Any, leaves: Any, run: LiveRun) -> list[tuple[list[Any], str, str]]:
-        """The named tensors that this process needs of an object: (path, the object's own key, tensor key).
+        """Return the leaves of an object that this process needs, as (path, the object's key, tensor key).
 
-        They are those that the object has now, or without any those of the parameters and buffers of this process.
+        These are the leaves that the object has now. If it has none, they are the leaves with the names of this
+        process's parameters and buffers.
         """
         now = None if value is None or not callable(getattr(value, "state_dict", None)) else value.state_dict()
         needed = []
@@ -160,8 +167,8 @@ class ExtraChanges:
             for own_name in asked:
                 if own_name not in own and isinstance(present[asked[own_name]], Tensor):
                     raise CheckpointError(
-                        f"a checkpoint must hold every tensor that an object of extra has; {saved.where} lacks "
-                        f"{own_name!r} of {name!r}; load it into an object that was made as the saved one"
+                        f"a checkpoint must hold every tensor that an object in extra has; {saved.where} lacks "
+                        f"{own_name!r} of {name!r}; load into an object that was built like the saved object"
                     )
             for own_name, (key, stored) in own.items():
                 if own_name in asked if asked else run.is_own(own_name):
@@ -169,7 +176,7 @@ class ExtraChanges:
         return needed
 
     def states(self, read: Callable[[str], Tensor]) -> dict[str, Any]:
-        """The decoded states and values, by name; ``read`` returns a tensor by key."""
+        """Return the decoded states and values, by name. ``read`` returns a tensor by key."""
         found = {}
         for name, entry in self._entries.items():
             state = decoded(entry["value"], read)
@@ -179,7 +186,7 @@ class ExtraChanges:
         return found
 
     def apply(self, states: Mapping[str, Any]) -> None:
-        """Give the objects their states."""
+        """Load the states into the objects."""
         for name, value in self._objects.items():
             value.load_state_dict(states[name])
 

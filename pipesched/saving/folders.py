@@ -1,8 +1,8 @@
-"""Folders: where checkpoints lie, and the order of writes that keeps the old checkpoint usable until the new is whole.
+"""Folders: the layout of checkpoint folders, and writes that keep the old checkpoint usable until the new is complete.
 
-Data files get a new folder with a unique name. They are complete and on the disk before the manifest names them. The
-manifest is replaced by one ``os.replace``, which is atomic on local and on network file systems. The old data folder is
-deleted only after that.
+Each save writes its data files to a new folder with a unique name. They are complete and flushed to the disk before the
+manifest names them. A single ``os.replace``, which is atomic on local and on network file systems, replaces the
+manifest. The old data folder is deleted only after that.
 """
 
 import errno
@@ -33,26 +33,26 @@ _TEMPORARY = ".tmp"
 
 
 def folder_for(path: Path, step: int, keep: int | None) -> Path:
-    """The folder of a new checkpoint: ``path`` itself, or with ``keep`` a folder in it that is named by the step.
+    """Return the folder of a new checkpoint: ``path``, or with ``keep`` a folder in ``path`` named after the step.
 
-    Raises InputError if ``path`` has checkpoints of the other kind.
+    Raises InputError if ``path`` already holds a checkpoint saved with ``keep`` and this one is not, or vice versa.
     """
     steps = checkpoints_in(path)
     if keep is None and steps:
         raise InputError(
-            f"a path holds either one checkpoint or, with keep=, a folder for each; {path} holds {len(steps)} folders "
-            f"such as {steps[0].name}; pass keep= or another path"
+            f"a path holds either one checkpoint or, with keep=, one folder per checkpoint; {path} holds {len(steps)} "
+            f"folders such as {steps[0].name}; pass keep= or another path"
         )
     if keep is not None and (path / MANIFEST).exists():
         raise InputError(
-            f"a path holds either one checkpoint or, with keep=, a folder for each; {path} is one checkpoint; leave "
-            f"keep= out, or pass another path"
+            f"a path holds either one checkpoint or, with keep=, one folder per checkpoint; {path} is a single "
+            f"checkpoint; leave keep= out, or pass another path"
         )
     return path if keep is None else path / f"step-{step:08}"
 
 
 def checkpoints_in(path: Path) -> list[Path]:
-    """The folders of checkpoints that ``keep=`` has made in a folder, the newest first. They need not be whole."""
+    """Return the checkpoint folders that ``keep=`` made in a folder, newest first. Some of them may be incomplete."""
     try:
         found = [entry for entry in os.listdir(path) if _STEP.fullmatch(entry)]
     except (FileNotFoundError, NotADirectoryError):
@@ -61,7 +61,7 @@ def checkpoints_in(path: Path) -> list[Path]:
 
 
 def new_data_folder(folder: Path) -> str:
-    """Make a data folder for a new checkpoint, and return its name. Data that no manifest names is removed first."""
+    """Make a data folder for a new checkpoint, and return its name. Data folders that no manifest names are removed."""
     folder.mkdir(parents=True, exist_ok=True)
     with suppress(DamagedCheckpointError, CheckpointError):  # a manifest that cannot be read may still be repaired
         _remove_leftovers(folder)
@@ -84,7 +84,7 @@ def _remove_leftovers(folder: Path) -> None:
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Write a file under a temporary name, flush it to the disk, and rename it. It is never seen incomplete."""
+    """Write a file under a temporary name, flush it to the disk, and rename it, so that it is never seen incomplete."""
     temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}{_TEMPORARY}")
     try:
         with temporary.open("wb") as file:
@@ -99,7 +99,7 @@ def write_whole(path: Path, data: bytes) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Flush a folder's entries to the disk, where the file system can."""
+    """Flush a folder's entries to the disk, if the file system supports it."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -111,7 +111,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def commit(folder: Path, manifest: Manifest) -> None:
-    """Make new data the checkpoint of a folder, and remove the old data."""
+    """Replace a folder's manifest with one that names the new data, and remove the old data."""
     for name in manifest.files:
         manifest.check_size(folder, name)
     sync_folder(folder / manifest.data)
@@ -119,12 +119,12 @@ def commit(folder: Path, manifest: Manifest) -> None:
     sync_folder(folder)
     with suppress(OSError):
         sync_folder(folder.parent)
-    with suppress(OSError, CheckpointError):  # the next save removes what stays
+    with suppress(OSError, CheckpointError):  # the next save removes any leftovers
         _remove_leftovers(folder)
 
 
 def keep_newest(path: Path, keep: int, new: Path) -> None:
-    """Remove the oldest checkpoints beyond ``keep``, and incomplete ones. ``new`` always stays."""
+    """Remove all but the newest ``keep`` checkpoints, and all incomplete checkpoints. ``new`` is never removed."""
     whole = [folder for folder in checkpoints_in(path) if folder != new and _is_complete(folder)]
     stay = {new, *whole[: keep - 1]}
     for folder in checkpoints_in(path):
@@ -141,13 +141,13 @@ def _is_complete(folder: Path) -> bool:
         return False
     except MissingCheckpointError:
         return False
-    except CheckpointError:  # of another version
+    except CheckpointError:  # written by another version
         return True
     return True
 
 
 def remove_checkpoint(folder: Path) -> None:
-    """Remove a checkpoint: its manifest first, so that it never looks whole while its data is going."""
+    """Remove a checkpoint. The manifest goes first, so that a partly deleted checkpoint never looks complete."""
     with suppress(OSError):
         (folder / MANIFEST).unlink()
     shutil.rmtree(folder, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""Host buffers: the copies of tensors in the host's memory from which an asynchronous save writes."""
+"""Host buffers: copies of tensors in host memory, from which an asynchronous save writes its files."""
 
 from collections.abc import Iterable, Mapping
 
@@ -11,16 +11,16 @@ __all__ = ["HostBuffers", "wait_for_devices"]
 
 
 def wait_for_devices(tensors: Iterable[Tensor]) -> None:
-    """Wait until the work on the tensors' CUDA devices is done: other threads use other streams."""
+    """Wait until all streams of the tensors' CUDA devices have finished, because other threads use other streams."""
     for device in {tensor.device for tensor in tensors if tensor.device.type == "cuda"}:
         torch.cuda.synchronize(device)
 
 
 class HostBuffers:
-    """Copies tensors to the host's memory. The memory is kept for the next copy of tensors of the same forms.
+    """Copies tensors to host memory, and reuses the memory for the next copy of tensors of the same shapes and dtypes.
 
-    Copies from a CUDA device go to pinned memory, on a stream of their own. The device's current stream waits for them,
-    so later updates do not change the numbers; the host does not wait.
+    Tensors on a CUDA device are copied to pinned memory on a separate stream. The device's current stream waits for the
+    copies, so later updates do not change the copied values. The host does not wait.
     """
 
     def __init__(self) -> None:
@@ -29,11 +29,11 @@ class HostBuffers:
         self._events: list[torch.cuda.Event] = []
 
     def copied(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Begin to copy tensors, and return the copies. They are complete after ``wait``."""
+        """Start to copy tensors, and return the copies, which are complete once ``wait`` returns."""
         self._buffers = {key: self._buffer(key, tensor) for key, tensor in tensors.items()}
         for device in {tensor.device for tensor in tensors.values() if tensor.device.type == "cuda"}:
             self._copy_from(device, {key: tensor for key, tensor in tensors.items() if tensor.device == device})
-        with intra_op(1):  # several threads would wait for each other wherever the ranks keep the cores busy
+        with intra_op(1):  # several threads would wait for each other while the ranks keep all cores busy
             for key, tensor in tensors.items():
                 if tensor.device.type != "cuda":
                     self._buffers[key].copy_(tensor)

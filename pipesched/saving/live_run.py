@@ -1,4 +1,4 @@
-"""Live run: the parts of a running pipeline that a checkpoint holds, as this process sees them."""
+"""Live run: the state of a running pipeline that goes into a checkpoint, as far as this process holds it."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -15,18 +15,18 @@ __all__ = ["Facts", "LiveRun"]
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """Numbers and settings of a run that do not depend on its plan, and the plan."""
+    """The step, seed, settings and plan of a run."""
 
     step: int
     seed: int
-    #: The settings that determine results; runs with other settings cannot continue a run.
+    #: The settings that determine results. A run can be continued only with the same settings.
     settings: Mapping[str, Any]
     plan: Mapping[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
 class LiveRun:
-    """A running pipeline. Names are the model's own, without wrappers; tied parameters come once."""
+    """The state of a running pipeline. Names have no wrapper prefixes; a tied parameter appears once."""
 
     host: RankHost
     facts: Facts
@@ -34,26 +34,26 @@ class LiveRun:
     parameters: Mapping[str, nn.Parameter]
     #: The buffers that this process owns.
     buffers: Mapping[str, Tensor]
-    #: The buffers of other processes that stages of this process use, too.
+    #: The buffers that another process owns and that stages of this process also use.
     shared_buffers: Mapping[str, Tensor]
     #: The shapes of all parameters and buffers of the model.
     shapes: Mapping[str, tuple[int, ...]]
     #: The names of all parameters of the model.
     parameter_names: Collection[str]
-    #: The buffers that the model's state_dict leaves out, such as caches; they take any saved shape.
+    #: The non-persistent buffers, which the model's state_dict leaves out; a saved one of any shape can be loaded.
     caches: Collection[str]
     #: The names of all parameters of the model, by the id of the parameter.
     names: Mapping[int, str]
-    #: The modules with an extra state that this process owns.
+    #: The modules that define ``get_extra_state`` and that this process saves.
     modules: Mapping[str, nn.Module]
     #: The optimizers made by ``optimizer=``, by stage; None without ``optimizer=``.
     optimizers: Mapping[int, Optimizer] | None
-    #: The scaler of the loss; every process has one with the same state.
+    #: The gradient scaler. Every process has its own, and all have the same state.
     scaler: GradScaler | None
 
     @property
     def process(self) -> int:
-        """The number of this process: its rank in the mesh, or 0."""
+        """The rank of this process in the mesh; 0 without a mesh."""
         return self.host.rank if isinstance(self.host, MeshRanks) else 0
 
     @property
@@ -62,5 +62,5 @@ class LiveRun:
         return len(self.host.all_devices) if isinstance(self.host, MeshRanks) else 1
 
     def is_own(self, name: str) -> bool:
-        """Whether this process saves the parameter or buffer of this name."""
+        """Whether this process saves the parameter or buffer with this name."""
         return name in self.parameters or name in self.buffers

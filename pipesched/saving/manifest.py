@@ -1,7 +1,7 @@
-"""Manifest: the file that makes a folder a checkpoint. It lists every file and every tensor, and has its own digest.
+"""Manifest: the file that lists every file and tensor of a checkpoint. It contains a digest of its own content.
 
-A checkpoint is a folder with ``manifest.json`` and one data folder. The data folder has two files for each process that
-saved: its tensors (``part-00000.safetensors``) and its other values (``part-00000.json``). Nothing is pickled.
+A checkpoint is a folder with ``manifest.json`` and one data folder. The data folder contains two files for each process
+that saved: its tensors (``part-00000.safetensors``) and its other values (``part-00000.json``). Nothing is pickled.
 """
 
 import hashlib
@@ -22,13 +22,13 @@ VERSION = 1
 #: The kinds of stored tensors.
 KINDS = ("parameter", "buffer", "module state", "optimizer state", "scheduler state", "extra state")
 _FORMAT = "pipesched checkpoint"
-_DEEPEST = 128  # levels of nesting in the files of a checkpoint, which hold the user's own nested values
+_DEEPEST = 128  # levels of nesting in the JSON files; they contain the user's own nested values
 _BLOCK = 1 << 20
 
 
 @dataclass(frozen=True)
 class FileEntry:
-    """A file's size in bytes and its SHA-256."""
+    """The size of a file in bytes, and its SHA-256."""
 
     bytes: int
     sha256: str
@@ -36,13 +36,13 @@ class FileEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class TensorEntry:
-    """A stored tensor."""
+    """The manifest's entry for a stored tensor."""
 
     #: One of `KINDS`.
     kind: str
-    #: The name of the parameter, buffer, module, scheduler or extra object that it belongs to.
+    #: The name of the parameter, buffer, module, scheduler or extra object that the tensor belongs to.
     name: str
-    #: The file of the data folder that holds it.
+    #: The name of the file in the data folder that holds the tensor.
     file: str
     shape: tuple[int, ...]
     #: The dtype as torch names it, such as "float32".
@@ -57,25 +57,25 @@ class Manifest:
     torch: str
     #: The name of the data folder.
     data: str
-    #: The number of steps of the run.
+    #: The number of steps that the run had made.
     step: int
     #: The seed of the run, in decimal digits.
     seed: str
     #: The settings that determine results, such as the number of micro-batches.
     settings: Mapping[str, Any]
-    #: The plan of the run that saved, in the form of ``Plan.to_dict``.
+    #: The plan under which the run was saved, as returned by ``Plan.to_dict``.
     plan: Mapping[str, Any]
     files: Mapping[str, FileEntry]
     tensors: Mapping[str, TensorEntry]
 
     def text(self) -> bytes:
-        """The manifest as a file. Equal manifests have equal bytes."""
+        """Return the content of the manifest file. Equal manifests give identical bytes."""
         values = {"format": _FORMAT, "version": VERSION, **asdict(self)}
         return dumped({**values, "digest": hashlib.sha256(dumped(values)).hexdigest()})
 
     @property
     def total_bytes(self) -> int:
-        """The size of all data files."""
+        """The total size of the data files in bytes."""
         return sum(entry.bytes for entry in self.files.values())
 
     @property
@@ -90,7 +90,7 @@ class Manifest:
         Raises:
             MissingCheckpointError: the folder has no manifest.
             DamagedCheckpointError: the manifest is damaged.
-            CheckpointError: another version wrote it.
+            CheckpointError: the checkpoint has another format version.
 
         """
         path = folder / MANIFEST
@@ -98,31 +98,32 @@ class Manifest:
             data = path.read_bytes()
         except (FileNotFoundError, NotADirectoryError):
             raise MissingCheckpointError(
-                f"a checkpoint must have a {MANIFEST}; {folder} has none; check the path, or save first"
+                f"a checkpoint must have a {MANIFEST}; {folder} has none; check the path, or save a checkpoint first"
             ) from None
         except OSError as error:
             raise DamagedCheckpointError(
-                f"the {MANIFEST} of a checkpoint must be readable; reading {path} failed ({error}); load another one"
+                f"the {MANIFEST} of a checkpoint must be readable; reading {path} failed ({error}); load another "
+                f"checkpoint"
             ) from error
         return cls.parse(data, path)
 
     @classmethod
     def parse(cls, data: bytes, path: Path) -> "Manifest":
-        """The inverse of ``text``; ``path`` names the file in errors."""
+        """Parse the output of ``text``. Error messages name the file ``path``."""
         values = parsed(data, path)
         if not isinstance(values, dict) or values.get("format") != _FORMAT:
-            raise _damaged(path, f"it does not begin as a {_FORMAT!r}")
+            raise _damaged(path, f"its format is not {_FORMAT!r}")
         digest = values.pop("digest", None)
         if digest != hashlib.sha256(dumped(values)).hexdigest() or data != dumped({**values, "digest": digest}):
-            raise _damaged(path, "its content differs from its digest")
+            raise _damaged(path, "its content does not match its digest")
         if values.get("version") != VERSION:
             raise CheckpointError(
                 f"this version of pipesched reads checkpoints of format {VERSION}; {path} has format "
                 f"{shown(values.get('version'))}, written by pipesched {shown(values.get('pipesched'))}; load it with "
-                f"that version"
+                f"that version of pipesched"
             )
         if any(Path(name).name != name for name in (values.get("data"), *values.get("files", ())) if name is not None):
-            raise _damaged(path, "it names a file outside of its folder")
+            raise _damaged(path, "it names a file outside its folder")
         try:
             entries = {
                 "files": {name: FileEntry(**entry) for name, entry in values["files"].items()},
@@ -141,18 +142,18 @@ class Manifest:
             size = path.stat().st_size
         except OSError as error:
             raise DamagedCheckpointError(
-                f"a checkpoint must have every file of its {MANIFEST}; {path} ({entry.bytes:,} bytes) is missing "
-                f"({error.strerror}); load another checkpoint"
+                f"a checkpoint must have every file that its {MANIFEST} lists; {path} ({entry.bytes:,} bytes) is "
+                f"missing ({error.strerror}); load another checkpoint"
             ) from None
         if size != entry.bytes:
-            raise _damaged(path, f"it has {size:,} bytes in place of {entry.bytes:,}")
+            raise _damaged(path, f"it has {size:,} bytes instead of {entry.bytes:,}")
         return path
 
     def check(self, folder: Path, name: str) -> Path:
-        """Return the path of a data file after comparing its size and hash. Raises DamagedCheckpointError."""
+        """Check a data file's size and SHA-256, and return its path. Raises DamagedCheckpointError if one differs."""
         path = self.check_size(folder, name)
         if hash_of(path) != self.files[name].sha256:
-            raise _damaged(path, f"its content differs from its SHA-256 in {MANIFEST}")
+            raise _damaged(path, f"its content does not match its SHA-256 in {MANIFEST}")
         return path
 
 
@@ -161,12 +162,12 @@ def _tensor(entry: Mapping[str, Any]) -> TensorEntry:
 
 
 def dumped(values: Any) -> bytes:
-    """Values as JSON text, with sorted keys and one entry a line."""
+    """Return values as JSON text with sorted keys and one entry per line."""
     return (json.dumps(values, indent=0, sort_keys=True, ensure_ascii=True) + "\n").encode()
 
 
 def parsed(data: bytes, path: Path) -> Any:
-    """The inverse of ``dumped``. Raises DamagedCheckpointError."""
+    """Parse the output of ``dumped``. Raises DamagedCheckpointError if it is not valid."""
     try:
         return parse_json(data, _DEEPEST)
     except PipeschedError as error:
@@ -175,7 +176,8 @@ def parsed(data: bytes, path: Path) -> Any:
 
 def _damaged(path: Path, how: str) -> DamagedCheckpointError:
     return DamagedCheckpointError(
-        f"the files of a checkpoint must be as they were written; {path} is damaged: {how}; load another checkpoint"
+        f"the files of a checkpoint must not change after they are written; {path} is damaged: {how}; load another "
+        f"checkpoint"
     )
 
 
@@ -186,7 +188,7 @@ def _blocks(path: Path) -> Iterator[bytes]:
 
 
 def hash_of(path: Path) -> str:
-    """The SHA-256 of a file. Raises DamagedCheckpointError if it cannot be read."""
+    """Return the SHA-256 of a file. Raises DamagedCheckpointError if the file cannot be read."""
     digest = hashlib.sha256()
     try:
         for block in _blocks(path):

@@ -1,4 +1,4 @@
-"""Names: the model's own names of its tensors, without the prefixes that wrappers add."""
+"""Names: the names of a model's tensors without the prefixes that wrappers add."""
 
 from collections.abc import Callable, Collection, Mapping
 
@@ -8,16 +8,16 @@ __all__ = ["model_name", "own_names"]
 
 #: Attributes in which torch.compile, FSDP and checkpoint_wrapper keep the wrapped module.
 _WRAPPED = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
-_MODULE = "module"  # of DistributedDataParallel, AveragedModel and most others
+_MODULE = "module"  # used by DistributedDataParallel, AveragedModel and most other wrappers
 
 
 def own_names(roots: Mapping[str, nn.Module]) -> Callable[[str], str]:
-    """Return a function from the name of a parameter, buffer or module to its name without wrappers.
+    """Return a function that strips wrapper prefixes from the name of a parameter, buffer or module.
 
-    ``module`` counts as a wrapper's attribute where it is a module's only child.
+    An attribute named ``module`` is treated as a wrapper's if it is the only child of its module.
 
     Args:
-        roots: the model and the loss module, by the prefix of their names.
+        roots: maps the prefix of names to the model and to the loss module.
 
     """
     own: dict[str, str] = {"": ""}
@@ -42,7 +42,7 @@ def own_names(roots: Mapping[str, nn.Module]) -> Callable[[str], str]:
 
 
 def model_name(key: str, names: Collection[str]) -> str | None:
-    """The model's name for a key of a state dict, also of a wrapped copy of the model; None if it has no such name."""
+    """Return the model's name for a key of a state dict, with or without wrapper prefixes; None if it has none."""
     return next((name for name in (key, _without_wrapper(key)) if name in names), None)
 
 

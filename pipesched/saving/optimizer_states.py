@@ -1,7 +1,7 @@
-"""Optimizer states: the state and the options of each parameter, by the parameter's name.
+"""Optimizer states: the optimizer state and options of each parameter, by the parameter's name.
 
-So the states do not depend on the optimizers that the parameters are divided between. Each optimizer that exists when
-a checkpoint is loaded takes the states of its own parameters.
+Stored by name, the states do not depend on how parameters are distributed among optimizers. When a checkpoint is
+loaded, each optimizer takes the states of its own parameters.
 """
 
 import json
@@ -26,10 +26,10 @@ GivenOptimizers = Optimizer | Sequence[Optimizer] | Mapping[Any, Optimizer]
 
 
 def as_optimizers(given: GivenOptimizers | None, run: LiveRun) -> list[Optimizer]:
-    """The optimizers of a run: those of ``optimizer=``, or those that the user passed.
+    """Return the optimizers of a run: those that ``optimizer=`` of Pipeline made, or else those passed to save or load.
 
     Raises:
-        InputError: optimizers were passed to a pipeline that has its own.
+        InputError: an optimizer was passed that is not one of the pipeline's own.
 
     """
     if isinstance(given, Mapping):
@@ -38,22 +38,27 @@ def as_optimizers(given: GivenOptimizers | None, run: LiveRun) -> list[Optimizer
         values: Any = [] if given is None else given
         optimizers = list(values) if isinstance(values, list | tuple) else [values]
     for optimizer in optimizers:
-        check_type(optimizer, Optimizer, "optimizer must be a torch.optim.Optimizer, or several", "pass the optimizer")
+        check_type(
+            optimizer,
+            Optimizer,
+            "optimizer must be a torch.optim.Optimizer, or a list or dict of them",
+            "pass the optimizer",
+        )
     if run.optimizers is None:
         return optimizers
     own = list(run.optimizers.values())
     if any(optimizer not in own for optimizer in optimizers):
         raise InputError(
-            f"a pipeline with optimizer= saves and loads its own optimizers; it has {len(own)}, and another one was "
-            f"passed; leave optimizer= out of save and load"
+            f"a pipeline with optimizer= saves and loads its own optimizers; it has {len(own)}, and another "
+            f"optimizer was passed; leave optimizer= out of save and load"
         )
     return own
 
 
 def _members(optimizer: Optimizer, run: LiveRun) -> Iterator[tuple[int, str, nn.Parameter]]:
-    """The parameters of an optimizer that the model has: (index of the group, name, parameter).
+    """Yield (index of the group, name, parameter) for each parameter of the model in an optimizer.
 
-    The empty tensor that ``pipe.parameters()`` yields on a rank without parameters is left out.
+    Skips the empty tensor that ``pipe.parameters()`` yields on a rank without parameters.
     """
     for index, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
@@ -62,9 +67,9 @@ def _members(optimizer: Optimizer, run: LiveRun) -> Iterator[tuple[int, str, nn.
                 yield index, name, parameter
             elif parameter.numel():
                 raise CheckpointError(
-                    f"an optimizer that is saved or loaded may hold parameters of the pipeline only; group {index} of "
-                    f"{type(optimizer).__name__} holds another one of shape {list(parameter.shape)}; make the "
-                    f"optimizer from pipe.parameters()"
+                    f"an optimizer that is saved or loaded must hold only parameters of the pipeline; group {index} of "
+                    f"{type(optimizer).__name__} holds a different parameter, of shape {list(parameter.shape)}; make "
+                    f"the optimizer from pipe.parameters()"
                 )
 
 
@@ -73,15 +78,15 @@ def _check_states(optimizer: Optimizer) -> None:
     others = [key for key in optimizer.state if id(key) not in members]
     kind = type(optimizer).__name__
     if others or kind == "LBFGS":
-        what = "one flat state for all parameters" if not others else f"a state under {others[0]!r}"
+        what = "one flat state for all parameters" if not others else f"a state under the key {others[0]!r}"
         raise CheckpointError(
-            f"the state of an optimizer must belong to single parameters, so that another plan can divide it; {kind} "
-            f"has {what}; pass it as extra=, which loads on the same ranks only"
+            f"an optimizer must keep a separate state for each parameter, so that another plan can distribute them; "
+            f"{kind} has {what}; pass the optimizer in extra=, which can be loaded only on the same ranks"
         )
 
 
 def capture_optimizers(part: Part, optimizers: Sequence[Optimizer], run: LiveRun) -> None:
-    """Add the states of this process's parameters to a part."""
+    """Add to a checkpoint part the optimizer states of the parameters that this process trains."""
     groups: list[Any] = []
     parameters: dict[str, Any] = {}
     for index, optimizer in enumerate(optimizers):
@@ -97,7 +102,7 @@ def capture_optimizers(part: Part, optimizers: Sequence[Optimizer], run: LiveRun
                 continue  # another rank trains it
             if name in parameters:
                 raise CheckpointError(
-                    f"a parameter may be in one optimizer only; {name!r} is in two; take it out of one of them"
+                    f"a parameter must be in only one optimizer; {name!r} is in two; remove it from one of them"
                 )
             encoder = Encoder(f"optimizer/{name}")
             state = optimizer.state.get(parameter)
@@ -122,12 +127,12 @@ class _Change:
 
 
 class OptimizerChanges:
-    """The changes that loading makes to a run's optimizers. Nothing changes before ``apply``.
+    """The changes that loading a checkpoint makes to a run's optimizers. Nothing changes before ``apply``.
 
     Args:
         saved: the saved run.
         optimizers: the optimizers of this process.
-        run: the run that loads.
+        run: the run into which the states are loaded.
 
     Raises:
         CheckpointError: names, classes or options do not fit.
@@ -149,7 +154,7 @@ class OptimizerChanges:
                 twice = taken & {name for name, _ in own}
                 if twice:
                     raise CheckpointError(
-                        f"a parameter may be in one optimizer only; {min(twice)!r} is in two; take it out of one"
+                        f"a parameter must be in only one optimizer; {min(twice)!r} is in two; remove it from one"
                     )
                 taken |= {name for name, _ in own}
                 self._check_class(optimizer, own)
@@ -165,18 +170,18 @@ class OptimizerChanges:
         for name, _ in own:
             if name not in self._parameters:
                 raise CheckpointError(
-                    f"every parameter of an optimizer must have its state in the checkpoint; {self._saved.where} has "
-                    f"none for {name!r}; make the optimizer from the parameters that were trained when it was saved"
+                    f"every parameter of an optimizer must have an entry in the checkpoint; {self._saved.where} has "
+                    f"none for {name!r}; make the optimizer from the parameters that the saved optimizer had"
                 )
             was = self._groups[self._parameters[name]["group"]]["class"]
             if was != kind:
                 raise CheckpointError(
                     f"an optimizer must load the state of its own class; {name!r} was trained by {was} in "
-                    f"{self._saved.where}, and is in {kind} now; use {was}"
+                    f"{self._saved.where}, and is now in {kind}; use {was}"
                 )
 
     def _options(self, names: Sequence[str], place: tuple[int, int], kind: str) -> Any:
-        """The saved options of a group's parameters, or of the saved group at the same place if it has none."""
+        """Return the saved options of a group's parameters, or those of the saved group at its place if it has none."""
         known = [name for name in names if name in self._parameters]
         options = [self._groups[self._parameters[name]["group"]]["options"] for name in known]
         if not known:
@@ -187,9 +192,9 @@ class OptimizerChanges:
             first, other = options[0]["dict"], options[others[0]]["dict"]
             keys = [key for key in {**first, **other} if first.get(key) != other.get(key)]
             raise CheckpointError(
-                f"the parameters of one group must have had equal options; {known[0]!r} and {known[others[0]]!r} are "
-                f"in one group of {kind} now, but {keys[0]} was {first.get(keys[0])} and {other.get(keys[0])} in "
-                f"{self._saved.where}; make the groups that the saved run had"
+                f"the parameters of one group must have been saved with the same options; {known[0]!r} and "
+                f"{known[others[0]]!r} are now in one group of {kind}, but {keys[0]} was {first.get(keys[0])} and "
+                f"{other.get(keys[0])} in {self._saved.where}; make the same groups as in the saved run"
             )
         return options[0] if options else None
 
@@ -197,18 +202,18 @@ class OptimizerChanges:
         left = [name for name in self._parameters if name in run.parameters and name not in taken]
         if optimizers and left:
             raise CheckpointError(
-                f"every saved optimizer state must have its parameter in an optimizer; {left[0]!r}, one of "
-                f"{len(left)}, is in none; unfreeze it before the optimizer is made, or pass its optimizer"
+                f"every parameter with a saved optimizer state must be in an optimizer; {len(left)} are not, such as "
+                f"{left[0]!r}; unfreeze it before you make the optimizer, or pass the optimizer that holds it"
             )
 
     def apply(self, read: Callable[[str], Tensor]) -> None:
-        """Put the states and the options into the optimizers; ``read`` returns a tensor by key."""
+        """Load the states and options into the optimizers. ``read`` returns a tensor by key."""
         for change in self._changes:
             if change.options is not None:
                 for key, value in decoded(change.options, read).items():
                     now = change.group.get(key)
                     if isinstance(value, Tensor) and isinstance(now, Tensor):
-                        value = value.to(now.device)  # noqa: PLW2901  such as a learning rate
+                        value = value.to(now.device)  # noqa: PLW2901  such as a learning rate that is a tensor
                     change.group[key] = value
             for parameter, encoded in change.states:
                 change.optimizer.state.pop(parameter, None)

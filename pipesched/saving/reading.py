@@ -1,4 +1,4 @@
-"""Reading: find a checkpoint and compare its files before they are used."""
+"""Reading: finds a checkpoint, and checks its files against the hashes in its manifest before they are used."""
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -17,31 +17,31 @@ __all__ = ["OpenCheckpoint", "checkpoint_folders", "given_state"]
 
 
 def checkpoint_folders(path: Path) -> list[Path]:
-    """The folders that may hold the newest checkpoint of a path, in the order in which to try them.
+    """Return the folders to try, in this order, for the newest checkpoint of a path.
 
-    Raises MissingCheckpointError if there is none.
+    Raises MissingCheckpointError if there is no checkpoint.
     """
     if (path / MANIFEST).exists():
         return [path]
     folders = checkpoints_in(path)
     if not any((folder / MANIFEST).exists() for folder in folders):
         raise MissingCheckpointError(
-            f"a path to load must hold a checkpoint, or the folders that keep= has made; {path} "
+            f"a path to load must hold a checkpoint, or the folders that save made with keep=; {path} "
             f"{f'has neither {MANIFEST} nor folders with one' if path.exists() else 'does not exist'}; check the path, "
-            f"or save first"
+            f"or save a checkpoint first"
         )
     return folders
 
 
 class OpenCheckpoint:
-    """A checkpoint that is being loaded. Its manifest and its values have been compared with their hashes.
+    """A checkpoint that is being loaded. The constructor checks its manifest and values against their hashes.
 
     Args:
         folder: the folder of the checkpoint.
 
     Raises:
-        DamagedCheckpointError: a file is missing or changed.
-        CheckpointError: another version wrote the checkpoint.
+        DamagedCheckpointError: a file is missing or has changed.
+        CheckpointError: the checkpoint has another format version.
 
     """
 
@@ -51,7 +51,7 @@ class OpenCheckpoint:
             self._manifest = manifest = Manifest.read(folder)
         except MissingCheckpointError as error:
             raise DamagedCheckpointError(
-                f"a save that is complete ends with a {MANIFEST}; {folder} has none: the save was interrupted; load "
+                f"a complete checkpoint has a {MANIFEST}; {folder} has none, because the save was interrupted; load "
                 f"another checkpoint"
             ) from error
         for name in manifest.files:
@@ -72,11 +72,11 @@ class OpenCheckpoint:
 
     @property
     def text(self) -> bytes:
-        """The manifest's text, which is equal in all processes that read the same checkpoint."""
+        """The content of the manifest, identical in all processes that read the same checkpoint."""
         return self._manifest.text()
 
     def check_files_of(self, keys: Iterable[str]) -> None:
-        """Compare the hashes of the files that hold these tensors. Raises DamagedCheckpointError."""
+        """Check the hashes of the files that hold these tensors. Raises DamagedCheckpointError if one differs."""
         for name in sorted({self._manifest.tensors[key].file for key in keys}):
             self._files[name] = TensorFile(self._manifest.check(self._folder, name))
 
@@ -86,7 +86,7 @@ class OpenCheckpoint:
 
 
 def given_state(states: Iterable[Mapping[str, Any]]) -> SavedRun:
-    """The saved run in the states of all processes, as ``training_state`` returns them."""
+    """Merge the states that ``training_state`` returned in all processes into a saved run."""
     states = list(states)
     tensors: dict[str, Tensor] = {}
     entries: dict[str, TensorEntry] = {}

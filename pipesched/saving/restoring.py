@@ -1,4 +1,4 @@
-"""Restoring: put a saved run into a running pipeline, after everything has been compared."""
+"""Restoring: loads a saved run into a running pipeline, after checking that all of it fits."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -33,9 +33,9 @@ class Restored:
     """The result of loading a checkpoint.
 
     Attributes:
-        step: the number of steps of the saved run.
-        seed: the seed of its random numbers.
-        extra: the saved values of ``extra``, by name; for objects their states.
+        step: the number of steps that the saved run had made.
+        seed: the seed of the saved run's random numbers.
+        extra: the saved values of ``extra``, by name. For an object it is the object's state.
 
     """
 
@@ -45,14 +45,14 @@ class Restored:
 
 
 class Restoring:
-    """The changes that a saved run makes to a running one. The constructor compares; ``apply`` changes.
+    """The changes that load a saved run into a running one. The constructor checks them, and ``apply`` makes them.
 
     Args:
         saved: the saved run.
-        run: the run that loads.
-        optimizer: the user's optimizers.
-        scheduler: the user's schedulers.
-        extra: the user's further objects.
+        run: the run into which the saved run is loaded.
+        optimizer: the argument ``optimizer`` of load.
+        scheduler: the argument ``scheduler`` of load.
+        extra: the argument ``extra`` of load.
 
     Raises:
         CheckpointError: the saved run does not fit; the error names the setting, tensor, optimizer or object.
@@ -80,7 +80,7 @@ class Restoring:
         self._optimizers = OptimizerChanges(saved, optimizers, run) if optimizers else None
         self._schedulers = SchedulerChanges(saved, schedulers) if schedulers else None
         self._extra = ExtraChanges(saved, as_extra(extra), run)
-        #: The keys of the tensors that this process reads.
+        #: The keys of the tensors that this process needs to read.
         self.keys = {*self._tensors, *self._extra.keys}
         self.keys |= {key for _, value in self._modules for key in tensor_keys(value)}
         self.keys |= self._optimizers.keys if self._optimizers else set()
@@ -88,7 +88,8 @@ class Restoring:
         unknown = next((key for key in self.keys if key not in saved.entries), None)
         if unknown is not None:
             raise CheckpointError(
-                f"a checkpoint must hold all its tensors; {saved.where} has no {unknown!r}; save it again"
+                f"a checkpoint must hold every tensor that its values refer to; {saved.where} lacks {unknown!r}; "
+                f"save it again"
             )
 
     def _check_settings(self) -> None:
@@ -97,13 +98,16 @@ class Restoring:
             if name in saved and saved[name] != own:
                 remedy = _REMEDIES.get(name, "pass the same").format(saved[name])
                 raise CheckpointError(
-                    f"a run continues only with the settings that determine its results; {name} is {saved[name]!r} in "
-                    f"{self._saved.where}, and {own!r} here; {remedy} to Pipeline, or load the weights alone with "
-                    f"load_state_dict"
+                    f"a run can continue only with its original settings; {name} is {saved[name]!r} in "
+                    f"{self._saved.where}, but {own!r} in this pipeline; {remedy} to Pipeline, or load only the "
+                    f"weights with load_state_dict"
                 )
 
     def _tensors_of(self, kind: str) -> dict[str, Tensor]:
-        """The tensors of a kind that this process loads, by key. Raises CheckpointError if names or shapes differ."""
+        """Return the tensors of a kind that this process loads, by key.
+
+        Raises CheckpointError if names, shapes or dtypes differ from the saved ones.
+        """
         run = self._run
         buffers = {**run.buffers, **run.shared_buffers}
         own: Mapping[str, Tensor] = run.parameters if kind == "parameter" else buffers
@@ -114,8 +118,8 @@ class Restoring:
         if missing or foreign:
             lists = [f"missing: {_some(missing)}"] * bool(missing) + [f"unknown: {_some(foreign)}"] * bool(foreign)
             raise CheckpointError(
-                f"a checkpoint must have exactly the model's {kind}s; {self._saved.where} against this model: "
-                f"{'; '.join(lists)}; build the model that was saved"
+                f"a checkpoint must have exactly the model's {kind}s; {self._saved.where} differs: {'; '.join(lists)}; "
+                f"build the model that was saved"
             )
         for name, tensor in own.items():
             entry = self._saved.entries[stored[name]]
@@ -134,21 +138,21 @@ class Restoring:
         for name in self._run.modules:
             if name not in states:
                 raise CheckpointError(
-                    f"a checkpoint must have the extra state of every module that has one; {self._saved.where} lacks "
-                    f"that of {name!r}; build the model that was saved"
+                    f"a checkpoint must have the state of every module with get_extra_state; {self._saved.where} has "
+                    f"none for {name!r}; build the model that was saved"
                 )
         return [(module, states[name]) for name, module in self._run.modules.items()]
 
     def _check_present(self, word: str, what: str, wanted: bool) -> None:
         if wanted and word not in self._saved.values:
             raise CheckpointError(
-                f"a checkpoint must have the state of the {what} that loads it; {self._saved.where} was saved without "
-                f"{what}=; leave it out, or save with it"
+                f"a checkpoint must contain the state that {what}= loads; {self._saved.where} was saved without "
+                f"{what}=; leave out {what}=, or save with it"
             )
 
     @property
     def left(self) -> list[str]:
-        """The saved states that no argument takes."""
+        """The saved states for which no argument was passed."""
         left = []
         if "groups" in self._saved.values and self._optimizers is None and self._saved.values.get("parameters"):
             left.append(f"the optimizer states of {len(self._saved.values['parameters'])} parameters (optimizer=)")
@@ -159,11 +163,11 @@ class Restoring:
         return left + [f"the state of {name!r} (extra=)" for name in self._extra.left]
 
     def warn_of_left(self) -> None:
-        """Warn of saved states that no argument takes."""
+        """Warn about saved states for which no argument was passed."""
         if self.left:
             warn(
                 f"a run that continues needs all saved states; {self._saved.where} also holds {', '.join(self.left)}; "
-                f"pass them to load, unless the weights are all you need"
+                f"pass the arguments in parentheses, unless you need only the weights"
             )
 
     @property
@@ -172,15 +176,15 @@ class Restoring:
         return list(self._tensors.values())
 
     def extra_states(self, read: Callable[[str], Tensor]) -> dict[str, Any]:
-        """The states of the user's objects, and the other values of ``extra``."""
+        """Return the states of the objects in ``extra``, and its other values, by name."""
         return self._extra.states(read)
 
     def load_objects(self, states: Mapping[str, Any]) -> None:
-        """Give the user's objects their states: the user's code, which may raise."""
+        """Load the states into the objects in ``extra``. This calls the user's code, which can raise any error."""
         self._extra.apply(states)
 
     def apply(self, read: Callable[[str], Tensor]) -> None:
-        """Change weights, buffers, optimizers and schedulers. Gradients are cleared."""
+        """Load weights, buffers, module states, the scaler, optimizers and schedulers. Clears gradients."""
         for key, tensor in self._tensors.items():
             copy_into(tensor, read(key))
         for module, value in self._modules:

@@ -1,4 +1,4 @@
-"""Saved run: the content of a checkpoint. Each process captures its part; a reader merges the parts of all."""
+"""Saved run: the content of a checkpoint, and the part of it that each process saves."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -16,18 +16,18 @@ __all__ = ["Part", "SavedRun"]
 
 @dataclass
 class Part:
-    """What one process saves: tensors, and values as JSON holds them."""
+    """The part of a checkpoint that one process saves: tensors with their manifest entries, and JSON values."""
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
     entries: dict[str, TensorEntry] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)
 
     def add(self, kind: str, name: str, tensors: Mapping[str, Tensor]) -> None:
-        """Add tensors by key; ``kind`` and ``name`` are those of their entries."""
+        """Add tensors by key, with ``kind`` and ``name`` in their manifest entries."""
         for key, tensor in tensors.items():
             if key in self.tensors:
                 raise CheckpointError(
-                    f"every saved tensor must have a name of its own; two have {key!r}; rename a layer or an extra"
+                    f"saved tensors must have different names; two are named {key!r}; rename a layer or an extra"
                 )
             self.tensors[key] = tensor
             shape = tuple(tensor.shape)
@@ -38,12 +38,12 @@ class Part:
 class SavedRun:
     """A saved run, with the parts of all processes merged."""
 
-    #: The checkpoint's path in errors.
+    #: The checkpoint's path, for error messages.
     where: str
     facts: Facts
     entries: Mapping[str, TensorEntry]
     values: Mapping[str, Any]
-    #: Reads a tensor by key, to the CPU or where it lies.
+    #: Returns a tensor by key: read to the CPU, or for a training state the given tensor.
     read: Callable[[str], Tensor]
 
 
@@ -63,7 +63,7 @@ def merged(parts: Iterable[Mapping[str, Any]], where: str) -> dict[str, Any]:
                     found.setdefault(word, {}).setdefault(name, []).extend(own)
                 elif name in found.setdefault(word, {}):
                     raise CheckpointError(
-                        f"every name may be saved once only; {where} has {name!r} twice among its {word}; save it again"
+                        f"every name must be saved only once; {where} has {name!r} twice in its {word}; save it again"
                     )
                 else:
                     found[word][name] = own

@@ -1,4 +1,4 @@
-"""Saver: saves a running pipeline and loads checkpoints into it, one at a time, in all processes together."""
+"""Saver: saves a running pipeline and loads checkpoints into it, in all processes together."""
 
 import hashlib
 from collections.abc import Mapping, Sequence
@@ -24,11 +24,11 @@ from pipesched.user_warning import warn
 
 __all__ = ["Saver"]
 
-_PARTS = ("tensors", "entries", "values", "step", "seed", "settings", "plan")  # of a training state
+_PARTS = ("tensors", "entries", "values", "step", "seed", "settings", "plan")  # the keys of a training state
 
 
 class Saver:
-    """Saves and loads. At most one save is under way."""
+    """Saves and loads a pipeline. At most one asynchronous save runs at a time."""
 
     def __init__(self) -> None:
         self._work: Work[None] | None = None
@@ -44,14 +44,14 @@ class Saver:
         asynchronous: bool,
         keep: int | None,
     ) -> None:
-        """Save a run. ``states`` are the arguments optimizer, scheduler and extra."""
+        """Save a run. ``states`` holds the arguments (optimizer, scheduler, extra)."""
         self.finish(run)
         host = run.host
         path = as_path(path)
         if keep is not None and not is_count(keep):
             raise InputError(
-                f"keep must be the number of checkpoints to keep, at least 1; got {shown(keep)}; pass a number such as "
-                f"3, or leave it out for one checkpoint"
+                f"keep= must be the number of checkpoints to keep, at least 1; got {shown(keep)}; pass a number such "
+                f"as 3, or leave keep= out for one checkpoint"
             )
         asked = exchanged(host, (asynchronous, keep))
         if any(other != asked[0] for other in asked):
@@ -91,13 +91,16 @@ class Saver:
         self._work.start()
 
     def finish(self, run: LiveRun) -> None:
-        """Wait for a save that is under way, in all processes. Raises its error in all."""
+        """Wait until an asynchronous save has ended in all processes. If it failed, all processes raise its error."""
         work, self._work = self._work, None
         if work is not None:
             together(run.host, work, self._hurry)
 
     def close(self, *, failed: bool) -> None:
-        """Wait for a save that is under way, in this process. Raises its error. ``failed``: the pipeline has failed."""
+        """Wait until an asynchronous save has ended in this process, and raise its error if it failed.
+
+        ``failed`` is set if the pipeline has failed; the save then waits only a short time for other processes.
+        """
         work, self._work = self._work, None
         if failed:
             self._hurry.set()
@@ -108,7 +111,7 @@ class Saver:
     def load(
         self, run: LiveRun, path: Any, states: tuple[GivenOptimizers | None, Any, Mapping[str, Any] | None]
     ) -> Restored:
-        """Load the newest whole checkpoint of a path. ``states`` are the arguments optimizer, scheduler and extra."""
+        """Load the newest undamaged checkpoint of a path. ``states`` holds (optimizer, scheduler, extra)."""
         self.finish(run)
         path = as_path(path)
         folders = exchanged(run.host, agreed(run.host, lambda: [str(one) for one in _folders(path, run)]))[0]
@@ -119,7 +122,7 @@ class Saver:
             except DamagedCheckpointError as error:
                 damage = error
                 if folder != folders[-1]:
-                    warn(f"{error}; the checkpoint before it is tried")
+                    warn(f"{error}; trying the checkpoint before it")
                 continue
             return _apply(run, checkpoint.saved, restoring)
         raise damage or DamagedCheckpointError(f"{path} has no checkpoint")
@@ -127,7 +130,7 @@ class Saver:
     def training_state(
         self, run: LiveRun, states: tuple[GivenOptimizers | None, Any, Mapping[str, Any] | None]
     ) -> dict[str, Any]:
-        """Return this process's part of a run as a dict of tensors and plain values."""
+        """Return the part of a run that this process saves, as a dict of tensors and plain values."""
         part = capture(run, *states)
         entries = {key: asdict(entry) for key, entry in part.entries.items()}
         facts = run.facts
@@ -147,13 +150,15 @@ class Saver:
         state: Mapping[str, Any] | Sequence[Mapping[str, Any]],
         states: tuple[GivenOptimizers | None, Any, Mapping[str, Any] | None],
     ) -> Restored:
-        """Load what ``training_state`` returned, in one process or in several."""
+        """Load the dict that ``training_state`` returned, or a list of the dicts that it returned in all processes."""
         self.finish(run)
         parts = [state] if isinstance(state, Mapping) else list(state)
 
         def prepared() -> tuple[SavedRun, Restoring]:
             if not parts:
-                raise CheckpointError("a training state must be given; got an empty list; pass those of all ranks")
+                raise CheckpointError(
+                    "load_training_state needs a training state; got an empty list; pass those of all ranks"
+                )
             for part in parts:
                 check_type(part, Mapping, "a training state must be the dict of training_state", "pass it unchanged")
                 missing = [name for name in _PARTS if name not in part]
@@ -175,7 +180,7 @@ def _folders(path: Path, run: LiveRun) -> list[Path]:
 def _prepared(
     run: LiveRun, folder: Path, states: tuple[GivenOptimizers | None, Any, Mapping[str, Any] | None]
 ) -> tuple[OpenCheckpoint, Restoring]:
-    """Open a checkpoint in all processes, and compare it with the run and with its hashes."""
+    """Open a checkpoint in all processes; check that it is undamaged and fits the run."""
 
     def prepare() -> tuple[OpenCheckpoint, Restoring]:
         checkpoint = OpenCheckpoint(folder)
@@ -188,8 +193,8 @@ def _prepared(
     others = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
     if others:
         raise CheckpointError(
-            f"all ranks must load the same checkpoint; in {folder} rank {others[0]} of {len(digests)} reads another "
-            f"one than rank 0; pass the same path on every rank, on a file system that all hosts share"
+            f"all ranks must load the same checkpoint; in {folder} rank {others[0]} of {len(digests)} reads a "
+            f"different checkpoint than rank 0; pass the same path on every rank, on a file system that all hosts share"
         )
     return checkpoint, restoring
 
@@ -197,7 +202,7 @@ def _prepared(
 def _apply(run: LiveRun, saved: SavedRun, restoring: Restoring) -> Restored:
     restoring.warn_of_left()
     states = in_all(run.host, lambda: restoring.extra_states(saved.read))
-    agreed(run.host, lambda: restoring.load_objects(states))  # the user's code may raise: nothing else has changed yet
+    agreed(run.host, lambda: restoring.load_objects(states))  # first, because this user code may raise
 
     def apply() -> None:
         wait_for_devices(restoring.tensors)

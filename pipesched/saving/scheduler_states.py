@@ -1,4 +1,4 @@
-"""Scheduler states: the states of learning rate schedulers, one for all parameters or one for each stage."""
+"""Scheduler states: the states of learning rate schedulers, either one for all parameters or one per stage."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -18,9 +18,9 @@ _ONE = "all parameters"
 
 
 def as_schedulers(given: Any, run: LiveRun) -> dict[str, Any]:
-    """The schedulers by name: "all parameters" for one; the stage for those of a dict, or of a list by stage.
+    """Return schedulers by name: "all parameters" for a single scheduler, "stage 2" for one of a dict or list.
 
-    A list's scheduler belongs to the stage whose optimizer it drives, or else to its position.
+    A scheduler in a list gets the stage whose optimizer it drives, or else its position in the list.
     """
     if given is None:
         return {}
@@ -38,14 +38,14 @@ def as_schedulers(given: Any, run: LiveRun) -> dict[str, Any]:
     for scheduler in named.values():
         if not all(callable(getattr(scheduler, method, None)) for method in ("state_dict", "load_state_dict")):
             raise ArgumentError(
-                f"scheduler must have state_dict and load_state_dict, as those of torch.optim.lr_scheduler; got "
-                f"{shown(scheduler)}; pass a scheduler, a list, or a dict by stage"
+                f"a scheduler must have state_dict and load_state_dict, like those of torch.optim.lr_scheduler; got "
+                f"{shown(scheduler)}; pass a scheduler, a list of schedulers, or a dict of them by stage"
             )
     return named
 
 
 def encoded_schedulers(schedulers: Mapping[str, Any]) -> dict[str, Encoded]:
-    """The classes and states of schedulers."""
+    """Encode the class and state of each scheduler."""
     found = {}
     for name, scheduler in schedulers.items():
         state = encode(scheduler.state_dict(), f"scheduler/{name}")
@@ -54,7 +54,7 @@ def encoded_schedulers(schedulers: Mapping[str, Any]) -> dict[str, Encoded]:
 
 
 def capture_schedulers(part: Part, encoded: Mapping[str, Encoded], run: LiveRun) -> None:
-    """Add the states that this process saves to a part. Collective."""
+    """Add to a checkpoint part the scheduler states that this process saves. Collective."""
     own = kept_here(run.host, run.process, "schedulers", encoded, everywhere=False)
     if encoded:
         part.values["schedulers"] = {name: encoded[name].value["dict"] for name in encoded if name in own}
@@ -63,7 +63,7 @@ def capture_schedulers(part: Part, encoded: Mapping[str, Encoded], run: LiveRun)
 
 
 class SchedulerChanges:
-    """The states that loading gives to a run's schedulers. Nothing changes before ``apply``.
+    """The states that loading a checkpoint gives to a run's schedulers. Nothing changes before ``apply``.
 
     Raises CheckpointError if the saved states do not fit the schedulers.
     """
@@ -75,26 +75,26 @@ class SchedulerChanges:
             kind = type(scheduler).__qualname__
             if entry["class"] != kind:
                 raise CheckpointError(
-                    f"a scheduler must load the state of its own class; that of {name} in {saved.where} is "
-                    f"{entry['class']}, but a {kind} was passed; pass a {entry['class']}"
+                    f"a scheduler must load the state of its own class; for {name}, {saved.where} has the state of "
+                    f"{entry['class']}, but {kind} was passed; pass {entry['class']}"
                 )
         self.keys = {key for _, entry in self._changes for key in tensor_keys(entry["state"])}
 
     def apply(self, read: Callable[[str], Tensor]) -> None:
-        """Load the states; ``read`` returns a tensor by key."""
+        """Load the states into the schedulers. ``read`` returns a tensor by key."""
         for scheduler, entry in self._changes:
             scheduler.load_state_dict(decoded(entry["state"], read))
 
 
 def _state(saved: SavedRun, states: Mapping[str, Any], name: str) -> Any:
-    """The saved state for a scheduler: the state of that name, or the common state if all are equal."""
+    """Return the saved state of the scheduler with this name, or the common state if all saved states are identical."""
     plain = [entry for entry in states.values() if not tensor_keys(entry["state"])]
     first = next(iter(states.values()))
     if len(plain) == len(states) and all(entry == first for entry in plain):
         return first
     if name not in states:
         raise CheckpointError(
-            f"schedulers may be loaded into other stages only if their states are equal; {saved.where} has different "
+            f"scheduler states can be loaded for other stages only if all are identical; {saved.where} has different "
             f"states for {', '.join(states)}, and none for {name}; load under the same stages, or make new schedulers"
         )
     return states[name]

@@ -1,7 +1,7 @@
-"""State encoding: nested values as JSON text beside tensors, without pickle. The set of types is closed.
+"""State encoding: encodes nested values as JSON and separate tensors, without pickle.
 
-Supported are None, bool, int, float, str, list, tuple, dict, tensors, and numpy arrays and scalars of numbers. Each is
-read back as the same type with the same bits; an OrderedDict is read back as a dict.
+The supported types are None, bool, int, float, str, list, tuple, dict, tensors, and numpy arrays and scalars of
+numbers. Each value is read back as the same type with the same bits, except that an OrderedDict becomes a dict.
 """
 
 import math
@@ -18,11 +18,11 @@ from pipesched.saving.tensor_files import bytes_of, dtype_name, dtype_of, from_b
 
 __all__ = ["Encoder", "at_path", "decoded", "tensor_keys"]
 
-_LARGEST = 2**63  # larger integers are written as text
+_LARGEST = 2**63  # integers outside +-2**63 are written as text
 _DEEPEST = 24  # levels of nesting
 _NUMBERS_OF_NUMPY = "biufc"
 
-#: Function that writes a value without parts, by type.
+#: Type of a value without parts -> function that encodes the value.
 _ATOMS: dict[type, Callable[[Any], Any]] = {
     type(None): lambda value: value,
     bool: lambda value: value,
@@ -35,7 +35,7 @@ _ATOMS: dict[type, Callable[[Any], Any]] = {
 class Encoder:
     """Encodes values, and collects their tensors under unique keys that begin with ``prefix``.
 
-    Tensors of one number on the host are written into the text. With ``inline=True`` all tensors are.
+    A 0-d tensor on the CPU is written into the JSON instead; with ``inline=True``, so are all tensors.
     """
 
     def __init__(self, prefix: str, *, inline: bool = False) -> None:
@@ -44,11 +44,14 @@ class Encoder:
         self.tensors: dict[str, Tensor] = {}
 
     def encoded(self, value: Any, path: tuple[Any, ...] = ()) -> Any:
-        """The value as plain values for JSON. Raises CheckpointError with the path of a value that cannot be saved."""
+        """Return the value in a form for JSON.
+
+        Raises CheckpointError for a value that cannot be saved; the error names its path.
+        """
         if len(path) > _DEEPEST:
             raise CheckpointError(
-                f"saved values may be nested at most {_DEEPEST} deep; {self._place(path[:3])} nests deeper, or "
-                f"contains itself; save a flat state"
+                f"saved values may be nested at most {_DEEPEST} levels deep; {self._place(path[:3])} is nested more "
+                f"deeply, or contains itself; save a flatter state"
             )
         kind = type(value)
         if kind in _ATOMS and (kind is not str or _is_text(value)):
@@ -64,7 +67,7 @@ class Encoder:
             written = self._of_numpy(value, path)
         else:
             raise CheckpointError(
-                f"a checkpoint holds None, bool, int, float, str, list, tuple, dict, tensors and numpy numbers; "
+                f"a checkpoint can hold None, bool, int, float, str, list, tuple, dict, tensors and numpy numbers; "
                 f"{self._place(path)} is of type {kind.__module__}.{kind.__qualname__}; convert it, or leave it out"
             )
         return written
@@ -106,7 +109,7 @@ def _is_text(value: str) -> bool:
 
 
 def decoded(value: Any, read: Callable[[str], Tensor]) -> Any:
-    """The inverse of ``Encoder.encoded``; ``read`` returns a tensor by its key. Raises CheckpointError."""
+    """Decode the output of ``Encoder.encoded``. ``read`` returns a tensor by key. Raises CheckpointError."""
     if isinstance(value, list):
         return [decoded(part, read) for part in value]
     if not isinstance(value, dict):
@@ -114,8 +117,8 @@ def decoded(value: Any, read: Callable[[str], Tensor]) -> Any:
     reader = _READERS.get(frozenset(value))
     if reader is None:
         raise CheckpointError(
-            f"the values of a checkpoint must be in its own form; got an object with the keys {sorted(value)}; save it "
-            f"again"
+            "the values of a checkpoint must be as pipesched encodes them; got an object with the keys "
+            f"{sorted(value)}; save the checkpoint again"
         )
     return reader(value, read)
 
@@ -145,7 +148,7 @@ _READERS: dict[frozenset[str], Callable[[Any, Callable[[str], Tensor]], Any]] = 
 
 
 def tensor_keys(value: Any) -> set[str]:
-    """The keys of the tensors in an encoded value."""
+    """Return the keys of all tensors in an encoded value."""
     if isinstance(value, list):
         return {key for part in value for key in tensor_keys(part)}
     if not isinstance(value, dict):
@@ -159,12 +162,12 @@ def tensor_keys(value: Any) -> set[str]:
 def _number(name: str) -> np.dtype[Any]:
     dtype = np.dtype(name)
     if dtype.kind not in _NUMBERS_OF_NUMPY:
-        raise CheckpointError(f"a saved numpy array must hold numbers; got dtype {name!r}; save it again")
+        raise CheckpointError(f"a saved numpy array must hold numbers; got dtype {name!r}; save the checkpoint again")
     return dtype
 
 
 def at_path(value: Any, path: Sequence[Any]) -> Any:
-    """The part of nested dicts, lists and tuples at a path; None if there is none."""
+    """Return the value at a path into nested dicts, lists and tuples; None if there is no such path."""
     for step in path:
         try:
             value = value[step]

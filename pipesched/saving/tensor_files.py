@@ -1,7 +1,7 @@
-"""Tensor files: write and read safetensors files, one tensor at a time.
+"""Tensor files: writes and reads safetensors files, one tensor at a time.
 
-The file is written by this module rather than by the safetensors library, so that one pass over the tensors writes and
-hashes it, at most one tensor is copied at a time, and other threads run meanwhile. The library reads the files, too.
+This module writes the files itself, so that a single pass over the tensors both writes and hashes them, at most one
+tensor is copied at a time, and other threads can run meanwhile. The safetensors library can read the files.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ from pipesched.saving.manifest import FileEntry
 __all__ = ["TensorFile", "bytes_of", "dtype_name", "dtype_of", "from_bytes", "plain", "write_tensors"]
 
 _LENGTH = Struct("<Q")
-_ALIGNED = 8  # bytes; a header's length is a multiple of it
+_ALIGNED = 8  # a header's length in bytes is a multiple of this
 _LONGEST_HEADER = 1 << 32
 _CODES = {
     torch.float64: "F64",
@@ -41,40 +41,40 @@ _CODES = {
     torch.float8_e5m2: "F8_E5M2",
     torch.complex64: "C64",
 }
-_BYTES = "U8"  # of a dtype that safetensors does not have; the manifest has the dtype and the shape
+_BYTES = "U8"  # for dtypes that safetensors lacks; the manifest holds the dtype and the shape
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """The name of a dtype, such as "float32"."""
+    """Return the name of a dtype, such as "float32"."""
     return str(dtype).removeprefix("torch.")
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """The inverse of ``dtype_name``. Raises CheckpointError for an unknown name."""
+    """Return the dtype with this name. Raises CheckpointError for an unknown name."""
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
         raise CheckpointError(
-            f"this torch must have the dtypes of a checkpoint; torch {torch.__version__} has no {name!r}; load it with "
-            f"the version of torch that saved it"
+            f"torch must have the dtypes of a checkpoint; torch {torch.__version__} has no {name!r}; load the "
+            f"checkpoint with the version of torch that saved it"
         )
     return dtype
 
 
 def plain(tensor: Tensor, place: str) -> Tensor:
-    """The tensor without autograd. Raises CheckpointError if it is not an ordinary tensor with contents."""
+    """Return the tensor detached. Raises CheckpointError unless it is a dense torch.Tensor with contents."""
     tensor = tensor.detach()
     is_dense = tensor.layout == torch.strided and not tensor.is_quantized
     if type(tensor) is not Tensor or tensor.is_meta or not is_dense:
         how = "on the meta device" if tensor.is_meta else f"a {type(tensor).__name__} of layout {tensor.layout}"
         raise CheckpointError(
-            f"a checkpoint holds dense torch.Tensors with contents; {place} is {how}; save it yourself, from its own "
-            f"methods"
+            f"a checkpoint can hold only dense torch.Tensors with contents; {place} is {how}; save this tensor "
+            "separately"
         )
     return tensor
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """A tensor's numbers as bytes, in row-major order."""
+    """Return a tensor's elements as bytes in row-major order."""
     if not tensor.numel():
         return memoryview(b"")
     here = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
@@ -82,7 +82,7 @@ def bytes_of(tensor: Tensor) -> memoryview:
 
 
 def from_bytes(data: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-    """The inverse of ``bytes_of``."""
+    """Make a tensor from the bytes that ``bytes_of`` returned."""
     tensor = torch.empty(shape, dtype=dtype)
     if tensor.numel():
         _memory(tensor)[:] = data
@@ -90,14 +90,14 @@ def from_bytes(data: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> Tenso
 
 
 def _memory(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous CPU tensor with elements, to write to."""
+    """Return a writable view of the memory of a contiguous CPU tensor that is not empty."""
     real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     numbers: Any = real.reshape(-1).view(torch.uint8).numpy()
     return memoryview(numbers)
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> FileEntry:
-    """Write a safetensors file and flush it to the disk; return its size and hash.
+    """Write a safetensors file, flush it to the disk, and return its size and hash.
 
     Args:
         path: the file.
@@ -108,7 +108,9 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
         OSError: writing failed.
 
     """
-    ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))  # so all are aligned
+    ordered = sorted(
+        tensors.items(), key=lambda item: (-item[1].element_size(), item[0])
+    )  # so that all tensors are aligned
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     end = 0
     for key, tensor in ordered:
@@ -138,7 +140,7 @@ class TensorFile:
     """Reads tensors of a safetensors file by key.
 
     Args:
-        path: the file. Its hash must have been compared.
+        path: the file, whose hash has already been checked.
 
     Raises:
         DamagedCheckpointError: the file has no valid header.
@@ -156,18 +158,18 @@ class TensorFile:
                 self._header: dict[str, Any] = json.loads(file.read(length))
         except (OSError, ValueError, KeyError) as error:
             raise DamagedCheckpointError(
-                f"a safetensors file must begin with its header; that of {path} cannot be read ({error}); load another "
-                f"checkpoint"
+                f"a safetensors file must begin with a valid header; the header of {path} cannot be read ({error}); "
+                f"load another checkpoint"
             ) from error
 
     def read(self, key: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-        """Read a tensor to the CPU. Raises DamagedCheckpointError if the file has no such tensor."""
+        """Read a tensor to the CPU. Raises DamagedCheckpointError if the file has no such tensor or is cut off."""
         begin, end = self._header.get(key, {}).get("data_offsets", (0, -1))
         tensor = torch.empty(shape, dtype=dtype)
         size = tensor.numel() * tensor.element_size()
         if end - begin != size:
             raise DamagedCheckpointError(
-                f"a checkpoint must hold every tensor of its manifest; {key!r} of {size:,} bytes is not in "
+                f"a checkpoint must hold every tensor that its manifest lists; {key!r} of {size:,} bytes is not in "
                 f"{self._path}; load another checkpoint"
             )
         if size:
@@ -178,8 +180,8 @@ class TensorFile:
                     count = file.readinto(view)
                     if not count:
                         raise DamagedCheckpointError(
-                            f"a checkpoint's files must stay while it is loaded; {self._path} was cut off; load it "
-                            f"again, or another one"
+                            f"a checkpoint's files must not change while it is loaded; {self._path} was cut off; load "
+                            f"the checkpoint again, or load another checkpoint"
                         )
                     view = view[count:]
         return tensor

@@ -1,4 +1,4 @@
-"""Together: work that all processes of a pipeline do, and that fails in all of them if it fails in one."""
+"""Together: runs work in all processes of a pipeline, and fails in all of them if it fails in one."""
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 _FIRST_PAUSE_S = 0.01
 _LONGEST_PAUSE_S = 0.5  # between two exchanges while work is under way
-#: The errors that all processes raise, the most important first.
+#: The errors that all processes raise, most important first.
 _KINDS: dict[str, type[CheckpointError]] = {
     "damaged": DamagedCheckpointError,
     "missing": MissingCheckpointError,
@@ -23,12 +23,15 @@ _KINDS: dict[str, type[CheckpointError]] = {
 
 
 def exchanged(host: RankHost, value: T) -> list[T]:
-    """The values of all processes, in rank order. Collective."""
+    """Return the values that all processes pass, in rank order. Collective."""
     return host.executor.exchange(value) if isinstance(host, MeshRanks) else [value]
 
 
 def agreed(host: RankHost, make: Callable[[], T]) -> T:
-    """Return ``make()``. If it raises in one process, all raise. Collective; for work of equal length in all."""
+    """Return ``make()``. If it raises in one process, all raise. Collective.
+
+    For work that takes about the same time in all processes; use ``in_all`` for other work.
+    """
     work = Work(make)
     work.run()
     _raise_any(exchanged(host, work.outcome), work)
@@ -36,7 +39,7 @@ def agreed(host: RankHost, make: Callable[[], T]) -> T:
 
 
 class Work(Generic[T]):
-    """A call that runs in a thread of its own, with its result or its exception.
+    """A call, run in its own thread or in the caller's, that keeps its result or its exception.
 
     The interpreter waits for the thread before it exits.
     """
@@ -48,19 +51,19 @@ class Work(Generic[T]):
         self.error: BaseException | None = None
 
     def start(self) -> None:
-        """Run in a thread."""
+        """Run the call in a new thread."""
         self._thread = Thread(target=self.run, name="pipesched saving")
         self._thread.start()
 
     def run(self) -> None:
-        """Run here."""
+        """Run the call in the current thread."""
         try:
             self._made.append(self._make())
         except BaseException as error:
             self.error = error
 
     def ended(self, within_s: float | None = None) -> bool:
-        """Whether the call has ended; waits for it for so long, or without a limit for None."""
+        """Wait at most this long, without a limit for None, and return whether the call has ended."""
         if self._thread is not None:
             self._thread.join(within_s)
             if not self._thread.is_alive():
@@ -69,7 +72,7 @@ class Work(Generic[T]):
 
     @property
     def outcome(self) -> tuple[str, str]:
-        """The kind and the text of the error; two empty texts for none."""
+        """The kind and the message of the error; two empty strings without an error."""
         if self.error is None:
             return "", ""
         text = str(self.error)
@@ -79,7 +82,7 @@ class Work(Generic[T]):
 
     @property
     def result(self) -> T:
-        """The result. Raises the call's exception."""
+        """The result of the call. Raises the call's exception if it raised one."""
         if self.error is not None:
             raise self.error
         return self._made[0]
@@ -88,12 +91,13 @@ class Work(Generic[T]):
 def together(host: RankHost, work: Work[T], hurry: Event | None = None) -> T:
     """Wait until work has ended in all processes; return this process's result. If one fails, all raise. Collective.
 
-    While this process waits it exchanges messages, so that the others' timeouts do not end the pipeline.
+    While a process waits, it exchanges messages with the others, so that no process times out.
 
     Args:
         host: the host of the ranks.
-        work: the work, which has been started.
-        hurry: set if a process fails, so that the work does not wait long for other processes. Default: nothing.
+        work: the work, already started.
+        hurry: an event that is set if a process fails, so that the work stops waiting for other processes soon.
+            Default: None.
 
     """
     if not isinstance(host, MeshRanks):
@@ -120,7 +124,7 @@ def together(host: RankHost, work: Work[T], hurry: Event | None = None) -> T:
 
 
 def in_all(host: RankHost, make: Callable[[], T]) -> T:
-    """Return ``make()``, which may take long in some processes. If it raises in one, all raise. Collective."""
+    """Return ``make()``, which can take long in some processes. If it raises in one, all raise. Collective."""
     work = Work(make)
     if isinstance(host, MeshRanks):
         work.start()
@@ -130,7 +134,10 @@ def in_all(host: RankHost, make: Callable[[], T]) -> T:
 
 
 def _raise_any(outcomes: Sequence[Any], work: Work[Any]) -> None:
-    """Raise an error of the same kind in all processes, if one failed: its own error, or one that names the rank."""
+    """If a process failed, raise an error of the same kind in all.
+
+    A process that failed with this kind raises its own error; the others raise one that names the failed rank.
+    """
     kinds = [kind for kind, _ in outcomes]
     worst = next((kind for kind in _KINDS if kind in kinds), None)
     if worst is None:
@@ -139,6 +146,6 @@ def _raise_any(outcomes: Sequence[Any], work: Work[Any]) -> None:
         raise work.error
     rank = kinds.index(worst)
     raise _KINDS[worst](
-        f"all ranks must save or load together; rank {rank} of {len(outcomes)} failed, with: {outcomes[rank][1]}; fix "
-        f"the cause on rank {rank}"
+        f"saving and loading must succeed on all ranks; rank {rank} of {len(outcomes)} failed with: "
+        f"{outcomes[rank][1]}; fix the cause on rank {rank}"
     ) from work.error

@@ -1,8 +1,8 @@
-"""Writing: the files of a checkpoint, by all processes, until the first process makes them the checkpoint.
+"""Writing: writes the files of a checkpoint in all processes, and then its manifest in the first process.
 
-Each process writes its tensors and then, as a sign that it is done, its values. The first process waits until the
-values of all are there, and then replaces the manifest. So processes need no messages while they write, and a save may
-go on during the next steps.
+Each process writes its tensors, and then its values as a sign that it is done. The first process waits until the
+values of all processes exist, and then replaces the manifest. Processes therefore exchange no messages while they
+write, and a save can continue during the next steps.
 """
 
 import errno
@@ -31,22 +31,23 @@ __all__ = ["Target", "begin", "check_shared", "explained", "write"]
 
 _FIRST_PAUSE_S = 0.001
 _LONGEST_PAUSE_S = 0.2
-_PATIENCE_S = 300.0  # without a new byte of another process
-_HURRIED_S = 10.0  # the same, after a failure of the pipeline
+_PATIENCE_S = 300.0  # longest wait during which no other process writes a byte
+_HURRIED_S = 10.0  # the same after the pipeline has failed
 
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """Where a checkpoint is written."""
+    """The paths and processes of a save."""
 
     #: The path that the user passed.
     path: Path
-    #: The folder of the checkpoint: the path, or a folder in it that is named by the step.
+    #: The folder of the checkpoint: the path itself, or with ``keep`` a folder in it named after the step.
     folder: Path
     #: The name of the data folder.
     data: str
+    #: The number of checkpoints to keep; None to save to the path itself.
     keep: int | None
-    #: The number of this process, and of all.
+    #: The number of this process, and the number of processes.
     process: int
     num_processes: int
 
@@ -57,35 +58,36 @@ class Target:
 
 
 def begin(folder: Path) -> str:
-    """Make a new data folder for a checkpoint, and return its name. Called in the first process.
+    """Make a new data folder for a checkpoint, and return its name. Only the first process calls this.
 
-    Raises CheckpointError if that fails.
+    Raises CheckpointError if the folder cannot be made.
     """
     with explained(folder):
         return new_data_folder(folder)
 
 
 def check_shared(target: Target) -> None:
-    """Raise CheckpointError if this process does not see the data folder that the first process has made."""
+    """Raise CheckpointError if this process does not see the data folder that the first process made."""
     if not target.data_folder.is_dir():
         raise CheckpointError(
-            f"all ranks must see the same file system; {target.data_folder}, which rank 0 has made, does not exist on "
+            f"all ranks must see the same file system; {target.data_folder}, which rank 0 made, does not exist on "
             f"rank {target.process}; pass the same path on every rank, on a file system that all hosts share"
         )
 
 
 def write(target: Target, part: Part, facts: Facts, hurry: Event) -> None:
-    """Write this process's files. The first process then waits for the others, and replaces the checkpoint.
+    """Write this process's files. The first process then waits for the other processes, and replaces the manifest.
 
     Args:
-        target: where to write.
-        part: what this process saves.
-        facts: the facts of the run.
-        hurry: set after a failure of the pipeline; then the first process waits for the others for a short time only.
+        target: the paths and processes of the save.
+        part: the part of the checkpoint that this process saves.
+        facts: the step, seed, settings and plan of the run.
+        hurry: an event that is set after the pipeline has failed; the first process then waits only a short time for
+            the other processes.
 
     Raises:
-        CheckpointError: writing failed in this process, or for the first process in another one. The checkpoint that
-            was there before is intact.
+        CheckpointError: writing failed in this process; the first process also raises it if writing failed in another
+            process. The previous checkpoint is intact.
 
     """
     name = _name(target.process)
@@ -115,7 +117,7 @@ def write(target: Target, part: Part, facts: Facts, hurry: Event) -> None:
 
 
 def _is_replaceable(target: Target) -> bool:
-    """Whether the new data is certainly not what the manifest names: an error may come after its replacement."""
+    """Whether the manifest certainly does not name the new data. An error can occur after the manifest was replaced."""
     try:
         return Manifest.read(target.folder).data != target.data
     except MissingCheckpointError:
@@ -137,7 +139,7 @@ def _write_part(target: Target, name: str, part: Part) -> None:
 
 
 def _report(target: Target, error: CheckpointError) -> None:
-    """Tell the first process that this one failed, and make place on the disk."""
+    """Tell the first process that this process failed, and free the disk space of its files."""
     name = _name(target.process)
     for path in (f"{name}.safetensors", f"{name}.json"):
         with suppress(OSError):
@@ -147,9 +149,9 @@ def _report(target: Target, error: CheckpointError) -> None:
 
 
 def _parts(target: Target, hurry: Event) -> dict[str, tuple[FileEntry, Any]]:
-    """Wait for the values of all processes. Returns their files and contents, by name.
+    """Wait for the value files of all processes, and return their entries and contents by name.
 
-    Raises CheckpointError if a process failed, or ended.
+    Raises CheckpointError if a process failed, or wrote nothing for too long.
     """
     found: dict[str, tuple[FileEntry, Any]] = {}
     failed: list[str] = []
@@ -176,8 +178,8 @@ def _parts(target: Target, hurry: Event) -> dict[str, tuple[FileEntry, Any]]:
         if time.monotonic() - since_s > patience_s:
             raise CheckpointError(
                 f"all ranks must finish a save; rank {', '.join(map(str, waiting.values()))} of "
-                f"{target.num_processes} has ended, or has written nothing for {patience_s:g} s; the checkpoint that "
-                f"was there before is intact: load it"
+                f"{target.num_processes} has ended, or has written nothing for {patience_s:g} s; the previous "
+                f"checkpoint is intact; load it"
             )
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
@@ -210,7 +212,7 @@ def _manifest(target: Target, facts: Facts, parts: Mapping[str, tuple[FileEntry,
         for key, own in content["tensors"].items():
             if key in tensors:
                 raise CheckpointError(
-                    f"every saved tensor must have a name of its own; {key!r} is in {tensors[key].file} and "
+                    f"saved tensors must have different names; {key!r} is in {tensors[key].file} and in "
                     f"{own['file']}; build the same model on every rank"
                 )
             tensors[key] = TensorEntry(**own)
@@ -229,7 +231,7 @@ def _manifest(target: Target, facts: Facts, parts: Mapping[str, tuple[FileEntry,
 
 @contextmanager
 def explained(folder: Path) -> Iterator[None]:
-    """A context that turns errors of the file system into CheckpointErrors with a remedy."""
+    """Convert file-system errors in the ``with`` block into CheckpointErrors with a remedy."""
     try:
         yield
     except OSError as error:
@@ -240,5 +242,5 @@ def explained(folder: Path) -> Iterator[None]:
         remedy = "free space" if full else "correct the cause"
         raise CheckpointError(
             f"a checkpoint must be written completely; writing {error.filename or folder} failed ({error.strerror}"
-            f"{free}); {remedy}, or pass another path; a checkpoint that was there before is intact"
+            f"{free}); {remedy}, or pass another path; the previous checkpoint, if there was one, is intact"
         ) from error

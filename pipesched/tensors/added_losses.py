@@ -1,4 +1,4 @@
-"""Added losses: losses of a layer's own, which the layer adds to the loss of a step from inside its forward."""
+"""Added losses: auxiliary losses that a layer adds to the loss of a step from inside its forward."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,17 +16,17 @@ from pipesched.errors import ExecutionError, InputError
 
 __all__ = ["Route", "add_loss", "added_loss", "check_scalar", "collect_losses", "no_graph", "routed"]
 
-#: (value, name, position) -> nothing. The position orders the added losses of code between layers.
+#: (value, name, position) -> None. The position orders the added losses of code between layers.
 Route = Callable[[Tensor, str, int], Any]
 
-#: Takes the added losses of this thread where no function mode does.
+#: Receives the losses added in this thread outside a function mode.
 _ROUTE: ContextVar[Route | None] = ContextVar("route", default=None)
 
 _NAME = "added_loss"
 
 
 def add_loss(value: Tensor, *, name: str | None = None) -> None:
-    """Add a loss of a layer's own, such as the balance term of experts, to the loss of the running step.
+    """Add an auxiliary loss of a layer, such as the load-balancing loss of experts, to the loss of the running step.
 
     ::
 
@@ -36,19 +36,19 @@ def add_loss(value: Tensor, *, name: str | None = None) -> None:
                 pipesched.add_loss(0.01 * (shares.mean(0) ** 2).sum(), name="balance")
                 ...
 
-    `Pipeline.step` multiplies it by the weight of the micro-batch, as it does the loss itself, differentiates it in the
-    backward of the stage, and includes it in the loss that it returns; so do `Pipeline.evaluate` and
-    `pipesched.testing.reference_step`. A layer that is recomputed adds its loss once. ``pipe.metrics`` has the sum of
-    all losses of one name. In a loop without a pipeline, collect the losses with `collect_losses`.
+    `Pipeline.step` multiplies the added loss by the weight of the micro-batch, as it does the loss itself,
+    differentiates it in the stage's backward, and includes it in the loss that it returns. `Pipeline.evaluate` and
+    `pipesched.testing.reference_step` include it, too. A layer that is recomputed adds its loss only once. Losses with
+    the same name are summed in ``pipe.metrics``. In a loop without a pipeline, collect them with `collect_losses`.
 
     Args:
-        value: a floating-point tensor of shape [], for the rows of one micro-batch.
+        value: the loss over the rows of one micro-batch, a floating-point tensor of shape [].
         name: the name in ``pipe.metrics`` and in the step log. Default: "added_loss".
 
     Raises:
         InputError: the value is not a floating-point scalar tensor, or the name is not a string.
-        ExecutionError: the value requires a gradient, but no step runs and no `collect_losses` is entered; or the layer
-            computes it without gradients in a step that trains.
+        ExecutionError: the value requires a gradient outside a step and outside `collect_losses`, or the layer
+            computes it without gradients in a training step.
 
     """
     if not isinstance(value, Tensor):
@@ -59,7 +59,7 @@ def add_loss(value: Tensor, *, name: str | None = None) -> None:
 
 
 def added_loss(value: Tensor, name: str, position: int = 0) -> Tensor:
-    """Return the value, after the step has taken it: a torch function, which captures record and stages intercept."""
+    """Pass a loss to the running step, and return it. Captures record this torch function, and stages intercept it."""
     if has_torch_function((value,)):
         passed: Tensor = handle_torch_function(added_loss, (value,), value, name, position)
         return passed
@@ -68,9 +68,9 @@ def added_loss(value: Tensor, name: str, position: int = 0) -> Tensor:
         route(value, name, position)
     elif value.requires_grad and not _recomputes():
         raise ExecutionError(
-            f"add_loss must be called in a step of a pipeline, where the loss is added and differentiated; the loss "
-            f"{name!r} was added outside a step and would be lost; run the model under no_grad, or collect its losses "
-            f"with 'with pipesched.collect_losses() as losses:' and add them to your loss"
+            f"add_loss must be called in a step of a pipeline, which includes the loss in its own; the loss {name!r} "
+            f"was added outside a step and would be lost; run the model under no_grad, or collect its losses with "
+            f"'with pipesched.collect_losses() as losses:' and add them to your loss"
         )
     return value
 
@@ -85,16 +85,17 @@ def check_scalar(value: Tensor, name: str) -> None:
 
 
 def no_graph(name: str, remedy: str) -> str:
-    """The message for a loss that a layer computes without gradients while the model trains."""
+    """Return the error message for a loss that a layer computes without gradients in a training step."""
     return (
-        f"a layer must compute its own loss with gradients; the loss {name!r} was added under no_grad, as "
-        f"torch.utils.checkpoint runs a forward with use_reentrant=True; leave no_grad, or pass {remedy}"
+        f"a layer must compute the loss that it adds with gradients enabled; the loss {name!r} was added under "
+        "no_grad, in which torch.utils.checkpoint runs a forward with use_reentrant=True; leave no_grad, or pass "
+        f"{remedy}"
     )
 
 
 @contextmanager
 def routed(route: Route) -> Iterator[None]:
-    """Pass the losses that are added in this thread to ``route``, where no function mode takes them."""
+    """Pass the losses added in this thread to ``route``, unless a function mode intercepts them."""
     token = _ROUTE.set(route)
     try:
         yield
@@ -114,7 +115,7 @@ def collect_losses() -> Iterator[dict[str, Tensor]]:
         loss.backward()
 
     Returns:
-        The collected losses by name, added up by name, with their graphs. The dict is filled while the model runs.
+        A dict from each name to the sum of its losses, with autograd graphs. The dict is filled while the model runs.
 
     """
     losses: dict[str, Tensor] = {}

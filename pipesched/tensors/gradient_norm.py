@@ -1,8 +1,8 @@
-"""Gradient norm: the norm of all gradients of a model, by a rule whose result does not depend on the plan.
+"""Gradient norm: computes the norm of all gradients of a model, and clips by it, independently of the plan.
 
-The rule: the norm of each parameter's whole gradient, in float32 (float64 for a float64 gradient); these numbers as one
-vector in the model's order of parameters; the norm of that vector. A parameter without a gradient has no number. All
-gradients are then multiplied by ``max_norm / (norm + 1e-6)``, and by at most 1.
+First, the norm of each parameter's whole gradient is computed in float32 (float64 for a float64 gradient). These norms
+form a vector in the order of the model's parameters, without the parameters that have no gradient. The total norm is
+the norm of this vector. Clipping multiplies all gradients by ``max_norm / (norm + 1e-6)``, but never by more than 1.
 """
 
 import math
@@ -23,9 +23,9 @@ _Number = TypeVar("_Number", bound=Any)
 
 @torch.no_grad()
 def norm_of(grad: Tensor, norm_type: float) -> Tensor:
-    """The norm of one gradient, a 0-d tensor of at least float32 on the gradient's device.
+    """Return the norm of one gradient as a 0-d tensor of at least float32 precision on the gradient's device.
 
-    The norm of a sharded gradient is gathered over its mesh, so all ranks of that mesh must call this.
+    The norm of a sharded gradient is reduced over its mesh, so all ranks of that mesh must call this.
     """
     grad = grad.coalesce().values() if grad.is_sparse else grad
     norm: Tensor = torch.linalg.vector_norm(grad, norm_type, dtype=torch.promote_types(grad.dtype, torch.float32))
@@ -35,7 +35,7 @@ def norm_of(grad: Tensor, norm_type: float) -> Tensor:
 
 @torch.no_grad()
 def total_norm(norms: Sequence[Tensor] | Tensor, norm_type: float) -> Tensor:
-    """The norm of the norms of all gradients, a sequence or a vector, on the device of the first; 0 without any."""
+    """Return the norm of the norms of all gradients, on the device of the first of them; 0 if there are none."""
     if not len(norms):
         return torch.tensor(0.0)
     vector = norms if isinstance(norms, Tensor) else torch.stack([norm.to(norms[0].device) for norm in norms])
@@ -44,12 +44,12 @@ def total_norm(norms: Sequence[Tensor] | Tensor, norm_type: float) -> Tensor:
 
 
 def clip_to_norm_(parameters: Iterable[nn.Parameter], max_norm: float, norm: Tensor) -> None:
-    """Scale these parameters' gradients in place, given the norm of all gradients, so that it becomes ``max_norm``."""
+    """Scale these parameters' gradients in place, if ``norm``, the norm of all gradients, exceeds ``max_norm``."""
     if math.isinf(max_norm):
-        return  # torch would multiply by inf / inf where the norm is infinite
+        return  # for an infinite norm, torch would multiply by inf / inf
     with_grad = [parameter for parameter in parameters if parameter.grad is not None]
     sharded = [hasattr(parameter.grad, "full_tensor") for parameter in with_grad]
-    for kind in set(sharded):  # a foreach kernel takes tensors of one kind
+    for kind in set(sharded):  # a foreach kernel cannot mix sharded and plain tensors
         own = [parameter for parameter, its_kind in zip(with_grad, sharded, strict=True) if its_kind is kind]
         torch.nn.utils.clip_grads_with_norm_(own, max_norm, norm)
 
@@ -58,7 +58,7 @@ def as_max_norm(value: _Number, name: str) -> _Number:
     """Check a largest norm and return it. Raises InputError."""
     if isinstance(value, bool) or not isinstance(value, Real) or not float(value) > 0:
         raise InputError(
-            f"{name} must be the largest norm that the gradients may have, a number above 0; got {shown(value)}; pass "
+            f"{name} must be the largest norm allowed for the gradients, a number above 0; got {shown(value)}; pass "
             f"a number such as 1.0, or math.inf to measure the norm without clipping"
         )
     return value

@@ -1,4 +1,4 @@
-"""Gradient clipping for a plain loop, by the rule of pipelines."""
+"""Gradient clipping for a loop without a pipeline, bit-identical to a pipeline's."""
 
 from collections.abc import Iterable
 
@@ -14,20 +14,20 @@ __all__ = ["clip_grad_norm_"]
 def clip_grad_norm_(
     parameters: Iterable[nn.Parameter], max_norm: float, norm_type: float = 2.0, *, intra_op_threads: int = 1
 ) -> Tensor:
-    """Clip gradients of a model without a pipeline by the rule of ``Pipeline.clip_grad_norm_``, bit for bit.
+    """Clip the gradients of a model without a pipeline, bit-identically to ``Pipeline.clip_grad_norm_``.
 
     ::
 
         loss = pipesched.testing.reference_step(model, x, loss_fn=loss_fn, target=y, num_microbatches=4)
         norm = pipesched.testing.clip_grad_norm_(model.parameters(), 1.0)
 
-    The norm of each gradient is computed in float32 (float64 for a float64 gradient); the norm of these norms is the
-    result. For float32 gradients on one device it has the same bits as that of ``torch.nn.utils.clip_grad_norm_``; for
-    bfloat16, torch rounds each norm to bfloat16.
+    The norm of each gradient is computed in float32 (float64 for a float64 gradient); the result is the norm of these
+    norms. For float32 gradients on one device, it is bit-identical to that of ``torch.nn.utils.clip_grad_norm_``. For
+    bfloat16 gradients it differs, because torch rounds each norm to bfloat16.
 
     Args:
-        parameters: the model's parameters, in its order.
-        max_norm: the largest norm that the gradients keep, above 0.
+        parameters: the model's parameters, in the order of ``model.parameters()``.
+        max_norm: the largest norm of all gradients together, above 0; larger ones are scaled down.
         norm_type: the order of the norm, above 0; ``math.inf`` for the largest absolute value. Default: 2.
         intra_op_threads: the number of threads of each operation on a CPU. Default: 1.
 

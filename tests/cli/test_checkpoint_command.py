@@ -47,8 +47,8 @@ def test_several_checkpoints_have_a_line_each_and_a_torn_one_is_named(tmp_path: 
     result = run(tmp_path)
     assert result.exit_code == 1
     torn, whole = result.output.splitlines()
-    assert "step-00000002: not whole: the files of a checkpoint must be as they were written; " in torn
-    assert "part-00000.safetensors is damaged: its content differs from its SHA-256" in torn
+    assert "step-00000002: not whole: the files of a checkpoint must not change after they are written; " in torn
+    assert "part-00000.safetensors is damaged: its content does not match its SHA-256" in torn
     assert "step-00000001: step 1, whole: 2 files" in whole
 
 

@@ -101,10 +101,11 @@ def test_asynchronous_steps_include_added_losses(ranks: Ranks) -> None:
 
 def test_a_first_loss_in_a_later_step_over_a_mesh_is_refused(ranks: Ranks) -> None:
     own_error, other_error = ranks.run(2, jobs.adds_late)
-    assert "layer '0' on rank 0 added its first loss 'added_loss' in a later step; add zero in the steps before" in (
-        own_error
+    assert (
+        "layer '0' on rank 0 added its first loss 'added_loss' in a later step; in the steps before it, add a loss"
+        in (own_error)
     )
-    assert "rank 0 failed: ExecutionError: over a mesh, layers must add losses from the first step on" in other_error
+    assert "rank 0 failed: ExecutionError: under a mesh, layers must add losses from the first step on" in other_error
 
 
 def test_a_step_without_added_losses_has_no_metrics() -> None:
@@ -215,7 +216,7 @@ def test_outside_a_step_an_added_loss_is_an_error_unless_nothing_is_trained() ->
 
 def test_forward_refuses_a_loss_that_it_would_lose() -> None:
     with pipeline(own(), HERE, schedule="1f1b") as pipe:
-        with pytest.raises(ExecutionError, match=r"forward\(\) returns only the outputs, and the loss 'balance/0' of"):
+        with pytest.raises(ExecutionError, match=r"forward\(\) returns only the outputs, so the loss 'balance/0' of"):
             pipe(X)
         with torch.no_grad():
             assert pipe(X).shape == (19, 4)

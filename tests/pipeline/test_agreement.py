@@ -12,15 +12,15 @@ pytestmark = pytest.mark.timeout(60)
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ("dtype", "the dtype of 3.weight is float16, there float32"),
-        ("shape", "the settings of 0 is in_features=4, out_features=6, bias=True, there in_features=4, out_features=4"),
-        ("setting", "the settings of 1 is p=0.2, inplace=False, there p=0.1, inplace=False"),
-        ("frozen", "requires_grad of 0.bias is False, there True"),
-        ("mode", "the training mode of 1 is False, there True"),
-        ("structure", "the class of 4 is Identity, there missing"),
-        ("seed", "seed= is 2, there 1"),
+        ("dtype", "the dtype of 3.weight is float16, but float32 on rank 0"),
+        ("shape", "the settings of 0 is in_features=4, out_features=6, bias=True, but in_features=4, out_features=4"),
+        ("setting", "the settings of 1 is p=0.2, inplace=False, but p=0.1, inplace=False on rank 0"),
+        ("frozen", "requires_grad of 0.bias is False, but True on rank 0"),
+        ("mode", "the training mode of 1 is False, but True on rank 0"),
+        ("structure", "the class of 4 is Identity, but missing on rank 0"),
+        ("seed", "seed= is 2, but 1 on rank 0"),
         ("numerics", "numerics= is split_dims=0, loss_weight=None, loss_reduction='sum'"),
-        ("torch", "the version of torch is 1.0, there 2."),
+        ("torch", "the version of torch is 1.0, but 2."),
     ],
 )
 def test_a_difference_is_named_on_every_rank(ranks: Ranks, change: str, named: str) -> None:
@@ -37,7 +37,10 @@ def test_equal_ranks_compare_once(ranks: Ranks) -> None:
 
 def test_a_mode_that_one_rank_sets_before_the_first_step_is_named(ranks: Ranks) -> None:
     for text, loss in ranks.run(2, jobs.forgets_train):
-        assert "rank 1 differs from rank 0: the training mode of the model is False, there True, the training" in text
+        assert (
+            "rank 1 differs from rank 0: the training mode of the model is False, but True on rank 0, the training"
+            in text
+        )
         assert text.endswith("; call train() or eval() on every rank")
         assert loss > 0
 
@@ -51,6 +54,6 @@ def test_a_message_names_each_rank_and_its_first_differences() -> None:
     second = {"a": "2", "b": "3", "c": "4", "d": "5", "e": ""}
     third = {**first, "e": "new", "f": "more"}
     assert differences([first, second, first, third]) == (
-        "rank 1 differs from rank 0: a is 2, there 1, b is 3, there 2, c is 4, there 3 and 1 more; "
-        "rank 3 differs from rank 0: e is new, there empty, f is more, there missing"
+        "rank 1 differs from rank 0: a is 2, but 1 on rank 0, b is 3, but 2 on rank 0, c is 4, but 3 on rank 0 and 1 "
+        "more; rank 3 differs from rank 0: e is new, but empty on rank 0, f is more, but missing on rank 0"
     )

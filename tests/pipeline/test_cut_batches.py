@@ -68,11 +68,11 @@ def test_inputs_that_require_a_gradient_get_one() -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ([], r"microbatches must hold at least one; it holds 0"),
-        (torch.ones(3), r"microbatches must be a list of Microbatch objects; got"),
-        ([torch.ones(3)], r"microbatches must be a list of Microbatch objects; got"),
+        ([], r"must be at least one; microbatches= holds 0"),
+        (torch.ones(3), r"microbatches= must be a list of Microbatch objects; got"),
+        ([torch.ones(3)], r"microbatches= must be a list of Microbatch objects; got"),
         ([Microbatch(parts()[0].args[0], mask=parts()[0].kwargs["mask"])], r"must have a target if the pipeline has a"),
-        ([*parts(), Microbatch(torch.ones(1, 2))], r"either all .* 4 of 5 have one, and micro-batch 4 has none"),
+        ([*parts(), Microbatch(torch.ones(1, 2))], r"either all .* 4 of 5 have a target, but micro-batch 4 has none"),
         (
             [Microbatch(torch.zeros(2, 3), mask=torch.zeros(3, 3), target=torch.zeros(2, 3))],
             r"argument 0 of micro-batch 0 has 2 rows, mask= of micro-batch 0 has 3",
@@ -94,5 +94,5 @@ def test_a_program_of_a_fixed_number_of_microbatches_refuses_another() -> None:
         program = pipe.plan.program
     with pipeline(tagger(), HERE, schedule=program) as pipe:
         pipe.step(microbatches=parts())
-        with pytest.raises(InputError, match="microbatches must hold exactly 4, which the program fixes; it holds 2"):
+        with pytest.raises(InputError, match="must be exactly 4, the number in the program; microbatches= holds 2"):
             pipe.step(microbatches=parts((2, 3), (1, 1)))

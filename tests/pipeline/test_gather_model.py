@@ -70,8 +70,8 @@ def test_where_and_what_cannot_be_gathered(ranks: Ranks) -> None:
 
 def test_parts_without_contents_are_made_where_they_are_gathered(ranks: Ranks) -> None:
     for called, saved in ranks.run(2, jobs.without_contents):
-        assert called.startswith("ExecutionError: over a mesh")
-        assert saved.startswith("over a mesh"), "a warning"
+        assert called.startswith("ExecutionError: the model of a pipeline over a mesh")
+        assert saved.startswith("the model of a pipeline over a mesh"), "a warning"
 
 
 def test_in_one_process_the_model_is_whole() -> None:

@@ -136,7 +136,7 @@ SAID = r"'head' of stage 1 on rank 1 reaches 'embed.weight' of rank 0 through a 
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("way", ["argument", "reference", "closure"])
 def test_a_weight_of_another_rank_that_a_layer_reaches_is_named(way: str) -> None:
-    with pytest.warns(UserWarning, match=f"{SAID} .* within rounding"):
+    with pytest.warns(UserWarning, match=f"{SAID} .* up to rounding"):
         Pipeline(made(lambda: Reaches(way)), TEXT, devices=["cpu"] * 2, **CUT).close()
 
 

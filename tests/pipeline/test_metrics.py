@@ -55,7 +55,7 @@ def test_asynchronous_steps_have_them(ranks: Ranks) -> None:
 
 def test_ranks_that_pass_different_arguments(ranks: Ranks) -> None:
     first, last = ranks.run(2, jobs.differ)
-    assert "all ranks must pass metrics= or none; another rank passed it, but rank 1, which has the" in first[0]
+    assert "either all ranks must pass metrics= or none; another rank passed it, but rank 1, which has the" in first[0]
     assert last[0].endswith(" []")
     assert first[1].endswith(" []")
     assert last[1].endswith(" ['accuracy', 'constant', 'loss_again']")
@@ -130,7 +130,11 @@ def odd_names(outputs: Tensor, target: Tensor) -> dict[str, int]:
         (lambda outputs, target: {"a": outputs}, InputError, r"metric 'a' is a tensor of shape \[4, 4\]; reduce it"),
         (lambda outputs, target: {"a": "b"}, InputError, r"metric 'a' is 'b'; reduce it"),
         (odd_names, InputError, r"the same names for every micro-batch; .* \['rows', 'rows of 3'\] for micro-batch 2"),
-        (lambda outputs, target: {"z": 1}, InputError, r"a layer adds a loss 'z', and metrics= returns that name, too"),
+        (
+            lambda outputs, target: {"z": 1},
+            InputError,
+            r"a layer adds a loss named 'z', and metrics= also returns that name",
+        ),
     ],
 )
 def test_wrong_metrics_are_refused(metrics: Any, kind: type[Exception], message: str) -> None:

@@ -76,5 +76,5 @@ def test_wrong_norms_are_refused(old, new, message):
 
 def test_norms_without_updates_are_refused():
     text = TWO_RANKS.replace(" 0UPDATE0", "").replace(" 1UPDATE0", "")
-    with pytest.raises(ScheduleError, match="a NORM needs the UPDATE that uses it"):
+    with pytest.raises(ScheduleError, match="a NORM needs an UPDATE that uses it"):
         validate(Program.parse(text))

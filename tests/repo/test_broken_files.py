@@ -68,7 +68,7 @@ NO_JSON = {
     "5,000 digits": (f'{{"x": {"9" * 5000}}}', "the file must be JSON"),
     "more than 64 bits": (
         f'{{"x": {10**30}}}',
-        r"whole numbers in a file must be below 2\*\*63; got 10{30}; correct it",
+        r"whole numbers in a file must be below 2\*\*63; got 10{30}; correct the number",
     ),
     "no text": (b"\xff\x00\xfe", "the file must be JSON; .*; save the file again"),
     "half a pair": ('{"x": "\\ud800"}', "text in a file must be valid Unicode"),

@@ -175,9 +175,7 @@ def test_a_stranger_rings_no_alarm_and_holds_none_up() -> None:
 
 def test_a_store_that_does_not_answer_is_left() -> None:
     silent = threading.Event()
-    with pytest.raises(
-        StoreLostError, match=r"rank 0 failed: .* the store .*, .* store did not answer within 0\.1 s"
-    ):
+    with pytest.raises(StoreLostError, match=r"rank 0 failed: .* the store .*, .* store did not answer within 0\.1 s"):
         asked(silent.wait, 0.1)
     silent.set()
     assert asked(lambda: 3, 60) == 3

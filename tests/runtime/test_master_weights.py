@@ -103,5 +103,5 @@ def test_weights_that_are_loaded_replace_the_copies() -> None:
 
 
 def test_other_arguments_are_refused() -> None:
-    with pytest.raises(ArgumentError, match="master weights belong to an optimizer"):
+    with pytest.raises(ArgumentError, match="with_master_weights takes an optimizer"):
         with_master_weights(torch.optim.SGD)  # type: ignore[type-var]

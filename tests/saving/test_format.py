@@ -42,7 +42,7 @@ def test_a_checkpoint_of_another_format_names_its_version(tmp_path: Path) -> Non
         Manifest.read(tmp_path)
     values["step"] = 3
     (tmp_path / "manifest.json").write_bytes(dumped({**values, "digest": "0" * 64}))
-    with pytest.raises(DamagedCheckpointError, match="its content differs from its digest"):
+    with pytest.raises(DamagedCheckpointError, match="its content does not match its digest"):
         Manifest.read(tmp_path)
 
 

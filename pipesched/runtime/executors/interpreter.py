@@ -66,7 +66,7 @@ class Transport(Protocol):
         """Return a function that waits for this action's value and returns the value on this rank's device."""
 
     def exchange(self, rank: int) -> tuple[Callable[[list[Any]], None], Callable[[], list[Any]]]:
-        """Functions that send a list from this rank to all others, and that wait for all their lists and join them."""
+        """Two functions: one sends a list from this rank to all others; the other waits for and joins their lists."""
 
 
 class _Timer(Protocol):
@@ -135,7 +135,7 @@ class _Step(NamedTuple):
 
 
 class _Norms:
-    """The norms of all stages, in one rank: they are sent once its own stages have them, and received once needed.
+    """The norms of all stages in one rank. It sends those of its own stages together, and receives others on demand.
 
     Args:
         count: the number of this rank's stages.
@@ -152,14 +152,14 @@ class _Norms:
         self.all: list[Any] = []
 
     def add(self, value: Any) -> None:
-        """Add the norms of a stage of this rank."""
+        """Add the norms of one of this rank's stages."""
         self.all = []
         self._own.append(value)
         if len(self._own) == self._count:
             self._send(self._own)
 
     def wait(self) -> None:
-        """Wait until the norms of all stages are there."""
+        """Wait until the norms of all stages have arrived."""
         if self._own:
             self.all = [*self._own, *self._receive()]
             self._own = []

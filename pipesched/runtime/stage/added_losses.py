@@ -1,4 +1,4 @@
-"""Added losses of a stage: scales the losses that its layers add, and keeps them for the backward and the result."""
+"""Added losses of a stage: weights the losses that layers add, and stores them for the backward and the step's loss."""
 
 from collections.abc import Callable
 from typing import Any
@@ -26,26 +26,26 @@ class AddedLosses:
         #: Whether the running forward computes gradients.
         self.grad = False
         self.step_data = StepData(0, 0, [])
-        #: The micro-batch that runs.
+        #: The state of the running micro-batch.
         self.saved: MicrobatchState | None = None
         self.in_backward = _InBackward(self)
 
     def begin(self, key: Key) -> None:
-        """Begin a forward of the whole model, without stages."""
+        """Start a forward of the whole model, without stages."""
         no_stage: Any = {"num_grads": (), "takes_inputs": True, "weights": {}, "loss_inputs": None}
         self.saved = MicrobatchState(microbatch=key.microbatch, key=key, **no_stage)
         self.grad = torch.is_grad_enabled()
 
     def edges(self) -> list[GradientEdge]:
-        """The starts of the backward of the losses that were added since ``begin``."""
+        """Return the graph edges from which to run the backward of the losses added since ``begin``."""
         return [] if self.saved is None or self.saved.added is None else self.saved.added.edges
 
     def handler_for(self, function: Callable[..., Any]) -> Handler | None:
-        """The handler for an added loss; None for other functions."""
+        """Return the handler for the function that adds a loss, or None for any other function."""
         return self._add if function is added_loss else None
 
     def scaled(self, value: Tensor) -> Tensor:
-        """A loss multiplied by the weight of its micro-batch; always by the same operations, for recomputation."""
+        """Multiply a loss by its micro-batch's weight. A recomputation repeats exactly these operations."""
         factor = self._additions.factor
         return value.clone() if factor is None else value * factor
 
@@ -66,7 +66,7 @@ class AddedLosses:
         additions = self._additions
         scaled = self.scaled(value)
         if additions.factor == 0:
-            scaled = torch.zeros_like(value)  # the value, even NaN, must not count; there is no backward
+            scaled = torch.zeros_like(value)  # the loss, even NaN, has no weight and no backward
         elif self.grad and scaled.requires_grad:
             scale = self.step_data.loss_scale
             additions.edges.append(edge_of(scaled))
@@ -83,14 +83,14 @@ class AddedLosses:
             raise ExecutionError(no_graph(name, "checkpoint= to Pipeline"))
         if self.step_data.outside_loss and value.requires_grad:
             raise ExecutionError(
-                f"a layer that adds a loss must train in step(), which adds it to the loss and differentiates it; "
-                f"forward() returns only the outputs, and the loss {name!r} of layer {self._random.place.layer!r} "
-                f"would be lost; call step(), or call forward() under no_grad"
+                "a model whose layers add losses must be trained with step(), which includes them in its loss; "
+                f"forward() returns only the outputs, so the loss {name!r} of layer {self._random.place.layer!r} would "
+                f"be lost; call step(), or call forward() under no_grad"
             )
 
 
 class _InBackward:
-    """Provides the handler for backwards, in which a recomputed layer adds its loss again: it is not counted."""
+    """Provides the handler for backwards, where a recomputed layer adds its loss again; that loss is ignored."""
 
     def __init__(self, added: AddedLosses) -> None:
         self._added = added
@@ -100,7 +100,7 @@ class _InBackward:
 
     def _repeat(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         value: Tensor = _arguments(*args, **kwargs)[0]
-        self._added.scaled(value)  # saves for its backward what the first run saved
+        self._added.scaled(value)  # saves the same tensors for the backward as the first run
         return value
 
 

@@ -1,4 +1,4 @@
-"""Gradient norms: the norms of the gradients of some parameters, by key, as one stage or rank sends them to others."""
+"""Gradient norms: norms of parameters' gradients, in the form in which stages and ranks exchange them."""
 
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -17,16 +17,16 @@ _BETWEEN = "\n"
 class GradientNorms(NamedTuple):
     """The norms of some parameters' gradients."""
 
-    #: The parameters' keys, one a line: a message then holds one string, whatever the number of parameters.
+    #: The parameters' keys, one per line, so that a message contains a single string.
     keys: str
-    #: Their norms, as one vector; None if there are none.
+    #: The norms as one vector, in the order of the keys; None if there are none.
     norms: Tensor | None
-    #: Whether a scaled gradient, or a loss, is infinite or NaN, a 0-d tensor; None if neither is checked.
+    #: 0-d tensor: whether a scaled gradient or a loss is infinite or NaN. None if neither is checked.
     nonfinite: Tensor | None = None
 
     @classmethod
     def of(cls, parameters: Iterable[nn.Parameter], order: ParameterOrder, norm_type: float) -> "GradientNorms":
-        """Measure the gradients of these parameters; those without a gradient are left out."""
+        """Compute the norms of these parameters' gradients. Parameters without a gradient are left out."""
         with_grad = [parameter for parameter in parameters if parameter.grad is not None]
         norms = [norm_of(parameter.grad, norm_type) for parameter in with_grad if parameter.grad is not None]
         here = [norm.to(norms[0].device) for norm in norms]
@@ -34,7 +34,7 @@ class GradientNorms(NamedTuple):
 
     @classmethod
     def merged(cls, parts: Sequence["GradientNorms"]) -> "GradientNorms":
-        """The norms of several stages or ranks together, in the model's order. They must be on one device."""
+        """Merge the norms of several stages or ranks, in the model's order. All must be on one device."""
         found = sorted((part for part in parts if part.norms is not None), key=lambda part: part.keys)
         keys = [key for part in found for key in part.each_key()]
         vectors = [part.norms for part in found if part.norms is not None]
@@ -44,24 +44,24 @@ class GradientNorms(NamedTuple):
             return cls("", None, nonfinite)
         whole = torch.cat(vectors)
         places = sorted(range(len(keys)), key=keys.__getitem__)
-        if places != list(range(len(keys))):  # a stage's parameters are seldom between those of another
+        if places != list(range(len(keys))):  # rare: the parameters of two stages alternate in the model's order
             whole = whole[places]
         return cls(_BETWEEN.join(keys[place] for place in places), whole, nonfinite)
 
     def on(self, device: torch.device) -> "GradientNorms":
-        """These norms on a device."""
+        """Copy the norms to a device."""
         norms, nonfinite = (one if one is None else one.to(device) for one in self[1:])
         return GradientNorms(self.keys, norms, nonfinite)
 
     def each_key(self) -> list[str]:
-        """The keys of the parameters."""
+        """Return the keys of the parameters as a list."""
         return self.keys.split(_BETWEEN) if self.keys else []
 
     def total(self, norm_type: float) -> Tensor:
-        """The norm of all these gradients."""
+        """Return the norm of all these gradients together."""
         return total_norm([] if self.norms is None else self.norms, norm_type)
 
     def first_nonfinite(self) -> str | None:
-        """The key of the first parameter whose norm is not finite. Waits for the norms on a GPU."""
+        """Return the key of the first parameter whose norm is infinite or NaN, or None. Waits for norms on a GPU."""
         finite = [] if self.norms is None else self.norms.isfinite().tolist()
         return next((key for key, good in zip(self.each_key(), finite, strict=True) if not good), None)

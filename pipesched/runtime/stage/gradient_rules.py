@@ -1,7 +1,7 @@
 """Gradient rules: how the stages of a process treat gradients between the last backward and the update.
 
-A NORM measures the gradients of a stage, and unscales them if the loss was scaled. Each UPDATE gets the measurements of
-all stages, so that all decide alike whether to skip the update, and clip by the same norm.
+A NORM action unscales the gradients of a stage if the loss was scaled, and computes their norms. Each UPDATE gets the
+norms of all stages, so that every stage makes the same decision to skip the update, and clips by the same norm.
 """
 
 import math
@@ -28,13 +28,13 @@ OnNonfinite = Literal["raise", "skip", "warn"]
 class Verdict:
     """The decision of one update, the same on all stages."""
 
-    #: The norms of all gradients before clipping.
+    #: The norm of each gradient before clipping.
     norms: GradientNorms
     #: The norm of all gradients before clipping.
     norm: Tensor
     #: Whether the update is skipped.
     skips: bool = False
-    #: Whether the loss or a gradient is infinite or NaN, a 0-d tensor; None if this is not checked.
+    #: 0-d tensor: whether the loss or a gradient is infinite or NaN. None if this is not checked.
     nonfinite: Tensor | None = None
 
 
@@ -43,10 +43,10 @@ class GradientRules:
     """How gradients are treated before an update.
 
     Args:
-        order: the order in which norms are added up.
-        max_norm: the largest norm of all gradients. Default: None (gradients are not clipped).
+        order: the order of the parameters, in which their norms are combined.
+        max_norm: the largest norm of all gradients together. Default: None (gradients are not clipped).
         norm_type: the order of the norm. Default: 2.
-        scale: the scale of the loss; an update is skipped if a scaled gradient is infinite or NaN. Default: none.
+        scale: the scale of the loss. An update is skipped if a scaled gradient is infinite or NaN. Default: None.
         on_nonfinite: the reaction to a loss or a gradient that is infinite or NaN. Default: None (not checked).
         lags: whether the check of a step is read during the next step, because reading it would wait for GPUs.
 
@@ -61,7 +61,10 @@ class GradientRules:
     lags: bool = False
 
     def measure(self, parameters: Sequence[nn.Parameter], losses: Iterable[Tensor] = ()) -> GradientNorms:
-        """NORM: unscale and measure the gradients of a stage. ``losses`` are those of its micro-batches, if any."""
+        """Run a NORM: unscale a stage's gradients and compute their norms.
+
+        ``losses`` are the micro-batches' losses, if the stage computes them.
+        """
         if self.scale is not None:
             grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
             nonfinite = _nonfinite([norm_of(grad, math.inf) for grad in grads])
@@ -72,7 +75,7 @@ class GradientRules:
         return norms if norms.norms is None else norms.on(norms.norms.device)  # a loss may lie on another device
 
     def decide(self, parts: Sequence[GradientNorms]) -> Verdict:
-        """Decide on an update from the measurements of all stages. To skip an update, waits for them on a GPU."""
+        """Decide on an update from the norms of all stages. Waits for a GPU if the update could be skipped."""
         norms = GradientNorms.merged(parts)
         norm = norms.total(self.norm_type)
         nonfinite = norms.nonfinite
@@ -90,21 +93,21 @@ class GradientRules:
             clip_to_norm_(parameters, self.max_norm, verdict.norm)
 
     def loss_scale(self, device: torch.device) -> Tensor | None:
-        """The gradient with which the backwards of a step start, on the device of the loss; None for 1."""
+        """Return the initial gradient of the backwards of a step on the device of the loss; None for 1."""
         return None if self.scale is None else self.scale.on(device)
 
     def finish(self, verdict: Verdict | None) -> None:
-        """End a step."""
+        """End a step: adapt the scale of the loss."""
         if self.scale is not None and verdict is not None:
             self.scale.update(verdict.skips)
 
     @property
     def binds_all_ranks(self) -> bool:
-        """Whether every rank of a mesh must learn the decisions, even one without stages."""
+        """Whether every rank of a mesh needs the decisions, even a rank without stages."""
         return self.scale is not None or self.on_nonfinite is not None
 
 
 def _nonfinite(values: Sequence[Tensor]) -> Tensor | None:
-    """Whether a value is infinite or NaN, a 0-d tensor; None if there are no values."""
+    """Return a 0-d tensor: whether any value is infinite or NaN. None if there are no values."""
     here = [value.to(values[0].device) for value in values]
     return ~torch.stack(here).isfinite().all() if here else None

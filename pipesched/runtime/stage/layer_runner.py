@@ -265,7 +265,7 @@ class LayerRunner:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """Call a layer, and note whether its output is finite."""
+        """Call a layer, and record whether its output is finite."""
         value = call(name, number, layer, args, kwargs)
         watch.output(saved.microbatch, name, value)
         return value
@@ -323,11 +323,11 @@ class LayerRunner:
         if self._step_data.watch is not None:
             self._step_data.watch.output(saved.microbatch, "", loss)
         if factor == 0:
-            return torch.zeros_like(loss)  # the value must not count, even if it is NaN; no backward runs
+            return torch.zeros_like(loss)  # weight 0: even a NaN loss must not affect the result; no backward runs
         return loss if factor is None else loss * factor
 
     def _measure(self, saved: MicrobatchState, output: Any, target: Any) -> None:
-        """Compute the metrics of a micro-batch; not again if it is recomputed."""
+        """Compute the metrics of a micro-batch, except in a recompute."""
         metrics = self._step_data.metrics.get(saved.microbatch)
         if metrics is not None and not saved.measured:
             saved.measured = True

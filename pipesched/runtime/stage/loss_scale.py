@@ -1,4 +1,4 @@
-"""Loss scale: multiplies the gradient of the loss, and divides the gradients of parameters, by torch's GradScaler."""
+"""Loss scale: scales the gradient of the loss, and unscales parameter gradients, with torch's GradScaler."""
 
 import math
 from collections.abc import Iterable
@@ -13,10 +13,10 @@ __all__ = ["LossScale"]
 
 
 class LossScale:
-    """The scale that a GradScaler keeps. Every process has a scaler of its own, with the same state.
+    """The scale that a GradScaler keeps. Every process has its own scaler, and all have the same state.
 
-    The scaler sees one parameter, whose gradient says whether any gradient of the model was infinite or NaN. So its own
-    rule changes the scale, in all processes alike.
+    The scaler is given a single dummy parameter, whose gradient is infinite if any gradient of the model was infinite
+    or NaN. GradScaler's own rule therefore changes the scale in the same way in all processes.
     """
 
     def __init__(self, scaler: GradScaler) -> None:
@@ -25,7 +25,7 @@ class LossScale:
         self._observed = torch.optim.SGD([self._seen], lr=0.0)
 
     def on(self, device: torch.device) -> Tensor:
-        """The scale, as a 0-d tensor on a device."""
+        """Return the scale as a 0-d tensor on a device."""
         scale: Tensor = self.scaler.scale(torch.ones((), device=device))
         return scale
 
@@ -36,8 +36,8 @@ class LossScale:
         for grad in grads:
             if grad.dtype == torch.float16:
                 raise InputError(
-                    f"a scaler needs parameters of float32 or bfloat16, because float16 gradients lose their small "
-                    f"values when they are unscaled; a gradient of shape {list(grad.shape)} is float16; keep the "
+                    "a scaler needs float32 or bfloat16 parameters, because unscaling float16 gradients loses their "
+                    f"small values; a gradient of shape {list(grad.shape)} is float16; keep the "
                     f"parameters in float32, and call step() under torch.autocast"
                 )
             if grad.device not in inverses:

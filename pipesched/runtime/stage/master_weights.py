@@ -1,4 +1,4 @@
-"""Master weights: float32 copies of bfloat16 or float16 parameters, which an optimizer updates in their place."""
+"""Master weights: float32 copies of bfloat16 or float16 parameters, which an optimizer updates instead of them."""
 
 from collections.abc import Iterator
 from typing import Any, NamedTuple, TypeVar
@@ -19,7 +19,9 @@ _HALVES = (torch.bfloat16, torch.float16)
 
 
 def with_master_weights(optimizer: _Made) -> _Made:
-    """Let an optimizer update float32 copies of its bfloat16 or float16 parameters, and round them to the parameters.
+    """Let an optimizer update float32 copies of its bfloat16 or float16 parameters.
+
+    After each update, the copies are rounded and written back to the parameters.
 
     ::
 
@@ -27,12 +29,13 @@ def with_master_weights(optimizer: _Made) -> _Made:
             model.bfloat16(), sample, optimizer=lambda params: with_master_weights(torch.optim.AdamW(params, lr=1e-4))
         )
 
-    The optimizer's state of a parameter is float32 as well, and holds the copy as ``"master"``. So a copy moves with
-    its parameter when the plan changes, is part of ``state_dict()``, and is loaded exactly. A copy whose parameter was
-    changed elsewhere, as by ``load_state_dict``, takes the new values. Parameters of other dtypes are updated as usual.
+    The optimizer's state for such a parameter is also float32, and holds the copy as ``"master"``. A copy therefore
+    moves with its parameter when the plan changes, is part of ``state_dict()``, and is loaded exactly. If a parameter
+    was changed by other code, for example by ``load_state_dict``, its copy takes the new values. Parameters of other
+    dtypes are updated as usual.
 
     Args:
-        optimizer: an optimizer of torch.optim, or one that steps like them. It must be new.
+        optimizer: a new optimizer, from torch.optim or with the same interface.
 
     Returns:
         The same optimizer.
@@ -43,7 +46,7 @@ def with_master_weights(optimizer: _Made) -> _Made:
             itself.
 
     """
-    check_type(optimizer, Optimizer, "master weights belong to an optimizer", "pass a torch.optim.Optimizer")
+    check_type(optimizer, Optimizer, "with_master_weights takes an optimizer", "pass a torch.optim.Optimizer")
     masters = _MasterWeights()
     optimizer.register_step_pre_hook(masters.widen)
     optimizer.register_step_post_hook(masters.narrow)
@@ -53,7 +56,7 @@ def with_master_weights(optimizer: _Made) -> _Made:
 
 
 class _Widened(NamedTuple):
-    """A parameter during a step: its own values and gradient, which return to it afterwards."""
+    """A parameter during a step, with its own values and gradient, which it gets back after the step."""
 
     parameter: Tensor
     values: Tensor
@@ -76,12 +79,13 @@ class _MasterWeights:
                 continue
             if hasattr(parameter, "full_tensor"):
                 raise ModelTypeError(
-                    f"master weights need whole parameters; a parameter of shape {list(parameter.shape)} is sharded; "
-                    f"shard float32 parameters, with MixedPrecisionPolicy(param_dtype={parameter.dtype}) of fully_shard"
+                    f"master weights need unsharded parameters; a parameter of shape {list(parameter.shape)} is "
+                    f"sharded; shard float32 parameters, with MixedPrecisionPolicy(param_dtype={parameter.dtype}) of "
+                    "fully_shard"
                 )
             values = parameter.data
             wide = values.float()
-            master = optimizer.state[parameter].pop(_MASTER, wide)  # with no other entry, an optimizer makes its state
+            master = optimizer.state[parameter].pop(_MASTER, wide)  # optimizers initialise a state that is empty
             self._widened.append(_Widened(parameter, values, grad))
             parameter.grad = None
             parameter.data = torch.where(master.to(values.dtype) == values, master, wide)
@@ -89,7 +93,7 @@ class _MasterWeights:
 
     @torch.no_grad()
     def narrow(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """After a step: keep the copies, and round them to the parameters."""
+        """After a step: store the copies in the state, and write them, rounded, to the parameters."""
         for parameter, values, grad in self._widened:
             master = parameter.data
             parameter.grad = None
@@ -99,11 +103,11 @@ class _MasterWeights:
         self._widened = []
 
     def note(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
-        """Before a state is loaded."""
+        """Before a state is loaded: keep it for ``restore``."""
         self._loaded = state
 
     def restore(self, optimizer: Optimizer) -> None:
-        """After a state is loaded, which torch has rounded to the parameters' dtype: take the exact values."""
+        """After a state is loaded: replace values that torch rounded to the parameters' dtype with the exact ones."""
         order = [number for group in self._loaded["param_groups"] for number in group["params"]]
         for number, parameter in zip(order, _parameters(optimizer), strict=True):
             saved = self._loaded["state"].get(number, {})

@@ -22,16 +22,16 @@ class Additions:
 
     #: The factor of the micro-batch's loss; None leaves a loss unscaled.
     factor: float | None
-    #: Whether the forward has run once, so that values are not counted again.
+    #: Whether the forward has run once, so that a recompute does not count the losses again.
     counted: bool = False
-    #: The starts of the backward.
+    #: The graph edges of the losses, from which the backward starts.
     edges: list[GradientEdge] = field(default_factory=list)
-    #: The gradients with which the backward starts there: the scale of the loss; None for 1.
+    #: The initial gradient of each edge: the scale of the loss; None for 1.
     grads: list[Tensor | None] = field(default_factory=list)
     num_added: int = 0
 
     def again(self) -> "Additions":
-        """Empty additions for the recompute of the same micro-batch."""
+        """Return empty additions for the recompute of the same micro-batch."""
         return Additions(self.factor, counted=True)
 
 

@@ -1,6 +1,6 @@
-"""Nonfinite watch: notes whether the output of each layer, and its gradient, is finite; reads the notes on request.
+"""Nonfinite watch: records whether each layer's output and its gradient are finite, and finds the first that is not.
 
-A note is the largest absolute value, a 0-d tensor on the device, so that taking notes never waits for a GPU.
+A record is the largest absolute value, kept as a 0-d tensor on the device, so that recording never waits for a GPU.
 """
 
 from collections.abc import Sequence
@@ -15,9 +15,9 @@ __all__ = ["Nonfinite", "NonfiniteWatch"]
 
 
 class Nonfinite(NamedTuple):
-    """A value that is not finite. The first in the order of tuples is the first to look at."""
+    """The place of a recorded value. Tuples sort in the order in which values are computed, outputs first."""
 
-    #: A layer's output, rather than its gradient. Outputs come first.
+    #: Whether the value is the gradient of a layer's output, instead of the output itself.
     backward: bool
     microbatch: int
     #: The layer's place: ascending for outputs, descending for gradients.
@@ -31,14 +31,14 @@ class Nonfinite(NamedTuple):
 
 
 class NonfiniteWatch:
-    """The notes of one step in one process. ``layers`` are the names of all layers of the model, in order."""
+    """The records of one step in one process. ``layers`` are the names of all layers of the model, in order."""
 
     def __init__(self, layers: Sequence[str]) -> None:
         self._places = {name: place for place, name in enumerate(layers)}
         self._notes: list[tuple[Nonfinite, Tensor]] = []
 
     def output(self, microbatch: int, layer: str, value: Any) -> None:
-        """Note the output of a layer ("" for the loss), and its gradient once it is computed."""
+        """Record the output of a layer ("" for the loss), and its gradient once that is computed."""
         place = self._places.get(layer, len(self._places))
         for tensor in tensors_in(value):
             if tensor.is_floating_point() and tensor.numel():
@@ -52,5 +52,5 @@ class NonfiniteWatch:
             self._notes.append((note, torch.linalg.vector_norm(tensor, float("inf"))))
 
     def first(self) -> Nonfinite | None:
-        """The first output that is not finite, or else the first gradient. Waits for the notes on a GPU."""
+        """Return the first output that is not finite, or else the first such gradient, or None. Waits for a GPU."""
         return min((note for note, peak in self._notes if not peak.isfinite()), default=None)

@@ -1,4 +1,4 @@
-"""Output metrics: named scalars that the user's function computes from a micro-batch's outputs and target."""
+"""Output metrics: named scalars that a user's function computes from a micro-batch's outputs and target."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -17,7 +17,7 @@ Metrics = Callable[[Any, Any], Mapping[str, Any]]
 
 
 def measured(metrics: Metrics, output: Any, target: Any) -> dict[str, Tensor]:
-    """Call the user's function without gradients; return its scalars in float64, on their devices.
+    """Call the user's function without gradients, and return its scalars as float64, each on its own device.
 
     Raises InputError if the function does not return scalars by name.
     """

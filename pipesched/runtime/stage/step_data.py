@@ -34,20 +34,20 @@ class StepData:
     factors: list[float | None] | dict[int, float | None] | None = None
     #: Gradients of the outputs, if the loss is computed outside the pipeline.
     output_grads: list[Gradients] = field(default_factory=list)
-    #: The gradient of each loss, with which its backward starts, as a 0-d tensor. Default: 1.
+    #: The initial gradient of each loss's backward, as a 0-d tensor. Default: None, which stands for 1.
     loss_scale: Tensor | None = None
-    #: Notes whether outputs of layers and their gradients are finite. Default: not noted.
+    #: Records whether outputs of layers and their gradients are finite. Default: None (not recorded).
     watch: NonfiniteWatch | None = None
     keep_outputs: bool = False
     autocast: Callable[[], AbstractContextManager[None]] = nullcontext
     losses: dict[int, Tensor] = field(default_factory=dict)
     outputs: dict[int, Payload] = field(default_factory=dict)
     input_grads: dict[int, Gradients] = field(default_factory=dict)
-    #: The losses that layers added, multiplied by their factors: place of the call -> (name, value).
+    #: The losses that layers added, already weighted, by micro-batch: place of the call -> (name, value).
     added: dict[int, Added] = field(default_factory=dict)
-    #: The function of each micro-batch that computes metrics of its outputs and target; empty without metrics.
+    #: For each micro-batch, the function that computes metrics from its outputs; empty without metrics=.
     metrics: dict[int, Metrics | None] = field(default_factory=dict)
-    #: The metrics of each micro-batch.
+    #: The metrics, by micro-batch.
     measured: dict[int, dict[str, Tensor]] = field(default_factory=dict)
     #: Whether the loss is computed outside the pipeline, which cannot include the losses that layers add.
     outside_loss: bool = False
