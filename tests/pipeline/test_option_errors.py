@@ -416,7 +416,7 @@ def test_links_are_at_hand():
 def test_a_batch_that_is_not_dense():
     with (
         build(boundaries=[2]) as pipe,
-        pytest.raises(InputError, match=r"has a tensor of layout torch\.sparse_coo; make it d"),
+        pytest.raises(InputError, match=r"has a tensor of layout torch\.sparse_coo; make the tensor d"),
     ):
         pipe.step(ONES.to_sparse(), target=ONES)
 

@@ -271,7 +271,7 @@ def test_split_dims_that_are_no_dims(dims):
 def test_a_plan_of_another_model_names_the_first_difference():
     with build(boundaries=[2]) as pipe:
         plan = pipe.plan
-    match = r"it has 4 layers, the model has 5; layer '4' is in none; make a new plan"
+    match = r"the plan has 4 layers, the model has 5; layer '4' is in none; make a new plan"
     refused(PartitionError, ValueError, match, linears(5), plan=plan)
     named = nn.Sequential(OrderedDict((name, nn.Linear(3, 3)) for name in "abcd"))
     refused(PartitionError, ValueError, r"layer 0 is '0' in the plan and 'a' in the model", named, plan=plan)

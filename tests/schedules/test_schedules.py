@@ -29,7 +29,6 @@ from tests.support.random_programs import quick
 GOLDEN = Path(__file__).parent / "golden"
 
 
-@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", [name for name in schedules.names() if schedules.get(name).num_chains == 1])
 @pytest.mark.parametrize("p", range(1, 9))
 def test_every_schedule_is_valid_and_exact_for_any_number_of_microbatches(name, p):

@@ -23,7 +23,7 @@ _QUICK: list[tuple[ModuleType | Any, str, Any]] = [
     (overhead_probe, "_AGAIN", 1),
     (overhead_probe, "_AGAIN_ASLEEP", 1),
     (offloading, "_MEASURED_BYTES", 1 << 23),
-    (plan_trials, "_ROUNDS", 1),
+    (plan_trials, "_ROUNDS", 2),
 ]
 _THOROUGH = [(place, name, getattr(place, name)) for place, name, _ in _QUICK]
 
