@@ -129,6 +129,7 @@ def test_eight_small_linears_run_on_one_device() -> None:
         )
 
 
+@pytest.mark.usefixtures("thorough")
 def test_a_search_knows_how_layers_crowd_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """Threads that share an interpreter: layers that take three times as long beside others are better off alone."""
     monkeypatch.setattr(profiler, "crowd", lambda *_: [3.0])

@@ -11,7 +11,7 @@ from pipesched.pipeline import plan_trials
 from pipesched.profiling import layer_profiler, optimizer_costs, overhead_probe, profile_model
 from pipesched.runtime.stage import offloading
 
-_EFFORT = replace(profile_model._EFFORT, rounds=1, enough_s=0.0)
+_EFFORT = replace(profile_model._EFFORT, rounds=2, enough_s=0.2)
 _QUICK: list[tuple[ModuleType | Any, str, Any]] = [
     (layer_profiler.QUICK, "rounds", 1),
     (profile_model, "_PASSES", 1),
