@@ -274,31 +274,32 @@ HEAD = """\
 `python benchmarks/zoo.py --write` trains small versions of many kinds of models
 (`tests/support/zoo_architectures.py`) with pipesched and with the tracer of
 `torch.distributed.pipelining`. Each model runs in four stages (fewer if it has fewer layers), one
-stage per rank, with 4 micro-batches of 2 rows and with dropout. The run below is from {date},
+stage per rank, with 4 micro-batches of 2 rows and with dropout. The run below was made on {date}
 with {machine}, transformers {transformers}.
 
 {summary}
 
 - **layers**: the number of layers at which a stage can begin.
-- **pipesched**: the result of a step of `Pipeline(model, sample)`, without any changes to the
-  model. *same bits*: loss, gradients and buffers are bit-identical to those of the unpipelined loop
-  over the same micro-batches, under `1f1b` and `zb-h1`.
+- **pipesched**: the result of one training step with `Pipeline(model, sample)`, without any changes
+  to the model. *same bits*: loss, gradients and buffers are bit-identical to those of the
+  unpipelined loop over the same micro-batches, under `1f1b` and `zb-h1`.
 - **work %**: each stage's share of the counted work (floating-point operations, plus ten for each
   byte of results) if the cut balances this work, as in the tests. **time %**: each stage's share of
   the measured time if the cut balances this time, as `Pipeline` does by default. With four stages,
-  25 each would be perfectly balanced. For these layers, no other cut has a smaller largest share.
+  25 for each stage would be perfectly balanced. For these layers, no other cut makes the largest
+  share smaller.
 - **torch, loss outside**: torch's tracer, on the model without labels; a loss function is applied
   to the output. **torch, own loss**: torch's tracer, on the model with labels, which computes its
   own loss. Both use `Schedule1F1B` and the cut by counted work. Decoders get `use_cache=False`,
-  because torch can trace none of them otherwise. Each rank gets the inputs that its stage names.
-  *works*: a step succeeds and, in a repetition without dropout, all gradients equal those of the
-  plain loop within rounding. Otherwise the cell names the wrong gradients or shows the first line
-  of the error. An empty cell: the model cannot run
-  without labels, or computes no loss itself.
+  because torch cannot trace any of them otherwise. Each rank receives the inputs that its stage
+  takes by name. *works*: a step succeeds and, in a repetition without dropout, all gradients equal
+  those of the plain loop within rounding. Otherwise the cell lists the gradients that are wrong, or
+  shows the first line of the error. An empty cell means that the model cannot run without labels,
+  or does not compute a loss itself.
 
-Wav2Vec2, OPT, BART and Whisper run with `layerdrop=0`, so they skip no layers at random: the stages
-of a pipeline run the layers that the sample ran. Mamba and ResNet have no dropout. Wav2Vec2 draws
-its masks from numpy's global generator.
+Wav2Vec2, OPT, BART and Whisper run with `layerdrop=0`, so that they do not skip layers at random,
+because the stages of a pipeline always run the layers that ran for the sample. Mamba and ResNet
+have no dropout. Wav2Vec2 draws its masks from numpy's global generator.
 
 """
 
