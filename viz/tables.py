@@ -20,7 +20,7 @@ class Cell(NamedTuple):
     text: str
     #: The number by which the HTML page sorts the rows; None if the cell holds words.
     value: float | None = None
-    #: Selects the text's colour or font weight.
+    #: The key of the text's colour or font weight.
     tone: _Tone = ""
 
 

@@ -96,7 +96,7 @@ def _scale(trace: Trace, drawn: list[Bar], several: bool, columns: int) -> _Scal
 
 
 def _unit(drawn: list[Bar], makespan_s: float, most: int) -> float | None:
-    """The greatest common divisor of all starts and ends; None if the makespan has more than ``most`` such units."""
+    """Return the greatest common divisor of all starts and ends; None if the makespan is above ``most`` times it."""
     noise = 1e-6 * makespan_s
     unit = makespan_s
     for time in {time for bar in drawn for time in (bar.start_s, bar.end_s)}:
@@ -111,7 +111,7 @@ def _unit(drawn: list[Bar], makespan_s: float, most: int) -> float | None:
 
 
 def _reach(bar: Bar, scale: _Scale) -> tuple[int, int]:
-    """Returns the first column of a bar, and the column after its last one.
+    """Return the first column of a bar, and the column after its last one.
 
     A column belongs to the bar if the bar covers the middle of the column.
     """

@@ -36,7 +36,7 @@ class Blocks:
         return int(self.block_of.max()) + 1
 
     def total(self, of_layers: Ints) -> Ints:
-        """For each block, the sum of ``of_layers`` over its layers. ``of_layers`` has one number per layer."""
+        """Return, for each block, the sum of ``of_layers`` (one number per layer) over the block's layers."""
         sums = np.zeros(len(self), np.int64)
         np.add.at(sums, self.block_of, of_layers)
         return sums

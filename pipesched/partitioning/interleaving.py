@@ -209,7 +209,7 @@ class _Descent:
         return best[0] < now
 
     def _as_good(self, index: int, now: Key, first: int, last: int) -> range:
-        """The positions of a cut at which neither of its two ranks takes longer than the slowest rank takes now.
+        """Return the positions of a cut at which neither of its two ranks takes longer than the slowest rank takes now.
 
         If a rank exceeds its memory limit, all positions from ``first`` to ``last`` are returned.
         """
@@ -236,7 +236,7 @@ class _Descent:
         self._pay(index, times)
 
     def _key_at(self, index: int, place: int, others: int) -> Key:
-        """The `_key` of the partition with the cut at ``place``.
+        """Return the `_key` of the partition with the cut at ``place``.
 
         ``others`` is the largest load of all other ranks and links.
         """

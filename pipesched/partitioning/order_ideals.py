@@ -138,8 +138,8 @@ class _Growth:
         """Make the next level.
 
         Returns:
-            Two arrays with an entry for each step, the index of its ideal in ``level`` and the block that it adds; the
-            number of steps that result in each new ideal; and the next level.
+            Two arrays with an entry for each step (the index of its ideal in ``level``, and the added block), the
+            number of steps that result in each new ideal, and the next level.
 
         """
         rows, new = self._ready(level)
@@ -164,7 +164,7 @@ class _Growth:
         return rows[order], new[order], np.bincount(child), grown
 
     def _ready(self, level: _Level) -> tuple[Ints, Ints]:
-        """All pairs of an ideal of the level and a block that can be added to it.
+        """Return all pairs of an ideal of the level and a block that can be added to it.
 
         Returns two arrays: the index of the ideal in the level, and the block.
         """
@@ -179,7 +179,7 @@ class _Growth:
         return np.concatenate(rows), np.concatenate(new)
 
     def _same(self, level: _Level, rows: Ints, new: Ints, child: Ints, members: Masks) -> bool:
-        """Whether ideals with the same key are identical, that is, no keys have collided."""
+        """Return whether ideals with the same key are identical, that is, no keys have collided."""
         return bool((_with(level.members[rows], new) == members[child]).all())
 
     def _again(self, level: _Level) -> tuple[Ints, Ints, Ints, _Level]:
@@ -205,7 +205,7 @@ class _Growth:
 
 
 def _used(blocks: Blocks) -> list[list[tuple[Tensor, Mapping[int, np.uint64]]]]:
-    """The tensors that each block uses, each with the bit mask of all its users."""
+    """Return the tensors that each block uses, each with the bit mask of all its users."""
     used: list[list[tuple[Tensor, Mapping[int, np.uint64]]]] = [[] for _ in range(len(blocks))]
     for tensor in blocks.tensors:
         for consumer in tensor.consumers:
@@ -214,7 +214,7 @@ def _used(blocks: Blocks) -> list[list[tuple[Tensor, Mapping[int, np.uint64]]]]:
 
 
 def _words(members: Collection[int]) -> dict[int, np.uint64]:
-    """A set of blocks as a bit mask of 64-bit words: {index of the word: word}, without words that are 0."""
+    """Return a set of blocks as a bit mask of 64-bit words: {index of the word: word}, without words that are 0."""
     words: dict[int, int] = {}
     for member in members:
         words[member // 64] = words.get(member // 64, 0) | 1 << member % 64

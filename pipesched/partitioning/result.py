@@ -95,7 +95,7 @@ class Partition:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "Partition":
-        """The inverse of ``to_dict``, from values with ``stages`` added. Raises ScheduleError for invalid values."""
+        """Make a partition from the values of ``to_dict`` and ``stages``. Raises ScheduleError for invalid values."""
 
         def summaries(rows: Any) -> tuple[StageSummary, ...]:
             return tuple(read_fields(StageSummary, row, "the summary of a stage must have") for row in rows)
@@ -122,7 +122,7 @@ class Partition:
     __str__ = explain
 
     def with_class_names(self, classes: Mapping[Any, str]) -> "Partition":
-        """A copy for display, with each layer's class name after its name: ``3 Block``."""
+        """Return a copy for display, with each layer's class name after its name: ``3 Block``."""
         if not classes:
             return self
 
@@ -165,12 +165,12 @@ def _number_of_layers(summary: StageSummary) -> str:
 
 
 def span(layers: Sequence[Any]) -> str:
-    """The first and the last layer of a stage, as text."""
+    """Return the first and the last layer of a stage, as text."""
     return f"{layers[0]} .. {layers[-1]}" if layers[0] != layers[-1] else str(layers[0])
 
 
 def with_class_name(layer: Any, classes: Mapping[Any, str]) -> Any:
-    """The layer's name, followed by its class name if ``classes`` contains the layer: ``3 Block``."""
+    """Return the layer's name, followed by its class name if ``classes`` contains the layer: ``3 Block``."""
     return f"{layer} {classes[layer]}" if layer in classes else layer
 
 

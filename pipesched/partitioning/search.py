@@ -148,7 +148,7 @@ def _keeps_limits(problem: Problem, found: Found) -> bool:
 
 
 def _reduced(problem: Problem) -> Problem:
-    """The problem with blocks merged where this does not change the smallest bottleneck."""
+    """Return the problem with blocks merged where this does not change the smallest bottleneck."""
     by_size = problem.communication != "none"
     return replace(problem, blocks=reduce_blocks(problem.blocks, by_size=by_size, by_memory=problem.line_up.capped))
 
@@ -190,7 +190,7 @@ def filled_up(cuts: list[int], prefix: list[int], num_stages: int) -> list[int]:
 
 
 def _middle(prefix: list[int], first: int, last: int) -> int:
-    """The cut that divides a stage most evenly in two; in ties, the first such cut."""
+    """Return the cut that divides a stage most evenly in two; in ties, the first such cut."""
     half = prefix[first] + prefix[last]
     above = bisect_left(range(first + 1, last), half, key=lambda cut: 2 * prefix[cut]) + first + 1
     below = max(first + 1, above - 1)

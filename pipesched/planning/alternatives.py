@@ -54,19 +54,19 @@ class Alternative:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "Alternative":
-        """The inverse of ``to_dict``. Raises ScheduleError for invalid values."""
+        """Make an alternative from the values of ``to_dict``. Raises ScheduleError for invalid values."""
         return read_fields(
             cls, {"checkpoint": "", **values} if isinstance(values, Mapping) else values, "an alternative must have"
         )
 
 
 def taken(alternatives: Iterable[Alternative]) -> Alternative | None:
-    """The chosen plan among the alternatives: the one without a note."""
+    """Return the chosen plan among the alternatives: the one without a note."""
     return next((alternative for alternative in alternatives if not alternative.note), None)
 
 
 def fastest(alternatives: Iterable[Alternative], label: str) -> Alternative | None:
-    """The fastest alternative with this label. A baseline can have several, one per schedule."""
+    """Return the fastest alternative with this label. A baseline can have several alternatives, one per schedule."""
     labelled = (alternative for alternative in alternatives if alternative.label == label)
     return min(labelled, key=lambda alternative: alternative.step_s, default=None)
 

@@ -85,7 +85,7 @@ class _Messages(NamedTuple):
 
     @classmethod
     def of(cls, program: Program) -> "_Messages":
-        """All messages, sorted by producing row, then by receiving stage."""
+        """Return all messages, sorted by producing row, then by receiving stage."""
         columns = program.columns
         row, needed = (part[program.messages] for part in program.requirements)
         order = np.lexsort((columns.stage[row], needed))
@@ -104,7 +104,7 @@ class _Messages(NamedTuple):
 
 
 def _places(program: Program, messages: _Messages) -> Ints:
-    """For each message, the row before which its receive is inserted.
+    """Return, for each message, the row before which its receive is inserted.
 
     This is the first row that consumes the message or a later message of the same channel.
     """
@@ -167,7 +167,7 @@ def add_recompute(program: Program, mode: Checkpoint) -> Program:
 
 
 def _next_back(program: Program) -> Mask:
-    """A mask of the backwards with no other B, I, W or R between them and their forward."""
+    """Return a mask of the backwards with no other B, I, W or R between them and their forward."""
     columns = program.columns
     rows = np.flatnonzero(columns.are(*BACKWARDS, Kind.W, Kind.R))
     forwards = program.index.rows(Kind.F, columns.stage[rows], columns.microbatch[rows])

@@ -23,7 +23,7 @@ _LINES = (
 
 
 def order_words(columns: Columns) -> Iterator[str]:
-    """The actions of one rank as words. Two overlapping actions are one word: ``1F4&0B2``."""
+    """Yield the actions of one rank as words. Two overlapping actions are one word: ``1F4&0B2``."""
     before = ""
     for action, joined in zip(columns, columns.joined.tolist(), strict=True):
         if joined:

@@ -72,7 +72,7 @@ class Message(NamedTuple):
 def rank_memory(
     program: Program, costs: Costs, *, posted: int = 0, messages: Mapping[tuple[int, int], Message] | None = None
 ) -> tuple[RankMemory, ...]:
-    """An upper bound on each rank's peak memory, broken down by purpose.
+    """Return an upper bound on each rank's peak memory in bytes, broken down by purpose.
 
     The model's inputs on the ranks' devices are counted; the targets are not.
 
@@ -80,7 +80,8 @@ def rank_memory(
         program: the program as it runs, with recomputes (R) and updates.
         costs: the sizes of the stages.
         posted: the number of receives per channel that are posted in advance, each with a buffer. Default: 0.
-        messages: the sizes of messages by (sending stage, receiving stage). Default: each stage sends its output.
+        messages: the sizes of messages, keyed by (sending stage, receiving stage). Default: each stage sends its
+            output.
 
     Raises:
         ScheduleError: if the costs and the program have different numbers of stages.
@@ -146,7 +147,7 @@ class _Sizes(NamedTuple):
 
     @classmethod
     def of(cls, program: Program, costs: Costs, messages: Mapping[tuple[int, int], Message] | None) -> "_Sizes":
-        """The sizes of ``messages``. If None, each stage sends its output to its consumers."""
+        """Return the sizes of ``messages``. If None, each stage sends its output to its consumers."""
         stages = range(costs.num_stages)
         own = [
             Message(arriving=size, made=size, kept=min(kept, size), back=size)
@@ -160,7 +161,7 @@ class _Sizes(NamedTuple):
 
 
 def _held(program: Program, costs: Costs, messages: _Sizes, posted: int) -> dict[str, Ints]:
-    """The peak bytes during each action, by purpose (a field of `RankMemory`)."""
+    """Return the peak bytes during each action, keyed by purpose (a field of `RankMemory`)."""
     columns = program.columns
     sizes: dict[str, Ints] = {name: np.asarray(values, np.int64) for name, values in _sizes(costs).items()}
     inputs = tuple(size if program.graph.producers[stage] else 0 for stage, size in enumerate(costs.input_bytes))
@@ -191,7 +192,7 @@ def _holding(program: Program, costs: Costs, *wanted: Holding) -> _Around:
 
 
 def _met(program: Program, buffer_bytes: Ints) -> _Around:
-    """The bytes of the buffer copies that checkpointed forwards keep for their backwards."""
+    """Return the bytes of the buffer copies that checkpointed forwards keep for their backwards."""
     columns = program.columns
     recomputed = np.isin(columns.pair, columns.pair[columns.are(Kind.R)])
     size = np.where(recomputed, buffer_bytes[columns.stage], 0)
@@ -228,7 +229,7 @@ class _Gradients(NamedTuple):
 
 
 def _transients(columns: Columns, sizes: Mapping[str, Ints], gradients: _Gradients) -> Ints:
-    """The transient bytes of each action: its peak, minus the bytes held at its start and the bytes that it keeps."""
+    """Return each action's transient bytes: its peak, minus the bytes held at its start and the bytes it keeps."""
     stage = columns.stage
     found = np.zeros(len(columns), np.int64)
     for kind, name in (
@@ -262,7 +263,10 @@ def _transients(columns: Columns, sizes: Mapping[str, Ints], gradients: _Gradien
 
 
 def _waiting(program: Program, sizes: _Sizes, posted: int) -> Ints:
-    """For each action, the bytes of outputs and gradients in transit or not yet used, and of posted receives."""
+    """Return, for each action, the bytes of values that pass between stages, and of posted receives.
+
+    These values are outputs and gradients in transit or not yet used.
+    """
     change = np.zeros(len(program.columns) + 1, np.int64)
     received = _Received.of(program, sizes)
     early = (received.place, received.taker, received.size)
@@ -290,7 +294,7 @@ class _Received(NamedTuple):
 
     @classmethod
     def of(cls, program: Program, sizes: _Sizes) -> "_Received":
-        """The receives that ``lower`` adds to a program without transfers."""
+        """Return the receives that ``lower`` adds to a program without transfers."""
         columns = lower(program).columns
         at = np.flatnonzero(columns.are(Kind.RECV_F, Kind.RECV_B))
         received = columns[at]

@@ -109,23 +109,23 @@ class Report:
     # ---- output -----------------------------------------------------------------------------------------------
 
     def text(self, width: int = 120) -> str:
-        """The whole report as plain text. Timelines are at most ``width`` columns wide."""
+        """Return the whole report as plain text. Timelines are at most ``width`` columns wide."""
         timelines = [f"{label}\n{text_timeline(trace, width)}" for label, trace in self.traces]
         return "\n\n".join(["\n".join([self.title, *self.lines]), *map(text_table, self.tables), *timelines])
 
     __str__ = text
 
     def figure(self) -> "Figure":
-        """The report as one matplotlib figure, without the tables."""
+        """Return the report as one matplotlib figure, without the tables."""
         candidates = [_bar(other) for other in self.plan.alternatives]
         return plot_report(self.title, self.lines, candidates, self.traces, self.comparison)
 
     def html(self) -> str:
-        """The report as one self-contained HTML page."""
+        """Return the report as one self-contained HTML page."""
         return html_page(self.title, self.key_figures, self.lines, self.tables, self.traces)
 
     def _repr_html_(self) -> str:
-        """The figure as HTML, for notebooks."""
+        """Return the figure as HTML, for notebooks."""
         return image_html(self.figure(), "; ".join([self.title, *self.lines[:1]]))
 
     def save(self, path: str | PathLike[str]) -> None:

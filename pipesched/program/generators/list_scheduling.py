@@ -21,7 +21,7 @@ __all__ = ["backward_first", "whole_waves"]
 
 
 def whole_waves(shape: Shape) -> int:
-    """The number of waves in a `v` placement. A wave is one pass down the ranks and back up.
+    """Return the number of waves in a `v` placement. A wave is one pass down the ranks and back up.
 
     Raises ScheduleError if the number of chunks per rank is odd, because the last wave would then be only half a wave.
     """
@@ -94,18 +94,18 @@ class _Clock:
         self.backwards = [[] for _ in range(self.shape.num_stages)]
 
     def ended(self, ends: list[int], microbatch: int) -> bool:
-        """Whether a stage's forward or backward of a micro-batch has ended. ``ends`` lists the stage's end times."""
+        """Return whether a stage's forward or backward of a micro-batch has ended. ``ends``: the stage's end times."""
         return microbatch < len(ends) and ends[microbatch] <= self.now
 
     def forward_is_ready(self, stage: int) -> bool:
-        """Whether the stage's next forward has its input."""
+        """Return whether the stage's next forward has its input."""
         microbatch = len(self.forwards[stage])
         if microbatch == self.shape.num_microbatches:
             return False
         return stage == 0 or self.ended(self.forwards[stage - 1], microbatch)
 
     def backward_is_ready(self, stage: int) -> bool:
-        """Whether the stage's next backward has its inputs: its forward and the next stage's backward have ended."""
+        """Return whether the stage's next backward can start: its forward and the next stage's backward have ended."""
         microbatch = len(self.backwards[stage])
         last = stage == self.shape.num_stages - 1
         return self.ended(self.forwards[stage], microbatch) and (
@@ -144,7 +144,7 @@ class _Rank:
         return True
 
     def _has_place(self, stage: int) -> bool:
-        """Whether the rank can still finish all its micro-batches within the limit after a forward of this stage."""
+        """Return whether the rank can finish all its micro-batches within the limit after a forward of this stage."""
         started = {chunk: len(self._clock.forwards[chunk]) + (chunk == stage) for chunk in self._chunks}
         finished = {chunk: len(self._clock.backwards[chunk]) for chunk in self._chunks}
         free = self._max_in_flight - sum(started.values()) + sum(finished.values())
