@@ -5,7 +5,7 @@ from pipesched.order import Order, Shape, schedule
 
 @schedule("gpipe")
 def gpipe(rank: int, shape: Shape) -> Order:
-    """Return all forwards, then all backwards. GPipe, Huang et al. 2019.
+    """All forwards, then all backwards. GPipe, Huang et al. 2019.
 
     rank 0 | F0 F1 F2 F3             B0 B1 B2 B3
     rank 1 |    F0 F1 F2 F3       B0 B1 B2 B3

@@ -5,7 +5,7 @@ from pipesched.order import Order, Shape, schedule
 
 @schedule("1f1b")
 def one_f_one_b(rank: int, shape: Shape) -> Order:
-    """Return a short warm-up, then one forward and one backward in turn. PipeDream-Flush, Narayanan et al. 2021.
+    """A short warm-up, then one forward and one backward in turn. PipeDream-Flush, Narayanan et al. 2021.
 
     rank 0 | F0 F1    B0 F2 B1 F3 B2    B3
     rank 1 |    F0 B0 F1 B1 F2 B2 F3 B3

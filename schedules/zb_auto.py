@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 def zb_auto(
     shape: Shape, *, costs: "Costs | None" = None, max_in_flight: int | None = None, weight_grad_share: float = 1
 ) -> list[Order]:
-    """Return a greedy heuristic for the given stage costs and memory limit. Zero Bubble, Qi et al. 2023.
+    """A greedy heuristic for the given stage costs and memory limit. Zero Bubble, Qi et al. 2023.
 
     The heuristic leaves three choices open. All combinations are tried, as is ZB-H1 if it stays within the memory
     limit. The order with the shortest span is used.

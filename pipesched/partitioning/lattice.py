@@ -176,7 +176,7 @@ class Lattice:
         return Found(bottleneck=bottleneck, order=order, ends=ends, slots=[slot for slot, _ in stages])
 
     def _begin(self, state: int, ideal: int, closed: Bools, limits: Ints) -> tuple[int, int, Bools]:
-        """Find the stage that ends at an ideal. 
+        """Find the stage that ends at an ideal.
 
         Returns the index of its slot, its start ideal, and the mask of `_below`.
         """
