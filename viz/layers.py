@@ -246,7 +246,7 @@ def _percent(share: float) -> str:
 
 
 def _short(names: Sequence[str], classes: Mapping[str, str]) -> dict[str, str]:
-    """Return the boxes' labels by layer: the name without the prefix that all names share, and the class if known.
+    """Return the boxes' labels, keyed by layer: the name without the prefix of all names, and the class if known.
 
     Long labels take two lines. If a line is still too long, its middle is left out.
     """

@@ -96,7 +96,7 @@ def _scale(trace: Trace, drawn: list[Bar], several: bool, columns: int) -> _Scal
 
 
 def _unit(drawn: list[Bar], makespan_s: float, most: int) -> float | None:
-    """Return the greatest common divisor of all starts and ends; None if the makespan is above ``most`` times it."""
+    """Return the unit, the greatest common divisor of all times; None if the makespan exceeds ``most`` units."""
     noise = 1e-6 * makespan_s
     unit = makespan_s
     for time in {time for bar in drawn for time in (bar.start_s, bar.end_s)}:

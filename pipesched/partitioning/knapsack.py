@@ -190,7 +190,10 @@ class Knapsack:
 
 
 def _smallest(kinds: Mapping[int, _Options], working: int) -> dict[int, int]:
-    """Return the fewest bytes that each item can hold, with options of at most ``working`` working bytes, by item."""
+    """Return the fewest bytes that each item can hold, keyed by item.
+
+    Only options that need at most ``working`` bytes of working memory are considered.
+    """
     return {
         item: min(held for held, option in options if option.working_bytes <= working)
         for item, options in kinds.items()

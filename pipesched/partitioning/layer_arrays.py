@@ -26,9 +26,9 @@ class Tensors:
     makers: Ints
     #: The bytes of each tensor.
     sizes: Ints
-    #: The index of the tensor, for each use of a tensor by a layer.
+    #: For each use of a tensor by a layer, the index of the tensor.
     used: Ints
-    #: The layer, for each use of a tensor by a layer.
+    #: For each use of a tensor by a layer, the index of the layer.
     users: Ints
 
 

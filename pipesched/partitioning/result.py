@@ -29,11 +29,11 @@ class StageSummary:
     num_layers: int
     #: The time of a micro-batch's forward and backward on this rank, with the transfers that the stage waits for.
     time_s: float
-    #: The parameters alone, without gradients and optimizer state.
+    #: The bytes of the parameters, without gradients and optimizer state.
     parameter_bytes: int
-    #: The activations of all micro-batches in flight.
+    #: The bytes of the activations of all micro-batches in flight.
     activation_bytes: int
-    #: The activations, and the parameters with gradients and optimizer state.
+    #: The bytes of the activations, and of the parameters with gradients and optimizer state.
     memory_bytes: int
     #: The bytes that enter the stage in a forward.
     bytes_in: int

@@ -82,7 +82,7 @@ class LineUp:
     skippable: int
     #: Whether ranks have a fixed order, so that each state leads only to the next.
     in_line: bool
-    #: Whether all stages are required.
+    #: Whether every stage must have a layer.
     exactly: bool
 
     def on_ranks(self, slots: Sequence[Slot]) -> list[Slot]:

@@ -26,9 +26,9 @@ class Alternative:
     step_s: float
     #: The predicted bubble: idle time of all ranks / (number of ranks x makespan).
     bubble_ratio: float
-    #: Predicted peak memory of the rank that needs the most. None: unknown.
+    #: Predicted peak memory of the rank that needs the most memory. None: unknown.
     peak_bytes: int | None = None
-    #: Memory limit of the rank that needs the most. None: unknown.
+    #: Memory limit of the rank that needs the most memory. None: unknown.
     limit_bytes: int | None = None
     #: Measured step time in seconds, the median over several steps. None: the plan did not run.
     measured_s: float | None = None

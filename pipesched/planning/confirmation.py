@@ -261,7 +261,10 @@ def corrected(
 def _stage_times(
     found: EvaluatedCandidate, steps: Sequence[Trace], layers: Mapping[str, LayerCosts]
 ) -> list[StageTimes]:
-    """Return each stage's times per micro-batch: the sums over its layers x the measured / predicted time."""
+    """Return the times of each stage per micro-batch, corrected by the measured steps.
+
+    Each time is the sum over the layers of the stage x the ratio of measured to predicted time.
+    """
     stages: dict[int, list[StageComparison]] = {}
     for step in steps:
         for own in compared(found.trace, step).stages:
@@ -275,7 +278,10 @@ def _stage_times(
 
 
 def _slower(steps: Sequence[StageComparison]) -> dict[str, float]:
-    """Return the ratio of measured to predicted time on one stage, keyed by ``TIMES``: the median over steps."""
+    """Return the ratios of measured to predicted time on one stage, keyed by the names in ``TIMES``.
+
+    Each ratio is the median over the steps.
+    """
     return {time: _ratio([own.seconds for own in steps], *kinds) for time, kinds in _KINDS.items()}
 
 

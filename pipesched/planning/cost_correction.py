@@ -70,7 +70,7 @@ class Known:
         return known._with({name: _mean(costs) for name, costs in found.items()}, {stage.device for stage in stages})
 
     def _least_ratios(self, stages: Sequence[StageTimes]) -> dict[str, float]:
-        """Return, by layer, the smallest ratio of measured to known time of all stages with a layer of this kind."""
+        """Return the smallest measured / known time of all stages with a layer of the same kind, keyed by layer."""
         least: dict[Hashable, float] = {}
         for stage in stages:
             ratio = self._ratio(stage)
@@ -101,7 +101,7 @@ class Known:
     def _by_kind(
         self, stages: Sequence[StageTimes], value: Callable[[StageTimes], Hashable]
     ) -> dict[Hashable, set[Hashable]]:
-        """Return, by kind of layer, the distinct values that ``value`` returns for the stages with such layers."""
+        """Return the distinct results of ``value`` for the stages with layers of a kind, keyed by kind."""
         found: dict[Hashable, set[Hashable]] = {}
         for stage in stages:
             for name in stage.layers:

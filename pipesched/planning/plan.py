@@ -65,7 +65,7 @@ class Plan:
         stages: the names of each stage's layers. In bidirectional schedules, the stages of one direction.
         schedule: the name of the schedule that made the program.
         program: the program, without the recomputes and host copies that ``checkpoint`` adds.
-        checkpoint: which activations to recompute or offload: one setting, or a mapping by layer. Default: "never".
+        checkpoint: which activations to recompute or offload: one setting, or a mapping from layers. Default: "never".
         costs: the costs of each stage in the program. None: not measured.
         options: the schedule's options (numbers, flags and strings).
         partition: the times and sizes of the stages, and the reason for the boundaries. None: not measured.
@@ -83,7 +83,7 @@ class Plan:
     partition: Partition | None = None
     ties: tuple[Tie, ...] = ()
     alternatives: tuple[Alternative, ...] = ()
-    #: The class names of layers whose names are numbers, by layer, for reports. Not saved, and not in ``explain``.
+    #: The class names of layers whose names are numbers, keyed by layer, for reports. Not saved, and not in ``explain``.
     layer_classes: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
 
     def __post_init__(self) -> None:

@@ -42,7 +42,7 @@ class StagePartitioner:
     links: Links | None = None
     #: Each rank's limit for weights, gradients and activations.
     memory_limit_bytes: Sequence[float] | None = None
-    #: Relative speed of slow devices: rank -> speed. Default: 1.
+    #: Relative speeds of slow devices, keyed by rank. Default: 1.
     speeds: Mapping[int, float] = field(default_factory=dict)
     #: The ways to save memory that can be chosen per layer. The resulting partition lists the choices.
     allowed: Collection[LayerCheckpoint] = ()

@@ -73,7 +73,7 @@ def chain(num_stages: int, num_chains: int = 1) -> StageGraph:
 class _At(Enum):
     """Where a needed action is: on the same stage, on its producers, on its consumers, or on the peer of a transfer.
 
-    Or on every stage, provided that the action's own stage has one.
+    EVERY: on every stage, but only if the action's own stage has such an action.
     """
 
     OWN = auto()

@@ -98,7 +98,7 @@ def bytes_held(
     Args:
         columns: the rank's order.
         sizes: for each kind of memory, the bytes that one micro-batch (or one weight version) takes on each stage.
-        versions: the weight version of each micro-batch, by stage, as in `Program`.
+        versions: the weight version of each micro-batch, indexed by stage, as in `Program`.
 
     """
     pairs = _Pairs.of(columns)

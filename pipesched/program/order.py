@@ -136,9 +136,9 @@ class Order:
         self._limit = shape.num_microbatches
         #: Each action as one number: (stage x NUM_KINDS + kind) x number of micro-batches + micro-batch.
         self._numbers: list[int] = []
-        #: The actions that have not been written yet, by kind and stage.
+        #: The actions that have not been written yet, indexed by kind and keyed by stage.
         self._left: list[dict[int, Iterator[int]]] = [{} for _ in range(NUM_KINDS)]
-        #: The W actions that have not been written yet although their I has, by stage.
+        #: The W actions that have not been written yet although their I has been written, keyed by stage.
         self._owed: dict[int, deque[int]] = {}
         self._joined: list[int] = []
         self._versions: dict[tuple[int, int], int] = {}
@@ -228,7 +228,7 @@ class Order:
 
     @property
     def versions(self) -> dict[tuple[int, int], int]:
-        """The version of each (stage, micro-batch) whose forward was written with ``version=``."""
+        """The weight versions passed to ``F`` as ``version=``, keyed by (stage, micro-batch)."""
         return self._versions
 
 
@@ -390,7 +390,7 @@ def _required(function: OrderFunction) -> list[str]:
 
 
 def _versions(orders: Sequence[Order], shape: Shape) -> tuple[tuple[int, ...], ...]:
-    """Return the weight versions passed to ``Order.F``, by stage and micro-batch; () for a stage with none."""
+    """Return the weight versions passed to ``Order.F``, indexed by stage and micro-batch; () for a stage with none."""
     written = {pair: version for order in orders for pair, version in order.versions.items()}
     stages = {stage for stage, _ in written}
     return tuple(

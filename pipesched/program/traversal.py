@@ -32,9 +32,9 @@ class Timing(NamedTuple):
 class Walked(NamedTuple):
     """The result of `walk`: the times of each action, and the number of actions that each rank ran."""
 
-    #: The start of each action, by row; None if it never ran.
+    #: The start of each action, indexed by row; None for an action that never ran.
     starts: list[Any]
-    #: The end of each action, by row; None if it never ran.
+    #: The end of each action, indexed by row; None for an action that never ran.
     ends: list[Any]
     #: The number of actions that each rank ran.
     reached: list[int]

@@ -23,7 +23,7 @@ _NEVER = -1  # the version of a micro-batch that does not visit the stage
 class Uses:
     """The version of one stage's weights that each micro-batch uses."""
 
-    #: The version, by micro-batch.
+    #: The version that each micro-batch uses, indexed by micro-batch.
     used: tuple[int, ...]
     #: (micro-batches per step, updates per step) if steps repeat without end: later steps repeat the versions of the
     #: last step in ``used``, each increased by the number of updates in between. None if no later steps follow.

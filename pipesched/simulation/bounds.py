@@ -149,7 +149,10 @@ def _check(costs: Costs, num_microbatches: int, placement: Placement) -> None:
 
 
 def _limits(given: int | Sequence[int] | None, chunks: dict[int, int], num_microbatches: int) -> dict[int, int]:
-    """Return, by rank, the most (stage, micro-batch) pairs that it can hold: its limit, or all its pairs if fewer."""
+    """Return the number of (stage, micro-batch) pairs that each rank can hold, keyed by rank.
+
+    This is the limit of the rank or, if smaller, the number of all pairs of the rank.
+    """
     most = {rank: count * num_microbatches for rank, count in chunks.items()}
     if given is None:
         return most

@@ -210,6 +210,6 @@ def messages(graph: "nx.DiGraph[str]", stages: Stages) -> dict[tuple[int, int], 
 
 
 def treated(profile: Mapping[str, LayerCosts], checkpoint: Checkpoint) -> dict[str, LayerCosts]:
-    """Return the costs of layers by name, with activations recomputed or offloaded as ``checkpoint`` specifies."""
+    """Return the layers' costs, keyed by name, with activations recomputed or offloaded as ``checkpoint`` specifies."""
     keep = checkpoint_by_layer(checkpoint)
     return {name: costs.treated(keep.get(name)) for name, costs in profile.items()}

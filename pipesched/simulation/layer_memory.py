@@ -153,10 +153,10 @@ class LossMemory:
     backward_bytes: int = 0
 
     def as_layer(self, output_bytes: int) -> LayerMemory:
-        """Return the loss modelled as a layer after an output of this size, including the scalars of a step.
+        """Return the memory of the loss, modelled as a layer whose input has ``output_bytes``, with the scalars of a step.
 
-        A loss that was not measured is assumed to be cross entropy: it holds a tensor of the output's size, and its
-        backward creates two gradients of that size.
+        A loss that was not measured is assumed to be cross entropy: the loss holds a tensor of the output's size, and
+        the backward of the loss creates two gradients of that size.
         """
         measured = self.backward_bytes > 0
         backward = self.backward_bytes if measured else 2 * output_bytes

@@ -1,4 +1,4 @@
-"""Memory: the peak memory of each rank of a program, by purpose.
+"""Memory: the peak memory of each rank of a program, broken down by purpose.
 
 The peak depends on the order of actions, not on their times.
 """
@@ -27,7 +27,7 @@ _HEADER_BYTES = 64  # size of the header of each message between processes
 
 @dataclass(frozen=True, kw_only=True)
 class RankMemory:
-    """The memory of a rank at its peak, by purpose, in bytes."""
+    """The peak memory of a rank in bytes, broken down by purpose."""
 
     #: Parameters of the rank's stages, held all the time.
     parameters: int

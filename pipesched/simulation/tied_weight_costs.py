@@ -49,7 +49,7 @@ def weight_bytes(program: Program, parameters: Sequence[Mapping[str, int]]) -> l
 
     Args:
         program: the program.
-        parameters: for each stage of one chain, the bytes of its parameters by name.
+        parameters: for each stage of one chain, the bytes of the stage's parameters, keyed by name.
 
     """
     counted: set[tuple[int, str]] = set()

@@ -75,7 +75,7 @@ class Report:
 
     @property
     def traces(self) -> list[tuple[str, Trace]]:
-        """The predicted and the measured trace, whichever exist, each with its label."""
+        """The predicted and the measured trace, each with its label. A missing trace is left out."""
         both = (("predicted", self.predicted), ("measured", self.measured))
         return [(label, trace) for label, trace in both if trace is not None]
 

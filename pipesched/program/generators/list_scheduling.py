@@ -43,8 +43,8 @@ def backward_first(
 
     Args:
         shape: the ranks, micro-batches and placement.
-        max_in_flight: the maximum number of (stage, micro-batch) pairs in flight on a rank; at least its number of
-            chunks.
+        max_in_flight: the maximum number of (stage, micro-batch) pairs in flight on a rank; at least the
+            rank's number of chunks.
         windows: the windows to try. A window is the number of micro-batches by which a rank's forwards may be ahead of
             its oldest unfinished micro-batch. The window with the shortest makespan is used, because running ahead as
             far as memory allows can be slower.
@@ -82,7 +82,7 @@ def _run(clock: "_Clock", ranks: list["_Rank"], forward_time: int, backward_time
 
 @dataclass
 class _Clock:
-    """The virtual clock: the current time, and the end of each forward and backward, by stage and micro-batch."""
+    """The virtual clock: the current time, and the ends of forwards and backwards, indexed by stage and micro-batch."""
 
     shape: Shape
     now: int = 0
