@@ -15,7 +15,7 @@ class Bar(NamedTuple):
     """One bar of a timeline: a compute span."""
 
     rank: int
-    #: The position of the stage among the stages that its rank runs.
+    #: The position of the stage among the stages of the rank.
     chunk: int
     kind: Kind
     stage: int
@@ -52,7 +52,7 @@ def _overlap(one: Span, other: Span) -> bool:
 
 
 def gaps(trace: Trace, rank: int) -> list[tuple[float, float]]:
-    """Return the bubble of a rank: the (start, end) of each of its idle times within the makespan."""
+    """Return the idle times of a rank within the makespan (the bubble), as (start, end) pairs in seconds."""
     idle = []
     first = trace.start_s
     busy_until = first

@@ -33,7 +33,7 @@ class ActivationOption:
     #: Bytes held for each micro-batch in flight, up to ``most_in_flight`` micro-batches.
     flight_bytes: int
     most_in_flight: int | None = None
-    #: Bytes needed only while the layer runs. A rank runs one of its layers at a time.
+    #: Bytes needed only while the layer runs. A rank runs one layer at a time.
     working_bytes: int = 0
     #: The time to copy a micro-batch's activations to the host, in ticks. Copying them back takes the same time. Copies
     #: overlap with compute (see ``with_copies``).

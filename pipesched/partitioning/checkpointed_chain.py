@@ -23,7 +23,7 @@ Run = tuple[int, int]  # a contiguous run of cuts: the first and the last, both 
 
 @dataclass(frozen=True)
 class _Row:
-    """The layers in the order of their blocks."""
+    """The layers, sorted by the positions of their blocks in the order that is searched."""
 
     layers: Sequence[int]
     #: The index in ``layers`` of each block's first layer. The last entry is the number of layers.

@@ -162,7 +162,7 @@ def _busiest(costs: _StageCosts) -> str:
 
 
 def _lower(problem: Problem) -> str:
-    """Describe the lower bound on the bottleneck."""
+    """Describe where the lower bound on the bottleneck comes from."""
     layers = problem.blocks.layers
     ranks = problem.line_up.ranks
     even = -(-int(layers.ticks.sum()) // sum(rank.speed for rank in ranks))

@@ -32,7 +32,7 @@ def infeasible(request: Request, *, exact: bool) -> PartitionError:
 
 
 class _Text:
-    """The text of the error, computed when it is first read."""
+    """The text of the error, computed when the text is first read."""
 
     def __init__(self, request: Request, exact: bool) -> None:
         self._request = request

@@ -48,7 +48,7 @@ class Ideals:
 
 @dataclass(kw_only=True)
 class _Level:
-    """The ideals with the same number of blocks."""
+    """One level: all ideals with the same number of blocks."""
 
     #: The blocks of each ideal, as bits.
     members: Masks
@@ -56,7 +56,7 @@ class _Level:
     ready: Masks
     #: A hash of each ideal: the sum of its blocks' random keys.
     keys: Masks
-    #: The sums over the blocks of each ideal, in `_Growth`'s order, as an array of shape (sums, ideals).
+    #: The sums over the blocks of each ideal, in the row order that `_Growth` defines. The shape is (sums, ideals).
     sums: Ints
 
 
@@ -101,7 +101,7 @@ def _joined(parts: list[Ints]) -> Ints:
 class _Growth:
     """Makes each level of ideals from the previous one.
 
-    The rows of ``sums`` are work, state bytes, activation bytes and bytes sent, then the counts for the requested sets.
+    The rows of `_Level.sums` are work, state bytes, activation bytes and bytes sent, then the counts for the requested sets.
     """
 
     def __init__(self, blocks: Blocks, asked: Collection[Collection[int]]) -> None:

@@ -45,7 +45,7 @@ class Problem:
 
     @property
     def fills_up(self) -> bool:
-        """Whether additional stages never cost time, so that the partition gets as many stages as possible."""
+        """Whether more stages never cost time. The partition then gets as many stages as possible."""
         return self.communication == "none" and self.line_up.alike and self.line_up.in_line and not self.pins
 
     @cached_property
@@ -106,7 +106,7 @@ class Problem:
 
     @property
     def counted(self) -> list[set[int]]:
-        """For each pin, two sets of blocks to count in ideals: its layer's block, and the blocks of its ancestors."""
+        """For each pin, two sets of blocks to count in ideals: the block of the layer, and those of the ancestors."""
         groups = [group for pin in self.pins for group in ([pin.layer], pin.ancestors)]
         return [{int(self.blocks.block_of[layer]) for layer in group} for group in groups]
 

@@ -20,9 +20,9 @@ _RESTARTS = 24
 
 @dataclass(frozen=True, kw_only=True)
 class Solution:
-    """The result of a search."""
+    """The result of a search for a partition."""
 
-    #: The best partition; None if none exists or none was found.
+    #: The best partition; None if no partition exists or none was found.
     found: Found | None
     #: A lower bound on the bottleneck, in ticks.
     lower: int

@@ -65,7 +65,7 @@ class Slot:
         return np.asarray(cuts.state_bytes + self.in_flight * cuts.activation_bytes)
 
     def time(self, difference: int) -> int:
-        """Return the time of a stage in ticks, given its end's cost term minus its start's (see ``weighed``)."""
+        """Return the time of a stage in ticks, given the difference of two cost terms (see ``weighed``)."""
         return -(-difference // self.speed.numerator)
 
 

@@ -14,7 +14,7 @@ __all__ = ["Alternative", "fastest", "taken"]
 class Alternative:
     """A plan that the search considered."""
 
-    #: The name in tables: the schedule with its chunks, or "one device" or "equal split" for a baseline.
+    #: The name of the plan in tables: the schedule with its chunks, or "one device" or "equal split" for a baseline.
     label: str
     schedule: str
     num_ranks: int

@@ -57,7 +57,7 @@ class Candidate:
 
     @property
     def order(self) -> tuple[int, bool, bool, str, int, int]:
-        """Sort key: simpler candidates first, with fewer chunks, whole backwards, and schedules that need no search."""
+        """Sort key that puts simpler candidates first: fewer chunks, whole backwards, schedules that need no search."""
         return (
             self.schedule.chunks_per_rank,
             self.splits,

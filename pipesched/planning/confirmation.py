@@ -43,7 +43,7 @@ _SWEEPS = 3  # passes over all plans that ran: costs corrected with one plan cha
 
 @dataclass(frozen=True)
 class _Tried:
-    """A plan that ran."""
+    """A plan that ran, with the measured steps."""
 
     #: The plan, simulated with the current costs.
     found: EvaluatedCandidate

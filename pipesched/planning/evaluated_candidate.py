@@ -65,7 +65,7 @@ class EvaluatedCandidate:
 
     @property
     def order(self) -> tuple[Any, ...]:
-        """Sort key: simpler plans first; of equally simple plans, those that need less memory."""
+        """Sort key that puts simpler plans first and, of equally simple plans, those that need less memory."""
         chunks, *others = self.candidate.order
         return (chunks, _weight(self.candidate.checkpoint), max(self.peak_bytes), *others)
 

@@ -83,7 +83,7 @@ class Plan:
     partition: Partition | None = None
     ties: tuple[Tie, ...] = ()
     alternatives: tuple[Alternative, ...] = ()
-    #: The class names of layers whose names are numbers, keyed by layer, for reports. Not saved, and not in ``explain``.
+    #: The class names of layers whose names are numbers, keyed by layer. For reports; not saved, not in ``explain``.
     layer_classes: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
 
     def __post_init__(self) -> None:

@@ -25,7 +25,7 @@ _TIMES_NOISE = 2
 class Replanned:
     """The result of replanning between two steps."""
 
-    #: The plan that runs now.
+    #: The plan that runs after replanning.
     plan: Plan
     #: Why the old plan was kept; empty if the new plan was applied.
     kept: str = ""
@@ -37,7 +37,7 @@ class Replanned:
     before_s: float | None = None
     #: Predicted step time of the new plan. None: the caller gave the new plan, so there was no search.
     after_s: float | None = None
-    #: Relative deviation of a rank's work from step to step.
+    #: Relative deviation of a rank's work from step to step, for the rank where the deviation is largest.
     noise: float = 0.0
     #: The time of moving in seconds: measured if layers were moved, otherwise estimated.
     cost_s: float = 0.0

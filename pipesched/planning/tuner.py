@@ -87,7 +87,7 @@ def _expected_s(alternative: Alternative) -> float:
 
 
 class Tuner:
-    """One search: its results so far, and its remaining effort."""
+    """One search for a plan: the candidates evaluated so far, and the effort that is left."""
 
     def __init__(self, search: SearchRequest, progress: Callable[[float], None] = lambda _: None) -> None:
         self._search = search
@@ -323,7 +323,7 @@ def _work(graph: "nx.DiGraph[str]") -> tuple[float, float, float]:
 
 
 def _speed(found: EvaluatedCandidate) -> tuple[Any, ...]:
-    """Return the sort key: the fastest first; of equally fast candidates, the simplest."""
+    """Return the sort key that puts the fastest candidates first and, of equally fast ones, the simplest."""
     return found.step_s, found.candidate.order
 
 

@@ -23,7 +23,7 @@ Mask = NDArray[np.bool_]
 
 _KINDS = tuple(Kind)
 NUM_KINDS = len(_KINDS)
-#: The integer code of each kind in `Columns.kind`.
+#: The integer code of each kind of action, as used in `Columns.kind`.
 CODES: dict[Kind, int] = {kind: code for code, kind in enumerate(_KINDS)}
 #: The maximum number of table slots per action. A sparser table means that the number of stages or micro-batches is
 #: wrong, and the table might not fit in memory.

@@ -81,7 +81,7 @@ KINDS: dict[Kind, _KindRow] = {
     Kind.FETCH: _KindRow(Lane.COPY, takes=Holding.OFFLOADED),
 }
 
-#: The matching receive of each send, and the matching send of each receive.
+#: The kind of the matching receive for each kind of send, and the reverse.
 OTHER_END: dict[Kind, Kind] = {
     Kind.SEND_F: Kind.RECV_F,
     Kind.SEND_B: Kind.RECV_B,

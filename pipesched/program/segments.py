@@ -64,7 +64,7 @@ class Segments:
         return tuple(sorted(groups))
 
     def versions(self, count: int) -> tuple[tuple[int, ...], ...]:
-        """Return the weight versions of the first ``count`` micro-batches, indexed by stage, as in `Program.versions`."""
+        """Return the weight versions of the first ``count`` micro-batches, in the form of `Program.versions`."""
         return tuple(tuple(map(self.uses(stage).version, range(count))) for stage in range(self.program.num_stages))
 
     @property

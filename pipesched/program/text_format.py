@@ -49,7 +49,7 @@ def _spaced(numbers: Iterable[int]) -> str:
 
 @dataclass
 class _Read:
-    """The content of the lines parsed so far."""
+    """The fields of a program, as far as its lines have been parsed."""
 
     header: dict[str, Any] = field(default_factory=dict)
     edges_line: int = 0

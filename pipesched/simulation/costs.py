@@ -193,7 +193,7 @@ class Costs:
         return times[action.stage] if times else 0
 
     def sizes(self) -> dict[Holding, tuple[int, ...]]:
-        """Return the bytes that each stage holds for one micro-batch, or one version of the weights, keyed by purpose."""
+        """Return the bytes that each stage holds per micro-batch, or per version of the weights, keyed by purpose."""
         return {
             Holding.INPUT: self.input_bytes,
             Holding.ACTIVATIONS: self.activation_bytes,

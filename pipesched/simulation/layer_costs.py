@@ -29,13 +29,13 @@ __all__ = [
 #: The names of each stage's layers.
 Stages = Sequence[Sequence[str]]
 
-#: The measured times of a layer.
+#: The names of the measured times of a layer.
 TIMES = ("forward_s", "backward_s", "input_grad_s", "weight_grad_s")
 
-#: The times and sizes that every layer of a profile must have.
+#: The names of the times and sizes that every layer of a profile must have.
 NEEDED = (*TIMES, "input_bytes", "output_bytes", "activation_bytes", "weight_grad_bytes", "parameter_bytes")
 
-#: The sizes that `LayerMemory` and `Costs` have in common. `kept_output_bytes` is excluded, because for a
+#: The names of the sizes that `LayerMemory` and `Costs` have in common. `kept_output_bytes` is excluded, because for a
 #: stage it is the value of the last layer, even if a loss follows.
 MEMORY_COLUMNS = {item.name for item in fields(LayerMemory) if item.name != "kept_output_bytes"}
 MEMORY_COLUMNS &= {item.name for item in fields(Costs)}
@@ -73,7 +73,7 @@ class LayerCosts:
     loss: LossMemory = field(default_factory=LossMemory)
 
     def __add__(self, other: "LayerCosts") -> "LayerCosts":
-        """The costs of two layers in sequence. The loss is the loss of the second layer."""
+        """Return the costs of two layers in sequence. The loss is the loss of the second layer."""
         sums = {name: getattr(self, name) + getattr(other, name) for name in (*_SUMS, "crowded_s", "parameter_bytes")}
         spread = max(self.spread, other.spread)
         return replace(other, **sums, spread=spread, memory=self.memory + other.memory)
@@ -178,7 +178,7 @@ def joined_costs(stages: Sequence[Mapping[str, Any]], **others: Any) -> Costs:
     return Costs(**columns, **others)
 
 
-#: The times and sizes of a stage that are sums over its layers.
+#: The names of the times and sizes of a stage that are sums over the layers of the stage.
 _SUMS = (
     "forward_s",
     "input_grad_s",

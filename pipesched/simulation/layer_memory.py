@@ -72,7 +72,7 @@ class LayerMemory:
     offloads: int = 0
 
     def __add__(self, other: "LayerMemory") -> "LayerMemory":
-        """The memory of two layers in sequence.
+        """Return the memory of two layers in sequence.
 
         Memory that is held both as the first layer's output and as the second layer's input is counted once.
 
@@ -141,7 +141,7 @@ class LayerMemory:
 
 @dataclass(frozen=True, kw_only=True)
 class LossMemory:
-    """Measured memory of a loss, in bytes; 0 if it was not measured."""
+    """Measured memory of a loss, in bytes. All fields are 0 if the loss was not measured."""
 
     #: Memory held for the backward.
     kept_bytes: int = 0
@@ -153,7 +153,7 @@ class LossMemory:
     backward_bytes: int = 0
 
     def as_layer(self, output_bytes: int) -> LayerMemory:
-        """Return the memory of the loss, modelled as a layer whose input has ``output_bytes``, with the scalars of a step.
+        """Return the loss as a layer whose input has ``output_bytes`` bytes. The scalars of a step are included.
 
         A loss that was not measured is assumed to be cross entropy: the loss holds a tensor of the output's size, and
         the backward of the loss creates two gradients of that size.
@@ -173,7 +173,7 @@ class LossMemory:
 
 
 def stage_memory(layers: Sequence[LayerMemory]) -> LayerMemory:
-    """Memory of a stage made of these layers.
+    """Return the memory of a stage made of these layers.
 
     The stage holds its input until its forward ends, and the incoming gradient until its backward ends, even after the
     layers that use these tensors have run.

@@ -61,7 +61,7 @@ class Message(NamedTuple):
 
     #: Size at the receiver.
     arriving: int
-    #: Size at the sender; for views the size of the whole storage.
+    #: Size at the sender. For a view, this is the size of the whole storage.
     made: int
     #: The part of `made` that shares memory with the sender's activations.
     kept: int
@@ -119,7 +119,7 @@ def rank_memory(
 
 
 class _Around(NamedTuple):
-    """The bytes held before and after each action of a program."""
+    """The bytes that a rank holds before and after each action, for all actions of a program."""
 
     before: Ints
     after: Ints
@@ -281,7 +281,7 @@ def _waiting(program: Program, sizes: _Sizes, posted: int) -> Ints:
 
 
 class _Received(NamedTuple):
-    """The receives of all ranks, in the order of the ranks' programs."""
+    """The receives of all ranks, rank after rank, in the order in which each rank runs them."""
 
     #: Row of the first action after the receive, in the program without transfers.
     place: Ints

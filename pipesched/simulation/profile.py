@@ -104,8 +104,8 @@ class Profile:
         Args:
             stages: the names of each stage's layers. Every layer of the profile must be in exactly one stage.
             rows: the number of rows of a micro-batch.
-            keep: how to save activation memory, keyed by layer name: "recompute", "recompute-cheap" or "offload". Default:
-                activations are held.
+            keep: how to save activation memory, keyed by layer name: "recompute", "recompute-cheap" or "offload".
+                Default: activations are held.
             ranks_are: "threads" or "processes"; the two have different overheads. Default: "threads".
 
         Returns:
@@ -216,7 +216,7 @@ def _check_layers(layers: list[str], stages: Stages, keep: Mapping[str, str]) ->
             )
 
 
-#: The attributes of a layer that are saved. ``_EDGE`` lists the attributes of an edge.
+#: The names of a layer's saved attributes. ``_EDGE`` lists the saved attributes of an edge.
 _LAYER = (*LayerCosts().figures(), "num_parameters", "parameters", "buffers")
 _EDGE = ("bytes", "tensors")
 _AGAIN = "measure it again"
@@ -260,7 +260,7 @@ def _graph(values: Mapping[str, Any]) -> "nx.DiGraph[str]":
     return graph
 
 
-#: Costs of a layer that do not depend on the number of rows.
+#: The names of a layer's costs that do not depend on the number of rows.
 _FIXED = (
     "parameter_bytes",
     "num_parameters",

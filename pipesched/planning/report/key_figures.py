@@ -1,4 +1,4 @@
-"""Key figures: the three numbers in large type at the top of a report's page."""
+"""Key figures: the three numbers in large type at the top of a report's HTML page."""
 
 from pipesched.planning.alternatives import fastest, taken
 from pipesched.planning.plan import Plan

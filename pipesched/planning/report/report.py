@@ -83,7 +83,7 @@ class Report:
 
     @property
     def title(self) -> str:
-        """The first line: schedule, ranks, stages, micro-batches and checkpointing."""
+        """The first line of the report: schedule, ranks, stages, micro-batches and checkpointing."""
         program = self.plan.program
         return (
             f"{self.plan.schedule} on {counted(program.num_ranks, 'rank')}: {counted(program.num_stages, 'stage')}, "

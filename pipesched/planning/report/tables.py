@@ -109,7 +109,7 @@ def _differences(comparison: Comparison | None) -> Table | None:
 
 
 def _pair(name: str, pair: Pair, tone: Any = "") -> _Row:
-    """Two cells of a row: the predicted and the measured time, and the error of the prediction."""
+    """Return two cells of a row: one with the predicted and the measured time, one with the prediction error."""
     unit = time_unit(max(pair))
     both = " → ".join(f"{value * unit.per_one:.4g}" for value in pair)
     return {
@@ -170,7 +170,7 @@ def _ranks(plan: Plan, predicted: Trace | None, comparison: Comparison | None) -
 
 
 def _memory(plan: Plan) -> Table | None:
-    """Return, for each rank: its memory by purpose, the total, and how far the total is below its limit."""
+    """Return a table with each rank's memory by purpose, the total, and how far the total is below the limit."""
     needs = plan.memory()
     if not any(need.total_bytes for need in needs):
         return None
