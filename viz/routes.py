@@ -111,7 +111,7 @@ class Layout:
         self.bottom = top if self._has_tracks(len(self.lines) - 1) else self.tops[-1] + HEIGHT + 0.09
 
     def arch(self, line: int) -> float:
-        """Return the space above a line's boxes for connections that pass over boxes; 0 if there are none."""
+        """Return the space above a line's boxes for connections that pass over boxes; 0 without such connections."""
         return ARCH if line in self._arched else 0.0
 
     def _has_tracks(self, line: int) -> bool:

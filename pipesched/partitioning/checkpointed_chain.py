@@ -255,6 +255,6 @@ def _holds(runs: Sequence[Run], cut: int) -> bool:
 
 
 def _last_before(runs: Sequence[Run], cut: int) -> int | None:
-    """Return the last cut before ``cut`` that lies in one of the runs; None if there is none."""
+    """Return the last cut before ``cut`` that lies in one of the runs, or None if no cut does."""
     at = bisect_left(runs, (cut, 0))
     return min(runs[at - 1][1], cut - 1) if at else None

@@ -79,7 +79,7 @@ class _StageCosts:
 
 
 def explained(problem: Problem, found: Found, solution: Solution) -> Partition:
-    """Build the Partition, with the cost of each stage and an explanation of why no other partition is faster."""
+    """Build a `Partition` with the cost of each stage, and an explanation of why no other partition is faster."""
     costs = _StageCosts(problem, found)
     layers = problem.blocks.layers
     stages = [[layers.names[layer] for layer in costs.layers(begin, end)] for _, begin, end in costs.stages]
@@ -176,7 +176,7 @@ def _lower(problem: Problem) -> str:
 
 
 def _moves(costs: _StageCosts, stage: int) -> Iterator[str]:
-    """Describe the times that result if the stage's first or last layers move to a neighbouring stage."""
+    """Yield texts that say how long stages would take if the first or last layers of ``stage`` moved to a neighbour."""
     slot, begin, end = costs.stages[stage]
     seconds = costs.problem.blocks.layers.seconds
     names = costs.problem.blocks.layers.names

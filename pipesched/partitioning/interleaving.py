@@ -133,7 +133,7 @@ class _Descent:
         return Found(bottleneck=bottleneck, order=self.order, ends=self.cuts[1:], slots=list(self._slots))
 
     def kicked(self, lower: int) -> None:
-        """Repeatedly move some neighbouring cuts at random, then descend. Undo moves that bring no improvement."""
+        """Repeatedly move some neighbouring cuts at random, then descend. Undo the moves if the result is not better."""
         generator = random.Random(0)
         for _ in range(min(_KICKS, _MOVES // len(self._slots)) if len(self._slots) > 2 else 0):
             if self.key[:2] == (0, lower):

@@ -61,7 +61,7 @@ class _Level:
 
 
 def enumerate_ideals(blocks: Blocks, asked: Collection[Collection[int]], at_most: int) -> Ideals | None:
-    """Enumerate the order ideals. Returns None if there are more than ``at_most``.
+    """Enumerate the order ideals. Returns None if a graph has more than ``at_most`` ideals.
 
     ``asked`` contains sets of blocks. `Ideals.contains` counts how many blocks of each set are in each ideal.
     """
@@ -101,7 +101,8 @@ def _joined(parts: list[Ints]) -> Ints:
 class _Growth:
     """Makes each level of ideals from the previous one.
 
-    The rows of `_Level.sums` are work, state bytes, activation bytes and bytes sent, then the counts for the requested sets.
+    The rows of `_Level.sums` are work, state bytes, activation bytes and bytes sent, then the counts for the
+    requested sets.
     """
 
     def __init__(self, blocks: Blocks, asked: Collection[Collection[int]]) -> None:

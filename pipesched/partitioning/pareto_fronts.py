@@ -75,7 +75,7 @@ class Front:
         return np.where(best > -INFINITE, ends - best, INFINITE)
 
     def begin(self, rows: slice, begun: NDArray[np.bool_], begins: Ints, memory: Ints | None) -> None:
-        """Add as starts those ideals of this level for which the mask ``begun`` is set."""
+        """Add the ideals of this level that the mask ``begun`` selects, as starts."""
         worth = np.where(begun, begins, -INFINITE)
         if self._memory is None or memory is None:
             self._worth[rows, 0] = np.maximum(self._worth[rows, 0], worth)

@@ -85,7 +85,7 @@ class Partition:
 
     @property
     def is_summarised(self) -> bool:
-        """Whether the summaries match the stages. Also True if there are no summaries."""
+        """Whether the summaries match the stages. Also True for a partition without summaries."""
         seen = [(stage.first, stage.last, stage.num_layers) for stage in self.summaries]
         return seen in ([], [(layers[0], layers[-1], len(layers)) for layers in self.stages if layers])
 

@@ -92,7 +92,7 @@ def _along(problem: Problem, order: Sequence[int]) -> tuple[Found | None, int]:
 
 
 def _along_many(problem: Problem, lower: int, best: Found | None, ideals: int, probes: int) -> Solution:
-    """Search several orders of the blocks.
+    """Search several orders of the blocks, one after the other, and return the best partition.
 
     Args:
         problem: the problem.

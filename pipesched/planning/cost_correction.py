@@ -101,7 +101,7 @@ class Known:
     def _by_kind(
         self, stages: Sequence[StageTimes], value: Callable[[StageTimes], Hashable]
     ) -> dict[Hashable, set[Hashable]]:
-        """Return the distinct results of ``value`` for the stages with layers of a kind, keyed by kind."""
+        """Return the distinct results of ``value`` for all stages with layers of each kind, keyed by kind of layer."""
         found: dict[Hashable, set[Hashable]] = {}
         for stage in stages:
             for name in stage.layers:

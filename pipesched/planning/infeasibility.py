@@ -200,7 +200,7 @@ class FittingPlans:
         return self.lean(search).that_fits(candidate)
 
     def others(self, search: SearchRequest) -> list[Candidate]:
-        """Return all candidates, those that are likely to need the least memory first.
+        """Return all candidates, starting with the candidates that are likely to need the least memory.
 
         Also starts the effort budget that ``has_time`` checks.
         """
@@ -210,7 +210,7 @@ class FittingPlans:
 
     @property
     def has_time(self) -> bool:
-        """Whether there is effort left to try another candidate."""
+        """Whether enough effort is left to try another candidate."""
         return self._effort.left >= self._until
 
     def lean(self, search: SearchRequest) -> LeanCandidates:

@@ -128,7 +128,7 @@ class ProgramFactory:
         return self.full.plain
 
     def check_updates(self) -> None:
-        """Raise ScheduleError if the schedule needs optimizers and there are none, or if it does not support them."""
+        """Raise ScheduleError if the schedule needs optimizers but got none, or does not support optimizers."""
         program = self.full.plain
         if program.has_updates and not self.updates:
             raise ScheduleError(

@@ -159,7 +159,7 @@ class RecomputationChooser:
     def _partitioned(
         self, candidate: Candidate, limits: tuple[float, ...] | None, allowed: Collection[LayerCheckpoint] = ()
     ) -> _Partitioned | None:
-        """Return the partition of the layers for a candidate; None if there is none. Results are cached."""
+        """Return the partition of the layers for a candidate, or None if no partition exists. Results are cached."""
         key: tuple[Any, ...] = (candidate.placement, self._rows(candidate.num_microbatches))
         if limits is not None:  # schedules with the same numbers of micro-batches in flight share a partition
             held = tuple(self.partitioner(candidate, candidate.program).in_flight)

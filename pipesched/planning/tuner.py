@@ -173,7 +173,7 @@ class Tuner:
         return list(rest.values())
 
     def _thrifty_first(self, rest: Sequence[Candidate]) -> None:
-        """Try candidates, those that are likely to need the least memory first, until one fits.
+        """Try candidates until one fits, starting with the candidates that are likely to need the least memory.
 
         This can exceed the search's effort, so that a small effort does not turn a feasible limit into an error.
         """

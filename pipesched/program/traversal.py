@@ -153,7 +153,7 @@ def _roles(columns: Columns) -> bytes:
 
 
 def _waits(program: Program, timing: Timing | None) -> _Waits:
-    """Return the dependencies that a rank's own order does not guarantee: on actions of other ranks, and on copies.
+    """Return the dependencies that a rank's own order does not guarantee: on actions of other ranks and on copies.
 
     Of two overlapping actions, the first waits for everything that either needs.
     """

@@ -126,7 +126,7 @@ class _Around(NamedTuple):
 
     @classmethod
     def of(cls, program: Program, change: Ints) -> "_Around":
-        """Add up ``change``, the bytes by which each action changes the held memory. Each rank starts with 0 bytes."""
+        """Add up ``change``, the bytes by which each action changes the memory held. Each rank starts with 0 bytes."""
         total = np.concatenate([[0], np.cumsum(change)])
         begins = program.orders.offsets[:-1][program.orders.rank_of]
         return cls(total[:-1] - total[begins], total[1:] - total[begins])

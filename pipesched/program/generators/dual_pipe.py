@@ -57,7 +57,7 @@ def eight_steps(order: Order, near: int, far: int, *, depth: int, place: int, co
 
 
 class _Left:
-    """A first-in, first-out queue of both stages' weight gradients that have not been written yet."""
+    """A first-in, first-out queue of the weight gradients of both stages that have not been written yet."""
 
     def __init__(self, order: Order) -> None:
         self._order = order
