@@ -145,7 +145,7 @@ class _Picture:
             )
 
     def box(self, name: str) -> None:
-        """Draw the box of a layer, with its label and its share of the total time."""
+        """Draw the box of a layer, with the label and the layer's share of the total time."""
         from matplotlib.patches import FancyBboxPatch, Rectangle
 
         x, y = self._layout.corner(name)

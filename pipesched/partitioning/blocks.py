@@ -175,7 +175,7 @@ def reduce_blocks(blocks: Blocks, *, by_size: bool, by_memory: bool) -> Blocks:
 
 
 class _Sizes:
-    """For each block, the bytes that the block produces for other blocks, and the tensors that it uses from them."""
+    """For each block, the bytes produced for other blocks, and the tensors used from other blocks."""
 
     def __init__(self, blocks: Blocks) -> None:
         self.out = [0] * len(blocks)

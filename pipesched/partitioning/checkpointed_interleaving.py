@@ -78,7 +78,7 @@ class CheckpointedRanks:
         return sum(excess for excess, _ in both), busiest, sum(times), sum(ticks * ticks for ticks in times)
 
     def _of_rank(self, rank: int, stages: Stages) -> tuple[int, int]:
-        """Return the bytes by which a rank exceeds its memory limit, and its shortest time in ticks.
+        """Return the bytes by which a rank exceeds its memory limit, and the shortest time of the rank in ticks.
 
         If the layers do not fit with any choice of options, the time is the shortest time without the limit.
         """

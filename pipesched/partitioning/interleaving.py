@@ -133,7 +133,7 @@ class _Descent:
         return Found(bottleneck=bottleneck, order=self.order, ends=self.cuts[1:], slots=list(self._slots))
 
     def kicked(self, lower: int) -> None:
-        """Repeatedly move some neighbouring cuts at random, then descend. Undo the moves if the result is not better."""
+        """Repeatedly move some neighbouring cuts at random, then descend. Undo moves without improvement."""
         generator = random.Random(0)
         for _ in range(min(_KICKS, _MOVES // len(self._slots)) if len(self._slots) > 2 else 0):
             if self.key[:2] == (0, lower):
@@ -172,7 +172,7 @@ class _Descent:
         return memory[end] - memory[begin]
 
     def _pay(self, index: int, times: int) -> None:
-        """Add the transfer time at a cut, multiplied by ``times`` (1 or -1), to its two ranks or to its link."""
+        """Add the transfer time at a cut, multiplied by ``times`` (1 or -1), to the ranks or the link of this cut."""
         before = self._slots[index - 1].rank
         after = self._slots[index].rank
         toll = times * self._toll[self.cuts[index]] if before != after else 0

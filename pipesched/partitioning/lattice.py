@@ -178,7 +178,7 @@ class Lattice:
     def _begin(self, state: int, ideal: int, closed: Bools, limits: Ints) -> tuple[int, int, Bools]:
         """Find the stage that ends at an ideal.
 
-        Returns the index of its slot, its start ideal, and the mask of `_below`.
+        Returns the index of the stage's slot, the ideal at which the stage starts, and the mask that `_below` returns.
         """
         sent = self._ideals.cuts.sent_bytes
         for index, slot in enumerate(self._line_up.slots):

@@ -70,7 +70,7 @@ class Known:
         return known._with({name: _mean(costs) for name, costs in found.items()}, {stage.device for stage in stages})
 
     def _least_ratios(self, stages: Sequence[StageTimes]) -> dict[str, float]:
-        """Return the smallest measured / known time of all stages with a layer of the same kind, keyed by layer."""
+        """Return the smallest measured / known time of the stages that have a layer of the same kind, keyed by layer."""
         least: dict[Hashable, float] = {}
         for stage in stages:
             ratio = self._ratio(stage)
@@ -83,7 +83,7 @@ class Known:
     ) -> dict[Hashable, float]:
         """Find the devices on which layers run slower than layers of the same kinds on other devices.
 
-        A stage is ignored if one of its layers has no layer of its kind on another device. Returns the factor by which
+        A stage is ignored if it has a layer of a kind that no other device has. Returns the factor by which
         each slow device is slower than the others, keyed by device.
         """
         devices = self._by_kind(stages, lambda stage: stage.device)

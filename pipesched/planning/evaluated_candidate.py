@@ -113,7 +113,7 @@ def simplest(found: Iterable[tuple[EvaluatedCandidate, float]]) -> EvaluatedCand
 
 
 def label_of(candidate: Candidate) -> str:
-    """Return the name of a candidate in tables: its schedule, and its chunks if there are several."""
+    """Return the name of a candidate in tables: the schedule and, if ranks have several chunks, their number."""
     chunks = candidate.schedule.chunks_per_rank
     return candidate.schedule.name + (f", {chunks} chunks" if chunks > 1 else "")
 

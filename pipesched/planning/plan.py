@@ -287,7 +287,7 @@ def _schedule(name: str, options: Mapping[str, Any], chunks: int) -> Schedule:
 
 
 def _read_program(values: Mapping[str, Any]) -> Program:
-    """Return the program of a saved plan, parsed from its lines or created by its schedule."""
+    """Return the program of a saved plan, parsed from the saved lines or created by the saved schedule."""
     given = values["program"]
     if not isinstance(given, Mapping):
         return Program.parse("\n".join(_as_list(given)))

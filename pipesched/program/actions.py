@@ -52,7 +52,7 @@ class Holding(StrEnum):
 
 
 class _KindRow(NamedTuple):
-    """The properties of a kind of action: its lane, the memory taken at its start, and the memory freed at its end."""
+    """The properties of a kind of action: lane, memory taken at the start, and memory freed at the end of an action."""
 
     lane: Lane
     takes: Holding | None = None

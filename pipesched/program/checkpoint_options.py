@@ -27,7 +27,7 @@ Checkpoint = CheckpointMode | Mapping[str, LayerCheckpoint]
 
 
 def as_checkpoint(checkpoint: Any, layers: Iterable[str]) -> Checkpoint:
-    """Validate a checkpoint option, and return it with its layers in model order.
+    """Validate a checkpoint option, and return the option with its layers in model order.
 
     Raises ScheduleError for an unknown mode or option, and for a layer that is not in the model.
     """

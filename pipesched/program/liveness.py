@@ -93,7 +93,7 @@ def rank_limits(max_in_flight: object, num_ranks: int) -> list[int]:
 def bytes_held(
     columns: Columns, sizes: Mapping[Holding, Sequence[int]], versions: tuple[tuple[int, ...], ...] = ()
 ) -> Held:
-    """Return the bytes that a rank holds while each action of its order runs, and after it ends.
+    """Return the bytes that a rank holds during each action of the rank's order, and after the action has ended.
 
     Args:
         columns: the rank's order.

@@ -49,7 +49,7 @@ def lower_bound(
         placement: the rank of each stage. Default: one rank per stage.
         max_in_flight: the most (stage, micro-batch) pairs that a rank is allowed to hold at the same time, each held
             from its F on: one number, or one per rank. Default: no limit. Pass no limit for programs with recompute,
-            because they hold a recomputed pair only from its R on.
+            because such programs hold a recomputed pair only from its R on.
         split: whether each backward can be one B, or an I and a W, whichever is faster. If False, every backward is
             a B. Default: True.
 

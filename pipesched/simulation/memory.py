@@ -229,7 +229,7 @@ class _Gradients(NamedTuple):
 
 
 def _transients(columns: Columns, sizes: Mapping[str, Ints], gradients: _Gradients) -> Ints:
-    """Return each action's transient bytes: its peak, minus the bytes held at its start and the bytes it keeps."""
+    """Return each action's transient bytes: the peak minus the bytes held before and the bytes kept after it."""
     stage = columns.stage
     found = np.zeros(len(columns), np.int64)
     for kind, name in (
@@ -331,7 +331,7 @@ def _waits(program: Program, sizes: _Sizes) -> Iterator[tuple[Ints, Ints, Ints]]
 
     A value that is used on the rank that made it is held until the action that uses it. A value sent to another rank is
     held until a message arrives that the other rank made after it used the value. Each result has three arrays: the row
-    from which each value is held, the first row at which it is no longer held, and its bytes.
+    from which each value is held, the first row at which the value is no longer held, and the bytes of the value.
     """
     columns = program.columns
     rank_of = program.orders.rank_of

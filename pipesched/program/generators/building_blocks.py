@@ -61,7 +61,7 @@ def repeated(
 
 
 class _Rank:
-    """One rank: the passes that it has not run yet, in the order of the repeated blocks, and its order so far."""
+    """One rank: the passes that are left to run, in the order of the repeated blocks, and the order written so far."""
 
     def __init__(
         self, shape: Shape, rank: int, block: Mapping[int, tuple[int, int]], interval: int, max_in_flight: int

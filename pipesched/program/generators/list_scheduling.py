@@ -114,7 +114,7 @@ class _Clock:
 
 
 class _Rank:
-    """One rank: its order so far, and the time at which it becomes free."""
+    """One rank: the order written so far, and the time at which the rank becomes free."""
 
     def __init__(self, clock: _Clock, rank: int, max_in_flight: int, window: int) -> None:
         self.order = Order(clock.shape)

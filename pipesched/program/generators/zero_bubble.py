@@ -108,7 +108,7 @@ def _check(shape: Shape, costs: StageTimes, limit: int, share: float) -> None:
 
 
 class _Rank:
-    """One rank with one stage: the actions that it has run, and their times."""
+    """One rank with one stage: the actions that have run, and the times of these actions."""
 
     def __init__(self, shape: Shape, stage: int, costs: StageTimes, share: float) -> None:
         self.order = Order(shape)
@@ -283,7 +283,7 @@ class _Pipeline:
         return rank.stage == 0 or self.ranks[rank.stage - 1].forwards > rank.forwards
 
     def _run_forward(self, rank: _Rank, switches: Switches) -> None:
-        """Run a forward if the memory limit allows it, after the weight gradients that free memory for it."""
+        """Run a forward if the memory limit allows it, after weight gradients that free the memory needed."""
         if not self._has_input(rank) or rank.forwards - rank.input_grads >= self._limit:
             return
         while rank.held + 1 > self._limit:
