@@ -99,7 +99,7 @@ def _joined(parts: list[Ints]) -> Ints:
 
 
 class _Growth:
-    """Makes each level of ideals from the previous one.
+    """Creates each level of ideals from the previous level.
 
     The rows of `_Level.sums` are work, state bytes, activation bytes and bytes sent, then the counts for the
     requested sets.

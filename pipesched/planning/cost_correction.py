@@ -3,8 +3,8 @@
 A stage's time does not show how much of it is due to each layer or to the device. All layers of a stage are therefore
 scaled by one ratio, measured / known time. If layers of the same kind run faster in another stage, they get the smaller
 ratio of that stage. The part of the slow stage's extra time that this leaves unexplained is assigned to the layers
-whose kind occurs only in this stage. If there are none, and layers of the same kinds run faster on other devices, the
-device is regarded as slow.
+whose kind occurs only in this stage. If no such layers exist, and layers of the same kinds run faster on other devices,
+the device is regarded as slow.
 """
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -70,7 +70,7 @@ class Known:
         return known._with({name: _mean(costs) for name, costs in found.items()}, {stage.device for stage in stages})
 
     def _least_ratios(self, stages: Sequence[StageTimes]) -> dict[str, float]:
-        """Return the smallest measured / known time of the stages that have a layer of the same kind, keyed by layer."""
+        """Return the smallest measured / known time of the stages that have a layer of this kind, keyed by layer."""
         least: dict[Hashable, float] = {}
         for stage in stages:
             ratio = self._ratio(stage)

@@ -120,7 +120,7 @@ class Tuner:
         return simplest((found, found.step_s) for found in self._found)
 
     def _leanest(self) -> EvaluatedCandidate:
-        """Find the plan that needs the least memory. Raises MemoryLimitError if it exceeds the limits.
+        """Find the plan that needs the least memory. Raises MemoryLimitError if this plan exceeds the limits.
 
         Raises PartitionError if there is no plan even without limits.
         """
@@ -312,7 +312,7 @@ class Tuner:
 
 
 def _work(graph: "nx.DiGraph[str]") -> tuple[float, float, float]:
-    """Return three times of one micro-batch, in seconds.
+    """Return three times in seconds, each for one micro-batch on all layers or on one layer.
 
     The first is the sum over all layers, with the faster of a whole and a split backward for each layer. The second is
     the sum with whole backwards only. The third is the time of the slowest layer, with the faster of its backwards.

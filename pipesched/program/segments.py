@@ -52,7 +52,7 @@ class Segments:
 
     @cached_property
     def groups(self) -> tuple[tuple[int, ...], ...]:
-        """For each update of a step, the micro-batches whose gradients it applies, numbered from 0 within the step."""
+        """For each update of a step, the micro-batches whose gradients are applied, numbered from 0 within the step."""
         size = self.num_microbatches
         groups = [tuple(number % size for number in group) for group in update_groups(self.program) if group[0] < size]
         if sorted(number for group in groups for number in group) != list(range(size)):

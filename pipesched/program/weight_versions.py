@@ -68,7 +68,7 @@ def used_versions(program: Program) -> tuple[tuple[int, ...], ...]:
 
 
 def update_groups(program: Program) -> tuple[tuple[int, ...], ...]:
-    """Return, for each update of the last stage, the micro-batches whose gradients it applies, in ascending order.
+    """Return, for each update of the last stage, the micro-batches whose gradients are applied, in ascending order.
 
     In a valid program, all stages have the same groups.
     """
@@ -134,7 +134,7 @@ def _quoted(groups: list[tuple[int, ...]], number: int) -> str:
 
 
 def _updated(program: Program, stage: int, actions: list[tuple[int, Action]]) -> list[tuple[int, ...]]:
-    """Return, for each update of a stage, the micro-batches whose gradients it applies.
+    """Return, for each update of a stage, the micro-batches whose gradients the update applies.
 
     Raises ScheduleError if an update has a wrong number or applies no gradient, or if a gradient is never applied.
     """
