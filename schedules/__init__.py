@@ -31,7 +31,7 @@ _GROUP = "pipesched.schedules"
 
 @cache
 def _registered() -> dict[str, Schedule]:
-    """All schedules by name in lower case, sorted. Raises ScheduleError if two schedules share a name."""
+    """Return all schedules, keyed and sorted by lower-case name. Raises ScheduleError if two share a name."""
     registered: dict[str, Schedule] = {}
     for schedule in (*_built_in(), *_installed()):
         taken = registered.setdefault(schedule.name.lower(), schedule)

@@ -15,7 +15,7 @@ class Bar(NamedTuple):
     """One bar of a timeline: a compute span."""
 
     rank: int
-    #: The position of the stage among the stages that its rank runs.
+    #: The position of the stage among the stages of the rank.
     chunk: int
     kind: Kind
     stage: int
@@ -27,7 +27,7 @@ class Bar(NamedTuple):
 
 
 def bars(trace: Trace) -> Iterator[Bar]:
-    """Yield every compute span, rank by rank in time order; in an overlapping pair the forward comes first."""
+    """Yield a bar for each compute span, rank by rank in time order. Of an overlapping pair, the forward is first."""
     zero = trace.start_s
     for rank, row in enumerate(trace.by_rank):
         chunk = {stage: k for k, stage in enumerate(sorted({span.action.stage for span in row}))}
@@ -47,12 +47,12 @@ def bars(trace: Trace) -> Iterator[Bar]:
 
 
 def _overlap(one: Span, other: Span) -> bool:
-    """Whether two spans are an overlapping pair: they start and end together, and take more than 0 s."""
+    """Return whether two spans are an overlapping pair: they start and end together, and take more than 0 s."""
     return one.start_s == other.start_s < one.end_s == other.end_s
 
 
 def gaps(trace: Trace, rank: int) -> list[tuple[float, float]]:
-    """The bubble of a rank: the (start, end) of each of its idle times within the makespan."""
+    """Return the idle times of a rank within the makespan (the bubble), as (start, end) pairs in seconds."""
     idle = []
     first = trace.start_s
     busy_until = first
@@ -67,19 +67,19 @@ def gaps(trace: Trace, rank: int) -> list[tuple[float, float]]:
 
 
 def kinds(*traces: Trace) -> list[Kind]:
-    """The compute kinds that occur in the traces, in the order of `Kind`."""
+    """Return the compute kinds that occur in the traces, in the order of `Kind`."""
     present = {span.action.kind for trace in traces for row in trace.by_rank for span in row}
     return [kind for kind in Kind if kind in present]
 
 
 def num_chunks(*traces: Trace) -> int:
-    """The largest number of chunks that any rank runs."""
+    """Return the largest number of chunks that any rank runs."""
     rows = (row for trace in traces for row in trace.by_rank)
     return max((len({span.action.stage for span in row}) for row in rows), default=0)
 
 
 def chunks_visited(trace: Trace) -> int:
-    """The largest number of chunks of the same rank that a single micro-batch visits.
+    """Return the largest number of chunks of the same rank that a single micro-batch visits.
 
     Bidirectional schedules place two chunks on each rank, but a micro-batch visits only one of them.
     """

@@ -24,17 +24,17 @@ _LIGHTEST = 0.55  # fraction of white in the last chunk's colour
 
 
 def colour(kind: Kind, chunk: int = 0, num_chunks: int = 1) -> str:
-    """The colour of a kind as ``#rrggbb``, lighter for later chunks; grey for kinds that have no colour."""
+    """Return the colour of a kind as ``#rrggbb``, lighter for later chunks; grey for kinds that have no colour."""
     return lighter(_COLOURS.get(kind, GREY), chunk, num_chunks)
 
 
 def lighter(base: str, chunk: int, num_chunks: int) -> str:
-    """The colour ``base`` mixed with white: unchanged for chunk 0, lightest for the last of several chunks."""
+    """Return the colour ``base`` mixed with white: unchanged for chunk 0, lightest for the last of several chunks."""
     return towards_white(base, _LIGHTEST * chunk / max(1, num_chunks - 1))
 
 
 def towards_white(base: str, share: float) -> str:
-    """The colour ``base`` mixed with white. ``share`` is the fraction of white, from 0 (unchanged) to 1 (white)."""
+    """Return the colour ``base`` mixed with white. ``share``: the fraction of white, from 0 (unchanged) to 1."""
     parts = (int(base[i : i + 2], 16) for i in (1, 3, 5))
     return "#" + "".join(f"{round(part + (255 - part) * share):02x}" for part in parts)
 
@@ -43,5 +43,5 @@ _STAGES = ("#56b4e9", "#e69f00", "#009e73", "#cc79a7", "#d55e00", "#0072b2")
 
 
 def stage_colour(stage: int) -> str:
-    """The colour of a stage as ``#rrggbb``; the colours repeat after six stages."""
+    """Return the colour of a stage as ``#rrggbb``; the colours repeat after six stages."""
     return _STAGES[stage % len(_STAGES)]

@@ -20,5 +20,5 @@ def headline(trace: Trace, label: str | None = None) -> str:
 
 
 def _above_bound(trace: Trace) -> str:
-    """How far the makespan is above the lower bound, as part of the title; "" if the bound is unknown."""
+    """Return how far the makespan is above the lower bound, as text for the title; "" if the bound is unknown."""
     return "" if trace.above_bound is None else f"{trace.above_bound:.1%} above the bound, "

@@ -76,7 +76,7 @@ def plot_layers(graph: "nx.DiGraph[str]", stages: Sequence[Sequence[str]], ax: "
 
 
 def _differences(named: Sequence[str], layers: Iterable[str]) -> str:
-    """How the names listed in the stages differ from the layers' names, as text for an error message."""
+    """Describe how the names listed in the stages differ from the layers' names, for an error message."""
     names = [str(name) for name in named]
     known = set(layers)
     kinds = {
@@ -145,7 +145,7 @@ class _Picture:
             )
 
     def box(self, name: str) -> None:
-        """Draw the box of a layer, with its label and its share of the total time."""
+        """Draw the box of a layer, with the label and the layer's share of the total time."""
         from matplotlib.patches import FancyBboxPatch, Rectangle
 
         x, y = self._layout.corner(name)
@@ -246,7 +246,7 @@ def _percent(share: float) -> str:
 
 
 def _short(names: Sequence[str], classes: Mapping[str, str]) -> dict[str, str]:
-    """The labels of the boxes, by layer: the name without the prefix that all names share, then the class if known.
+    """Return the boxes' labels, keyed by layer: the name without the prefix of all names, and the class if known.
 
     Long labels take two lines. If a line is still too long, its middle is left out.
     """

@@ -68,7 +68,7 @@ def plot_memory(trace: Trace, ax: "Axes | None" = None) -> "Axes":
 
 
 def _line_width(rank: int, num_ranks: int) -> float:
-    """The width of a rank's line. Lines often coincide; if there are few, the first ones are wider to stay visible."""
+    """Return the width of a rank's line. Of few lines, the first are wider, to stay visible where lines coincide."""
     return 1.2 if num_ranks > _FEW else 1.2 + 2.4 * (num_ranks - 1 - rank) / num_ranks
 
 
@@ -79,12 +79,12 @@ def _title(trace: Trace, sized: bool) -> str:
 
 
 def _bytes(trace: Trace, rank: int) -> list[tuple[float, int]]:
-    """Returns the list of (time, bytes held from that time on), from the start of the trace to its end."""
+    """Return the list of (time, bytes held from that time on), from the start of the trace to its end."""
     return _whole(trace, [(time - trace.start_s, held) for time, held in trace.memory(rank)])
 
 
 def _pairs(trace: Trace, rank: int) -> list[tuple[float, int]]:
-    """Returns the list of (time, pairs in flight from that time on), from the start of the trace to its end."""
+    """Return the list of (time, pairs in flight from that time on), from the start of the trace to its end."""
     return _whole(trace, [(time - trace.start_s, held) for time, held in trace.in_flight(rank)])
 
 

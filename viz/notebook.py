@@ -9,5 +9,5 @@ __all__ = ["timeline_html"]
 
 
 def timeline_html(trace: Trace) -> str:
-    """The timeline of a trace as an HTML image."""
+    """Return the timeline of a trace as an HTML image."""
     return image_html(plot_timeline(trace).figure.figure, headline(trace))

@@ -1,9 +1,9 @@
 """Routes: the positions of the boxes in a layer picture, and the paths of the connections between them.
 
 Layers stand in rows ("lines") from left to right; a stage has one or more lines. Below each line of boxes runs a
-channel, with one horizontal track for each connection that turns in it. Beside the boxes run vertical lanes: on the
-right for connections that skip lines, on the left for tied weights. All connections that start at the same layer share
-a lane.
+channel, with one horizontal track for each connection that turns in the channel. Beside the boxes run vertical
+lanes: on the right for connections that skip lines, on the left for tied weights. All connections that start at the
+same layer share a lane.
 """
 
 import math
@@ -111,7 +111,7 @@ class Layout:
         self.bottom = top if self._has_tracks(len(self.lines) - 1) else self.tops[-1] + HEIGHT + 0.09
 
     def arch(self, line: int) -> float:
-        """The space above a line's boxes for connections that pass over boxes; 0 if there are none."""
+        """Return the space above a line's boxes for connections that pass over boxes; 0 without such connections."""
         return ARCH if line in self._arched else 0.0
 
     def _has_tracks(self, line: int) -> bool:
@@ -124,11 +124,11 @@ class Layout:
     # ---- positions ---------------------------------------------------------------------------------------------------
 
     def line_of(self, name: str) -> int:
-        """The number of the line that holds a layer."""
+        """Return the number of the line that holds a layer."""
         return self._line_of[name]
 
     def corner(self, name: str) -> Point:
-        """The upper left corner of a layer's box."""
+        """Return the upper left corner of a layer's box."""
         line = self._line_of[name]
         return self.lines[line][1].index(name) * (WIDTH + _GAP), self.tops[line]
 
@@ -138,7 +138,7 @@ class Layout:
         return self.columns * (WIDTH + _GAP) - _GAP
 
     def lanes(self, side: str) -> float:
-        """The width of all lanes on one side: ``"left"`` or ``"right"``."""
+        """Return the width of all lanes on one side: ``"left"`` or ``"right"``."""
         return _LANE * sum(1 for place, _ in self._lanes if place == side)
 
     def _height(self, channel: int, owner: Any) -> float:
@@ -150,7 +150,7 @@ class Layout:
         return self.right + outwards if side == "right" else -outwards
 
     def way(self, before: str, behind: str) -> list[Point]:
-        """The points of the line from the box of the layer ``before`` to the box of the layer ``behind``."""
+        """Return the points of the line from the box of the layer ``before`` to the box of the layer ``behind``."""
         x, y = self.corner(before)
         to_x, to_y = self.corner(behind)
         first = self._line_of[before]
@@ -167,7 +167,7 @@ class Layout:
         return [(out, y + HEIGHT), (out, track), (lane, track), (lane, last_track), (into, last_track), (into, to_y)]
 
     def entry(self, before: str, behind: str) -> tuple[float, int]:
-        """The place where the connection from ``before`` enters the box of ``behind``.
+        """Return the place where the connection from ``before`` enters the box of ``behind``.
 
         Returns the distance from the left edge of the box, and the position among the box's entries from left to right.
         """
@@ -176,11 +176,11 @@ class Layout:
         return WIDTH * (0.3 + 0.5 * number / max(1, len(sources) - 1)) if len(sources) > 1 else 0.38 * WIDTH, number
 
     def num_entries(self, name: str) -> int:
-        """The number of connections that enter a layer's box from above."""
+        """Return the number of connections that enter a layer's box from above."""
         return len(self._entries[name])
 
     def tie(self, layers: Sequence[str], tie: Any) -> tuple[list[Point], list[list[Point]]]:
-        """Returns the two end points of a tie's line in its lane, and the path from the lane to each tied layer."""
+        """Return the two end points of a tie's line in its lane, and the path from the lane to each tied layer."""
         lane = self._lane_at("left", tie)
         ways = []
         for name in layers:

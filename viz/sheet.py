@@ -122,7 +122,7 @@ def _timelines(rows: Any, traces: "Sequence[tuple[str, Trace]]") -> None:
 
 
 def _work(ax: "Axes", comparison: Comparison) -> None:
-    """Draw each stage's work in a step, by kind: predicted on the left in light colours, measured on the right."""
+    """Draw the work of each stage in a step by kind of action: predicted (left, light colours) and measured (right)."""
     unit = time_unit(max(max(stage.work_s) for stage in comparison.stages))
     for at, stage in enumerate(comparison.stages):
         bottoms = [0.0, 0.0]

@@ -20,7 +20,7 @@ class Cell(NamedTuple):
     text: str
     #: The number by which the HTML page sorts the rows; None if the cell holds words.
     value: float | None = None
-    #: Selects the text's colour or font weight.
+    #: The key of the text's colour or font weight.
     tone: _Tone = ""
 
 
@@ -72,7 +72,7 @@ class Table:
 
 
 def text_table(table: Table) -> str:
-    """Return the table as plain text: its title, one line for each row, and its note."""
+    """Return the table as plain text: the title, one line for each row, and the note."""
     lines = [table.columns, *(tuple(cell.text for cell in row) for row in table.rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     sides: list[Callable[[str, int], str]] = [str.ljust if name in table.words else str.rjust for name in table.columns]

@@ -17,12 +17,12 @@ _FEWEST = 10  # fewest columns of a timeline, even if the terminal is narrower
 
 
 class _Scale(NamedTuple):
-    """The mapping from time to columns of text."""
+    """The scale of a text timeline: how time is mapped to columns of text."""
 
     columns: int
     #: The number of columns per second of the trace.
     per_s: float
-    #: The number of columns per unit of time; 0 if no unit divides all times, or its cells do not fit.
+    #: The number of columns per unit of time; 0 if no unit divides all times, or if cells of one unit do not fit.
     cell: int = 0
     #: Whether the last column of every bar is blank.
     separated: bool = False
@@ -96,7 +96,7 @@ def _scale(trace: Trace, drawn: list[Bar], several: bool, columns: int) -> _Scal
 
 
 def _unit(drawn: list[Bar], makespan_s: float, most: int) -> float | None:
-    """The greatest common divisor of all starts and ends; None if the makespan has more than ``most`` such units."""
+    """Return the unit, the greatest common divisor of all times; None if the makespan exceeds ``most`` units."""
     noise = 1e-6 * makespan_s
     unit = makespan_s
     for time in {time for bar in drawn for time in (bar.start_s, bar.end_s)}:
@@ -111,7 +111,7 @@ def _unit(drawn: list[Bar], makespan_s: float, most: int) -> float | None:
 
 
 def _reach(bar: Bar, scale: _Scale) -> tuple[int, int]:
-    """Returns the first column of a bar, and the column after its last one.
+    """Return the first column of a bar, and the column after the last column of the bar.
 
     A column belongs to the bar if the bar covers the middle of the column.
     """

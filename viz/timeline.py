@@ -69,7 +69,7 @@ def check_axes(ax: Any) -> None:
 
 
 def rows_inches(trace: Trace) -> float:
-    """The total height of a timeline's rows, in inches."""
+    """Return the total height of a timeline's rows, in inches."""
     return min(max(1.6, 0.42 * trace.num_ranks), max(3.2, 0.21 * trace.num_ranks), 16)
 
 

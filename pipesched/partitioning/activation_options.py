@@ -33,7 +33,7 @@ class ActivationOption:
     #: Bytes held for each micro-batch in flight, up to ``most_in_flight`` micro-batches.
     flight_bytes: int
     most_in_flight: int | None = None
-    #: Bytes needed only while the layer runs. A rank runs one of its layers at a time.
+    #: Bytes needed only while the layer runs. A rank runs one layer at a time.
     working_bytes: int = 0
     #: The time to copy a micro-batch's activations to the host, in ticks. Copying them back takes the same time. Copies
     #: overlap with compute (see ``with_copies``).
@@ -42,13 +42,13 @@ class ActivationOption:
     forward_ticks: int = 0
 
     def held_bytes(self, in_flight: int) -> int:
-        """The bytes that the layer holds with ``in_flight`` micro-batches in flight."""
+        """Return the bytes that the layer holds with ``in_flight`` micro-batches in flight."""
         counted = in_flight if self.most_in_flight is None else min(in_flight, self.most_in_flight)
         return self.fixed_bytes + self.flight_bytes * counted
 
 
 def with_copies(forward: Any, ticks: Any, copies: Any) -> Any:
-    """The time of a stage for one micro-batch in ticks, with copies to the host and back.
+    """Return the ticks that a stage takes for one micro-batch, including copies to the host and back.
 
     Each copy overlaps with one compute action. In 1F1B the copy to the host overlaps with a backward and the copy back
     with a forward; in GPipe it is the other way round. An action takes at least as long as the copy that overlaps with
@@ -66,7 +66,7 @@ def with_copies(forward: Any, ticks: Any, copies: Any) -> Any:
 def activation_options(
     graph: "nx.DiGraph[Any]", layers: Layers, allowed: Collection[LayerCheckpoint], offload_bytes_per_s: float | None
 ) -> list[tuple[ActivationOption, ...]]:
-    """The activation options of each layer. The first option holds all activations.
+    """Return the activation options of each layer. The first option holds all activations.
 
     Raises PartitionError if an argument or a cost is invalid.
     """
@@ -123,7 +123,7 @@ def _working(node: Mapping[str, Any]) -> int:
 
 
 def _input_bytes(graph: "nx.DiGraph[Any]", layer: Any) -> int:
-    """The bytes of a layer's input: measured or, without a measurement, the sum over the tensors of its incoming edges.
+    """Return the input bytes of a layer: the measured bytes or, if unknown, the sum over the tensors of incoming edges.
 
     A tensor on several edges is counted once.
     """

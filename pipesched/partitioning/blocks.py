@@ -36,7 +36,7 @@ class Blocks:
         return int(self.block_of.max()) + 1
 
     def total(self, of_layers: Ints) -> Ints:
-        """For each block, the sum of ``of_layers`` over its layers. ``of_layers`` has one number per layer."""
+        """Return, for each block, the sum of ``of_layers`` (one number per layer) over the block's layers."""
         sums = np.zeros(len(self), np.int64)
         np.add.at(sums, self.block_of, of_layers)
         return sums
@@ -175,7 +175,7 @@ def reduce_blocks(blocks: Blocks, *, by_size: bool, by_memory: bool) -> Blocks:
 
 
 class _Sizes:
-    """For each block, the bytes that it produces for other blocks, and the tensors that it uses from them."""
+    """For each block, the bytes produced for other blocks, and the tensors used from other blocks."""
 
     def __init__(self, blocks: Blocks) -> None:
         self.out = [0] * len(blocks)

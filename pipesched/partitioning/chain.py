@@ -97,7 +97,7 @@ class Chain:
         return Fails(following) if state is None else self._filled(state, reach, closed_by)
 
     def _allowed(self, bound: int) -> tuple[list[int] | None, int]:
-        """Returns, for each cut, the last allowed cut up to it; and the next bound that allows more cuts.
+        """Return, for each cut, the last allowed cut up to this cut; and the next bound that allows more cuts.
 
         A cut is allowed if its transfer time is within the bound. If all cuts are allowed, the first result is None.
         """
@@ -109,7 +109,7 @@ class Chain:
         return np.maximum.accumulate(places).tolist(), int(beyond.min())
 
     def _highs(self, snap: list[int] | None) -> list[int]:
-        """For each number of stages, the last cut at which they can end and leave a block for each later stage.
+        """Return, for each number of stages, the last cut at which they can end with a block left for each later stage.
 
         Later stages that are allowed to stay empty need no block. ``snap`` is the first result of `_allowed`.
         """
@@ -163,7 +163,7 @@ class Chain:
         return Fails(following) if state is None else self._reached(state, reached, bound)
 
     def _costs(self, index: int, starts: Bools) -> Ints:
-        """For each cut, the least cost of a slot's stage that ends at the cut, over all possible starts.
+        """Return, for each cut, the least cost of a slot's stage that ends at the cut, over all possible starts.
 
         ``starts`` is a mask of the cuts at which the stage can start.
         """
@@ -207,19 +207,19 @@ class Chain:
 
 
 def _later_is_better(line_up: LineUp) -> bool:
-    """Whether a stage that starts later can always end at least as late, so that filling stages is exact."""
+    """Return whether a stage that starts later can always end at least as late, so that filling stages is exact."""
     if line_up.exactly or line_up.skippable:
         return len({(rank.speed, rank.limit) for rank in line_up.ranks}) == 1 and not line_up.capped
     return line_up.in_line or not line_up.capped
 
 
 def _each(line_up: LineUp, name: str) -> list[tuple[object, Slot]]:
-    """The distinct values of a slot attribute, each with one slot that has this value."""
+    """Return the distinct values of a slot attribute, each with one slot that has this value."""
     return list({getattr(slot, name): slot for slot in line_up.slots}.items())
 
 
 def _window_maxima(values: Ints, lefts: Ints) -> Ints:
-    """For each index i, the maximum of ``values[lefts[i]:i]``; -INFINITE if this slice is empty."""
+    """Return, for each index i, the maximum of ``values[lefts[i]:i]``; -INFINITE if this slice is empty."""
     places = np.arange(len(values))
     best = np.full(len(values), -INFINITE)
     table = values

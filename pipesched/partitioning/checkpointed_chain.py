@@ -23,7 +23,7 @@ Run = tuple[int, int]  # a contiguous run of cuts: the first and the last, both 
 
 @dataclass(frozen=True)
 class _Row:
-    """The layers in the order of their blocks."""
+    """The layers, sorted by the positions of their blocks in the order that is searched."""
 
     layers: Sequence[int]
     #: The index in ``layers`` of each block's first layer. The last entry is the number of layers.
@@ -80,7 +80,7 @@ class CheckpointedChain:
         return self._items[slot.in_flight][self._row.begins[begin] : self._row.begins[end]]
 
     def time(self, slot: Slot, begin: int, end: int) -> int:
-        """The shortest time of a stage between two cuts, in ticks; INFINITE if it does not fit into memory."""
+        """Return the shortest time of a stage between two cuts, in ticks; INFINITE if memory is too small."""
         known = self._times[slot.stage]
         ticks = known.get((begin, end))
         if ticks is None:
@@ -124,7 +124,7 @@ class CheckpointedChain:
         return slot.stage >= self._line_up.skippable
 
     def _single(self, slot: Slot) -> list[int]:
-        """For each block, the time of a stage with only this block, in ticks. The last entry is the maximum."""
+        """Return, for each block, the time of a stage with only this block, in ticks. The last entry is the maximum."""
         if not self._alone[slot.stage]:
             kinds = [tuple(self._held(slot, block, block + 1)) for block in range(self._end)]
             ticks = {kind: self.knapsack.least(kind, slot.limit, slot.speed) for kind in {*kinds}}
@@ -146,7 +146,7 @@ class CheckpointedChain:
             yield first, last
 
     def _next_alone(self, slot: Slot, begins: Sequence[Run], bound: int) -> int:
-        """The next larger bound with which a single-block stage fits at one more of these starts; INFINITE if none."""
+        """Return the next larger bound that allows a single-block stage at one more of these starts, or INFINITE."""
         single = self._single(slot)
         if single[-1] <= bound:
             return INFINITE
@@ -154,7 +154,7 @@ class CheckpointedChain:
         return min((ticks for ticks in times if ticks > bound), default=INFINITE)
 
     def _furthest(self, slot: Slot, begin: int, bound: int) -> int:
-        """The last cut at which a stage that starts at ``begin`` can end within the bound.
+        """Return the last cut at which a stage that starts at ``begin`` can end within the bound.
 
         A stage with a single block must be within the bound.
         """
@@ -255,6 +255,6 @@ def _holds(runs: Sequence[Run], cut: int) -> bool:
 
 
 def _last_before(runs: Sequence[Run], cut: int) -> int | None:
-    """The last cut before ``cut`` that lies in one of the runs; None if there is none."""
+    """Return the last cut before ``cut`` that lies in one of the runs, or None if no cut does."""
     at = bisect_left(runs, (cut, 0))
     return min(runs[at - 1][1], cut - 1) if at else None

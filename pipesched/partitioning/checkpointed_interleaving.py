@@ -67,7 +67,7 @@ class CheckpointedRanks:
         return max(first, cuts[index - 1] + 1) <= cuts[index] <= min(last, cuts[index + 1] - 1)
 
     def _key(self, cuts: Sequence[int]) -> Key:
-        """Sort key of a partition; smaller is better.
+        """Return the sort key of a partition; smaller is better.
 
         The key consists of the bytes above the memory limits, the ticks of the busiest rank or link, the sum of all
         ranks' ticks, and the sum of the squared ticks.
@@ -78,9 +78,9 @@ class CheckpointedRanks:
         return sum(excess for excess, _ in both), busiest, sum(times), sum(ticks * ticks for ticks in times)
 
     def _of_rank(self, rank: int, stages: Stages) -> tuple[int, int]:
-        """Returns the bytes by which a rank exceeds its memory limit, and its shortest time in ticks.
+        """Return the bytes by which a rank exceeds its memory limit, and the shortest time of the rank in ticks.
 
-        If the layers do not fit with any choice of options, the time ignores the limit.
+        If the layers do not fit with any choice of options, the time is the shortest time without the limit.
         """
         if (rank, stages) not in self._known:
             kind = self._line_up.ranks[rank]
@@ -94,7 +94,7 @@ class CheckpointedRanks:
         return self._known[rank, stages]
 
     def _items(self, rank: int, stages: Stages) -> tuple[list[int], list[int]]:
-        """Returns the layers of a rank's stages, and the knapsack item of each layer."""
+        """Return the layers of a rank's stages, and the knapsack item of each layer."""
         layers = []
         items = []
         for stage, (begin, end) in zip(self._own[rank], stages, strict=True):

@@ -48,7 +48,7 @@ class _StageCosts:
         return [(slot, a, b) for slot, (a, b) in zip(self.found.slots, pairwise([0, *self.found.ends]), strict=True)]
 
     def time(self, slot: Slot, begin: int, end: int) -> int:
-        """The time of a stage between two cuts, in ticks."""
+        """Return the time of a stage between two cuts, in ticks."""
         if self.found.chosen:
             chosen = self.chosen(begin, end)
             ticks = slot.time(sum(option.ticks for option in chosen) * slot.speed.denominator)
@@ -58,11 +58,11 @@ class _StageCosts:
         return slot.time(int(ends[end] - begins[begin]))
 
     def chosen(self, begin: int, end: int) -> list[ActivationOption]:
-        """The options of the layers between two cuts; empty if all activations are held."""
+        """Return the options of the layers between two cuts; empty if all activations are held."""
         return [self.found.chosen[layer] for layer in self.layers(begin, end)] if self.found.chosen else []
 
     def held(self, slot: Slot, begin: int, end: int) -> tuple[int, int]:
-        """Returns a stage's activation bytes for all micro-batches in flight, and its total bytes."""
+        """Return a stage's activation bytes for all micro-batches in flight, and the stage's total bytes."""
         chosen = self.chosen(begin, end)
         if chosen:
             held = sum(c.held_bytes(slot.in_flight) for c in chosen)
@@ -73,13 +73,13 @@ class _StageCosts:
         return int(activations[end] - activations[begin]), int(memory[end] - memory[begin])
 
     def layers(self, begin: int, end: int) -> list[int]:
-        """The layers between two cuts, in topological order."""
+        """Return the layers between two cuts, in topological order."""
         members = self.problem.blocks.members
         return sorted(layer for block in self.found.order[begin:end] for layer in members[block])
 
 
 def explained(problem: Problem, found: Found, solution: Solution) -> Partition:
-    """Build the Partition, with the cost of each stage and an explanation of why no other partition is faster."""
+    """Build a `Partition` with the cost of each stage, and an explanation of why no other partition is faster."""
     costs = _StageCosts(problem, found)
     layers = problem.blocks.layers
     stages = [[layers.names[layer] for layer in costs.layers(begin, end)] for _, begin, end in costs.stages]
@@ -123,7 +123,7 @@ def _summaries(costs: _StageCosts, stages: list[list[Any]]) -> Iterator[StageSum
 
 
 def _bottleneck(costs: _StageCosts, stages: list[list[Any]], solution: Solution) -> tuple[str, str]:
-    """Returns two texts: one names the bottleneck (a stage, rank or cut), one says why no partition is much faster."""
+    """Return two texts: one names the bottleneck (a stage, rank or cut), one says why no partition is much faster."""
     problem = costs.problem
     ticks = costs.found.bottleneck
     if problem.line_up.shares_ranks:
@@ -162,7 +162,7 @@ def _busiest(costs: _StageCosts) -> str:
 
 
 def _lower(problem: Problem) -> str:
-    """Describe the lower bound on the bottleneck."""
+    """Describe where the lower bound on the bottleneck comes from."""
     layers = problem.blocks.layers
     ranks = problem.line_up.ranks
     even = -(-int(layers.ticks.sum()) // sum(rank.speed for rank in ranks))
@@ -176,7 +176,7 @@ def _lower(problem: Problem) -> str:
 
 
 def _moves(costs: _StageCosts, stage: int) -> Iterator[str]:
-    """Describe the times that result if the stage's first or last layers move to a neighbouring stage."""
+    """Yield texts that say how long stages would take if the first or last layers of ``stage`` moved to a neighbour."""
     slot, begin, end = costs.stages[stage]
     seconds = costs.problem.blocks.layers.seconds
     names = costs.problem.blocks.layers.names

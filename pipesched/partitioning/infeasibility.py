@@ -32,7 +32,7 @@ def infeasible(request: Request, *, exact: bool) -> PartitionError:
 
 
 class _Text:
-    """The text of the error, computed when it is first read."""
+    """The text of the error, computed when the text is first read."""
 
     def __init__(self, request: Request, exact: bool) -> None:
         self._request = request
@@ -104,7 +104,7 @@ def _alone(request: Request) -> tuple[str, int]:
 
 
 def _enough(request: Request) -> int:
-    """A memory limit in bytes, the same for every rank, with which a partition exists.
+    """Return a memory limit in bytes, the same for every rank, with which a partition exists.
 
     For small graphs, it is the smallest such limit.
     """
@@ -117,7 +117,7 @@ def _enough(request: Request) -> int:
 
 
 def _recompute(request: Request) -> str:
-    """The advice to recompute activations, if this makes a partition possible; otherwise ""."""
+    """Return the advice to recompute activations, if this makes a partition possible; otherwise ""."""
     if (
         request.checkpoint
         or request.any_order
@@ -129,7 +129,7 @@ def _recompute(request: Request) -> str:
 
 
 def _more_ranks(request: Request) -> str:
-    """The advice to use more ranks, if all ranks are alike and more ranks help; otherwise ""."""
+    """Return the advice to use more ranks, if all ranks are alike and more ranks help; otherwise ""."""
     if (
         request.placement is not None
         or len(set(request.ranks)) > 1
@@ -144,7 +144,7 @@ def _more_ranks(request: Request) -> str:
 
 
 def _pins(request: Request) -> tuple[str, str, str]:
-    """The error if no partition satisfies ``starts``, ``together`` and ``exactly``: its place, numbers and remedy."""
+    """Return the error's place, requirements and remedy if no partition meets all pins and ``exactly``."""
     pins = [f"{layer!r} begins stage {stage}" for layer, stage in request.starts.items()]
     pins += [f"{', '.join(map(repr, group))} share a stage" for group in request.together]
     pins += ["no stage is empty"] * request.exactly
@@ -156,7 +156,7 @@ def _pins(request: Request) -> tuple[str, str, str]:
 
 
 def _without(request: Request) -> str:
-    """The advice to drop one of these arguments, if this makes a partition possible; otherwise to drop several."""
+    """Return the advice to drop one requirement if this makes a partition possible, otherwise to drop several."""
     starts: dict[Any, int] = dict(request.starts)
     for layer in starts:
         others = {name: stage for name, stage in starts.items() if name != layer}

@@ -133,7 +133,7 @@ class _Descent:
         return Found(bottleneck=bottleneck, order=self.order, ends=self.cuts[1:], slots=list(self._slots))
 
     def kicked(self, lower: int) -> None:
-        """Repeatedly move some neighbouring cuts at random, then descend. Undo moves that bring no improvement."""
+        """Repeatedly move some neighbouring cuts at random, then descend. Undo moves without improvement."""
         generator = random.Random(0)
         for _ in range(min(_KICKS, _MOVES // len(self._slots)) if len(self._slots) > 2 else 0):
             if self.key[:2] == (0, lower):
@@ -172,7 +172,7 @@ class _Descent:
         return memory[end] - memory[begin]
 
     def _pay(self, index: int, times: int) -> None:
-        """Add the transfer time at a cut, multiplied by ``times`` (1 or -1), to its two ranks or to its link."""
+        """Add the transfer time at a cut, multiplied by ``times`` (1 or -1), to the ranks or the link of this cut."""
         before = self._slots[index - 1].rank
         after = self._slots[index].rank
         toll = times * self._toll[self.cuts[index]] if before != after else 0
@@ -209,7 +209,7 @@ class _Descent:
         return best[0] < now
 
     def _as_good(self, index: int, now: Key, first: int, last: int) -> range:
-        """The positions of a cut at which neither of its two ranks takes longer than the slowest rank takes now.
+        """Return the positions of a cut at which neither of its two ranks takes longer than the slowest rank takes now.
 
         If a rank exceeds its memory limit, all positions from ``first`` to ``last`` are returned.
         """
@@ -236,7 +236,7 @@ class _Descent:
         self._pay(index, times)
 
     def _key_at(self, index: int, place: int, others: int) -> Key:
-        """The `_key` of the partition with the cut at ``place``.
+        """Return the `_key` of the partition with the cut at ``place``.
 
         ``others`` is the largest load of all other ranks and links.
         """

@@ -44,7 +44,7 @@ class _Front:
     option: Ints
 
     def best(self, room: int, speed: Fraction, forward: int) -> tuple[int, int] | None:
-        """Returns the shortest time within ``room`` bytes, in ticks, and the index of its state; None if no state fits.
+        """Return the shortest time in ticks within ``room`` bytes, and the index of that state; None if no state fits.
 
         ``forward`` is the ticks of all forwards without recomputation.
         """
@@ -81,7 +81,7 @@ class Knapsack:
         self.exact = True
 
     def item(self, layer: int, in_flight: int) -> int:
-        """The number of a layer's item with ``in_flight`` micro-batches in flight; the same for identical layers."""
+        """Return the item of a layer with ``in_flight`` micro-batches in flight. Identical layers are the same item."""
         kind = self._kind_of[layer]
         if (kind, in_flight) not in self._items:
             self._items[kind, in_flight] = len(self._items)
@@ -89,7 +89,7 @@ class Knapsack:
         return self._items[kind, in_flight]
 
     def least(self, items: Sequence[int], limit: int | None, speed: Fraction) -> int:
-        """The shortest total time of the items within ``limit`` bytes, in ticks; INFINITE if they do not fit."""
+        """Return the shortest total time of the items within ``limit`` bytes, in ticks; INFINITE if they do not fit."""
         limit = INFINITE if limit is None else limit
         if self._fits_at_once(items, limit):
             return _slowed(sum(self._options[item][0][1].ticks for item in items), speed)
@@ -119,13 +119,13 @@ class Knapsack:
         return [taken[item].pop() for item in items]
 
     def _fits_at_once(self, items: Sequence[int], limit: int) -> bool:
-        """Whether the fastest options of all items together fit into the limit and copy nothing to the host."""
+        """Return whether the fastest options of all items together fit into the limit and copy nothing to the host."""
         fastest = [self._options[item][0] for item in items]
         needed = sum(held for held, _ in fastest) + max(option.working_bytes for _, option in fastest)
         return needed <= limit and not any(option.copy_ticks for _, option in fastest)
 
     def least_bytes(self, items: Sequence[int]) -> int:
-        """The smallest number of bytes into which the items fit, regardless of their time."""
+        """Return the smallest number of bytes into which the items fit, regardless of their time."""
         kinds = {item: self._options[item] for item in items}
         needed = []
         for working in self._sizes(kinds.values()):
@@ -150,13 +150,13 @@ class Knapsack:
 
     @staticmethod
     def _sizes(kinds: Collection[_Options]) -> list[int]:
-        """The possible sizes of the items' largest working memory in bytes, in ascending order."""
+        """Return the possible sizes of the items' largest working memory in bytes, in ascending order."""
         sizes = {option.working_bytes for options in kinds for _, option in options}
         floor = max(min(option.working_bytes for _, option in options) for options in kinds)
         return sorted(size for size in sizes if size >= floor)
 
     def _front(self, key: tuple[int, ...], working: int) -> _Front:
-        """The front of some items, using only options that need at most ``working`` bytes of working memory."""
+        """Return the front of some items, using only options that need at most ``working`` bytes of working memory."""
         count = len(key)
         while count and (key[:count], working) not in self._fronts:
             count -= 1
@@ -190,7 +190,10 @@ class Knapsack:
 
 
 def _smallest(kinds: Mapping[int, _Options], working: int) -> dict[int, int]:
-    """The fewest bytes that each item can hold, using only options that need at most ``working`` working bytes."""
+    """Return the fewest bytes that each item can hold, keyed by item.
+
+    Only options that need at most ``working`` bytes of working memory are considered.
+    """
     return {
         item: min(held for held, option in options if option.working_bytes <= working)
         for item, options in kinds.items()
@@ -202,7 +205,7 @@ def _slowed(ticks: int, speed: Fraction) -> int:
 
 
 def _undominated_options(options: Sequence[ActivationOption], in_flight: int) -> list[tuple[int, ActivationOption]]:
-    """The options that no other option beats in all costs, fastest first, each with the bytes that it holds."""
+    """Return the options that no other option beats in all costs, fastest first, each with the bytes that it holds."""
     made: list[tuple[tuple[int, int, int, int], ActivationOption]] = []
     for option in options:
         costs = (option.ticks, option.copy_ticks, option.held_bytes(in_flight), option.working_bytes)
@@ -213,7 +216,7 @@ def _undominated_options(options: Sequence[ActivationOption], in_flight: int) ->
 
 
 def _undominated(held: Ints, ticks: Ints) -> Ints:
-    """The indices of the states that no other state beats in bytes and ticks, in ascending order of bytes."""
+    """Return the indices of the states that no other state beats in bytes and ticks, in ascending order of bytes."""
     order = np.lexsort((ticks, held))
     sorted_ticks = ticks[order]
     least = np.minimum.accumulate(sorted_ticks)

@@ -89,7 +89,10 @@ class Lattice:
         return Fails(following) if state is None else self._found(state, closed, limits)
 
     def _bands_below(self, bound: int) -> list[tuple[int, int]]:
-        """For each level, the range of slots that can end at it, given the work that all other slots can do in time."""
+        """Return, for each level, the range of slots whose stages can end at an ideal of this level.
+
+        The range depends on the work that all other slots can do within the bound.
+        """
         count = len(self._line_up.slots)
         if not self._line_up.in_line:
             return [(0, count)] * len(self._least)
@@ -109,7 +112,7 @@ class Lattice:
         return None if self._memory is None else self._memory[rows, first:last]
 
     def _least_memory(self, rows: slice, first: int, last: int) -> Ints | None:
-        """For each slot and ideal, the fewest bytes before the start of a stage that ends at the ideal.
+        """Return, for each slot and ideal, the fewest bytes before the start of a stage that ends at the ideal.
 
         With fewer bytes before its start, the stage would exceed the slot's memory limit.
         """
@@ -127,7 +130,7 @@ class Lattice:
                 closed[index, first:last] &= self._allowed[slot.stage + 1][first:last]
 
     def _reached(self, closed: Bools, *, empty: bool) -> Bools:
-        """A mask of shape (states, ideals): whether each state can be reached at each ideal.
+        """Return a mask of shape (states, ideals): whether each state can be reached at each ideal.
 
         Stages that are allowed to stay empty can be skipped. ``empty`` is True if the only ideal is the empty set.
         """
@@ -140,7 +143,7 @@ class Lattice:
         return reached
 
     def _reached_in(self, state: int, closed: Bools) -> Bools:
-        """A mask of the ideals at which a state can be reached."""
+        """Return a mask of the ideals at which a state can be reached."""
         skippable = self._line_up.skippable if self._line_up.in_line else self._line_up.num_states
         fewest = min(state, skippable)
         rows = [index for index, slot in enumerate(self._line_up.slots) if fewest <= slot.target <= state]
@@ -173,7 +176,10 @@ class Lattice:
         return Found(bottleneck=bottleneck, order=order, ends=ends, slots=[slot for slot, _ in stages])
 
     def _begin(self, state: int, ideal: int, closed: Bools, limits: Ints) -> tuple[int, int, Bools]:
-        """Find the stage that ends at an ideal. Returns the index of its slot, its start ideal, and `_below`'s mask."""
+        """Find the stage that ends at an ideal.
+
+        Returns the index of the stage's slot, the ideal at which the stage starts, and the mask that `_below` returns.
+        """
         sent = self._ideals.cuts.sent_bytes
         for index, slot in enumerate(self._line_up.slots):
             if slot.target == state and closed[index, ideal]:
@@ -190,7 +196,7 @@ class Lattice:
         raise RuntimeError(f"no stage leads to state {state}")  # an internal error
 
     def _below(self, ideal: int, least: int, index: int) -> Bools:
-        """A mask of the smaller ideals contained in ``ideal`` that have enough work for a stage to start at them."""
+        """Return a mask of the smaller ideals in ``ideal`` that have enough work for a stage to start at them."""
         ideals = self._ideals
         ends = self._ends[self._kind[index]]
         below = np.zeros(len(ideals), bool)
@@ -206,7 +212,7 @@ class Lattice:
         return below
 
     def _between(self, begin: int, ideal: int, below: Bools) -> list[int]:
-        """The blocks of the stage between two ideals, in ascending order."""
+        """Return the blocks of the stage between two ideals, in ascending order."""
         ideals = self._ideals
         above = np.zeros(len(ideals), bool)
         above[begin] = below[ideal] = True

@@ -26,9 +26,9 @@ class Tensors:
     makers: Ints
     #: The bytes of each tensor.
     sizes: Ints
-    #: The index of the tensor, for each use of a tensor by a layer.
+    #: For each use of a tensor by a layer, the index of the tensor.
     used: Ints
-    #: The layer, for each use of a tensor by a layer.
+    #: For each use of a tensor by a layer, the index of the layer.
     users: Ints
 
 
@@ -75,7 +75,7 @@ def ticks_per_s(total_s: float, scale: int = 1) -> int:
 
 
 def numbers(values: Sequence[Any], what: str) -> NDArray[np.float64]:
-    """The values as an array of floats. Raises PartitionError if a value is negative or not a finite number."""
+    """Return the values as an array of floats. Raises PartitionError if a value is negative or not a finite number."""
     try:
         array = np.asarray(values)
     except ValueError:  # a list among numbers
@@ -150,7 +150,7 @@ def _whole(values: NDArray[np.float64]) -> Ints:
 def _named_tensors(
     names: Sequence[Any], edges: Sequence[tuple[Any, Any, Mapping[Any, float] | None]], outputs: NDArray[np.float64]
 ) -> Tensors:
-    """The tensors that the edges name. An edge without named tensors carries the producer's whole output."""
+    """Return the tensors that the edges name. An edge without named tensors carries the producer's whole output."""
     place = {name: position for position, name in enumerate(names)}
     sizes: dict[tuple[int, Any], float] = {}
     uses: list[tuple[tuple[int, Any], int]] = []
@@ -169,7 +169,7 @@ def _named_tensors(
 
 
 def _ordered(graph: "nx.DiGraph[Any]") -> tuple[list[Any], Ints, Ints]:
-    """Returns the layers in topological order, and the producer and the consumer of each edge.
+    """Return the layers in topological order, and the producer and the consumer of each edge.
 
     The graph's own order is kept if it is topological.
     """

@@ -21,7 +21,7 @@ def linear_orders(blocks: Blocks, restarts: int) -> Iterator[list[int]]:
 
 
 def _depth_first(blocks: Blocks, rank: list[int]) -> list[int]:
-    """A depth-first order: the block that became ready last comes next; in ties, the one with the smallest ``rank``."""
+    """Return a depth-first order: the block that became ready last is next; in ties, the block of smallest ``rank``."""
     waiting = [len(producers) for producers in blocks.producers]
     ready = sorted((block for block, count in enumerate(waiting) if not count), key=lambda block: -rank[block])
     order = []
@@ -38,7 +38,7 @@ def _depth_first(blocks: Blocks, rank: list[int]) -> list[int]:
 
 
 def _least_live(blocks: Blocks) -> list[int]:
-    """A greedy order: the next block is the ready block that adds the fewest live bytes."""
+    """Return a greedy order: the next block is the ready block that adds the fewest live bytes."""
     made = [0] * len(blocks)
     users = [len(tensor.consumers) for tensor in blocks.tensors]
     used: list[list[int]] = [[] for _ in range(len(blocks))]

@@ -48,7 +48,7 @@ class Ideals:
 
 @dataclass(kw_only=True)
 class _Level:
-    """The ideals with the same number of blocks."""
+    """One level: all ideals with the same number of blocks."""
 
     #: The blocks of each ideal, as bits.
     members: Masks
@@ -56,12 +56,12 @@ class _Level:
     ready: Masks
     #: A hash of each ideal: the sum of its blocks' random keys.
     keys: Masks
-    #: The sums over the blocks of each ideal, in `_Growth`'s order, as an array of shape (sums, ideals).
+    #: The sums over the blocks of each ideal, in the row order that `_Growth` defines. The shape is (sums, ideals).
     sums: Ints
 
 
 def enumerate_ideals(blocks: Blocks, asked: Collection[Collection[int]], at_most: int) -> Ideals | None:
-    """Enumerate the order ideals. Returns None if there are more than ``at_most``.
+    """Enumerate the order ideals. Returns None if a graph has more than ``at_most`` ideals.
 
     ``asked`` contains sets of blocks. `Ideals.contains` counts how many blocks of each set are in each ideal.
     """
@@ -99,9 +99,10 @@ def _joined(parts: list[Ints]) -> Ints:
 
 
 class _Growth:
-    """Makes each level of ideals from the previous one.
+    """Creates each level of ideals from the previous level.
 
-    The rows of ``sums`` are work, state bytes, activation bytes and bytes sent, then the counts for the requested sets.
+    The rows of `_Level.sums` are work, state bytes, activation bytes and bytes sent, then the counts for the
+    requested sets.
     """
 
     def __init__(self, blocks: Blocks, asked: Collection[Collection[int]]) -> None:
@@ -138,8 +139,8 @@ class _Growth:
         """Make the next level.
 
         Returns:
-            Two arrays with an entry for each step, the index of its ideal in ``level`` and the block that it adds; the
-            number of steps that result in each new ideal; and the next level.
+            Two arrays with an entry for each step (the index of its ideal in ``level``, and the added block), the
+            number of steps that result in each new ideal, and the next level.
 
         """
         rows, new = self._ready(level)
@@ -164,7 +165,7 @@ class _Growth:
         return rows[order], new[order], np.bincount(child), grown
 
     def _ready(self, level: _Level) -> tuple[Ints, Ints]:
-        """All pairs of an ideal of the level and a block that can be added to it.
+        """Return all pairs of an ideal of the level and a block that can be added to it.
 
         Returns two arrays: the index of the ideal in the level, and the block.
         """
@@ -179,7 +180,7 @@ class _Growth:
         return np.concatenate(rows), np.concatenate(new)
 
     def _same(self, level: _Level, rows: Ints, new: Ints, child: Ints, members: Masks) -> bool:
-        """Whether ideals with the same key are identical, that is, no keys have collided."""
+        """Return whether ideals with the same key are identical, that is, no keys have collided."""
         return bool((_with(level.members[rows], new) == members[child]).all())
 
     def _again(self, level: _Level) -> tuple[Ints, Ints, Ints, _Level]:
@@ -205,7 +206,7 @@ class _Growth:
 
 
 def _used(blocks: Blocks) -> list[list[tuple[Tensor, Mapping[int, np.uint64]]]]:
-    """The tensors that each block uses, each with the bit mask of all its users."""
+    """Return the tensors that each block uses, each with the bit mask of all its users."""
     used: list[list[tuple[Tensor, Mapping[int, np.uint64]]]] = [[] for _ in range(len(blocks))]
     for tensor in blocks.tensors:
         for consumer in tensor.consumers:
@@ -214,7 +215,7 @@ def _used(blocks: Blocks) -> list[list[tuple[Tensor, Mapping[int, np.uint64]]]]:
 
 
 def _words(members: Collection[int]) -> dict[int, np.uint64]:
-    """A set of blocks as a bit mask of 64-bit words: {index of the word: word}, without words that are 0."""
+    """Return a set of blocks as a bit mask of 64-bit words: {index of the word: word}, without words that are 0."""
     words: dict[int, int] = {}
     for member in members:
         words[member // 64] = words.get(member // 64, 0) | 1 << member % 64

@@ -26,7 +26,7 @@ class Front:
         self._memory = np.full((num_slots, 1, 1), -1) if capped else None
 
     def down(self, ideals: Ideals, level: int, rows: slice) -> "Front":
-        """The front of the next level, ``level``: its ideals inherit the starts of the ideals that they contain.
+        """Return the front of the next level, ``level``. Each ideal inherits the starts of the ideals that it contains.
 
         ``rows`` are the slots to include.
         """
@@ -58,7 +58,9 @@ class Front:
         return every
 
     def costs(self, rows: slice, ends: Ints, least_memory: Ints | None) -> Ints:
-        """The least cost of a stage that ends at each ideal, shape (slots, ideals); INFINITE without a possible start.
+        """Return the least cost of a stage that ends at each ideal, with shape (slots, ideals).
+
+        The cost is INFINITE if no start is possible.
 
         Args:
             rows: the slots.
@@ -73,7 +75,7 @@ class Front:
         return np.where(best > -INFINITE, ends - best, INFINITE)
 
     def begin(self, rows: slice, begun: NDArray[np.bool_], begins: Ints, memory: Ints | None) -> None:
-        """Add as starts those ideals of this level for which the mask ``begun`` is set."""
+        """Add the ideals of this level that the mask ``begun`` selects, as starts."""
         worth = np.where(begun, begins, -INFINITE)
         if self._memory is None or memory is None:
             self._worth[rows, 0] = np.maximum(self._worth[rows, 0], worth)
@@ -84,7 +86,7 @@ class Front:
 
 
 def _undominated(worth: Ints, memory: Ints) -> tuple[Ints, Ints]:
-    """Along axis 1, drop entries that another entry beats in worth and memory. The lists are padded to equal length."""
+    """Along axis 1, drop entries that another entry beats in worth and memory, and pad the lists to one length."""
     order = np.lexsort((-memory, -worth), axis=1)
     worth = np.take_along_axis(worth, order, 1)
     memory = np.take_along_axis(memory, order, 1)

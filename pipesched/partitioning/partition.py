@@ -94,8 +94,8 @@ def partition(
             busiest rank is then the bottleneck; its time is minimised by descent, which can leave a gap. Default: one
             stage per rank.
         checkpoint: the ways to save activation memory where memory is short: "recompute", "offload" or both. The
-            search chooses for each layer. Layers stay in graph order, and memory includes their
-            ``forward_transient_bytes`` and ``backward_transient_bytes``. Default: (), all activations are held.
+            search chooses one of these ways, or none, for each layer. Layers stay in graph order, and memory includes
+            their ``forward_transient_bytes`` and ``backward_transient_bytes``. Default: (), all activations are held.
         offload_bytes_per_s: the bandwidth to the host and back, required for "offload".
         max_ideals: the largest number of order ideals to search exactly. Default: 300,000.
 

@@ -45,7 +45,7 @@ class Problem:
 
     @property
     def fills_up(self) -> bool:
-        """Whether additional stages never cost time, so that the partition gets as many stages as possible."""
+        """Whether more stages never cost time. The partition then gets as many stages as possible."""
         return self.communication == "none" and self.line_up.alike and self.line_up.in_line and not self.pins
 
     @cached_property
@@ -64,7 +64,7 @@ class Problem:
         return max(-(-int(work.sum()) // sum(speeds)), -(-int(work.max()) // max(speeds)))
 
     def toll(self, cuts: Cuts) -> Toll:
-        """The transfer time at each cut.
+        """Return the transfer time at each cut.
 
         If the stages on both sides wait for transfers, this is the time of one transfer. Otherwise only the link is
         busy, and the time is the sum of two transfers: activations in one direction and gradients in the other.
@@ -78,12 +78,12 @@ class Problem:
         return Toll(ticks, blocking=True) if self.communication == "serial" else Toll(2 * ticks, blocking=False)
 
     def chain(self, order: Sequence[int]) -> Chain:
-        """The search along one order of the blocks, with all activations held."""
+        """Return the search along one order of the blocks, with all activations held."""
         cuts = cuts_of(self.blocks, order)
         return Chain(list(order), cuts, self.toll(cuts), self.line_up, self.spans(order))
 
     def checkpointed_chain(self, order: Sequence[int]) -> CheckpointedChain:
-        """The search along one order of the blocks, with a choice of activation options for each layer."""
+        """Return the search along one order of the blocks, with a choice of activation options for each layer."""
         return CheckpointedChain(
             order=list(order),
             members=self.blocks.members,
@@ -94,7 +94,7 @@ class Problem:
         )
 
     def spans(self, order: Sequence[int]) -> list[tuple[int, int]]:
-        """Entry k is the first and the last cut of an order at which the pins allow stage k - 1 to end."""
+        """Return the first and the last cut at which the pins allow each stage to end. Entry k is for stage k - 1."""
         place = {block: position for position, block in enumerate(order)}
         spans = [(0, len(order)) for _ in range(max(slot.stage for slot in self.line_up.slots) + 2)]
         for pin in self.pins:
@@ -106,12 +106,12 @@ class Problem:
 
     @property
     def counted(self) -> list[set[int]]:
-        """For each pin, two sets of blocks to count in ideals: its layer's block, and the blocks of its ancestors."""
+        """For each pin, two sets of blocks to count in ideals: the block of the layer, the blocks of the ancestors."""
         groups = [group for pin in self.pins for group in ([pin.layer], pin.ancestors)]
         return [{int(self.blocks.block_of[layer]) for layer in group} for group in groups]
 
     def lattice(self, ideals: Ideals, ceiling: int) -> Lattice:
-        """The search over all orders of the blocks.
+        """Return the search over all orders of the blocks.
 
         Args:
             ideals: the order ideals, enumerated with the sets of `counted`.

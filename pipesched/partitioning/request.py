@@ -122,7 +122,7 @@ class Request:
 
     @property
     def num_ranks(self) -> int:
-        """The number of ranks: the number in the placement or, without one, the number of stages."""
+        """The number of ranks: that of the placement or, without a placement, the number of stages."""
         return self.num_stages if self.placement is None else 1 + max(self.placement)
 
     @cached_property
@@ -172,7 +172,7 @@ class Request:
         return ranks[: len(self.layers)] if spare else ranks
 
     def problem(self) -> Problem:
-        """The partitioning problem of this request.
+        """Return the partitioning problem of this request.
 
         Raises PartitionError for unknown layers, and for ``starts`` and ``together`` that no partition can satisfy.
         """
@@ -229,7 +229,7 @@ class Request:
         return Pin(int(stage), at, ancestors)
 
     def _held(self, num_stages: int) -> list[int]:
-        """The number of micro-batches in flight on each stage."""
+        """Return the number of micro-batches in flight on each stage."""
         if self.in_flight is None:
             return [1] * num_stages
         if callable(self.in_flight):
@@ -244,7 +244,7 @@ class Request:
         return [int(count) for count in held]
 
     def but(self, **changes: Any) -> "Request":
-        """A copy of the request with some arguments changed. The layers' costs are not read again."""
+        """Return a copy of the request with some arguments changed. The layers' costs are not read again."""
         other = replace(self, **changes)
         other.__dict__["layers"] = self.layers
         return other
@@ -259,7 +259,7 @@ def _number(value: Any, what: str) -> Any:
 
 
 def _one_each(value: Any, num_ranks: int, name: str) -> list[Any]:
-    """One value for each rank: a single value is repeated. Raises PartitionError if a list has the wrong length."""
+    """Return one value for each rank; a single value is repeated. Raises PartitionError for a list of wrong length."""
     values = list(value) if isinstance(value, Iterable) and not isinstance(value, str) else [value] * num_ranks
     if len(values) != num_ranks:
         raise PartitionError(

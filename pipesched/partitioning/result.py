@@ -29,11 +29,11 @@ class StageSummary:
     num_layers: int
     #: The time of a micro-batch's forward and backward on this rank, with the transfers that the stage waits for.
     time_s: float
-    #: The parameters alone, without gradients and optimizer state.
+    #: The bytes of the parameters, without gradients and optimizer state.
     parameter_bytes: int
-    #: The activations of all micro-batches in flight.
+    #: The bytes of the activations of all micro-batches in flight.
     activation_bytes: int
-    #: The activations, and the parameters with gradients and optimizer state.
+    #: The bytes of the activations, and of the parameters with gradients and optimizer state.
     memory_bytes: int
     #: The bytes that enter the stage in a forward.
     bytes_in: int
@@ -85,7 +85,7 @@ class Partition:
 
     @property
     def is_summarised(self) -> bool:
-        """Whether the summaries match the stages. Also True if there are no summaries."""
+        """Whether the summaries match the stages. Also True for a partition without summaries."""
         seen = [(stage.first, stage.last, stage.num_layers) for stage in self.summaries]
         return seen in ([], [(layers[0], layers[-1], len(layers)) for layers in self.stages if layers])
 
@@ -95,7 +95,7 @@ class Partition:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "Partition":
-        """The inverse of ``to_dict``, from values with ``stages`` added. Raises ScheduleError for invalid values."""
+        """Make a partition from the values of ``to_dict`` and ``stages``. Raises ScheduleError for invalid values."""
 
         def summaries(rows: Any) -> tuple[StageSummary, ...]:
             return tuple(read_fields(StageSummary, row, "the summary of a stage must have") for row in rows)
@@ -122,7 +122,7 @@ class Partition:
     __str__ = explain
 
     def with_class_names(self, classes: Mapping[Any, str]) -> "Partition":
-        """A copy for display, with each layer's class name after its name: ``3 Block``."""
+        """Return a copy for display, with each layer's class name after its name: ``3 Block``."""
         if not classes:
             return self
 
@@ -165,12 +165,12 @@ def _number_of_layers(summary: StageSummary) -> str:
 
 
 def span(layers: Sequence[Any]) -> str:
-    """The first and the last layer of a stage, as text."""
+    """Return the first and the last layer of a stage, as text."""
     return f"{layers[0]} .. {layers[-1]}" if layers[0] != layers[-1] else str(layers[0])
 
 
 def with_class_name(layer: Any, classes: Mapping[Any, str]) -> Any:
-    """The layer's name, followed by its class name if ``classes`` contains the layer: ``3 Block``."""
+    """Return the layer's name, followed by its class name if ``classes`` contains the layer: ``3 Block``."""
     return f"{layer} {classes[layer]}" if layer in classes else layer
 
 

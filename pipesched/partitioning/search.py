@@ -20,9 +20,9 @@ _RESTARTS = 24
 
 @dataclass(frozen=True, kw_only=True)
 class Solution:
-    """The result of a search."""
+    """The result of a search for a partition."""
 
-    #: The best partition; None if none exists or none was found.
+    #: The best partition; None if no partition exists or none was found.
     found: Found | None
     #: A lower bound on the bottleneck, in ticks.
     lower: int
@@ -92,7 +92,7 @@ def _along(problem: Problem, order: Sequence[int]) -> tuple[Found | None, int]:
 
 
 def _along_many(problem: Problem, lower: int, best: Found | None, ideals: int, probes: int) -> Solution:
-    """Search several orders of the blocks.
+    """Search several orders of the blocks, one after the other, and return the best partition.
 
     Args:
         problem: the problem.
@@ -148,7 +148,7 @@ def _keeps_limits(problem: Problem, found: Found) -> bool:
 
 
 def _reduced(problem: Problem) -> Problem:
-    """The problem with blocks merged where this does not change the smallest bottleneck."""
+    """Return the problem with blocks merged where this does not change the smallest bottleneck."""
     by_size = problem.communication != "none"
     return replace(problem, blocks=reduce_blocks(problem.blocks, by_size=by_size, by_memory=problem.line_up.capped))
 
@@ -190,7 +190,7 @@ def filled_up(cuts: list[int], prefix: list[int], num_stages: int) -> list[int]:
 
 
 def _middle(prefix: list[int], first: int, last: int) -> int:
-    """The cut that divides a stage most evenly in two; in ties, the first such cut."""
+    """Return the cut that divides a stage most evenly in two; in ties, the first such cut."""
     half = prefix[first] + prefix[last]
     above = bisect_left(range(first + 1, last), half, key=lambda cut: 2 * prefix[cut]) + first + 1
     below = max(first + 1, above - 1)

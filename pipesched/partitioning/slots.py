@@ -51,7 +51,7 @@ class Slot:
     in_flight: int
 
     def weighed(self, cuts: Cuts, toll: Toll) -> tuple[Ints, Ints]:
-        """Returns two cost terms for each cut: one for a stage that ends at the cut, one for a stage that starts there.
+        """Return two cost terms for each cut: one for a stage that ends at the cut, one for a stage that starts at it.
 
         The end term at a stage's end minus the start term at its start is the stage's time in ticks, multiplied by
         ``speed.numerator``.
@@ -61,11 +61,11 @@ class Slot:
         return work + paid, work - paid
 
     def memory(self, cuts: Cuts) -> Ints:
-        """The bytes held for all layers before each cut."""
+        """Return the bytes held for all layers before each cut."""
         return np.asarray(cuts.state_bytes + self.in_flight * cuts.activation_bytes)
 
     def time(self, difference: int) -> int:
-        """The time of a stage in ticks, given its end's cost term minus its start's (see ``weighed``)."""
+        """Return the time of a stage in ticks, given the difference of two cost terms (see ``weighed``)."""
         return -(-difference // self.speed.numerator)
 
 
@@ -82,7 +82,7 @@ class LineUp:
     skippable: int
     #: Whether ranks have a fixed order, so that each state leads only to the next.
     in_line: bool
-    #: Whether all stages are required.
+    #: Whether every stage must have a layer.
     exactly: bool
 
     def on_ranks(self, slots: Sequence[Slot]) -> list[Slot]:
@@ -116,7 +116,7 @@ class LineUp:
 
 
 def fixed_order(ranks: Sequence[Rank], in_flight: Sequence[int], *, exactly: bool, pinned: int) -> LineUp:
-    """The slots for stage k on rank k.
+    """Return the slots for stage k on rank k.
 
     Args:
         ranks: the ranks in stage order.
@@ -141,14 +141,14 @@ def fixed_order(ranks: Sequence[Rank], in_flight: Sequence[int], *, exactly: boo
 
 
 def placed(ranks: Sequence[Rank], in_flight: Sequence[int], placement: Sequence[int]) -> LineUp:
-    """The slots for stages on the ranks of a placement. Every stage must have a layer."""
+    """Return the slots for stages on the ranks of a placement. Every stage must have a layer."""
     line_up = fixed_order([ranks[rank] for rank in placement], in_flight, exactly=True, pinned=0)
     slots = tuple(replace(slot, rank=rank) for slot, rank in zip(line_up.slots, placement, strict=True))
     return replace(line_up, ranks=tuple(ranks), slots=slots)
 
 
 def free_order(ranks: Sequence[Rank], in_flight: Sequence[int], *, exactly: bool) -> LineUp:
-    """The slots for ranks in any order: a state is the number of used ranks of each kind."""
+    """Return the slots for ranks in any order: a state is the number of used ranks of each kind."""
     kinds = sorted(set(ranks), key=lambda kind: (-kind.speed, -1 if kind.limit is None else -kind.limit))
     counts = [ranks.count(kind) for kind in kinds]
     states = sorted(product(*(range(count + 1) for count in counts)), key=lambda used: (sum(used), used))

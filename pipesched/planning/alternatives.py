@@ -14,7 +14,7 @@ __all__ = ["Alternative", "fastest", "taken"]
 class Alternative:
     """A plan that the search considered."""
 
-    #: The name in tables: the schedule with its chunks, or "one device" or "equal split" for a baseline.
+    #: The name of the plan in tables: the schedule with its chunks, or "one device" or "equal split" for a baseline.
     label: str
     schedule: str
     num_ranks: int
@@ -26,9 +26,9 @@ class Alternative:
     step_s: float
     #: The predicted bubble: idle time of all ranks / (number of ranks x makespan).
     bubble_ratio: float
-    #: Predicted peak memory of the rank that needs the most. None: unknown.
+    #: Predicted peak memory of the rank that needs the most memory. None: unknown.
     peak_bytes: int | None = None
-    #: Memory limit of the rank that needs the most. None: unknown.
+    #: Memory limit of the rank that needs the most memory. None: unknown.
     limit_bytes: int | None = None
     #: Measured step time in seconds, the median over several steps. None: the plan did not run.
     measured_s: float | None = None
@@ -54,19 +54,19 @@ class Alternative:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "Alternative":
-        """The inverse of ``to_dict``. Raises ScheduleError for invalid values."""
+        """Make an alternative from the values of ``to_dict``. Raises ScheduleError for invalid values."""
         return read_fields(
             cls, {"checkpoint": "", **values} if isinstance(values, Mapping) else values, "an alternative must have"
         )
 
 
 def taken(alternatives: Iterable[Alternative]) -> Alternative | None:
-    """The chosen plan among the alternatives: the one without a note."""
+    """Return the chosen plan among the alternatives: the one without a note."""
     return next((alternative for alternative in alternatives if not alternative.note), None)
 
 
 def fastest(alternatives: Iterable[Alternative], label: str) -> Alternative | None:
-    """The fastest alternative with this label. A baseline can have several, one per schedule."""
+    """Return the fastest alternative with this label. A baseline can have several alternatives, one per schedule."""
     labelled = (alternative for alternative in alternatives if alternative.label == label)
     return min(labelled, key=lambda alternative: alternative.step_s, default=None)
 

@@ -26,7 +26,7 @@ _MOST_COUNTS = 12  # at most this many numbers of micro-batches are tried
 
 @cache
 def synchronous() -> tuple[Schedule, ...]:
-    """The registered schedules that do not change training results: exact, and without weight updates inside a step."""
+    """Return the registered schedules that keep training results unchanged: exact, with no updates inside a step."""
     return tuple(known for known in map(schedules.get, schedules.names()) if _is_exact(known.program(2, 4)))
 
 
@@ -57,7 +57,7 @@ class Candidate:
 
     @property
     def order(self) -> tuple[int, bool, bool, str, int, int]:
-        """Sort key: simpler candidates first, with fewer chunks, whole backwards, and schedules that need no search."""
+        """Sort key that puts simpler candidates first: fewer chunks, whole backwards, schedules that need no search."""
         return (
             self.schedule.chunks_per_rank,
             self.splits,
@@ -99,7 +99,7 @@ class Candidate:
         return "program" in self.__dict__
 
     def recomputing(self, mode: Checkpoint) -> "Candidate":
-        """A copy with another checkpoint setting."""
+        """Return a copy with another checkpoint setting."""
         other = replace(self, checkpoint=mode)
         if self.is_written:
             other.__dict__["program"] = self.program  # the checkpoint setting does not change it
@@ -154,7 +154,7 @@ def _variants(schedule: Schedule, *, chosen: bool) -> Iterator[tuple[Schedule, b
 
 
 def smaller_counts(num_ranks: int) -> list[int]:
-    """The numbers of ranks to try, up to ``num_ranks``, largest first."""
+    """Return the numbers of ranks to try, up to ``num_ranks``, largest first."""
     if num_ranks <= _FEW_RANKS:
         return list(range(num_ranks, 0, -1))
     eighths = {num_ranks * share // _FEW_RANKS for share in range(1, _FEW_RANKS + 1)}
@@ -162,7 +162,7 @@ def smaller_counts(num_ranks: int) -> list[int]:
 
 
 def microbatch_counts(batch_size: int, num_ranks: int, sizes: Iterable[int]) -> list[int]:
-    """The numbers of micro-batches to try for a batch.
+    """Return the numbers of micro-batches to try for a batch.
 
     Each number divides the batch evenly or is a multiple of the number of ranks, and gives a micro-batch size within
     the range of the measured sizes.

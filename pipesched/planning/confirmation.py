@@ -43,7 +43,7 @@ _SWEEPS = 3  # passes over all plans that ran: costs corrected with one plan cha
 
 @dataclass(frozen=True)
 class _Tried:
-    """A plan that ran."""
+    """A plan that ran, with the measured steps."""
 
     #: The plan, simulated with the current costs.
     found: EvaluatedCandidate
@@ -70,11 +70,11 @@ class _Tried:
         return self.found.step_s if off <= _needed(self.noise) else self.step_s
 
     def is_slower(self, other: "_Tried") -> bool:
-        """Whether this plan's measured steps are slower than the other plan's by more than noise."""
+        """Return whether this plan's measured steps are slower than the other plan's by more than noise."""
         return self.step_s > other.step_s * (1 + _needed(hypot(self.noise, other.noise)))
 
     def alternative(self, chosen: "_Tried") -> Alternative:
-        """The plan as plain numbers, with a note that says why ``chosen`` was chosen instead."""
+        """Return the plan as plain numbers, with a note that says why ``chosen`` was chosen instead."""
         note = ""
         if self is not chosen:
             speed = quote_speed(chosen.step_s / self.step_s)
@@ -83,7 +83,7 @@ class _Tried:
 
 
 def _needed(noise: float) -> float:
-    """The relative difference between step times above which the difference is more than noise."""
+    """Return the relative difference between step times above which the difference is more than noise."""
     return max(_LEAST, _TIMES_NOISE * noise)
 
 
@@ -120,7 +120,7 @@ def confirmed_plan(search: SearchRequest, run: Run, count: int, progress: Progre
 
 
 def _corrected(search: SearchRequest, tried: Sequence[_Tried]) -> SearchRequest:
-    """The request with layer costs corrected by the measured steps."""
+    """Return the request with layer costs corrected by the measured steps."""
     measured = [(one.found, one.steps) for one in sorted(tried, key=lambda one: one.step_s)]
     return replace(search, profile=corrected(search.profile, measured, search.batch_size))
 
@@ -159,7 +159,7 @@ def _part(progress: Progress, begin: float, end: float) -> Progress:
 
 
 def _best_of_sorts(chosen: EvaluatedCandidate, best: Sequence[EvaluatedCandidate]) -> list[EvaluatedCandidate]:
-    """The chosen candidate and the best candidate of each other sort.
+    """Return the chosen candidate and the best candidate of each other sort.
 
     Candidates of one sort have the same ranks, micro-batches, chunks, backward splitting and checkpointing: they do the
     same work in different orders. The simulation predicts the effect of the order well, but its errors differ between
@@ -182,12 +182,12 @@ def _run(found: Sequence[EvaluatedCandidate], tuner: Tuner, run: Run, progress: 
 
 
 def _alike(one: EvaluatedCandidate, other: EvaluatedCandidate) -> bool:
-    """Whether two candidates have the same stages and the same program."""
+    """Return whether two candidates have the same stages and the same program."""
     return (one.stages, one.candidate.runs) == (other.stages, other.candidate.runs)
 
 
 def _fastest(tried: Sequence[_Tried]) -> _Tried:
-    """The fastest plan that ran. Of plans that are equally fast within noise, the one that a search would choose."""
+    """Return the fastest plan that ran or, of plans equally fast within noise, the one that a search would choose."""
     least = min(tried, key=lambda one: one.step_s)
     near = [one for one in tried if not one.is_slower(least)]
     chosen = simplest((one.found, one.expected_s) for one in near)
@@ -261,7 +261,10 @@ def corrected(
 def _stage_times(
     found: EvaluatedCandidate, steps: Sequence[Trace], layers: Mapping[str, LayerCosts]
 ) -> list[StageTimes]:
-    """Each stage's time per micro-batch: the sum of its layers' times x the ratio of measured to predicted time."""
+    """Return the times of each stage per micro-batch, corrected by the measured steps.
+
+    Each time is the sum over the layers of the stage x the ratio of measured to predicted time.
+    """
     stages: dict[int, list[StageComparison]] = {}
     for step in steps:
         for own in compared(found.trace, step).stages:
@@ -275,12 +278,15 @@ def _stage_times(
 
 
 def _slower(steps: Sequence[StageComparison]) -> dict[str, float]:
-    """The ratio of measured to predicted time on one stage, as the median over steps, for each of ``TIMES``."""
+    """Return the ratios of measured to predicted time on one stage, keyed by the names in ``TIMES``.
+
+    Each ratio is the median over the steps.
+    """
     return {time: _ratio([own.seconds for own in steps], *kinds) for time, kinds in _KINDS.items()}
 
 
 def _ratio(steps: Sequence[Mapping[Kind, Pair]], kinds: Sequence[Kind], others: Sequence[Kind]) -> float:
-    """The ratio of measured to predicted time of some kinds of actions, as the median over steps.
+    """Return the ratio of measured to predicted time of some kinds of actions, as the median over steps.
 
     For a step without actions of ``kinds``, its actions of ``others`` are used instead. The ratio is 1 for a step with
     neither, and if the predicted time is 0.

@@ -3,8 +3,8 @@
 A stage's time does not show how much of it is due to each layer or to the device. All layers of a stage are therefore
 scaled by one ratio, measured / known time. If layers of the same kind run faster in another stage, they get the smaller
 ratio of that stage. The part of the slow stage's extra time that this leaves unexplained is assigned to the layers
-whose kind occurs only in this stage. If there are none, and layers of the same kinds run faster on other devices, the
-device is regarded as slow.
+whose kind occurs only in this stage. If no such layers exist, and layers of the same kinds run faster on other devices,
+the device is regarded as slow.
 """
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -46,7 +46,7 @@ class Known:
     slow: Mapping[Hashable, float] = field(default_factory=dict)
 
     def slowness(self, device: Hashable) -> float:
-        """The factor by which a device is slower than the others."""
+        """Return the factor by which a device is slower than the others."""
         return self.slow.get(device, 1.0)
 
     def corrected(self, stages: Sequence[StageTimes], tolerance: float) -> "Known":
@@ -70,7 +70,7 @@ class Known:
         return known._with({name: _mean(costs) for name, costs in found.items()}, {stage.device for stage in stages})
 
     def _least_ratios(self, stages: Sequence[StageTimes]) -> dict[str, float]:
-        """For each layer, the smallest ratio of measured to known time among all stages with a layer of its kind."""
+        """Return the smallest measured / known time of the stages that have a layer of this kind, keyed by layer."""
         least: dict[Hashable, float] = {}
         for stage in stages:
             ratio = self._ratio(stage)
@@ -83,8 +83,8 @@ class Known:
     ) -> dict[Hashable, float]:
         """Find the devices on which layers run slower than layers of the same kinds on other devices.
 
-        A stage is ignored if one of its layers has no layer of its kind on another device. Returns the factor by which
-        each slow device is slower.
+        A stage is ignored if it has a layer of a kind that no other device has. Returns the factor by which
+        each slow device is slower than the others, keyed by device.
         """
         devices = self._by_kind(stages, lambda stage: stage.device)
         slow = dict(self.slow)
@@ -101,7 +101,7 @@ class Known:
     def _by_kind(
         self, stages: Sequence[StageTimes], value: Callable[[StageTimes], Hashable]
     ) -> dict[Hashable, set[Hashable]]:
-        """For each kind of layer, the distinct values that ``value`` returns for the stages with such layers."""
+        """Return the distinct results of ``value`` for all stages with layers of each kind, keyed by kind of layer."""
         found: dict[Hashable, set[Hashable]] = {}
         for stage in stages:
             for name in stage.layers:
@@ -109,7 +109,7 @@ class Known:
         return found
 
     def _ratio(self, stage: StageTimes, factors: Mapping[str, float] | None = None) -> float:
-        """A stage's ratio of measured to known time. ``factors``, if given, first scale the known times of layers."""
+        """Return the ratio of a stage's measured to known time. ``factors``, if given, first scale the known times."""
         known = sum(
             (self.layers[name].forward_s + self.layers[name].backward_s) * (factors or {}).get(name, 1.0)
             for name in stage.layers
@@ -117,7 +117,7 @@ class Known:
         return stage.total_s / (known * self.slowness(stage.device)) if known else 1.0
 
     def _scaled(self, stage: StageTimes, factors: Mapping[str, float], own: set[str]) -> dict[str, LayerCosts]:
-        """The stage's layers, scaled to add up to its measured time.
+        """Return the stage's layers, scaled so that their times add up to the stage's measured times.
 
         Args:
             stage: the stage and its measured times.
@@ -142,7 +142,7 @@ class Known:
         return scaled
 
     def _with(self, layers: Mapping[str, LayerCosts], devices: set[Hashable]) -> "Known":
-        """A copy with other layer costs, normalised so that the fastest device has slowness 1."""
+        """Return a copy with other layer costs, normalised so that the fastest device has slowness 1."""
         fastest = min((self.slowness(device) for device in devices), default=1.0)
         new = dict(self.layers)
         for name, costs in layers.items():
@@ -158,7 +158,7 @@ def _mean(costs: Sequence[LayerCosts]) -> LayerCosts:
 
 
 def slowed(costs: Costs, slowness: Sequence[float]) -> Costs:
-    """The costs of stages on slow devices. ``slowness`` has, for each stage, the factor by which its times increase."""
+    """Return the costs with the times of each stage multiplied by the factor for this stage in ``slowness``."""
     times: dict[str, Any] = {
         time: tuple(own * slow for own, slow in zip(getattr(costs, time), slowness, strict=True))
         for time in (*TIMES, "recompute_s", "update_s", "waiting_s")

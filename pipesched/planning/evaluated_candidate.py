@@ -65,7 +65,7 @@ class EvaluatedCandidate:
 
     @property
     def order(self) -> tuple[Any, ...]:
-        """Sort key: simpler plans first; of equally simple plans, those that need less memory."""
+        """Sort key that puts simpler plans first and, of equally simple plans, those that need less memory."""
         chunks, *others = self.candidate.order
         return (chunks, _weight(self.candidate.checkpoint), max(self.peak_bytes), *others)
 
@@ -100,7 +100,7 @@ class EvaluatedCandidate:
 
 
 def simplest(found: Iterable[tuple[EvaluatedCandidate, float]]) -> EvaluatedCandidate:
-    """The simplest of the candidates whose step time exceeds the shortest by at most a fraction ``WORTH``.
+    """Return the simplest of the candidates whose step time exceeds the shortest by at most a fraction ``WORTH``.
 
     Args:
         found: candidates, each with its step time in seconds.
@@ -113,13 +113,13 @@ def simplest(found: Iterable[tuple[EvaluatedCandidate, float]]) -> EvaluatedCand
 
 
 def label_of(candidate: Candidate) -> str:
-    """The name of a candidate in tables: its schedule, and its chunks if there are several."""
+    """Return the name of a candidate in tables: the schedule and, if ranks have several chunks, their number."""
     chunks = candidate.schedule.chunks_per_rank
     return candidate.schedule.name + (f", {chunks} chunks" if chunks > 1 else "")
 
 
 def _weight(checkpoint: Checkpoint) -> int:
-    """Sort key of a checkpoint setting: the more it recomputes, the larger the key; offloading has the largest key."""
+    """Return the sort key of a checkpoint setting: larger for more recomputation, and largest for offloading."""
     if isinstance(checkpoint, str):
         return LADDER.index(checkpoint)
     return len(LADDER) if "offload" in checkpoint.values() else 1

@@ -27,7 +27,7 @@ _LOOKED_AT = 3  # number of schedules to try when checking whether any plan fits
 
 
 def no_partition(search: SearchRequest) -> PartitionError:
-    """The error for layers that cannot be partitioned as requested, even with unlimited memory."""
+    """Return the error for layers that cannot be partitioned as requested, even with unlimited memory."""
     stages = search.num_stages
     ranks = search.num_ranks
     layers = len(search.pins.layers)
@@ -46,7 +46,7 @@ def no_partition(search: SearchRequest) -> PartitionError:
 
 
 def infeasible(search: SearchRequest, least: int, fitting: "FittingPlans") -> MemoryLimitError:
-    """The error for a memory limit that no plan meets.
+    """Return the error for a memory limit that no plan meets.
 
     Args:
         search: the request.
@@ -73,7 +73,7 @@ def infeasible(search: SearchRequest, least: int, fitting: "FittingPlans") -> Me
 
 
 def _on_the_host(search: SearchRequest, fitting: "FittingPlans") -> str:
-    """The part of the message that recommends offloading; "" if offloading is already possible or does not help.
+    """Return the part of the message that recommends offloading; "" if offloading is already possible or does not help.
 
     The time that the copies take is not considered.
     """
@@ -140,7 +140,7 @@ def _leaner(
 
 
 def _ranks(search: SearchRequest, fitting: "FittingPlans") -> int | None:
-    """The smallest number of ranks for which a plan is found, with the smallest of the given limits on every rank.
+    """Return the smallest number of ranks for which a plan is found if every rank has the smallest given limit.
 
     Returns None if no plan is found.
     """
@@ -165,7 +165,7 @@ def _ranks(search: SearchRequest, fitting: "FittingPlans") -> int | None:
 
 
 def _largest_layer(search: SearchRequest) -> tuple[str, int]:
-    """Returns the layer that needs the most memory when alone on a rank with one micro-batch, and its bytes."""
+    """Return the layer that needs the most memory when alone on a rank with one micro-batch, and its bytes."""
     layers = list(search.pins.layers)
     rows = -(-search.batch_size // max(search.num_microbatches))
     costs = search.profile.costs([[name] for name in layers], rows)
@@ -188,7 +188,7 @@ class FittingPlans:
         self._until = -inf
 
     def any(self, search: SearchRequest) -> EvaluatedCandidate | None:
-        """A plan within the limits, made by one of the schedules that need the least memory. None if no plan fits."""
+        """Return a plan within the limits, of a schedule that needs little memory; None if no plan fits."""
         lean = self.lean(search)
         checkpoint = repr(search.checkpoint)
         if checkpoint not in self._thrifty:
@@ -196,11 +196,11 @@ class FittingPlans:
         return lean.any_that_fits(self._thrifty[checkpoint][:_LOOKED_AT])
 
     def of(self, search: SearchRequest, candidate: Candidate) -> EvaluatedCandidate | None:
-        """A plan for this candidate within the limits; None if none was found."""
+        """Return a plan for this candidate within the limits; None if none was found."""
         return self.lean(search).that_fits(candidate)
 
     def others(self, search: SearchRequest) -> list[Candidate]:
-        """All candidates, those that are likely to need the least memory first.
+        """Return all candidates, starting with the candidates that are likely to need the least memory.
 
         Also starts the effort budget that ``has_time`` checks.
         """
@@ -210,9 +210,9 @@ class FittingPlans:
 
     @property
     def has_time(self) -> bool:
-        """Whether there is effort left to try another candidate."""
+        """Whether enough effort is left to try another candidate."""
         return self._effort.left >= self._until
 
     def lean(self, search: SearchRequest) -> LeanCandidates:
-        """The candidates of a search, ordered by the memory that they need."""
+        """Return the candidates of a search, ordered by the memory that they need."""
         return LeanCandidates(search, RecomputationChooser(search, self._effort), self._effort)

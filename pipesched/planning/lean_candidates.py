@@ -32,7 +32,7 @@ class LeanCandidates:
         self._effort = effort
 
     def candidates(self) -> Iterator[Candidate]:
-        """All candidates of the search, unordered."""
+        """Return all candidates of the search, unordered."""
         search = self._search
         ranks = [search.num_ranks] if search.all_ranks else smaller_counts(search.num_ranks)
         return candidates(
@@ -61,7 +61,7 @@ class LeanCandidates:
         return sorted(every, key=lambda each: (-each.num_ranks, -each.num_microbatches, place(each)))
 
     def any_that_fits(self, looked_at: Sequence[Schedule] | None = None) -> EvaluatedCandidate | None:
-        """A plan that fits, with the most ranks and the smallest micro-batches. None if none of the schedules fits.
+        """Return a plan that fits, with the most ranks and the smallest micro-batches; None if no schedule fits.
 
         Args:
             looked_at: the schedules to try. Default: all.
@@ -81,11 +81,11 @@ class LeanCandidates:
         return None
 
     def that_fits(self, candidate: Candidate) -> EvaluatedCandidate | None:
-        """A plan for this candidate within the limits, or None."""
+        """Return a plan for this candidate within the limits, or None."""
         return next(self._chooser.choices(candidate), None) if self.may_fit(candidate) else None
 
     def _largest(self) -> list[Candidate]:
-        """Candidates with the most ranks and the smallest micro-batches, the simplest first.
+        """Return candidates with the most ranks and the smallest micro-batches, the simplest first.
 
         Schedules that search for an order are included only if there are no others.
         """
@@ -95,12 +95,12 @@ class LeanCandidates:
         return sorted([each for each in every if not each.schedule.searches] or every, key=lambda each: each.order)
 
     def may_fit(self, candidate: Candidate) -> bool:
-        """Whether the candidate's ranks together have room for all weights, buffers and optimizer states."""
+        """Return whether the candidate's ranks together have room for all weights, buffers and optimizer states."""
         limits = self._search.memory_limit_bytes
         return limits is None or self.least_bytes(candidate.num_microbatches) <= sum(limits[: candidate.num_ranks])
 
     def least_bytes(self, num_microbatches: int) -> int:
-        """A lower bound on the memory of all ranks together, in bytes.
+        """Return a lower bound on the memory of all ranks together, in bytes.
 
         It counts the weights, buffers and optimizer states of all layers and, with two or more micro-batches, all
         gradients.

@@ -85,7 +85,7 @@ class Pins:
                 )
 
     def starts_of_all(self) -> list[int]:
-        """The position of each stage's first layer.
+        """Return the position of each stage's first layer.
 
         Raises PartitionError if a boundary is unknown, out of range or out of order.
         """
@@ -111,11 +111,11 @@ class Pins:
         return starts
 
     def stages(self, starts: Sequence[int]) -> StageLayers:
-        """The layers of the stages that begin at these positions."""
+        """Return the layers of the stages that begin at these positions."""
         return tuple(tuple(self.layers[begin:end]) for begin, end in pairwise([*starts, len(self.layers)]))
 
     def allows(self, starts: Sequence[int]) -> bool:
-        """Whether stages that begin at these positions meet the constraints. For incomplete boundaries only."""
+        """Return whether stages that begin at these positions meet the constraints. For incomplete boundaries only."""
         return all(starts[stage] == place for place, stage in self._begins) and all(
             bisect(starts, first) == bisect(starts, last) for first, last in self._groups
         )

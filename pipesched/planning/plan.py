@@ -65,7 +65,7 @@ class Plan:
         stages: the names of each stage's layers. In bidirectional schedules, the stages of one direction.
         schedule: the name of the schedule that made the program.
         program: the program, without the recomputes and host copies that ``checkpoint`` adds.
-        checkpoint: which activations to recompute or offload: one setting, or a mapping by layer. Default: "never".
+        checkpoint: which activations to recompute or offload: one setting, or a mapping from layers. Default: "never".
         costs: the costs of each stage in the program. None: not measured.
         options: the schedule's options (numbers, flags and strings).
         partition: the times and sizes of the stages, and the reason for the boundaries. None: not measured.
@@ -83,7 +83,7 @@ class Plan:
     partition: Partition | None = None
     ties: tuple[Tie, ...] = ()
     alternatives: tuple[Alternative, ...] = ()
-    #: The class names of layers whose names are numbers, by layer, for reports. Not saved, and not in ``explain``.
+    #: The class names of layers whose names are numbers, keyed by layer. For reports; not saved, not in ``explain``.
     layer_classes: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -102,7 +102,7 @@ class Plan:
         return replace(self.program, graph=chain(count, count // self.program.num_weights))
 
     def maker(self) -> Schedule | None:
-        """The schedule that the plan names, with its options. None if it creates a program other than the plan's."""
+        """Return the schedule that the plan names, with its options; None if it does not create the plan's program."""
         program = self.program
         if self.schedule not in schedules.names():
             return None
@@ -119,11 +119,11 @@ class Plan:
         return add_offloading(add_recompute(self.program, self.checkpoint), offloading(self.checkpoint, self.stages))
 
     def predicted(self) -> Trace | None:
-        """The simulated step; None without costs."""
+        """Return the simulated step; None without costs."""
         return simulate(self.treated, self.costs) if self.costs else None
 
     def memory(self) -> tuple[RankMemory, ...]:
-        """The peak memory of each rank, by purpose; () without costs."""
+        """Return the peak memory of each rank, broken down by purpose; () without costs."""
         return rank_memory(self.treated, self.costs) if self.costs else ()
 
     def explain(self) -> str:
@@ -142,7 +142,7 @@ class Plan:
         return "\n".join(lines)
 
     def first_to_last(self, part: int) -> str:
-        """The first and the last layer of ``stages[part]``, with class names: ``0 Embed .. 3 Block``."""
+        """Return the first and the last layer of ``stages[part]``, with class names: ``0 Embed .. 3 Block``."""
         return span([with_class_name(name, self.layer_classes) for name in self.stages[part]])
 
     @property
@@ -150,7 +150,7 @@ class Plan:
         return f"{counted(self.program.num_ranks, 'rank')}, {counted(self.program.num_microbatches, 'micro-batch')}"
 
     def _repr_html_(self) -> str | None:
-        """The predicted timeline, for notebooks; None without costs."""
+        """Return the predicted timeline, for notebooks; None without costs."""
         predicted = self.predicted()
         return None if predicted is None else timeline_html(predicted)
 
@@ -181,7 +181,7 @@ class Plan:
         }
 
     def _program(self) -> dict[str, Any] | list[str]:
-        """The program as text lines, or only its digest if one of pipesched's schedules can quickly recreate it."""
+        """Return the program as text lines, or its digest if one of pipesched's schedules can quickly recreate it."""
         program = self.program
         known = self.schedule in schedules.names() and schedules.get(self.schedule)
         quick = known and not known.searches and known.module.startswith(f"{schedules.__name__}.")
@@ -192,7 +192,7 @@ class Plan:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "Plan":
-        """The inverse of ``to_dict``. The program is validated.
+        """Make a plan from the values of ``to_dict``, and validate its program.
 
         ``"program"`` can be text lines even where ``to_dict`` writes a digest. If the stages were edited, costs, ties
         and alternatives are dropped, because they describe the stages before the edit.
@@ -280,14 +280,14 @@ _MORE = ("options", "num_ranks", "num_microbatches", "predicted", "ties", "alter
 
 
 def _schedule(name: str, options: Mapping[str, Any], chunks: int) -> Schedule:
-    """The schedule of this name with these options. Raises ScheduleError for an unknown name."""
+    """Return the schedule of this name with these options. Raises ScheduleError for an unknown name."""
     schedule = schedules.get(name)
     given = {**options, "chunks_per_rank": chunks}
     return schedule.with_options(**{option: given[option] for option in schedule.options if option in given})
 
 
 def _read_program(values: Mapping[str, Any]) -> Program:
-    """The program of a saved plan, parsed from its lines or created by its schedule."""
+    """Return the program of a saved plan, parsed from the saved lines or created by the saved schedule."""
     given = values["program"]
     if not isinstance(given, Mapping):
         return Program.parse("\n".join(_as_list(given)))
@@ -321,7 +321,7 @@ def _edges(given: Any, num_stages: int) -> list[tuple[int, int]]:
 
 
 def _digest(program: Program) -> str:
-    """A short hash of the program's text."""
+    """Return a short hash of the program's text."""
     return blake2b(str(program).encode(), digest_size=8).hexdigest()
 
 

@@ -45,7 +45,7 @@ class PlanRequest:
             )
 
     def pinned(self, plan: Plan, names: list[str]) -> "PlanRequest":
-        """The request that reproduces ``plan``.
+        """Return the request that reproduces ``plan``.
 
         Raises PartitionError if the plan is for another model, or if this request already contains other choices.
 

@@ -64,7 +64,7 @@ class ProgramFactory:
         self._made: dict[int, StepPrograms] = {}
 
     def of(self, num_microbatches: int) -> "StepPrograms":
-        """The programs of steps with this number of micro-batches.
+        """Return the programs of steps with this number of micro-batches.
 
         If the user gave a program with another number of micro-batches, using the result raises ScheduleError.
         """
@@ -128,7 +128,7 @@ class ProgramFactory:
         return self.full.plain
 
     def check_updates(self) -> None:
-        """Raise ScheduleError if the schedule needs optimizers and there are none, or if it does not support them."""
+        """Raise ScheduleError if the schedule needs optimizers but got none, or does not support optimizers."""
         program = self.full.plain
         if program.has_updates and not self.updates:
             raise ScheduleError(
@@ -203,7 +203,7 @@ class StepPrograms:
         return add_offloading(program, factory.offloading)
 
     def _beginning(self, schedule: Schedule) -> Program:
-        """The first steps of a stream of overlapping steps, up to the step after which the order of actions repeats.
+        """Return the first steps of a stream of overlapping steps, enough for the order of actions to repeat.
 
         The longer a schedule uses old weight versions, the later its order repeats.
         """
@@ -274,7 +274,7 @@ def _num_stages(request: PlanRequest, schedule: Schedule, num_devices: int) -> i
 
 
 def _source(request: PlanRequest, num_devices: int) -> Schedule | Program:
-    """The program that the user gave, or the schedule with as many chunks as the number of stages requires."""
+    """Return the program that the user gave, or the schedule with as many chunks as the number of stages requires."""
     if num_devices < 1:
         raise DeviceCountError("a pipeline needs at least one device; got none; pass devices=['cpu'], or more")
     if isinstance(request.schedule, Program):
@@ -313,7 +313,7 @@ def _with_chunks() -> list[str]:
 
 
 def _fixed(program: Program, num_devices: int, request: PlanRequest) -> Program:
-    """The program that the user gave, after checking that it fits the request."""
+    """Return the program that the user gave, after checking that it fits the request."""
     if program.num_ranks > num_devices:
         raise DeviceCountError(
             f"every rank must have a device; the program has {program.num_ranks} ranks, but there are {num_devices} "

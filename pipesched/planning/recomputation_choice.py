@@ -66,7 +66,7 @@ class RecomputationChooser:
         yield from by_layer or filter(None, map(self.within_limits, ways))
 
     def _by_layer(self, candidate: Candidate) -> list[EvaluatedCandidate]:
-        """The candidate with individual layers recomputed and, if allowed, with individual layers offloaded."""
+        """Return the candidate with individual layers recomputed and, if allowed, with individual layers offloaded."""
         both = self.within_limits(candidate, _RECOMPUTE_OR_OFFLOAD) if self._search.may_offload else None
         if both is not None and not both.candidate.offloads:
             return [both]
@@ -74,18 +74,18 @@ class RecomputationChooser:
         return [evaluated for evaluated in (both, recomputed) if evaluated is not None]
 
     def without_limits(self, candidate: Candidate) -> EvaluatedCandidate | None:
-        """The candidate with the smallest bottleneck, ignoring limits. None if the layers have no partition."""
+        """Return the candidate with the smallest bottleneck, ignoring limits. None if the layers have no partition."""
         found = self._partitioned(candidate, None)
         return None if found is None else self.evaluated(candidate, found[0])
 
     def within_limits(
         self, candidate: Candidate, allowed: Collection[LayerCheckpoint] = ()
     ) -> EvaluatedCandidate | None:
-        """The candidate with the smallest bottleneck within the limits; None if none was found.
+        """Return the candidate with the smallest bottleneck within the limits; None if none was found.
 
         The partitioner underestimates memory. If a rank exceeds its limit, the layers are partitioned again with that
         limit lowered by the excess. If the lowered limit permits no partition, the next limit to try is halfway between
-        it and the last limit that did.
+        the lowered limit and the last limit that permitted one.
 
         Args:
             candidate: the candidate.
@@ -114,7 +114,7 @@ class RecomputationChooser:
         return None
 
     def _excess_bytes(self, found: EvaluatedCandidate) -> tuple[int, ...]:
-        """The bytes by which each rank exceeds its limit; () without limits. Subtracts the effort of computing them."""
+        """Return the bytes by which each rank exceeds its limit; () without limits. Spends effort on computing them."""
         if found.limit_bytes is not None:
             searches = found.candidate.schedule.searches and not found.candidate.is_written
             self._effort.spend(found.candidate.num_actions * (IN_ORDER_SEARCH if searches else FOR_MEMORY))
@@ -140,11 +140,11 @@ class RecomputationChooser:
         )
 
     def graph(self, num_microbatches: int) -> "nx.DiGraph[str]":
-        """The graph of the measured layers at the micro-batch size that this number of micro-batches gives."""
+        """Return the graph of the measured layers at the micro-batch size that this number of micro-batches gives."""
         return self._search.profile.graph(self._rows(num_microbatches))
 
     def partitioner(self, candidate: Candidate, program: Program) -> StagePartitioner:
-        """The partitioner for a candidate, without memory limits."""
+        """Return the partitioner for a candidate, without memory limits."""
         return StagePartitioner(
             pins=self._search.pins,
             program=program,
@@ -159,7 +159,7 @@ class RecomputationChooser:
     def _partitioned(
         self, candidate: Candidate, limits: tuple[float, ...] | None, allowed: Collection[LayerCheckpoint] = ()
     ) -> _Partitioned | None:
-        """The partition of the layers for a candidate; None if there is none. Results are cached."""
+        """Return the partition of the layers for a candidate, or None if no partition exists. Results are cached."""
         key: tuple[Any, ...] = (candidate.placement, self._rows(candidate.num_microbatches))
         if limits is not None:  # schedules with the same numbers of micro-batches in flight share a partition
             held = tuple(self.partitioner(candidate, candidate.program).in_flight)
@@ -186,7 +186,7 @@ class RecomputationChooser:
 
 
 def _counted_bytes(found: Partition | None, num_ranks: int) -> list[float]:
-    """The partitioner's estimate of each rank's bytes; [] without a partition."""
+    """Return the partitioner's estimate of each rank's bytes; [] without a partition."""
     if found is None:
         return []
     both = list(zip(found.ranks, found.summaries, strict=True))

@@ -25,7 +25,7 @@ _TIMES_NOISE = 2
 class Replanned:
     """The result of replanning between two steps."""
 
-    #: The plan that runs now.
+    #: The plan that runs after replanning.
     plan: Plan
     #: Why the old plan was kept; empty if the new plan was applied.
     kept: str = ""
@@ -37,7 +37,7 @@ class Replanned:
     before_s: float | None = None
     #: Predicted step time of the new plan. None: the caller gave the new plan, so there was no search.
     after_s: float | None = None
-    #: Relative deviation of a rank's work from step to step.
+    #: Relative deviation of a rank's work from step to step, for the rank where the deviation is largest.
     noise: float = 0.0
     #: The time of moving in seconds: measured if layers were moved, otherwise estimated.
     cost_s: float = 0.0
@@ -77,7 +77,7 @@ def check_steps_left(steps_left: object) -> None:
 
 
 def layers_moved(before: Mapping[str, int], after: Mapping[str, int]) -> dict[str, tuple[int, int]]:
-    """The layers that change ranks: name -> (rank before, rank after).
+    """Return the layers that change ranks: name -> (rank before, rank after).
 
     Args:
         before: the rank of each layer in the old plan.
@@ -88,7 +88,7 @@ def layers_moved(before: Mapping[str, int], after: Mapping[str, int]) -> dict[st
 
 
 def strayed(steps: Sequence[Trace]) -> float:
-    """The median relative deviation of a rank's work from step to step, for the rank where it is largest.
+    """Return the median relative deviation of a rank's work from step to step, for the rank where it is largest.
 
     Each action is compared with actions of the same stage and kind, so the steps can differ in their number of
     micro-batches.
@@ -113,12 +113,12 @@ def strayed(steps: Sequence[Trace]) -> float:
 
 
 def certain(noise: float) -> float:
-    """The relative difference between two stage times above which the difference is more than noise."""
+    """Return the relative difference between two stage times above which the difference is more than noise."""
     return max(_CERTAIN, _TIMES_NOISE * noise)
 
 
 def verdict(before_s: float, after_s: float, *, noise: float, cost_s: float, steps_left: int | None) -> str:
-    """The reason not to switch to another plan; "" if switching pays off.
+    """Return the reason not to switch to another plan; "" if switching pays off.
 
     Args:
         before_s: predicted step time of the old plan.

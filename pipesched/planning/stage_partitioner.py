@@ -42,7 +42,7 @@ class StagePartitioner:
     links: Links | None = None
     #: Each rank's limit for weights, gradients and activations.
     memory_limit_bytes: Sequence[float] | None = None
-    #: Relative speed of slow devices: rank -> speed. Default: 1.
+    #: Relative speeds of slow devices, keyed by rank. Default: 1.
     speeds: Mapping[int, float] = field(default_factory=dict)
     #: The ways to save memory that can be chosen per layer. The resulting partition lists the choices.
     allowed: Collection[LayerCheckpoint] = ()
@@ -56,7 +56,7 @@ class StagePartitioner:
             )
 
     def partition(self) -> tuple[StageLayers, Partition | None]:
-        """Returns the layers of each stage, and the partition with its costs.
+        """Return the layers of each stage, and the partition with its costs.
 
         The partition is None if no measurements were needed.
 
@@ -90,7 +90,7 @@ class StagePartitioner:
         return self.pins.stages(starts), found
 
     def evaluate(self, stages: Sequence[Sequence[str]], why: str = "the boundaries were given") -> Partition:
-        """The partition into these stages, with its costs, the reason for this split, and its gap to the optimum."""
+        """Return the partition into ``stages``, with its costs, the reason for the split and its optimality gap."""
         graph = self.graph()
         row = _in_a_row(graph)
         found = self._partition(row, {names[0]: stage for stage, names in enumerate(stages) if stage})
@@ -99,13 +99,13 @@ class StagePartitioner:
         return self._explained(graph, found, f"{why}; {_against(found, best, 'other boundaries')}")
 
     def _given(self, firsts: Sequence[str]) -> Partition:
-        """The partition with stages that begin at these layers."""
+        """Return the partition with stages that begin at these layers."""
         graph = self.graph()
         found = self._partition(_in_a_row(graph), {name: stage for stage, name in enumerate(firsts) if stage})
         return self._explained(graph, found, "the boundaries were given")
 
     def _solved(self) -> Partition:
-        """The best partition that meets the constraints, with an explanation of why no other partition is better."""
+        """Return the best partition that meets the constraints, and explain why no other partition is better."""
         graph = self.graph()
         row = _in_a_row(graph)
         found = self._with_ties_together(graph, row)
@@ -121,7 +121,7 @@ class StagePartitioner:
         return self._explained(graph, found, why)
 
     def _with_ties_together(self, graph: "nx.DiGraph[str]", row: "nx.DiGraph[str]") -> Partition:
-        """The best partition of a chain of layers.
+        """Return the best partition of a chain of layers.
 
         All users of a tied weight share a stage unless that makes the step slower.
         """
@@ -188,12 +188,12 @@ class StagePartitioner:
         )
 
     def _speeds(self, named: Sequence[int]) -> list[float] | None:
-        """The speed of each rank if ranks have several stages, otherwise of each stage. None if no rank is slow."""
+        """Return the speed of each rank (of each stage, if each rank has one stage); None if no rank is slow."""
         ranks = named if self._chunks else self._ranks
         return [self.speeds.get(rank, 1.0) for rank in ranks] if self.speeds else None
 
     def _link(self) -> tuple[float, float] | None:
-        """The largest latency and the smallest bandwidth of the links between neighbouring stages.
+        """Return the largest latency and the smallest bandwidth of the links between neighbouring stages.
 
         Returns seconds and bytes per second; None if no link limits the bandwidth.
         """
@@ -205,7 +205,7 @@ class StagePartitioner:
         return (max(link.latency_s for link in both), 1 / slowest) if slowest else None
 
     def _cost(self, graph: "nx.DiGraph[str]", found: Partition) -> tuple[float, int]:
-        """Sort key of a partition: the part of the step time that it affects, then the bytes sent for tied weights."""
+        """Return the sort key of a partition: the affected part of the step time, then the bytes for tied weights."""
         rank_of = {layer: rank for names, rank in zip(found.stages, self._ranks, strict=True) for layer in names}
         moved = sum(
             tied_traffic_bytes(parameter_bytes(graph, names), [rank_of[user] for user in users])
@@ -255,7 +255,7 @@ def _against(found: Partition, best: Partition, choice: str) -> str:
 
 
 def _in_a_row(graph: "nx.DiGraph[str]") -> "nx.DiGraph[str]":
-    """The graph as a chain of layers in execution order. Neighbours without an edge get an edge without tensors."""
+    """Return the graph as a chain in execution order. Neighbours without an edge get an edge without tensors."""
     row = graph.copy()
     row.add_edges_from(
         (one, other, {"tensors": {}}) for one, other in pairwise(graph) if not graph.has_edge(one, other)
@@ -264,6 +264,6 @@ def _in_a_row(graph: "nx.DiGraph[str]") -> "nx.DiGraph[str]":
 
 
 def _tied(graph: "nx.DiGraph[str]") -> list[tuple[str, ...]]:
-    """Groups of layers that use the same parameters; groups with the most parameter bytes first."""
+    """Return groups of layers that use the same parameters; groups with the most parameter bytes first."""
     groups = tied_groups(graph)
     return sorted(groups, key=lambda users: -parameter_bytes(graph, groups[users]))

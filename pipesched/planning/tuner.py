@@ -71,7 +71,7 @@ def find_plan(search: SearchRequest, progress: Callable[[float], None] = lambda 
 
 
 def too_small(plan: Plan, num_ranks: int) -> str:
-    """The warning for a plan that uses one device because several devices gain nothing; "" for other plans."""
+    """Return the warning for a plan that uses one device because several devices gain nothing; "" for other plans."""
     chosen, *others = plan.alternatives
     several = [_expected_s(other) for other in others if other.num_ranks > 1 and other.fits]
     if num_ranks == 1 or chosen.num_ranks > 1 or not several:
@@ -87,7 +87,7 @@ def _expected_s(alternative: Alternative) -> float:
 
 
 class Tuner:
-    """One search: its results so far, and its remaining effort."""
+    """One search for a plan: the candidates evaluated so far, and the effort that is left."""
 
     def __init__(self, search: SearchRequest, progress: Callable[[float], None] = lambda _: None) -> None:
         self._search = search
@@ -120,7 +120,7 @@ class Tuner:
         return simplest((found, found.step_s) for found in self._found)
 
     def _leanest(self) -> EvaluatedCandidate:
-        """Find the plan that needs the least memory. Raises MemoryLimitError if it exceeds the limits.
+        """Find the plan that needs the least memory. Raises MemoryLimitError if this plan exceeds the limits.
 
         Raises PartitionError if there is no plan even without limits.
         """
@@ -134,7 +134,7 @@ class Tuner:
         return self._simulated(found)
 
     def _can_be_partitioned(self) -> bool:
-        """Whether a plan exists without memory limits."""
+        """Return whether a plan exists without memory limits."""
         search = replace(self._search, memory_limit_bytes=None)
         return FittingPlans({}, Effort(search.effort)).lean(search).any_that_fits() is not None
 
@@ -173,7 +173,7 @@ class Tuner:
         return list(rest.values())
 
     def _thrifty_first(self, rest: Sequence[Candidate]) -> None:
-        """Try candidates, those that are likely to need the least memory first, until one fits.
+        """Try candidates until one fits, starting with the candidates that are likely to need the least memory.
 
         This can exceed the search's effort, so that a small effort does not turn a feasible limit into an error.
         """
@@ -186,12 +186,14 @@ class Tuner:
                 self._found += [self._simulated(found) for found in self._chooser.choices(candidate)]
 
     def _is_usual(self, candidate: Candidate) -> bool:
-        """Whether the candidate is a standard choice (one rank, or 1F1B on all ranks). These are evaluated first."""
+        """Return whether a candidate is a standard choice, to be evaluated first: one rank, or 1F1B on all ranks."""
         own = candidate.schedule.name == _BASELINES[0] and candidate.num_ranks == self._search.num_ranks
         return own or candidate.num_ranks == 1
 
     def _least_s(self, candidate: Candidate) -> float:
-        """A lower bound on the step time of every partition: evenly divided work or, if longer, the slowest layer.
+        """Return a lower bound in seconds on the step time of every partition.
+
+        The bound is the time of evenly divided work or, if longer, of the slowest layer.
 
         With one stage per rank and whole backwards, each rank's time is its work on all micro-batches, plus the work of
         all earlier ranks on one micro-batch, for which it waits. The longest of these times is smallest if the work per
@@ -246,11 +248,11 @@ class Tuner:
     # ---- results ----------------------------------------------------------------------------------------------------
 
     def best(self) -> list[EvaluatedCandidate]:
-        """All evaluated candidates, the fastest first."""
+        """Return all evaluated candidates, the fastest first."""
         return sorted(self._found, key=_speed)
 
     def plan(self, chosen: EvaluatedCandidate) -> Plan:
-        """The plan for an evaluated candidate, with its alternatives."""
+        """Return the plan for an evaluated candidate, with its alternatives."""
         candidate = chosen.candidate
         why = {} if self._search.pins.complete else {"why": _WHY}
         return Plan(
@@ -310,7 +312,7 @@ class Tuner:
 
 
 def _work(graph: "nx.DiGraph[str]") -> tuple[float, float, float]:
-    """Returns three times of one micro-batch, in seconds.
+    """Return three times in seconds, each for one micro-batch on all layers or on one layer.
 
     The first is the sum over all layers, with the faster of a whole and a split backward for each layer. The second is
     the sum with whole backwards only. The third is the time of the slowest layer, with the faster of its backwards.
@@ -321,12 +323,12 @@ def _work(graph: "nx.DiGraph[str]") -> tuple[float, float, float]:
 
 
 def _speed(found: EvaluatedCandidate) -> tuple[Any, ...]:
-    """Sort key: the fastest first; of equally fast candidates, the simplest."""
+    """Return the sort key that puts the fastest candidates first and, of equally fast ones, the simplest."""
     return found.step_s, found.candidate.order
 
 
 def _bound_s(found: EvaluatedCandidate) -> float:
-    """A lower bound on the step time for any order of these stages' actions."""
+    """Return a lower bound on the step time for any order of these stages' actions."""
     candidate = found.candidate
     return lower_bound(
         _quickest(found.costs, candidate.placement),

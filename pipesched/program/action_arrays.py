@@ -23,7 +23,7 @@ Mask = NDArray[np.bool_]
 
 _KINDS = tuple(Kind)
 NUM_KINDS = len(_KINDS)
-#: The integer code of each kind in `Columns.kind`.
+#: The integer code of each kind of action, as used in `Columns.kind`.
 CODES: dict[Kind, int] = {kind: code for code, kind in enumerate(_KINDS)}
 #: The maximum number of table slots per action. A sparser table means that the number of stages or micro-batches is
 #: wrong, and the table might not fit in memory.
@@ -102,11 +102,11 @@ class Columns:
         return tuple(getattr(self, field.name) for field in fields(self))
 
     def action(self, row: int) -> Action:
-        """The action in a row."""
+        """Return the action in a row."""
         return next(iter(self[row : row + 1]))
 
     def are(self, *kinds: Kind) -> Mask:
-        """A mask of the rows whose action has one of these kinds."""
+        """Return a mask of the rows whose action has one of these kinds."""
         chosen = np.zeros(NUM_KINDS, np.bool_)
         chosen[[CODES[kind] for kind in kinds]] = True
         return chosen[self.kind]
@@ -170,7 +170,7 @@ class Orders(Sequence[tuple[Action, ...]]):
         return cls(Columns.joined_up(ranks), _offsets(map(len, ranks)))
 
     def parts(self) -> tuple[Ints | Mask, ...]:
-        """All arrays of this object: the offsets, then the columns."""
+        """Return all arrays of this object: the offsets, then the columns."""
         return self.offsets, *self.columns._all()
 
     @classmethod
@@ -179,7 +179,7 @@ class Orders(Sequence[tuple[Action, ...]]):
         return cls(Columns(*columns), offsets)
 
     def rank(self, rank: int) -> Columns:
-        """One rank's order as columns."""
+        """Return one rank's order as columns."""
         return self.columns[int(self.offsets[rank]) : int(self.offsets[rank + 1])]
 
     @property
@@ -188,7 +188,7 @@ class Orders(Sequence[tuple[Action, ...]]):
         return np.repeat(np.arange(len(self)), np.diff(self.offsets))
 
     def place(self, row: int) -> tuple[int, int]:
-        """The rank of a row, and the position of the row in that rank's order."""
+        """Return the rank of a row, and the position of the row in that rank's order."""
         rank = int(np.searchsorted(self.offsets, row, side="right")) - 1
         return rank, row - int(self.offsets[rank])
 

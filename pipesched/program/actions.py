@@ -52,7 +52,7 @@ class Holding(StrEnum):
 
 
 class _KindRow(NamedTuple):
-    """The properties of a kind of action: its lane, the memory taken at its start, and the memory freed at its end."""
+    """The properties of a kind of action: lane, memory taken at the start, and memory freed at the end of an action."""
 
     lane: Lane
     takes: Holding | None = None
@@ -81,7 +81,7 @@ KINDS: dict[Kind, _KindRow] = {
     Kind.FETCH: _KindRow(Lane.COPY, takes=Holding.OFFLOADED),
 }
 
-#: The matching receive of each send, and the matching send of each receive.
+#: The kind of the matching receive for each kind of send, and the reverse.
 OTHER_END: dict[Kind, Kind] = {
     Kind.SEND_F: Kind.RECV_F,
     Kind.SEND_B: Kind.RECV_B,

@@ -27,7 +27,7 @@ Checkpoint = CheckpointMode | Mapping[str, LayerCheckpoint]
 
 
 def as_checkpoint(checkpoint: Any, layers: Iterable[str]) -> Checkpoint:
-    """Validate a checkpoint option, and return it with its layers in model order.
+    """Validate a checkpoint option, and return the option with its layers in model order.
 
     Raises ScheduleError for an unknown mode or option, and for a layer that is not in the model.
     """
@@ -56,12 +56,12 @@ def as_checkpoint(checkpoint: Any, layers: Iterable[str]) -> Checkpoint:
 
 
 def checkpoint_by_layer(checkpoint: Checkpoint) -> Mapping[str, LayerCheckpoint]:
-    """The option of each named layer. Empty if ``checkpoint`` is a mode for whole stages."""
+    """Return the option of each named layer. Empty if ``checkpoint`` is a mode for whole stages."""
     return checkpoint if isinstance(checkpoint, Mapping) else {}
 
 
 def offloading(checkpoint: Checkpoint, stages: Iterable[Iterable[str]]) -> frozenset[int]:
-    """The numbers of the stages that contain an offloaded layer. ``stages`` holds the layer names of each stage."""
+    """Return the numbers of the stages with an offloaded layer. ``stages`` holds the layer names of each stage."""
     keep = checkpoint_by_layer(checkpoint)
     return frozenset(
         stage for stage, layers in enumerate(stages) if any(keep.get(layer) == "offload" for layer in layers)

@@ -62,7 +62,7 @@ class StageGraph:
 
 @cache
 def chain(num_stages: int, num_chains: int = 1) -> StageGraph:
-    """The default graph, in which every stage feeds the next.
+    """Return the default graph, in which every stage feeds the next.
 
     With several chains, all chains have the same length, and no edge connects two chains.
     """
@@ -73,7 +73,7 @@ def chain(num_stages: int, num_chains: int = 1) -> StageGraph:
 class _At(Enum):
     """Where a needed action is: on the same stage, on its producers, on its consumers, or on the peer of a transfer.
 
-    Or on every stage, provided that the action's own stage has one.
+    EVERY: on every stage, but only if the action's own stage has such an action.
     """
 
     OWN = auto()
@@ -205,7 +205,7 @@ class Index:
         return numbers, known
 
     def rows(self, kind: Kind, stage: Ints, microbatch: Ints, peer: Ints | None = None) -> Ints:
-        """The rows of several actions of one kind; -1 for actions that are not in the program."""
+        """Return the rows of several actions of one kind; -1 for actions that are not in the program."""
         if self._bases[CODES[kind]] < 0:
             return np.full(len(stage), -1, np.int64)
         kinds = np.full(len(stage), CODES[kind])
@@ -213,7 +213,7 @@ class Index:
         return self._table[self._slots(kinds, stage, microbatch, peers)]
 
     def row(self, action: Action) -> int:
-        """The row of an action; -1 if it is not in the program."""
+        """Return the row of an action; -1 if it is not in the program."""
         stage, kind, microbatch, peer = action
         ends = None if peer is None else np.array([peer])
         return int(self.rows(kind, np.array([stage]), np.array([microbatch]), ends)[0])
@@ -222,11 +222,11 @@ class Index:
         return isinstance(action, Action) and self.row(action) >= 0
 
     def has(self, *kinds: Kind) -> bool:
-        """Whether the program has an action of one of these kinds."""
+        """Return whether the program has an action of one of these kinds."""
         return any(self._bases[CODES[kind]] >= 0 for kind in kinds)
 
     def grid(self, kind: Kind) -> Ints:
-        """The rows of all actions of a compute kind, with shape (stages, micro-batches); -1 for missing actions."""
+        """Return the rows of all actions of a compute kind, of shape (stages, micro-batches); -1 for missing ones."""
         shape = self._num_stages, self._num_microbatches
         base = int(self._bases[CODES[kind]])
         if base < 0:
@@ -234,7 +234,7 @@ class Index:
         return self._table[base : base + shape[0] * shape[1]].reshape(shape)
 
     def repeated(self) -> Ints:
-        """The rows of actions that a later row repeats, and of actions with an invalid stage, micro-batch or edge."""
+        """Return the rows that a later row repeats, and the rows with an invalid stage, micro-batch or edge."""
         return np.flatnonzero(self._table[self.slots] != np.arange(len(self.slots)))
 
 
@@ -292,7 +292,7 @@ def _ends(
 
 
 def _first_form(need: _Need, columns: Columns, ends: Ints, index: Index) -> Ints:
-    """For each action, the row of the first alternative of ``need`` that the program contains; -1 if there is none."""
+    """Return, for each action, the row of the first alternative of ``need`` in the program; -1 if there is none."""
     first_rows = np.full(len(ends), -1, np.int64)
     for kind in need.kinds:
         if not index.has(kind):

@@ -67,12 +67,12 @@ def pairs_held(columns: Columns) -> Held:
 
 
 def peak_in_flight(actions: Iterable[Action] | Columns) -> int:
-    """The largest number of (stage, micro-batch) pairs in flight at once in one rank's order."""
+    """Return the largest number of (stage, micro-batch) pairs in flight at once in one rank's order."""
     return pairs_held(actions if isinstance(actions, Columns) else Columns.of(actions)).peak
 
 
 def peaks_of_stages(columns: Columns) -> Ints:
-    """The largest number of micro-batches in flight at once on each stage. ``columns`` has the orders of all ranks."""
+    """Return the most micro-batches in flight at once on each stage. ``columns`` has the orders of all ranks."""
     by_stage = columns[np.argsort(columns.stage, kind="stable")]  # every stage ends with no micro-batch in flight
     begins = np.searchsorted(by_stage.stage, np.arange(int(columns.stage.max(initial=-1)) + 1))
     return np.maximum.reduceat(pairs_held(by_stage).during, begins)
@@ -93,12 +93,12 @@ def rank_limits(max_in_flight: object, num_ranks: int) -> list[int]:
 def bytes_held(
     columns: Columns, sizes: Mapping[Holding, Sequence[int]], versions: tuple[tuple[int, ...], ...] = ()
 ) -> Held:
-    """The bytes that a rank holds while each action of its order runs, and after it ends.
+    """Return the bytes that a rank holds during each action of the rank's order, and after the action has ended.
 
     Args:
         columns: the rank's order.
         sizes: for each kind of memory, the bytes that one micro-batch (or one weight version) takes on each stage.
-        versions: the weight version of each micro-batch, by stage, as in `Program`.
+        versions: the weight version of each micro-batch, indexed by stage, as in `Program`.
 
     """
     pairs = _Pairs.of(columns)
@@ -127,7 +127,7 @@ def bytes_held(
 
 
 def versions_held(columns: Columns, versions: tuple[tuple[int, ...], ...] = ()) -> dict[int, int]:
-    """For each stage of a rank, the largest number of weight versions held at once, including the newest."""
+    """Return, for each stage of a rank, the largest number of weight versions held at once, including the newest."""
     held: dict[int, list[tuple[int, int]]] = {stage: [] for stage in np.unique(columns.stage).tolist()}
     for stage, begin, end in _stashes(columns, versions):
         held[stage].append((begin, end))
@@ -135,14 +135,14 @@ def versions_held(columns: Columns, versions: tuple[tuple[int, ...], ...] = ()) 
 
 
 def _most_at_once(intervals: list[tuple[int, int]]) -> int:
-    """The largest number of intervals that contain the same row. An interval includes both its ends."""
+    """Return the largest number of intervals that contain the same row. An interval includes both its ends."""
     begins, ends = np.sort(np.array(intervals, np.int64).reshape(-1, 2), axis=0).T
     begun = np.arange(1, len(begins) + 1)
     return int((begun - np.searchsorted(ends, begins)).max(initial=0))
 
 
 def _stashes(columns: Columns, versions: tuple[tuple[int, ...], ...]) -> list[tuple[int, int, int]]:
-    """The old weight versions to keep, each as (stage, row of the update that replaces it, row of its last use)."""
+    """Return the old weight versions to keep: (stage, row of the update that replaces one, row of its last use)."""
     stashes: list[tuple[int, int, int]] = []
     for stage in np.unique(columns.stage[columns.are(Kind.UPDATE)]).tolist():
         of_stage = columns.stage == stage
@@ -166,14 +166,14 @@ def _stashes(columns: Columns, versions: tuple[tuple[int, ...], ...]) -> list[tu
 
 
 def _any_of(pair: Ints, rows: Mask) -> Mask:
-    """A mask of all rows whose (stage, micro-batch) pair has at least one row in ``rows``."""
+    """Return a mask of all rows whose (stage, micro-batch) pair has at least one row in ``rows``."""
     has = np.zeros(int(pair.max(initial=0)) + 1, np.bool_)
     has[pair[rows]] = True
     return has[pair]
 
 
 def _firsts(pair: Ints, rows: Mask) -> Mask:
-    """A mask of the first row in ``rows`` of each (stage, micro-batch) pair."""
+    """Return a mask of the first row in ``rows`` of each (stage, micro-batch) pair."""
     chosen = np.zeros(len(pair), np.bool_)
     candidates = np.flatnonzero(rows)
     chosen[candidates[np.unique(pair[candidates], return_index=True)[1]]] = True

@@ -98,7 +98,7 @@ def _action(cell: str, row: int, column: int) -> Action:
 
 
 def _placement(rows: Iterable[list[_Place]]) -> tuple[int, ...]:
-    """The rank of each stage: the index of the table row that contains the stage's actions."""
+    """Return the rank of each stage: the index of the table row that contains the stage's actions."""
     first: dict[int, tuple[int, int, int]] = {}  # stage -> rank, row, column
     for rank, cells in enumerate(rows):
         for row, column, action in cells:

@@ -28,7 +28,7 @@ def lower(program: Program) -> Program:
     """Add communication to a program, so that an executor can run it.
 
     Args:
-        program: a program with compute actions. If it already has transfers, it is returned unchanged.
+        program: a program with compute actions. A program that already has transfers is returned unchanged.
 
     Returns:
         The same program with a send after each action whose result another rank needs, and the matching receives.
@@ -85,7 +85,7 @@ class _Messages(NamedTuple):
 
     @classmethod
     def of(cls, program: Program) -> "_Messages":
-        """All messages, sorted by producing row, then by receiving stage."""
+        """Return all messages, sorted by producing row, then by receiving stage."""
         columns = program.columns
         row, needed = (part[program.messages] for part in program.requirements)
         order = np.lexsort((columns.stage[row], needed))
@@ -104,7 +104,7 @@ class _Messages(NamedTuple):
 
 
 def _places(program: Program, messages: _Messages) -> Ints:
-    """For each message, the row before which its receive is inserted.
+    """Return, for each message, the row before which its receive is inserted.
 
     This is the first row that consumes the message or a later message of the same channel.
     """
@@ -167,7 +167,7 @@ def add_recompute(program: Program, mode: Checkpoint) -> Program:
 
 
 def _next_back(program: Program) -> Mask:
-    """A mask of the backwards with no other B, I, W or R between them and their forward."""
+    """Return a mask of the backwards without another B, I, W or R between forward and backward."""
     columns = program.columns
     rows = np.flatnonzero(columns.are(*BACKWARDS, Kind.W, Kind.R))
     forwards = program.index.rows(Kind.F, columns.stage[rows], columns.microbatch[rows])
@@ -266,7 +266,7 @@ def forward_then_backward(program: Program) -> Program:
 
 
 def halves(program: Program) -> tuple[tuple[tuple[Action, ...], ...], tuple[tuple[Action, ...], ...]]:
-    """Split each rank's order of a lowered `forward_then_backward` program into its forward and its backward half.
+    """Split each rank's order of a lowered `forward_then_backward` program into a forward and a backward half.
 
     Returns:
         The forward halves of all ranks, and the backward halves of all ranks.

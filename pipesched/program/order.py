@@ -41,7 +41,7 @@ class Shape:
     """The pipeline that an order is written for: the numbers of ranks and micro-batches, and the stage placement."""
 
     num_ranks: int
-    #: The number of micro-batches in all steps; with token slices, the number of slices.
+    #: The total number of micro-batches over all steps; with token slices, the total number of slices.
     num_microbatches: int
     chunks_per_rank: int
     #: The rank of each stage.
@@ -59,18 +59,18 @@ class Shape:
         return len(self.placement)
 
     def chunks(self, rank: int) -> tuple[int, ...]:
-        """The chunks of a rank: its stages in ascending order."""
+        """Return the chunks of a rank: its stages in ascending order."""
         return chunks_of(self.placement, rank)
 
     def microbatches(self, stage: int) -> range:
-        """The micro-batches that visit a stage. They are divided evenly among the chains, in consecutive ranges."""
+        """Return the micro-batches that visit a stage. The chains get near-equal ranges of micro-batches."""
         shares = near_equal_parts(self.num_microbatches, self.num_chains)
         nth_chain = stage * self.num_chains // self.num_stages
         first = sum(shares[:nth_chain])
         return range(first, first + shares[nth_chain])
 
     def exactly(self, count: int, rank: int) -> tuple[int, ...]:
-        """The chunks of a rank. Raises ScheduleError if a rank does not have exactly ``count`` chunks."""
+        """Return the chunks of a rank. Raises ScheduleError if a rank does not have exactly ``count`` chunks."""
         if self.chunks_per_rank != count:
             raise ScheduleError(
                 f"this schedule needs {count} stages on each rank; got chunks_per_rank={self.chunks_per_rank}; cut the "
@@ -79,7 +79,7 @@ class Shape:
         return self.chunks(rank)
 
     def interleaved(self, rank: int) -> tuple[list[int], list[int]]:
-        """The order of a rank's chunks in interleaved 1F1B (Megatron-LM, Narayanan et al. 2021).
+        """Return the order of a rank's chunks in interleaved 1F1B (Megatron-LM, Narayanan et al. 2021).
 
         Micro-batches run group by group (see `groups`). In a group, forwards run chunk by chunk, and backwards run from
         the last chunk to the first.
@@ -95,7 +95,7 @@ class Shape:
         return forwards, backwards
 
     def even_ranks(self) -> int:
-        """The number of ranks of a bidirectional schedule. Raises ScheduleError if it is odd."""
+        """Return the number of ranks of a bidirectional schedule. Raises ScheduleError if it is odd."""
         if self.num_ranks % 2:
             near = [str(count) for count in (self.num_ranks - 1, self.num_ranks + 1) if count]
             raise ScheduleError(
@@ -105,7 +105,7 @@ class Shape:
         return self.num_ranks
 
     def groups(self) -> list[int]:
-        """The sizes of the groups of micro-batches for interleaving.
+        """Return the sizes of the groups of micro-batches for interleaving.
 
         There are as many near-equal groups as possible with at least p micro-batches each, where p is the number of
         ranks. (In Megatron-LM, every group has p micro-batches.) Fewer than p micro-batches form one group.
@@ -136,9 +136,9 @@ class Order:
         self._limit = shape.num_microbatches
         #: Each action as one number: (stage x NUM_KINDS + kind) x number of micro-batches + micro-batch.
         self._numbers: list[int] = []
-        #: The actions that have not been written yet, by kind and stage.
+        #: The actions that have not been written yet, indexed by kind and keyed by stage.
         self._left: list[dict[int, Iterator[int]]] = [{} for _ in range(NUM_KINDS)]
-        #: The W actions that have not been written yet although their I has, by stage.
+        #: The W actions that have not been written yet although their I has been written, keyed by stage.
         self._owed: dict[int, deque[int]] = {}
         self._joined: list[int] = []
         self._versions: dict[tuple[int, int], int] = {}
@@ -195,7 +195,7 @@ class Order:
         return True
 
     def _numbers_of(self, stage: int, kind: int) -> Iterator[int]:
-        """All actions of one kind on a stage in micro-batch order, encoded as in ``_numbers``."""
+        """Return all actions of one kind on a stage in micro-batch order, encoded as in ``_numbers``."""
         if not isinstance(stage, int) or not 0 <= stage < self._shape.num_stages:
             raise ScheduleError(
                 f"an order may only contain actions of the stages 0..{self._shape.num_stages - 1}; got {stage!r}; "
@@ -211,7 +211,7 @@ class Order:
         return list(self.columns())
 
     def columns(self) -> Columns:
-        """The actions written so far, as columns."""
+        """Return the actions written so far, as columns."""
         lines, microbatches = np.divmod(np.array(self._numbers, np.int64), self._limit)
         stages, kinds = np.divmod(lines, NUM_KINDS)
         if self._shape.slices_per_microbatch > 1:
@@ -228,7 +228,7 @@ class Order:
 
     @property
     def versions(self) -> dict[tuple[int, int], int]:
-        """The version of each (stage, micro-batch) whose forward was written with ``version=``."""
+        """The weight versions passed to ``F`` as ``version=``, keyed by (stage, micro-batch)."""
         return self._versions
 
 
@@ -383,14 +383,14 @@ class Schedule:
 
 
 def _required(function: OrderFunction) -> list[str]:
-    """The names of the positional parameters of a schedule's function that have no default."""
+    """Return the names of the positional parameters of a schedule's function that have no default."""
     parameters = inspect.signature(function).parameters.values()
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return [p.name for p in parameters if p.kind in positional and p.default is p.empty]
 
 
 def _versions(orders: Sequence[Order], shape: Shape) -> tuple[tuple[int, ...], ...]:
-    """The weight versions passed to ``Order.F``, by stage and micro-batch; () for a stage without such versions."""
+    """Return the weight versions passed to ``Order.F``, indexed by stage and micro-batch; () for a stage with none."""
     written = {pair: version for order in orders for pair, version in order.versions.items()}
     stages = {stage for stage, _ in written}
     return tuple(

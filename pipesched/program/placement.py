@@ -40,5 +40,5 @@ def table(ranks: Sequence[int], num_ranks: int) -> Placement:
 
 
 def chunks_of(placement: Placement, rank: int) -> tuple[int, ...]:
-    """The chunks of a rank: its stages in ascending order."""
+    """Return the chunks of a rank: its stages in ascending order."""
     return tuple(stage for stage, holder in enumerate(placement) if holder == rank)

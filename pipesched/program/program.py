@@ -48,7 +48,8 @@ class Program:
     Args:
         orders: the actions of each rank, in the order in which the rank runs them.
         placement: the rank of each stage.
-        num_microbatches: the number of micro-batches in all steps; with token slices, the number of slices.
+        num_microbatches: the total number of micro-batches, over all steps of the program; with token slices, the total
+            number of slices.
         graph: which stage feeds which. Default: a chain, in which every stage feeds the next.
         forward_only: whether the program has no backward, for evaluation. Default: False.
         name: the schedule's name, for display; ignored by ``==``. Default: "".
@@ -193,7 +194,7 @@ class Program:
         return self.crossing[~self.columns.are(Kind.UPDATE)[self.requirements.row[self.crossing]]]
 
     def chunks(self, rank: int) -> tuple[int, ...]:
-        """The stages that a rank holds."""
+        """Return the stages that a rank holds."""
         return chunks_of(self.placement, rank)
 
     @cached_property
@@ -209,11 +210,11 @@ class Program:
         return tuple(count * self.slices_per_microbatch for count in chunks)
 
     def needs(self, action: Action) -> Iterable[Action]:
-        """The actions that must have ended before ``action`` starts."""
+        """Return the actions that must have ended before ``action`` starts."""
         return needs(action, self.graph, self.index)
 
     def place(self, action: Action) -> tuple[int, int]:
-        """The rank of an action, and its position in that rank's order. Raises KeyError for a missing action."""
+        """Return the rank of an action, and its position in that rank's order. Raises KeyError for a missing action."""
         row = self.index.row(action)
         if row < 0:
             raise KeyError(str(action))
@@ -239,7 +240,7 @@ class Program:
         return own_weights and self.slices_per_microbatch == 1 and self.first_descent() is None
 
     def first_descent(self) -> tuple[int, int, Action] | None:
-        """The (rank, position, action) of the first action that is not in ascending micro-batch order, or None."""
+        """Return the (rank, position, action) of the first action out of ascending micro-batch order, or None."""
         rows = [row for family in _ORDERED for row in _descents(self.columns, family)]
         return (*self.orders.place(min(rows)), self.columns.action(min(rows))) if rows else None
 
@@ -273,7 +274,7 @@ class Program:
         return "\n".join(lines)
 
     def _first_words(self, rank: int) -> Iterable[str]:
-        """The first cells of a rank's row in the grid. Two overlapping actions share a cell."""
+        """Return the first cells of a rank's row in the grid. Two overlapping actions share a cell."""
         start = self.orders.rank(rank)[: 2 * _REPR_COLUMNS]
         return islice(order_words(start), _REPR_COLUMNS)
 
@@ -329,7 +330,7 @@ def _descents(columns: Columns, family: tuple[Kind, ...]) -> Ints:
 
 
 def marked_grid(program: Program, marks: Mapping[int, int]) -> str:
-    """The orders as a text grid, cut to a few positions around the marks.
+    """Return the orders as a text grid, cut to a few positions around the marks.
 
     On each rank in ``marks``, the action at position ``marks[rank]`` is shown as ``>action<``.
     """

@@ -25,7 +25,7 @@ Orders = tuple[tuple[Action, ...], ...]
 
 
 def enough_steps(num_ranks: int, num_microbatches: int) -> int:
-    """The number of steps to generate: the warm-up, two identical steps, and one more to find where they end."""
+    """Return the number of steps to generate: the warm-up, two identical steps, and one more to find where they end."""
     return 4 + -(-2 * num_ranks // num_microbatches)
 
 
@@ -52,7 +52,7 @@ class Segments:
 
     @cached_property
     def groups(self) -> tuple[tuple[int, ...], ...]:
-        """For each update of a step, the micro-batches whose gradients it applies, numbered from 0 within the step."""
+        """For each update of a step, the micro-batches whose gradients are applied, numbered from 0 within the step."""
         size = self.num_microbatches
         groups = [tuple(number % size for number in group) for group in update_groups(self.program) if group[0] < size]
         if sorted(number for group in groups for number in group) != list(range(size)):
@@ -64,7 +64,7 @@ class Segments:
         return tuple(sorted(groups))
 
     def versions(self, count: int) -> tuple[tuple[int, ...], ...]:
-        """The weight versions of the first ``count`` micro-batches, by stage, as in `Program.versions`."""
+        """Return the weight versions of the first ``count`` micro-batches, in the form of `Program.versions`."""
         return tuple(tuple(map(self.uses(stage).version, range(count))) for stage in range(self.program.num_stages))
 
     @property
@@ -73,12 +73,12 @@ class Segments:
         return len(self.groups)
 
     def segment(self, step: int) -> Orders:
-        """The actions of each rank for a step, up to the first action of the next step."""
+        """Return the actions of each rank for a step, up to the first action of the next step."""
         known = min(step, self._steps - 1)
         return self._moved([order[start:end] for order, (start, end) in self._ranges(known)], step - known)
 
     def cooldown(self, steps: int) -> Orders:
-        """The actions that drain the pipeline after ``steps`` steps. Actions of later steps are left out."""
+        """Return the actions that drain the pipeline after ``steps`` steps. Actions of later steps are left out."""
         known = min(steps, self._steps)
         rest = (order[ends[known - 1] :] for order, ends in zip(self.program.orders, self._cuts, strict=True))
         microbatches = known * self.num_microbatches
@@ -90,7 +90,7 @@ class Segments:
         return self._moved(kept, steps - known)
 
     def uses(self, stage: int) -> Uses:
-        """The weight versions that each micro-batch uses on a stage, for any number of steps."""
+        """Return the weight versions that each micro-batch uses on a stage, for any number of steps."""
         return Uses(self._used[stage][: self._steps * self.num_microbatches], (self.num_microbatches, self.updates))
 
     def pair(self, microbatch: int) -> int:
@@ -99,7 +99,7 @@ class Segments:
         return microbatch - max(0, over) * self.num_microbatches
 
     def _cut(self, rank: int) -> list[int]:
-        """For each step after the first, the number of a rank's actions before the first action of that step."""
+        """Return, for each step after the first, the number of a rank's actions before the step's first action."""
         columns = self.program.orders.rank(rank)
         step = np.where(columns.are(Kind.UPDATE), 0, columns.microbatch // self.num_microbatches)
         begun: Ints = np.maximum.accumulate(step)

@@ -23,7 +23,7 @@ _LINES = (
 
 
 def order_words(columns: Columns) -> Iterator[str]:
-    """The actions of one rank as words. Two overlapping actions are one word: ``1F4&0B2``."""
+    """Yield the actions of one rank as words. Two overlapping actions are one word: ``1F4&0B2``."""
     before = ""
     for action, joined in zip(columns, columns.joined.tolist(), strict=True):
         if joined:
@@ -49,7 +49,7 @@ def _spaced(numbers: Iterable[int]) -> str:
 
 @dataclass
 class _Read:
-    """The content of the lines parsed so far."""
+    """The fields of a program, as far as its lines have been parsed."""
 
     header: dict[str, Any] = field(default_factory=dict)
     edges_line: int = 0

@@ -32,9 +32,9 @@ class Timing(NamedTuple):
 class Walked(NamedTuple):
     """The result of `walk`: the times of each action, and the number of actions that each rank ran."""
 
-    #: The start of each action, by row; None if it never ran.
+    #: The start of each action, indexed by row; None for an action that never ran.
     starts: list[Any]
-    #: The end of each action, by row; None if it never ran.
+    #: The end of each action, indexed by row; None for an action that never ran.
     ends: list[Any]
     #: The number of actions that each rank ran.
     reached: list[int]
@@ -137,7 +137,7 @@ class _Links:
 
 
 def _arrivals(waits: list[tuple[int, Any]], ends: list[Any]) -> list[Any] | int:
-    """The arrival time of each awaited result; or, if a needed action has not run yet, the row of that action."""
+    """Return the arrival time of each awaited result or, if a needed action has not run yet, the row of that action."""
     for need, _ in waits:
         if ends[need] is None:
             return need
@@ -153,7 +153,7 @@ def _roles(columns: Columns) -> bytes:
 
 
 def _waits(program: Program, timing: Timing | None) -> _Waits:
-    """The dependencies that a rank's own order does not guarantee: on actions of other ranks, and on copies.
+    """Return the dependencies that a rank's own order does not guarantee: on actions of other ranks and on copies.
 
     Of two overlapping actions, the first waits for everything that either needs.
     """

@@ -375,7 +375,7 @@ def check_deadlock(program: Program) -> None:
 
 
 def deadlock_error(program: Program, reached: Sequence[int]) -> DeadlockError:
-    """The error for a deadlock, with the cycle of waiting ranks. ``reached`` counts the actions that each rank ran."""
+    """Return the error for a deadlock, with the cycle of waiting ranks. ``reached``: how many actions each rank ran."""
     waits: dict[int, tuple[Action, Action]] = {}
     for rank, order in enumerate(program.orders):
         if reached[rank] < len(order):

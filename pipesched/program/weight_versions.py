@@ -23,14 +23,14 @@ _NEVER = -1  # the version of a micro-batch that does not visit the stage
 class Uses:
     """The version of one stage's weights that each micro-batch uses."""
 
-    #: The version, by micro-batch.
+    #: The version that each micro-batch uses, indexed by micro-batch.
     used: tuple[int, ...]
     #: (micro-batches per step, updates per step) if steps repeat without end: later steps repeat the versions of the
     #: last step in ``used``, each increased by the number of updates in between. None if no later steps follow.
     period: tuple[int, int] | None = None
 
     def version(self, microbatch: int) -> int:
-        """The version that a micro-batch uses."""
+        """Return the version that a micro-batch uses."""
         if self.period is None or microbatch < len(self.used):
             return self.used[microbatch]
         microbatches, updates = self.period
@@ -51,7 +51,7 @@ class Uses:
 
 
 def used_versions(program: Program) -> tuple[tuple[int, ...], ...]:
-    """For each stage, the weight version that each micro-batch uses.
+    """Return, for each stage, the weight version that each micro-batch uses.
 
     It is the version set in the program or, by default, the newest version when the micro-batch's F runs.
     """
@@ -68,7 +68,7 @@ def used_versions(program: Program) -> tuple[tuple[int, ...], ...]:
 
 
 def update_groups(program: Program) -> tuple[tuple[int, ...], ...]:
-    """For each update of the last stage, the micro-batches whose gradients it applies, in ascending order.
+    """Return, for each update of the last stage, the micro-batches whose gradients are applied, in ascending order.
 
     In a valid program, all stages have the same groups.
     """
@@ -121,7 +121,7 @@ def check_versions(program: Program) -> None:
 
 
 def _placed(program: Program) -> list[list[tuple[int, Action]]]:
-    """For each stage, its actions in order, each with its position among all actions of the rank."""
+    """Return, for each stage, the stage's actions in order, each with its position in the rank's order."""
     placed: list[list[tuple[int, Action]]] = [[] for _ in program.placement]
     for order in program.orders:
         for position, action in enumerate(order):
@@ -134,7 +134,7 @@ def _quoted(groups: list[tuple[int, ...]], number: int) -> str:
 
 
 def _updated(program: Program, stage: int, actions: list[tuple[int, Action]]) -> list[tuple[int, ...]]:
-    """For each update of a stage, the micro-batches whose gradients it applies.
+    """Return, for each update of a stage, the micro-batches whose gradients the update applies.
 
     Raises ScheduleError if an update has a wrong number or applies no gradient, or if a gradient is never applied.
     """

@@ -34,7 +34,7 @@ def lower_bound(
     max_in_flight: int | Sequence[int] | None = None,
     split: bool = True,
 ) -> float:
-    """A lower bound on the makespan of every valid program for a chain of stages with these costs.
+    """Return a lower bound on the makespan of every valid program for a chain of stages with these costs.
 
     A gap between a schedule and the bound means that the schedule is not optimal, or that the bound is loose (finding
     the optimum is NP-hard). Whole numbers and Fractions give exact results; floats are subject to rounding.
@@ -49,7 +49,7 @@ def lower_bound(
         placement: the rank of each stage. Default: one rank per stage.
         max_in_flight: the most (stage, micro-batch) pairs that a rank is allowed to hold at the same time, each held
             from its F on: one number, or one per rank. Default: no limit. Pass no limit for programs with recompute,
-            because they hold a recomputed pair only from its R on.
+            because such programs hold a recomputed pair only from its R on.
         split: whether each backward can be one B, or an I and a W, whichever is faster. If False, every backward is
             a B. Default: True.
 
@@ -84,7 +84,7 @@ def lower_bound(
 
 
 def program_bound(program: Program, costs: Costs) -> float | None:
-    """A lower bound on the makespan of every program with the stages, placement and micro-batches of this program.
+    """Return a lower bound on the makespan of all programs with this program's stages, placement and micro-batches.
 
     The bound holds for whole and split backwards. It is weaker if the stages are not a single chain. Returns the bound
     in seconds, or None for a forward-only program.
@@ -97,7 +97,7 @@ def program_bound(program: Program, costs: Costs) -> float | None:
 
 
 def _of_graph(program: Program, costs: Costs) -> float:
-    """A lower bound on the makespan in seconds, for any stage graph, even if micro-batches skip stages.
+    """Return a lower bound on the makespan in seconds, for any stage graph, even if micro-batches skip stages.
 
     Only forwards can run on a rank before its first gradient arrives, and after a rank's last gradient the earlier
     stages still have to run.
@@ -149,7 +149,10 @@ def _check(costs: Costs, num_microbatches: int, placement: Placement) -> None:
 
 
 def _limits(given: int | Sequence[int] | None, chunks: dict[int, int], num_microbatches: int) -> dict[int, int]:
-    """The most (stage, micro-batch) pairs that each rank can hold: its limit, or the number of its pairs if smaller."""
+    """Return the number of (stage, micro-batch) pairs that each rank can hold, keyed by rank.
+
+    This is the limit of the rank or, if smaller, the number of all pairs of the rank.
+    """
     most = {rank: count * num_microbatches for rank, count in chunks.items()}
     if given is None:
         return most
@@ -239,7 +242,7 @@ def _stages(costs: Costs, placement: Placement, split: bool) -> list[_Stage]:
 
 
 def _one_machine(chunks: Sequence[_Stage], num_microbatches: int, limit: int) -> float:
-    """The largest value of earliest start + work + shortest time to the end, over all parts of a rank's work."""
+    """Return the largest value of earliest start + work + shortest time to the end, over all parts of a rank's work."""
     release = min(stage.turn + stage.backward for stage in chunks)
     moments = {moment for s in chunks for moment in (s.start, s.turn, s.rest_start)} | {release}
     best: float = 0
@@ -266,7 +269,7 @@ def _tasks_from(moment: float, chunks: Sequence[_Stage]) -> Iterable[tuple[float
 
 
 def _held_back(chunks: Sequence[_Stage], num_microbatches: int, limit: int) -> list[tuple[float, float]]:
-    """The forwards that must wait for the release of a (stage, micro-batch) pair because of the limit.
+    """Return the forwards that must wait for the release of a (stage, micro-batch) pair because of the limit.
 
     Returns a list with one tuple (shortest time to the end, total duration), or [] if no forward must wait.
     """
@@ -280,7 +283,7 @@ def _held_back(chunks: Sequence[_Stage], num_microbatches: int, limit: int) -> l
 
 
 def _in_turns(stage: _Stage, num_microbatches: int, limit: int) -> float:
-    """The lower bound in seconds that follows from the limit on one stage.
+    """Return the lower bound in seconds that follows from the limit on one stage.
 
     F number 1 + limit starts at least one lifetime after F number 1, F number 1 + 2 x limit at least two lifetimes
     after F number 1, and so on. The remaining forwards follow back to back.
@@ -290,10 +293,10 @@ def _in_turns(stage: _Stage, num_microbatches: int, limit: int) -> float:
 
 
 def _littles_law(chunks: Sequence[_Stage], num_microbatches: int, limit: int) -> float:
-    """The lower bound in seconds from packing the lifetimes of all pairs, at most ``limit`` at a time.
+    """Return the lower bound in seconds from packing the lifetimes of all pairs, at most ``limit`` at a time.
 
-    Forwards start one by one, and pairs are released one by one. The result is the larger of two bounds: one in which
-    lifetimes end when the pair is released, and one in which they end with the pair's gradient and the work of earlier
+    Forwards start one by one, and pairs are released one by one. The result is the larger of two bounds: in one,
+    lifetimes end when the pair is released; in the other, they end with the pair's gradient, and the work of earlier
     stages follows.
     """
     start = min(stage.start for stage in chunks)
@@ -311,6 +314,6 @@ def _littles_law(chunks: Sequence[_Stage], num_microbatches: int, limit: int) ->
 
 
 def _ratio(seconds: Any, count: int) -> float:
-    """``seconds / count``, exact for whole numbers and Fractions."""
+    """Return ``seconds / count``, exact for whole numbers and Fractions."""
     quotient: Any = Fraction(seconds) / count if isinstance(seconds, Rational) else seconds / count
     return quotient  # type: ignore[no-any-return]  # mypy does not accept a Fraction as a float

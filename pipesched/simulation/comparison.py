@@ -40,7 +40,7 @@ class StageComparison:
 
     @property
     def work_s(self) -> Pair:
-        """The stage's total time in a step, in seconds, taking the median time of its kind for each action."""
+        """The stage's total time in a step in seconds, taking for each action the median time of the action's kind."""
         return Pair(*(sum(count * self.seconds[kind][side] for kind, count in self.counts.items()) for side in (0, 1)))
 
 
@@ -146,12 +146,12 @@ def measured_costs(traces: Sequence[Trace], num_stages: int, profiled: Costs | N
 
 
 def quote_off(share: float | None) -> str:
-    """A relative error as text, such as ``+3.3%``; ``new`` if nothing was predicted."""
+    """Return a relative error as text, such as ``+3.3%``; ``new`` if nothing was predicted."""
     return "new" if share is None else f"{round(share, 3) + 0.0:+.1%}"  # 0, not -0
 
 
 def _durations(*traces: Trace) -> dict[tuple[int, Kind], list[float]]:
-    """The durations of the actions in all traces in seconds, by (stage, kind)."""
+    """Return the durations of the actions in all traces in seconds, keyed by (stage, kind)."""
     seen: dict[tuple[int, Kind], list[float]] = {}
     for row in chain.from_iterable(trace.by_rank for trace in traces):
         for span in row:

@@ -24,8 +24,8 @@ class Costs:
         pipesched.Costs.uniform(4, forward_s=2)
 
     Fields of type tuple have one number per stage; any iterable of numbers is accepted. They default to 0 for each
-    stage unless another default is given. A transient is the most memory that an action needs beyond the memory that is
-    held when it begins.
+    stage unless another default is given. A transient is the most memory that an action needs in addition to the
+    memory that is held when the action begins.
 
     Attributes:
         forward_s: time of a forward (F).
@@ -146,7 +146,7 @@ class Costs:
 
     @property
     def shares(self) -> tuple[float, ...]:
-        """For each stage, the fraction of its time in which it computes instead of waiting."""
+        """For each stage, the fraction of the stage's time that is spent computing, not waiting."""
         times = zip(self.forward_s, self.backward_s, self.waiting_s, strict=True)
         return tuple(max(0.0, 1 - wait / (forward + backward)) if wait else 1 for forward, backward, wait in times)
 
@@ -182,18 +182,18 @@ class Costs:
         return cls(**spread)
 
     def times(self, kind: Kind) -> tuple[float, ...]:
-        """The time in seconds of an action of this kind on each stage; () for transfers between stages."""
+        """Return the time in seconds of an action of this kind on each stage; () for transfers between stages."""
         name = _TIME_OF.get(kind)
         times: tuple[float, ...] = getattr(self, name) if name else ()
         return times
 
     def seconds(self, action: Action) -> float:
-        """The time of an action in seconds; 0 for transfers between stages."""
+        """Return the time of an action in seconds; 0 for transfers between stages."""
         times = self.times(action.kind)
         return times[action.stage] if times else 0
 
     def sizes(self) -> dict[Holding, tuple[int, ...]]:
-        """The bytes that each stage holds for one micro-batch, or for one version of the weights, by purpose."""
+        """Return the bytes that each stage holds per micro-batch, or per version of the weights, keyed by purpose."""
         return {
             Holding.INPUT: self.input_bytes,
             Holding.ACTIVATIONS: self.activation_bytes,
@@ -203,7 +203,7 @@ class Costs:
         }
 
     def scaled(self, factor: float) -> "Costs":
-        """A copy with all times multiplied by ``factor``, except those in ``links`` and ``overheads``.
+        """Return a copy with all times multiplied by ``factor``, except those in ``links`` and ``overheads``.
 
         Raises ScheduleError for an invalid factor.
         """
@@ -221,7 +221,7 @@ class Costs:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "Costs":
-        """The inverse of ``to_dict``. Raises ScheduleError for unknown or missing fields and invalid numbers."""
+        """Make costs from the values of ``to_dict``. Raises ScheduleError for wrong fields and invalid numbers."""
         check_type(values, Mapping, "costs must be read from a mapping of field names", "pass the result of to_dict")
         known = [field.name for field in fields(cls)]
         wrong = sorted(set(values) - set(known)) + sorted({"forward_s", "input_grad_s", "weight_grad_s"} - set(values))

@@ -29,14 +29,14 @@ __all__ = [
 #: The names of each stage's layers.
 Stages = Sequence[Sequence[str]]
 
-#: The measured times of a layer.
+#: The names of the measured times of a layer.
 TIMES = ("forward_s", "backward_s", "input_grad_s", "weight_grad_s")
 
-#: The times and sizes that every layer of a profile must have.
+#: The names of the times and sizes that every layer of a profile must have.
 NEEDED = (*TIMES, "input_bytes", "output_bytes", "activation_bytes", "weight_grad_bytes", "parameter_bytes")
 
-#: The sizes that `LayerMemory` and `Costs` have in common. `kept_output_bytes` is excluded, because a stage's value is
-#: that of its last layer even if a loss follows.
+#: The names of the sizes that `LayerMemory` and `Costs` have in common. `kept_output_bytes` is excluded, because for a
+#: stage it is the value of the last layer, even if a loss follows.
 MEMORY_COLUMNS = {item.name for item in fields(LayerMemory) if item.name != "kept_output_bytes"}
 MEMORY_COLUMNS &= {item.name for item in fields(Costs)}
 
@@ -65,7 +65,7 @@ class LayerCosts:
     update_s: float = 0
     #: Size of the optimizer's state.
     optimizer_bytes: int = 0
-    #: Peak memory of the optimizer's step beyond the optimizer's state.
+    #: Peak memory of the optimizer's step, in addition to the optimizer's state.
     update_transient_bytes: int = 0
     #: Memory of the forward and the backward.
     memory: LayerMemory = field(default_factory=LayerMemory)
@@ -73,7 +73,7 @@ class LayerCosts:
     loss: LossMemory = field(default_factory=LossMemory)
 
     def __add__(self, other: "LayerCosts") -> "LayerCosts":
-        """The costs of two layers in sequence. The loss is the second layer's."""
+        """Return the costs of two layers in sequence. The loss is the loss of the second layer."""
         sums = {name: getattr(self, name) + getattr(other, name) for name in (*_SUMS, "crowded_s", "parameter_bytes")}
         spread = max(self.spread, other.spread)
         return replace(other, **sums, spread=spread, memory=self.memory + other.memory)
@@ -84,14 +84,14 @@ class LayerCosts:
         return self.loss.as_layer(self.memory.output_bytes)
 
     def figures(self) -> dict[str, Any]:
-        """All times and sizes as one flat mapping, with the names and in the order that a profile uses."""
+        """Return all times and sizes as one flat mapping, with the names and in the order that a profile uses."""
         figures: dict[str, Any] = dict.fromkeys(NEEDED) | vars(self)
         del figures["memory"], figures["loss"]
         loss = {f"loss_{name}": size for name, size in vars(self.loss).items()}
         return figures | vars(self.memory) | loss
 
     def recomputed(self, *, keeps_dear: bool = False) -> "LayerCosts":
-        """The costs of the layer if its forward is recomputed before the backward.
+        """Return the costs of the layer if its forward is recomputed before the backward.
 
         With ``keeps_dear``, activations that are expensive to compute are held. The time that this saves was not
         measured, so the full forward is counted.
@@ -105,14 +105,14 @@ class LayerCosts:
         )
 
     def treated(self, keep: LayerCheckpoint | None) -> "LayerCosts":
-        """The costs of the layer if its activations are held (None), recomputed or offloaded."""
+        """Return the costs of the layer if its activations are held (None), recomputed or offloaded."""
         if keep == "offload":
             return replace(self, memory=replace(self.memory, offloads=1))
         return self if keep is None else self.recomputed(keeps_dear=keep == "recompute-cheap")
 
 
 def costs_of(graph: "nx.DiGraph[str]", layer: str) -> LayerCosts:
-    """The costs of a layer in a measured graph."""
+    """Return the costs of a layer in a measured graph."""
     node = graph.nodes[layer]
 
     def known(kind: type, prefix: str = "") -> dict[str, Any]:
@@ -126,7 +126,7 @@ def costs_of(graph: "nx.DiGraph[str]", layer: str) -> LayerCosts:
 def stage_costs(
     stages: Sequence[Sequence[LayerCosts]], chain: int | None = None, *, host_bytes_per_s: float | None = None
 ) -> Costs:
-    """The costs of stages made of these layers.
+    """Return the costs of stages made of these layers.
 
     Args:
         stages: the layers of each stage.
@@ -145,7 +145,7 @@ def stage_costs(
 def costs_of_stage(
     layers: Sequence[LayerCosts], begins: bool, ends: bool, host_bytes_per_s: float | None = None
 ) -> dict[str, Any]:
-    """The costs of one stage, by the field names of `Costs`.
+    """Return the costs of one stage, keyed by the field names of `Costs`.
 
     Args:
         layers: the layers of the stage.
@@ -178,7 +178,7 @@ def joined_costs(stages: Sequence[Mapping[str, Any]], **others: Any) -> Costs:
     return Costs(**columns, **others)
 
 
-#: The times and sizes of a stage that are sums over its layers.
+#: The names of the times and sizes of a stage that are sums over the layers of the stage.
 _SUMS = (
     "forward_s",
     "input_grad_s",
@@ -192,7 +192,7 @@ _SUMS = (
 
 
 def messages(graph: "nx.DiGraph[str]", stages: Stages) -> dict[tuple[int, int], int]:
-    """The bytes that stages send to later stages for a micro-batch: {(sending stage, receiving stage): bytes}.
+    """Return the bytes that stages send to later stages for a micro-batch: {(sending stage, receiving stage): bytes}.
 
     A tensor that several stages use is passed on from each of them to the next.
     """
@@ -210,6 +210,6 @@ def messages(graph: "nx.DiGraph[str]", stages: Stages) -> dict[tuple[int, int], 
 
 
 def treated(profile: Mapping[str, LayerCosts], checkpoint: Checkpoint) -> dict[str, LayerCosts]:
-    """The costs of layers by name, with activations recomputed or offloaded as ``checkpoint`` specifies."""
+    """Return the layers' costs, keyed by name, with activations recomputed or offloaded as ``checkpoint`` specifies."""
     keep = checkpoint_by_layer(checkpoint)
     return {name: costs.treated(keep.get(name)) for name, costs in profile.items()}

@@ -15,7 +15,8 @@ __all__ = [
     "stage_memory",
 ]
 
-#: The weight-gradient action (W) computes gradients in groups of about this size, then adds them to the parameters'.
+#: The weight-gradient action (W) computes gradients in groups of about this size, then adds them to
+#: the gradients of the parameters.
 DELIVERED_BYTES = 1 << 20
 
 #: The size of all scalars of a step, such as the losses of up to 16 micro-batches.
@@ -27,7 +28,7 @@ class LayerMemory:
     """Memory of a layer, or of several layers in sequence, for one micro-batch, in bytes.
 
     `pipesched.Costs` has columns of the same names, with the sizes of whole stages. A transient is the most memory that
-    an action needs beyond the memory that is held when it begins.
+    an action needs in addition to the memory held when the action begins.
     """
 
     #: Size of the input.
@@ -71,7 +72,7 @@ class LayerMemory:
     offloads: int = 0
 
     def __add__(self, other: "LayerMemory") -> "LayerMemory":
-        """The memory of two layers in sequence.
+        """Return the memory of two layers in sequence.
 
         Memory that is held both as the first layer's output and as the second layer's input is counted once.
 
@@ -109,7 +110,7 @@ class LayerMemory:
         )
 
     def of_batch(self) -> "LayerMemory":
-        """The memory of this layer as a model's first layer: its inputs belong to the batch and are not counted."""
+        """Return the memory of this layer as a model's first layer, without its inputs, which belong to the batch."""
         return replace(
             self,
             activation_bytes=self.activation_bytes - self.kept_input_bytes,
@@ -119,7 +120,7 @@ class LayerMemory:
         )
 
     def recomputed(self, *, keeps_dear: bool) -> "LayerMemory":
-        """The memory of this layer if its forward is recomputed before the backward.
+        """Return the memory of this layer if its forward is recomputed before the backward.
 
         Until the recomputation, the layer holds its input, copies of its buffers and, with ``keeps_dear``, the
         activations that are expensive to compute.
@@ -140,7 +141,7 @@ class LayerMemory:
 
 @dataclass(frozen=True, kw_only=True)
 class LossMemory:
-    """Measured memory of a loss, in bytes; 0 if it was not measured."""
+    """Measured memory of a loss, in bytes. All fields are 0 if the loss was not measured."""
 
     #: Memory held for the backward.
     kept_bytes: int = 0
@@ -152,10 +153,10 @@ class LossMemory:
     backward_bytes: int = 0
 
     def as_layer(self, output_bytes: int) -> LayerMemory:
-        """The loss modelled as a layer after an output of this size, including the scalars of a step.
+        """Return the loss as a layer whose input has ``output_bytes`` bytes. The scalars of a step are included.
 
-        A loss that was not measured is assumed to be cross entropy: it holds a tensor of the output's size, and its
-        backward creates two gradients of that size.
+        A loss that was not measured is assumed to be cross entropy: the loss holds a tensor of the output's size, and
+        the backward of the loss creates two gradients of that size.
         """
         measured = self.backward_bytes > 0
         backward = self.backward_bytes if measured else 2 * output_bytes
@@ -172,7 +173,7 @@ class LossMemory:
 
 
 def stage_memory(layers: Sequence[LayerMemory]) -> LayerMemory:
-    """Memory of a stage made of these layers.
+    """Return the memory of a stage made of these layers.
 
     The stage holds its input until its forward ends, and the incoming gradient until its backward ends, even after the
     layers that use these tensors have run.
@@ -188,7 +189,7 @@ def stage_memory(layers: Sequence[LayerMemory]) -> LayerMemory:
 
 
 def _shared(layers: Sequence[LayerMemory]) -> list[int]:
-    """For each layer, the bytes that it holds as its input and that the previous layer holds as its output."""
+    """Return, for each layer, the bytes that it holds as its input and that the previous layer holds as its output."""
     pairs = [min(one.kept_output_bytes, other.kept_input_bytes) for one, other in pairwise(layers)]
     return [0, *pairs]
 
@@ -203,7 +204,7 @@ def _forward(layers: Sequence[LayerMemory]) -> int:
 
 
 def offloaded_bytes(layers: Sequence[LayerMemory]) -> int:
-    """The bytes of activations that are copied to the host and back.
+    """Return the bytes of activations that are copied to the host and back.
 
     In a run of consecutive offloaded layers, memory shared with the first layer's input or the last layer's output
     stays on the device, because other layers can hold this memory.
@@ -217,13 +218,15 @@ def offloaded_bytes(layers: Sequence[LayerMemory]) -> int:
 
 
 def dropping_bytes(layers: Sequence[LayerMemory]) -> int:
-    """The bytes that a forward needs beyond its input if it keeps no activations: a maximum over its layers."""
+    """Return the bytes that a forward without kept activations needs besides its input: a maximum over its layers."""
     inside = [layer.activation_bytes + layer.forward_transient_bytes for layer in layers]
     return max(0, inside[0] - layers[0].input_bytes, *inside[1:]) if layers else 0
 
 
 def _backwards(layers: Sequence[LayerMemory]) -> dict[str, int]:
-    """The transients of the stage's backwards beyond its activations, by the field names of `LayerMemory`.
+    """Return the transient memory of the stage's backwards, keyed by the field names of `LayerMemory`.
+
+    Transient memory is the memory that a backward needs in addition to the stage's activations.
 
     The weight gradients (W) need the inputs of matrix products. Until the previous layer's backward has run, such an
     input can also be held as that layer's output. This memory is counted only once.
@@ -247,7 +250,7 @@ def _backwards(layers: Sequence[LayerMemory]) -> dict[str, int]:
 
 
 def _delivered(layers: Sequence[LayerMemory]) -> int:
-    """The peak bytes of a group of weight gradients, minus the output gradients that W has freed during the group."""
+    """Return the peak bytes of a group of weight gradients, minus the output gradients freed during the group."""
     most = group = gone = 0
     for layer in reversed(layers):
         most = max(most, group - gone + layer.weight_grad_transient_bytes)

@@ -62,7 +62,7 @@ class Link:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "Link":
-        """The inverse of ``asdict``. Raises ScheduleError for invalid values."""
+        """Make a link from the values of ``asdict``. Raises ScheduleError for invalid values."""
         return read_fields(cls, values, "a link must have")
 
     @property
@@ -139,7 +139,7 @@ class Links:
         return cls(hosts=tuple(rank // ranks_per_host for rank in range(num_ranks)), **links)
 
     def link(self, sender: int, receiver: int) -> Link:
-        """The link from one rank to another. Raises ScheduleError if ``hosts`` lacks a rank."""
+        """Return the link from one rank to another. Raises ScheduleError if ``hosts`` lacks a rank."""
         if (sender, receiver) in self._special:
             return self._special[sender, receiver]
         if not self.hosts:
@@ -156,16 +156,16 @@ class Links:
         return dict(self.special)
 
     def latencies(self, senders: Ints, receivers: Ints) -> NDArray[Any]:
-        """The latency of each message, in seconds."""
+        """Return the latency of each message, in seconds."""
         return self._figures(senders, receivers, lambda link: link.latency_s)
 
     def travel(self, senders: Ints, receivers: Ints, sizes: NDArray[Any]) -> NDArray[Any]:
-        """The time for which each message occupies its link, in seconds."""
+        """Return the time for which each message occupies its link, in seconds."""
         travel: NDArray[Any] = sizes * self._figures(senders, receivers, lambda link: link.byte_s)
         return travel
 
     def _figures(self, senders: Ints, receivers: Ints, figure: Callable[[Link], float]) -> NDArray[Any]:
-        """A property of each message's link, such as the latency. It is computed once per pair of ranks."""
+        """Return a property of each message's link, such as the latency. It is computed once per pair of ranks."""
         num_ranks = 1 + int(max(senders.max(initial=0), receivers.max(initial=0)))
         pairs = senders * num_ranks + receivers
         figures: NDArray[Any] = np.zeros(num_ranks * num_ranks, object)
@@ -184,7 +184,7 @@ class Links:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "Links":
-        """The inverse of ``to_dict``. Raises ScheduleError for invalid values."""
+        """Make links from the values of ``to_dict``. Raises ScheduleError for invalid values."""
 
         def link(plain: Any) -> Link:
             try:

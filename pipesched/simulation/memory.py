@@ -1,4 +1,4 @@
-"""Memory: the peak memory of each rank of a program, by purpose.
+"""Memory: the peak memory of each rank of a program, broken down by purpose.
 
 The peak depends on the order of actions, not on their times.
 """
@@ -27,7 +27,7 @@ _HEADER_BYTES = 64  # size of the header of each message between processes
 
 @dataclass(frozen=True, kw_only=True)
 class RankMemory:
-    """The memory of a rank at its peak, by purpose, in bytes."""
+    """The peak memory of a rank in bytes, broken down by purpose."""
 
     #: Parameters of the rank's stages, held all the time.
     parameters: int
@@ -61,7 +61,7 @@ class Message(NamedTuple):
 
     #: Size at the receiver.
     arriving: int
-    #: Size at the sender; for views the size of the whole storage.
+    #: Size at the sender. For a view, this is the size of the whole storage.
     made: int
     #: The part of `made` that shares memory with the sender's activations.
     kept: int
@@ -72,7 +72,7 @@ class Message(NamedTuple):
 def rank_memory(
     program: Program, costs: Costs, *, posted: int = 0, messages: Mapping[tuple[int, int], Message] | None = None
 ) -> tuple[RankMemory, ...]:
-    """An upper bound on each rank's peak memory, broken down by purpose.
+    """Return an upper bound on each rank's peak memory in bytes, broken down by purpose.
 
     The model's inputs on the ranks' devices are counted; the targets are not.
 
@@ -80,7 +80,8 @@ def rank_memory(
         program: the program as it runs, with recomputes (R) and updates.
         costs: the sizes of the stages.
         posted: the number of receives per channel that are posted in advance, each with a buffer. Default: 0.
-        messages: the sizes of messages by (sending stage, receiving stage). Default: each stage sends its output.
+        messages: the sizes of messages, keyed by (sending stage, receiving stage). Default: each stage sends its
+            output.
 
     Raises:
         ScheduleError: if the costs and the program have different numbers of stages.
@@ -118,14 +119,14 @@ def rank_memory(
 
 
 class _Around(NamedTuple):
-    """The bytes held before and after each action of a program."""
+    """The bytes that a rank holds before and after each action, for all actions of a program."""
 
     before: Ints
     after: Ints
 
     @classmethod
     def of(cls, program: Program, change: Ints) -> "_Around":
-        """Add up ``change``, the bytes by which each action changes the held memory. Each rank starts with 0 bytes."""
+        """Add up ``change``, the bytes by which each action changes the memory held. Each rank starts with 0 bytes."""
         total = np.concatenate([[0], np.cumsum(change)])
         begins = program.orders.offsets[:-1][program.orders.rank_of]
         return cls(total[:-1] - total[begins], total[1:] - total[begins])
@@ -146,7 +147,7 @@ class _Sizes(NamedTuple):
 
     @classmethod
     def of(cls, program: Program, costs: Costs, messages: Mapping[tuple[int, int], Message] | None) -> "_Sizes":
-        """The sizes of ``messages``. If None, each stage sends its output to its consumers."""
+        """Return the sizes of ``messages``. If None, each stage sends its output to its consumers."""
         stages = range(costs.num_stages)
         own = [
             Message(arriving=size, made=size, kept=min(kept, size), back=size)
@@ -160,7 +161,7 @@ class _Sizes(NamedTuple):
 
 
 def _held(program: Program, costs: Costs, messages: _Sizes, posted: int) -> dict[str, Ints]:
-    """The peak bytes during each action, by purpose (a field of `RankMemory`)."""
+    """Return the peak bytes during each action, keyed by purpose (a field of `RankMemory`)."""
     columns = program.columns
     sizes: dict[str, Ints] = {name: np.asarray(values, np.int64) for name, values in _sizes(costs).items()}
     inputs = tuple(size if program.graph.producers[stage] else 0 for stage, size in enumerate(costs.input_bytes))
@@ -191,7 +192,7 @@ def _holding(program: Program, costs: Costs, *wanted: Holding) -> _Around:
 
 
 def _met(program: Program, buffer_bytes: Ints) -> _Around:
-    """The bytes of the buffer copies that checkpointed forwards keep for their backwards."""
+    """Return the bytes of the buffer copies that checkpointed forwards keep for their backwards."""
     columns = program.columns
     recomputed = np.isin(columns.pair, columns.pair[columns.are(Kind.R)])
     size = np.where(recomputed, buffer_bytes[columns.stage], 0)
@@ -228,7 +229,7 @@ class _Gradients(NamedTuple):
 
 
 def _transients(columns: Columns, sizes: Mapping[str, Ints], gradients: _Gradients) -> Ints:
-    """The transient bytes of each action: its peak, minus the bytes held at its start and the bytes that it keeps."""
+    """Return each action's transient bytes: the peak minus the bytes held before and the bytes kept after it."""
     stage = columns.stage
     found = np.zeros(len(columns), np.int64)
     for kind, name in (
@@ -262,7 +263,10 @@ def _transients(columns: Columns, sizes: Mapping[str, Ints], gradients: _Gradien
 
 
 def _waiting(program: Program, sizes: _Sizes, posted: int) -> Ints:
-    """For each action, the bytes of outputs and gradients in transit or not yet used, and of posted receives."""
+    """Return, for each action, the bytes of values that pass between stages, and of posted receives.
+
+    These values are outputs and gradients in transit or not yet used.
+    """
     change = np.zeros(len(program.columns) + 1, np.int64)
     received = _Received.of(program, sizes)
     early = (received.place, received.taker, received.size)
@@ -277,7 +281,7 @@ def _waiting(program: Program, sizes: _Sizes, posted: int) -> Ints:
 
 
 class _Received(NamedTuple):
-    """The receives of all ranks, in the order of the ranks' programs."""
+    """The receives of all ranks, rank after rank, in the order in which each rank runs them."""
 
     #: Row of the first action after the receive, in the program without transfers.
     place: Ints
@@ -290,7 +294,7 @@ class _Received(NamedTuple):
 
     @classmethod
     def of(cls, program: Program, sizes: _Sizes) -> "_Received":
-        """The receives that ``lower`` adds to a program without transfers."""
+        """Return the receives that ``lower`` adds to a program without transfers."""
         columns = lower(program).columns
         at = np.flatnonzero(columns.are(Kind.RECV_F, Kind.RECV_B))
         received = columns[at]
@@ -327,7 +331,7 @@ def _waits(program: Program, sizes: _Sizes) -> Iterator[tuple[Ints, Ints, Ints]]
 
     A value that is used on the rank that made it is held until the action that uses it. A value sent to another rank is
     held until a message arrives that the other rank made after it used the value. Each result has three arrays: the row
-    from which each value is held, the first row at which it is no longer held, and its bytes.
+    from which each value is held, the first row at which the value is no longer held, and the bytes of the value.
     """
     columns = program.columns
     rank_of = program.orders.rank_of

@@ -57,7 +57,7 @@ class Overheads:
             )
 
     def slower(self, load: Floats) -> Floats:
-        """The factor by which an action takes longer while ``load`` ranks of its host compute.
+        """Return the factor by which an action takes longer while ``load`` ranks of its host compute.
 
         ``load`` can be fractional.
         """
@@ -68,7 +68,7 @@ class Overheads:
         return within * np.maximum(load / most, 1)
 
     def beside(self, crowding: float) -> "Overheads":
-        """A copy with the larger of two slowdowns: this object's, and the one measured with the layers.
+        """Return a copy with the larger of two slowdowns: this object's, and the one measured with the layers.
 
         Args:
             crowding: the measured slowdown factor with one other rank. Each further rank is assumed to add the same
@@ -82,7 +82,7 @@ class Overheads:
         return replace(self, crowding=tuple(max(own[count], 1 + (crowding - 1) * count) for count in counts))
 
     def crowded(self, starts: Floats, ends: Floats, share: Floats, host: Ints) -> Floats:
-        """The factor by which each action takes longer because of other actions on its host at the same time.
+        """Return the factor by which each action takes longer because of other actions on its host at the same time.
 
         Args:
             starts: the start of each action, in seconds.
@@ -118,7 +118,7 @@ class Overheads:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "Overheads":
-        """The inverse of ``to_dict``. Raises ScheduleError for unknown names and invalid numbers."""
+        """Make overheads from the values of ``to_dict``. Raises ScheduleError for unknown names and invalid numbers."""
 
         def link(plain: Any) -> Link:
             try:
@@ -150,7 +150,7 @@ class Machine:
         check_speed(self.host_bytes_per_s, "host_bytes_per_s", "a machine")
 
     def assuming(self, ranks_are: RanksAre, num_ranks: int, num_cores: int | None = None) -> "Machine":
-        """A copy with default overheads for threads or for processes, if no overheads of this kind were measured.
+        """Return a copy with default overheads for threads or processes, if overheads of this kind were not measured.
 
         Args:
             ranks_are: "threads" or "processes".
@@ -166,7 +166,7 @@ class Machine:
         return replace(self, threads=usual) if ranks_are == "threads" else replace(self, processes=usual)
 
     def between(self, ranks_are: RanksAre, crowding: float = 1.0) -> dict[str, Any]:
-        """The ``links`` and ``overheads`` to pass to `Costs`, for ranks that are threads or processes.
+        """Return the ``links`` and ``overheads`` to pass to `Costs`, for ranks that are threads or processes.
 
         ``crowding`` is the measured slowdown factor with one other rank (see `Overheads.beside`).
         """
@@ -182,7 +182,7 @@ class Machine:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "Machine":
-        """The inverse of ``to_dict``. Raises ScheduleError for invalid values."""
+        """Make a machine from the values of ``to_dict``. Raises ScheduleError for invalid values."""
         overheads = maybe(Overheads.from_dict)
         links = maybe(Links.from_dict)
         return read_fields(cls, values, "a machine must have", links=links, threads=overheads, processes=overheads)

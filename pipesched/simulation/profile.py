@@ -36,8 +36,8 @@ class Profile:
         plan = pipesched.tune(pipesched.Profile.load("profile.json"), num_ranks=4, batch_size=32)
 
     Attributes:
-        graphs: for each micro-batch size in rows, the graph of the measured layers, as `pipesched.graph_of` returns
-            it. All graphs have the same layers and edges.
+        graphs: for each micro-batch size in rows, the graph of the measured layers, in the form that
+            `pipesched.graph_of` returns. All graphs have the same layers and edges.
         model: a digest of the measured model.
         machine: device name, links, overheads and host bandwidth of the machine.
 
@@ -75,7 +75,7 @@ class Profile:
         return tuple(next(iter(self.graphs.values())))
 
     def graph(self, rows: int) -> "nx.DiGraph[str]":
-        """The layers with their costs for a micro-batch of ``rows`` rows.
+        """Return the layers with their costs for a micro-batch of ``rows`` rows.
 
         Costs are interpolated if this micro-batch size was not measured.
         """
@@ -95,7 +95,7 @@ class Profile:
         keep: Mapping[str, LayerCheckpoint] | None = None,
         ranks_are: RanksAre = "threads",
     ) -> Costs:
-        """The costs of stages made of these layers, with the machine's links and overheads.
+        """Return the costs of stages made of these layers, with the machine's links and overheads.
 
         A weight that several layers of a stage use is counted once. ``input_bytes`` and ``output_bytes`` are the bytes
         that cross the stage's boundaries. A tensor used by several later stages is passed on from each of them to the
@@ -104,8 +104,8 @@ class Profile:
         Args:
             stages: the names of each stage's layers. Every layer of the profile must be in exactly one stage.
             rows: the number of rows of a micro-batch.
-            keep: how to save activation memory, by layer name: "recompute", "recompute-cheap" or "offload". Default:
-                activations are held.
+            keep: how to save activation memory, keyed by layer name: "recompute", "recompute-cheap" or "offload".
+                Default: activations are held.
             ranks_are: "threads" or "processes"; the two have different overheads. Default: "threads".
 
         Returns:
@@ -136,7 +136,7 @@ class Profile:
     def _stage(
         self, rows: int, names: tuple[str, ...], keep: Mapping[str, LayerCheckpoint], ends: bool
     ) -> Mapping[str, Any]:
-        """The costs of one stage, by the field names of `Costs`. Cached, because a search often repeats stages."""
+        """Return one stage's costs, keyed by the field names of `Costs`. Cached, because searches repeat stages."""
         key = rows, names, tuple((name, keep[name]) for name in names if name in keep), ends
         known = self._stages.get(key)
         if known is None:
@@ -149,7 +149,7 @@ class Profile:
         return known
 
     def _crowding(self, rows: int) -> float:
-        """The factor by which all layers together take longer while one other rank computes."""
+        """Return the factor by which all layers together take longer while one other rank computes."""
         nodes = self.graph(rows).nodes.values()
         took_s = sum(node["forward_s"] + node["backward_s"] for node in nodes)
         return 1 + sum(node.get("crowded_s", 0.0) for node in nodes) / took_s if took_s else 1.0
@@ -168,7 +168,7 @@ class Profile:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "Profile":
-        """The inverse of ``to_dict``. Raises ScheduleError for missing, unknown or invalid values."""
+        """Make a profile from the values of ``to_dict``. Raises ScheduleError for missing, unknown or wrong values."""
         try:
             check_known("a profile must have", values, ("model", "machine", "sizes"))
             machine = Machine.from_dict(values["machine"])
@@ -216,7 +216,7 @@ def _check_layers(layers: list[str], stages: Stages, keep: Mapping[str, str]) ->
             )
 
 
-#: The attributes of a layer that are saved. ``_EDGE`` lists the attributes of an edge.
+#: The names of a layer's saved attributes. ``_EDGE`` lists the saved attributes of an edge.
 _LAYER = (*LayerCosts().figures(), "num_parameters", "parameters", "buffers")
 _EDGE = ("bytes", "tensors")
 _AGAIN = "measure it again"
@@ -260,7 +260,7 @@ def _graph(values: Mapping[str, Any]) -> "nx.DiGraph[str]":
     return graph
 
 
-#: Costs of a layer that do not depend on the number of rows.
+#: The names of a layer's costs that do not depend on the number of rows.
 _FIXED = (
     "parameter_bytes",
     "num_parameters",

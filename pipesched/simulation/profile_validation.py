@@ -65,7 +65,7 @@ def _check_alike(one: "nx.DiGraph[str]", other: "nx.DiGraph[str]", rows: str) ->
 
 
 def _figures(value: Any) -> Any:
-    """The property in which two values must agree: a mapping's keys, or whether another value is a number."""
+    """Return the property in which two values must agree: a mapping's keys, or whether another value is a number."""
     return {*value} if isinstance(value, Mapping) else isinstance(value, int | float)
 
 

@@ -30,7 +30,7 @@ def simulate(program: Program, costs: Costs) -> Trace:
     An action starts when its rank is free and its inputs have arrived. A message between ranks takes
     ``costs.transfer_s`` plus the time of its link, and occupies no rank. A program therefore has the same makespan with
     and without explicit transfers. If links are contended, a message also occupies its link. ``costs.overheads`` makes
-    actions longer: by the time to start them and to pass their messages, and by the slowdown while several ranks of a
+    actions longer: by the time to start actions and to pass messages, and by the slowdown while several ranks of a
     host compute.
 
     ::
@@ -66,7 +66,7 @@ def simulate(program: Program, costs: Costs) -> Trace:
 
 
 def step_time(program: Program, costs: Costs) -> float:
-    """The makespan of a validated program in seconds. For searches, because it is faster than ``simulate``."""
+    """Return the makespan of a validated program in seconds. For searches, because it is faster than ``simulate``."""
     if costs.links is not None and costs.links.contended:
         program = lower(program)
     return max(_walked(program, costs).ends, default=0)  # the clock starts at 0
@@ -118,7 +118,7 @@ def _timing(program: Program, costs: Costs) -> Timing:
 
 
 def _to_hosts(program: Program) -> Ints | None:
-    """For each action, the number of the host link that it occupies, or -1. None if the program has no host copies.
+    """Return, for each action, the number of its host link, or -1. None if the program has no host copies.
 
     Each rank has two host links, one per direction.
     """
@@ -134,7 +134,7 @@ def _to_hosts(program: Program) -> Ints | None:
 
 
 def _overheads(program: Program, costs: Costs, overheads: Overheads, messages: "_Messages") -> NDArray[Any]:
-    """The overhead of each compute action in seconds, including receiving its inputs and sending its outputs."""
+    """Return the overhead of each compute action in seconds, including receiving its inputs and sending its outputs."""
     columns = program.columns
     backward = columns.are(Kind.B, Kind.I, Kind.SEND_B, Kind.RECV_B)
     # A number for each combination of stage, micro-batch and direction.
@@ -207,7 +207,7 @@ def _messages(program: Program, costs: Costs) -> _Messages:
 
 
 def _exactly(values: tuple[Any, ...]) -> NDArray[Any]:
-    """The numbers as an object array, which keeps whole numbers and fractions exact."""
+    """Return the numbers as an object array, which keeps whole numbers and fractions exact."""
     array = np.empty(len(values), object)
     array[:] = values
     return array

@@ -49,7 +49,7 @@ def _nearest(sizes: Sequence[int], values: Sequence[float], size: int) -> float:
 
 
 def _on_line(sizes: Sequence[int], values: Sequence[float], size: int) -> float:
-    """The value at ``size`` on the line with the least sum of squared relative errors at all sizes."""
+    """Return the value at ``size`` on the line with the least sum of squared relative errors at all sizes."""
     weights = [(min(values) / value) ** 2 for value in values]
     total = sum(weights)
     middle = sum(w * x for w, x in zip(weights, sizes, strict=True)) / total

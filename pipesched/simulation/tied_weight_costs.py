@@ -20,7 +20,7 @@ __all__ = ["parameter_bytes", "stage_parameters", "tied_traffic_bytes", "tied_gr
 
 
 def tied_groups(graph: "nx.DiGraph[str]") -> dict[tuple[str, ...], list[str]]:
-    """The parameters that several layers use, as {layers: names of the parameters that these layers share}."""
+    """Return the parameters that several layers use, as {layers: names of the parameters that these layers share}."""
     users: dict[str, list[str]] = {}
     for layer, names in graph.nodes(data="parameters"):
         for name in names or ():
@@ -33,23 +33,23 @@ def tied_groups(graph: "nx.DiGraph[str]") -> dict[tuple[str, ...], list[str]]:
 
 
 def parameter_bytes(graph: "nx.DiGraph[str]", names: Iterable[str]) -> int:
-    """The total bytes of these parameters of a measured graph."""
+    """Return the total bytes of these parameters of a measured graph."""
     return sum(graph.graph["parameters"][name][1] for name in names)
 
 
 def stage_parameters(graph: "nx.DiGraph[str]", layers: Iterable[str]) -> set[str]:
-    """The names of all parameters that a stage of these layers uses."""
+    """Return the names of all parameters that a stage of these layers uses."""
     return {name for layer in layers for name in graph.nodes[layer]["parameters"]}
 
 
 def weight_bytes(program: Program, parameters: Sequence[Mapping[str, int]]) -> list[int]:
-    """The bytes of weights that each stage adds to its rank, without parameters that the rank already holds.
+    """Return the bytes of weights that each stage adds to its rank, without parameters that the rank already holds.
 
     In bidirectional schedules several stages have the same layers. Each stage's copy of the weights is counted.
 
     Args:
         program: the program.
-        parameters: for each stage of one chain, the bytes of its parameters by name.
+        parameters: for each stage of one chain, the bytes of the stage's parameters, keyed by name.
 
     """
     counted: set[tuple[int, str]] = set()
@@ -62,7 +62,7 @@ def weight_bytes(program: Program, parameters: Sequence[Mapping[str, int]]) -> l
 
 
 def tied_traffic_bytes(size: int, ranks: Sequence[Any]) -> int:
-    """The bytes sent per step for a tied weight: the weight to each other rank, and a gradient back from each use.
+    """Return the bytes sent per step for a tied weight: one weight to each other rank, one gradient from each use.
 
     Args:
         size: the size of the weight in bytes.

@@ -77,7 +77,7 @@ class Spans(Sequence[Span]):
 
     @classmethod
     def of_program(cls, orders: Orders, starts: list[Any], ends: list[Any]) -> "Spans":
-        """A span for each action of a program, in the order of its rows.
+        """Return a span for each action of a program, in the order of its rows.
 
         The actions of an overlapping pair are separate spans with overlapping times.
         """
@@ -85,7 +85,7 @@ class Spans(Sequence[Span]):
         return cls(columns, orders.rank_of, _times(starts), _times(ends))
 
     def at(self, rows: Any) -> "Spans":
-        """The spans at the rows of a mask, slice or index array."""
+        """Return the spans at the rows of a mask, slice or index array."""
         return Spans(self.columns[rows], self.rank[rows], self.start_s[rows], self.end_s[rows])
 
     def __len__(self) -> int:
@@ -177,7 +177,7 @@ class Trace:
         return f"Trace({self.name or 'no name'}: {shape}, {figures})"
 
     def _repr_html_(self) -> str:
-        """The timeline, for notebooks."""
+        """Return the timeline, for notebooks."""
         notebook = import_module("pipesched.viz.notebook")  # by name, because viz imports this package
         return str(notebook.timeline_html(self))
 
@@ -264,17 +264,17 @@ class Trace:
 
     @property
     def peak_versions(self) -> dict[int, int]:
-        """For each stage, the most weight versions that it holds at the same time, including the newest."""
+        """The most weight versions held at the same time, including the newest, keyed by stage."""
         found = [versions_held(row.columns, self.versions) for row in self._rows]
         return {stage: most for own in found for stage, most in sorted(own.items())}
 
     def in_flight(self, rank: int) -> Iterator[tuple[float, int]]:
-        """A rank's (stage, micro-batch) pairs over time, as (seconds, number of pairs from then on)."""
+        """Return a rank's (stage, micro-batch) pairs over time, as (seconds, number of pairs from then on)."""
         row = self._rows[self._rank(rank)]
         return _steps(row, pairs_held(row.columns))
 
     def memory(self, rank: int) -> Iterator[tuple[float, int]]:
-        """A rank's held bytes over time, one entry per change, as (seconds, bytes from then on)."""
+        """Yield a rank's held bytes over time, one entry per change, as (seconds, bytes from then on)."""
         held = 0
         spans = self._holding[self._rank(rank)]
         if self.costs is None:
@@ -309,7 +309,7 @@ class Trace:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "Trace":
-        """The inverse of ``to_dict``. Raises ScheduleError for invalid values."""
+        """Make a trace from the values of ``to_dict``. Raises ScheduleError for invalid values."""
         if not isinstance(values, Mapping) or not {"num_ranks", "spans"} <= values.keys():
             raise ScheduleError(f"{_SPANS}; got {shown(values)}; {_TO_DICT}")
         made = read_fields(
@@ -331,7 +331,7 @@ class Trace:
         as_path(path).write_text(chrome_json(self.chrome_events()))
 
     def chrome_events(self, label: str = "", pids: tuple[int, int] = (0, 1)) -> list[dict[str, Any]]:
-        """The trace events that ``to_chrome`` writes.
+        """Return the trace events that ``to_chrome`` writes.
 
         Args:
             label: text to add to each rank's name. Default: none.
@@ -384,7 +384,7 @@ def check_trace(trace: Any) -> None:
 
 
 def chrome_json(events: list[dict[str, Any]]) -> str:
-    """The events as a JSON text for Perfetto and chrome://tracing."""
+    """Return the events as a JSON text for Perfetto and chrome://tracing."""
     return json.dumps({"displayTimeUnit": "ms", "traceEvents": events})
 
 
@@ -453,7 +453,7 @@ def _check_read(trace: Trace) -> None:
 
 
 def _busy(row: Spans) -> float:
-    """The time in seconds that a rank's spans cover, overlaps counted once. The spans must be in time order."""
+    """Return the time in seconds that a rank's spans cover, overlaps counted once. The spans must be in time order."""
     if not len(row):
         return 0
     lengths = row.end_s - row.start_s
@@ -465,7 +465,7 @@ def _busy(row: Spans) -> float:
 
 
 def _in_time(spans: Spans) -> Spans:
-    """The spans sorted by rank, then by time."""
+    """Return the spans sorted by rank, then by time."""
     if object in (spans.start_s.dtype, spans.end_s.dtype):
         keys = list(zip(spans.rank.tolist(), spans.start_s, spans.end_s, strict=True))
         return spans.at(np.array(sorted(range(len(spans)), key=keys.__getitem__), np.int64))

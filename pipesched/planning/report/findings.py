@@ -22,7 +22,7 @@ def findings(
     comparison: Comparison | None,
     notes: Sequence[str],
 ) -> list[str]:
-    """The sentences of a report, the most important first.
+    """Return the sentences of a report, the most important first.
 
     Args:
         plan: the plan.
@@ -47,7 +47,7 @@ def findings(
 
 
 def _step(predicted: Trace | None, comparison: Comparison | None) -> Iterator[str]:
-    """The sentence about the step time."""
+    """Yield a sentence with the step time."""
     if comparison is not None:
         yield str(comparison)
     elif predicted is not None:
@@ -83,7 +83,7 @@ def _bubble(comparison: Comparison | None) -> Iterator[str]:
 
 
 def _searched(plan: Plan, predicted: Trace | None) -> Iterator[str]:
-    """The step time that the search predicted, if it differs from the prediction that the report shows."""
+    """Yield a sentence with the step time that the search predicted, if the report shows a different prediction."""
     own = taken(plan.alternatives)
     if own is not None and predicted is not None:
         off = predicted.makespan_s / own.step_s - 1 if own.step_s else 0
@@ -95,7 +95,7 @@ def _searched(plan: Plan, predicted: Trace | None) -> Iterator[str]:
 
 
 def _confirmed(plan: Plan) -> Iterator[str]:
-    """The result of the plan's trial run, if there was one."""
+    """Yield a sentence with the result of the plan's trial run, if there was one."""
     own = taken(plan.alternatives)
     if own is not None and own.measured_s is not None and own.first_s:
         num_tried = sum(other.measured_s is not None for other in plan.alternatives)
@@ -108,7 +108,7 @@ def _confirmed(plan: Plan) -> Iterator[str]:
 
 
 def _bound(predicted: Trace | None) -> Iterator[str]:
-    """The lower bound on the step time, and how far the predicted step is above it."""
+    """Yield a sentence with the lower bound on the step time, and how far the predicted step is above this bound."""
     if predicted is not None and predicted.bound_s is not None:
         yield (
             f"no schedule of these stages on these ranks can take less than {quote_time(predicted.bound_s)}; "
@@ -117,7 +117,7 @@ def _bound(predicted: Trace | None) -> Iterator[str]:
 
 
 def _gains(plan: Plan) -> Iterator[str]:
-    """The speed-up over each baseline: measured if the plan and the baseline ran, otherwise as the search predicted."""
+    """Yield a sentence on the speed-up over each baseline: measured if both plans ran, otherwise as predicted."""
     own = taken(plan.alternatives)
     for label, name in _BASELINES.items():
         baseline = fastest(plan.alternatives, label)
@@ -129,9 +129,9 @@ def _gains(plan: Plan) -> Iterator[str]:
 
 
 def step_times(own: Alternative, other: Alternative) -> tuple[float, float, str]:
-    """The step times of two plans in seconds, measured if both plans ran, else predicted.
+    """Return the step times of two plans in seconds, measured if both plans ran, else predicted.
 
-    The third result says which, as text.
+    The third result is a text that says whether the times were measured or predicted.
     """
     if own.measured_s and other.measured_s:
         return own.measured_s, other.measured_s, "measured"
@@ -139,13 +139,13 @@ def step_times(own: Alternative, other: Alternative) -> tuple[float, float, str]
 
 
 def _faster(ratio: float, name: str) -> str:
-    """A ratio of two step times in words, such as ``1.38x faster than one device``."""
+    """Return a ratio of two step times in words, such as ``1.38x faster than one device``."""
     words = quote_speed(ratio)
     return f"{words} {'as' if words.startswith('as') else 'than'} {name}"
 
 
 def _bottleneck(plan: Plan) -> Iterator[str]:
-    """The slowest stage, and whether the split is optimal."""
+    """Yield a sentence with the slowest stage, and whether the split is optimal."""
     if plan.partition is not None:
         cut = plan.partition.with_class_names(plan.layer_classes)
         verdict = "this split is optimal" if cut.proved else f"this split is at most {cut.gap:.1%} above the optimum"

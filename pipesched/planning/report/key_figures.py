@@ -1,4 +1,4 @@
-"""Key figures: the three numbers in large type at the top of a report's page."""
+"""Key figures: the three numbers in large type at the top of a report's HTML page."""
 
 from pipesched.planning.alternatives import fastest, taken
 from pipesched.planning.plan import Plan
@@ -12,7 +12,7 @@ __all__ = ["key_figures"]
 
 
 def key_figures(plan: Plan, predicted: Trace | None, comparison: Comparison | None) -> list[KeyFigure]:
-    """The speed compared with one device, the bubble and the slowest stage; [] if layers were not measured.
+    """Return the speed compared with one device, the bubble and the slowest stage; [] if layers were not measured.
 
     Args:
         plan: the plan to report.
@@ -30,7 +30,7 @@ def key_figures(plan: Plan, predicted: Trace | None, comparison: Comparison | No
 
 
 def _against_one_device(plan: Plan, predicted: Trace, comparison: Comparison | None) -> KeyFigure:
-    """The speed of the step against the plan for one device or, without a search, against one rank doing all work."""
+    """Return the speed compared with the plan for one device or, without a search, with one rank doing all work."""
     label = "compared to one device"
     if predicted.num_ranks == 1:
         return KeyFigure(label, "the same", "the plan uses one device")
@@ -61,7 +61,7 @@ def _bubble(predicted: Trace, comparison: Comparison | None) -> KeyFigure:
 
 
 def _slowest(plan: Plan, predicted: Trace, comparison: Comparison | None) -> KeyFigure:
-    """The stage with the longest compute time per step: measured if a step has run, otherwise predicted."""
+    """Return the stage with the longest compute time per step: measured if a step has run, otherwise predicted."""
     if comparison is None:
         how = "predicted"
         work: dict[int, float] = {}

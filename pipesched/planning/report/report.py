@@ -75,7 +75,7 @@ class Report:
 
     @property
     def traces(self) -> list[tuple[str, Trace]]:
-        """The predicted and the measured trace, whichever exist, each with its label."""
+        """The predicted and the measured trace, each with its label. A missing trace is left out."""
         both = (("predicted", self.predicted), ("measured", self.measured))
         return [(label, trace) for label, trace in both if trace is not None]
 
@@ -83,7 +83,7 @@ class Report:
 
     @property
     def title(self) -> str:
-        """The first line: schedule, ranks, stages, micro-batches and checkpointing."""
+        """The first line of the report: schedule, ranks, stages, micro-batches and checkpointing."""
         program = self.plan.program
         return (
             f"{self.plan.schedule} on {counted(program.num_ranks, 'rank')}: {counted(program.num_stages, 'stage')}, "
@@ -109,23 +109,23 @@ class Report:
     # ---- output -----------------------------------------------------------------------------------------------
 
     def text(self, width: int = 120) -> str:
-        """The whole report as plain text. Timelines are at most ``width`` columns wide."""
+        """Return the whole report as plain text. Timelines are at most ``width`` columns wide."""
         timelines = [f"{label}\n{text_timeline(trace, width)}" for label, trace in self.traces]
         return "\n\n".join(["\n".join([self.title, *self.lines]), *map(text_table, self.tables), *timelines])
 
     __str__ = text
 
     def figure(self) -> "Figure":
-        """The report as one matplotlib figure, without the tables."""
+        """Return the report as one matplotlib figure, without the tables."""
         candidates = [_bar(other) for other in self.plan.alternatives]
         return plot_report(self.title, self.lines, candidates, self.traces, self.comparison)
 
     def html(self) -> str:
-        """The report as one self-contained HTML page."""
+        """Return the report as one self-contained HTML page."""
         return html_page(self.title, self.key_figures, self.lines, self.tables, self.traces)
 
     def _repr_html_(self) -> str:
-        """The figure as HTML, for notebooks."""
+        """Return the figure as HTML, for notebooks."""
         return image_html(self.figure(), "; ".join([self.title, *self.lines[:1]]))
 
     def save(self, path: str | PathLike[str]) -> None:

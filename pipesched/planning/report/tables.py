@@ -36,7 +36,7 @@ _Row = dict[str, Cell]
 
 
 def tables(plan: Plan, predicted: Trace | None, comparison: Comparison | None) -> list[Table]:
-    """The tables of a report: compared plans, prediction errors, stages, ranks and memory.
+    """Return the tables of a report: compared plans, prediction errors, stages, ranks and memory.
 
     Tables without known values are left out.
     """
@@ -109,7 +109,7 @@ def _differences(comparison: Comparison | None) -> Table | None:
 
 
 def _pair(name: str, pair: Pair, tone: Any = "") -> _Row:
-    """Two cells of a row: the predicted and the measured time, and the error of the prediction."""
+    """Return two cells of a row: one with the predicted and the measured time, one with the prediction error."""
     unit = time_unit(max(pair))
     both = " → ".join(f"{value * unit.per_one:.4g}" for value in pair)
     return {
@@ -170,7 +170,7 @@ def _ranks(plan: Plan, predicted: Trace | None, comparison: Comparison | None) -
 
 
 def _memory(plan: Plan) -> Table | None:
-    """For each rank: its memory by purpose, the total, and how far the total is below its limit."""
+    """Return a table with each rank's memory by purpose, the total, and how far the total is below the limit."""
     needs = plan.memory()
     if not any(need.total_bytes for need in needs):
         return None
@@ -189,7 +189,7 @@ def _memory(plan: Plan) -> Table | None:
 
 
 def _in_words(kinds: Iterable[Kind]) -> str:
-    """The names of these kinds of actions, as a legend for the column headings."""
+    """Return the names of these kinds of actions, as a legend for the column headings."""
     return " ".join(f"{kind}: {KIND_NAMES[kind]}." for kind in kinds if kind in KIND_NAMES)
 
 

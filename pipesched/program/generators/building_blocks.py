@@ -61,7 +61,7 @@ def repeated(
 
 
 class _Rank:
-    """One rank: the passes that it has not run yet, in the order of the repeated blocks, and its order so far."""
+    """One rank: the passes that are left to run, in the order of the repeated blocks, and the order written so far."""
 
     def __init__(
         self, shape: Shape, rank: int, block: Mapping[int, tuple[int, int]], interval: int, max_in_flight: int
@@ -91,7 +91,7 @@ class _Rank:
         return self._run(self._passes.pop(position))
 
     def _choose(self, ended: Ended, early_forwards: bool) -> int | None:
-        """The position in ``_passes`` of the first pass that can run, or None.
+        """Return the position in ``_passes`` of the first pass that can run, or None.
 
         Passes of the same stage and kind never overtake each other.
         """
@@ -118,7 +118,7 @@ class _Rank:
         return all((need, microbatch) in ended for need in needs)
 
     def _fits_before(self, position: int) -> bool:
-        """Whether the passes before this position still fit in memory after the forward at this position has run.
+        """Return whether the passes before ``position`` still fit in memory after the forward at ``position`` has run.
 
         Weight gradients are assumed to run immediately.
         """

@@ -18,7 +18,8 @@ def eight_steps(order: Order, near: int, far: int, *, depth: int, place: int, co
         far: the rank's other stage.
         depth: the number of ranks from an end of the pipeline to its turning point.
         place: the position of this rank among those ranks, from 0 at the end of the pipeline.
-        count: the number of micro-batches in each direction. Below 2 x depth, the order for 2 x depth is written,
+        count: the number of micro-batches in each direction. If it is below 2 x depth, the order for 2 x depth is
+            written,
             and the additional micro-batches are left out.
 
     """
@@ -56,7 +57,7 @@ def eight_steps(order: Order, near: int, far: int, *, depth: int, place: int, co
 
 
 class _Left:
-    """A first-in, first-out queue of both stages' weight gradients that have not been written yet."""
+    """A first-in, first-out queue of the weight gradients of both stages that have not been written yet."""
 
     def __init__(self, order: Order) -> None:
         self._order = order

@@ -21,7 +21,7 @@ __all__ = ["backward_first", "whole_waves"]
 
 
 def whole_waves(shape: Shape) -> int:
-    """The number of waves in a `v` placement. A wave is one pass down the ranks and back up.
+    """Return the number of waves in a `v` placement. A wave is one pass down the ranks and back up.
 
     Raises ScheduleError if the number of chunks per rank is odd, because the last wave would then be only half a wave.
     """
@@ -43,8 +43,8 @@ def backward_first(
 
     Args:
         shape: the ranks, micro-batches and placement.
-        max_in_flight: the maximum number of (stage, micro-batch) pairs in flight on a rank; at least its number of
-            chunks.
+        max_in_flight: the maximum number of (stage, micro-batch) pairs in flight on a rank; at least the
+            rank's number of chunks.
         windows: the windows to try. A window is the number of micro-batches by which a rank's forwards may be ahead of
             its oldest unfinished micro-batch. The window with the shortest makespan is used, because running ahead as
             far as memory allows can be slower.
@@ -82,7 +82,7 @@ def _run(clock: "_Clock", ranks: list["_Rank"], forward_time: int, backward_time
 
 @dataclass
 class _Clock:
-    """The virtual clock: the current time, and the end of each forward and backward, by stage and micro-batch."""
+    """The virtual clock: the current time, and the ends of forwards and backwards, indexed by stage and micro-batch."""
 
     shape: Shape
     now: int = 0
@@ -94,18 +94,18 @@ class _Clock:
         self.backwards = [[] for _ in range(self.shape.num_stages)]
 
     def ended(self, ends: list[int], microbatch: int) -> bool:
-        """Whether a stage's forward or backward of a micro-batch has ended. ``ends`` lists the stage's end times."""
+        """Return whether a stage's forward or backward of a micro-batch has ended. ``ends``: the stage's end times."""
         return microbatch < len(ends) and ends[microbatch] <= self.now
 
     def forward_is_ready(self, stage: int) -> bool:
-        """Whether the stage's next forward has its input."""
+        """Return whether the stage's next forward has its input."""
         microbatch = len(self.forwards[stage])
         if microbatch == self.shape.num_microbatches:
             return False
         return stage == 0 or self.ended(self.forwards[stage - 1], microbatch)
 
     def backward_is_ready(self, stage: int) -> bool:
-        """Whether the stage's next backward has its inputs: its forward and the next stage's backward have ended."""
+        """Return whether the stage's next backward can start: its forward and the next stage's backward have ended."""
         microbatch = len(self.backwards[stage])
         last = stage == self.shape.num_stages - 1
         return self.ended(self.forwards[stage], microbatch) and (
@@ -114,7 +114,7 @@ class _Clock:
 
 
 class _Rank:
-    """One rank: its order so far, and the time at which it becomes free."""
+    """One rank: the order written so far, and the time at which the rank becomes free."""
 
     def __init__(self, clock: _Clock, rank: int, max_in_flight: int, window: int) -> None:
         self.order = Order(clock.shape)
@@ -144,7 +144,7 @@ class _Rank:
         return True
 
     def _has_place(self, stage: int) -> bool:
-        """Whether the rank can still finish all its micro-batches within the limit after a forward of this stage."""
+        """Return whether the rank can finish all its micro-batches within the limit after a forward of this stage."""
         started = {chunk: len(self._clock.forwards[chunk]) + (chunk == stage) for chunk in self._chunks}
         finished = {chunk: len(self._clock.backwards[chunk]) for chunk in self._chunks}
         free = self._max_in_flight - sum(started.values()) + sum(finished.values())

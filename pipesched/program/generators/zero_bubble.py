@@ -108,7 +108,7 @@ def _check(shape: Shape, costs: StageTimes, limit: int, share: float) -> None:
 
 
 class _Rank:
-    """One rank with one stage: the actions that it has run, and their times."""
+    """One rank with one stage: the actions that have run, and the times of these actions."""
 
     def __init__(self, shape: Shape, stage: int, costs: StageTimes, share: float) -> None:
         self.order = Order(shape)
@@ -228,13 +228,13 @@ class _Pipeline:
                     rank.run_forward(self._forward_ready_s(rank))
 
     def _forward_ready_s(self, rank: _Rank) -> float:
-        """The time in seconds at which the input of the rank's next forward is ready."""
+        """Return the time in seconds at which the input of the rank's next forward is ready."""
         if rank.stage == 0:
             return 0
         return self.ranks[rank.stage - 1].forward_ends[rank.forwards] + self._transfer_s
 
     def _input_grad_ready_s(self, rank: _Rank) -> float:
-        """The time in seconds at which the output gradient for the rank's next input gradient is ready."""
+        """Return the time in seconds at which the output gradient for the rank's next input gradient is ready."""
         if rank is self.ranks[-1]:
             return rank.forward_ends[rank.input_grads]
         return self.ranks[rank.stage + 1].input_grad_ends[rank.input_grads] + self._transfer_s
@@ -260,7 +260,7 @@ class _Pipeline:
             rank.run_forward(ready_s)
 
     def _needed_forwards(self) -> set[int]:
-        """The stages that must run a forward now, to stay one forward ahead of the next rank.
+        """Return the stages that must run a forward now, to stay one forward ahead of the next rank.
 
         The last rank must stay one forward ahead of its own input gradients.
         """
@@ -283,7 +283,7 @@ class _Pipeline:
         return rank.stage == 0 or self.ranks[rank.stage - 1].forwards > rank.forwards
 
     def _run_forward(self, rank: _Rank, switches: Switches) -> None:
-        """Run a forward if the memory limit allows it, after the weight gradients that free memory for it."""
+        """Run a forward if the memory limit allows it, after weight gradients that free the memory needed."""
         if not self._has_input(rank) or rank.forwards - rank.input_grads >= self._limit:
             return
         while rank.held + 1 > self._limit:
