@@ -62,5 +62,5 @@ class LiveRun:
         return len(self.host.all_devices) if isinstance(self.host, MeshRanks) else 1
 
     def is_own(self, name: str) -> bool:
-        """Whether this process saves the parameter or buffer with this name."""
+        """Return whether this process saves the parameter or buffer with this name."""
         return name in self.parameters or name in self.buffers

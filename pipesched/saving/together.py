@@ -30,7 +30,7 @@ def exchanged(host: RankHost, value: T) -> list[T]:
 def agreed(host: RankHost, make: Callable[[], T]) -> T:
     """Return ``make()``. If it raises in one process, all raise. Collective.
 
-    For work that takes about the same time in all processes; use ``in_all`` for other work.
+    Use this function for work that takes about the same time in all processes, and ``in_all`` for other work.
     """
     work = Work(make)
     work.run()
@@ -63,7 +63,7 @@ class Work(Generic[T]):
             self.error = error
 
     def ended(self, within_s: float | None = None) -> bool:
-        """Wait at most this long, without a limit for None, and return whether the call has ended."""
+        """Wait at most ``within_s`` seconds (None: no limit), and return whether the call has ended."""
         if self._thread is not None:
             self._thread.join(within_s)
             if not self._thread.is_alive():
@@ -136,7 +136,8 @@ def in_all(host: RankHost, make: Callable[[], T]) -> T:
 def _raise_any(outcomes: Sequence[Any], work: Work[Any]) -> None:
     """If a process failed, raise an error of the same kind in all.
 
-    A process that failed with this kind raises its own error; the others raise one that names the failed rank.
+    A process that failed with this kind of error raises its own error; the other processes raise an error that names
+    the failed rank.
     """
     kinds = [kind for kind, _ in outcomes]
     worst = next((kind for kind in _KINDS if kind in kinds), None)

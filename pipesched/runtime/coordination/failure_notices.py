@@ -45,7 +45,7 @@ def told(
     patience_s: float,
     until: Callable[[], bool] = lambda: False,
 ) -> dict[str, State | str]:
-    """Report a fault to other ranks; return their replies by rank name: a State, ENDED or SILENT.
+    """Report a fault to other ranks; return each rank's reply (a State, ENDED or SILENT), keyed by rank name.
 
     Args:
         fault: the fault to report.

@@ -15,7 +15,7 @@ DIGEST_BYTES = 16
 
 
 def digest(data: bytes) -> bytes:
-    """A 16-byte digest of data."""
+    """Return a 16-byte digest of ``data``."""
     return blake2b(data, digest_size=DIGEST_BYTES).digest()
 
 
@@ -52,7 +52,7 @@ class LayoutBook:
         self._first = behind
 
     def form(self, number: int) -> MessageLayout | None:
-        """The predicted layout of a message of the run; None if its key is new."""
+        """Return the predicted layout of message ``number`` of the run; None if the message's key is new."""
         at = number - self._first
         if at == len(self.foreseen):
             self._write(sum(noted <= number - _SETTLED for noted, *_ in self._news))
