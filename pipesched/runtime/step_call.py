@@ -74,7 +74,7 @@ class StepCall:
 
 @dataclass(frozen=True, kw_only=True)
 class _Opening:
-    """The fields of a call that every rank needs. They seldom change from step to step."""
+    """The fields of a call that every rank needs. These fields seldom change from step to step."""
 
     method: str
     rows: list[int]

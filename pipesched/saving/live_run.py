@@ -1,4 +1,4 @@
-"""Live run: the state of a running pipeline that goes into a checkpoint, as far as this process holds it."""
+"""Live run: the part of a running pipeline's state that this process holds and that goes into a checkpoint."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass

@@ -118,7 +118,7 @@ def capture_optimizers(part: Part, optimizers: Sequence[Optimizer], run: LiveRun
 
 @dataclass(frozen=True)
 class _Change:
-    """The new options of a group, and the encoded states of its parameters."""
+    """The new options of a parameter group, and the encoded states of the group's parameters."""
 
     optimizer: Optimizer
     group: dict[str, Any]

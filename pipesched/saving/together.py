@@ -1,4 +1,4 @@
-"""Together: runs work in all processes of a pipeline, and fails in all of them if it fails in one."""
+"""Together: runs work in all processes of a pipeline, and raises an error in all of them if the work fails in one."""
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -28,7 +28,7 @@ def exchanged(host: RankHost, value: T) -> list[T]:
 
 
 def agreed(host: RankHost, make: Callable[[], T]) -> T:
-    """Return ``make()``. If it raises in one process, all raise. Collective.
+    """Return ``make()``. If ``make`` raises in one process, all processes raise. Collective.
 
     Use this function for work that takes about the same time in all processes, and ``in_all`` for other work.
     """
@@ -39,7 +39,7 @@ def agreed(host: RankHost, make: Callable[[], T]) -> T:
 
 
 class Work(Generic[T]):
-    """A call, run in its own thread or in the caller's, that keeps its result or its exception.
+    """A call that runs in a new thread or in the caller's thread, and whose result or exception is kept.
 
     The interpreter waits for the thread before it exits.
     """
@@ -124,7 +124,7 @@ def together(host: RankHost, work: Work[T], hurry: Event | None = None) -> T:
 
 
 def in_all(host: RankHost, make: Callable[[], T]) -> T:
-    """Return ``make()``, which can take long in some processes. If it raises in one, all raise. Collective."""
+    """Return ``make()``, which may be slow in some processes. If it raises in one process, all raise. Collective."""
     work = Work(make)
     if isinstance(host, MeshRanks):
         work.start()

@@ -73,7 +73,7 @@ class _Listener:
         self._gone = ""  # the name of the watched rank if it has ended without a message
 
     def hear(self, fault: Fault, own: State | None = None) -> None:
-        """Record a fault. The first settled fault replaces any earlier guess, and is never replaced.
+        """Record a fault. The first settled fault replaces any earlier guess, and is never replaced itself.
 
         ``own`` is this rank's state if this rank reports the fault. Default: the current state.
         """
@@ -134,7 +134,7 @@ class _Listener:
         self._gone = name
 
     def _check_gone(self, name: str) -> None:
-        """Report that the process of rank ``name`` has ended, once this rank has waited for ``_GRACE_S`` seconds."""
+        """Report a rank whose process has ended, once this rank has waited for at least ``_GRACE_S`` seconds."""
         state = self._activity.state()
         if not self.bell.rung and state.what and state.doing == "waits" and state.seconds >= _GRACE_S:
             fault = Fault(name, "its process has ended without a message: it was killed, or it crashed", True)
@@ -309,7 +309,7 @@ class Alarm:
         return list(self._elsewhere.values())
 
     def _without_signed_off(self, answers: Mapping[str, State | str]) -> dict[str, State | str]:
-        """Return the replies, except those of ranks that have closed their pipelines and so are not to blame."""
+        """Return the replies without those ranks that are not to blame because they have closed their pipelines."""
         numbers = {number for number, address in self._elsewhere.items() if answers.get(address.name) == ENDED}
         job = self._job
         if job is None or not numbers:

@@ -1,4 +1,4 @@
-"""Rank activity: tracks what a rank is doing, and decides from all ranks' activities which rank is to blame."""
+"""Rank activity: tracks what a rank is doing, and decides from all ranks' activities which rank caused a failure."""
 
 import os
 import sys
@@ -63,7 +63,7 @@ class State(NamedTuple):
 
 
 class Activity:
-    """Tracks the activity of this rank: updated by the executor's calls, read by the alarm's thread.
+    """Tracks the activity of this rank. The executor's calls record it, and the alarm's thread reads it.
 
     ``names`` holds the names of all ranks, in rank order.
     """

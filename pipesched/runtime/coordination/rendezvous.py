@@ -59,7 +59,7 @@ class AbsentError(ExecutionError):
 
 
 def ranks_of(group: Any) -> list[int] | None:
-    """Return the global rank of each rank of a group; None if torch.distributed does not have the group."""
+    """Return the global ranks of a group's ranks; None if the group is not registered with torch.distributed."""
     try:
         return distributed.get_process_group_ranks(group) if distributed.is_initialized() else None
     except (ValueError, KeyError):
@@ -200,7 +200,7 @@ class Rendezvous:
             self._answer(rank, number, said)
 
     def _answer(self, rank: int, number: int, said: str) -> bool:
-        """Answer an announcement; return whether the answer became its outcome."""
+        """Answer an announcement; return whether the answer became the announcement's outcome."""
         self._store.set(f"taken/{rank}", str(number))
         found = self._change(rank, number, "", said)
         if found == _WAITING:

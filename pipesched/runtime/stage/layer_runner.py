@@ -170,7 +170,7 @@ class LayerRunner:
         return value
 
     def _may_split(self) -> bool:
-        """Return whether weight gradients can be deferred to W: no parameter may be sharded or of a subclass."""
+        """Return whether weight gradients can be deferred to W, which needs parameters of exactly type nn.Parameter."""
         if self._splits is None:
             parameters = [parameter for module in self.modules.values() for parameter in module.parameters()]
             self._splits = all(type(parameter) is nn.Parameter for parameter in parameters)

@@ -1,4 +1,4 @@
-"""Nonfinite watch: records whether layers' outputs and the outputs' gradients are finite; finds the first that is not.
+"""Nonfinite watch: records whether layers' outputs and their gradients are finite, and finds the first nonfinite value.
 
 A record is the largest absolute value, kept as a 0-d tensor on the device, so that recording never waits for a GPU.
 """

@@ -26,7 +26,7 @@ NO_SETTINGS = ("params", "param_names")  # keys of a parameter group that are no
 
 @dataclass(frozen=True)
 class _Heir:
-    """The optimizer of a new stage, its (parameter group, entries to change) pairs, and its parameters' states."""
+    """A new stage's optimizer, the (parameter group, entries to change) pairs, and the states of the parameters."""
 
     optimizer: Optimizer
     groups: list[tuple[_Group, _Group]]

@@ -94,7 +94,7 @@ class _WeightCopy:
 
 @dataclass(frozen=True, kw_only=True)
 class _Pair:
-    """A copy (None in other processes), the original layers (``home``), and the ranks of both."""
+    """A weight copy (None if it is in another process), the original layers (``home``), and the ranks of both."""
 
     home: nn.ModuleList
     home_rank: int
@@ -142,7 +142,7 @@ class WeightCopies:
 
     @contextmanager
     def delivering(self) -> Iterator[None]:
-        """A context around a run. At its end, the copies' gradients are added to the originals' in stage order.
+        """A context around a run. Its end adds the copies' gradients, in stage order, to the originals' gradients.
 
         If the run fails, the copies' gradients are dropped. Collective over processes.
         """
