@@ -71,14 +71,14 @@ class Stream:
         self._step_data = step_data
         #: Four tables, each keyed by micro-batch: inputs, targets, loss factors, and functions that compute metrics.
         self._given: tuple[dict[int, Any], dict[int, Any], dict[int, Any], dict[int, Any]] = ({}, {}, {}, {})
-        #: For each queued step: its weighting, and whether it computes metrics.
+        #: For each queued step: the weighting of its losses, and whether the step computes metrics.
         self._queued: deque[tuple[Weighting, bool]] = deque()
         self._parts: deque[Any] = deque()
         self._finished = finished
         self._metrics = metrics
         self._kind = kind
         self._steps = 0
-        #: The loss of each of the last steps, and the function that reads its metrics.
+        #: The loss of each of the last steps, and the function that reads the step's metrics.
         self._losses: dict[int, tuple[Tensor, Callable[[], Mapping[str, Tensor]]]] = {}
         self._busy = threading.Lock()
         step_data.inputs, step_data.targets, step_data.factors, step_data.metrics = self._given

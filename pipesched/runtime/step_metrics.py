@@ -47,7 +47,7 @@ class StepMetrics:
     """Computes the loss of each step or evaluation, and keeps the named scalars of the last of them."""
 
     def __init__(self) -> None:
-        #: Whether layers add losses, by the kind of run. All processes agree on this in the first run of each kind.
+        #: Whether layers add losses, keyed by the kind of run. All processes agree on it in the first run of a kind.
         self._adds: dict[Hashable, bool] = {}
         #: Reads the named scalars.
         self.read: Callable[[], Mapping[str, Tensor]] = dict

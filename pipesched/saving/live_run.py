@@ -42,13 +42,13 @@ class LiveRun:
     parameter_names: Collection[str]
     #: The non-persistent buffers, which the model's state_dict leaves out; a saved one of any shape can be loaded.
     caches: Collection[str]
-    #: The names of all parameters of the model, by the id of the parameter.
+    #: The names of all parameters of the model, keyed by the id of the parameter.
     names: Mapping[int, str]
     #: The modules that define ``get_extra_state`` and that this process saves.
     modules: Mapping[str, nn.Module]
-    #: The optimizers made by ``optimizer=``, by stage; None without ``optimizer=``.
+    #: The optimizers made by ``optimizer=``, keyed by stage; None without ``optimizer=``.
     optimizers: Mapping[int, Optimizer] | None
-    #: The gradient scaler. Every process has its own, and all have the same state.
+    #: The gradient scaler. Every process has its own scaler, and all scalers have the same state.
     scaler: GradScaler | None
 
     @property

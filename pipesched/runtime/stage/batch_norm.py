@@ -41,7 +41,7 @@ class _Part(NamedTuple):
 
 
 _ARGUMENTS = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
-#: (module index, call number) -> statistics by micro-batch
+#: (module index, call number) -> statistics, keyed by micro-batch
 _Seen = dict[tuple[int, int], dict[int, _Part]]
 
 

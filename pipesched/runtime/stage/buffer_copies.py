@@ -14,7 +14,7 @@ from pipesched.errors import ExecutionError
 
 __all__ = ["BufferCopies", "Buffers", "buffers_of", "own_buffers"]
 
-#: The buffers of one layer by name.
+#: The buffers of one layer, keyed by name.
 Buffers = dict[str, Tensor]
 
 
@@ -41,7 +41,7 @@ class BufferCopies:
     """Copies of the buffers that one stage's forwards write to.
 
     Args:
-        modules: the stage's modules by name.
+        modules: the stage's modules, keyed by name.
         written: the names in the model of the buffers that forwards write to.
         statistics_apart: whether running statistics are collected elsewhere, so that forwards do not change their
             buffers.

@@ -32,7 +32,7 @@ def compiler(compile: Any, batch_norm: BatchNormMode) -> "Callable[[torch.device
     """Return a function that makes a `Compiled` for a stage's device. It returns None if ``compile`` is False.
 
     Args:
-        compile: True, False, or the arguments of ``torch.compile`` by name, as in Pipeline.
+        compile: True, False, or a dict of arguments for ``torch.compile``, as in Pipeline.
         batch_norm: the option ``batch_norm`` of the pipeline.
 
     Raises:

@@ -38,7 +38,7 @@ from pipesched.tensors.tree_structure import tensors_in
 
 __all__ = ["LayerRunner", "StandIns"]
 
-#: Tensors that replace tied weights: (layer, call number) -> tensors by name.
+#: Tensors that replace tied weights: (layer, call number) -> tensors, keyed by name.
 StandIns = Mapping[tuple[str, int], Mapping[str, Tensor]]
 
 _LOSS = "loss_fn"  # the loss's name as a layer, for random numbers and weight versions
@@ -54,7 +54,7 @@ class LayerRunner:
         device: the device of the stage.
         head: the loss, on the last stage; otherwise None.
         ties: tensors that replace tied weights, keyed by layer call.
-        norms: collects BatchNorm statistics by micro-batch; None if each micro-batch updates the running statistics.
+        norms: collects BatchNorm statistics per micro-batch; None if each micro-batch updates the running statistics.
         compiled: calls layers through ``torch.compile``; None to call them eagerly.
         checkpoint_of_call: the option of each (layer, call number) whose activations are recomputed or offloaded.
         written: names of the model's buffers that forwards write to.
@@ -76,7 +76,7 @@ class LayerRunner:
         self._body = body
         self._head = head
         loss_fn = None if head is None else head.loss_fn
-        #: The layers by name and, on the last stage, the loss if it is a module.
+        #: The layers and, on the last stage, the loss if it is a module; keyed by name.
         self.modules = {**body.layers, _LOSS: loss_fn} if isinstance(loss_fn, nn.Module) else dict(body.layers)
         self._ties = ties
         self._norms = norms

@@ -12,7 +12,7 @@ from pipesched.tensors.payload import Payload
 
 __all__ = ["Metrics", "measured"]
 
-#: (outputs, target) -> scalars by name
+#: (outputs, target) -> scalars, keyed by name
 Metrics = Callable[[Any, Any], Mapping[str, Any]]
 
 

@@ -36,11 +36,11 @@ class Stage:
     """One stage of the model: its layers and, on the last stage, the loss.
 
     Args:
-        body: the layers by name, run one after another, or a `Body` that runs them in another way. A body whose output
-            has several consumer stages returns a ``PerConsumer`` with one value for each.
+        body: the layers, keyed by name and run one after another, or a `Body` that runs them in another way. A body
+            whose output has several consumer stages returns a ``PerConsumer`` with one value for each.
         device: the device of the stage's rank.
         head: the loss, on the last stage. Default: none.
-        ties: tensors that replace tied weights, by layer call. Default: none.
+        ties: tensors that replace tied weights, keyed by layer call. Default: none.
         norms: collects the BatchNorm statistics of each micro-batch. Default: each micro-batch updates the running
             statistics.
         compiled: calls layers through ``torch.compile``. Default: eager.

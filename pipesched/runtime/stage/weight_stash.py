@@ -38,7 +38,7 @@ class WeightStash:
     """Keeps the versions of one stage's weights that micro-batches in flight use.
 
     Args:
-        modules: the modules of the stage, by name.
+        modules: the modules of the stage, keyed by name.
         uses: the version that each micro-batch uses.
 
     """

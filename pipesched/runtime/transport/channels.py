@@ -309,7 +309,7 @@ class Incoming:
 
 
 #: A function (other rank, tag, backward) -> this rank's ends of both channels with that rank. The first has the methods
-#: of Outgoing, the second those of Incoming.
+#: of Outgoing, the second has the methods of Incoming.
 Ends = Callable[[int, int, bool], tuple[Any, Any]]
 
 # Tags of channels. The next odd tag is the side channel.

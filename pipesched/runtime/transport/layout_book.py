@@ -24,7 +24,7 @@ class LayoutBook:
 
     def __init__(self) -> None:
         self._layouts: dict[Hashable, MessageLayout] = {}
-        #: Messages with unpredicted layouts: (number of the message in the run, its key, its layout).
+        #: Messages with unpredicted layouts: (number of the message in the run, layout key, layout).
         self._news: deque[tuple[int, Hashable, MessageLayout]] = deque()
         self._keys: Sequence[Hashable] = ()
         self._first = 0  # number of the first message in ``foreseen``
