@@ -68,7 +68,7 @@ class NonfiniteReaction:
 
 
 def _on_host(flag: Tensor, lags: bool) -> tuple[Tensor, torch.cuda.Event | None]:
-    """Return the flag to read, and the event that ends its copy to the host; None without a copy.
+    """Return the flag to read, and the event that ends the flag's copy to the host (None without a copy).
 
     If ``lags`` is set, a flag on a GPU is copied to the host. Any other flag is returned unchanged.
     """

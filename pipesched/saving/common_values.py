@@ -54,7 +54,7 @@ def encode(value: Any, prefix: str) -> Encoded:
 
 
 def kept_here(host: RankHost, process: int, what: str, items: Mapping[str, Encoded], *, everywhere: bool) -> set[str]:
-    """Return the names of the values that this process saves. The first process that has a value saves it. Collective.
+    """Return the names of the values that this process saves: the first process that has a value saves it. Collective.
 
     Args:
         host: the host of the ranks.

@@ -186,7 +186,7 @@ class Alarm:
     """One rank's failure alarm.
 
     The ranks of other pipelines can reach the alarm once it exists; the ranks of its own pipeline can reach it after
-    ``meet``. Dropping the alarm ends its thread, as ``end`` does.
+    ``meet``. The alarm's thread ends when ``end`` is called or the alarm is dropped.
 
     Args:
         group: the process group of the pipeline's ranks.

@@ -107,7 +107,7 @@ class _Call:
             self._answer = ENDED
 
     def end(self) -> State | str:
-        """Close the socket; return the rank's state, ENDED or SILENT."""
+        """Close the socket; return the rank's reply: its State, ENDED or SILENT."""
         self._socket.close()
         with suppress(ValueError, TypeError):
             return State(*json.loads(self._read))

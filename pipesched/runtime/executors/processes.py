@@ -69,12 +69,12 @@ class ProcessExecutor:
     After a failure, the executor is closed in all ranks.
 
     Args:
-        group: a process group of the pipeline's ranks, in rank order. Only its store is used; ranks communicate over
-            connections that the executor creates.
+        group: a process group of the pipeline's ranks, in rank order. Only the group's store is used; ranks communicate
+            over connections that the executor creates.
         device: the device of this rank's stages. Default: the CPU.
         intra_op_threads: torch's intra-op threads for this rank.
-        timeout_s: how long a rank waits for another rank before all ranks stop, in seconds. It must exceed the step
-            time of the slowest rank.
+        timeout_s: how long a rank waits for another rank before all ranks stop, in seconds. The timeout must exceed the
+            step time of the slowest rank.
 
     Raises:
         ExecutionError: if a rank does not join.

@@ -26,7 +26,7 @@ OnNonfinite = Literal["raise", "skip", "warn"]
 
 @dataclass(frozen=True)
 class Verdict:
-    """The decision of one update, the same on all stages."""
+    """The gradient norms of one update, and the decision whether to skip the update; identical on all stages."""
 
     #: The norm of each gradient before clipping.
     norms: GradientNorms

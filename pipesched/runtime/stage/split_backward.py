@@ -34,7 +34,7 @@ __all__ = ["PAYS_FLOPS", "Deferral"]
 
 
 class _WeightUses:
-    """For each weight, the number, floating-point operations and autograd nodes of its products in one forward."""
+    """Records the products with each weight in one forward: count, floating-point operations and autograd nodes."""
 
     def __init__(self, live: Callable[[Tensor], Tensor]) -> None:
         self._live = live

@@ -73,7 +73,7 @@ def saving_input(x: Tensor, product: Product) -> Tensor:
 
 
 class _SavedInput(torch.autograd.Function):
-    """An autograd node in front of a product. Its output is the tensor in ``again``, a detached alias of its input."""
+    """An autograd node in front of a product. The output is the tensor in ``again``, a detached alias of the input."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, again: tuple[Tensor], product: Product) -> Tensor:

@@ -113,7 +113,7 @@ class Encoding:
     def know_own(
         self, kind: type, take: Callable[[Any], Iterable[Any]], make: Callable[..., Any], *, immutable: bool = False
     ) -> None:
-        """Register a type whose values are written as the parts returned by ``take`` and built by ``make(*parts)``."""
+        """Register a type. ``take`` splits a value of this type into parts, and ``make(*parts)`` rebuilds the value."""
         self.know(kind)
         self._own[kind] = _Own(_name(kind), take, make, immutable)
 
