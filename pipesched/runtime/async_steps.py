@@ -44,7 +44,7 @@ class Stream:
         caller: the settings of the calling thread, such as autocast.
         finished: called with the timeline of each part after all ranks of this process have run the part.
         metrics: receives the losses that layers add.
-        kind: the kind of the steps, as `RunResults` has it.
+        kind: the kind of run that each step is, stored in `RunResults`.
 
     Raises:
         ExecutionError: if another run is in progress.
@@ -69,16 +69,16 @@ class Stream:
         self._host = host
         self._stages = stages
         self._step_data = step_data
-        #: Four tables by micro-batch: inputs, targets, factors and functions that compute metrics.
+        #: Four tables, each keyed by micro-batch: inputs, targets, loss factors, and functions that compute metrics.
         self._given: tuple[dict[int, Any], dict[int, Any], dict[int, Any], dict[int, Any]] = ({}, {}, {}, {})
-        #: For each queued step: its weighting, and whether it computes metrics.
+        #: For each queued step: the weighting of its losses, and whether the step computes metrics.
         self._queued: deque[tuple[Weighting, bool]] = deque()
         self._parts: deque[Any] = deque()
         self._finished = finished
         self._metrics = metrics
         self._kind = kind
         self._steps = 0
-        #: The loss of each of the last steps, and the function that reads its metrics.
+        #: The loss of each of the last steps, and the function that reads the step's metrics.
         self._losses: dict[int, tuple[Tensor, Callable[[], Mapping[str, Tensor]]]] = {}
         self._busy = threading.Lock()
         step_data.inputs, step_data.targets, step_data.factors, step_data.metrics = self._given
@@ -126,7 +126,7 @@ class Stream:
             return self._shown(self._steps - 1)
 
     def _shown(self, step: int) -> Tensor:
-        """Return the loss of a step. Its metrics become the metrics of the last step."""
+        """Return the loss of a step, and make the metrics of that step the metrics of the last step."""
         loss, self._metrics.read = self._losses[step]
         return loss
 
@@ -206,7 +206,7 @@ class Stream:
 
 
 def _key(seed: int, first_step: int, step_size: int, number: int) -> Key:
-    """The random key of a micro-batch in a stream. Micro-batch numbers in a stream continue across steps."""
+    """Return the random key of a micro-batch in a stream. Micro-batch numbers in a stream continue across steps."""
     steps, microbatch = divmod(number, step_size)
     return Key(seed, first_step + steps, microbatch)
 

@@ -31,8 +31,8 @@ def clip_gradients(
     Args:
         parameters: the parameters that this process trains.
         host: the host of the ranks.
-        order: the order of the parameters, in which their norms are combined.
-        max_norm: the largest norm of all gradients together; larger ones are scaled down.
+        order: the order in which the norms of the parameters' gradients are combined.
+        max_norm: the largest allowed norm of all gradients together; if it is exceeded, all gradients are scaled down.
         norm_type: the order of the norm.
         error_if_nonfinite: whether to raise if the norm is infinite or NaN.
         intra_op_threads: the number of CPU threads that compute norms.

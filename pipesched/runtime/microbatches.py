@@ -95,7 +95,7 @@ class Batch:
         return [looks[rows] for rows in self.rows]
 
     def wanted_inputs(self) -> list[list[Tensor]]:
-        """The input tensors that require a gradient, by micro-batch."""
+        """Return the input tensors that require a gradient, one list per micro-batch."""
         return [trainable_leaves(value) for value in self.inputs]
 
     def gathered(self, outputs: Sequence[Any], weighting: "Weighting | None") -> Any:
@@ -117,7 +117,7 @@ class Batch:
 
 
 def loss_places(output: Any) -> list[int]:
-    """The positions of the model's own scalar loss among the pytree leaves of an output; empty if it has none."""
+    """Return the positions of the model's scalar loss among the pytree leaves of an output; empty if there is none."""
     loss = loss_entry(output)
     if not isinstance(loss, Tensor) or loss.dim():
         return []
@@ -143,7 +143,7 @@ class Weighting(NamedTuple):
         ]
 
     def total(self, losses: Sequence[Tensor]) -> Tensor:
-        """The mini-batch's loss. ``losses`` are the micro-batches' losses, already multiplied by their factors."""
+        """Return the mini-batch's loss. ``losses`` are the micro-batches' losses, multiplied by their factors."""
         parts = [loss if share is None else loss * share for loss, share in zip(losses, self.shares, strict=True)]
         total = parts[0]
         for part in parts[1:]:  # added in the same order for every schedule
@@ -210,8 +210,9 @@ class Splitter:
         """Make a batch of micro-batches that the caller cut.
 
         Raises:
-            InputError: the argument is not a list of Microbatch objects, or is empty; the program does not allow their
-                number; only some have a target; or the tensors of one have different numbers of rows.
+            InputError: the argument is not a list of Microbatch objects, or is empty; the program does not allow this
+                number of micro-batches; only some micro-batches have a target; or the tensors of a micro-batch have
+                different numbers of rows.
 
         """
         if not isinstance(microbatches, Sequence) or not all(isinstance(one, Microbatch) for one in microbatches):
@@ -290,7 +291,7 @@ class Splitter:
             )
 
     def _target_dim(self, target: Any, given: "_Given") -> int | None:
-        """The dim along which the target is split.
+        """Return the dim along which the target is split.
 
         If ``split_dims`` is one dim for all arguments, the target is split along this dim if its size in this dim is
         the batch's number of rows, otherwise along dim 0.
@@ -319,11 +320,11 @@ class Splitter:
         return dims[argument] if isinstance(argument, int) and argument < len(dims) else 0
 
     def factors(self, batch: Batch) -> list[float | None]:
-        """The loss factors with which the micro-batches' gradients sum to the mini-batch's gradients."""
+        """Return the loss factors with which the micro-batches' gradients sum to the mini-batch's gradients."""
         return self.weighting(batch).factors
 
     def weighting(self, batch: Batch, groups: Sequence[Sequence[int]] = ()) -> "Weighting":
-        """The weights of a batch's losses. Raises InputError if their sum is not finite and above 0.
+        """Return the weights of a batch's losses. Raises InputError if the weights' sum is not finite and above 0.
 
         Each of ``groups`` lists the micro-batches whose gradients one update applies. The factors in a group add up to
         1. Default: one group of all micro-batches.
@@ -347,7 +348,7 @@ class Splitter:
         return Weighting(list(factors), list(shares))
 
     def weighting_of_outputs(self, batch: Batch) -> Weighting | None:
-        """The weights of the losses that outputs may contain in a call of forward; None if they cannot be computed."""
+        """Return the weights of losses in the outputs of a call of forward; None if no weights can be computed."""
         if self.loss_reduction == "sum":
             return self.weighting(batch)
         try:
@@ -374,7 +375,7 @@ def _weights(batch: Batch, loss_weight: Callable[..., Any]) -> list[float]:
 
 
 def _argument(name: int | str) -> str:
-    """An argument's name in error messages."""
+    """Return an argument's name in error messages."""
     return f"argument {name}" if isinstance(name, int) else f"{name}="
 
 
@@ -383,7 +384,7 @@ _Given = dict[str, tuple[Any, int | None]]
 
 
 def _common_rows(given: _Given) -> int:
-    """The number of rows of a batch. Raises InputError if it is 0, or if tensors have different numbers of rows."""
+    """Return a batch's number of rows. Raises InputError if it is 0, or if it differs between tensors."""
     counts = {what: rows_of(value, dim, what) for what, (value, dim) in given.items()}
     known = {what: rows for what, rows in counts.items() if rows is not None}
     if not known:

@@ -16,7 +16,7 @@ __all__ = ["NonfiniteReaction"]
 
 @dataclass(frozen=True)
 class _Check:
-    """The check of one step. With an event, the flag is being copied to the host until the event occurs."""
+    """The check of one step. ``arrived`` is the event that ends the flag's copy to the host; None without a copy."""
 
     step: int
     verdict: Verdict
@@ -68,7 +68,10 @@ class NonfiniteReaction:
 
 
 def _on_host(flag: Tensor, lags: bool) -> tuple[Tensor, torch.cuda.Event | None]:
-    """A flag, and if it may lag and lies on a GPU, its copy to the host and the event after which it is there."""
+    """Return the flag to read, and the event that ends the flag's copy to the host (None without a copy).
+
+    If ``lags`` is set, a flag on a GPU is copied to the host. Any other flag is returned unchanged.
+    """
     if not (lags and flag.is_cuda):
         return flag, None
     here = torch.empty_like(flag, device="cpu", pin_memory=True).copy_(flag, non_blocking=True)

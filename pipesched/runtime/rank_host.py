@@ -99,7 +99,7 @@ class Executor(Protocol):
     """The methods of an executor that a `Stream` of asynchronous steps uses."""
 
     def caller(self, *, grad: bool) -> Caller:
-        """The calling thread's settings, such as autocast, with ``grad`` as grad mode."""
+        """Return the calling thread's settings, such as autocast, with ``grad`` as grad mode."""
 
     def begin(self, run_spec: RunSpec, caller: Caller) -> SegmentedRun:
         """Begin a run that receives the ranks' orders in parts. No other run starts before ``end``."""
@@ -126,11 +126,12 @@ class RankHost(Protocol):
     def use(self, num_ranks: int, *, all_ranks: bool = False) -> "RankHost":
         """Return a host for the same ranks, of which the first ``num_ranks`` hold stages.
 
-        ``all_ranks`` states whether every rank of a mesh must hold stages. If one does not, DeviceCountError is raised.
+        ``all_ranks`` states whether every rank of a mesh must hold stages. If a rank then holds none, DeviceCountError
+        is raised.
         """
 
     def holds(self, rank: int) -> bool:
-        """Whether a rank runs in this process."""
+        """Return whether a rank runs in this process."""
 
     def agreed(self, make: Callable[[], T]) -> T:
         """Call ``make`` in one process, and return its result in all processes."""
@@ -203,7 +204,7 @@ class ThreadRanks:
 
     @cached_property
     def executor(self) -> ThreadExecutor:
-        """The executor with a thread for each rank. The first use starts it."""
+        """The executor with one thread per rank. The threads are started when this property is first read."""
         return ThreadExecutor(self.devices, self._threads)
 
     def start(self) -> None:
@@ -430,7 +431,7 @@ class MeshRanks:
         return self.executor.exchange(value)
 
     def loss_with_metrics(self, rank: int, value: LossAndMetrics | None) -> Callable[[], LossAndMetrics]:
-        """Send one rank's loss and metrics to all others; return a function that waits for them."""
+        """Send one rank's loss and metrics to all others; return a function that waits for and returns them."""
         if value is not None:
             self.executor.share(rank, Payload.of(value))
             return lambda: value
@@ -438,7 +439,7 @@ class MeshRanks:
         return lambda: _loss_and_metrics(take())
 
     def shared(self, value: T) -> Callable[[], list[T]]:
-        """Send this rank's value to all others; return a function that waits for all values, in rank order."""
+        """Send this rank's value to all others; return a function that waits for all values and lists them by rank."""
         return self.executor.share_all(value)
 
     def trade(self, what: str, given: Mapping[int, Any], sources: Collection[int]) -> dict[int, Any]:
@@ -458,7 +459,7 @@ class MeshRanks:
             executor.close()
 
     def gather(self, timelines: Iterable[Timeline]) -> list[Span]:
-        """The measured spans of all ranks in these timelines, on one clock."""
+        """Return the measured spans of all ranks in these timelines, on one clock."""
         return self.executor.gather(*(own for own in timelines if isinstance(own, RankTimeline)))
 
     def abandon(self, what: str, error: BaseException) -> None:

@@ -58,11 +58,11 @@ class StepCall:
         return self.weighting
 
     def loss(self, step_data: StepData) -> Tensor:
-        """The mini-batch's loss. Only the process of the last stage can compute it."""
+        """Return the mini-batch's loss. Only the process of the last stage can compute it."""
         return self.counting.total([step_data.losses[microbatch] for microbatch in range(len(self.batch.rows))])
 
     def outputs(self, step_data: StepData, *, own_loss: bool) -> Any:
-        """The outputs of the whole mini-batch; None if the last stage is in another process.
+        """Return the outputs of the whole mini-batch; None if the last stage is in another process.
 
         ``own_loss`` states whether the outputs contain the model's own loss.
         """
@@ -74,7 +74,7 @@ class StepCall:
 
 @dataclass(frozen=True, kw_only=True)
 class _Opening:
-    """The fields of a call that every rank needs. They seldom change from step to step."""
+    """The fields of a call that every rank needs. These fields seldom change from step to step."""
 
     method: str
     rows: list[int]
@@ -166,7 +166,7 @@ def received(message: tuple[Any, ...]) -> StepCall:
 
 
 def _needed(value: Any, takers: Sequence[Body]) -> Any:
-    """A micro-batch's inputs, in which `_Unsent` replaces the tensors that none of the ``takers`` uses."""
+    """Return a micro-batch's inputs, in which `_Unsent` replaces the tensors that none of the ``takers`` uses."""
     leaves, spec = pytree.tree_flatten(value)
     columns = zip(leaves, *(pytree.tree_leaves(body.inputs(value)) for body in takers), strict=True)
     return pytree.tree_unflatten(

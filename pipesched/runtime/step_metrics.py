@@ -44,10 +44,10 @@ class RunResults:
 
 
 class StepMetrics:
-    """Computes the loss of each step or evaluation, and keeps the named scalars of the last one."""
+    """Computes the loss of each step or evaluation, and keeps the named scalars of the last of them."""
 
     def __init__(self) -> None:
-        #: Whether layers add losses, by the kind of run. All processes agree on it in the first run of each kind.
+        #: Whether layers add losses, keyed by the kind of run. All processes agree on it in the first run of a kind.
         self._adds: dict[Hashable, bool] = {}
         #: Reads the named scalars.
         self.read: Callable[[], Mapping[str, Tensor]] = dict
@@ -97,7 +97,7 @@ class StepMetrics:
         return pending(lambda: result().loss)
 
     def _of_rank(self, host: MeshRanks, run: RunResults) -> LossAndMetrics | None:
-        """The loss and the metrics of this process; None if another rank computes them."""
+        """Return the loss and the metrics of this process; None if another rank computes them."""
         if not host.holds(run.rank):
             return None
         try:
@@ -139,7 +139,7 @@ def _rows_of(added: Mapping[int, Added], microbatches: Sequence[int]) -> list[_R
 
 
 def _measured(run: RunResults) -> dict[str, Tensor]:
-    """Return the metrics of the mini-batch: those of its micro-batches, weighted like their losses."""
+    """Return the mini-batch's metrics: the micro-batches' metrics, combined with the weights of their losses."""
     of_each = [run.step_data.measured.pop(number, {}) for number in run.microbatches]
     if any(one.keys() != of_each[0].keys() for one in of_each):
         odd = next(number for number, one in enumerate(of_each) if one.keys() != of_each[0].keys())
@@ -153,7 +153,7 @@ def _measured(run: RunResults) -> dict[str, Tensor]:
 
 
 def _combined(loss: Tensor, metrics: Mapping[str, Tensor], rows: Sequence[_Row], weighting: Weighting) -> _Result:
-    """Sum the losses in an order that does not depend on the plan: by name, micro-batch and place."""
+    """Sum each name's losses in an order that does not depend on the plan: by micro-batch, then place of the call."""
     named: dict[str, list[Tensor]] = {}
     for number, *_, name, value in sorted(rows, key=lambda row: row[:4]):
         share = weighting.shares[number]

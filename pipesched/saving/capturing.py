@@ -16,7 +16,9 @@ __all__ = ["capture"]
 
 
 def capture(run: LiveRun, optimizer: GivenOptimizers | None, scheduler: Any, extra: Mapping[str, Any] | None) -> Part:
-    """Return the part of a run that this process saves. Its tensors share memory with the run. Collective.
+    """Return the part of a run that this process saves. Collective.
+
+    The tensors in the part share memory with the run's tensors.
 
     Raises:
         CheckpointError: something cannot be saved; the error names it.

@@ -1,4 +1,4 @@
-"""Common values: values that several processes hold. They must be identical in all of them and are saved once."""
+"""Common values: values that several processes hold. Each value must be identical in all of them and is saved once."""
 
 import hashlib
 import json
@@ -19,13 +19,13 @@ __all__ = ["Encoded", "encode", "kept_here"]
 
 @dataclass(frozen=True)
 class Encoded:
-    """An encoded value with its tensors by key."""
+    """An encoded value, and its tensors, keyed as in the checkpoint."""
 
     value: Any
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
 
     def digests(self) -> dict[str, str]:
-        """Compute a digest of each plain value and tensor inside the value, by path."""
+        """Compute a digest of each plain value and tensor inside the value; return the digests, keyed by path."""
         return dict(self._digests(self.value, ""))
 
     def _digests(self, value: Any, path: str) -> Iterator[tuple[str, str]]:
@@ -54,13 +54,13 @@ def encode(value: Any, prefix: str) -> Encoded:
 
 
 def kept_here(host: RankHost, process: int, what: str, items: Mapping[str, Encoded], *, everywhere: bool) -> set[str]:
-    """Return the names of the values that this process saves. The first process that has a value saves it. Collective.
+    """Return the names of the values that this process saves: the first process that has a value saves it. Collective.
 
     Args:
         host: the host of the ranks.
         process: the number of this process.
         what: the kind of values, as a plural noun for error messages.
-        items: the values of this process, by name.
+        items: the values of this process, keyed by name.
         everywhere: whether every process must have every value.
 
     Raises:

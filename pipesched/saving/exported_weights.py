@@ -26,8 +26,8 @@ def export_weights(folder: Path, weights: Mapping[str, Tensor], model: nn.Module
     """Write an index and one file of weights per process to a folder. Collective.
 
     Args:
-        folder: the folder. Weights that it already contains are replaced.
-        weights: the parameters and buffers of this process, by the names of the model's ``state_dict``.
+        folder: the folder. Weights that are already in the folder are replaced.
+        weights: the parameters and buffers of this process, keyed by their names in the model's ``state_dict``.
         model: the model. Its configuration is also saved if the configuration has a ``save_pretrained`` method.
         host: the host of the ranks.
         process: the number of this process.

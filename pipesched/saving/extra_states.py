@@ -71,7 +71,7 @@ def as_extra(extra: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def encoded_extra(extra: Mapping[str, Any], run: LiveRun) -> dict[str, _Extra]:
-    """Encode objects that have a ``state_dict`` method by their state, and all other values directly."""
+    """Encode the state of each object that has a ``state_dict`` method, and each other value itself."""
     found = {}
     for name, value in extra.items():
         has_state = callable(getattr(value, "state_dict", None))
@@ -105,7 +105,7 @@ def _leaves_saved(extras: Mapping[str, _Extra], run: LiveRun) -> set[Any]:
     """Return the places of the leaves that this process saves.
 
     The owner of a parameter or buffer saves the leaf of that name. If the owner does not have the leaf, the first
-    process that has it does.
+    process that has the leaf saves it.
     """
     mine = {(name, leaf.path, leaf.key): leaf for name, extra in extras.items() for leaf in extra.leaves}
     known = exchanged(run.host, {place: run.is_own(leaf.name) for place, leaf in mine.items()})
@@ -120,7 +120,7 @@ class ExtraChanges:
 
     Args:
         saved: the saved run.
-        extra: the objects to load, by name.
+        extra: the objects to load, keyed by name.
         run: the run into which the states are loaded.
 
     Raises:
@@ -153,7 +153,7 @@ class ExtraChanges:
     def _needed(saved: SavedRun, name: str, value: Any, leaves: Any, run: LiveRun) -> list[tuple[list[Any], str, str]]:
         """Return the leaves of an object that this process needs, as (path, the object's key, tensor key).
 
-        These are the leaves that the object has now. If it has none, they are the leaves with the names of this
+        These are the leaves that the object has now. If the object has none, they are the leaves with the names of this
         process's parameters and buffers.
         """
         now = None if value is None or not callable(getattr(value, "state_dict", None)) else value.state_dict()
@@ -176,7 +176,7 @@ class ExtraChanges:
         return needed
 
     def states(self, read: Callable[[str], Tensor]) -> dict[str, Any]:
-        """Return the decoded states and values, by name. ``read`` returns a tensor by key."""
+        """Return the decoded states and values, keyed by name. ``read(key)`` returns the tensor with that key."""
         found = {}
         for name, entry in self._entries.items():
             state = decoded(entry["value"], read)

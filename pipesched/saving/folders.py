@@ -1,8 +1,8 @@
 """Folders: the layout of checkpoint folders, and writes that keep the old checkpoint usable until the new is complete.
 
-Each save writes its data files to a new folder with a unique name. They are complete and flushed to the disk before the
-manifest names them. A single ``os.replace``, which is atomic on local and on network file systems, replaces the
-manifest. The old data folder is deleted only after that.
+Each save writes its data files to a new folder with a unique name. The files are complete and flushed to the disk
+before the manifest names them. A single ``os.replace``, which is atomic on local and on network file systems, replaces
+the manifest. The old data folder is deleted only after the manifest has been replaced.
 """
 
 import errno
@@ -35,7 +35,8 @@ _TEMPORARY = ".tmp"
 def folder_for(path: Path, step: int, keep: int | None) -> Path:
     """Return the folder of a new checkpoint: ``path``, or with ``keep`` a folder in ``path`` named after the step.
 
-    Raises InputError if ``path`` already holds a checkpoint saved with ``keep`` and this one is not, or vice versa.
+    Raises InputError if ``path`` already holds a checkpoint saved with ``keep`` and this save is without ``keep``, or
+    vice versa.
     """
     steps = checkpoints_in(path)
     if keep is None and steps:

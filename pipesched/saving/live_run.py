@@ -1,4 +1,4 @@
-"""Live run: the state of a running pipeline that goes into a checkpoint, as far as this process holds it."""
+"""Live run: the part of a running pipeline's state that this process holds and that goes into a checkpoint."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -42,13 +42,13 @@ class LiveRun:
     parameter_names: Collection[str]
     #: The non-persistent buffers, which the model's state_dict leaves out; a saved one of any shape can be loaded.
     caches: Collection[str]
-    #: The names of all parameters of the model, by the id of the parameter.
+    #: The names of all parameters of the model, keyed by the id of the parameter.
     names: Mapping[int, str]
     #: The modules that define ``get_extra_state`` and that this process saves.
     modules: Mapping[str, nn.Module]
-    #: The optimizers made by ``optimizer=``, by stage; None without ``optimizer=``.
+    #: The optimizers made by ``optimizer=``, keyed by stage; None without ``optimizer=``.
     optimizers: Mapping[int, Optimizer] | None
-    #: The gradient scaler. Every process has its own, and all have the same state.
+    #: The gradient scaler. Every process has its own scaler, and all scalers have the same state.
     scaler: GradScaler | None
 
     @property
@@ -62,5 +62,5 @@ class LiveRun:
         return len(self.host.all_devices) if isinstance(self.host, MeshRanks) else 1
 
     def is_own(self, name: str) -> bool:
-        """Whether this process saves the parameter or buffer with this name."""
+        """Return whether this process saves the parameter or buffer with this name."""
         return name in self.parameters or name in self.buffers

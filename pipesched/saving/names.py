@@ -14,10 +14,10 @@ _MODULE = "module"  # used by DistributedDataParallel, AveragedModel and most ot
 def own_names(roots: Mapping[str, nn.Module]) -> Callable[[str], str]:
     """Return a function that strips wrapper prefixes from the name of a parameter, buffer or module.
 
-    An attribute named ``module`` is treated as a wrapper's if it is the only child of its module.
+    A child named ``module`` is treated as the module that a wrapper wraps if its parent has no other child.
 
     Args:
-        roots: maps the prefix of names to the model and to the loss module.
+        roots: the model and the loss module, keyed by the prefix of their tensors' names.
 
     """
     own: dict[str, str] = {"": ""}
@@ -42,7 +42,7 @@ def own_names(roots: Mapping[str, nn.Module]) -> Callable[[str], str]:
 
 
 def model_name(key: str, names: Collection[str]) -> str | None:
-    """Return the model's name for a key of a state dict, with or without wrapper prefixes; None if it has none."""
+    """Return the model's name for a key of a state dict, with or without wrapper prefixes; None if there is none."""
     return next((name for name in (key, _without_wrapper(key)) if name in names), None)
 
 

@@ -1,7 +1,7 @@
-"""Optimizer states: the optimizer state and options of each parameter, by the parameter's name.
+"""Optimizer states: the optimizer state and options of each parameter, keyed by the parameter's name.
 
-Stored by name, the states do not depend on how parameters are distributed among optimizers. When a checkpoint is
-loaded, each optimizer takes the states of its own parameters.
+Because the states are keyed by name, they do not depend on how parameters are distributed among optimizers. When a
+checkpoint is loaded, each optimizer takes the states of its own parameters.
 """
 
 import json
@@ -26,7 +26,7 @@ GivenOptimizers = Optimizer | Sequence[Optimizer] | Mapping[Any, Optimizer]
 
 
 def as_optimizers(given: GivenOptimizers | None, run: LiveRun) -> list[Optimizer]:
-    """Return the optimizers of a run: those that ``optimizer=`` of Pipeline made, or else those passed to save or load.
+    """Return the optimizers of a run: those made by Pipeline's ``optimizer=``, or else those passed to save or load.
 
     Raises:
         InputError: an optimizer was passed that is not one of the pipeline's own.
@@ -118,7 +118,7 @@ def capture_optimizers(part: Part, optimizers: Sequence[Optimizer], run: LiveRun
 
 @dataclass(frozen=True)
 class _Change:
-    """The new options of a group, and the encoded states of its parameters."""
+    """The new options of a parameter group, and the encoded states of the group's parameters."""
 
     optimizer: Optimizer
     group: dict[str, Any]
@@ -181,7 +181,10 @@ class OptimizerChanges:
                 )
 
     def _options(self, names: Sequence[str], place: tuple[int, int], kind: str) -> Any:
-        """Return the saved options of a group's parameters, or those of the saved group at its place if it has none."""
+        """Return the saved options of the parameters ``names``.
+
+        If none of these parameters was saved, return the options of the saved group at ``place``.
+        """
         known = [name for name in names if name in self._parameters]
         options = [self._groups[self._parameters[name]["group"]]["options"] for name in known]
         if not known:
@@ -207,7 +210,7 @@ class OptimizerChanges:
             )
 
     def apply(self, read: Callable[[str], Tensor]) -> None:
-        """Load the states and options into the optimizers. ``read`` returns a tensor by key."""
+        """Load the states and options into the optimizers. ``read(key)`` returns the tensor with that key."""
         for change in self._changes:
             if change.options is not None:
                 for key, value in decoded(change.options, read).items():

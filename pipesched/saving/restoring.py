@@ -1,4 +1,4 @@
-"""Restoring: loads a saved run into a running pipeline, after checking that all of it fits."""
+"""Restoring: loads a saved run into a running pipeline, after checking that the whole saved run fits."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -35,7 +35,7 @@ class Restored:
     Attributes:
         step: the number of steps that the saved run had made.
         seed: the seed of the saved run's random numbers.
-        extra: the saved values of ``extra``, by name. For an object it is the object's state.
+        extra: the saved values of ``extra``, keyed by name. The value saved for an object is the object's state.
 
     """
 
@@ -104,7 +104,7 @@ class Restoring:
                 )
 
     def _tensors_of(self, kind: str) -> dict[str, Tensor]:
-        """Return the tensors of a kind that this process loads, by key.
+        """Return the tensors of one kind that this process loads, keyed as in the checkpoint.
 
         Raises CheckpointError if names, shapes or dtypes differ from the saved ones.
         """
@@ -176,7 +176,7 @@ class Restoring:
         return list(self._tensors.values())
 
     def extra_states(self, read: Callable[[str], Tensor]) -> dict[str, Any]:
-        """Return the states of the objects in ``extra``, and its other values, by name."""
+        """Return the saved states of the objects in ``extra``, and the other saved extra values, keyed by name."""
         return self._extra.states(read)
 
     def load_objects(self, states: Mapping[str, Any]) -> None:

@@ -23,7 +23,7 @@ class Part:
     values: dict[str, Any] = field(default_factory=dict)
 
     def add(self, kind: str, name: str, tensors: Mapping[str, Tensor]) -> None:
-        """Add tensors by key, with ``kind`` and ``name`` in their manifest entries."""
+        """Add tensors under their keys, with ``kind`` and ``name`` in the tensors' manifest entries."""
         for key, tensor in tensors.items():
             if key in self.tensors:
                 raise CheckpointError(
@@ -43,7 +43,7 @@ class SavedRun:
     facts: Facts
     entries: Mapping[str, TensorEntry]
     values: Mapping[str, Any]
-    #: Returns a tensor by key: read to the CPU, or for a training state the given tensor.
+    #: Returns the tensor with a given key: read from a file to the CPU, or taken from a training state.
     read: Callable[[str], Tensor]
 
 

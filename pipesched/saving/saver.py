@@ -111,7 +111,7 @@ class Saver:
     def load(
         self, run: LiveRun, path: Any, states: tuple[GivenOptimizers | None, Any, Mapping[str, Any] | None]
     ) -> Restored:
-        """Load the newest undamaged checkpoint of a path. ``states`` holds (optimizer, scheduler, extra)."""
+        """Load the newest undamaged checkpoint at a path. ``states`` holds (optimizer, scheduler, extra)."""
         self.finish(run)
         path = as_path(path)
         folders = exchanged(run.host, agreed(run.host, lambda: [str(one) for one in _folders(path, run)]))[0]

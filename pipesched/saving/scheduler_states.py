@@ -18,7 +18,7 @@ _ONE = "all parameters"
 
 
 def as_schedulers(given: Any, run: LiveRun) -> dict[str, Any]:
-    """Return schedulers by name: "all parameters" for a single scheduler, "stage 2" for one of a dict or list.
+    """Return schedulers keyed by name: "all parameters" for a single scheduler, else names such as "stage 2".
 
     A scheduler in a list gets the stage whose optimizer it drives, or else its position in the list.
     """
@@ -81,7 +81,7 @@ class SchedulerChanges:
         self.keys = {key for _, entry in self._changes for key in tensor_keys(entry["state"])}
 
     def apply(self, read: Callable[[str], Tensor]) -> None:
-        """Load the states into the schedulers. ``read`` returns a tensor by key."""
+        """Load the states into the schedulers. ``read(key)`` returns the tensor with that key."""
         for scheduler, entry in self._changes:
             scheduler.load_state_dict(decoded(entry["state"], read))
 

@@ -109,7 +109,10 @@ def _is_text(value: str) -> bool:
 
 
 def decoded(value: Any, read: Callable[[str], Tensor]) -> Any:
-    """Decode the output of ``Encoder.encoded``. ``read`` returns a tensor by key. Raises CheckpointError."""
+    """Decode the output of ``Encoder.encoded``. ``read(key)`` returns the tensor with that key.
+
+    Raises CheckpointError if the value is not such an output.
+    """
     if isinstance(value, list):
         return [decoded(part, read) for part in value]
     if not isinstance(value, dict):

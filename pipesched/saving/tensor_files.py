@@ -101,7 +101,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
 
     Args:
         path: the file.
-        tensors: dense tensors on any device, by key.
+        tensors: dense tensors on any device, keyed by their names in the file.
         metadata: text for the file's header. Default: none.
 
     Raises:

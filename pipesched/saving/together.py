@@ -1,4 +1,4 @@
-"""Together: runs work in all processes of a pipeline, and fails in all of them if it fails in one."""
+"""Together: runs work in all processes of a pipeline, and raises an error in all of them if the work fails in one."""
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -28,9 +28,9 @@ def exchanged(host: RankHost, value: T) -> list[T]:
 
 
 def agreed(host: RankHost, make: Callable[[], T]) -> T:
-    """Return ``make()``. If it raises in one process, all raise. Collective.
+    """Return ``make()``. If ``make`` raises in one process, all processes raise. Collective.
 
-    For work that takes about the same time in all processes; use ``in_all`` for other work.
+    Use this function for work that takes about the same time in all processes, and ``in_all`` for other work.
     """
     work = Work(make)
     work.run()
@@ -39,7 +39,7 @@ def agreed(host: RankHost, make: Callable[[], T]) -> T:
 
 
 class Work(Generic[T]):
-    """A call, run in its own thread or in the caller's, that keeps its result or its exception.
+    """A call that runs in a new thread or in the caller's thread, and whose result or exception is kept.
 
     The interpreter waits for the thread before it exits.
     """
@@ -63,7 +63,7 @@ class Work(Generic[T]):
             self.error = error
 
     def ended(self, within_s: float | None = None) -> bool:
-        """Wait at most this long, without a limit for None, and return whether the call has ended."""
+        """Wait at most ``within_s`` seconds (None: no limit), and return whether the call has ended."""
         if self._thread is not None:
             self._thread.join(within_s)
             if not self._thread.is_alive():
@@ -124,7 +124,7 @@ def together(host: RankHost, work: Work[T], hurry: Event | None = None) -> T:
 
 
 def in_all(host: RankHost, make: Callable[[], T]) -> T:
-    """Return ``make()``, which can take long in some processes. If it raises in one, all raise. Collective."""
+    """Return ``make()``, which may be slow in some processes. If it raises in one process, all raise. Collective."""
     work = Work(make)
     if isinstance(host, MeshRanks):
         work.start()
@@ -136,7 +136,8 @@ def in_all(host: RankHost, make: Callable[[], T]) -> T:
 def _raise_any(outcomes: Sequence[Any], work: Work[Any]) -> None:
     """If a process failed, raise an error of the same kind in all.
 
-    A process that failed with this kind raises its own error; the others raise one that names the failed rank.
+    A process that failed with this kind of error raises its own error; the other processes raise an error that names
+    the failed rank.
     """
     kinds = [kind for kind, _ in outcomes]
     worst = next((kind for kind in _KINDS if kind in kinds), None)

@@ -117,7 +117,10 @@ def write(target: Target, part: Part, facts: Facts, hurry: Event) -> None:
 
 
 def _is_replaceable(target: Target) -> bool:
-    """Whether the manifest certainly does not name the new data. An error can occur after the manifest was replaced."""
+    """Return whether the manifest certainly does not name the new data.
+
+    An error can also occur after the manifest was replaced.
+    """
     try:
         return Manifest.read(target.folder).data != target.data
     except MissingCheckpointError:
@@ -139,7 +142,7 @@ def _write_part(target: Target, name: str, part: Part) -> None:
 
 
 def _report(target: Target, error: CheckpointError) -> None:
-    """Tell the first process that this process failed, and free the disk space of its files."""
+    """Report to the first process that this process failed, and delete the files that this process wrote."""
     name = _name(target.process)
     for path in (f"{name}.safetensors", f"{name}.json"):
         with suppress(OSError):
@@ -149,7 +152,7 @@ def _report(target: Target, error: CheckpointError) -> None:
 
 
 def _parts(target: Target, hurry: Event) -> dict[str, tuple[FileEntry, Any]]:
-    """Wait for the value files of all processes, and return their entries and contents by name.
+    """Wait for the value files of all processes, and return the files' entries and contents, keyed by name.
 
     Raises CheckpointError if a process failed, or wrote nothing for too long.
     """

@@ -29,7 +29,7 @@ from pipesched.runtime.coordination.stuck_collectives import Stuck
 __all__ = ["Alarm"]
 
 _PATIENCE_S = 2.0  # time to wait for replies, and for another rank's decision from its replies
-_GRACE_S = 0.5  # time in which a message may still arrive after a rank has ended
+_GRACE_S = 0.5  # time in which a message can still arrive after a rank has ended
 _LOOK_S = 0.2  # after a fault, the time between two checks whether this rank is stuck
 _WORD_BYTES = 32
 # Messages other than faults.
@@ -73,7 +73,7 @@ class _Listener:
         self._gone = ""  # the name of the watched rank if it has ended without a message
 
     def hear(self, fault: Fault, own: State | None = None) -> None:
-        """Record a fault. The first settled fault replaces any earlier guess, and is never replaced.
+        """Record a fault. The first settled fault replaces any earlier guess, and is never replaced itself.
 
         ``own`` is this rank's state if this rank reports the fault. Default: the current state.
         """
@@ -134,7 +134,7 @@ class _Listener:
         self._gone = name
 
     def _check_gone(self, name: str) -> None:
-        """Report the end of a rank's process as a fault, once this rank has waited for at least ``_GRACE_S``."""
+        """Report a rank whose process has ended, once this rank has waited for at least ``_GRACE_S`` seconds."""
         state = self._activity.state()
         if not self.bell.rung and state.what and state.doing == "waits" and state.seconds >= _GRACE_S:
             fault = Fault(name, "its process has ended without a message: it was killed, or it crashed", True)
@@ -186,7 +186,7 @@ class Alarm:
     """One rank's failure alarm.
 
     The ranks of other pipelines can reach the alarm once it exists; the ranks of its own pipeline can reach it after
-    ``meet``. Dropping the alarm ends its thread, as ``end`` does.
+    ``meet``. The alarm's thread ends when ``end`` is called or the alarm is dropped.
 
     Args:
         group: the process group of the pipeline's ranks.
@@ -221,7 +221,7 @@ class Alarm:
         self.activity.begin(_MAKING)
 
     def meet(self, store: Store) -> None:
-        """Wait for the other ranks of the pipeline. ``store`` must be shared by these ranks only.
+        """Wait for the other ranks of the pipeline. Only the ranks of this pipeline may use ``store``.
 
         Raises an ExecutionError that names the missing ranks, or StoreLostError.
         """
@@ -249,7 +249,7 @@ class Alarm:
             self._listener.hang_up()
 
     def _watch(self, address: Address) -> None:
-        """Watch a rank, to notice if its process ends without a message. Each rank watches the next one."""
+        """Watch the rank at an address, to notice if its process ends silently. Each rank watches the next rank."""
         with suppress(OSError):  # a rank that waits for the unreachable rank will detect its failure
             watched = socket.create_connection((address.host, address.port), self._timeout_s)
             watched.sendall(address.word.encode() + _WATCH)
@@ -309,7 +309,7 @@ class Alarm:
         return list(self._elsewhere.values())
 
     def _without_signed_off(self, answers: Mapping[str, State | str]) -> dict[str, State | str]:
-        """The replies, except those of ranks that have closed their pipelines and so are not to blame."""
+        """Return the replies without those ranks that are not to blame because they have closed their pipelines."""
         numbers = {number for number, address in self._elsewhere.items() if answers.get(address.name) == ENDED}
         job = self._job
         if job is None or not numbers:
@@ -325,7 +325,9 @@ class Alarm:
     # ---- a fault ----------------------------------------------------------------------------------------------
 
     def ring(self, text: str, doing: Doing, ended: int | None = None) -> Fault:
-        """Notify all ranks that this rank has failed, and end its waits. Takes a few seconds if ranks do not reply.
+        """Notify all ranks that this rank has failed, and end this rank's waits.
+
+        Takes a few seconds if ranks do not reply.
 
         Args:
             text: the description of the failure.
@@ -375,10 +377,10 @@ class Alarm:
         told(fault, listeners, _PATIENCE_S / 4)
 
     def _suspect(self, states: Mapping[str, State | str]) -> tuple[list[str], str] | None:
-        """The names of the ranks to blame if all replying ranks wait, and the reason; None if unknown.
+        """Return the names of the ranks to blame if all replying ranks wait, and the reason; None if unknown.
 
-        The store's host is to blame if the store is lost. Otherwise, if a replying rank is making its pipeline, the
-        ranks that have not announced a pipeline in the job's store are to blame.
+        The store's host is to blame if the store is lost. Otherwise, if a replying rank is constructing its pipeline,
+        the ranks that have not announced a pipeline in the job's store are to blame.
         """
         if self._job is None:
             return None
@@ -416,7 +418,7 @@ def _end(outside: socket.socket, thread: threading.Thread) -> None:
 
 
 def _job_of(group: Any) -> tuple[Store | None, list[int]]:
-    """The job's store (None if the group is the whole job, or belongs to no job), and the global ranks of the group."""
+    """Return the job's store (None if the group is the whole job, or in no job), and the group's global ranks."""
     size = group.size()
     ranks = ranks_of(group)
     if not distributed.is_initialized() or ranks is None:

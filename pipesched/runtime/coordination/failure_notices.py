@@ -45,7 +45,7 @@ def told(
     patience_s: float,
     until: Callable[[], bool] = lambda: False,
 ) -> dict[str, State | str]:
-    """Report a fault to other ranks; return their replies by rank name: a State, ENDED or SILENT.
+    """Report a fault to other ranks; return each rank's reply (a State, ENDED or SILENT), keyed by rank name.
 
     Args:
         fault: the fault to report.
@@ -107,7 +107,7 @@ class _Call:
             self._answer = ENDED
 
     def end(self) -> State | str:
-        """Close the socket; return the rank's state, ENDED or SILENT."""
+        """Close the socket; return the rank's reply: its State, ENDED or SILENT."""
         self._socket.close()
         with suppress(ValueError, TypeError):
             return State(*json.loads(self._read))

@@ -1,4 +1,4 @@
-"""Heartbeat: tells waiting ranks that a rank is still working, even if it computes for longer than their timeout."""
+"""Heartbeat: tells waiting ranks that a rank is still working, even if it computes for longer than the timeout."""
 
 import threading
 import time

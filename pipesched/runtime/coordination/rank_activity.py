@@ -1,4 +1,4 @@
-"""Rank activity: tracks what a rank is doing, and decides from all ranks' activities which rank is to blame."""
+"""Rank activity: tracks what a rank is doing, and decides from all ranks' activities which rank caused a failure."""
 
 import os
 import sys
@@ -58,12 +58,12 @@ class State(NamedTuple):
     place: str
     #: The seconds since the action or the call began; between calls, since the last call ended.
     seconds: float
-    #: For each other rank, by name: the last action whose result was received from that rank.
+    #: The last action whose result was received from each other rank, keyed by the name of that rank.
     last: dict[str, str]
 
 
 class Activity:
-    """Tracks the activity of this rank: updated by the executor's calls, read by the alarm's thread.
+    """Tracks the activity of this rank. The executor's calls record it, and the alarm's thread reads it.
 
     ``names`` holds the names of all ranks, in rank order.
     """
@@ -89,7 +89,7 @@ class Activity:
         self._stamps = None
 
     def run(self, stamps: "Stamps", placement: Sequence[int]) -> None:
-        """Record that an order runs.
+        """Record that this rank has begun to run an order.
 
         ``stamps`` holds the order and the stamps of the actions run so far; ``placement`` is the rank of each stage.
         """
@@ -97,7 +97,7 @@ class Activity:
         self._stamps = stamps
 
     def doing(self) -> tuple[Doing, str]:
-        """The current activity of the rank's thread, and the line of the model's or the user's code ("" if none)."""
+        """Return the activity of the rank's thread, and the line of model or user code that it runs ("" if none)."""
         frame = sys._current_frames().get(self._thread)
         while frame is not None:
             file = frame.f_code.co_filename
@@ -109,17 +109,17 @@ class Activity:
         return "works", ""
 
     def innermost(self) -> tuple[int, int]:
-        """An identifier of the current position of the rank's thread in its code."""
+        """Return an identifier of the current position of the rank's thread in its code."""
         frame = sys._current_frames().get(self._thread)
         return (id(frame), frame.f_lasti) if frame is not None else (0, 0)
 
     def stack(self) -> str:
-        """The current traceback of the rank's thread as text; "" if the thread has ended."""
+        """Return the current traceback of the rank's thread as text; "" if the thread has ended."""
         frame = sys._current_frames().get(self._thread)
         return "".join(traceback.format_stack(frame)) if frame is not None else ""
 
     def state(self) -> State:
-        """The current state of the rank."""
+        """Return the current state of the rank."""
         doing, place = self.doing()
         stamps = self._stamps
         seconds = time.monotonic() - self.since_s
@@ -148,7 +148,7 @@ class Activity:
 
 
 def doing_at(error: BaseException) -> Doing:
-    """The activity in which an error occurred: "collective" if torch.distributed raised it, otherwise "raised".
+    """Return the activity in which an error occurred: "collective" if torch.distributed raised it, otherwise "raised".
 
     A collective usually raises because another rank of its group has ended.
     """
@@ -165,15 +165,15 @@ def doing_at(error: BaseException) -> Doing:
 
 
 def said(error: BaseException) -> str:
-    """The type and the message of an error, as text for other ranks."""
+    """Return the type and the message of an error, as text for other ranks."""
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
 def blamed(answers: Mapping[str, State | str], timeout_s: float) -> tuple[list[str], str] | None:
-    """The names of the ranks to blame, and the reason; None if the replies do not show which ranks are to blame.
+    """Return the names of the ranks to blame, and the reason; None if the replies do not show which ranks are to blame.
 
     Args:
-        answers: the replies by rank name.
+        answers: the replies, keyed by rank name.
         timeout_s: how long the rank that noticed the fault has waited, in seconds.
 
     """

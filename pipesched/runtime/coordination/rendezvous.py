@@ -59,7 +59,7 @@ class AbsentError(ExecutionError):
 
 
 def ranks_of(group: Any) -> list[int] | None:
-    """The global rank of each rank of a group; None for a group that is not registered with torch.distributed."""
+    """Return the global ranks of a group's ranks; None if the group is not registered with torch.distributed."""
     try:
         return distributed.get_process_group_ranks(group) if distributed.is_initialized() else None
     except (ValueError, KeyError):
@@ -67,7 +67,7 @@ def ranks_of(group: Any) -> list[int] | None:
 
 
 def names_of(group: Any) -> list[str]:
-    """The names of a group's ranks in error messages. A name includes the global rank if it differs."""
+    """Return the names of a group's ranks in error messages. A name includes the global rank if it differs."""
     ranks = ranks_of(group) or range(group.size())
     return [f"rank {rank}" if rank == own else f"rank {rank} (global rank {own})" for rank, own in enumerate(ranks)]
 
@@ -117,7 +117,7 @@ class Rendezvous:
             self._give_up(said, dict.fromkeys(range(1, self._num_ranks)))
 
     def _announce(self) -> int:
-        """Return the number of this rank's next announcement, and count the announcement."""
+        """Reserve and return the number of this rank's next announcement."""
         Rendezvous.announced += 1
         return int(self._store.add(f"count/{self._rank}", 1))
 
@@ -177,9 +177,9 @@ class Rendezvous:
         self._store.set("taken/0", str(self._store.add("count/0", 0)))
 
     def _arrival(self, rank: int) -> int | None:
-        """The number of the rank's first announcement that is neither answered nor withdrawn.
+        """Return the number of the rank's first announcement that is neither answered nor withdrawn.
 
-        None if there is none yet. Skips withdrawn announcements.
+        Returns None if there is no such announcement yet. Skips withdrawn announcements.
         """
         while self._store.check([f"came/{rank}/{self._next(rank)}"]):
             number = self._next(rank)
@@ -200,7 +200,7 @@ class Rendezvous:
             self._answer(rank, number, said)
 
     def _answer(self, rank: int, number: int, said: str) -> bool:
-        """Answer an announcement; return whether the answer became its outcome."""
+        """Answer an announcement; return whether the answer became the announcement's outcome."""
         self._store.set(f"taken/{rank}", str(number))
         found = self._change(rank, number, "", said)
         if found == _WAITING:
@@ -214,11 +214,11 @@ class Rendezvous:
         return self._change(rank, number, _WAITING, _WAITING)
 
     def _change(self, rank: int, number: int, expected: str, said: str) -> str:
-        """Set an announcement's state to ``said`` if it is ``expected`` ("": unset). Returns the state afterwards."""
+        """Set an announcement's state to ``said`` if the state is ``expected`` ("": unset); return the new state."""
         return str(self._store.compare_set(f"state/{rank}/{number}", expected, said).decode())
 
     def _wait(self, keys: list[str], end_s: float) -> bool:
-        """Wait for keys until a deadline; return whether they exist. Polls, because torch logs waits that time out."""
+        """Wait for keys until a deadline; return whether all exist. Polls, because torch logs waits that time out."""
         pause_s = _PAUSE_S
         while not (there := bool(self._store.check(keys))) and time.monotonic() < end_s:
             time.sleep(pause_s)

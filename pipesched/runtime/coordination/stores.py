@@ -29,7 +29,7 @@ class Store(Protocol):
         """Add ``amount`` to the number at a key (0 if there is none); return the sum."""
 
     def check(self, keys: list[str], /) -> bool:
-        """Whether all keys exist."""
+        """Return whether all keys exist."""
 
     def wait(self, keys: list[str], timeout: timedelta, /) -> None:
         """Wait until all keys exist. Raises RuntimeError at the timeout."""
@@ -47,8 +47,8 @@ class StoreLostError(RuntimeError):
 def asked(ask: Callable[[], T], limit_s: float, given_up: threading.Event | None = None) -> T:
     """Call a function that uses a store, with a time limit.
 
-    The function runs in a thread of its own. A thread that gets no reply is abandoned, because torch cannot end its
-    wait.
+    The function runs in a thread of its own. A thread that gets no reply is abandoned, because torch cannot interrupt a
+    wait for a store.
 
     Args:
         ask: the function to call; its exceptions are raised in the caller's thread.

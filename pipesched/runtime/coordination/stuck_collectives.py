@@ -53,7 +53,7 @@ class Stuck:
 
 
 def _abort_nccl_groups() -> bool:
-    """Abort the job's NCCL groups on this rank. Returns whether there are any."""
+    """Abort the job's NCCL groups on this rank. Returns whether there are any such groups."""
     if not distributed.is_initialized():
         return False
     groups = [one for one in distributed.distributed_c10d._world.pg_names if "nccl" in distributed.get_backend(one)]

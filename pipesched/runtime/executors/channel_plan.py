@@ -23,7 +23,7 @@ _OUTGOING = (Kind.SEND_F, Kind.SEND_B)
 
 
 def look(value: Any) -> Hashable:
-    """A key for a micro-batch, from which the layouts of its messages are predicted.
+    """Return the key of a micro-batch, from which the layouts of the micro-batch's messages are predicted.
 
     The key holds the dtype and the shape of each tensor, and the type name of each other leaf.
     """
@@ -34,7 +34,7 @@ def look(value: Any) -> Hashable:
 
 
 class OrderMessages:
-    """The messages that one rank's order sends and receives, grouped by channel, in the order within each channel."""
+    """The messages that one rank's order sends and receives, grouped by channel; each group is in channel order."""
 
     def __init__(self, program: Program, order: tuple[Action, ...]) -> None:
         self.order = order
@@ -50,7 +50,7 @@ class OrderMessages:
                 edge.append((*ends, microbatch))
 
     def repeated(self, period: int) -> Messages:
-        """Layout keys for a stream: the k-th micro-batches of all steps have the same key.
+        """Return layout keys for a stream: the k-th micro-batches of all steps have the same key.
 
         The layouts of one step therefore predict the layouts of the next. ``period`` is the number of micro-batches in
         a step.
@@ -65,11 +65,13 @@ class OrderMessages:
 
     @property
     def none(self) -> Messages:
-        """All channels of the order, each with an empty list of layout keys."""
+        """Return all channels of the order, each with an empty list of layout keys."""
         return {peer: dict.fromkeys(channels, ()) for peer, channels in self._edges.items()}
 
     def keys(self, looks: Sequence[Hashable], grad: bool) -> tuple[Messages, bytes]:
-        """Layout keys for a step, and their digest. Repeated calls with the same arguments return the same objects.
+        """Return the layout keys of a step's messages, and a digest of these keys.
+
+        Repeated calls with the same arguments return the same objects.
 
         Args:
             looks: the key of each micro-batch, from ``look``; empty if unknown.
@@ -119,7 +121,7 @@ class ChannelEnds:
 
 
 def channels_of(program: Program) -> set[Channel]:
-    """The channels between ranks that a lowered program uses."""
+    """Return the channels between ranks that a lowered program uses."""
     sends = program.columns[program.columns.are(Kind.SEND_F, Kind.SEND_B)]
     return {
         Channel(program.placement[stage], program.placement[peer], kind is Kind.SEND_B)
@@ -129,7 +131,7 @@ def channels_of(program: Program) -> set[Channel]:
 
 
 def digest_of(program: Program) -> bytes:
-    """A digest of a program, with which ranks check that they run the same program."""
+    """Return a digest of a program, by which ranks check that they run the same program."""
     columns = program.columns
     arrays = (columns.stage, columns.kind, columns.microbatch, columns.peer, columns.joined, program.orders.offsets)
     others = program.placement, program.graph.edges, program.forward_only, program.num_microbatches, program.versions

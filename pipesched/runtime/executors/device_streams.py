@@ -14,7 +14,7 @@ __all__ = ["CpuStreams", "CudaStreams", "DeviceStreams", "Message", "streams_for
 
 
 class Message(NamedTuple):
-    """A value in transit, the event that marks it as computed, and its device's stream for outgoing copies."""
+    """A value in transit, the event that occurs once it is computed, and its device's stream for outgoing copies."""
 
     value: Any
     ready: torch.cuda.Event | None = None
@@ -34,7 +34,7 @@ class DeviceStreams(Protocol):
         """In the caller's thread: make the rank's later work wait for everything that the caller has launched."""
 
     def catch_up(self, stamp: Any) -> None:
-        """In the caller's thread: make the caller's later work wait until the device has reached a stamp of ``now``."""
+        """In the caller's thread: make the caller's later work wait until the device has reached ``stamp``."""
 
     def end(self) -> None:
         """In the caller's thread: make the caller's later work wait for the end of the step."""
@@ -43,7 +43,7 @@ class DeviceStreams(Protocol):
         """A context for the rank's thread, in which kernels run on the rank's streams."""
 
     def now(self) -> Any:
-        """A stamp of the current time: seconds as a float on a CPU, otherwise an event that is read after the step."""
+        """Return a stamp of the current time: seconds (float) on a CPU, otherwise an event to read after the step."""
 
     def reader(self, start_s: float) -> Callable[[Any], float]:
         """Return a function that converts a stamp of the current step to seconds since the host time ``start_s``."""
@@ -56,7 +56,7 @@ class DeviceStreams(Protocol):
 
 
 def streams_for(device: torch.device) -> DeviceStreams:
-    """The streams for a device."""
+    """Return the streams and the clock for a device."""
     return CudaStreams(device) if device.type == "cuda" else CpuStreams(device)
 
 

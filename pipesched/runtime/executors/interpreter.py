@@ -21,15 +21,15 @@ class StageLike(Protocol):
     """The methods of a stage that the actions call.
 
     ``arrived`` holds a value for each producing stage, and ``grads`` a gradient for each consuming stage. ``split``
-    states whether the micro-batch's backward is split into I and W, and ``checkpointed`` whether R recomputes its
-    activations.
+    states whether the micro-batch's backward is split into I and W, and ``checkpointed`` whether R recomputes the
+    micro-batch's activations.
     """
 
     def forward(self, microbatch: int, *arrived: Any, split: bool, checkpointed: bool) -> Any:
         """F: return the stage's output, or a PerConsumer with one output for each consuming stage."""
 
     def recompute(self, microbatch: int, *, split: bool) -> None:
-        """R: run F again and keep its activations."""
+        """R: run F again and keep the activations."""
 
     def backward(self, microbatch: int, *grads: Any) -> PerConsumer:
         """B: return a gradient for each producing stage, and accumulate the weight gradients."""
@@ -47,13 +47,13 @@ class StageLike(Protocol):
         """FREE: wait for the copy to the host, then release the device memory."""
 
     def fetch(self, microbatch: int) -> None:
-        """FETCH: start copying activations back; the backward waits for them."""
+        """FETCH: start copying activations back to the device; the backward waits for the copies."""
 
     def norm(self, number: int) -> Any:
         """NORM: return the norms of the gradients since the last update."""
 
     def update(self, number: int, norms: Sequence[Any] = ()) -> None:
-        """UPDATE: step the optimizer with the gradients since the last update. ``norms`` are those of all stages."""
+        """UPDATE: step the optimizer with the gradients since the last update. ``norms``: the norms of all stages."""
 
 
 class Transport(Protocol):
@@ -66,14 +66,14 @@ class Transport(Protocol):
         """Return a function that waits for this action's value and returns the value on this rank's device."""
 
     def exchange(self, rank: int) -> tuple[Callable[[list[Any]], None], Callable[[], list[Any]]]:
-        """Two functions: one sends a list from this rank to all others; the other waits for and joins their lists."""
+        """Return two functions: one sends a list to all other ranks; the other waits for their lists and joins them."""
 
 
 class _Timer(Protocol):
     """The clock that stamps the starts and ends of actions."""
 
     def now(self) -> Any:
-        """A stamp of the current time: seconds as a float on a CPU, otherwise an event that is read after the step."""
+        """Return a stamp of the current time: seconds (float) on a CPU, otherwise an event to read after the step."""
 
 
 class Stamps(NamedTuple):
@@ -85,7 +85,7 @@ class Stamps(NamedTuple):
 
     @classmethod
     def room_for(cls, order: Sequence[Action]) -> "Stamps":
-        """Empty stamps for an order."""
+        """Return empty stamps for an order."""
         return cls(order, [None] * len(order), [None] * len(order))
 
 
@@ -94,7 +94,7 @@ _Ends = tuple[int, int, bool, int]
 
 
 class _Edge:
-    """Holds a value from the action that produces it until an action takes it. ``giver`` is the producing stage."""
+    """Keeps the output of one action until another action takes it. ``giver`` is the stage that produces the output."""
 
     __slots__ = ("giver", "value")
 
@@ -122,9 +122,10 @@ def _taken(edge: _Edge) -> Any:
 
 
 class _Step(NamedTuple):
-    """A call of an action. It takes arguments from the edges ``takes`` and puts its result on the edges ``gives``.
+    """The call that runs an action: takes arguments from the edges ``takes``, puts the result on the edges ``gives``.
 
-    ``wait`` is called before the action starts, if it needs more from other ranks than its edges.
+    ``wait`` is called before the action starts. It is None unless the action needs values from other ranks that are not
+    on its edges.
     """
 
     action: Action
@@ -135,7 +136,9 @@ class _Step(NamedTuple):
 
 
 class _Norms:
-    """The norms of all stages in one rank. It sends those of its own stages together, and receives others on demand.
+    """Exchanges gradient norms between ranks.
+
+    The norms of this rank's stages are sent together; the norms of the other ranks are received on demand.
 
     Args:
         count: the number of this rank's stages.
@@ -159,7 +162,7 @@ class _Norms:
             self._send(self._own)
 
     def wait(self) -> None:
-        """Wait until the norms of all stages have arrived."""
+        """Wait for the norms of all stages of the other ranks."""
         if self._own:
             self.all = [*self._own, *self._receive()]
             self._own = []
@@ -206,7 +209,7 @@ class Rank:
         return self._bound[1]
 
     def _edge(self, *ends: Any) -> _Edge:
-        """The edge between two actions: created when the first action is bound, returned when the second is bound."""
+        """Return the edge between two actions. The edge is created when the first of the two actions is bound."""
         known = self._edges.pop(ends, None)
         if known is None:
             known = self._edges[ends] = _Edge(ends[0])
@@ -292,8 +295,8 @@ def _peer(action: Action) -> int:
 def interpret(rank: Rank, timer: _Timer, stamps: Stamps) -> Iterator[Action]:
     """Run an order on a rank. Yields each action before it runs, so that the executor can stop the rank.
 
-    ``stamps`` holds the order, and the stamps are written to it. An exception of an action is raised with a note that
-    names the action and its position.
+    ``stamps`` supplies the order and records the time stamps of its actions. If an action raises an exception, a note
+    that names the action and its position is added to the exception.
     """
     now = timer.now
     order, starts, ends = stamps

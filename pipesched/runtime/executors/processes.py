@@ -69,12 +69,12 @@ class ProcessExecutor:
     After a failure, the executor is closed in all ranks.
 
     Args:
-        group: a process group of the pipeline's ranks, in rank order. Only its store is used; ranks communicate over
-            connections that the executor creates.
+        group: a process group of the pipeline's ranks, in rank order. Only the group's store is used; ranks communicate
+            over connections that the executor creates.
         device: the device of this rank's stages. Default: the CPU.
         intra_op_threads: torch's intra-op threads for this rank.
-        timeout_s: how long a rank waits for another rank before all ranks stop, in seconds. It must exceed the step
-            time of the slowest rank.
+        timeout_s: how long a rank waits for another rank before all ranks stop, in seconds. The timeout must exceed the
+            step time of the slowest rank.
 
     Raises:
         ExecutionError: if a rank does not join.
@@ -180,11 +180,11 @@ class ProcessExecutor:
             self._streams.end()
 
     def _own_order(self, orders: Sequence[tuple[Action, ...]]) -> tuple[Action, ...]:
-        """The order of this rank; empty if the rank holds no stages."""
+        """Return the order of this rank; empty if the rank holds no stages."""
         return orders[self.rank] if self.rank < len(orders) else ()
 
     def caller(self, *, grad: bool) -> Caller:
-        """The inference mode and the autocast settings of this thread, with ``grad`` as grad mode."""
+        """Return the inference mode and the autocast settings of this thread, with ``grad`` as the grad mode."""
         return Caller.here({self.device.type}, grad=grad)
 
     def begin(self, run_spec: RunSpec, caller: Caller) -> RankRun:
@@ -245,7 +245,7 @@ class ProcessExecutor:
         return RankTimeline(all_stamps, [self._streams.reader(start_s)] * self.num_ranks, start_s + self._clock_s)
 
     def _rank_of(self, run_spec: RunSpec, messages: OrderMessages) -> Rank:
-        """The Rank bound to a run's stages.
+        """Return the Rank bound to a run's stages.
 
         Later runs reuse this Rank, except after a run of partial orders, because later runs then have other stages.
         """
@@ -304,7 +304,7 @@ class ProcessExecutor:
             self._compare(name, digest(own))
 
     def agree_on(self, facts: Facts, remedy: str) -> None:
-        """Raise ExecutionError in every rank unless the ranks' facts are equal; the message names those that differ.
+        """Raise ExecutionError in every rank unless the ranks' facts are equal; the error names those that differ.
 
         Equal facts cost one small message.
         """
@@ -348,14 +348,14 @@ class ProcessExecutor:
         return Exchange(self._open_wire(), self.rank, self.num_ranks, self.device)
 
     def trade(self, what: str, given: Mapping[int, Any], sources: Collection[int]) -> dict[int, Any]:
-        """Send values to other ranks; wait for the values from the ranks in ``sources``, and return them by rank.
+        """Send values to other ranks; wait for the values from the ranks in ``sources``; return them keyed by rank.
 
         All sends come before the first receive, and no send blocks. Trades therefore complete if all ranks make them in
         the same order. This method may be called during a run, and by ``RunSpec.prepare``.
 
         Args:
             what: the kind of the values, as listed in ``rank_exchange``; also used in error messages.
-            given: pytrees of tensors by receiving rank.
+            given: pytrees of tensors, keyed by the receiving rank.
             sources: the ranks that send to this rank.
 
         """
@@ -363,7 +363,7 @@ class ProcessExecutor:
             return self._exchange().trade(what, given, sources)
 
     def share(self, source: int, value: Any = None) -> Callable[[], Any]:
-        """Broadcast rank ``source``'s value without waiting; return a function that waits for it.
+        """Broadcast rank ``source``'s value without waiting; return a function that waits for and returns the value.
 
         At most one value is in transit: if the value has not been read, the next call of ``share`` or ``close`` first
         waits for it. The returned function raises ExecutionError if a rank failed before the value arrived.
@@ -381,7 +381,9 @@ class ProcessExecutor:
         return lambda: self._read(shared)
 
     def share_all(self, value: Any) -> Callable[[], list[Any]]:
-        """Broadcast every rank's value without waiting; return a function that waits for all, in rank order.
+        """Broadcast every rank's value without waiting.
+
+        Returns a function that waits for all values and returns them in rank order.
 
         As with ``share``, only the values of one call are in transit.
         """
@@ -426,7 +428,7 @@ class ProcessExecutor:
             return shared()
 
     def gather(self, *timelines: RankTimeline) -> list[Span]:
-        """The spans of all ranks in these runs, on one clock: in seconds since the first run began."""
+        """Return the spans of all ranks in these runs, on one clock: in seconds since the first run began."""
         parts = self.exchange([(one.began_s, spans) for one in timelines if (spans := list(one.spans()))])
         first_s = min((began_s for own in parts for began_s, _ in own), default=0.0)
         return [

@@ -20,7 +20,7 @@ class RankTimeline(Timeline):
 
 
 class RankRun:
-    """A stream in progress in one rank. ``hand`` runs each part of its order. Created by ``ProcessExecutor.begin``."""
+    """A stream in progress in one rank. ``hand`` runs parts of the order. Created by ``ProcessExecutor.begin``."""
 
     ahead = 0  # hand() runs each part, so no part is ever queued
 

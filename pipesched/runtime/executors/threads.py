@@ -194,13 +194,13 @@ class RunSegment:
 
 @dataclass(frozen=True)
 class Timeline:
-    """The stamps of a run that has ended, by rank, and functions that convert them to seconds."""
+    """The stamps of a run that has ended and, for each rank, a function that converts the rank's stamps to seconds."""
 
     stamps: list[Stamps]
     readers: list[Callable[[Any], float]]
 
     def spans(self) -> Iterator[Span]:
-        """The spans of all actions, in seconds since the step began. On a GPU, this waits for the step to end."""
+        """Yield the span of each action, in seconds since the step began. On a GPU, this waits for the step to end."""
         for rank, (stamps, seconds) in enumerate(zip(self.stamps, self.readers, strict=True)):
             for action, start, end in zip(*stamps, strict=True):
                 yield Span(action, rank, seconds(start), seconds(end), action.lane)
@@ -328,7 +328,7 @@ class ThreadExecutor:
         return timeline
 
     def caller(self, *, grad: bool) -> Caller:
-        """The inference mode and the autocast settings of this thread, with ``grad`` as grad mode."""
+        """Return the inference mode and the autocast settings of this thread, with ``grad`` as the grad mode."""
         return Caller.here(self._device_types, grad=grad)
 
     def begin(self, run_spec: RunSpec, caller: Caller, bound: BoundProgram | None = None) -> ThreadRun:
@@ -403,7 +403,7 @@ class ThreadExecutor:
 
 
 def _start_threads(jobs: _Jobs, intra_op_threads: int) -> list[threading.Thread]:
-    """Start a thread for each queue, and set its number of intra-op threads.
+    """Start a thread for each queue, and set the number of intra-op threads that it uses.
 
     torch keeps the number per thread, but setting it also changes the default for threads that start later. Therefore
     the caller's number is set again at the end.

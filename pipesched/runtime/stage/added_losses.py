@@ -90,7 +90,7 @@ class AddedLosses:
 
 
 class _InBackward:
-    """Provides the handler for backwards, where a recomputed layer adds its loss again; that loss is ignored."""
+    """Provides the handler of `add_loss` for backwards, which ignores the losses that recomputed layers add again."""
 
     def __init__(self, added: AddedLosses) -> None:
         self._added = added

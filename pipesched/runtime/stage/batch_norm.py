@@ -41,7 +41,7 @@ class _Part(NamedTuple):
 
 
 _ARGUMENTS = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
-#: (module index, call number) -> statistics by micro-batch
+#: (module index, call number) -> statistics, keyed by micro-batch
 _Seen = dict[tuple[int, int], dict[int, _Part]]
 
 
@@ -50,7 +50,7 @@ SENT_TYPES = (_Part,)
 
 
 class Norms:
-    """Collects the statistics of one stage's BatchNorm calls by micro-batch, instead of updating running statistics.
+    """Collects the statistics of one stage's BatchNorm calls per micro-batch, instead of updating running statistics.
 
     ``modules`` are searched for BatchNorm layers at the start of every run.
     """
@@ -73,7 +73,7 @@ class Norms:
         self._seen = {}
 
     def handler_for(self, function: Callable[..., Any]) -> Handler | None:
-        """The handler for ``functional.batch_norm``; None for other functions."""
+        """Return the handler for ``functional.batch_norm``, or None for any other function."""
         return self._counted if function is functional.batch_norm else None
 
     def _counted(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -108,7 +108,7 @@ class Norms:
         return output, (index, _Part(numbers=numbers, mean=mean, var=var, momentum=momentum))
 
     def restore(self) -> None:
-        """Reset the batch counters to their values before the run, because forwards have incremented them."""
+        """Reset the batch counters to their values before the run, because forwards have incremented the counters."""
         for tracked, before in zip(self._tracked(), self._before, strict=True):
             if tracked is not None and before is not None:
                 tracked.copy_(before)
@@ -123,7 +123,7 @@ class Norms:
     def commit(self, *seen: _Seen) -> None:
         """Update the running statistics as a single forward over all micro-batches would update them.
 
-        Each of ``seen`` has the statistics that one stage collected; all these stages use the same weights.
+        Each of ``seen`` contains the statistics that one stage collected; all these stages use the same weights.
         """
         for index, number in sorted({key for one in seen for key in one}):
             parts = {microbatch: part for one in seen for microbatch, part in one.get((index, number), {}).items()}
@@ -156,7 +156,7 @@ class _Uncounted:
 
 
 def _combined(parts: Sequence[_Part], device: torch.device) -> tuple[Tensor, Tensor]:
-    """The mean and the unbiased variance over the values of all parts, per channel."""
+    """Return the mean and the unbiased variance over the values of all parts, per channel."""
     total = sum(part.numbers for part in parts)
     means = torch.stack([part.mean.to(device).double() for part in parts])
     within = torch.stack([part.var.to(device).double() * (part.numbers - 1) for part in parts])
@@ -168,7 +168,7 @@ def _combined(parts: Sequence[_Part], device: torch.device) -> tuple[Tensor, Ten
 
 @dataclass(frozen=True)
 class _Held:
-    """A stage's `Norms` (None in other processes), its rank, and the rank of the stage that owns its weights."""
+    """A stage's `Norms` (None in other processes), the stage's rank, and the rank of the weights' owner."""
 
     norms: Norms | None
     rank: int
@@ -176,7 +176,7 @@ class _Held:
 
 
 class MiniBatchNorms:
-    """The `Norms` of all stages. In the mode "micro-batch" there are none, and BatchNorm layers run unchanged."""
+    """The `Norms` of all stages. In the mode "micro-batch" there are no `Norms`, and BatchNorm layers run unchanged."""
 
     def __init__(self, mode: BatchNormMode, trade: Trade) -> None:
         if mode not in get_args(BatchNormMode):

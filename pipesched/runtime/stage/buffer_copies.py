@@ -14,14 +14,15 @@ from pipesched.errors import ExecutionError
 
 __all__ = ["BufferCopies", "Buffers", "buffers_of", "own_buffers"]
 
-#: The buffers of one layer by name.
+#: The buffers of one layer, keyed by name.
 Buffers = dict[str, Tensor]
 
 
 def own_buffers(module: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
     """Yield (name, owning module, name in that module) for each buffer, except buffers of torch's own layers.
 
-    Such buffers, for example running statistics, are never read by autograd after they have changed.
+    Buffers of torch's own layers, such as running statistics, are left out because autograd never reads them after they
+    have changed.
     """
     for prefix, part in module.named_modules():
         scripted = isinstance(part, torch.jit.ScriptModule)  # a ScriptModule accepts no replacement tensors
@@ -32,7 +33,7 @@ def own_buffers(module: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
 
 
 def buffers_of(layer: nn.Module) -> Buffers:
-    """Clone all buffers of a layer; return the clones by name."""
+    """Clone all buffers of a layer; return the clones, keyed by buffer name."""
     return {name: buffer.clone() for name, buffer in layer.named_buffers()}
 
 
@@ -40,7 +41,7 @@ class BufferCopies:
     """Copies of the buffers that one stage's forwards write to.
 
     Args:
-        modules: the stage's modules by name.
+        modules: the stage's modules, keyed by name.
         written: the names in the model of the buffers that forwards write to.
         statistics_apart: whether running statistics are collected elsewhere, so that forwards do not change their
             buffers.
@@ -59,7 +60,7 @@ class BufferCopies:
         return bool(self._places)
 
     def copies(self) -> dict[str, Buffers]:
-        """Copies of all buffers that forwards write to, for the next forward."""
+        """Return copies of all buffers that forwards write to, for the next forward."""
         return {name: {key: live.clone() for key, live in self._live(name)} for name in self._places}
 
     def note(self, name: str, own: Mapping[str, Tensor], copies: Mapping[str, Buffers]) -> None:
@@ -109,8 +110,8 @@ class BufferCopies:
 
 
 def _names(layer: str, key: str) -> set[str]:
-    """The names that a layer's buffer may have in the model.
+    """Return the names that a layer's buffer may have in the model.
 
-    There are two names, because a layer may also be the whole model, or code between layers.
+    There are two names, because a layer can also be the whole model, or code between layers.
     """
     return {f"{layer}.{key}", key.replace("/", ".")}

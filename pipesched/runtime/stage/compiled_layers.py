@@ -32,7 +32,7 @@ def compiler(compile: Any, batch_norm: BatchNormMode) -> "Callable[[torch.device
     """Return a function that makes a `Compiled` for a stage's device. It returns None if ``compile`` is False.
 
     Args:
-        compile: True, False, or the arguments of ``torch.compile`` by name, as in Pipeline.
+        compile: True, False, or a dict of arguments for ``torch.compile``, as in Pipeline.
         batch_norm: the option ``batch_norm`` of the pipeline.
 
     Raises:
@@ -121,7 +121,7 @@ class Compiled:
             mode.__enter__()
 
     def _compiled(self, layer: nn.Module) -> Callable[..., Any]:
-        """The compiled function for layers with the structure of this one.
+        """Return the compiled function for all layers that have the same structure as ``layer``.
 
         Every structure gets its own code object, because torch.compile specializes a code object at most eight times
         and then runs it eagerly. The result would then depend on the other layers and the order of compilation.
@@ -147,7 +147,7 @@ def _called(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    """Call a compiled layer, whose added losses take a route of their own."""
+    """Call a compiled layer. Losses that the layer adds are passed to ``route``."""
     with routed(route):
         return call_with(named, compiled, args, kwargs)
 

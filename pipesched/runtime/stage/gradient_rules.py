@@ -26,7 +26,7 @@ OnNonfinite = Literal["raise", "skip", "warn"]
 
 @dataclass(frozen=True)
 class Verdict:
-    """The decision of one update, the same on all stages."""
+    """The gradient norms of one update, and the decision whether to skip the update; identical on all stages."""
 
     #: The norm of each gradient before clipping.
     norms: GradientNorms
@@ -43,8 +43,8 @@ class GradientRules:
     """How gradients are treated before an update.
 
     Args:
-        order: the order of the parameters, in which their norms are combined.
-        max_norm: the largest norm of all gradients together. Default: None (gradients are not clipped).
+        order: the order in which the norms of the parameters' gradients are combined.
+        max_norm: the largest allowed norm of all gradients together. Default: None (gradients are not clipped).
         norm_type: the order of the norm. Default: 2.
         scale: the scale of the loss. An update is skipped if a scaled gradient is infinite or NaN. Default: None.
         on_nonfinite: the reaction to a loss or a gradient that is infinite or NaN. Default: None (not checked).
@@ -93,7 +93,7 @@ class GradientRules:
             clip_to_norm_(parameters, self.max_norm, verdict.norm)
 
     def loss_scale(self, device: torch.device) -> Tensor | None:
-        """Return the initial gradient of the backwards of a step on the device of the loss; None for 1."""
+        """Return the initial gradient of a step's backwards as a tensor on ``device``; None stands for 1."""
         return None if self.scale is None else self.scale.on(device)
 
     def finish(self, verdict: Verdict | None) -> None:

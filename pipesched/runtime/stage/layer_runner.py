@@ -38,7 +38,7 @@ from pipesched.tensors.tree_structure import tensors_in
 
 __all__ = ["LayerRunner", "StandIns"]
 
-#: Tensors that replace tied weights: (layer, call number) -> tensors by name.
+#: Tensors that replace tied weights: (layer, call number) -> tensors, keyed by name.
 StandIns = Mapping[tuple[str, int], Mapping[str, Tensor]]
 
 _LOSS = "loss_fn"  # the loss's name as a layer, for random numbers and weight versions
@@ -53,8 +53,8 @@ class LayerRunner:
         body: the layers and the order in which they run.
         device: the device of the stage.
         head: the loss, on the last stage; otherwise None.
-        ties: tensors that replace tied weights.
-        norms: collects BatchNorm statistics by micro-batch; None if each micro-batch updates the running statistics.
+        ties: tensors that replace tied weights, keyed by layer call.
+        norms: collects BatchNorm statistics per micro-batch; None if each micro-batch updates the running statistics.
         compiled: calls layers through ``torch.compile``; None to call them eagerly.
         checkpoint_of_call: the option of each (layer, call number) whose activations are recomputed or offloaded.
         written: names of the model's buffers that forwards write to.
@@ -76,7 +76,7 @@ class LayerRunner:
         self._body = body
         self._head = head
         loss_fn = None if head is None else head.loss_fn
-        #: The layers by name and, on the last stage, the loss if it is a module.
+        #: The layers and, on the last stage, the loss if it is a module; keyed by name.
         self.modules = {**body.layers, _LOSS: loss_fn} if isinstance(loss_fn, nn.Module) else dict(body.layers)
         self._ties = ties
         self._norms = norms
@@ -170,7 +170,7 @@ class LayerRunner:
         return value
 
     def _may_split(self) -> bool:
-        """Whether weight gradients can be deferred to W: every parameter must be a plain nn.Parameter (not sharded)."""
+        """Return whether weight gradients can be deferred to W, which needs parameters of exactly type nn.Parameter."""
         if self._splits is None:
             parameters = [parameter for module in self.modules.values() for parameter in module.parameters()]
             self._splits = all(type(parameter) is nn.Parameter for parameter in parameters)
@@ -233,7 +233,8 @@ class LayerRunner:
     def deliver(self, saved: MicrobatchState, weights: WeightStash) -> None:
         """End a micro-batch: accumulate all its gradients into the Parameters.
 
-        No gradient is accumulated earlier, so an update between the micro-batch's I and W applies none of them.
+        No gradient is accumulated earlier, so an update between the micro-batch's I and W applies none of these
+        gradients.
         """
         with self._backward_mode:
             weights.deliver([*saved.version_grads, *weights.taken(saved.weights)])
@@ -243,7 +244,7 @@ class LayerRunner:
         weights.ended(saved.microbatch)
 
     def held_by_others(self, saved: MicrobatchState) -> frozenset[int]:
-        """The addresses of memory that must not be offloaded, because it is also used outside the backward."""
+        """Return the addresses of memory that must not be offloaded, because it is also used outside the backward."""
         own = [tensor for module in self.modules.values() for tensor in (*module.parameters(), *module.buffers())]
         return saved.staying | addresses(tensors_in((saved.weights, list(self._ties.values()), own)))
 
@@ -334,7 +335,7 @@ class LayerRunner:
             self._step_data.measured[saved.microbatch] = measured(metrics, output, target)
 
     def _stand_ins(self, saved: MicrobatchState, name: str, number: int) -> Mapping[str, Tensor]:
-        """The tensors that replace a module's own tensors in one call."""
+        """Return the tensors that replace a module's own tensors in one call."""
         ties = self._ties.get((name, number), _NOTHING)
         return {**saved.weights.get(name, _NOTHING), **(saved.buffers or _NOTHING).get(name, _NOTHING), **ties}
 
@@ -351,7 +352,7 @@ class LayerRunner:
         return value
 
     def _kind(self, arrived: Payload) -> Hashable:
-        """The key under which deferrable weights are stored: the input shapes and the set of trainable parameters."""
+        """Return the key under which deferrable weights are stored: the input shapes and which parameters train."""
         shapes = tuple(tensor.shape for tensor in arrived.tensors)
         return shapes, tuple(p.requires_grad for layer in self._body.layers.values() for p in layer.parameters())
 
@@ -371,7 +372,7 @@ class LayerRunner:
 
 
 def _roots(saved: MicrobatchState, value: Any) -> list[Tensor]:
-    """The tensors of a stage's output that require a gradient. The backward starts from them.
+    """Return the tensors of a stage's output that require a gradient. The backward starts from them.
 
     Raises InputError if the value is a loss that depends on no trainable parameter.
     """

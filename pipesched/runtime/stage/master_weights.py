@@ -56,7 +56,7 @@ def with_master_weights(optimizer: _Made) -> _Made:
 
 
 class _Widened(NamedTuple):
-    """A parameter during a step, with its own values and gradient, which it gets back after the step."""
+    """A parameter that is float32 during a step, with its own tensor and gradient, which are put back afterwards."""
 
     parameter: Tensor
     values: Tensor
@@ -64,7 +64,7 @@ class _Widened(NamedTuple):
 
 
 class _MasterWeights:
-    """The hooks of one optimizer."""
+    """The hooks that maintain the master weights of one optimizer."""
 
     def __init__(self) -> None:
         self._widened: list[_Widened] = []
@@ -103,7 +103,7 @@ class _MasterWeights:
         self._widened = []
 
     def note(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
-        """Before a state is loaded: keep it for ``restore``."""
+        """Before a state is loaded: keep the state for ``restore``."""
         self._loaded = state
 
     def restore(self, optimizer: Optimizer) -> None:

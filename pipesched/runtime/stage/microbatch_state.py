@@ -58,7 +58,7 @@ class MicrobatchState:
     products: Sequence[Product] = field(default=(), init=False)
     #: The weight version's tensors and their gradients, kept from I to W.
     version_grads: Sequence[tuple[Tensor, Tensor]] = field(default=(), init=False)
-    #: The losses that layers have added; None if none has.
+    #: The losses that layers have added; None if no layer has added a loss.
     added: Additions | None = field(default=None, init=False)
     #: Whether the metrics of the outputs have been computed.
     measured: bool = field(default=False, init=False)

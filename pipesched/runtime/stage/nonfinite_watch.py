@@ -1,4 +1,4 @@
-"""Nonfinite watch: records whether each layer's output and its gradient are finite, and finds the first that is not.
+"""Nonfinite watch: records whether layers' outputs and their gradients are finite, and finds the first nonfinite value.
 
 A record is the largest absolute value, kept as a 0-d tensor on the device, so that recording never waits for a GPU.
 """
@@ -38,7 +38,7 @@ class NonfiniteWatch:
         self._notes: list[tuple[Nonfinite, Tensor]] = []
 
     def output(self, microbatch: int, layer: str, value: Any) -> None:
-        """Record the output of a layer ("" for the loss), and its gradient once that is computed."""
+        """Record the output of a layer ("" for the loss), and the output's gradient once it has been computed."""
         place = self._places.get(layer, len(self._places))
         for tensor in tensors_in(value):
             if tensor.is_floating_point() and tensor.numel():
@@ -52,5 +52,5 @@ class NonfiniteWatch:
             self._notes.append((note, torch.linalg.vector_norm(tensor, float("inf"))))
 
     def first(self) -> Nonfinite | None:
-        """Return the first output that is not finite, or else the first such gradient, or None. Waits for a GPU."""
+        """Return the first nonfinite output, or else the first nonfinite gradient, or else None. Waits for a GPU."""
         return min((note for note, peak in self._notes if not peak.isfinite()), default=None)

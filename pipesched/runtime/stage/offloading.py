@@ -44,7 +44,7 @@ _MEASURED_BYTES = 1 << 26  # larger than the caches
 
 
 def _one_way_s(device: torch.device) -> float:
-    """The seconds that one synchronous copy takes."""
+    """Return the duration of one synchronous copy, in seconds."""
     given, made = (torch.zeros(_MEASURED_BYTES, dtype=torch.uint8, device=device) for _ in range(2))
     begin = time.perf_counter()
     made.copy_(given)
@@ -52,7 +52,7 @@ def _one_way_s(device: torch.device) -> float:
 
 
 def _both_ways_s(device: torch.device) -> float:
-    """The seconds that the slower of two concurrent copies takes, one in each direction."""
+    """Return the duration of the slower of two concurrent copies, one in each direction, in seconds."""
     pairs = []
     for outward in (True, False):
         there = torch.empty(_MEASURED_BYTES, dtype=torch.uint8, device=device)
@@ -73,7 +73,7 @@ def _both_ways_s(device: torch.device) -> float:
 
 
 class _Piece:
-    """A storage that several saved tensors may share: on the device, on the host, or being copied."""
+    """A storage that several saved tensors can share: on the device, on the host, or being copied."""
 
     __slots__ = ("__weakref__", "device", "host", "ready")
 
@@ -104,7 +104,7 @@ class _Held:
         self.piece = piece
 
     def unchanged(self) -> Tensor:
-        """The saved tensor. Raises ExecutionError if it was modified after it was saved."""
+        """Return the saved tensor. Raises ExecutionError if it was modified after it was saved."""
         assert self.tensor is not None
         if self.tensor._version != self.version:
             raise ExecutionError(
@@ -129,7 +129,7 @@ class _Held:
 
 
 class Offloads:
-    """The offloaded tensors of one stage, by micro-batch.
+    """The offloaded tensors of one stage, kept separately for each micro-batch.
 
     Args:
         device: the device of the stage.
@@ -208,7 +208,7 @@ class Offloads:
             piece.host = None
 
     def _movable(self, microbatch: int, staying: Collection[int]) -> Iterator[list[_Held]]:
-        """The saved tensors that can be moved, grouped by the memory that they share."""
+        """Yield lists of saved tensors that can be moved. The tensors in a list share their memory."""
         groups: dict[int, list[_Held]] = {}
         for held in _alive(self._held.get(microbatch, ())):
             groups.setdefault(held.memory, []).append(held)
@@ -250,7 +250,7 @@ class Offloads:
 
 
 def addresses(tensors: Iterable[Tensor]) -> frozenset[int]:
-    """The addresses of the tensors' storages, except for Tensor subclasses and tensors without a storage."""
+    """Return the addresses of the tensors' storages, except for Tensor subclasses and tensors without a storage."""
     return frozenset(map(_address, tensors)) - {0}
 
 
@@ -259,7 +259,7 @@ def _address(tensor: Tensor) -> int:
 
 
 def _is_weight(tensor: Tensor) -> bool:
-    """Whether a tensor is a parameter or a view of a parameter.
+    """Return whether a tensor is a parameter or a view of a parameter.
 
     Parameters are not moved, because sharding libraries change their memory.
     """
@@ -268,12 +268,12 @@ def _is_weight(tensor: Tensor) -> bool:
 
 
 def _alive(references: Iterable["weakref.ref[Any]"]) -> list[Any]:
-    """The referenced objects that autograd still holds."""
+    """Return the referenced objects that autograd still holds."""
     return [one for reference in references if (one := reference()) is not None]
 
 
 def _moves(held: _Held, device: torch.device) -> bool:
-    """Whether a saved tensor is on the device and can be restored from its bytes and its layout."""
+    """Return whether a saved tensor is on the device and can be restored from its bytes and its layout."""
     tensor = held.tensor
     if tensor is None or type(tensor) not in _PLAIN or tensor.device != device or tensor.layout is not torch.strided:
         return False
@@ -281,6 +281,6 @@ def _moves(held: _Held, device: torch.device) -> bool:
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:
-    """The whole storage of a tensor as bytes."""
+    """Return the whole storage of a tensor as bytes."""
     with torch.no_grad():
         return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())

@@ -26,7 +26,7 @@ NO_SETTINGS = ("params", "param_names")  # keys of a parameter group that are no
 
 @dataclass(frozen=True)
 class _Heir:
-    """The optimizer of a new stage, its (parameter group, entries to change) pairs, and its parameters' states."""
+    """A new stage's optimizer, the (parameter group, entries to change) pairs, and the states of the parameters."""
 
     optimizer: Optimizer
     groups: list[tuple[_Group, _Group]]
@@ -40,8 +40,8 @@ class Inheritance:
 
     Args:
         make: creates an optimizer for a list of parameters.
-        before: the optimizers of the old stages, by stage.
-        stages: the parameters of each new stage.
+        before: the optimizers of the old stages, keyed by stage.
+        stages: the parameters of the new stages, keyed by stage.
 
     Raises:
         ModelTypeError: if ``make`` does not return an optimizer, or returns an optimizer of different parameters.
@@ -75,7 +75,7 @@ class Inheritance:
         self.undriven = [i for i in self._heirs if i not in before and any("initial_lr" in g for _, g in held.values())]
 
     def take(self) -> dict[int, Optimizer]:
-        """Move all parameters and states to the new stages' optimizers; return the optimizers by stage."""
+        """Move all parameters and states to the new stages' optimizers; return the optimizers, keyed by stage."""
         for heir in self._heirs.values():
             for group, change in heir.groups:
                 group.update(change)
@@ -167,7 +167,7 @@ def optimizers_for(
     before: Mapping[int, Optimizer],
     rules: GradientRules | None = None,
 ) -> Inheritance:
-    """Prepare the optimizers of the new stages: keep those of old stages, or create new ones with the user's function.
+    """Prepare the optimizers of the new stages: keep an old stage's optimizer, or create one with the user's function.
 
     Args:
         optimizer: the user's function, params -> Optimizer.
@@ -175,9 +175,9 @@ def optimizers_for(
         tied: parameters used by several stages. Only the stage that owns such a parameter updates it, after its
             gradients are summed.
         home: maps a parameter to the stage that owns it.
-        before: the optimizers of the old stages.
-        rules: how gradients are treated before an update. If there are tied parameters, all updates then wait for
-            their gradients. Default: updates use gradients as they are.
+        before: the optimizers of the old stages, keyed by stage.
+        rules: how gradients are treated before an update. If there are tied parameters, all updates then wait for the
+            gradients of the tied parameters. Default: updates use gradients as they are.
 
     Raises:
         ModelTypeError: if ``optimizer`` does not return a torch.optim.Optimizer of its params.

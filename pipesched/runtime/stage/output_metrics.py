@@ -12,14 +12,14 @@ from pipesched.tensors.payload import Payload
 
 __all__ = ["Metrics", "measured"]
 
-#: (outputs, target) -> scalars by name
+#: (outputs, target) -> scalars, keyed by name
 Metrics = Callable[[Any, Any], Mapping[str, Any]]
 
 
 def measured(metrics: Metrics, output: Any, target: Any) -> dict[str, Tensor]:
-    """Call the user's function without gradients, and return its scalars as float64, each on its own device.
+    """Call the user's function without gradients; return its scalars as float64, keyed by name, on their own devices.
 
-    Raises InputError if the function does not return scalars by name.
+    Raises InputError if the function does not return a dict of scalars by name.
     """
     with torch.no_grad():
         found = metrics(Payload.of(output).value, target)

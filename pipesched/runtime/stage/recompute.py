@@ -132,7 +132,7 @@ _DEAR = frozenset({"mm", "addmm", "bmm", "baddbmm", "convolution"})
 
 
 def is_dear(operator: Any) -> bool:
-    """Whether "recompute-cheap" keeps an operator's results, because they are expensive to recompute."""
+    """Return whether "recompute-cheap" keeps an operator's results, because they are expensive to recompute."""
     name = operator.name().removeprefix("aten::").partition(".")[0]
     return name in _DEAR or "scaled_dot_product" in name
 
@@ -142,7 +142,7 @@ def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> Checkpoin
 
 
 def _checked(seen: _Seen, layer: nn.Module, own: Mapping[str, Tensor], which: _Call) -> dict[str, Tensor]:
-    """Copies of the buffers that the layer's forward changes, for use in the recompute.
+    """Return copies of the buffers that the layer's forward changes, for use in the recompute.
 
     Raises ExecutionError if any other buffer has been modified since the first run.
     """

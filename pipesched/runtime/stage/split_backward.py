@@ -34,7 +34,7 @@ __all__ = ["PAYS_FLOPS", "Deferral"]
 
 
 class _WeightUses:
-    """The products with each weight in one forward: their number, floating-point operations and autograd nodes."""
+    """Records the products with each weight in one forward: count, floating-point operations and autograd nodes."""
 
     def __init__(self, live: Callable[[Tensor], Tensor]) -> None:
         self._live = live
@@ -43,14 +43,14 @@ class _WeightUses:
         self._nodes: dict[Tensor, list[Node | None]] = {}
 
     def note(self, weights: Iterable[Tensor], flops: int, output: Tensor) -> None:
-        """Record a product with these weights. Autograd computes their gradients as usual."""
+        """Record a product with these weights. Autograd computes the weights' gradients as usual."""
         for weight in map(self._live, weights):
             self._uses[weight] += 1
             self._flops[weight] += flops
             self._nodes.setdefault(weight, []).append(output.grad_fn)
 
     def deferrable(self, outputs: Sequence[GradientEdge]) -> frozenset[Tensor]:
-        """The weights that are used only in products that the backward reaches, and for which deferral saves time.
+        """Return the weights that are used only in products that the backward reaches, and whose deferral saves time.
 
         The gradient of a weight that is also used in other ways is a sum over all uses. W could not reproduce this sum
         bit by bit. A product that the backward does not reach was computed for differentiation within the layer, or
@@ -161,7 +161,7 @@ class Deferral:
             self._noting = True
 
     def handler_for(self, function: Callable[..., Any]) -> Handler | None:
-        """The handler for linear layers, matrix products and convolutions; None for other functions."""
+        """Return the handler for a linear layer, matrix product or convolution, or None for any other function."""
         if function is functional.linear:
             return self._linear
         if function in _MATRIX_PRODUCTS:
@@ -251,14 +251,14 @@ _CONVOLUTIONS = frozenset({torch.conv1d, torch.conv2d, torch.conv3d})
 
 
 def _is_plain(x: Any, *weights: Any) -> bool:
-    """Whether all tensors are floating-point and of no Tensor subclass, and the weights are trainable leaves."""
+    """Return whether all tensors are floating-point and of no Tensor subclass, and the weights are trainable leaves."""
     return all(type(tensor) in _PLAIN and tensor.is_floating_point() for tensor in (x, *weights)) and all(
         weight.requires_grad and weight.is_leaf and weight is not x for weight in weights
     )
 
 
 def _lies_in_rows(x: Tensor) -> bool:
-    """Whether torch's own matrix product uses x as a matrix of rows without copying it.
+    """Return whether torch's own matrix product uses x as a matrix of rows without copying it.
 
     Otherwise torch copies x if the weight requires a gradient. If the weight requires no gradient, torch uses a slower
     method that rounds differently. A detached weight would select the slower method, so the caller makes the copy.
@@ -272,7 +272,7 @@ def _bind(names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any])
 
 
 def _reached(outputs: Sequence[GradientEdge]) -> tuple[set[Node], Counter[Tensor]]:
-    """The nodes that a backward reaches, and the number of uses of each leaf.
+    """Return the nodes that a backward reaches, and the number of uses of each leaf.
 
     Uses of a view or a cast of a weight, such as the transposed weight of a linear layer, count as uses of the weight.
     """

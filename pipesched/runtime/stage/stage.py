@@ -36,11 +36,11 @@ class Stage:
     """One stage of the model: its layers and, on the last stage, the loss.
 
     Args:
-        body: the layers by name, run one after another, or a `Body` that runs them in another way. A body whose output
-            has several consumer stages returns a ``PerConsumer`` with one value for each.
+        body: the layers, keyed by name and run one after another, or a `Body` that runs them in another way. A body
+            whose output has several consumer stages returns a ``PerConsumer`` with one value for each.
         device: the device of the stage's rank.
         head: the loss, on the last stage. Default: none.
-        ties: tensors that replace tied weights, by layer call. Default: none.
+        ties: tensors that replace tied weights, keyed by layer call. Default: none.
         norms: collects the BatchNorm statistics of each micro-batch. Default: each micro-batch updates the running
             statistics.
         compiled: calls layers through ``torch.compile``. Default: eager.
@@ -95,7 +95,7 @@ class Stage:
             self.optimizer.drop_gradients()
 
     def products(self, microbatch: int) -> Sequence[Product]:
-        """The products whose weight gradients I has deferred to W."""
+        """Return the products whose weight gradients I has deferred to W."""
         return self._saved[microbatch].products
 
     def forward(self, microbatch: int, *arrived: Payload, split: bool = False, checkpointed: bool = False) -> Any:
@@ -153,7 +153,7 @@ class Stage:
         self._runner.run_keeping(saved, arrived, split)
 
     def backward(self, microbatch: int, *grads: Gradients) -> PerConsumer:
-        """B: accumulate all parameters' gradients; return, per producer, the gradients of the received values."""
+        """B: accumulate all parameters' gradients; return the gradients of the values received from each producer."""
         saved = self._saved.pop(microbatch)
         self._runner.backward(saved, grads)
         if self.weights is not None:
@@ -161,7 +161,7 @@ class Stage:
         return self._input_grads(microbatch, saved)
 
     def input_grad(self, microbatch: int, *grads: Gradients) -> PerConsumer:
-        """I: return, per producer, the gradients of the received values. Defer expensive weight gradients to W."""
+        """I: return the gradients of the values received from each producer. Defer expensive weight gradients to W."""
         saved = self._saved[microbatch]
         if saved.deferred:
             with self._runner.deferral.unnoted():
@@ -202,15 +202,15 @@ class Stage:
     def update(self, number: int, norms: Sequence[GradientNorms] = ()) -> None:
         """UPDATE: step the optimizer with the gradients accumulated since the last update, then clear them.
 
-        ``norms`` are those of all stages, if the program has NORMs.
+        ``norms`` holds the gradient norms of all stages if the program has NORM actions.
         """
         self.optimizer.update(self.weights, [one.on(self.device) for one in norms])
 
     def _loss_inputs(self, microbatch: int) -> tuple[Any, float | None] | None:
-        """The target and the factor of the loss; None if no loss is computed.
+        """Return the target and the factor of the loss; None if no loss is computed.
 
-        F reads the two values and keeps them for R, because an asynchronous stream may have dropped them from the step
-        data before R runs.
+        F reads the target and the factor, and keeps them for R, because an asynchronous stream may have dropped them
+        from the step data before R runs.
         """
         step_data = self._step_data
         if step_data.factors is None:
@@ -224,7 +224,7 @@ class Stage:
         return here, step_data.factors[microbatch]
 
     def _body_inputs(self, microbatch: int, arrived: Sequence[Payload]) -> tuple[Payload, bool]:
-        """The inputs of the stage's body, and whether they begin with inputs of the model."""
+        """Return the inputs of the stage's body, and whether they begin with inputs of the model."""
         if arrived and not self.body.late_inputs:
             return arrived[0] if len(arrived) == 1 else Payload.joined(arrived), False
         given = Payload.of(self.body.inputs(self._step_data.inputs[microbatch]), self._on_device)

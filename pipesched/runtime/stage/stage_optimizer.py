@@ -38,20 +38,20 @@ class StageOptimizer:
         return [parameter for parameter in own if parameter not in self.elsewhere]
 
     def norm(self, losses: Iterable[Tensor]) -> GradientNorms:
-        """The norms of the gradients since the last update; none yet if updates wait for tied parameters.
+        """Return the norms of the gradients since the last update; no norms if updates wait for tied parameters.
 
-        ``losses`` are those of the stage's micro-batches.
+        ``losses`` holds the losses of the stage's micro-batches.
         """
         if self.late or self.rules is None:
             return GradientNorms("", None)
         return self.rules.measure(self.parameters, losses)
 
     def update(self, weights: WeightStash | None, norms: Sequence[GradientNorms] = ()) -> None:
-        """Step with the gradients since the last update.
+        """Step the optimizer with the gradients accumulated since the last update.
 
         Args:
-            weights: the versions in flight.
-            norms: the norms of all stages, if there are rules.
+            weights: the weight versions in flight; None if the program has none.
+            norms: the gradient norms of all stages if there are rules; otherwise unused.
 
         """
         if self.late:

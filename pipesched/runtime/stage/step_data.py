@@ -20,7 +20,7 @@ Added = dict[tuple[str, int, int], tuple[str, Tensor]]
 
 @dataclass
 class StepData:
-    """Inputs and results of one step, or of a stream of overlapping steps, by micro-batch."""
+    """Inputs and results of the micro-batches of one step, or of a stream of overlapping steps."""
 
     seed: int
     #: The number of the step; in a stream, the number of its first step.
@@ -43,11 +43,11 @@ class StepData:
     losses: dict[int, Tensor] = field(default_factory=dict)
     outputs: dict[int, Payload] = field(default_factory=dict)
     input_grads: dict[int, Gradients] = field(default_factory=dict)
-    #: The losses that layers added, already weighted, by micro-batch: place of the call -> (name, value).
+    #: The losses that layers added, already weighted, keyed by micro-batch: place of the call -> (name, value).
     added: dict[int, Added] = field(default_factory=dict)
     #: For each micro-batch, the function that computes metrics from its outputs; empty without metrics=.
     metrics: dict[int, Metrics | None] = field(default_factory=dict)
-    #: The metrics, by micro-batch.
+    #: The metrics, keyed by micro-batch.
     measured: dict[int, dict[str, Tensor]] = field(default_factory=dict)
     #: Whether the loss is computed outside the pipeline, which cannot include the losses that layers add.
     outside_loss: bool = False

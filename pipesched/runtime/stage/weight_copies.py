@@ -94,7 +94,7 @@ class _WeightCopy:
 
 @dataclass(frozen=True, kw_only=True)
 class _Pair:
-    """A copy (None in other processes), the original layers (``home``), and the ranks of both."""
+    """A weight copy (None if it is in another process), the original layers (``home``), and the ranks of both."""
 
     home: nn.ModuleList
     home_rank: int
@@ -142,7 +142,7 @@ class WeightCopies:
 
     @contextmanager
     def delivering(self) -> Iterator[None]:
-        """A context around a run. At the end, the gradients of the copies are added to the originals', in stage order.
+        """A context around a run. Its end adds the copies' gradients, in stage order, to the originals' gradients.
 
         If the run fails, the copies' gradients are dropped. Collective over processes.
         """
@@ -178,7 +178,7 @@ def _deliver(targets: Sequence[Tensor], grads: _Tensors) -> None:
 
 
 def _kept(home: nn.Module) -> dict[int, Any]:
-    """A deepcopy memo that makes a copy share hooks, and objects whose bound methods are hooks, with the original."""
+    """Return a deepcopy memo with which a copy shares hooks, and the objects whose methods are hooks."""
     own = set(home.modules())
     hooks = [hook for module in own for hook in hooks_of(module)]
     owners = [getattr(hook, "__self__", hook) for hook in hooks]

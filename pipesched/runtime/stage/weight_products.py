@@ -73,7 +73,7 @@ def saving_input(x: Tensor, product: Product) -> Tensor:
 
 
 class _SavedInput(torch.autograd.Function):
-    """An autograd node in front of a product. Its output is the tensor in ``again``, a detached alias of its input."""
+    """An autograd node in front of a product. The output is the tensor in ``again``, a detached alias of the input."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, again: tuple[Tensor], product: Product) -> Tensor:
@@ -90,13 +90,13 @@ class _SavedInput(torch.autograd.Function):
 
 
 def spread(value: Any, spatial: int) -> list[int]:
-    """One number for each spatial dimension; a single number is repeated."""
+    """Return one number for each spatial dimension; a single number is repeated."""
     values = [value] if isinstance(value, int) else list(value)
     return values * spatial if len(values) == 1 else values
 
 
 def _operands(grad: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-    """The output gradient and the input x as matrices. x is cast to the gradient's dtype, as autocast did in F."""
+    """Return the output gradient and x as matrices. x is cast to the gradient's dtype, as autocast did in F."""
     if x.dtype is not grad.dtype:
         x = x.to(grad.dtype)
     dims = x.dim()
@@ -106,13 +106,13 @@ def _operands(grad: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def linear_rule(grad: Tensor, x: Tensor) -> tuple[Tensor]:
-    """The weight gradient of ``x @ weight.T``."""
+    """Return the weight gradient of ``x @ weight.T``."""
     grad, x = _operands(grad, x)
     return (grad.t().mm(x),)
 
 
 def matmul_rule(grad: Tensor, x: Tensor) -> tuple[Tensor]:
-    """The weight gradient of ``x @ weight``."""
+    """Return the weight gradient of ``x @ weight``."""
     grad, x = _operands(grad, x)
     return (x.t().mm(grad),)
 

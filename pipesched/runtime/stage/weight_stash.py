@@ -17,7 +17,7 @@ from pipesched.tensors.payload import used_here
 
 __all__ = ["Tensors", "WeightStash"]
 
-#: The tensors of one version, by module name and parameter name.
+#: The tensors of one version, keyed first by module name and then by parameter name.
 Tensors = dict[str, dict[str, Tensor]]
 #: (tensor of a version, its gradient) pairs.
 _Arrived = list[tuple[Tensor, Tensor]]
@@ -38,7 +38,7 @@ class WeightStash:
     """Keeps the versions of one stage's weights that micro-batches in flight use.
 
     Args:
-        modules: the modules of the stage, by name.
+        modules: the modules of the stage, keyed by name.
         uses: the version that each micro-batch uses.
 
     """
@@ -60,11 +60,14 @@ class WeightStash:
         return sorted({*self._held, self._newest})
 
     def used_by(self, microbatch: int) -> Tensors:
-        """The weight version that a micro-batch's forward, recompute and backward use."""
+        """Return the weight version that a micro-batch's forward, recompute and backward use."""
         return self._held[self._uses.version(microbatch)]
 
     def during(self, weights: Tensors, act: Callable[[], None]) -> None:
-        """Call ``act``, a backward, with ``weights`` in the modules, for recomputes by torch.utils.checkpoint."""
+        """Call ``act``, which runs a backward, while the modules hold ``weights``.
+
+        Layers that use torch.utils.checkpoint then recompute with ``weights``.
+        """
         tensors = {
             f"held.{index}.{key}": tensor
             for index, named in enumerate(weights.values())
@@ -73,7 +76,7 @@ class WeightStash:
         torch.func.functional_call(self._holder, tensors, (act,))
 
     def live(self, tensor: Tensor) -> Tensor:
-        """The Parameter that a version's tensor belongs to. Any other tensor is returned unchanged."""
+        """Return the Parameter that a version's tensor belongs to. Any other tensor is returned unchanged."""
         return self._live.get(tensor, tensor)
 
     def taken(self, weights: Tensors) -> _Arrived:

@@ -75,7 +75,7 @@ class Outgoing:
         peer: the receiving rank.
         tag: the channel's tag; the next tag is the tag of its side channel.
         encoding: encodes plain values.
-        counts: the numbers of received messages, shared by all channels to and from that rank. Default: new counts.
+        counts: the numbers of received messages, shared by all channels to and from ``peer``. Default: new counts.
         way: 0 for forward messages, 1 for backward messages.
 
     """
@@ -309,7 +309,7 @@ class Incoming:
 
 
 #: A function (other rank, tag, backward) -> this rank's ends of both channels with that rank. The first has the methods
-#: of Outgoing, the second those of Incoming.
+#: of Outgoing, the second has the methods of Incoming.
 Ends = Callable[[int, int, bool], tuple[Any, Any]]
 
 # Tags of channels. The next odd tag is the side channel.
@@ -342,7 +342,7 @@ class _Neighbour:
         """Begin a run. If it has outgoing messages, send its identity and a digest of the predicted sizes.
 
         Args:
-            keys: the layout keys of the run's messages, by (outgoing, backward).
+            keys: the layout keys of the run's messages, keyed by (outgoing, backward).
             identity: digests of the run, which must be identical at both ends.
 
         """
@@ -371,7 +371,8 @@ class _Neighbour:
     def check(self, names: Sequence[str]) -> None:
         """Receive the other end's identity and predictions, and compare them with this end's; post the first receives.
 
-        Raises ExecutionError if they differ. ``names`` holds the names of the identity's digests, for the message.
+        Raises ExecutionError if the two ends differ. ``names`` holds the names of the identity's digests, for the
+        message.
         """
         words, self.due, due = bytearray(len(self.due)), b"", self.due
         try:
@@ -390,7 +391,7 @@ class _Neighbour:
             channel.post()
 
 
-#: The layout keys of a run's messages, by rank and (outgoing, backward), in the order of each channel.
+#: The layout keys of a run's messages, keyed by rank and then by (outgoing, backward), in the order of each channel.
 Messages = Mapping[int, Mapping[tuple[bool, bool], Sequence[Hashable]]]
 
 

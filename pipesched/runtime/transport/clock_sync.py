@@ -15,7 +15,7 @@ _ROUNDS = 10
 
 
 def clock_offset(port: Any, rank: int, num_ranks: int) -> float:
-    """The seconds to add to this rank's clock to get the time on rank 0's clock. Collective.
+    """Return the seconds to add to this rank's clock to get the time on rank 0's clock. Collective.
 
     The error is at most half the fastest round trip. Raises ConnectionLostError.
     """

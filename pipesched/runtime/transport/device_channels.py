@@ -67,7 +67,7 @@ class _Sending(Protocol):
     """A posted send."""
 
     def is_completed(self) -> bool:
-        """Whether the memory of the send may be reused. Does not wait."""
+        """Return whether the memory of the send may be reused. Does not wait."""
 
 
 class Link(Protocol):
@@ -166,7 +166,7 @@ class Nccl:
 
 
 def links_for(device: torch.device, timeout_s: float) -> _Maker | None:
-    """The factory of a device's links; None for a CPU. Raises ExecutionError if torch was built without NCCL."""
+    """Return the factory of a device's links; None for a CPU. Raises ExecutionError if torch was built without NCCL."""
     if device.type == "cpu":
         return None
     if not distributed.is_nccl_available():

@@ -80,11 +80,11 @@ _BUILT_IN = (*_ATOMS, *_COMPOUNDS)
 
 
 class UnsentTypeError(ExecutionError):
-    """A value of a type that cannot be sent between ranks."""
+    """A value has a type that cannot be sent between ranks."""
 
 
 class _Own(NamedTuple):
-    """How values of a type are split into parts and rebuilt (see ``know_own``)."""
+    """The functions that split values of one type into parts and rebuild the values (see ``know_own``)."""
 
     name: str
     take: Callable[[Any], Iterable[Any]]
@@ -113,7 +113,7 @@ class Encoding:
     def know_own(
         self, kind: type, take: Callable[[Any], Iterable[Any]], make: Callable[..., Any], *, immutable: bool = False
     ) -> None:
-        """Register a type whose values are written as the parts returned by ``take`` and built by ``make(*parts)``."""
+        """Register a type. ``take`` splits a value of this type into parts, and ``make(*parts)`` rebuilds the value."""
         self.know(kind)
         self._own[kind] = _Own(_name(kind), take, make, immutable)
 
@@ -127,14 +127,14 @@ class Encoding:
             self._learning = False
 
     def is_immutable(self, value: Any) -> bool:
-        """Whether a value is known to be immutable, so that the same object may be used several times."""
+        """Return whether a value is known to be immutable, so that the same object may be used several times."""
         own = self._own.get(type(value))
         return type(value) in _IMMUTABLE or isinstance(value, Enum) or (own is not None and own.immutable)
 
     # ---- writing ----------------------------------------------------------------------------------------------------
 
     def written(self, value: Any) -> bytes:
-        """Encode a value as bytes. Raises UnsentTypeError."""
+        """Encode a value as bytes. Raises UnsentTypeError for a type that cannot be sent."""
         out = bytearray()
         self._write(value, out)
         return bytes(out)
@@ -204,7 +204,7 @@ class Encoding:
     # ---- reading ----------------------------------------------------------------------------------------------------
 
     def read(self, data: bytes) -> Any:
-        """Decode a value from the bytes of ``written``. Raises ExecutionError for invalid bytes."""
+        """Decode a value from the bytes that ``written`` returned. Raises ExecutionError for invalid bytes."""
         try:
             value, end = self._read(memoryview(data), 0)
             if end != len(data):

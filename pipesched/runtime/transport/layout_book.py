@@ -15,7 +15,7 @@ DIGEST_BYTES = 16
 
 
 def digest(data: bytes) -> bytes:
-    """A 16-byte digest of data."""
+    """Return a 16-byte digest of ``data``."""
     return blake2b(data, digest_size=DIGEST_BYTES).digest()
 
 
@@ -24,7 +24,7 @@ class LayoutBook:
 
     def __init__(self) -> None:
         self._layouts: dict[Hashable, MessageLayout] = {}
-        #: Messages with unpredicted layouts: (number of the message in the run, its key, its layout).
+        #: Messages with unpredicted layouts: (number of the message in the run, layout key, layout).
         self._news: deque[tuple[int, Hashable, MessageLayout]] = deque()
         self._keys: Sequence[Hashable] = ()
         self._first = 0  # number of the first message in ``foreseen``
@@ -52,7 +52,7 @@ class LayoutBook:
         self._first = behind
 
     def form(self, number: int) -> MessageLayout | None:
-        """The predicted layout of a message of the run; None if its key is new."""
+        """Return the predicted layout of message ``number`` of the run; None if the message's key is new."""
         at = number - self._first
         if at == len(self.foreseen):
             self._write(sum(noted <= number - _SETTLED for noted, *_ in self._news))

@@ -42,14 +42,14 @@ class _Piece(NamedTuple):
     #: Shape and stride of the elements in the message.
     shape: _Sizes
     stride: _Sizes
-    #: The shape and the strides with which the leaf is read. Default: those of the leaf.
+    #: The shape and the strides with which the leaf is read. Default: the leaf's own shape and strides.
     source: tuple[_Sizes, _Sizes] | None = None
     #: For memory that several tensors share, its first byte in the leaf's storage; otherwise None.
     first_byte: int | None = None
 
 
 class _Restored(NamedTuple):
-    """How a tensor is rebuilt from its piece."""
+    """Describes how a received tensor is rebuilt from the `_Piece` of the message that contains it."""
 
     #: The number of the piece.
     piece: int
@@ -110,7 +110,7 @@ def _check(tensor: Tensor) -> None:
 
 
 def _shared(leaves: tuple[Any, ...]) -> tuple[tuple[int, int] | None, ...] | None:
-    """For each leaf: (number of its memory, first byte) if another leaf uses the same memory, otherwise None.
+    """Return for each leaf: (number of its memory, first byte) if another leaf uses the same memory, otherwise None.
 
     Returns None if no two leaves share memory.
     """
@@ -126,7 +126,7 @@ def _shared(leaves: tuple[Any, ...]) -> tuple[tuple[int, int] | None, ...] | Non
 
 
 def _memory(leaf: Any) -> int:
-    """The address of a tensor's memory; 0 for other values, empty tensors, and conjugated or negated views."""
+    """Return the address of a tensor's memory; 0 for other values, empty tensors, and conjugated or negated views."""
     if not isinstance(leaf, Tensor) or not leaf.numel() or leaf.is_conj() or leaf.is_neg():
         return 0
     return leaf.untyped_storage().data_ptr()
@@ -149,12 +149,12 @@ class MessageLayout:
         return []
 
     def written(self) -> bytes:
-        """The layout as bytes."""
+        """Return the layout as bytes."""
         return self.encoding.written(self.description)
 
     @classmethod
     def read(cls, written: bytes, encoding: Encoding) -> "MessageLayout":
-        """The inverse of ``written``. Raises ExecutionError for bytes that are not a layout."""
+        """Return the layout that ``written`` encoded. Raises ExecutionError for bytes that are not a layout."""
         layout = cls(encoding.read(written), encoding)
         try:
             skeleton, looks, _, _ = layout.description
@@ -179,9 +179,9 @@ class MessageLayout:
         return self._layout[0]
 
     def plain_bytes(self, value: Any) -> Any:
-        """The single contiguous tensor of a value with this layout, as a numpy array that shares the tensor's memory.
+        """Return the single contiguous tensor of a value with this layout, as a numpy array that shares its memory.
 
-        None for any other value; the caller must then use ``describe``.
+        Returns None for any other value; the caller must then use ``describe``.
         """
         if self._plain is None:
             return None
@@ -214,7 +214,7 @@ class MessageLayout:
         return (skeleton, looks[0]) if stride == torch.empty(shape, device="meta").stride() else None
 
     def in_place(self, leaves: tuple[Any, ...]) -> Tensor | None:
-        """A view of the bytes of a value's only tensor if it is long, contiguous and on the CPU; otherwise None."""
+        """Return a value's only tensor as a view of bytes if it is long, contiguous and on the CPU; otherwise None."""
         piece = self._only
         if piece is None:
             return None
@@ -255,7 +255,7 @@ class MessageLayout:
         return Payload(leaves, places, spec, needs_grad)
 
     def _plain_leaves(self) -> list[Any]:
-        """The leaves that are not tensors.
+        """Return the leaves that are not tensors.
 
         If all of them are immutable, they are decoded once and shared by all calls. Otherwise each call decodes new
         objects.
@@ -375,7 +375,7 @@ def _own_piece(leaf: int, dtype: torch.dtype, shape: _Sizes, stride: _Sizes, off
 
 
 def _shared_piece(leaf: int, number: int, looks: Any, shared: Any, offset: int) -> _Piece:
-    """The piece for memory that several leaves share: all bytes from the first to the last that any leaf uses."""
+    """Return the piece for memory that leaves share: all bytes from the first to the last that any leaf uses."""
     ends = [
         (first, first + _reach(shape, stride) * dtype.itemsize)
         for (dtype, shape, stride), (memory, first) in (

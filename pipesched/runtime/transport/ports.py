@@ -95,7 +95,7 @@ def awaited(work: Work, peer: int) -> None:
 
 
 def lost(peer: int, error: RuntimeError) -> ConnectionLostError:
-    """The ConnectionLostError that reports a port's error in a transfer from or to rank ``peer``."""
+    """Return the ConnectionLostError that reports a port's error in a transfer from or to rank ``peer``."""
     if isinstance(error, StoreLostError):
         return ConnectionLostError(str(error))
     if "Timed out" in str(error):

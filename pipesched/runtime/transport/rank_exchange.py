@@ -48,7 +48,7 @@ class Exchange:
         return values
 
     def _moved(self, arrived: Payload) -> Any:
-        """A value with its tensors copied to this rank's device; a tensor that occurs twice is copied once."""
+        """Return a value with its tensors copied to this rank's device; a tensor that occurs twice is copied once."""
         own: dict[Any, Tensor] = {}
 
         def moved(tensor: Tensor) -> Tensor:
@@ -62,7 +62,7 @@ class Exchange:
     def trade(self, what: str, given: Mapping[int, Any], sources: Collection[int]) -> dict[int, Any]:
         """Send ``given[rank]`` to each rank in ``given``, then wait for a value from each rank in ``sources``.
 
-        Returns the received values by sending rank. ``what`` is the kind of the values, one of _TRADES.
+        Returns the received values, keyed by sending rank. ``what`` is the kind of the values, one of _TRADES.
         """
         tag = _FIRST_TRADE + 2 * _TRADES.index(what)
         takes = {source: self.wire.ask(source, tag) for source in sorted(sources)}

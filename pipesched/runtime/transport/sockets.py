@@ -53,7 +53,7 @@ _SIOCGIFADDR = 0x8915
 
 
 def own_host(store: Any) -> str:
-    """The address at which other machines reach this machine.
+    """Return the address at which other machines reach this machine.
 
     If GLOO_SOCKET_IFNAME names an interface, that interface's address is used, as in gloo, so that all messages use one
     network. Otherwise the address of the route to the store's host is used, or the loopback address if the store has no
@@ -72,7 +72,7 @@ def own_host(store: Any) -> str:
 
 
 def _address_of(interface: str) -> str:
-    """The IPv4 address of a network interface; "" if it has none or the system is not Linux."""
+    """Return the IPv4 address of a network interface; "" if it has none or the system is not Linux."""
     if not interface or sys.platform != "linux":
         return ""
     from fcntl import ioctl
@@ -351,7 +351,7 @@ class SocketPort:
 
 
 def _greeting(connection: socket.socket, rank: int, tag: int, word: bytes) -> bytes:
-    """The greeting of a connection. It proves that the sender has read the secret, but does not contain the secret.
+    """Return the greeting of a connection, which proves that the sender has read the secret but does not contain it.
 
     The proof is valid only for one rank, tag and kind of connection, so it cannot be reused elsewhere.
     """
@@ -365,7 +365,7 @@ def _is_in_memory(connection: socket.socket) -> bool:
 
 
 def _is_own_user(connection: socket.socket) -> bool:
-    """Whether the process at the other end of a Unix socket belongs to this process's user."""
+    """Return whether the process at the other end of a Unix socket belongs to this process's user."""
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     return bool(_CREDENTIALS.unpack(credentials)[1] == os.geteuid())
 
@@ -378,7 +378,7 @@ def _listener(name: str) -> socket.socket:
 
 
 def _connected(name: str) -> socket.socket | None:
-    """A Unix connection to the listener with this name; None if the network must be used.
+    """Return a Unix connection to the listener with this name; None if the network must be used.
 
     The network is used if there is no listener, if the listener belongs to another user or its backlog is full, or if
     the system limits the send buffer to less than ``_ROOM`` bytes. With a smaller buffer, a thread would often have to
