@@ -17,7 +17,7 @@ __all__ = [
 
 
 class Unit(NamedTuple):
-    """A unit of time or size: its name, and how many of these units make one second or one byte."""
+    """A unit of time or size: the name of the unit, and the number of units in one second or one byte."""
 
     name: str
     per_one: float

@@ -28,7 +28,7 @@ class ClassAttribute(NamedTuple):
 class _Held(NamedTuple):
     """The value of a class attribute at one time."""
 
-    #: The attribute's value, or a copy of it if it is a container.
+    #: The attribute's value; if the value is a container, a copy of the container.
     value: Any
     #: A key for comparisons: two values have equal keys if a forward would find no difference between them.
     form: Any

@@ -223,7 +223,7 @@ def set_attributes(values: Mapping[tuple[nn.Module, str], Any]) -> None:
 
 
 class Twin(_Copies):
-    """A copy of a layer with the same tensors, so that two threads can call the layer with different replacements."""
+    """A copy of a layer with the same tensors, so that two threads can call the layer with different tensors."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__(layer)
@@ -233,7 +233,7 @@ class Twin(_Copies):
         self.refresh()
 
     def refresh(self) -> None:
-        """Copy the current tensors, modes and flags of the original layer."""
+        """Copy the current tensors, modes and flags of the original layer to the twin."""
         self._translated.clear()
         for own, copy in self._pairs:
             _follow(own, copy, ("_modules", "_parameters", "_buffers"))

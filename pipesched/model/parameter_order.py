@@ -12,7 +12,7 @@ _ADDED = "~"  # sorts after digits
 class ParameterOrder:
     """The order of a model's parameters before ``wrap=`` changes them. Parameters added later follow, sorted by name.
 
-    A tied parameter has the place of its first name. ``roots`` maps the prefix of parameter names to the model and to
+    A tied parameter is sorted by its first name. ``roots`` maps the prefix of parameter names to the model and to
     the loss module.
     """
 

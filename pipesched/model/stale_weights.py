@@ -67,7 +67,7 @@ class StaleHook:
         return bool(self._removals)
 
     def allow(self, runs: Runs) -> None:
-        """Allow calls while these runs are under way."""
+        """Allow calls of the model while ``runs`` has a run under way."""
         self._runs = [known for known in self._runs if known() not in (None, runs)]
         self._runs.append(ref(runs))
 

@@ -201,7 +201,7 @@ class _Copies:
 
 
 class _CopiesOfWritten(_Copies, TorchDispatchMode):
-    """The dispatch mode; a separate class for the reason given in tensors/memory_tracker.py."""
+    """The dispatch mode of `_Copies`; a separate class for the reason given in tensors/memory_tracker.py."""
 
     supports_higher_order_operators = True
 

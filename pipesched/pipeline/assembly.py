@@ -101,7 +101,7 @@ class Assembly:
         begin = time.perf_counter()
         self.programs = programs
         self.stage_cut = stage_cut
-        #: How gradients are treated before an update; None: as they are.
+        #: The rules for gradients before an update; None if gradients are used as they are.
         self.rules = spec.rules
         self._filling_s = 0.0
         self._spec = spec
@@ -128,7 +128,7 @@ class Assembly:
         self.stages = self._stages()
         #: The holders of weight copies. A step refreshes the copies before it starts.
         self.copies = [holder for holder in (self.ties, self._weight_copies) if holder]
-        #: The context manager for runs that compute gradients; adds the gradients of copies to parameters. Collective.
+        #: The context manager for runs that compute gradients; adds the copies' gradients to parameters. Collective.
         self.delivering = self._delivering if self.copies else nullcontext
         #: The modules that the model holds.
         self.members = Members(spec.model, spec.layered.layers)
@@ -220,7 +220,10 @@ class Assembly:
             warn(f"{message}; the gradient of {name!r} matches the gradient of an unpipelined loop only up to rounding")
 
     def _written(self) -> list[set[str]]:
-        """Return, for each stage, the names of buffers that its forward writes to and of a loss module's buffers."""
+        """Return, for each stage, the names of the buffers that the stage's forward writes to.
+
+        The names of a loss module's buffers are in the set of every stage.
+        """
         spec = self._spec
         written = spec.layered.written_by(self.cut) if any(own_buffers(spec.model)) else [()] * len(self.cut)
         of_loss = list(own_buffers(spec.loss_fn)) if isinstance(spec.loss_fn, nn.Module) else []
@@ -271,16 +274,16 @@ class Assembly:
             yield
 
     def update_late(self, intra_op_threads: int, losses: Iterable[Tensor] = ()) -> None:
-        """Run the updates that waited for the gradients of tied parameters. Collective if there are rules."""
+        """Run the updates that waited for the gradients of tied parameters. Collective if there are gradient rules."""
         verdict = None if self.rules is None else self.decide(intra_op_threads, losses)
         with intra_op(intra_op_threads):
             for stage in self.stages.values():
                 stage.optimizer.update_late(verdict)
 
     def decide(self, intra_op_threads: int, losses: Iterable[Tensor]) -> Verdict:
-        """Decide on the gradients that the stages of all processes now have. Collective.
+        """Measure the gradients of the stages of all processes, and return the decision on them. Collective.
 
-        ``losses`` are those of the step, in the process of the last stage.
+        ``losses`` holds the losses of the step in the process of the last stage.
         """
         assert self.rules is not None
         with intra_op(intra_op_threads):

@@ -67,7 +67,7 @@ class OpenPass:
 
 
 def _beside(grad: Tensor | None, tensor: Tensor) -> Tensor | None:
-    """Move a gradient to the device of its tensor, because bidirectional schedules have outputs on several devices."""
+    """Move a gradient to the device of ``tensor``. Bidirectional schedules have outputs on several devices."""
     return None if grad is None else grad.to(tensor.device)
 
 
@@ -87,7 +87,7 @@ def attach(opened: OpenPass) -> Any:
 
 
 def _firsts(whole: Payload, pattern: Payload) -> tuple[Any, ...]:
-    """Return the leaves of ``whole`` at the places where the leaves of ``pattern`` first appear."""
+    """Return the leaves of ``whole`` at the positions where each leaf of ``pattern`` first occurs in ``pattern``."""
     return tuple(whole.leaves[whole.places[pattern.places.index(leaf)]] for leaf in range(len(pattern.leaves)))
 
 

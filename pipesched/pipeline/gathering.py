@@ -27,7 +27,7 @@ def place_weights(roots: Mapping[str, nn.Module], guard: StaleGuard, host: RankH
     """Record in the model's StaleGuard which rank trains each tensor.
 
     Args:
-        roots: the model and the loss module, by the prefix of their parameters' names.
+        roots: the model and the loss module, keyed by the prefix of their parameters' names.
         guard: the StaleGuard, which refuses reads of the model while its weights are stale.
         host: the host of the ranks.
         assembly: the stages.
@@ -69,7 +69,7 @@ def gather_model(
     """Copy the weights and buffers of all ranks into the model of one rank, or of every rank. Collective under a mesh.
 
     Args:
-        roots: the model and the loss module, by the prefix of their parameters' names.
+        roots: the model and the loss module, keyed by the prefix of their parameters' names.
         state: the state of this rank.
         guard: the StaleGuard, which refuses reads of the model while its weights are stale.
         host: the host of the ranks.

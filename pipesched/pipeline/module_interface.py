@@ -31,7 +31,7 @@ class ModuleInterface:
     def __init__(self, model: nn.Module, loss_fn: Callable[[Any, Any], Any] | None) -> None:
         self.model = model
         self.loss_fn = loss_fn
-        #: The model and the loss module, by the prefix of their parameters' names.
+        #: The model and the loss module, keyed by the prefix of their parameters' names.
         self._roots: dict[str, nn.Module] = {"": model}
         if isinstance(loss_fn, nn.Module):
             self._roots[_LOSS_PREFIX] = loss_fn
@@ -51,7 +51,7 @@ class ModuleInterface:
             )
 
     def _modules(self) -> dict[str, nn.Module]:
-        """Return the model and the loss module by prefix, with their latest weights."""
+        """Return the model and the loss module with their latest weights, keyed by the prefix of tensor names."""
         return self._roots
 
     def named_modules(self) -> Iterator[tuple[str, nn.Module]]:

@@ -46,7 +46,7 @@ class Trial:
     batch_size: int
 
     def run(self, plans: Sequence[Plan], told: Callable[[float], None]) -> list[list[Trace]]:
-        """Run the plans in turn and return the measured steps of each.
+        """Run the plans in turn, and return a list of measured steps for each plan.
 
         In one process, no steps are returned for a plan that runs out of device memory; the error is raised only if no
         plan fits. Collective over a mesh.

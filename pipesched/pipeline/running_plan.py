@@ -1,4 +1,4 @@
-"""Running plan: the ranks, stages and batch splitting that a pipeline uses now, and its last steps."""
+"""Running plan: the ranks, stages and batch splitting that a pipeline uses now, and the timelines of recent steps."""
 
 from collections import deque
 from dataclasses import dataclass, field

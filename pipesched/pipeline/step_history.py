@@ -41,7 +41,7 @@ class StepHistory:
         return self._with_bound(trace)
 
     def gather_trace(self) -> Trace | None:
-        """Return ``trace`` for all ranks on one clock. Collective under a mesh."""
+        """Return the trace of the last step for all ranks, with times on one clock. Collective under a mesh."""
         running = self._running
         host = running.host
         if not isinstance(host, MeshRanks) or not running.runs:
