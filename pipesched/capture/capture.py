@@ -144,7 +144,7 @@ class Capture:
 
     @cached_property
     def crossing_bytes(self) -> list[int]:
-        """The bytes that would be sent across a stage boundary before each call, by the index of the call."""
+        """For each call, by index: the bytes that would be sent across a stage boundary before this call."""
         last: dict[Value, int] = {}
         for call in self.calls:
             if call.index not in self.free:

@@ -33,7 +33,7 @@ __all__ = ["LayerError", "LayeredModel", "as_model", "layered", "stages_of"]
 
 
 class LayerError(Exception):
-    """A layer raised the error in ``__cause__``. A caller may ignore it, because a step reports the error in detail."""
+    """A layer raised the error in ``__cause__``. A caller can ignore a LayerError: a step will report the error."""
 
 
 class LayeredModel(Protocol):
@@ -135,7 +135,7 @@ def stages_of(model: Any, layers: Sequence[str], num_stages: int) -> list[str] |
 def layered(
     model: nn.Module, sample: tuple[tuple[Any, ...], dict[str, Any]], whole_layers: Collection[str] = ()
 ) -> LayeredModel:
-    """Find the layers of a model: the modules of a plain nn.Sequential, or else the modules that a forward calls.
+    """Return a model as layers: the modules of a plain nn.Sequential, or else the modules that a forward calls.
 
     Args:
         model: the user's module.

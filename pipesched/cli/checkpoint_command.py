@@ -54,7 +54,7 @@ def checkpoint(path: Path, *, tensors: bool) -> None:
 
 
 def _contents(manifest: Manifest, folder: Path) -> list[Any]:
-    """Check all files, and return the values of each part. Raises DamagedCheckpointError."""
+    """Check all files, and return the values of each part of the checkpoint. Raises DamagedCheckpointError."""
     paths = [manifest.check(folder, name) for name in sorted(manifest.files)]
     return [parsed(path.read_bytes(), path)["values"] for path in paths if path.suffix == ".json"]
 

@@ -108,9 +108,10 @@ class _Pass:
     backward, the input gradient and the weight gradient. The attributes hold bytes:
 
     - ``forward``: the peak of the forward, including its input.
-    - ``backward``: the peak of B or I beyond the kept activations, including the output's gradients.
-    - ``left``: the memory that I keeps for W; ``left_input`` and ``left_grad`` are its inputs and its gradients.
-    - ``delivery``: the peak of W beyond ``left``. ``deferred``: the weight gradients that W computes.
+    - ``backward``: the peak of B or I in addition to the kept activations, including the output's gradients.
+    - ``left``: the memory that is live between I and W. ``left_input``: the layer's inputs in it. ``left_grad``: the
+      gradients in it from which W computes weight gradients.
+    - ``delivery``: the peak of W in addition to ``left``. ``deferred``: the weight gradients that W computes.
     """
 
     def __init__(self, layer: Layer, arrived: Payload, books: Books, *, split: bool) -> None:
@@ -165,7 +166,7 @@ class _Pass:
             self.delivery = books.peak - left
 
     def _given(self, outputs: list[Payload]) -> Message:
-        """Drop the first output and measure the memory that this frees. Returns the sizes of its message."""
+        """Remove and free the first output. Returns the sizes of the message that would carry this output."""
         before = self._books.bytes
         one = outputs.pop(0)
         arriving = sum(tensor.nbytes for tensor in one.tensors)

@@ -189,7 +189,7 @@ _WAITS = 0.1  # a layer that spends more than this fraction of its time waiting 
 
 
 class Between(nn.Module):
-    """A layer that calls a function from the code between layers. If it cannot run alone, its costs are zero."""
+    """A layer that calls a function from the code between layers; without costs if the function cannot run alone."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__()

@@ -24,7 +24,7 @@ def loss_costs(
     threads: int,
     effort: Effort = QUICK,
 ) -> LayerCosts:
-    """Measure the costs of computing a loss for this output and target."""
+    """Return the measured costs of computing a loss for this output and target."""
     call: tuple[nn.Module, tuple[tuple[Any, ...], dict[str, Any]]] = _OfTarget(loss_fn, target, device), ((output,), {})
     return measure_calls({"loss_fn": call}, {"loss_fn"}, device, threads, effort)["loss_fn"]
 

@@ -104,7 +104,7 @@ class _Layer(nn.Module):
 
 @dataclass(frozen=True)
 class Ran:
-    """A run of a program: its trace, and the seconds of each action's work, without overhead."""
+    """The trace of a program's run, and for each action the seconds of its work, without overhead."""
 
     trace: Trace
     work_s: dict[Action, float]

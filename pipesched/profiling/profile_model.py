@@ -170,7 +170,7 @@ def _with_loss(
 
 
 def _between(passes: Sequence[Mapping[str, LayerCosts]]) -> dict[str, LayerCosts]:
-    """Return the medians of each layer's costs over several passes."""
+    """Return the medians of the layers' costs over several passes, keyed by layer."""
     found = {}
     for name, first in passes[0].items():
         times = {column: median(getattr(costs[name], column) for costs in passes) for column in _MEDIANS}

@@ -228,7 +228,7 @@ class TimingRun(nn.Module):
 
 
 class _AddedLosses:
-    """Takes the losses that a layer adds, whose backward is part of the layer's."""
+    """Collects the losses that a layer adds. Their backward counts as part of the layer's backward."""
 
     def __init__(self) -> None:
         self._losses: list[Tensor] = []
@@ -237,7 +237,7 @@ class _AddedLosses:
         return self._take if function is added_loss else None
 
     def taken(self) -> list[Tensor]:
-        """The losses since the last call that require a gradient."""
+        """Return the losses that were added since the previous call and require a gradient."""
         losses = [loss for loss in self._losses if loss.requires_grad]
         self._losses.clear()
         return losses
@@ -249,7 +249,7 @@ class _AddedLosses:
 
 
 class Clock:
-    """Measures times on a device, with the clocks of this thread, or with events on its CUDA stream."""
+    """Measures times on a device, with the clocks of this thread, or with events on this thread's CUDA stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -293,7 +293,7 @@ class _Turn:
         self._begin: Any = None
 
     def come(self) -> list[Tensor]:
-        """Return new gradients of the layer's output, in the cache as if a later layer had just computed them."""
+        """Return new gradients for the layer's output. Writing them fills the cache, as a later layer would do."""
         self.came = self._clock.now()
         ones = [torch.ones_like(form, device=self._device) for form in self._forms]
         self._begin = self._clock.now()

@@ -55,7 +55,7 @@ def clip_to_norm_(parameters: Iterable[nn.Parameter], max_norm: float, norm: Ten
 
 
 def as_max_norm(value: _Number, name: str) -> _Number:
-    """Check a largest norm and return it. Raises InputError."""
+    """Return the largest norm allowed. Raises InputError if it is not a number above 0."""
     if isinstance(value, bool) or not isinstance(value, Real) or not float(value) > 0:
         raise InputError(
             f"{name} must be the largest norm allowed for the gradients, a number above 0; got {shown(value)}; pass "
@@ -65,7 +65,7 @@ def as_max_norm(value: _Number, name: str) -> _Number:
 
 
 def as_norm_type(value: Any) -> float:
-    """Check the order of a norm and return it as a float. Raises InputError."""
+    """Return the order of a norm as a float. Raises InputError if the order is not a number above 0."""
     number = math.inf if value == "inf" else value
     if isinstance(number, bool) or not isinstance(number, Real) or not float(number) > 0:
         raise InputError(

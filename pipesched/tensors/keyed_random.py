@@ -64,7 +64,7 @@ class Place(NamedTuple):
 
 @functools.cache
 def is_random(function: Callable[..., Any]) -> bool:
-    """Return whether a torch function draws from a generator: if torch tags its operator so, or in its Python body."""
+    """Return whether a torch function draws random numbers, in its Python body or in an operator that torch tags so."""
     if function in _DRAW_INSIDE or getattr(function, "__module__", "") == nn.init.__name__:
         return True
     packet = getattr(torch.ops.aten, getattr(function, "__name__", ""), None)
@@ -106,7 +106,7 @@ def outside_kept(seed: int | None = None, *, alone: bool = True) -> Iterator[Non
 
 
 class KeyedRandom:
-    """Provides handlers for keyed random functions. Each stage has its own, used by one thread at a time."""
+    """Provides handlers for keyed random functions. Each stage has its own object, used by one thread at a time."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -36,7 +36,7 @@ def is_expanded(tensor: Tensor) -> bool:
 
 
 def give_contents(tensor: Tensor, full: Tensor) -> None:
-    """Give a meta tensor the contents of another tensor. It remains the same object with the same attributes."""
+    """Give a meta tensor the contents of ``full``. The meta tensor stays the same object with the same attributes."""
     full.__class__ = type(tensor)
     full.__dict__.update(tensor.__dict__)
     full.requires_grad_(tensor.requires_grad)

@@ -85,7 +85,7 @@ class Payload:
 
     @classmethod
     def joined(cls, payloads: "Sequence[Payload]") -> "Payload":
-        """Return the payload of the tuple of these payloads' values. A tensor in two payloads becomes two leaves."""
+        """Return one payload for the tuple of all these values. A tensor in two payloads becomes two leaves."""
         leaves: list[Any] = []
         places: list[int] = []
         for payload in payloads:
