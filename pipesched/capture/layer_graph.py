@@ -128,7 +128,7 @@ def _uses(model: nn.Module, capture: Capture, names: Sequence[str], layer_of: Se
 def unused(model: nn.Module, holders: Sequence[Iterable[Tensor]]) -> dict[int, list[str]]:
     """Assign each parameter or buffer without a holder to the holder of the tensor registered before it.
 
-    Returns the names of the assigned tensors, by the index of the holder.
+    Returns the names of the assigned tensors, keyed by the index of the new holder.
     """
     holder_of: dict[Any, int] = {tensor: holder for holder, tensors in enumerate(holders) for tensor in tensors}
     found: dict[int, list[str]] = {}

@@ -41,7 +41,7 @@ class LayeredModel(Protocol):
 
     @property
     def layers(self) -> Mapping[str, nn.Module]:
-        """The layers at which a stage may begin, by name, in the order in which they run."""
+        """The layers at which a stage may begin, keyed by name, in the order in which they run."""
 
     @property
     def written(self) -> Collection[str]:

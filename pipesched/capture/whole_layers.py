@@ -52,7 +52,7 @@ def opened(
         whole: names of modules to keep whole. Default: none.
 
     Returns:
-        The layers by name, and the capture of the forward.
+        A dict from name to layer, and the capture of the forward.
 
     """
     closed = set(whole)

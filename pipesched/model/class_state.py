@@ -19,7 +19,7 @@ _PLAIN = int, float, complex, str, bytes, type(None), torch.dtype, torch.device 
 
 
 class ClassAttribute(NamedTuple):
-    """An attribute of a class, by its owner and its name."""
+    """A class attribute: the class that owns the attribute, and the name of the attribute."""
 
     owner: type
     name: str

@@ -34,7 +34,9 @@ def as_whole(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def find_layers(model: nn.Module, closed: Collection[str] = ()) -> dict[str, nn.Module]:
-    """Return the layers by qualified name, in order of registration. A module registered twice gets its first name.
+    """Return the layers in order of registration, keyed by qualified name.
+
+    A module registered twice gets the name under which it was registered first.
 
     The result depends only on the model, not on devices, stages or batches. Modules in ``closed`` are kept whole.
     """

@@ -27,7 +27,7 @@ _REMEDY = (
 
 
 class Runs(Protocol):
-    """Tells whether a pipeline's ranks are running in this process."""
+    """Reports whether a pipeline's ranks are running in this process."""
 
     @property
     def busy(self) -> bool:
@@ -42,7 +42,7 @@ class Placement:
     group: tuple[int, ...] = ()
     #: This process's rank in the mesh.
     here: int = 0
-    #: The mesh rank of each parameter and buffer, by name.
+    #: Name of a parameter or buffer -> the mesh rank that holds it.
     homes: Mapping[str, int] = field(default_factory=dict)
 
     @cached_property

@@ -53,7 +53,7 @@ def deliver(parameter: nn.Parameter, grads: Iterable[Tensor | None]) -> None:
 
 @dataclass(frozen=True)
 class Use:
-    """A call that uses parameters: the names of these parameters in the model, and the rank that runs the call."""
+    """The names of the parameters that a call uses, and the rank that runs the call."""
 
     place: Place
     rank: int
@@ -82,7 +82,7 @@ class _Tie:
         return grads
 
     def deliver(self, grads: Mapping[int, Sequence[Tensor | None]]) -> None:
-        """Add the gradients of all uses in call order. ``grads`` holds the gradients by rank."""
+        """Add the gradients of all uses in call order. ``grads`` maps each rank to its gradients."""
         left = {rank: iter(values) for rank, values in grads.items()}
         deliver(self.parameter, [next(left[rank]) for rank in self.ranks.values()])
 
@@ -139,7 +139,7 @@ class Ties:
         return given
 
     def leaves(self, rank: int) -> list[Tensor]:
-        """Return the leaves of the calls that run on a rank."""
+        """Return the leaf tensors of tied weights for the calls that run on a rank."""
         return [leaf for tie in self._all.values() for place, leaf in tie.leaves.items() if tie.ranks[place] == rank]
 
     def own(self, parameter: nn.Parameter, rank: int) -> Tensor:

@@ -48,7 +48,7 @@ class AssemblySpec:
     model: nn.Module
     loss_fn: Callable[[Any, Any], Any] | None
     layered: LayeredModel
-    layers: dict[str, nn.Module]  #: the layers by name; ``wrap`` may replace some
+    layers: dict[str, nn.Module]  #: name -> layer; ``wrap`` may replace some
     initial: Initial  #: fills a model built without contents
     batch_norm: BatchNormMode
     compiled: Callable[[torch.device], Compiled | None]  #: the compiler of layers on a device
@@ -80,7 +80,7 @@ class Assembly:
         host: the host of the ranks.
         programs: the programs that the stages will run.
         stage_cut: the layers of each stage.
-        optimizers: the optimizers of the previous assembly, by stage. Default: none.
+        optimizers: stage number -> the optimizer of the previous assembly. Default: none.
 
     Raises:
         GraphError: the cut separates layers that share weights in a way that is not supported.
@@ -124,7 +124,7 @@ class Assembly:
         self.bodies = self._bodies()
         self.owners = self._owners(self.bodies)
         self._check_reached()
-        #: The stages of this process, by number.
+        #: Stage number -> stage, for the stages of this process.
         self.stages = self._stages()
         #: The holders of weight copies. A step refreshes the copies before it starts.
         self.copies = [holder for holder in (self.ties, self._weight_copies) if holder]
@@ -136,7 +136,7 @@ class Assembly:
         self.made_s = time.perf_counter() - begin - self._filling_s
         #: The largest number of rows of a micro-batch for which the memory limits were found to hold.
         self.most_rows = 0
-        #: The optimizers by stage; empty until ``take_over``.
+        #: Stage number -> optimizer; empty until ``take_over``.
         self.optimizers: dict[int, Optimizer] = {}
         self._inheritance: Inheritance | None = None
         if spec.optimizer is not None:
@@ -162,7 +162,7 @@ class Assembly:
 
     @property
     def layer_names(self) -> list[str]:
-        """The names of the model's layers, in order."""
+        """The names of the model's layers, in the order in which the layers run."""
         return list(self._spec.layers)
 
     @property

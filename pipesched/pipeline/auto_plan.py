@@ -81,7 +81,7 @@ class AutoPlan:
 
         Args:
             request: the user's choices; the search makes the other choices.
-            measured: the function that measures the layers with the sample and returns their costs by name.
+            measured: a function that measures the layers with the sample and returns layer name -> costs.
 
         Returns:
             The plan, the layers' costs for the plan's micro-batches, the ranks' overheads outside their stages, and the

@@ -16,7 +16,7 @@ from pipesched.tensors.meta_tensors import give_contents
 
 __all__ = ["gather_model", "merged_state", "named_tensors", "place_weights"]
 
-#: The shape and the number of bytes of each tensor that a rank sends, by name.
+#: Name of a tensor that a rank sends -> the shape of the tensor, and its number of bytes.
 _Share = Mapping[str, tuple[tuple[int, ...], int]]
 
 _BATCH = 64 << 20  # the most bytes in a group of several tensors that is sent as one message

@@ -18,8 +18,9 @@ _LOSS_PREFIX = "loss_fn."
 class ModuleInterface:
     """The nn.Module methods of a pipeline. They act on its model and its loss module.
 
-    Names are the model's own; the names of a loss module's tensors start with ``loss_fn.``. Every method first finishes
-    the steps of an asynchronous schedule that are under way. Under a mesh the methods cover only this rank's stages.
+    Tensors have the same names as in the model; names of a loss module's tensors start with ``loss_fn.``. Every method
+    first finishes the steps of an asynchronous schedule that are under way. Under a mesh the methods cover only this
+    rank's stages.
 
     - ``parameters``, ``buffers`` and ``modules`` with their ``named_...`` variants, ``train``, ``eval``, ``zero_grad``
       and ``apply``: as in nn.Module.
@@ -103,8 +104,8 @@ class ModuleInterface:
     def parameters(self) -> Iterator[nn.Parameter]:
         """Iterate over the parameters, for example for ``torch.optim.AdamW(pipe.parameters())``.
 
-        Under a mesh they are those of this rank's stages: to clip the gradients of all ranks, call the pipeline's
-        ``clip_grad_norm_``, not torch's. A rank without parameters yields an empty tensor, because torch's optimizers
+        Under a mesh these are the parameters of this rank's stages: to clip the gradients of all ranks, call
+        ``Pipeline.clip_grad_norm_``, not torch's. A rank without parameters yields an empty tensor, because torch's optimizers
         refuse an empty list.
         """
         parameters = [parameter for _, parameter in self.named_parameters()]
@@ -141,7 +142,7 @@ class ModuleInterface:
         Under a mesh a rank needs only the state of its own stages, and ignores the rest of a complete state.
 
         Args:
-            state: the state, by name.
+            state: a dict of tensors, keyed by name.
             strict: whether missing and unexpected keys are errors. Default: True.
 
         Raises:

@@ -548,7 +548,7 @@ class Pipeline(SavingInterface):
 
     @property
     def optimizers(self) -> dict[int, Optimizer]:
-        """The optimizers that ``optimizer=`` created, by stage.
+        """The optimizers that ``optimizer=`` created, keyed by stage number.
 
         Use them to save optimizer states or to attach learning rate schedulers. Reading this property calls
         ``flush()``. If you keep an optimizer or a scheduler, call ``flush()`` before each change to it: otherwise an
@@ -561,7 +561,7 @@ class Pipeline(SavingInterface):
 
     @property
     def plan(self) -> Plan:
-        """The running plan, with the costs known so far."""
+        """The running plan, with the stage costs known so far."""
         return self._running.plan(self._book, self.model, self._history.costs)
 
     def replan(self, plan: Plan | None = None, *, steps_left: int | None = None, measure: bool = False) -> Replanned:
@@ -621,7 +621,7 @@ class Pipeline(SavingInterface):
 
     @property
     def checkpoint(self) -> Checkpoint:
-        """The checkpointing in use: one mode for all stages, or a dict with the options of individual layers."""
+        """The checkpointing in use: one mode for all stages, or a dict from layer name to option."""
         return self._running.assembly.programs.checkpoint
 
     @property

@@ -106,7 +106,7 @@ class SavingInterface(ModuleInterface):
             optimizer: the optimizer of ``pipe.parameters()``, or a list or dict of several. Its class must be that of
                 the saved optimizer. The options of each group become those saved for the group's parameters.
             scheduler: the learning rate scheduler, or a list or a dict by stage.
-            extra: objects with ``load_state_dict()``, by name.
+            extra: a dict of objects with ``load_state_dict()``, keyed by name.
 
         Returns:
             The step, the seed, and the saved values of ``extra``.

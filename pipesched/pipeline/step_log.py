@@ -40,7 +40,7 @@ class StepFigures:
 
     @property
     def scalars(self) -> dict[str, float]:
-        """The figures by TensorBoard tag, such as ``pipesched/step_s``; unknown figures are left out."""
+        """The figures keyed by TensorBoard tag, such as ``pipesched/step_s``; unknown figures are left out."""
         named = {name: value for name, value in vars(self).items() if name not in ("step", "busy", "metrics")}
         named |= {f"metrics/{name}": value for name, value in self.metrics.items()}
         named |= {f"busy/rank_{rank}": share for rank, share in enumerate(self.busy)}

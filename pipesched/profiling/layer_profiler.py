@@ -263,7 +263,7 @@ class _Survey:
             )
 
     def _doubts(self, kinds: Mapping[str, Any]) -> dict[str, str]:
-        """Return descriptions of implausible measurements, by the name of the first layer of each kind."""
+        """Return descriptions of implausible measurements, keyed by the name of the first layer of each kind."""
         costs = {kind: known.costs() for kind, known in self._kinds.items()}
         all_s = sum(costs[kind].forward_s + costs[kind].backward_s for kind in kinds.values())
         first: dict[Any, str] = {}

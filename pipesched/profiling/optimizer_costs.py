@@ -47,7 +47,7 @@ def measure_updates(
 
     Args:
         optimizer: ``optimizer(params)`` -> torch.optim.Optimizer.
-        parameters: the model's parameters by name.
+        parameters: parameter name -> parameter, for the whole model.
         device: the device to run on.
         intra_op_threads: the number of intra-op threads.
 

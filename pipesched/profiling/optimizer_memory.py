@@ -83,8 +83,9 @@ def _stepped(
 def _enlarged(value: Tensor, stand_in: Tensor, parameter: Tensor) -> int:
     """Return the bytes of a state tensor for the parameter, given the state tensor for its stand-in.
 
-    A dimension as large as the stand-in's becomes as large as the parameter's. A state tensor with a different number
-    of dimensions than the stand-in is scaled in proportion to the bytes, unless it is a scalar.
+    A dimension as large as the same dimension of the stand-in becomes as large as that of the parameter. A state
+    tensor with a different number of dimensions than the stand-in is scaled in proportion to the bytes, unless the
+    state tensor is a scalar.
     """
     if value.dim() != stand_in.dim():
         return math.ceil(value.nbytes * parameter.nbytes / max(1, stand_in.nbytes)) if value.dim() else value.nbytes

@@ -301,7 +301,7 @@ def _pairs(num_ranks: int) -> list[tuple[int, int]]:
 
 
 class _Seen:
-    """Collects overheads in seconds, by kind of action and rows of the message.
+    """Collects overheads in seconds, keyed by the kind of action and the rows of the message.
 
     There are four cases: an action without messages, an action that sends a message, an action that receives a message,
     and a pair of actions on two ranks, the second of which waits for the first.

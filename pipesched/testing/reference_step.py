@@ -192,7 +192,7 @@ class _Unpipelined:
         return own
 
     def deliver(self) -> None:
-        """Add the gradients of each shared weight's uses in call order, and pass the sum to the weight."""
+        """For each shared weight, add the gradients of all uses in call order, and pass the sum to the weight."""
         for parameter in {id(parameter): parameter for parameter, _ in self._leaves.values()}.values():
             deliver(parameter, [leaf.grad for own, leaf in self._leaves.values() if own is parameter])
 
