@@ -157,7 +157,7 @@ def maybe(make: Callable[[Any], _Made]) -> Callable[[Any], _Made | None]:
 
 
 def _of_type(value: Any, hint: Any, what: str) -> Any:
-    """Return a value of type ``hint``, converted if it is a list. Raises ScheduleError for a wrong type."""
+    """Return the value, with a list converted to the container type ``hint``. Raises ScheduleError for a wrong type."""
     origin = get_origin(hint)
     args = get_args(hint)
     if origin in (Union, UnionType):

@@ -21,7 +21,7 @@ __all__ = ["INPUT", "Call", "Capture", "FunctionCall", "Value"]
 
 INPUT = -1  # the call index of a Value that is one of the model's inputs
 
-#: A tensor: (index of the call that returned it, position among that call's tensors), or (INPUT, name of the input).
+#: A tensor: (index of the call that returned the tensor, position in the result), or (INPUT, name of the input).
 Value = tuple[int, Any]
 
 
@@ -43,7 +43,7 @@ class Call:
     #: The number of values that the call returns or changes in place.
     gives: int
     pattern: Pattern
-    #: Position of each tensor argument that the call changes in place -> index of the changed tensor in its results.
+    #: Position of each tensor argument that the call changes in place -> index of the changed tensor in the results.
     changes: Mapping[int, int] = field(default_factory=dict)
     #: The value of each tensor argument; None for a tensor that is not a value. Empty if no argument is changed.
     arguments: tuple[Value | None, ...] = ()

@@ -188,7 +188,7 @@ class CapturedModel:
         }
 
     def written_by(self, cut: StageLayers) -> Sequence[Collection[str]]:
-        """Return, for each stage, the names of buffers that its own calls may write to.
+        """Return, for each stage, the names of buffers that the calls of this stage may write to.
 
         A function between layers that only reads a buffer may be in a different stage than the calls that write to it.
         """

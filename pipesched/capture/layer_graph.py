@@ -84,7 +84,7 @@ def row_of(model: nn.Module, layers: Mapping[str, nn.Module], costs: Mapping[str
 
 
 def with_costs(graph: "nx.DiGraph[str]", costs: Mapping[str, LayerCosts]) -> "nx.DiGraph[str]":
-    """Add the measured costs of each layer to its node, and return the graph."""
+    """Add the measured costs of each layer to the layer's node, and return the graph."""
     for name, own in costs.items():
         graph.nodes[name].update({key: value for key, value in own.figures().items() if key not in graph.nodes[name]})
     return graph

@@ -28,7 +28,7 @@ class Body(Protocol):
 
     @property
     def layers(self) -> dict[str, nn.Module]:
-        """The layers that this stage calls, keyed by name. To replace a layer, assign to its entry before the first run."""
+        """Layer name -> layer that this stage calls. Assign to this dict before the first run to replace a layer."""
 
     def begin(self) -> None:
         """Prepare for a step, because the model's mode and flags may have changed since the previous step."""

@@ -28,7 +28,7 @@ Wrap = Callable[[nn.Module, int], nn.Module]
 
 
 class StageModule(nn.Module):
-    """The layers of a stage under their qualified names. Only the pipeline may call it."""
+    """A module with the layers of a stage under their qualified names. Only the pipeline can call this module."""
 
     def __init__(self, layers: Mapping[str, nn.Module]) -> None:
         super().__init__()

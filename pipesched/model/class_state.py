@@ -26,7 +26,7 @@ class ClassAttribute(NamedTuple):
 
 
 class _Held(NamedTuple):
-    """The value of a class attribute at one time."""
+    """The value that a class attribute had at one time."""
 
     #: The attribute's value; if the value is a container, a copy of the container.
     value: Any

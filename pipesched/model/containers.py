@@ -99,7 +99,7 @@ def _size(module: nn.Module) -> int:
 
 
 class _Copies:
-    """Copies of a model's modules that refer to each other as the originals do."""
+    """Copies of a model's modules. The copies refer to each other as the original modules do."""
 
     _shares = True  # lists and the like that refer to no module are shared with the originals
 
@@ -111,7 +111,7 @@ class _Copies:
         raise NotImplementedError
 
     def _in_copies(self, value: Any) -> Any:
-        """Rebuild a list, function or similar value with the copies of the modules that it refers to."""
+        """Return a list, function or similar value, rebuilt with copies of the modules that the value refers to."""
         if id(value) in self._own:
             return self._copy(value)
         if not isinstance(value, _REFERRING):

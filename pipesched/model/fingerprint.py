@@ -31,7 +31,7 @@ def form_of(value: Any) -> list[Any]:
 
 
 def code_of(function: Any) -> Any:
-    """Return a function's code and constants, or its name if it has no Python code; None for None."""
+    """Return the code and constants of a Python function, or the name of any other function; None for None."""
     code = getattr(function, "__code__", None)
     if code is None:
         return None if function is None else getattr(function, "__qualname__", type(function).__qualname__)

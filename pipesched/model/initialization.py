@@ -369,7 +369,7 @@ def _units(model: nn.Module) -> list[_Unit]:
 def _unwritten(tensor: Tensor) -> Tensor:
     """Return a CPU tensor of the same shape and dtype, filled with NaN or the largest integer.
 
-    The filling shows later whether code has written to the tensor; see `_is_unwritten`.
+    This filling shows later whether code has written to the tensor; see `_is_unwritten`.
     """
     full = torch.empty_like(tensor, device="cpu", requires_grad=False)
     if full.is_floating_point() or full.is_complex():

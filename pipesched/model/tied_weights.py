@@ -62,7 +62,7 @@ class Use:
 
 @dataclass(frozen=True)
 class _Tie:
-    """A shared weight, with a leaf tensor for each call that uses it."""
+    """A shared weight, with a leaf tensor for each call that uses the weight."""
 
     parameter: nn.Parameter
     #: The rank of the first use, which holds the Parameter and gets the gradient.

@@ -157,7 +157,7 @@ class Assembly:
 
     @property
     def undriven(self) -> list[int]:
-        """The stages whose new optimizer has no learning rate scheduler; empty if no optimizer has one."""
+        """The stages whose new optimizer lacks a learning rate scheduler; empty if no optimizer has a scheduler."""
         return [] if self._inheritance is None else self._inheritance.undriven
 
     @property

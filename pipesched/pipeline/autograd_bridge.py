@@ -47,13 +47,13 @@ class OpenPass:
 
     @property
     def _loss(self) -> int | None:
-        """The index of the weighted loss among the outputs that require a gradient; None if it is not among them."""
+        """The index of the weighted loss among the outputs that require a gradient; None without such a loss."""
         first = self.step_data.outputs[0]
         places = [] if self.weighting is None else loss_places(first.value)
         return sum(first.needs_grad[: first.places[places[0]]]) if places else None
 
     def _cut(self, grad: Tensor | None, pieces: tuple[Tensor, ...], *, loss: bool) -> Gradients:
-        """Split an output's gradient into the gradients of its micro-batches: the inverse of ``Batch.gathered``."""
+        """Split the gradient of the whole batch's output by micro-batch: the inverse of ``Batch.gathered``."""
         if grad is None:
             return (None,) * len(pieces)
         if loss and self.weighting is not None:  # a factor of 0 gives None, because the loss may be 0 / 0
@@ -72,7 +72,7 @@ def _beside(grad: Tensor | None, tensor: Tensor) -> Tensor | None:
 
 
 def attach(opened: OpenPass) -> Any:
-    """Return the output of the whole batch, with its differentiable tensors connected to the open pass."""
+    """Return the output of the whole batch, in which differentiable tensors are connected to the open pass."""
     outputs = [opened.step_data.outputs[microbatch] for microbatch in range(len(opened.batch.rows))]
     whole = Payload.of(opened.batch.gathered([output.value for output in outputs], opened.weighting))
     whole = replace(

@@ -98,7 +98,7 @@ class CostBook:
         return self.layers
 
     def forget(self) -> None:
-        """Discard the measured costs, so that the next use measures the layers again."""
+        """Discard the measured layer costs, so that the next use measures the layers again."""
         self.layers = None
         self._kinds = None
 

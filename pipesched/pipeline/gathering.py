@@ -131,7 +131,7 @@ def _check_target(rank: Any, asked: Sequence[Any], num_ranks: int) -> range:
 
 
 def _misfit(tensors: Mapping[str, Tensor], shares: Sequence[_Share]) -> str | None:
-    """Return the reason why this rank's model cannot take the tensors of all ranks; None if it can."""
+    """Return the reason why the tensors of all ranks do not fit this rank's model; None if the tensors fit."""
     sent = {name: (rank, shape) for rank, share in enumerate(shares) for name, (shape, _) in share.items()}
     for name, (rank, shape) in sent.items():
         if name not in tensors:

@@ -105,8 +105,8 @@ class ModuleInterface:
         """Iterate over the parameters, for example for ``torch.optim.AdamW(pipe.parameters())``.
 
         Under a mesh these are the parameters of this rank's stages: to clip the gradients of all ranks, call
-        ``Pipeline.clip_grad_norm_``, not torch's. A rank without parameters yields an empty tensor, because torch's optimizers
-        refuse an empty list.
+        ``Pipeline.clip_grad_norm_``, not torch's. A rank without parameters yields an empty tensor, because torch's
+        optimizers refuse an empty list.
         """
         parameters = [parameter for _, parameter in self.named_parameters()]
         return iter(parameters or [nn.Parameter(torch.empty(0)) for _ in islice(self.model.parameters(), 1)])

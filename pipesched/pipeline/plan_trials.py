@@ -38,7 +38,7 @@ class Trial:
 
     model: Any
     sample: Any  #: one micro-batch; its rows are repeated to fill a batch
-    loss_fn: Callable[[Any, Any], Any] | None  #: None: the model's own loss, or the sum of its outputs
+    loss_fn: Callable[[Any, Any], Any] | None  #: None: the model's own loss, or else the sum of its outputs
     target: Any  #: the sample's target
     split_dims: SplitDims
     where: Mapping[str, Any]  #: devices or mesh, and whole_layers, as for ``Pipeline``
@@ -169,7 +169,7 @@ def _copy(tensor: Tensor) -> Tensor:
 
 
 def _own_loss(output: Any, _: Any) -> Tensor:
-    """Return the model's own loss, or the sum of its outputs if it has none."""
+    """Return the model's own loss or, without one, the sum of the model's outputs."""
     loss = loss_entry(output)
     if isinstance(loss, Tensor) and not loss.dim():
         return loss

@@ -90,7 +90,7 @@ class RunningPlan:
         )
 
     def _ties(self, layered: LayeredModel, model: nn.Module) -> tuple[Tie, ...]:
-        """Return the weights that several stages use, one Tie per group of stages."""
+        """Return the weights that several stages use, with one Tie for each group of stages."""
         cut = self.assembly.cut
         stages_of: dict[str, list[int]] = {}
         for use in layered.uses(cut, range(len(cut))):
@@ -113,7 +113,7 @@ class RunningPlan:
         )
 
     def _memory_of(self, stage: int) -> Any:
-        """Return a key for the memory of a stage. Stages on one device of one process have the same key."""
+        """Return a key for the memory of a stage; the same key for all stages on one device of one process."""
         rank = self.program.placement[stage]
         return self.host.devices[rank] if isinstance(self.host, ThreadRanks) else rank
 

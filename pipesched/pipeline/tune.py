@@ -194,7 +194,7 @@ def _host_for(devices: Sequence[Any], mesh: DeviceMesh | None) -> RankHost:
 
 
 def _together(host: MeshRanks, decide: Callable[[Run], Plan], run: Run) -> Plan:
-    """Search on rank 0, while all ranks run its trial plans. Returns the plan on every rank."""
+    """Search on rank 0, while all ranks run the trial plans that rank 0 chooses. Returns the plan on every rank."""
 
     def ask(plans: Sequence[Plan], told: Callable[[float], None]) -> Sequence[Sequence[Trace]]:
         return run(host.agreed(lambda: list(plans)), told)

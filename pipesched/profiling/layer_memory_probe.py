@@ -23,7 +23,7 @@ __all__ = ["Layer", "Sizes", "sizes_of"]
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
-    """A layer as a stage of its own, or a whole stage. It has already run once with a split backward."""
+    """A layer as a stage of its own, or a whole stage, after a first run with a split backward."""
 
     stage: Stage
     #: (input, whether to leave weight gradients to W) -> output, as a PerConsumer if consumers get different values.
@@ -37,7 +37,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Sizes:
-    """The measured memory of a stage and of its messages."""
+    """The measured memory of a stage, and the sizes of the messages to and from this stage."""
 
     memory: LayerMemory
     #: The sizes of the message to each consumer stage. `Message.back` is set when the consumer is measured.

@@ -203,7 +203,7 @@ class Between(nn.Module):
 
 
 class _Survey:
-    """Measures the layer calls of a model. Of several calls with the same costs, it measures only some."""
+    """Measures the layer calls of a model. Of several calls with the same costs, only some are measured."""
 
     def __init__(self, device: torch.device, caller: Caller, threads: int, effort: Effort) -> None:
         self._device = device
@@ -326,7 +326,7 @@ class _Survey:
 
 
 class _Held(nn.Module):
-    """Calls a layer without registering its parameters, because a Stage would mistake their copies for shards."""
+    """Calls a layer but does not register the layer's parameters: a Stage would mistake their copies for shards."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()

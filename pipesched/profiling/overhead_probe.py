@@ -104,7 +104,7 @@ class _Layer(nn.Module):
 
 @dataclass(frozen=True)
 class Ran:
-    """The trace of a program's run, and for each action the seconds of its work, without overhead."""
+    """The trace of a program's run, and the seconds of work, without overhead, keyed by action."""
 
     trace: Trace
     work_s: dict[Action, float]

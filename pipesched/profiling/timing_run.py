@@ -38,7 +38,7 @@ _TOGETHER = "weight_grads_together_s"
 
 @dataclass(eq=False, kw_only=True)
 class Subject:
-    """A call of a layer that is measured, with its times."""
+    """A measured call of a layer, and the times of that call."""
 
     name: str
     layer: nn.Module
@@ -52,7 +52,7 @@ class Subject:
 
 @dataclass(eq=False, kw_only=True)
 class Run:
-    """The state of a round between its forwards and its backwards; each list has one entry per layer."""
+    """The state of a round between its forwards and its backwards; each list has one entry for each layer."""
 
     #: Whether the backwards leave weight gradients to W.
     deferred: bool

@@ -64,7 +64,7 @@ class Place(NamedTuple):
 
 @functools.cache
 def is_random(function: Callable[..., Any]) -> bool:
-    """Return whether a torch function draws random numbers, in its Python body or in an operator that torch tags so."""
+    """Return whether a torch function draws random numbers, in Python code or in an operator tagged as random."""
     if function in _DRAW_INSIDE or getattr(function, "__module__", "") == nn.init.__name__:
         return True
     packet = getattr(torch.ops.aten, getattr(function, "__name__", ""), None)
@@ -82,7 +82,7 @@ def draws(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
 
 
 def outside_state() -> Hashable:
-    """Return the state of Python's and numpy's global generators; it changes with every draw."""
+    """Return the state of Python's and numpy's global generators. Every draw changes this state."""
     _, numbers, *rest = np.random.get_state(legacy=True)
     return random.getstate(), np.asarray(numbers).tobytes(), *rest
 

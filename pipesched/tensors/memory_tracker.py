@@ -90,7 +90,7 @@ class Ledger:
                 self._others[key] = weakref.ref(storage, lambda _, key=key: self._others.pop(key, None))  # type: ignore[misc]
 
     def _storages(self, tensors: Iterable[Tensor]) -> list[Any]:
-        """Return the storages of the tensors on devices of this type. A live storage keeps its Python object."""
+        """Return the storages of the tensors on devices of this type. A live storage keeps the same Python object."""
         mine = [tensor for tensor in tensors if tensor.layout is torch.strided and tensor.device.type == self._device]
         return [tensor.untyped_storage() for tensor in mine]
 

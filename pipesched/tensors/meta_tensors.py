@@ -137,7 +137,7 @@ def _with_changes(result: Any, changed: Iterable[tuple[Tensor, Tensor]]) -> Any:
 
 
 def _transferred(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Convert a tensor's dtype but not its device, so that it keeps its contents or stays a meta tensor."""
+    """Convert a tensor's dtype, but keep the device: the tensor keeps its contents or stays a meta tensor."""
     tensor = args[0]
     if func is not Tensor.to:
         return tensor

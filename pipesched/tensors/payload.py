@@ -250,7 +250,7 @@ def trainable_leaves(value: Any) -> list[Tensor]:
 
 
 def has_a_row_each(value: Any) -> bool:
-    """Return whether a value is a list with one dict per row, such as the targets of detection models."""
+    """Return whether a value is a list with one dict for each row, such as the targets of detection models."""
     return isinstance(value, list) and bool(value) and all(isinstance(item, Mapping) for item in value)
 
 

@@ -39,7 +39,7 @@ class _VirtualClock:
         self.time_s += seconds
 
     def copy(self, kind: Kind, seconds: float) -> float:
-        """Start a copy once earlier copies of the same kind have ended, and return the time at which it ends."""
+        """Start a copy once earlier copies of the same kind have ended. Return the time at which the new copy ends."""
         self._copied[kind] = max(self.now(), self._copied.get(kind, 0)) + seconds
         return self._copied[kind]
 
@@ -269,7 +269,7 @@ class _Mail:
         return lambda values: own.append((clock.now(), values)), receive
 
     def receiver(self, action: Action) -> Callable[[], Any]:
-        """Return a function that waits for the channel's next message and receives it."""
+        """Return a function that waits for the next message for this action and returns its content."""
         channel = self._incoming(action)
         clock = self._clocks[self._placement[action.stage]]
 
