@@ -1,4 +1,4 @@
-"""JSON files: read the JSON files that pipesched writes, and the dataclasses stored in them."""
+"""JSON files: read the JSON files that pipesched writes, and the dataclasses stored in these files."""
 
 import json
 from collections.abc import Callable, Iterable, Mapping

@@ -89,7 +89,7 @@ class Capture:
     quiet: set[str] = field(default_factory=set)
     #: The values whose shape, type or similar property the code between layers queried.
     looked_at: set[Value] = field(default_factory=set)
-    #: The bytes of each value, for the sample.
+    #: Value -> the size of the tensor for the sample, in bytes.
     nbytes: dict[Value, int] = field(default_factory=dict)
     #: Call index -> the arguments (args, kwargs) of the layer call, for measuring.
     examples: dict[int, tuple[tuple[Any, ...], dict[str, Any]]] = field(default_factory=dict)
@@ -107,7 +107,7 @@ class Capture:
     functions: dict[int, FunctionCall] = field(default_factory=dict)
     #: The containers and enums of the output; see ``form_of``.
     output_form: Any = None
-    #: Modules that must stay in one piece because of their own code.
+    #: Names of modules that must not be cut because of their own code.
     indivisible: set[str] = field(default_factory=set)
     #: Modules whose own code reads the contents of tensors and then calls layers inside the module.
     deciding: set[str] = field(default_factory=set)

@@ -179,7 +179,7 @@ class CapturedModel:
         return with_costs(flow_of(self.model, capture, self.begins(capture)), costs)
 
     def _parts(self, cut: StageLayers) -> dict[bool, list[Part]]:
-        """Return the Part of each stage for each mode: True for training mode, False for evaluation mode."""
+        """Return the Part of each stage, keyed by mode: True for training mode, False for evaluation mode."""
         order = list(self.calls)
         begins = [order.index(names[0]) for names in cut[1:]]
         return {

@@ -1,4 +1,4 @@
-"""Checkpoint command: prints the contents of a checkpoint, and checks its files. It does not import torch."""
+"""Checkpoint command: prints the contents of a checkpoint, and checks its files. The command does not import torch."""
 
 from math import prod
 from pathlib import Path

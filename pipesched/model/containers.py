@@ -177,7 +177,7 @@ class Shells(_Copies):
             }
 
     def changed(self) -> dict[tuple[nn.Module, str], Any]:
-        """Return the attributes of containers, including buffers, that the forward changed, with their new values."""
+        """Return the attributes of containers, including buffers, that the forward changed, with the new values."""
         changed: dict[tuple[nn.Module, str], Any] = {}
         for own, copy in self._pairs:
             before = self._before[id(copy)]

@@ -1,4 +1,4 @@
-"""Fingerprint: a digest of a model and of the device that it was measured on. Identical digests mean the same costs."""
+"""Fingerprint: a digest of a model and of the device of its measurement. Identical digests imply the same costs."""
 
 import hashlib
 import platform

@@ -378,7 +378,7 @@ def _unwritten(tensor: Tensor) -> Tensor:
 
 
 def _is_unwritten(tensor: Tensor) -> bool:
-    """Return whether a tensor still holds only the values from `_unwritten`. Reads only as far as needed."""
+    """Return whether a tensor still holds only the values from `_unwritten`. Stops at the first other value."""
     if tensor.is_meta:
         return True
     if tensor.dtype == torch.bool:

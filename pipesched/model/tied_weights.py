@@ -74,7 +74,7 @@ class _Tie:
         return sorted({*self.ranks.values()} - {self.home})
 
     def taken(self, rank: int) -> list[Tensor | None]:
-        """Return the gradients of the leaves on a rank, and reset them to None."""
+        """Return the gradients of the leaves on a rank, and set ``.grad`` of these leaves to None."""
         leaves = [leaf for place, leaf in self.leaves.items() if self.ranks[place] == rank]
         grads = [leaf.grad for leaf in leaves]
         for leaf in leaves:
@@ -82,7 +82,10 @@ class _Tie:
         return grads
 
     def deliver(self, grads: Mapping[int, Sequence[Tensor | None]]) -> None:
-        """Add the gradients of all uses in call order. ``grads`` maps each rank to its gradients."""
+        """Add the gradients of all uses in call order, and pass the sum to the parameter.
+
+        ``grads`` maps each rank to the gradients of the leaves on this rank.
+        """
         left = {rank: iter(values) for rank, values in grads.items()}
         deliver(self.parameter, [next(left[rank]) for rank in self.ranks.values()])
 

@@ -1,4 +1,4 @@
-"""Cost book: the measured costs of a pipeline's layers and devices, and the stage costs that follow from them."""
+"""Cost book: the measured costs of a pipeline's layers and devices, and the stage costs computed from these."""
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
@@ -77,7 +77,7 @@ class CostBook:
         self._intra_op_threads = intra_op_threads
 
     def measured(self, *, crowds: bool = False) -> dict[str, LayerCosts]:
-        """Return the layers' costs. The first call measures them; no step may be running then.
+        """Return the layers' costs, keyed by layer. The first call measures the layers; no step may be running then.
 
         Args:
             crowds: whether to also measure how much longer layers take while another rank of this process computes.
@@ -108,7 +108,7 @@ class CostBook:
         return {name: costs_of(graph, name) for name in graph}
 
     def treated(self, programs: ProgramFactory) -> dict[str, LayerCosts]:
-        """Return the layers' costs under the checkpointing of these programs."""
+        """Return the layers' costs with the checkpointing of these programs, keyed by layer."""
         return treated(self.measured(), programs.checkpoint)
 
     def stage_costs(

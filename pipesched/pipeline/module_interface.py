@@ -1,4 +1,4 @@
-"""Module interface: the nn.Module methods of a pipeline, which act on its model and its loss module."""
+"""Module interface: the nn.Module methods of a pipeline, for the pipeline's model and loss module."""
 
 from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
@@ -16,7 +16,7 @@ _LOSS_PREFIX = "loss_fn."
 
 
 class ModuleInterface:
-    """The nn.Module methods of a pipeline. They act on its model and its loss module.
+    """The nn.Module methods of a pipeline. They act on the pipeline's model and loss module.
 
     Tensors have the same names as in the model; names of a loss module's tensors start with ``loss_fn.``. Every method
     first finishes the steps of an asynchronous schedule that are under way. Under a mesh the methods cover only this

@@ -100,8 +100,8 @@ class StepHistory:
     def _earlier(self) -> list[Timeline]:
         """The steps before the last step, for the prediction.
 
-        The first step is left out if there are others, because it includes warm-up. Empty under a mesh, because this
-        process has measured only its own rank.
+        The first step is left out if there are others, because it includes warm-up. The list is empty under a mesh,
+        because this process has measured only its own rank.
         """
         earlier = list(self._running.runs)[:-1] if isinstance(self._running.host, ThreadRanks) else []
         return earlier[1:] if len(earlier) > 1 else earlier

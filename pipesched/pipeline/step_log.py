@@ -20,7 +20,7 @@ class _Writer(Protocol):
     """The part of torch.utils.tensorboard.SummaryWriter that the log uses."""
 
     def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> Any:
-        """Write one number."""
+        """Write a scalar under a tag, for one step."""
 
 
 @dataclass(frozen=True, kw_only=True)

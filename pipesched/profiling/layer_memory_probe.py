@@ -1,4 +1,4 @@
-"""Layer memory probe: measures the exact memory needs of a layer by running it under its device's memory tracker."""
+"""Layer memory probe: measures the exact memory needs of a layer by running the layer under a memory tracker."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass

@@ -140,7 +140,7 @@ class _Kind:
     crowding: list[float] = field(default_factory=list)
 
     def costs(self) -> LayerCosts:
-        """Return the medians over all measured calls."""
+        """Return the costs, as medians over all measured calls."""
         seconds: dict[str, list[float]] = {column: [] for column in TIMES}
         for subject in self.subjects:
             for column in TIMES:
@@ -166,7 +166,7 @@ class _Kind:
         )
 
     def measured(self, costs: LayerCosts) -> Measured:
-        """Return the data for the plausibility check."""
+        """Return the costs and the times for the plausibility check."""
         each_s = [
             median(subject.seconds["forward_s"]) + median(subject.seconds["backward_s"]) for subject in self.subjects
         ]

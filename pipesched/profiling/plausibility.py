@@ -32,7 +32,7 @@ class Measured:
 
 
 def doubt(layer: Measured, all_s: float) -> str:
-    """Describe an implausible time of a layer, or return "". ``all_s`` is the total time of all layers, in seconds."""
+    """Return a description of a layer's implausible time, or "". ``all_s`` is the time of all layers, in seconds."""
     costs = layer.costs
     if costs.forward_s + costs.backward_s < max(_LEAST_S, _HEAVY * all_s):
         return ""

@@ -56,7 +56,7 @@ class Run:
 
     #: Whether the backwards leave weight gradients to W.
     deferred: bool
-    #: The last layer's output.
+    #: The output of the last layer that has run.
     output: Any = None
     turns: list["_Turn"] = field(default_factory=list)
     #: The start of the backward of each layer that has one.
@@ -97,7 +97,7 @@ class TimingRun(nn.Module):
         return act()
 
     def held(self, act: Callable[[], Any]) -> Any:
-        """Call ``act`` while the layers use the copies of their weights."""
+        """Return the result of ``act``, called while the layers use the copies of their weights."""
         return torch.func.functional_call(self, self.tensors, (act,))
 
     def forget(self) -> None:

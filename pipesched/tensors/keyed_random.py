@@ -75,7 +75,7 @@ def is_random(function: Callable[..., Any]) -> bool:
 
 
 def draws(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return whether this call draws random numbers and gets no generator as an argument."""
+    """Return whether this call draws random numbers from a default generator, not from a generator argument."""
     if not (function in _DROPOUTS or is_random(function)):
         return False
     return kwargs.get("generator") is None and not _is_quiet(function.__name__, args, kwargs)

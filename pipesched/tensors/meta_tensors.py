@@ -83,7 +83,7 @@ def stand_in(tensor: Tensor, device: torch.device | str = "cpu", *, weight: bool
 
 
 class Beside(TorchFunctionMode):
-    """Lets functions take meta tensors together with other tensors, which are converted to meta tensors for the call.
+    """Lets functions take meta tensors together with other tensors, by converting the others to meta tensors.
 
     ``claimed`` is the device that a meta tensor reports. Raises GraphError if code reads the contents of a meta tensor.
     """
@@ -154,7 +154,7 @@ def _transferred(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 def call_beside(
     layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], again: Callable[[], tuple[Any, Any]]
 ) -> Any:
-    """Call a layer whose weights or arguments may be meta tensors. If it reads their contents, call it with stand-ins.
+    """Call a layer that may have meta tensors. If the layer reads their contents, call the layer with stand-ins.
 
     ``again`` returns the arguments as they were before the call.
     """

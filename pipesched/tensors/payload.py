@@ -237,7 +237,7 @@ def opened(value: Any) -> Any:
 
 
 def form_of(value: Any) -> tuple[pytree.TreeSpec, list[type]]:
-    """Return the structure of a value without its leaves: its tree of containers, and the types of its enums."""
+    """Return the structure of a value without its leaves: the tree of containers, and the types of enums."""
     leaves, spec = pytree.tree_flatten(opened(value))
     return spec, [type(leaf) for leaf in leaves if isinstance(leaf, Enum)]
 
@@ -255,7 +255,7 @@ def has_a_row_each(value: Any) -> bool:
 
 
 def choose_rows(value: Any, choose: Callable[[Tensor], Tensor], rows: Sequence[int]) -> Any:
-    """Select rows of a value: apply ``choose`` to its tensors, and take the items ``rows`` of its lists of dicts."""
+    """Select rows of a value: apply ``choose`` to tensors, and take the items ``rows`` from lists of dicts."""
 
     def chosen(leaf: Any) -> Any:
         if has_a_row_each(leaf):
@@ -366,7 +366,7 @@ def _merge(column: tuple[Any, ...], rows: Sequence[int], dim: int) -> Any:
 
 
 def row_dim(pieces: Sequence[Tensor], rows: Sequence[int], dim: int) -> int:
-    """Return ``dim`` if each piece has its micro-batch's number of rows along it, else 0."""
+    """Return ``dim`` if the size of each piece along ``dim`` is the number of rows of its micro-batch, else 0."""
     fits = all(
         -piece.dim() <= dim < piece.dim() and piece.shape[dim] == count
         for piece, count in zip(pieces, rows, strict=True)

@@ -1,4 +1,4 @@
-"""Tree structure: the containers of a value and the places of its tensors, including those in users' dataclasses."""
+"""Tree structure: the containers of a value and the places of its tensors, including tensors in users' dataclasses."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -18,7 +18,7 @@ _NUMBERS = bool, int, float, complex, torch.Size, str, bytes, range, slice, set,
 
 
 class Pattern:
-    """A value with its tensors and numbers taken out. ``numbers`` holds the numbers in order."""
+    """A value with its tensors and numbers taken out. ``numbers`` holds these numbers in order."""
 
     def __init__(self, value: Any) -> None:
         leaves, self._spec = pytree.tree_flatten(value)
@@ -79,7 +79,7 @@ def _part(leaf: Any) -> Any:
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Iterate over the tensors of a value, once for each place, in the order of ``Pattern.build``."""
+    """Iterate over the tensors of a value, once for each place, in the order that ``Pattern.build`` expects."""
     return _leaves_in(value, Tensor)
 
 
