@@ -58,7 +58,7 @@ class _Recorder(TorchFunctionMode):
         self._counts: dict[str, int] = {}
         self._inside = False
         self._drawn = outside_state()
-        #: id -> a tensor made by a function inside a layer, and the number of calls recorded before that
+        #: id -> a tensor made by a function inside a layer, and the number of calls recorded until then
         self._within: dict[int, tuple[weakref.ref[Tensor], int]] = {}
         self._by_the_way: set[Value] = set()  # values used inside the running layer
         self._reached: set[str] = set()  # parameters and buffers used inside the running layer

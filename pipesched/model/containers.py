@@ -225,7 +225,7 @@ def set_attributes(values: Mapping[tuple[nn.Module, str], Any]) -> None:
 
 
 class Twin(_Copies):
-    """A copy of a layer with the same tensors, so that two threads can call the layer with different tensors."""
+    """A copy of a layer with the same tensors, so that two threads can replace these differently."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__(layer)

@@ -38,7 +38,7 @@ def check_functions(
     wrap: Wrap | None,
     optimizer: Callable[[list[Any]], Optimizer] | None,
 ) -> None:
-    """Raise ModelTypeError if one of the user's functions does not accept the arguments that a step passes to it."""
+    """Raise ModelTypeError if one of the user's functions does not accept the arguments that Pipeline passes."""
     as_function(loss_fn, "loss_fn", ("output", "target"))
     as_function(wrap, "wrap", ("stage_module", "stage"))
     as_optimizer(optimizer)

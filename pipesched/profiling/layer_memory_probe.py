@@ -109,8 +109,8 @@ class _Pass:
 
     - ``forward``: the peak of the forward, including its input.
     - ``backward``: the peak of B or I in addition to the kept activations, including the output's gradients.
-    - ``left``: the memory that is live between I and W. ``left_input``: the layer's inputs in it. ``left_grad``: the
-      gradients in it from which W computes weight gradients.
+    - ``left``: the memory in use between I and W. ``left_input`` and ``left_grad``: the parts of this memory that hold
+      the layer's inputs, and the gradients that W needs.
     - ``delivery``: the peak of W in addition to ``left``. ``deferred``: the weight gradients that W computes.
     """
 

@@ -30,7 +30,7 @@ def loss_costs(
 
 
 def with_loss_bytes(costs: LayerCosts, loss: LayerCosts) -> LayerCosts:
-    """Return the last layer's costs, with the memory that the loss needs added."""
+    """Return the last layer's costs plus the memory that the loss needs."""
     measured = LossMemory(
         kept_bytes=loss.memory.activation_bytes,
         kept_input_bytes=loss.memory.kept_input_bytes,
@@ -43,7 +43,7 @@ def with_loss_bytes(costs: LayerCosts, loss: LayerCosts) -> LayerCosts:
 def with_supposed_loss(
     costs: LayerCosts, loss_fn: Callable[[Any, Any], Any], output: Any, device: torch.device, threads: int
 ) -> LayerCosts:
-    """Return the last layer's costs, with the memory of a loss for an unknown target added.
+    """Return the last layer's costs plus the memory of a loss with an unknown target.
 
     Tries two targets: one class per row, and a tensor like the output. If the loss accepts both targets, the target
     with the lower memory need is used. If the loss accepts neither, the costs stay unchanged.

@@ -56,10 +56,10 @@ class Run:
 
     #: Whether the backwards leave weight gradients to W.
     deferred: bool
-    #: The output of the last layer that has run.
+    #: The output of the last measured layer.
     output: Any = None
     turns: list["_Turn"] = field(default_factory=list)
-    #: The start of the backward of each layer that has one.
+    #: For each layer with a backward, the tensor from which this backward starts.
     roots: list[Tensor] = field(default_factory=list)
     #: The deferred weight gradients.
     products: list[list[Product]] = field(default_factory=list)
@@ -173,7 +173,7 @@ class TimingRun(nn.Module):
             subject.seconds[column] = [share * took_s for took_s in subject.seconds[column]]
 
     def forwards(self, run: Run, clock: "Clock", *, split: bool = False) -> None:
-        """Call all layers and record their times."""
+        """Call all layers, and record the time of each call."""
         noted = run.deferred or (split and self._deferral.learning)
         counts = [0]
         self._added.taken()  # what recomputations in the last backward added again

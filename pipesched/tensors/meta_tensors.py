@@ -154,7 +154,7 @@ def _transferred(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 def call_beside(
     layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], again: Callable[[], tuple[Any, Any]]
 ) -> Any:
-    """Call a layer that may have meta tensors. If the layer reads their contents, call the layer with stand-ins.
+    """Call a layer that may use meta tensors. If the layer reads their contents, call the layer with stand-ins.
 
     ``again`` returns the arguments as they were before the call.
     """
