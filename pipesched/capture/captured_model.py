@@ -39,7 +39,7 @@ class CapturedModel:
         sample: the arguments (args, kwargs) of a forward. A sample of a single row is extended to two identical rows.
         whole_layers: names of modules that are kept whole. Default: none.
 
-    ``layers`` maps layer names to the layers at which a stage may begin, in call order. The second call of a layer has an
+    ``layers`` maps names to the layers at which a stage may begin, in call order. The second call of a layer has an
     entry named ``name#2``. ``written`` holds the names of weights and buffers that forwards write to.
 
     """
