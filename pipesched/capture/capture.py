@@ -27,7 +27,7 @@ Value = tuple[int, Any]
 
 @dataclass(kw_only=True)
 class Call:
-    """One call by the model's code: of a layer, or of a torch function between layers."""
+    """One call in the model's code, either of a layer or of a torch function between layers."""
 
     index: int
     #: The layer's name; empty for a function.

@@ -52,7 +52,7 @@ class Placement:
 
 
 class StaleHook:
-    """The hook on the modules of a model with stale weights. It allows calls by the model's pipelines."""
+    """The hook on the modules of a model with stale weights. Only the model's pipelines can call these modules."""
 
     def __init__(self, placement: Placement) -> None:
         self.placement = placement

@@ -1,6 +1,6 @@
 """Tied weights: one leaf tensor per use of a shared weight, to add gradients in the same order for every plan.
 
-A leaf shares the Parameter's memory, or is a copy on its stage's device. It accumulates the gradients of all
+A leaf shares the Parameter's memory, or is a copy on its stage's device. The leaf accumulates the gradients of all
 micro-batches. After a run the leaves' gradients are added in call order and passed to the Parameter, whose hooks run
 once. The result is therefore independent of the stages in which the calls run.
 """

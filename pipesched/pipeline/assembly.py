@@ -199,7 +199,7 @@ class Assembly:
     def _check_reached(self) -> None:
         """Check that no layer uses a parameter of another rank without receiving it as an input.
 
-        A layer can reach such a parameter through a module or a reference. This raises GraphError, because the
+        A layer can reach such a parameter through a module or a reference. Then this method raises GraphError: the
         parameter would be stale or on another device, and its gradient would not be returned to its rank. If both ranks
         use one device in one process, this only issues a warning.
         """

@@ -108,7 +108,7 @@ def deliver_input_grads(batch: Batch, step_data: StepData) -> None:
 class _Through(torch.autograd.Function):
     """The autograd node between the caller's graph before the inputs and the caller's graph after the outputs.
 
-    Its backward runs the backwards of the pipeline.
+    The backward of this node runs the backwards of the pipeline.
     """
 
     @staticmethod

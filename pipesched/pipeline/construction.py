@@ -47,7 +47,7 @@ def check_functions(
 def facts_of(model: nn.Module, call: Any, options: Mapping[str, Any]) -> dict[str, str]:
     """Return the facts that must be identical on all ranks of a mesh before they plan.
 
-    These are torch's version, the arguments of Pipeline, and the structure of the model.
+    The facts are torch's version, the arguments of Pipeline, and the structure of the model.
 
     Args:
         model: the user's module.

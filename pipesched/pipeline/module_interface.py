@@ -24,7 +24,7 @@ class ModuleInterface:
 
     - ``parameters``, ``buffers`` and ``modules`` with their ``named_...`` variants, ``train``, ``eval``, ``zero_grad``
       and ``apply``: as in nn.Module.
-    - ``state_dict``, ``load_state_dict``: interchangeable with those of the bare model.
+    - ``state_dict``, ``load_state_dict``: state dicts are interchangeable with the bare model's state dicts.
     - ``to``, ``half``, ``bfloat16``, ``float``, ``double``: change the dtype. Passing a device raises TypeError.
     - ``len()``, iteration and indexing: for an nn.Sequential. ``bool(pipe)`` is always True, even if the length is 0.
     """

@@ -66,7 +66,7 @@ class Pipeline(SavingInterface):
             optimizer.step()
             optimizer.zero_grad()
 
-    The model's own Parameters are trained. They are moved to the devices in place and keep their names. A Pipeline is
+    The model's own Parameters are trained, moved to the devices in place, and keep their names. A Pipeline is
     not an nn.Module, but it has the module methods that training loops call; ``pipe.model`` is the model itself.
 
     With ``mesh=`` every process builds the Pipeline from the same model and arguments and trains its own stages. All
@@ -638,7 +638,7 @@ class Pipeline(SavingInterface):
 
     @property
     def metrics(self) -> dict[str, torch.Tensor]:
-        """The named scalars of the last step or evaluation: those of ``metrics=``, and the losses of `add_loss`.
+        """The named scalars of the last step or evaluation: the results of ``metrics=``, and the losses of `add_loss`.
 
         ::
 

@@ -72,8 +72,8 @@ def profile(
     Args:
         model: an nn.Module, or a list of modules that form a chain. The model may be on the meta device.
         sample: one micro-batch: a tensor, a tuple of arguments, or a dict of keywords.
-        loss_fn: ``loss_fn(output, target)`` -> scalar tensor. Its costs are added to the last layer. Default: None (no
-            loss).
+        loss_fn: ``loss_fn(output, target)`` -> scalar tensor. The costs of the loss are added to the last layer.
+            Default: None (no loss).
         target: the sample's target, required with ``loss_fn``. Default: None.
         optimizer: ``optimizer(params)`` -> torch.optim.Optimizer. If it is given, layers also have ``update_s`` and
             ``optimizer_bytes``. Default: None.

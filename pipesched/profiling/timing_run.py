@@ -1,7 +1,7 @@
 """Timing run: times layers together, forwards in order and then backwards in reverse order.
 
 The caches are then in the same state as in a step: a layer's input has just been written, and its weights were last
-used in the previous round. One backward runs through all layers and records when it reaches each of them, so work
+used in the previous round. One backward runs through all layers and records when it reaches each layer, so work
 between layers is not counted. Layers run on copies of their weights.
 """
 

@@ -1,6 +1,6 @@
 """Function mode: one TorchFunctionMode that intercepts torch functions in a stage, with a table of handlers.
 
-Keyed random numbers and deferred weight gradients both intercept calls. They share one table, so that each call is
+Keyed random numbers and deferred weight gradients both intercept calls. The two share one table, so that each call is
 looked up only once.
 """
 

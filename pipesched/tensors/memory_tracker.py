@@ -1,6 +1,6 @@
 """Memory tracker: counts the exact bytes of live tensors, per thread on a CPU, or by the allocator on a GPU.
 
-On a CPU a dispatch mode sees every operation of the thread, including those of backwards. Each storage that an
+On a CPU a dispatch mode sees every operation of the thread, including operations in backwards. Each storage that an
 operation creates is counted until any thread frees it. Memory that a kernel allocates and frees internally is not
 counted, and neither are storages that are only read.
 """

@@ -62,9 +62,9 @@ class _HostClock(_VirtualClock):
 
 
 class FakeStage:
-    """A stage for tests that computes nothing. Its actions take the time given by the costs; their order is checked.
+    """A stage for tests that computes nothing, but checks the order of actions. The costs give the time of each action.
 
-    The methods are the same as those of a real stage, one for each kind of action.
+    A FakeStage has the methods of a real stage, one for each kind of action.
 
     Args:
         index: the stage's number.
@@ -209,7 +209,7 @@ def _names(kinds: Any) -> str:
 
 
 class _Mail:
-    """Message transport in virtual time. Each message carries its arrival time."""
+    """Message transport in virtual time. Each message carries the time of arrival."""
 
     def __init__(self, program: Program, clocks: list[_VirtualClock], costs: Costs) -> None:
         self._placement = program.placement

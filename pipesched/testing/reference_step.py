@@ -56,8 +56,8 @@ def reference_step(
         loss = reference_step(model, x, loss_fn=loss_fn, target=y, num_microbatches=4, seed=0)
         assert torch.equal(pipe.step(x, target=y), loss)  # pipe runs a copy of the model
 
-    Each micro-batch runs forward and then ``(loss * factor).backward()``. The batch is split, losses are weighted,
-    random numbers are drawn and gradients are added as in a pipeline. Gradients are added to ``.grad``.
+    For each micro-batch, the forward runs, and then ``(loss * factor).backward()``. The batch is split, losses are
+    weighted, random numbers are drawn and gradients are added as in a pipeline. Gradients are added to ``.grad``.
 
     Args:
         model: an nn.Module, or a list of modules that form a chain.

@@ -38,7 +38,7 @@ class _Functions(TorchFunctionMode):
 
 
 class Unsplit:
-    """Runs a model as a whole. Each call takes the Key of its random numbers.
+    """Runs a model as a whole. Each run takes the Key for the run's random numbers.
 
     Args:
         model: the user's module.
