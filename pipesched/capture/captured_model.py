@@ -114,7 +114,7 @@ class CapturedModel:
             )
 
     def uses(self, cut: StageLayers, ranks: Sequence[int]) -> list[Use]:
-        """Return the calls that use parameters, each with its rank. ``ranks`` holds the rank of each stage."""
+        """Return a Use for each call that uses parameters. ``ranks`` holds the rank of each stage."""
         parameters = {name for name, _ in self.model.named_parameters()}
         rank_of = {
             index: rank
@@ -222,7 +222,7 @@ class CapturedModel:
         return sorted(along)
 
     def bodies(self, cut: StageLayers, devices: Sequence[torch.device], ties: Ties) -> Sequence[Body]:
-        """Return the stages' bodies. Unused parameters go to the stage of the parameter registered before them."""
+        """Return the stages' bodies. An unused parameter goes to the stage of the parameter registered before it."""
         parts = self.parts(cut)
         edges = self.edges(cut)
         bodies = [ReplayedBody(self, parts, edges, stage, device, ties) for stage, device in enumerate(devices)]
@@ -246,7 +246,7 @@ def _unit(call: Call) -> str:
 
 
 def _two_rows(sample: tuple[tuple[Any, ...], dict[str, Any]]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """If a sample has a single row, duplicate it, because code may treat a single row differently."""
+    """Return the sample, with a single row duplicated, because code may treat a single row differently."""
     tensors = [tensor for tensor in tensors_in(sample) if tensor.dim()]
     if not tensors or any(len(tensor) != 1 for tensor in tensors):
         return sample

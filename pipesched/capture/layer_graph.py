@@ -28,7 +28,7 @@ def gap(capture: Capture, position: int) -> list[int]:
 
 
 def narrowest(capture: Capture, position: int) -> int:
-    """Return the call of ``gap`` before which a stage boundary sends the fewest bytes; of several, the last one."""
+    """Return the call of ``gap`` before which a stage boundary sends the fewest bytes; if several do, the last."""
     return min(reversed(gap(capture, position)), key=capture.crossing_bytes.__getitem__)
 
 

@@ -103,7 +103,7 @@ class CostBook:
         self._kinds = None
 
     def for_rows(self, rows: int) -> dict[str, LayerCosts]:
-        """Return the layers' costs for micro-batches of this many rows, scaled from the costs for the planned size."""
+        """Return the layers' costs for micro-batches of ``rows`` rows, scaled from the costs for the planned size."""
         graph = Profile({self.planned_rows: self.layered.graph(self.measured())}).graph(rows)
         return {name: costs_of(graph, name) for name in graph}
 

@@ -101,7 +101,7 @@ def gather_model(
 
 
 def _holder(roots: Mapping[str, nn.Module], name: str) -> nn.Module:
-    """Return the module that owns the extra state of this name."""
+    """Return the module that owns the extra state with this name."""
     prefix = max((prefix for prefix in roots if name.startswith(prefix)), key=len)
     return roots[prefix].get_submodule(name.removeprefix(prefix).removesuffix(_EXTRA).removesuffix("."))
 

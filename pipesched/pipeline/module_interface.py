@@ -182,7 +182,7 @@ class ModuleInterface:
         return self.train(False)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Set the gradients of all parameters to None, or to zero if ``set_to_none`` is False."""
+        """Set the gradient of each parameter to None, or to zero if ``set_to_none`` is False."""
         for module in self._modules().values():
             module.zero_grad(set_to_none)
 

@@ -441,8 +441,8 @@ class Pipeline(SavingInterface):
             loss.backward()
 
         In training mode with gradients enabled, the output can be differentiated once, in one process. ``backward()``
-        then runs the stages' backwards in GPipe's order and adds the gradients of parameters to ``.grad``. It never
-        updates weights: with ``optimizer=``, step the optimizers in ``pipe.optimizers`` yourself.
+        then runs the stages' backwards in GPipe's order and adds the gradients of parameters to ``.grad``, but
+        never updates weights: with ``optimizer=``, step the optimizers in ``pipe.optimizers`` yourself.
         ``torch.autograd.grad`` returns gradients of inputs only. Under ``no_grad`` or in evaluation mode only forwards
         run.
 

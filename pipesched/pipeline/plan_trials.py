@@ -89,7 +89,7 @@ class Trial:
                 yield trace
 
     def _batch(self) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
-        """Return a whole batch made of copies of the sample's rows, so that layers can safely write to it."""
+        """Return a whole batch made of copies of the sample's rows, so that layers can safely write to the batch."""
         args, kwargs = as_call(self.sample)
         splitter = Splitter(1, fixed=False, split_dims=self.split_dims)
         target = self.target

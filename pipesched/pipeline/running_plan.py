@@ -52,7 +52,7 @@ class RunningPlan:
         return self.assembly.cut
 
     def flush(self) -> Tensor | None:
-        """Finish the steps of an asynchronous schedule that are under way. Returns the loss of the last step."""
+        """Finish the steps that are under way. Returns the loss of the last step, or None if no step is under way."""
         return self.stream.flush() if self.stream is not None and self.stream.open else None
 
     def replace(self, *, host: RankHost, assembly: Assembly, splitter: Splitter) -> None:

@@ -83,8 +83,8 @@ def tune(
     noise, the plan with the shortest predicted step. ``Plan.alternatives`` lists the other plans with their predicted
     and measured times. Without trial runs, identical profiles give identical plans.
 
-    Trial runs leave weights, buffers, gradients and random state unchanged. Hooks of modules run in them, but hooks of
-    parameters do not. Only schedules that leave the results of training unchanged are considered. The number of
+    Trial runs leave weights, buffers, gradients and random state unchanged. These runs call module hooks, but no
+    parameter hooks. Only schedules that leave the results of training unchanged are considered. The number of
     micro-batches changes the results of BatchNorm and of losses that compare rows: pass num_microbatches for such
     models.
 

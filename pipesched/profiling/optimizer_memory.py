@@ -81,7 +81,7 @@ def _stepped(
 
 
 def _enlarged(value: Tensor, stand_in: Tensor, parameter: Tensor) -> int:
-    """Return the bytes of a state tensor for the parameter, given the state tensor for its stand-in.
+    """Return the bytes of a parameter's state tensor, given the state tensor of the parameter's stand-in.
 
     A dimension as large as the same dimension of the stand-in becomes as large as this dimension of the parameter. A
     state tensor with a different number of dimensions than the stand-in is scaled in proportion to the bytes, unless

@@ -1,8 +1,8 @@
 """Overhead probe: measures the time that ranks need in addition to the work of their stages.
 
 Test programs run on the executors and stages that training uses. A stage's layer times its own work, so the rest of an
-action is overhead. If a rank has twice as much work as its neighbour, the neighbour always waits. This separates the
-overhead of an action without messages, of sending, of receiving, and of the transfer.
+action is overhead. If a rank has twice as much work as its neighbour, the neighbour always waits. Such programs
+separate the overhead of an action without messages, of sending, of receiving, and of the transfer.
 
 The cost of waking up a waiting rank is measured on a pipeline in which all ranks only wait, as they would for a GPU.
 This cost is computed from the measured and the simulated time of the whole pipeline, because delays of different ranks

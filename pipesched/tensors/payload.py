@@ -67,10 +67,10 @@ class Payload:
     """
 
     leaves: tuple[Any, ...]
-    #: For each place in the value, the index of its leaf.
+    #: For each place in the value, the index of the leaf at this place.
     places: tuple[int, ...]
     spec: pytree.TreeSpec
-    #: For each leaf, whether it is a tensor with a gradient that must be sent back.
+    #: For each leaf, whether the leaf is a tensor with a gradient that must be sent back.
     needs_grad: tuple[bool, ...]
 
     @classmethod

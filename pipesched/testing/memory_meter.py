@@ -120,7 +120,7 @@ def _own(stage: Stage) -> Iterable[Tensor]:
 
 
 class _Metered:
-    """Wraps the DeviceStreams of a rank to count the allocations of this rank."""
+    """Wraps the DeviceStreams of a rank, to count the allocations that this rank makes."""
 
     def __init__(self, streams: DeviceStreams, books: Books, *, copies: bool) -> None:
         self._streams = streams
