@@ -118,7 +118,7 @@ class Capture:
 
     @cached_property
     def layer_calls(self) -> list[Call]:
-        """The calls of layers."""
+        """The calls of layers, in call order."""
         return [call for call in self.calls if call.layer]
 
     @cached_property

@@ -15,7 +15,7 @@ __all__ = ["code_of", "device_name", "fingerprint", "form_of"]
 
 
 def fingerprint(*parts: Any) -> str:
-    """Return a digest of the repr of the values."""
+    """Return a digest of ``parts``, as text. Values with the same repr have the same digest."""
     return hashlib.blake2b("\n".join(map(repr, parts)).encode(), digest_size=12).hexdigest()
 
 
@@ -68,7 +68,7 @@ def _plain(value: Any) -> str:
 
 
 def device_name(device: torch.device) -> str:
-    """Return the name of the processor or GPU."""
+    """Return the model name of the GPU, or of the processor for a CPU device."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     info = Path("/proc/cpuinfo")

@@ -28,7 +28,7 @@ class ParameterOrder:
                 yield prefix + name, parameter
 
     def keys(self, parameters: Iterable[nn.Parameter]) -> list[str]:
-        """Return the keys of these parameters."""
+        """Return the keys of these parameters, in the given order."""
         wanted = list(parameters)
         if not all(parameter in self._keys for parameter in wanted):
             self._keys = {parameter: self._key(name) for name, parameter in self._named()}

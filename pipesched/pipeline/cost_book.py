@@ -130,7 +130,7 @@ class CostBook:
         return replace(slowed(costs, [self.slowness(rank) for rank in program.placement]), links=self.links)
 
     def expected_costs(self, programs: ProgramFactory, cut: StageLayers) -> Costs:
-        """Return the stages' costs, including overheads."""
+        """Return the stages' costs, including the ranks' overheads."""
         return replace(self.stage_costs(programs, cut), overheads=self.overheads)
 
     @cached_property

@@ -350,7 +350,7 @@ class _Alone:
         self.stage.weight_grad(0)
 
     def forward(self, given: Payload, split: bool) -> Payload:
-        """Run the layer as the forward of a new step."""
+        """Start a new step, and return the output of the layer for ``given``."""
         self._lap.forget_graphs(self._layer)
         wanted = [tensor.detach().requires_grad_() for tensor in given.wanted]
         self._step = StepData(0, 0, [unchanged(given.with_wanted(wanted))], autocast=self._caller.autocast)

@@ -24,7 +24,7 @@ _ROUNDS = 7
 
 
 class Update(NamedTuple):
-    """The costs of updating one parameter."""
+    """The time and memory for updating one parameter."""
 
     #: The part of the optimizer's step that updates the parameter, in seconds.
     update_s: float

@@ -111,7 +111,7 @@ class Ran:
 
 
 class Run(Protocol):
-    """Runs programs of stages with timed work."""
+    """Runs programs whose stages time their own work."""
 
     def __call__(self, program: Program, parts: Sequence[int], rows: int, *, waits: bool = False) -> Ran:
         """Run a program.

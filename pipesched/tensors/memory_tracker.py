@@ -28,7 +28,7 @@ class Books(Protocol):
 
     @property
     def bytes(self) -> int:
-        """The bytes of live storages."""
+        """The total size of the live storages, in bytes."""
 
     @property
     def peak(self) -> int:
