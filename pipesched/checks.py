@@ -32,7 +32,7 @@ _LONGEST = 80  # the most characters of a value that an error shows
 
 
 def shown(value: Any) -> str:
-    """Format a value for an error: a short repr in full, the start of a long string, otherwise only the type."""
+    """Format a value for an error: the full repr if it is short, the start of a long string, or else only the type."""
     if isinstance(value, str) and len(value) > _LONGEST:
         return f"{value[: _LONGEST // 2]!r}... ({len(value):,} letters)"
     try:
@@ -80,7 +80,7 @@ def as_path(path: Any) -> Path:
 
 
 def check_number(value: Any, what: str) -> None:
-    """Raise ScheduleError unless 0 <= ``value`` < `LARGEST`. The error calls the value ``what``."""
+    """Raise ScheduleError unless 0 <= ``value`` < `LARGEST`. ``what`` names the value in the error."""
     number: Any = -1 if isinstance(value, bool) or not isinstance(value, Real) else value
     if not 0 <= number < math.inf:
         raise ScheduleError(f"costs must be finite and not negative; {what} is {shown(value)}; measure it again")
@@ -91,7 +91,7 @@ def check_number(value: Any, what: str) -> None:
 def check_size(value: Any, what: str) -> None:
     """Raise ScheduleError unless ``value`` is an integer and 0 <= ``value`` < `LARGEST_SIZE`.
 
-    The error calls the value ``what``.
+    ``what`` names the value in the error.
     """
     if not is_whole(value) or not 0 <= value < LARGEST_SIZE:
         raise ScheduleError(
@@ -105,7 +105,7 @@ def check_known(has: str, values: Any, known: Sequence[str]) -> None:
     Args:
         has: the first words of the error, such as "a plan must have".
         values: the mapping.
-        known: the keys that it may have.
+        known: the keys that the mapping may have.
 
     Raises:
         ArgumentError: ``values`` is not a mapping.

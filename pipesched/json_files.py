@@ -1,4 +1,4 @@
-"""JSON files: read the JSON files that pipesched writes, and the dataclasses stored in them."""
+"""JSON files: read the JSON files that pipesched writes, and the dataclasses stored in these files."""
 
 import json
 from collections.abc import Callable, Iterable, Mapping
@@ -85,7 +85,10 @@ def _too_deep(deepest: int) -> ScheduleError:
 
 
 def _parts(level: Iterable[Any]) -> list[Any]:
-    """Return the direct children of these values. Raises ScheduleError for an oversized integer or invalid Unicode."""
+    """Return the items, keys and values of all lists and dicts in ``level``.
+
+    Raises ScheduleError if ``level`` has an oversized integer or a string that is not valid Unicode.
+    """
     parts: list[Any] = []
     for value in level:
         if isinstance(value, list):
@@ -149,12 +152,12 @@ def read_fields(
 
 
 def maybe(make: Callable[[Any], _Made]) -> Callable[[Any], _Made | None]:
-    """Extend a conversion to None: the returned function maps None to None."""
+    """Return a function that maps None to None, and any other value to ``make(value)``."""
     return lambda value: None if value is None else make(value)
 
 
 def _of_type(value: Any, hint: Any, what: str) -> Any:
-    """Check a value's type, and convert a list to the container of ``hint``. Raises ScheduleError for a wrong type."""
+    """Return the value, with a list converted to the container type ``hint``. Raises ScheduleError for a wrong type."""
     origin = get_origin(hint)
     args = get_args(hint)
     if origin in (Union, UnionType):

@@ -129,7 +129,7 @@ def as_device(device: Any) -> torch.device:
 
 
 def as_threads(count: Any) -> int:
-    """Check a number of intra-op threads and return it. Raises InputError if it is not a count from 1 to 4096."""
+    """Return the number of intra-op threads. Raises InputError if ``count`` is not an int from 1 to 4096."""
     number: int = count
     if not is_count(count) or number > _MOST_THREADS:
         raise InputError(
@@ -140,7 +140,7 @@ def as_threads(count: Any) -> int:
 
 
 def as_seed(seed: Any) -> int:
-    """Check a seed and return it as an int. Raises InputError if it is not an integer."""
+    """Return a seed as an int. Raises InputError if ``seed`` is not an integer."""
     try:
         return operator.index(seed)
     except TypeError:
@@ -150,7 +150,7 @@ def as_seed(seed: Any) -> int:
 
 
 def as_timeout(timeout: Any) -> float:
-    """Return a timeout in seconds as a float. Raises InputError if it is not a positive finite number."""
+    """Return a timeout in seconds as a float. Raises InputError if ``timeout`` is not a positive finite number."""
     if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout < math.inf:
         raise InputError(
             f"timeout= must be the number of seconds that a rank waits for another rank; got {shown(timeout)}; pass a "

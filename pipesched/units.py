@@ -17,7 +17,7 @@ __all__ = [
 
 
 class Unit(NamedTuple):
-    """A unit of time or size: its name, and how many of these units make one second or one byte."""
+    """A unit of time or size: the name of the unit, and the number of units in one second or one byte."""
 
     name: str
     per_one: float
@@ -44,12 +44,12 @@ def byte_unit(size: float) -> Unit:
 
 
 def quote_time(seconds: float) -> str:
-    """Format a time with its unit, in at most four digits, such as ``1.25 ms``."""
+    """Format a time with a fitting unit, in at most four digits, such as ``1.25 ms``."""
     return _quoted(seconds, time_unit(seconds), 4)
 
 
 def quote_bytes(size: float, digits: int = 3) -> str:
-    """Format a size in bytes with its unit, in at most ``digits`` digits, such as ``1.5 MiB``."""
+    """Format a size in bytes with a fitting unit, in at most ``digits`` digits, such as ``1.5 MiB``."""
     return _quoted(size, byte_unit(size), digits)
 
 
@@ -59,7 +59,7 @@ def _quoted(value: float, unit: Unit, digits: int) -> str:
 
 
 def counted(count: int, what: str) -> str:
-    """Format a count with its noun, in the plural where needed: ``1 rank``, ``2 micro-batches``."""
+    """Format a count with a noun, in the plural where needed: ``1 rank``, ``2 micro-batches``."""
     many = "" if count == 1 else "es" if what.endswith("ch") else "s"
     return f"{count} {what}{many}"
 

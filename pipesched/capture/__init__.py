@@ -1,1 +1,1 @@
-"""Capture: record a model's forward once, find its layers, and replay the forward stage by stage."""
+"""Capture: record a model's forward once, find the layers, and replay the forward stage by stage."""

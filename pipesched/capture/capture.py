@@ -21,13 +21,13 @@ __all__ = ["INPUT", "Call", "Capture", "FunctionCall", "Value"]
 
 INPUT = -1  # the call index of a Value that is one of the model's inputs
 
-#: A tensor: (index of the call that returned it, position among that call's tensors), or (INPUT, name of the input).
+#: A tensor: (index of the call that returned the tensor, position in the result), or (INPUT, name of the input).
 Value = tuple[int, Any]
 
 
 @dataclass(kw_only=True)
 class Call:
-    """One call by the model's code: of a layer, or of a torch function between layers."""
+    """One call in the model's code, either of a layer or of a torch function between layers."""
 
     index: int
     #: The layer's name; empty for a function.
@@ -43,7 +43,7 @@ class Call:
     #: The number of values that the call returns or changes in place.
     gives: int
     pattern: Pattern
-    #: Position of each tensor argument that the call changes in place -> index of the changed tensor in its results.
+    #: Position of each tensor argument that the call changes in place -> index of the changed tensor in the results.
     changes: Mapping[int, int] = field(default_factory=dict)
     #: The value of each tensor argument; None for a tensor that is not a value. Empty if no argument is changed.
     arguments: tuple[Value | None, ...] = ()
@@ -89,7 +89,7 @@ class Capture:
     quiet: set[str] = field(default_factory=set)
     #: The values whose shape, type or similar property the code between layers queried.
     looked_at: set[Value] = field(default_factory=set)
-    #: The bytes of each value, for the sample.
+    #: Value -> the size of the tensor for the sample, in bytes.
     nbytes: dict[Value, int] = field(default_factory=dict)
     #: Call index -> the arguments (args, kwargs) of the layer call, for measuring.
     examples: dict[int, tuple[tuple[Any, ...], dict[str, Any]]] = field(default_factory=dict)
@@ -107,7 +107,7 @@ class Capture:
     functions: dict[int, FunctionCall] = field(default_factory=dict)
     #: The containers and enums of the output; see ``form_of``.
     output_form: Any = None
-    #: Modules that must stay in one piece because of their own code.
+    #: Names of modules that must not be cut because of their own code.
     indivisible: set[str] = field(default_factory=set)
     #: Modules whose own code reads the contents of tensors and then calls layers inside the module.
     deciding: set[str] = field(default_factory=set)
@@ -118,7 +118,7 @@ class Capture:
 
     @cached_property
     def layer_calls(self) -> list[Call]:
-        """The calls of layers."""
+        """The calls of layers, in call order."""
         return [call for call in self.calls if call.layer]
 
     @cached_property
@@ -144,7 +144,7 @@ class Capture:
 
     @cached_property
     def crossing_bytes(self) -> list[int]:
-        """The bytes that would be sent across a stage boundary before each call, by the index of the call."""
+        """For each call, by index: the bytes that would be sent across a stage boundary before this call."""
         last: dict[Value, int] = {}
         for call in self.calls:
             if call.index not in self.free:

@@ -114,7 +114,7 @@ class CapturedModel:
             )
 
     def uses(self, cut: StageLayers, ranks: Sequence[int]) -> list[Use]:
-        """Return the calls that use parameters, each with its rank. ``ranks`` holds the rank of each stage."""
+        """Return a Use for each call that uses parameters. ``ranks`` holds the rank of each stage."""
         parameters = {name for name, _ in self.model.named_parameters()}
         rank_of = {
             index: rank
@@ -179,7 +179,7 @@ class CapturedModel:
         return with_costs(flow_of(self.model, capture, self.begins(capture)), costs)
 
     def _parts(self, cut: StageLayers) -> dict[bool, list[Part]]:
-        """Return the Part of each stage for each mode: True for training mode, False for evaluation mode."""
+        """Return the Part of each stage, keyed by mode: True for training mode, False for evaluation mode."""
         order = list(self.calls)
         begins = [order.index(names[0]) for names in cut[1:]]
         return {
@@ -188,7 +188,7 @@ class CapturedModel:
         }
 
     def written_by(self, cut: StageLayers) -> Sequence[Collection[str]]:
-        """Return, for each stage, the names of buffers that its own calls may write to.
+        """Return, for each stage, the names of buffers that the calls of this stage may write to.
 
         A function between layers that only reads a buffer may be in a different stage than the calls that write to it.
         """
@@ -222,7 +222,7 @@ class CapturedModel:
         return sorted(along)
 
     def bodies(self, cut: StageLayers, devices: Sequence[torch.device], ties: Ties) -> Sequence[Body]:
-        """Return the stages' bodies. Unused parameters go to the stage of the parameter registered before them."""
+        """Return the stages' bodies. An unused parameter goes to the stage of the parameter registered before it."""
         parts = self.parts(cut)
         edges = self.edges(cut)
         bodies = [ReplayedBody(self, parts, edges, stage, device, ties) for stage, device in enumerate(devices)]
@@ -246,7 +246,7 @@ def _unit(call: Call) -> str:
 
 
 def _two_rows(sample: tuple[tuple[Any, ...], dict[str, Any]]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """If a sample has a single row, duplicate it, because code may treat a single row differently."""
+    """Return the sample, with a single row duplicated, because code may treat a single row differently."""
     tensors = [tensor for tensor in tensors_in(sample) if tensor.dim()]
     if not tensors or any(len(tensor) != 1 for tensor in tensors):
         return sample

@@ -31,9 +31,9 @@ _ROUNDING = 32  # tolerated difference of two losses, in units of the last place
 
 
 def counts(model: nn.Module, way: str | None) -> Callable[..., Any] | None:
-    """Return a function that maps a micro-batch's inputs to its weight, for a result of ``counted_labels``.
+    """Return a function that maps a micro-batch's inputs to the weight of its loss.
 
-    Returns None if ``way`` is None; the weight is then the number of rows.
+    ``way`` is a result of ``counted_labels``. If ``way`` is None, returns None: the weight is the number of rows.
     """
     if way is None:
         return None

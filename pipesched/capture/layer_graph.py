@@ -28,7 +28,7 @@ def gap(capture: Capture, position: int) -> list[int]:
 
 
 def narrowest(capture: Capture, position: int) -> int:
-    """Return the call of ``gap`` before which a stage boundary sends the fewest bytes; of several, the last one."""
+    """Return the call of ``gap`` before which a stage boundary sends the fewest bytes; if several do, the last."""
     return min(reversed(gap(capture, position)), key=capture.crossing_bytes.__getitem__)
 
 
@@ -71,7 +71,7 @@ def flow_of(model: nn.Module, capture: Capture, begins: Mapping[str, int]) -> "n
 
 
 def row_of(model: nn.Module, layers: Mapping[str, nn.Module], costs: Mapping[str, LayerCosts]) -> "nx.DiGraph[str]":
-    """Return a chain of layers as a graph."""
+    """Return a chain of layers as a graph, with the costs of each layer."""
     own = {id(tensor): name for name, tensor in (*model.named_parameters(), *model.named_buffers())}
     uses = {
         name: [own[id(tensor)] for tensor in (*layer.parameters(), *layer.buffers())] for name, layer in layers.items()
@@ -84,7 +84,7 @@ def row_of(model: nn.Module, layers: Mapping[str, nn.Module], costs: Mapping[str
 
 
 def with_costs(graph: "nx.DiGraph[str]", costs: Mapping[str, LayerCosts]) -> "nx.DiGraph[str]":
-    """Add the measured costs of each layer to its node, and return the graph."""
+    """Add the measured costs of each layer to the layer's node, and return the graph."""
     for name, own in costs.items():
         graph.nodes[name].update({key: value for key, value in own.figures().items() if key not in graph.nodes[name]})
     return graph
@@ -114,7 +114,7 @@ def _nodes(model: nn.Module, names: Sequence[str], uses: Mapping[str, Iterable[s
 
 
 def _uses(model: nn.Module, capture: Capture, names: Sequence[str], layer_of: Sequence[str]) -> dict[str, list[str]]:
-    """Return each layer's parameter and buffer names; an unused tensor goes to the previous tensor's layer."""
+    """Return the names of parameters and buffers, keyed by layer; an unused tensor joins the tensor before it."""
     uses: dict[str, dict[str, None]] = {name: {} for name in names}
     for call in capture.calls:
         uses[layer_of[call.index]].update(dict.fromkeys(call.uses))
@@ -128,7 +128,7 @@ def _uses(model: nn.Module, capture: Capture, names: Sequence[str], layer_of: Se
 def unused(model: nn.Module, holders: Sequence[Iterable[Tensor]]) -> dict[int, list[str]]:
     """Assign each parameter or buffer without a holder to the holder of the tensor registered before it.
 
-    Returns the names of the assigned tensors, by the index of the holder.
+    Returns the names of the assigned tensors, keyed by the index of the new holder.
     """
     holder_of: dict[Any, int] = {tensor: holder for holder, tensors in enumerate(holders) for tensor in tensors}
     found: dict[int, list[str]] = {}

@@ -33,7 +33,7 @@ __all__ = ["LayerError", "LayeredModel", "as_model", "layered", "stages_of"]
 
 
 class LayerError(Exception):
-    """A layer raised the error in ``__cause__``. A caller may ignore it, because a step reports the error in detail."""
+    """A layer raised the error in ``__cause__``. A caller can ignore a LayerError: a step will report the error."""
 
 
 class LayeredModel(Protocol):
@@ -41,14 +41,14 @@ class LayeredModel(Protocol):
 
     @property
     def layers(self) -> Mapping[str, nn.Module]:
-        """The layers at which a stage may begin, by name, in the order in which they run."""
+        """The layers at which a stage may begin, keyed by name, in the order in which they run."""
 
     @property
     def written(self) -> Collection[str]:
         """The names of weights and buffers that forwards write to."""
 
     def written_by(self, cut: StageLayers) -> Sequence[Collection[str]]:
-        """Return, for each stage, the names of weights and buffers that its own calls write to."""
+        """Return, for each stage, the names of weights and buffers that the calls of this stage write to."""
 
     def reached(self, cut: StageLayers) -> Sequence[tuple[str, str, int]]:
         """Return the layers that use another layer's parameter without getting it as an argument.
@@ -88,7 +88,7 @@ class LayeredModel(Protocol):
 
     @property
     def output_form(self) -> Any:
-        """The form of the model's output (see ``form_of``) if it is known before the first step, else None."""
+        """The form of the model's output (see ``form_of``) if the form is known before the first step, else None."""
 
     def output(self) -> Any:
         """Return the model's output for the sample. The model must not be on the meta device."""
@@ -135,7 +135,7 @@ def stages_of(model: Any, layers: Sequence[str], num_stages: int) -> list[str] |
 def layered(
     model: nn.Module, sample: tuple[tuple[Any, ...], dict[str, Any]], whole_layers: Collection[str] = ()
 ) -> LayeredModel:
-    """Find the layers of a model: the modules of a plain nn.Sequential, or else the modules that a forward calls.
+    """Return a model as layers: the modules of a plain nn.Sequential, or else the modules that a forward calls.
 
     Args:
         model: the user's module.
@@ -184,7 +184,7 @@ def _check_takes(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 def _check_is_open(model: nn.Module) -> None:
-    """Raise ModelTypeError for a model that does not call its layers one by one from Python."""
+    """Raise ModelTypeError for a model whose forward does not call layers one by one from Python."""
     for form, closed, remedy in (
         ("compiled into one graph", is_compiled(model), "pass the original model, with compile=True"),
         ("scripted or traced", isinstance(model, torch.jit.ScriptModule), "pass the original module"),

@@ -88,7 +88,7 @@ def resolve_loss(
 
 
 def reduces(loss_fn: Any) -> bool:
-    """Return whether a loss is one of torch's losses, whose options determine reduction and weights."""
+    """Return whether a loss is a torch loss, so that the options of the loss determine reduction and weights."""
     return _options(loss_fn) is not None
 
 

@@ -58,7 +58,7 @@ class _Recorder(TorchFunctionMode):
         self._counts: dict[str, int] = {}
         self._inside = False
         self._drawn = outside_state()
-        #: id -> a tensor made by a function inside a layer, and the number of calls recorded before it was made
+        #: id -> a tensor made by a function inside a layer, and the number of calls recorded until then
         self._within: dict[int, tuple[weakref.ref[Tensor], int]] = {}
         self._by_the_way: set[Value] = set()  # values used inside the running layer
         self._reached: set[str] = set()  # parameters and buffers used inside the running layer
@@ -104,7 +104,7 @@ class _Recorder(TorchFunctionMode):
         self._drawn = drawn
 
     def _inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Copy the inputs and register them as values. An input passed twice becomes two tensors with different ids."""
+        """Return registered copies of the inputs. An input passed twice becomes two tensors with different ids."""
         leaves, spec = pytree.tree_flatten((args, kwargs))
         for place, (name, leaf) in enumerate(named_leaves(self._positional, args, kwargs)):
             if isinstance(leaf, Tensor):
@@ -199,7 +199,7 @@ class _Recorder(TorchFunctionMode):
         return result
 
     def _look_for(self, tensor: Tensor) -> None:
-        """If an earlier layer call made this tensor without returning it, require the next call to share its stage."""
+        """If an earlier layer call made this tensor but did not return it, keep the next call in the same stage."""
         made, call = self._within.get(id(tensor), (None, 0))
         if made is not None and made() is tensor and call < len(self._capture.calls):
             self._hidden_from = call if self._hidden_from is None else min(self._hidden_from, call)
@@ -254,7 +254,7 @@ class _Recorder(TorchFunctionMode):
         return result
 
     def _new(self, layer: str, function: str, taken: list[Tensor], changed: list[int], result: Any) -> tuple[Any, Call]:
-        """Record a call, and return its result and its Call. Arguments in the result become views, with new ids."""
+        """Record a call. Return the result and the Call; arguments in the result become views with new ids."""
         takes = tuple(dict.fromkeys(self._value[id(tensor)] for tensor in taken if id(tensor) in self._value))
         uses = tuple(dict.fromkeys(self._names[id(tensor)] for tensor in taken if id(tensor) in self._names))
         number = 0

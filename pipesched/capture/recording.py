@@ -29,7 +29,7 @@ _OF_ALL_MODULES = vars(nn.Module()).keys()
 
 @dataclass(kw_only=True)
 class Recording:
-    """The capture of a model in one mode, with the state that its forwards set."""
+    """The capture of a model in one mode, and the state that forwards in this mode set."""
 
     capture: Capture
     #: Attributes that only the first forward sets, with the values that it sets.

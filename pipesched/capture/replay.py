@@ -28,7 +28,7 @@ from pipesched.tensors.tree_structure import Pattern, named_leaves, positional, 
 
 __all__ = ["Look", "Looks", "Replay", "StandIns"]
 
-#: For each call, the tensors that replace its parameters.
+#: For each call, the tensors that replace the parameters of this call.
 StandIns = Mapping[Place, Mapping[nn.Parameter, Tensor]]
 #: Type and shape of a value that was not sent.
 Look = tuple[Any, ...]

@@ -28,7 +28,7 @@ class Body(Protocol):
 
     @property
     def layers(self) -> dict[str, nn.Module]:
-        """The layers that this stage calls, by name. Assign to an entry before the first run to replace a layer."""
+        """Layer name -> layer that this stage calls. Assign to this dict before the first run to replace a layer."""
 
     def begin(self) -> None:
         """Prepare for a step, because the model's mode and flags may have changed since the previous step."""
@@ -58,7 +58,7 @@ class Body(Protocol):
 class Chain:
     """A chain of layers. The first layer gets the model's inputs, or the received values as arguments.
 
-    With ``watched``, the first run in training mode warns of layers that draw from Python's or numpy's generators.
+    With ``watched``, the first run in training mode warns of layers that draw random numbers from Python or numpy.
     """
 
     def __init__(self, layers: Mapping[str, nn.Module], *, watched: bool = False) -> None:
@@ -87,7 +87,7 @@ class Chain:
 
 
 def _watching(call: CallLayer) -> CallLayer:
-    """Wrap ``call`` to warn of a layer that draws from Python's or numpy's generators."""
+    """Wrap ``call`` to warn of a layer that draws random numbers from Python's or numpy's global generator."""
 
     def watched(name: str, number: int, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         before = outside_state()

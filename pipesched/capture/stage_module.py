@@ -28,7 +28,7 @@ Wrap = Callable[[nn.Module, int], nn.Module]
 
 
 class StageModule(nn.Module):
-    """The layers of a stage under their qualified names. Only the pipeline may call it."""
+    """A module with the layers of a stage under their qualified names. Only the pipeline can call this module."""
 
     def __init__(self, layers: Mapping[str, nn.Module]) -> None:
         super().__init__()
@@ -141,7 +141,7 @@ def wrapped_bodies(
     Args:
         wrap: the user's function, or None to leave the bodies unchanged.
         model: the user's module.
-        layers: the model's layers by name; a layer that ``wrap`` replaces is also replaced in this dict.
+        layers: layer name -> layer; a layer that ``wrap`` replaces is also replaced in this dict.
         bodies: the body of each stage.
         program: the program to run.
         devices: the device of each stage.

@@ -20,13 +20,13 @@ class Part:
 
     #: The calls that belong to this stage.
     own: frozenset[int]
-    #: The calls that this stage runs: its own calls, and the free calls that they need.
+    #: The calls that this stage runs: the calls in ``own``, and the free calls that these calls need.
     runs: frozenset[int] = frozenset()
     #: Names of the model's inputs that this stage needs.
     inputs: frozenset[Any] = frozenset()
-    #: Earlier stage -> the values received from it.
+    #: Earlier stage -> the values that this stage receives from the earlier stage.
     receives: dict[int, list[Value]] = field(default_factory=dict)
-    #: Later stage -> the values sent to it.
+    #: Later stage -> the values that this stage sends to the later stage.
     gives: dict[int, list[Value]] = field(default_factory=dict)
 
     @property
@@ -58,7 +58,7 @@ def cut_at(capture: Capture, starts: Sequence[int]) -> list[Part]:
 
 
 def _needed(capture: Capture, own: frozenset[int], *, last: bool) -> tuple[frozenset[int], frozenset[Any], set[Value]]:
-    """Return the calls that a stage runs, and the model inputs and the values of other stages that it needs."""
+    """Return the calls that a stage runs, and the model inputs and values of other stages that these calls need."""
     free = capture.free
     runs: set[int] = set()
     inputs: set[Any] = set()

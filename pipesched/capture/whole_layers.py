@@ -1,4 +1,4 @@
-"""Whole layers: the modules of a model that stay in one piece, by the user's choice or because of their code."""
+"""Whole layers: the modules of a model that are never cut, by the user's choice or because of the module's code."""
 
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
@@ -52,7 +52,7 @@ def opened(
         whole: names of modules to keep whole. Default: none.
 
     Returns:
-        The layers by name, and the capture of the forward.
+        A dict from name to layer, and the capture of the forward.
 
     """
     closed = set(whole)

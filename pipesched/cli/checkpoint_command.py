@@ -1,4 +1,4 @@
-"""Checkpoint command: prints the contents of a checkpoint, and checks its files. It does not import torch."""
+"""Checkpoint command: prints the contents of a checkpoint, and checks its files. The command does not import torch."""
 
 from math import prod
 from pathlib import Path
@@ -54,7 +54,7 @@ def checkpoint(path: Path, *, tensors: bool) -> None:
 
 
 def _contents(manifest: Manifest, folder: Path) -> list[Any]:
-    """Check all files, and return the values of each part. Raises DamagedCheckpointError."""
+    """Check all files, and return the values of each part of the checkpoint. Raises DamagedCheckpointError."""
     paths = [manifest.check(folder, name) for name in sorted(manifest.files)]
     return [parsed(path.read_bytes(), path)["values"] for path in paths if path.suffix == ".json"]
 

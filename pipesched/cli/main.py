@@ -1,4 +1,4 @@
-"""The command ``pipesched``, and its subcommands for schedules. They run without torch."""
+"""The command ``pipesched``, and its subcommands for schedules. These subcommands run without torch."""
 
 import shutil
 from collections.abc import Callable, Iterable
@@ -321,7 +321,7 @@ def compare(
 
 
 def _peak(program: Program) -> float:
-    """Return the peak number of micro-batches in flight on a rank. One that is in 1 of v chunks counts as 1/v."""
+    """Return the peak number of micro-batches in flight on a rank. A micro-batch in 1 of v chunks counts as 1/v."""
     share = dict(zip(program.placement, program.shares, strict=True))
     ranks = range(program.num_ranks)
     return max(peak_in_flight(program.orders.rank(rank)) / share.get(rank, 1) for rank in ranks)

@@ -1,1 +1,1 @@
-"""The user's nn.Module: its module tree, its containers, its state, and the source of its weights."""
+"""The user's nn.Module: the module tree, the containers, the state, and the source of the weights."""

@@ -30,7 +30,7 @@ def facts_of_model(model: nn.Module) -> dict[str, str]:
 
 
 def modes_of_model(model: nn.Module, *, whole: bool) -> dict[str, str]:
-    """Return the training modes that must agree on all ranks: those of the model and of modules without tensors.
+    """Return the training modes that must agree on all ranks: of the model, and of its modules without tensors.
 
     The mode of any other module matters only on the rank that runs it, so each rank can set it separately. With
     ``whole``, only the mode of the model itself is returned, because ``wrap=`` can have added modules on single ranks.
@@ -54,7 +54,7 @@ def form_of_sample(sample: Any) -> str:
 
 
 def differences(facts: Sequence[Facts]) -> str:
-    """Name each rank whose facts differ from those of rank 0, and the first of its differences."""
+    """Return text with each rank whose facts differ from those of rank 0, and the first difference of that rank."""
     return "; ".join(_of_rank(rank, own, facts[0]) for rank, own in enumerate(facts) if own != facts[0])
 
 

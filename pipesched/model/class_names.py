@@ -8,7 +8,7 @@ __all__ = ["class_names"]
 
 
 def class_names(model: nn.Module, layers: Iterable[str]) -> dict[str, str]:
-    """Return the class name of each layer that is a numbered member of an nn.Sequential, by the layer's name."""
+    """Return the class name of each layer that is a numbered member of an nn.Sequential, keyed by layer name."""
     modules = dict(model.named_modules(remove_duplicate=False))
     found = {}
     for layer in layers:

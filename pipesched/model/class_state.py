@@ -19,16 +19,16 @@ _PLAIN = int, float, complex, str, bytes, type(None), torch.dtype, torch.device 
 
 
 class ClassAttribute(NamedTuple):
-    """An attribute of a class, by its owner and its name."""
+    """A class attribute: the class that owns the attribute, and the name of the attribute."""
 
     owner: type
     name: str
 
 
 class _Held(NamedTuple):
-    """The value of a class attribute at one time."""
+    """The value that a class attribute had at one time."""
 
-    #: The attribute's value, or a copy of it if it is a container.
+    #: The attribute's value; if the value is a container, a copy of the container.
     value: Any
     #: A key for comparisons: two values have equal keys if a forward would find no difference between them.
     form: Any

@@ -34,7 +34,9 @@ def as_whole(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def find_layers(model: nn.Module, closed: Collection[str] = ()) -> dict[str, nn.Module]:
-    """Return the layers by qualified name, in order of registration. A module registered twice gets its first name.
+    """Return the layers in order of registration, keyed by qualified name.
+
+    A module registered twice gets the name under which it was registered first.
 
     The result depends only on the model, not on devices, stages or batches. Modules in ``closed`` are kept whole.
     """
@@ -97,7 +99,7 @@ def _size(module: nn.Module) -> int:
 
 
 class _Copies:
-    """Copies of a model's modules that refer to each other as the originals do."""
+    """Copies of a model's modules. The copies refer to each other as the original modules do."""
 
     _shares = True  # lists and the like that refer to no module are shared with the originals
 
@@ -109,7 +111,7 @@ class _Copies:
         raise NotImplementedError
 
     def _in_copies(self, value: Any) -> Any:
-        """Rebuild a list, function or similar value with the copies of the modules that it refers to."""
+        """Return a list, function or similar value, rebuilt with copies of the modules that the value refers to."""
         if id(value) in self._own:
             return self._copy(value)
         if not isinstance(value, _REFERRING):
@@ -175,7 +177,7 @@ class Shells(_Copies):
             }
 
     def changed(self) -> dict[tuple[nn.Module, str], Any]:
-        """Return the attributes of containers, including buffers, that the forward changed, with their new values."""
+        """Return the attributes of containers, including buffers, that the forward changed, with the new values."""
         changed: dict[tuple[nn.Module, str], Any] = {}
         for own, copy in self._pairs:
             before = self._before[id(copy)]
@@ -223,7 +225,7 @@ def set_attributes(values: Mapping[tuple[nn.Module, str], Any]) -> None:
 
 
 class Twin(_Copies):
-    """A copy of a layer with the same tensors, so that two threads can call the layer with different replacements."""
+    """A copy of a layer with the same tensors, so that two threads can replace these differently."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__(layer)
@@ -233,7 +235,7 @@ class Twin(_Copies):
         self.refresh()
 
     def refresh(self) -> None:
-        """Copy the current tensors, modes and flags of the original layer."""
+        """Copy the current tensors, modes and flags of the original layer to the twin."""
         self._translated.clear()
         for own, copy in self._pairs:
             _follow(own, copy, ("_modules", "_parameters", "_buffers"))

@@ -1,4 +1,4 @@
-"""Fingerprint: a digest of a model and of the device that it was measured on. Identical digests mean the same costs."""
+"""Fingerprint: a digest of a model and of the device of its measurement. Identical digests imply the same costs."""
 
 import hashlib
 import platform
@@ -15,12 +15,12 @@ __all__ = ["code_of", "device_name", "fingerprint", "form_of"]
 
 
 def fingerprint(*parts: Any) -> str:
-    """Return a digest of the repr of the values."""
+    """Return a digest of ``parts``, as text. Values with the same repr have the same digest."""
     return hashlib.blake2b("\n".join(map(repr, parts)).encode(), digest_size=12).hexdigest()
 
 
 def form_of(value: Any) -> list[Any]:
-    """Return the properties of a module or a sample on which its costs depend.
+    """Return the properties of a module or a sample on which the measured costs depend.
 
     For modules these are classes, code and settings; for tensors they are shapes and types, but not contents.
     """
@@ -31,7 +31,7 @@ def form_of(value: Any) -> list[Any]:
 
 
 def code_of(function: Any) -> Any:
-    """Return a function's code and constants, or its name if it has no Python code; None for None."""
+    """Return the code and constants of a Python function, or the name of any other function; None for None."""
     code = getattr(function, "__code__", None)
     if code is None:
         return None if function is None else getattr(function, "__qualname__", type(function).__qualname__)
@@ -68,7 +68,7 @@ def _plain(value: Any) -> str:
 
 
 def device_name(device: torch.device) -> str:
-    """Return the name of the processor or GPU."""
+    """Return the model name of the GPU, or of the processor for a CPU device."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     info = Path("/proc/cpuinfo")

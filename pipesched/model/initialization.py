@@ -96,7 +96,7 @@ class _Emptying:
 
 @contextmanager
 def _drawing(seed: int, name: str) -> Iterator[None]:
-    """Seed the CPU generator from the seed and the name, and restore it afterwards."""
+    """Seed the CPU generator from ``seed`` and ``name`` in the ``with`` block, and restore its state afterwards."""
     key = int.from_bytes(hashlib.blake2b(f"{seed}/init/{name}".encode(), digest_size=8).digest(), "little") >> 1
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(key)
@@ -329,7 +329,7 @@ class _Place:
     name: str
 
     def put_back(self, tensor: Tensor) -> Tensor | None:
-        """Register the tensor under its key again. Returns the tensor that has replaced it there, or None."""
+        """Register ``tensor`` at this place again. Returns what was registered there instead: a tensor or None."""
         own: dict[str, Any] = self.module._parameters if isinstance(tensor, nn.Parameter) else self.module._buffers
         put: Tensor | None = own[self.key]
         own[self.key] = tensor
@@ -367,7 +367,10 @@ def _units(model: nn.Module) -> list[_Unit]:
 
 
 def _unwritten(tensor: Tensor) -> Tensor:
-    """Return a CPU tensor like this one, filled with NaN or the largest integer to reveal whether code writes to it."""
+    """Return a CPU tensor of the same shape and dtype, filled with NaN or the largest integer.
+
+    This filling shows later whether code has written to the tensor; see `_is_unwritten`.
+    """
     full = torch.empty_like(tensor, device="cpu", requires_grad=False)
     if full.is_floating_point() or full.is_complex():
         return full.fill_(torch.nan)
@@ -375,7 +378,7 @@ def _unwritten(tensor: Tensor) -> Tensor:
 
 
 def _is_unwritten(tensor: Tensor) -> bool:
-    """Return whether a tensor still holds only the values from `_unwritten`. Reads only as far as needed."""
+    """Return whether a tensor still holds only the values from `_unwritten`. Stops at the first other value."""
     if tensor.is_meta:
         return True
     if tensor.dtype == torch.bool:

@@ -25,7 +25,7 @@ __all__ = [
 
 
 def layers_of(model: nn.Module, whole: Collection[str] = ()) -> dict[str, nn.Module]:
-    """Return the layers of an nn.Sequential in order, by qualified name.
+    """Return the layers of an nn.Sequential in order, keyed by qualified name.
 
     Nested plain Sequentials are flattened, except Sequentials named in ``whole``.
     """

@@ -12,7 +12,7 @@ _ADDED = "~"  # sorts after digits
 class ParameterOrder:
     """The order of a model's parameters before ``wrap=`` changes them. Parameters added later follow, sorted by name.
 
-    A tied parameter has the place of its first name. ``roots`` maps the prefix of parameter names to the model and to
+    A tied parameter is sorted by its first name. ``roots`` maps the prefix of parameter names to the model and to
     the loss module.
     """
 
@@ -28,7 +28,7 @@ class ParameterOrder:
                 yield prefix + name, parameter
 
     def keys(self, parameters: Iterable[nn.Parameter]) -> list[str]:
-        """Return the keys of these parameters."""
+        """Return the keys of these parameters, in the given order."""
         wanted = list(parameters)
         if not all(parameter in self._keys for parameter in wanted):
             self._keys = {parameter: self._key(name) for name, parameter in self._named()}

@@ -84,7 +84,7 @@ class WeightFiles(Mapping[str, Tensor]):
 
 
 def _files(path: Path) -> list[Path]:
-    """Return the safetensors files for a path: the file itself, or the files of a folder or an index."""
+    """Return the safetensors files at a path: the file itself, or the files in a folder or an index."""
     if path.is_dir():
         found = sorted(path.glob("*.safetensors.index.json")) or sorted(path.glob("*.safetensors"))
         indices = [file for file in found if file.suffix == ".json"]

@@ -27,7 +27,7 @@ _REMEDY = (
 
 
 class Runs(Protocol):
-    """Tells whether a pipeline's ranks are running in this process."""
+    """Reports whether a pipeline's ranks are running in this process."""
 
     @property
     def busy(self) -> bool:
@@ -42,7 +42,7 @@ class Placement:
     group: tuple[int, ...] = ()
     #: This process's rank in the mesh.
     here: int = 0
-    #: The mesh rank of each parameter and buffer, by name.
+    #: Name of a parameter or buffer -> the mesh rank that holds it.
     homes: Mapping[str, int] = field(default_factory=dict)
 
     @cached_property
@@ -52,7 +52,7 @@ class Placement:
 
 
 class StaleHook:
-    """The hook on the modules of a model with stale weights. It allows calls by the model's pipelines."""
+    """The hook on the modules of a model with stale weights. Only the model's pipelines can call these modules."""
 
     def __init__(self, placement: Placement) -> None:
         self.placement = placement
@@ -67,7 +67,7 @@ class StaleHook:
         return bool(self._removals)
 
     def allow(self, runs: Runs) -> None:
-        """Allow calls while these runs are under way."""
+        """Allow calls of the model while ``runs`` has a run under way."""
         self._runs = [known for known in self._runs if known() not in (None, runs)]
         self._runs.append(ref(runs))
 

@@ -201,7 +201,7 @@ class _Copies:
 
 
 class _CopiesOfWritten(_Copies, TorchDispatchMode):
-    """The dispatch mode; a separate class for the reason given in tensors/memory_tracker.py."""
+    """The dispatch mode of `_Copies`; a separate class for the reason given in tensors/memory_tracker.py."""
 
     supports_higher_order_operators = True
 
@@ -340,7 +340,7 @@ def set_aside(*roots: Any) -> Iterator[None]:
 
 @contextmanager
 def no_graph(model: nn.Module) -> Iterator[None]:
-    """Enable grad mode while no parameter requires a gradient, so that forwards store nothing for a backward."""
+    """Enable grad mode while no parameter requires a gradient, so that forwards keep nothing for a backward."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     try:
         for parameter in trained:

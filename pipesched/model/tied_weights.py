@@ -1,6 +1,6 @@
 """Tied weights: one leaf tensor per use of a shared weight, to add gradients in the same order for every plan.
 
-A leaf shares the Parameter's memory, or is a copy on its stage's device. It accumulates the gradients of all
+A leaf shares the Parameter's memory, or is a copy on its stage's device. The leaf accumulates the gradients of all
 micro-batches. After a run the leaves' gradients are added in call order and passed to the Parameter, whose hooks run
 once. The result is therefore independent of the stages in which the calls run.
 """
@@ -53,7 +53,7 @@ def deliver(parameter: nn.Parameter, grads: Iterable[Tensor | None]) -> None:
 
 @dataclass(frozen=True)
 class Use:
-    """A call that uses parameters: the names of these parameters in the model, and the rank that runs the call."""
+    """The names of the parameters that a call uses, and the rank that runs the call."""
 
     place: Place
     rank: int
@@ -62,7 +62,7 @@ class Use:
 
 @dataclass(frozen=True)
 class _Tie:
-    """A shared weight, with a leaf tensor for each call that uses it."""
+    """A shared weight, with a leaf tensor for each call that uses the weight."""
 
     parameter: nn.Parameter
     #: The rank of the first use, which holds the Parameter and gets the gradient.
@@ -74,7 +74,7 @@ class _Tie:
         return sorted({*self.ranks.values()} - {self.home})
 
     def taken(self, rank: int) -> list[Tensor | None]:
-        """Return the gradients of the leaves on a rank, and reset them to None."""
+        """Return the gradients of the leaves on a rank, and set ``.grad`` of these leaves to None."""
         leaves = [leaf for place, leaf in self.leaves.items() if self.ranks[place] == rank]
         grads = [leaf.grad for leaf in leaves]
         for leaf in leaves:
@@ -82,7 +82,10 @@ class _Tie:
         return grads
 
     def deliver(self, grads: Mapping[int, Sequence[Tensor | None]]) -> None:
-        """Add the gradients of all uses in call order. ``grads`` holds the gradients by rank."""
+        """Add the gradients of all uses in call order, and pass the sum to the parameter.
+
+        ``grads`` maps each rank to the gradients of the leaves on this rank.
+        """
         left = {rank: iter(values) for rank, values in grads.items()}
         deliver(self.parameter, [next(left[rank]) for rank in self.ranks.values()])
 
@@ -139,7 +142,7 @@ class Ties:
         return given
 
     def leaves(self, rank: int) -> list[Tensor]:
-        """Return the leaves of the calls that run on a rank."""
+        """Return the leaf tensors of tied weights for the calls that run on a rank."""
         return [leaf for tie in self._all.values() for place, leaf in tie.leaves.items() if tie.ranks[place] == rank]
 
     def own(self, parameter: nn.Parameter, rank: int) -> Tensor:

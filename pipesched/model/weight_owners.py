@@ -10,7 +10,9 @@ __all__ = ["Owners"]
 
 
 class Owners:
-    """The rank that holds each tensor of a model, by name. Names of a loss module's tensors begin with ``loss_fn.``.
+    """The rank that holds each tensor of a model, keyed by tensor name.
+
+    Names of a loss module's tensors begin with ``loss_fn.``.
 
     A tensor that several stages use belongs to the first of these stages.
 

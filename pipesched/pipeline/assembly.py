@@ -48,7 +48,7 @@ class AssemblySpec:
     model: nn.Module
     loss_fn: Callable[[Any, Any], Any] | None
     layered: LayeredModel
-    layers: dict[str, nn.Module]  #: the layers by name; ``wrap`` may replace some
+    layers: dict[str, nn.Module]  #: name -> layer; ``wrap`` may replace some
     initial: Initial  #: fills a model built without contents
     batch_norm: BatchNormMode
     compiled: Callable[[torch.device], Compiled | None]  #: the compiler of layers on a device
@@ -80,7 +80,7 @@ class Assembly:
         host: the host of the ranks.
         programs: the programs that the stages will run.
         stage_cut: the layers of each stage.
-        optimizers: the optimizers of the previous assembly, by stage. Default: none.
+        optimizers: stage number -> the optimizer of the previous assembly. Default: none.
 
     Raises:
         GraphError: the cut separates layers that share weights in a way that is not supported.
@@ -101,7 +101,7 @@ class Assembly:
         begin = time.perf_counter()
         self.programs = programs
         self.stage_cut = stage_cut
-        #: How gradients are treated before an update; None: as they are.
+        #: The rules for gradients before an update; None if gradients are used as they are.
         self.rules = spec.rules
         self._filling_s = 0.0
         self._spec = spec
@@ -124,11 +124,11 @@ class Assembly:
         self.bodies = self._bodies()
         self.owners = self._owners(self.bodies)
         self._check_reached()
-        #: The stages of this process, by number.
+        #: Stage number -> stage, for the stages of this process.
         self.stages = self._stages()
         #: The holders of weight copies. A step refreshes the copies before it starts.
         self.copies = [holder for holder in (self.ties, self._weight_copies) if holder]
-        #: The context manager for runs that compute gradients; adds the gradients of copies to parameters. Collective.
+        #: The context manager for runs that compute gradients; adds the copies' gradients to parameters. Collective.
         self.delivering = self._delivering if self.copies else nullcontext
         #: The modules that the model holds.
         self.members = Members(spec.model, spec.layered.layers)
@@ -136,7 +136,7 @@ class Assembly:
         self.made_s = time.perf_counter() - begin - self._filling_s
         #: The largest number of rows of a micro-batch for which the memory limits were found to hold.
         self.most_rows = 0
-        #: The optimizers by stage; empty until ``take_over``.
+        #: Stage number -> optimizer; empty until ``take_over``.
         self.optimizers: dict[int, Optimizer] = {}
         self._inheritance: Inheritance | None = None
         if spec.optimizer is not None:
@@ -157,12 +157,12 @@ class Assembly:
 
     @property
     def undriven(self) -> list[int]:
-        """The stages whose new optimizer has no learning rate scheduler; empty if no optimizer has one."""
+        """The stages whose new optimizer lacks a learning rate scheduler; empty if no optimizer has a scheduler."""
         return [] if self._inheritance is None else self._inheritance.undriven
 
     @property
     def layer_names(self) -> list[str]:
-        """The names of the model's layers, in order."""
+        """The names of the model's layers, in the order in which the layers run."""
         return list(self._spec.layers)
 
     @property
@@ -199,7 +199,7 @@ class Assembly:
     def _check_reached(self) -> None:
         """Check that no layer uses a parameter of another rank without receiving it as an input.
 
-        A layer can reach such a parameter through a module or a reference. This raises GraphError, because the
+        A layer can reach such a parameter through a module or a reference. Then this method raises GraphError: the
         parameter would be stale or on another device, and its gradient would not be returned to its rank. If both ranks
         use one device in one process, this only issues a warning.
         """
@@ -220,7 +220,10 @@ class Assembly:
             warn(f"{message}; the gradient of {name!r} matches the gradient of an unpipelined loop only up to rounding")
 
     def _written(self) -> list[set[str]]:
-        """Return, for each stage, the names of buffers that its forward writes to and of a loss module's buffers."""
+        """Return, for each stage, the names of the buffers that the stage's forward writes to.
+
+        The names of a loss module's buffers are in the set of every stage.
+        """
         spec = self._spec
         written = spec.layered.written_by(self.cut) if any(own_buffers(spec.model)) else [()] * len(self.cut)
         of_loss = list(own_buffers(spec.loss_fn)) if isinstance(spec.loss_fn, nn.Module) else []
@@ -271,16 +274,16 @@ class Assembly:
             yield
 
     def update_late(self, intra_op_threads: int, losses: Iterable[Tensor] = ()) -> None:
-        """Run the updates that waited for the gradients of tied parameters. Collective if there are rules."""
+        """Run the updates that waited for the gradients of tied parameters. Collective if there are gradient rules."""
         verdict = None if self.rules is None else self.decide(intra_op_threads, losses)
         with intra_op(intra_op_threads):
             for stage in self.stages.values():
                 stage.optimizer.update_late(verdict)
 
     def decide(self, intra_op_threads: int, losses: Iterable[Tensor]) -> Verdict:
-        """Decide on the gradients that the stages of all processes now have. Collective.
+        """Measure the gradients of the stages of all processes, and return the decision on them. Collective.
 
-        ``losses`` are those of the step, in the process of the last stage.
+        ``losses`` holds the losses of the step in the process of the last stage.
         """
         assert self.rules is not None
         with intra_op(intra_op_threads):

@@ -81,11 +81,11 @@ class AutoPlan:
 
         Args:
             request: the user's choices; the search makes the other choices.
-            measured: the function that measures the layers with the sample and returns their costs by name.
+            measured: a function that measures the layers with the sample and returns layer name -> costs.
 
         Returns:
-            The plan, the layers' costs for its micro-batches, the ranks' overheads outside their stages, and the rows
-            of a micro-batch.
+            The plan, the layers' costs for the plan's micro-batches, the ranks' overheads outside their stages, and the
+            number of rows of a micro-batch.
 
         """
         sample_rows = self._sample_rows()
@@ -149,7 +149,7 @@ class AutoPlan:
         return Profile({rows: self.layered.graph(measured())}, machine=Machine(on_host=self.devices[0].type == "cpu"))
 
     def _with_updates(self, known: Profile) -> Profile:
-        """Return the profile with the optimizer's memory, if memory is limited and the profile lacks it."""
+        """Return the profile. If memory is limited, add the optimizer's memory unless the profile contains it."""
         kept = any(size for graph in known.graphs.values() for _, size in graph.nodes(data="optimizer_bytes"))
         if self.optimizer is None or self.search.memory_limit_bytes is None or kept:
             return known
@@ -171,7 +171,7 @@ def adds_up(module: nn.Module, loss_fn: Any, loss_weight: Any) -> bool:
 
 
 def as_profile(profile: Profile | str | PathLike[str]) -> Profile:
-    """Return a profile, after reading it from its file if a path was given.
+    """Return the given profile, or the profile read from a file if ``profile`` is a path.
 
     Raises InputError for another type, and ScheduleError for a file that holds no profile.
     """

@@ -47,13 +47,13 @@ class OpenPass:
 
     @property
     def _loss(self) -> int | None:
-        """The index of the weighted loss among the outputs that require a gradient; None if it is not among them."""
+        """The index of the weighted loss among the outputs that require a gradient; None without such a loss."""
         first = self.step_data.outputs[0]
         places = [] if self.weighting is None else loss_places(first.value)
         return sum(first.needs_grad[: first.places[places[0]]]) if places else None
 
     def _cut(self, grad: Tensor | None, pieces: tuple[Tensor, ...], *, loss: bool) -> Gradients:
-        """Split an output's gradient into the gradients of its micro-batches: the inverse of ``Batch.gathered``."""
+        """Split the gradient of the whole batch's output by micro-batch: the inverse of ``Batch.gathered``."""
         if grad is None:
             return (None,) * len(pieces)
         if loss and self.weighting is not None:  # a factor of 0 gives None, because the loss may be 0 / 0
@@ -67,12 +67,12 @@ class OpenPass:
 
 
 def _beside(grad: Tensor | None, tensor: Tensor) -> Tensor | None:
-    """Move a gradient to the device of its tensor, because bidirectional schedules have outputs on several devices."""
+    """Move a gradient to the device of ``tensor``. Bidirectional schedules have outputs on several devices."""
     return None if grad is None else grad.to(tensor.device)
 
 
 def attach(opened: OpenPass) -> Any:
-    """Return the output of the whole batch, with its differentiable tensors connected to the open pass."""
+    """Return the output of the whole batch, in which differentiable tensors are connected to the open pass."""
     outputs = [opened.step_data.outputs[microbatch] for microbatch in range(len(opened.batch.rows))]
     whole = Payload.of(opened.batch.gathered([output.value for output in outputs], opened.weighting))
     whole = replace(
@@ -87,7 +87,7 @@ def attach(opened: OpenPass) -> Any:
 
 
 def _firsts(whole: Payload, pattern: Payload) -> tuple[Any, ...]:
-    """Return the leaves of ``whole`` at the places where the leaves of ``pattern`` first appear."""
+    """Return the leaves of ``whole`` at the positions where each leaf of ``pattern`` first occurs in ``pattern``."""
     return tuple(whole.leaves[whole.places[pattern.places.index(leaf)]] for leaf in range(len(pattern.leaves)))
 
 
@@ -108,7 +108,7 @@ def deliver_input_grads(batch: Batch, step_data: StepData) -> None:
 class _Through(torch.autograd.Function):
     """The autograd node between the caller's graph before the inputs and the caller's graph after the outputs.
 
-    Its backward runs the backwards of the pipeline.
+    The backward of this node runs the backwards of the pipeline.
     """
 
     @staticmethod

@@ -38,7 +38,7 @@ def check_functions(
     wrap: Wrap | None,
     optimizer: Callable[[list[Any]], Optimizer] | None,
 ) -> None:
-    """Raise ModelTypeError if one of the user's functions cannot be called with the arguments that it will get."""
+    """Raise ModelTypeError if one of the user's functions does not accept the arguments that Pipeline passes."""
     as_function(loss_fn, "loss_fn", ("output", "target"))
     as_function(wrap, "wrap", ("stage_module", "stage"))
     as_optimizer(optimizer)
@@ -47,7 +47,7 @@ def check_functions(
 def facts_of(model: nn.Module, call: Any, options: Mapping[str, Any]) -> dict[str, str]:
     """Return the facts that must be identical on all ranks of a mesh before they plan.
 
-    These are torch's version, the arguments of Pipeline, and the structure of the model.
+    The facts are torch's version, the arguments of Pipeline, and the structure of the model.
 
     Args:
         model: the user's module.

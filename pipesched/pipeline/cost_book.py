@@ -1,4 +1,4 @@
-"""Cost book: the measured costs of a pipeline's layers and devices, and the stage costs that follow from them."""
+"""Cost book: the measured costs of a pipeline's layers and devices, and the stage costs computed from these."""
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
@@ -67,7 +67,7 @@ class CostBook:
         self.overheads: Overheads | None = None
         #: The rows of a micro-batch for which the plan was found; 0 without a search.
         self.planned_rows = 0
-        #: Device -> its time relative to the other devices, for devices that the measured steps showed to differ.
+        #: Device -> the device's time relative to the others, for devices that the measured steps showed to differ.
         self.slow: dict[Hashable, float] = {}
         self._kinds: dict[str, Hashable] | None = None
         self._model = model
@@ -77,7 +77,7 @@ class CostBook:
         self._intra_op_threads = intra_op_threads
 
     def measured(self, *, crowds: bool = False) -> dict[str, LayerCosts]:
-        """Return the layers' costs. The first call measures them; no step may be running then.
+        """Return the layers' costs, keyed by layer. The first call measures the layers; no step may be running then.
 
         Args:
             crowds: whether to also measure how much longer layers take while another rank of this process computes.
@@ -98,17 +98,17 @@ class CostBook:
         return self.layers
 
     def forget(self) -> None:
-        """Discard the measured costs, so that the next use measures the layers again."""
+        """Discard the measured layer costs, so that the next use measures the layers again."""
         self.layers = None
         self._kinds = None
 
     def for_rows(self, rows: int) -> dict[str, LayerCosts]:
-        """Return the layers' costs for micro-batches of this many rows, scaled from the costs for the planned size."""
+        """Return the layers' costs for micro-batches of ``rows`` rows, scaled from the costs for the planned size."""
         graph = Profile({self.planned_rows: self.layered.graph(self.measured())}).graph(rows)
         return {name: costs_of(graph, name) for name in graph}
 
     def treated(self, programs: ProgramFactory) -> dict[str, LayerCosts]:
-        """Return the layers' costs under the checkpointing of these programs."""
+        """Return the layers' costs with the checkpointing of these programs, keyed by layer."""
         return treated(self.measured(), programs.checkpoint)
 
     def stage_costs(
@@ -130,7 +130,7 @@ class CostBook:
         return replace(slowed(costs, [self.slowness(rank) for rank in program.placement]), links=self.links)
 
     def expected_costs(self, programs: ProgramFactory, cut: StageLayers) -> Costs:
-        """Return the stages' costs, including overheads."""
+        """Return the stages' costs, including the ranks' overheads."""
         return replace(self.stage_costs(programs, cut), overheads=self.overheads)
 
     @cached_property

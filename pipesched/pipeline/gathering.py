@@ -16,7 +16,7 @@ from pipesched.tensors.meta_tensors import give_contents
 
 __all__ = ["gather_model", "merged_state", "named_tensors", "place_weights"]
 
-#: The shape and the number of bytes of each tensor that a rank sends, by name.
+#: Name of a tensor that a rank sends -> the shape of the tensor, and its number of bytes.
 _Share = Mapping[str, tuple[tuple[int, ...], int]]
 
 _BATCH = 64 << 20  # the most bytes in a group of several tensors that is sent as one message
@@ -27,7 +27,7 @@ def place_weights(roots: Mapping[str, nn.Module], guard: StaleGuard, host: RankH
     """Record in the model's StaleGuard which rank trains each tensor.
 
     Args:
-        roots: the model and the loss module, by the prefix of their parameters' names.
+        roots: the model and the loss module, keyed by the prefix of their parameters' names.
         guard: the StaleGuard, which refuses reads of the model while its weights are stale.
         host: the host of the ranks.
         assembly: the stages.
@@ -69,7 +69,7 @@ def gather_model(
     """Copy the weights and buffers of all ranks into the model of one rank, or of every rank. Collective under a mesh.
 
     Args:
-        roots: the model and the loss module, by the prefix of their parameters' names.
+        roots: the model and the loss module, keyed by the prefix of their parameters' names.
         state: the state of this rank.
         guard: the StaleGuard, which refuses reads of the model while its weights are stale.
         host: the host of the ranks.
@@ -101,7 +101,7 @@ def gather_model(
 
 
 def _holder(roots: Mapping[str, nn.Module], name: str) -> nn.Module:
-    """Return the module that owns the extra state of this name."""
+    """Return the module that owns the extra state with this name."""
     prefix = max((prefix for prefix in roots if name.startswith(prefix)), key=len)
     return roots[prefix].get_submodule(name.removeprefix(prefix).removesuffix(_EXTRA).removesuffix("."))
 
@@ -131,7 +131,7 @@ def _check_target(rank: Any, asked: Sequence[Any], num_ranks: int) -> range:
 
 
 def _misfit(tensors: Mapping[str, Tensor], shares: Sequence[_Share]) -> str | None:
-    """Return the reason why this rank's model cannot take the tensors of all ranks; None if it can."""
+    """Return the reason why the tensors of all ranks do not fit this rank's model; None if the tensors fit."""
     sent = {name: (rank, shape) for rank, share in enumerate(shares) for name, (shape, _) in share.items()}
     for name, (rank, shape) in sent.items():
         if name not in tensors:

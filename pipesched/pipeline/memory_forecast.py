@@ -132,7 +132,7 @@ class MemoryForecast:
         return now.sizes
 
     def _with_optimizers(self, costs: Costs) -> Costs:
-        """Add the memory of the stages' optimizers to the costs. Assumes the same kind of optimizer on all ranks."""
+        """Return the costs plus the memory of the optimizers. Assumes the same kind of optimizer on all ranks."""
         assembly = self._running.assembly
         known = next(iter(assembly.optimizers.values()), None)
         if known is None:

@@ -1,4 +1,4 @@
-"""Module interface: the nn.Module methods of a pipeline, which act on its model and its loss module."""
+"""Module interface: the nn.Module methods of a pipeline, for the pipeline's model and loss module."""
 
 from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
@@ -16,14 +16,15 @@ _LOSS_PREFIX = "loss_fn."
 
 
 class ModuleInterface:
-    """The nn.Module methods of a pipeline. They act on its model and its loss module.
+    """The nn.Module methods of a pipeline. They act on the pipeline's model and loss module.
 
-    Names are the model's own; the names of a loss module's tensors start with ``loss_fn.``. Every method first finishes
-    the steps of an asynchronous schedule that are under way. Under a mesh the methods cover only this rank's stages.
+    Tensors have the same names as in the model; names of a loss module's tensors start with ``loss_fn.``. Every method
+    first finishes the steps of an asynchronous schedule that are under way. Under a mesh the methods cover only this
+    rank's stages.
 
     - ``parameters``, ``buffers`` and ``modules`` with their ``named_...`` variants, ``train``, ``eval``, ``zero_grad``
       and ``apply``: as in nn.Module.
-    - ``state_dict``, ``load_state_dict``: interchangeable with those of the bare model.
+    - ``state_dict``, ``load_state_dict``: state dicts are interchangeable with the bare model's state dicts.
     - ``to``, ``half``, ``bfloat16``, ``float``, ``double``: change the dtype. Passing a device raises TypeError.
     - ``len()``, iteration and indexing: for an nn.Sequential. ``bool(pipe)`` is always True, even if the length is 0.
     """
@@ -31,7 +32,7 @@ class ModuleInterface:
     def __init__(self, model: nn.Module, loss_fn: Callable[[Any, Any], Any] | None) -> None:
         self.model = model
         self.loss_fn = loss_fn
-        #: The model and the loss module, by the prefix of their parameters' names.
+        #: The model and the loss module, keyed by the prefix of their parameters' names.
         self._roots: dict[str, nn.Module] = {"": model}
         if isinstance(loss_fn, nn.Module):
             self._roots[_LOSS_PREFIX] = loss_fn
@@ -51,7 +52,7 @@ class ModuleInterface:
             )
 
     def _modules(self) -> dict[str, nn.Module]:
-        """Return the model and the loss module by prefix, with their latest weights."""
+        """Return the model and the loss module with their latest weights, keyed by the prefix of tensor names."""
         return self._roots
 
     def named_modules(self) -> Iterator[tuple[str, nn.Module]]:
@@ -103,9 +104,9 @@ class ModuleInterface:
     def parameters(self) -> Iterator[nn.Parameter]:
         """Iterate over the parameters, for example for ``torch.optim.AdamW(pipe.parameters())``.
 
-        Under a mesh they are those of this rank's stages: to clip the gradients of all ranks, call the pipeline's
-        ``clip_grad_norm_``, not torch's. A rank without parameters yields an empty tensor, because torch's optimizers
-        refuse an empty list.
+        Under a mesh these are the parameters of this rank's stages: to clip the gradients of all ranks, call
+        ``Pipeline.clip_grad_norm_``, not torch's. A rank without parameters yields an empty tensor, because torch's
+        optimizers refuse an empty list.
         """
         parameters = [parameter for _, parameter in self.named_parameters()]
         return iter(parameters or [nn.Parameter(torch.empty(0)) for _ in islice(self.model.parameters(), 1)])
@@ -141,7 +142,7 @@ class ModuleInterface:
         Under a mesh a rank needs only the state of its own stages, and ignores the rest of a complete state.
 
         Args:
-            state: the state, by name.
+            state: a dict of tensors, keyed by name.
             strict: whether missing and unexpected keys are errors. Default: True.
 
         Raises:
@@ -181,7 +182,7 @@ class ModuleInterface:
         return self.train(False)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Set the gradients of all parameters to None, or to zero if ``set_to_none`` is False."""
+        """Set the gradient of each parameter to None, or to zero if ``set_to_none`` is False."""
         for module in self._modules().values():
             module.zero_grad(set_to_none)
 

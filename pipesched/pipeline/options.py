@@ -178,7 +178,7 @@ class Numerics:
 
     @property
     def enabled_scaler(self) -> GradScaler | None:
-        """The scaler; None if there is none or if it is disabled."""
+        """The enabled scaler; None if there is no scaler or the scaler is disabled."""
         return self.scaler if self.scaler is not None and self.scaler.is_enabled() else None
 
     @property

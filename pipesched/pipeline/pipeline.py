@@ -66,13 +66,13 @@ class Pipeline(SavingInterface):
             optimizer.step()
             optimizer.zero_grad()
 
-    The model's own Parameters are trained. They are moved to the devices in place and keep their names. A Pipeline is
+    The model's own Parameters are trained, moved to the devices in place, and keep their names. A Pipeline is
     not an nn.Module, but it has the module methods that training loops call; ``pipe.model`` is the model itself.
 
     With ``mesh=`` every process builds the Pipeline from the same model and arguments and trains its own stages. All
     processes call the same methods, by default with the same batch. ``gather_model()`` collects the trained weights.
     From the first step until that call, calling, copying or saving the model itself raises ExecutionError.
-    ``clip_grad_norm_()`` clips the gradients of all ranks; torch's own function would clip those of each rank apart.
+    ``clip_grad_norm_()`` clips the gradients of all ranks together; torch's own function would clip each rank's alone.
 
     Args:
         model: an nn.Module; a list of modules, each of which takes the output of the previous module; a function that
@@ -334,11 +334,12 @@ class Pipeline(SavingInterface):
             return_outputs: also return the model's output. Default: False.
             gather: under a mesh, return the output on every rank, not only on the last stage's rank. Default: False.
             microbatches: in place of inputs and target, the batch as a list of `Microbatch` objects, each with shapes
-                of its own. Their number may differ from ``num_microbatches`` unless the program fixes it. Default: None
-                (the batch is split).
+                of its own. The list can have any length, unless the program fixes the number of micro-batches.
+                Default: None (the batch is split).
             metrics: ``metrics(outputs, target)`` -> a dict of named scalars (numbers or tensors of shape []) of one
-                micro-batch, called without gradients where the outputs are. ``pipe.metrics`` has them, averaged as the
-                losses are. Under a mesh every rank passes it. Default: None.
+                micro-batch, called without gradients on the rank that has the outputs. ``pipe.metrics`` holds the
+                averages of these scalars, weighted like the losses. Under a mesh every rank must pass ``metrics``.
+                Default: None.
             **kwargs: the model's keyword inputs, for the whole batch.
 
         Returns:
@@ -440,8 +441,8 @@ class Pipeline(SavingInterface):
             loss.backward()
 
         In training mode with gradients enabled, the output can be differentiated once, in one process. ``backward()``
-        then runs the stages' backwards in GPipe's order and adds the gradients of parameters to ``.grad``. It never
-        updates weights: with ``optimizer=``, step the optimizers in ``pipe.optimizers`` yourself.
+        then runs the stages' backwards in GPipe's order and adds the gradients of parameters to ``.grad``, but
+        never updates weights: with ``optimizer=``, step the optimizers in ``pipe.optimizers`` yourself.
         ``torch.autograd.grad`` returns gradients of inputs only. Under ``no_grad`` or in evaluation mode only forwards
         run.
 
@@ -478,18 +479,19 @@ class Pipeline(SavingInterface):
             optimizer.step()
             optimizer.zero_grad()
 
-        The norm is that of all parameters on all ranks, and has the same bits under every plan;
-        ``pipesched.testing.clip_grad_norm_`` computes it for a model without a pipeline. torch's own
+        The norm covers the gradients of all parameters on all ranks, and has the same bits under every plan;
+        ``pipesched.testing.clip_grad_norm_`` computes this norm for a model without a pipeline. torch's own
         ``clip_grad_norm_`` sees only the parameters of one rank, so under a mesh each rank would scale its gradients by
-        another factor. With ``optimizer=`` pass ``Numerics(clip_grad_norm=)`` instead.
+        a different factor. With ``optimizer=`` pass ``Numerics(clip_grad_norm=)`` instead.
 
         Args:
-            max_norm: the largest norm that the gradients keep, above 0. With ``math.inf`` they are only measured.
+            max_norm: the largest norm of all gradients together, above 0. ``math.inf`` only measures the norm.
             norm_type: the order of the norm, above 0; ``math.inf`` for the largest absolute value. Default: 2.
             error_if_nonfinite: whether a norm that is infinite or NaN is an error. Default: False.
 
         Returns:
-            The norm before clipping, a 0-d tensor: float32, or float64 if a gradient is. 0 if there are no gradients.
+            The norm before clipping, a 0-d tensor: float32, or float64 if a gradient is float64. 0 without
+            gradients.
 
         Raises:
             InputError: an argument is wrong or differs between ranks, or steps update the weights themselves.
@@ -546,7 +548,7 @@ class Pipeline(SavingInterface):
 
     @property
     def optimizers(self) -> dict[int, Optimizer]:
-        """The optimizers that ``optimizer=`` created, by stage.
+        """The optimizers that ``optimizer=`` created, keyed by stage number.
 
         Use them to save optimizer states or to attach learning rate schedulers. Reading this property calls
         ``flush()``. If you keep an optimizer or a scheduler, call ``flush()`` before each change to it: otherwise an
@@ -559,7 +561,7 @@ class Pipeline(SavingInterface):
 
     @property
     def plan(self) -> Plan:
-        """The running plan, with the costs known so far."""
+        """The running plan, with the stage costs known so far."""
         return self._running.plan(self._book, self.model, self._history.costs)
 
     def replan(self, plan: Plan | None = None, *, steps_left: int | None = None, measure: bool = False) -> Replanned:
@@ -619,7 +621,7 @@ class Pipeline(SavingInterface):
 
     @property
     def checkpoint(self) -> Checkpoint:
-        """The checkpointing in use: one mode for all stages, or a dict with the options of individual layers."""
+        """The checkpointing in use: one mode for all stages, or a dict from layer name to option."""
         return self._running.assembly.programs.checkpoint
 
     @property
@@ -636,7 +638,7 @@ class Pipeline(SavingInterface):
 
     @property
     def metrics(self) -> dict[str, torch.Tensor]:
-        """The named scalars of the last step or evaluation: those of ``metrics=``, and the losses of `add_loss`.
+        """The named scalars of the last step or evaluation: the results of ``metrics=``, and the losses of `add_loss`.
 
         ::
 
@@ -646,9 +648,9 @@ class Pipeline(SavingInterface):
             loss = pipe.step(x, target=y, metrics=metrics)
             print(pipe.metrics["accuracy"])
 
-        Each is a detached 0-d tensor (those of ``metrics=`` in float64), on every rank of a mesh. Reading the dict
+        Each scalar is a detached 0-d tensor (float64 for ``metrics=``), on every rank of a mesh. Reading the dict
         under a mesh waits for the step's values; reading a value on a GPU waits for the step. With an asynchronous
-        schedule they belong to the step whose loss ``step`` has returned last.
+        schedule the scalars belong to the step whose loss ``step`` has returned last.
         """
         return self._steps.metrics.last
 
@@ -656,9 +658,9 @@ class Pipeline(SavingInterface):
     def trace(self) -> Trace:
         """The measured trace of the last step. On a GPU, reading it waits for the step to end.
 
-        Under a mesh it holds only this rank's actions; ``gather_trace()`` returns those of all ranks. For an
-        asynchronous schedule it holds the steps since the last flush, at most the last six; work begun before those
-        steps is not counted as in flight.
+        Under a mesh the trace holds only this rank's actions; ``gather_trace()`` returns the actions of all ranks. For
+        an asynchronous schedule the trace holds the steps since the last flush, at most the last six; work begun before
+        those steps is not counted as in flight.
 
         Raises:
             ExecutionError: no step has run under this plan yet.
@@ -679,7 +681,7 @@ class Pipeline(SavingInterface):
     def predicted(self) -> Trace:
         """The simulated trace of a step, from the action times of earlier steps or, if there are none, layer costs.
 
-        For an asynchronous schedule it holds enough steps to show the steady state, and the flush at the end.
+        For an asynchronous schedule the trace holds enough steps to show the steady state, and the flush at the end.
         """
         return self._history.predicted
 
@@ -687,7 +689,7 @@ class Pipeline(SavingInterface):
     def predicted_memory(self) -> tuple[RankMemory, ...]:
         """The predicted peak memory of each rank in a step, broken down by purpose.
 
-        For an asynchronous schedule it covers enough steps to reach the steady state.
+        For an asynchronous schedule the prediction covers enough steps to reach the steady state.
         """
         return self._memory.by_rank()
 
@@ -760,7 +762,8 @@ class Pipeline(SavingInterface):
     def close(self) -> None:
         """Flush, and stop the ranks. Deleting the pipeline stops them without a flush.
 
-        The model keeps its weights. Under a mesh it lacks the weights trained by other ranks; see ``gather_model``.
+        The model keeps its weights. Under a mesh the model lacks the weights that other ranks trained; see
+        ``gather_model``.
         """
         host = self._running.host
         failed = isinstance(host, MeshRanks) and host.executor.closed

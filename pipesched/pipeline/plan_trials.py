@@ -38,7 +38,7 @@ class Trial:
 
     model: Any
     sample: Any  #: one micro-batch; its rows are repeated to fill a batch
-    loss_fn: Callable[[Any, Any], Any] | None  #: None: the model's own loss, or the sum of its outputs
+    loss_fn: Callable[[Any, Any], Any] | None  #: None: the model's own loss, or else the sum of its outputs
     target: Any  #: the sample's target
     split_dims: SplitDims
     where: Mapping[str, Any]  #: devices or mesh, and whole_layers, as for ``Pipeline``
@@ -46,7 +46,7 @@ class Trial:
     batch_size: int
 
     def run(self, plans: Sequence[Plan], told: Callable[[float], None]) -> list[list[Trace]]:
-        """Run the plans in turn and return the measured steps of each.
+        """Run the plans in turn, and return a list of measured steps for each plan.
 
         In one process, no steps are returned for a plan that runs out of device memory; the error is raised only if no
         plan fits. Collective over a mesh.
@@ -89,7 +89,7 @@ class Trial:
                 yield trace
 
     def _batch(self) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
-        """Return a whole batch made of copies of the sample's rows, so that layers can safely write to it."""
+        """Return a whole batch made of copies of the sample's rows, so that layers can safely write to the batch."""
         args, kwargs = as_call(self.sample)
         splitter = Splitter(1, fixed=False, split_dims=self.split_dims)
         target = self.target
@@ -169,7 +169,7 @@ def _copy(tensor: Tensor) -> Tensor:
 
 
 def _own_loss(output: Any, _: Any) -> Tensor:
-    """Return the model's own loss, or the sum of its outputs if it has none."""
+    """Return the model's own loss or, without one, the sum of the model's outputs."""
     loss = loss_entry(output)
     if isinstance(loss, Tensor) and not loss.dim():
         return loss

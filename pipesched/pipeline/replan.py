@@ -46,7 +46,7 @@ _COPIED = 1 << 22  # bytes of the copy that measures the speed between devices
 
 
 class _Place(NamedTuple):
-    """The device of a parameter or buffer, and the total bytes of the tensor, its gradient and its optimizer state."""
+    """The device of a parameter or buffer, and the total bytes of the tensor with gradient and optimizer state."""
 
     device: torch.device
     nbytes: int
@@ -59,7 +59,7 @@ class Replanner:
         running: the running plan; the Replanner replaces its contents.
         book: the known costs of layers and devices.
         history: the last steps.
-        roots: the model and the loss module, by the prefix of their parameters' names.
+        roots: the model and the loss module, keyed by the prefix of their parameters' names.
         spec: the model and the user's options for its stages.
         asked: the boundaries that the user fixed.
         limits: the most bytes that each rank may hold; None for no limit.
@@ -101,11 +101,11 @@ class Replanner:
         return self._move(programs, self._book.cut_stages(self._host(), pins, programs, plan))
 
     def improve(self, steps_left: int | None, *, measure: bool) -> Replanned:
-        """Switch to a better cut if the measured times of the last steps show that one is worth the move.
+        """Switch to a better cut if the measured times of the last steps show that the new cut is worth the move.
 
         Args:
-            steps_left: the steps still to run; None if that is not known.
-            measure: measure the layers again first.
+            steps_left: the number of steps still to run; None if unknown.
+            measure: whether to measure the layers again first.
 
         """
         running = self._running

@@ -1,4 +1,4 @@
-"""Running plan: the ranks, stages and batch splitting that a pipeline uses now, and its last steps."""
+"""Running plan: the ranks, stages and batch splitting that a pipeline uses now, and the timelines of recent steps."""
 
 from collections import deque
 from dataclasses import dataclass, field
@@ -52,7 +52,7 @@ class RunningPlan:
         return self.assembly.cut
 
     def flush(self) -> Tensor | None:
-        """Finish the steps of an asynchronous schedule that are under way. Returns the loss of the last step."""
+        """Finish the steps that are under way. Returns the loss of the last step, or None if no step is under way."""
         return self.stream.flush() if self.stream is not None and self.stream.open else None
 
     def replace(self, *, host: RankHost, assembly: Assembly, splitter: Splitter) -> None:
@@ -90,7 +90,7 @@ class RunningPlan:
         )
 
     def _ties(self, layered: LayeredModel, model: nn.Module) -> tuple[Tie, ...]:
-        """Return the weights that several stages use, one Tie per group of stages."""
+        """Return the weights that several stages use, with one Tie for each group of stages."""
         cut = self.assembly.cut
         stages_of: dict[str, list[int]] = {}
         for use in layered.uses(cut, range(len(cut))):
@@ -113,7 +113,7 @@ class RunningPlan:
         )
 
     def _memory_of(self, stage: int) -> Any:
-        """Return a key for the memory of a stage. Stages on one device of one process have the same key."""
+        """Return a key for the memory of a stage; the same key for all stages on one device of one process."""
         rank = self.program.placement[stage]
         return self.host.devices[rank] if isinstance(self.host, ThreadRanks) else rank
 

@@ -49,7 +49,7 @@ def check_form(form: CallForm | None, method: str, given: GivenBatch, error: Exc
     Args:
         form: the form of the sample; None in a process that passes no batch.
         method: the method of the pipeline that was called.
-        given: its batch.
+        given: the batch that was passed to this method.
         error: the error that the call raised.
 
     """

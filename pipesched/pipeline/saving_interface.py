@@ -45,7 +45,7 @@ class SavingInterface(ModuleInterface):
         asynchronous: bool = False,
         keep: int | None = None,
     ) -> None:
-        """Save the run. Loaded under any plan, it continues bit-identically to a run that never stopped.
+        """Save the run. The loaded run continues under any plan, bit-identically to a run that never stopped.
 
         ::
 
@@ -53,9 +53,9 @@ class SavingInterface(ModuleInterface):
             pipe.save("checkpoints", optimizer=optimizer, keep=3)  # checkpoints/step-00000100, ...
 
         A checkpoint holds parameters, buffers, optimizer states, the number of steps, the seed and the plan, in
-        safetensors and JSON files with hashes. It does not hold gradients, so save between ``optimizer.step()`` and the
+        safetensors and JSON files with hashes. Gradients are not saved, so save between ``optimizer.step()`` and the
         next ``step()``. A checkpoint that is already at ``path`` stays usable until the new one is complete, even if
-        the save is killed or the disk is full. Under a mesh, every rank must call this method. Each writes its own
+        the save is killed or the disk is full. Under a mesh, every rank must call this method. Each rank writes its own
         stages to a file system that all ranks share.
 
         Args:
@@ -96,17 +96,17 @@ class SavingInterface(ModuleInterface):
             for step in range(restored.step, 1000):
                 ...
 
-        Weights, buffers and optimizer states are loaded by name. The number of steps and the seed become those of the
-        saved run, and gradients are cleared. Everything is checked first: if anything does not fit, nothing changes.
-        Under a mesh, every rank must call this method. Each reads the files that it needs.
+        Weights, buffers and optimizer states are loaded by name. The number of steps and the seed are set to the
+        saved values, and gradients are cleared. Everything is checked first: if anything does not fit, nothing changes.
+        Under a mesh, every rank must call this method, and reads only the files that it needs.
 
         Args:
             path: the folder of a checkpoint, or a folder in which ``keep`` made several; then the newest undamaged
                 checkpoint is loaded.
-            optimizer: the optimizer of ``pipe.parameters()``, or a list or dict of several. Its class must be the saved
-                one. The options of each group become those saved for the group's parameters.
+            optimizer: the optimizer of ``pipe.parameters()``, or a list or dict of several. Its class must be that of
+                the saved optimizer. The options of each group become those saved for the group's parameters.
             scheduler: the learning rate scheduler, or a list or a dict by stage.
-            extra: objects with ``load_state_dict()``, by name.
+            extra: a dict of objects with ``load_state_dict()``, keyed by name.
 
         Returns:
             The step, the seed, and the saved values of ``extra``.
@@ -184,9 +184,9 @@ class SavingInterface(ModuleInterface):
             pipe = Pipeline(build, sample, init="gpt", devices=devices)
 
         Each process writes its own weights to a safetensors file such as ``model-00001-of-00002.safetensors``. The
-        first process also writes the index and, if the model has one, its configuration. The names are those of the
-        model's ``state_dict``. Tied weights are written once, and the weights of a loss module are left out. Weights
-        that the folder already contains are replaced.
+        first process also writes the index and, if the model has one, its configuration. The names are the keys of
+        the model's ``state_dict``. Tied weights are written once, and the weights of a loss module are left out.
+        Weights that the folder already contains are replaced.
 
         Args:
             folder: the folder, on a file system that all ranks share.

@@ -41,7 +41,7 @@ class StepHistory:
         return self._with_bound(trace)
 
     def gather_trace(self) -> Trace | None:
-        """Return ``trace`` for all ranks on one clock. Collective under a mesh."""
+        """Return the trace of the last step for all ranks, with times on one clock. Collective under a mesh."""
         running = self._running
         host = running.host
         if not isinstance(host, MeshRanks) or not running.runs:
@@ -100,8 +100,8 @@ class StepHistory:
     def _earlier(self) -> list[Timeline]:
         """The steps before the last step, for the prediction.
 
-        The first step is left out if there are others, because it includes warm-up. Empty under a mesh, because this
-        process has measured only its own rank.
+        The first step is left out if there are others, because it includes warm-up. The list is empty under a mesh,
+        because this process has measured only its own rank.
         """
         earlier = list(self._running.runs)[:-1] if isinstance(self._running.host, ThreadRanks) else []
         return earlier[1:] if len(earlier) > 1 else earlier

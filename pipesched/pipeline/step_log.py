@@ -20,7 +20,7 @@ class _Writer(Protocol):
     """The part of torch.utils.tensorboard.SummaryWriter that the log uses."""
 
     def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> Any:
-        """Write one number."""
+        """Write a scalar under a tag, for one step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +40,7 @@ class StepFigures:
 
     @property
     def scalars(self) -> dict[str, float]:
-        """The figures by TensorBoard tag, such as ``pipesched/step_s``; unknown figures are left out."""
+        """The figures keyed by TensorBoard tag, such as ``pipesched/step_s``; unknown figures are left out."""
         named = {name: value for name, value in vars(self).items() if name not in ("step", "busy", "metrics")}
         named |= {f"metrics/{name}": value for name, value in self.metrics.items()}
         named |= {f"busy/rank_{rank}": share for rank, share in enumerate(self.busy)}

@@ -11,7 +11,7 @@ __all__ = ["explain_backward", "without_attributes"]
 
 
 def explain_backward(loss: "ref[Tensor]", *args: Any, **kwargs: Any) -> None:
-    """Serves as the ``backward`` of the loss that a step returned; raises ExecutionError."""
+    """Act as the ``backward`` method of a loss that a step returned: raise ExecutionError."""
     tensor = loss()
     if tensor is not None and tensor.requires_grad:  # the caller has added a term to it in place
         Tensor.backward(tensor, *args, **kwargs)  # type: ignore[no-untyped-call]
@@ -24,4 +24,4 @@ def explain_backward(loss: "ref[Tensor]", *args: Any, **kwargs: Any) -> None:
 
 
 def without_attributes() -> None:
-    """Serves as the ``__getstate__`` of the loss; returns no state, so that torch pickles a plain tensor."""
+    """Act as the ``__getstate__`` method of that loss: return no state, so that torch pickles a plain tensor."""

@@ -72,11 +72,11 @@ class StepRunner:
         self._memory = memory
         self._intra_op_threads = intra_op_threads
         self._nonfinite = NonfiniteReaction()
-        #: The named scalars of the last step or evaluation.
+        #: The named scalars of the last step or evaluation; ``metrics.last`` is a dict.
         self.metrics = StepMetrics()
 
     def step(self, given: GivenBatch, metrics: Metrics | None = None, **wanted: bool) -> Any:
-        """Run all micro-batches forward and backward. ``wanted`` holds return_outputs and gather, as for StepCall."""
+        """Run a step, and return what ``Pipeline.step`` returns. ``wanted`` holds return_outputs and gather."""
         running = self._running
 
         def make() -> StepCall:
@@ -128,7 +128,7 @@ class StepRunner:
         self._nonfinite.react(step_data.step, verdict, step_data.watch, rules, self._running.host)
 
     def evaluate(self, given: GivenBatch, metrics: Metrics | None = None, **wanted: bool) -> Any:
-        """Run all micro-batches forward, and compute the loss of the batch."""
+        """Run all micro-batches forward, and return what ``Pipeline.evaluate`` returns."""
 
         def make() -> StepCall:
             batch = self._batch("evaluate", given)

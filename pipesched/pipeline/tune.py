@@ -83,8 +83,8 @@ def tune(
     noise, the plan with the shortest predicted step. ``Plan.alternatives`` lists the other plans with their predicted
     and measured times. Without trial runs, identical profiles give identical plans.
 
-    Trial runs leave weights, buffers, gradients and random state unchanged. They run the hooks of modules, but not the
-    hooks of parameters. Only schedules that leave the results of training unchanged are considered. The number of
+    Trial runs leave weights, buffers, gradients and random state unchanged. These runs call module hooks, but no
+    parameter hooks. Only schedules that leave the results of training unchanged are considered. The number of
     micro-batches changes the results of BatchNorm and of losses that compare rows: pass num_microbatches for such
     models.
 
@@ -110,7 +110,7 @@ def tune(
         ranks_are: whether ranks are "threads" of one process or "processes". Default: "processes" with a mesh, else
             "threads".
         profile: the layers' costs, as a Profile or the path of a saved one. Default: None (the layers are measured).
-        loss_fn: the loss, as for Pipeline. It is measured and run with the target. Default: the model's own loss,
+        loss_fn: the loss, as for Pipeline, measured and run with the target. Default: the model's own loss,
             or the sum of the model's outputs.
         target: the sample's target for loss_fn.
         split_dims: how arguments are split into micro-batches, as for Numerics. Default: 0.
@@ -194,7 +194,7 @@ def _host_for(devices: Sequence[Any], mesh: DeviceMesh | None) -> RankHost:
 
 
 def _together(host: MeshRanks, decide: Callable[[Run], Plan], run: Run) -> Plan:
-    """Search on rank 0, while all ranks run its trial plans. Returns the plan on every rank."""
+    """Search on rank 0, while all ranks run the trial plans that rank 0 chooses. Returns the plan on every rank."""
 
     def ask(plans: Sequence[Plan], told: Callable[[float], None]) -> Sequence[Sequence[Trace]]:
         return run(host.agreed(lambda: list(plans)), told)

@@ -1,4 +1,4 @@
-"""Layer memory probe: measures the exact memory needs of a layer by running it under its device's memory tracker."""
+"""Layer memory probe: measures the exact memory needs of a layer by running the layer under a memory tracker."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ __all__ = ["Layer", "Sizes", "sizes_of"]
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
-    """A layer as a stage of its own, or a whole stage. It has already run once with a split backward."""
+    """A layer as a stage of its own, or a whole stage, after a first run with a split backward."""
 
     stage: Stage
     #: (input, whether to leave weight gradients to W) -> output, as a PerConsumer if consumers get different values.
@@ -37,7 +37,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Sizes:
-    """The measured memory of a stage and of its messages."""
+    """The measured memory of a stage, and the sizes of the messages to and from this stage."""
 
     memory: LayerMemory
     #: The sizes of the message to each consumer stage. `Message.back` is set when the consumer is measured.
@@ -108,9 +108,10 @@ class _Pass:
     backward, the input gradient and the weight gradient. The attributes hold bytes:
 
     - ``forward``: the peak of the forward, including its input.
-    - ``backward``: the peak of B or I beyond the kept activations, including the output's gradients.
-    - ``left``: the memory that I keeps for W; ``left_input`` and ``left_grad`` are its inputs and its gradients.
-    - ``delivery``: the peak of W beyond ``left``. ``deferred``: the weight gradients that W computes.
+    - ``backward``: the peak of B or I in addition to the kept activations, including the output's gradients.
+    - ``left``: the memory in use between I and W. ``left_input`` and ``left_grad``: the parts of this memory that hold
+      the layer's inputs, and the gradients that W needs.
+    - ``delivery``: the peak of W in addition to ``left``. ``deferred``: the weight gradients that W computes.
     """
 
     def __init__(self, layer: Layer, arrived: Payload, books: Books, *, split: bool) -> None:
@@ -165,7 +166,7 @@ class _Pass:
             self.delivery = books.peak - left
 
     def _given(self, outputs: list[Payload]) -> Message:
-        """Drop the first output and measure the memory that this frees. Returns the sizes of its message."""
+        """Remove and free the first output. Returns the sizes of the message that would carry this output."""
         before = self._books.bytes
         one = outputs.pop(0)
         arriving = sum(tensor.nbytes for tensor in one.tensors)

@@ -140,7 +140,7 @@ class _Kind:
     crowding: list[float] = field(default_factory=list)
 
     def costs(self) -> LayerCosts:
-        """Return the medians over all measured calls."""
+        """Return the costs, as medians over all measured calls."""
         seconds: dict[str, list[float]] = {column: [] for column in TIMES}
         for subject in self.subjects:
             for column in TIMES:
@@ -166,7 +166,7 @@ class _Kind:
         )
 
     def measured(self, costs: LayerCosts) -> Measured:
-        """Return the data for the plausibility check."""
+        """Return the costs and the times for the plausibility check."""
         each_s = [
             median(subject.seconds["forward_s"]) + median(subject.seconds["backward_s"]) for subject in self.subjects
         ]
@@ -189,7 +189,7 @@ _WAITS = 0.1  # a layer that spends more than this fraction of its time waiting 
 
 
 class Between(nn.Module):
-    """A layer that calls a function from the code between layers. If it cannot run alone, its costs are zero."""
+    """A layer that calls a function from the code between layers; without costs if the function cannot run alone."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__()
@@ -203,7 +203,7 @@ class Between(nn.Module):
 
 
 class _Survey:
-    """Measures the layer calls of a model. Of several calls with the same costs, it measures only some."""
+    """Measures the layer calls of a model. Of several calls with the same costs, only some are measured."""
 
     def __init__(self, device: torch.device, caller: Caller, threads: int, effort: Effort) -> None:
         self._device = device
@@ -263,7 +263,7 @@ class _Survey:
             )
 
     def _doubts(self, kinds: Mapping[str, Any]) -> dict[str, str]:
-        """Return descriptions of implausible measurements, by the name of the first layer of each kind."""
+        """Return descriptions of implausible measurements, keyed by the name of the first layer of each kind."""
         costs = {kind: known.costs() for kind, known in self._kinds.items()}
         all_s = sum(costs[kind].forward_s + costs[kind].backward_s for kind in kinds.values())
         first: dict[Any, str] = {}
@@ -326,7 +326,7 @@ class _Survey:
 
 
 class _Held(nn.Module):
-    """Calls a layer without registering its parameters, because a Stage would mistake their copies for shards."""
+    """Calls a layer but does not register the layer's parameters: a Stage would mistake their copies for shards."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -350,7 +350,7 @@ class _Alone:
         self.stage.weight_grad(0)
 
     def forward(self, given: Payload, split: bool) -> Payload:
-        """Run the layer as the forward of a new step."""
+        """Start a new step, and return the output of the layer for ``given``."""
         self._lap.forget_graphs(self._layer)
         wanted = [tensor.detach().requires_grad_() for tensor in given.wanted]
         self._step = StepData(0, 0, [unchanged(given.with_wanted(wanted))], autocast=self._caller.autocast)

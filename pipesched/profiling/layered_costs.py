@@ -69,7 +69,7 @@ def graph_of(
 def measure(
     known: LayeredModel, device: torch.device, intra_op_threads: int, effort: Effort = QUICK
 ) -> dict[str, LayerCosts]:
-    """Measure the costs of each layer."""
+    """Return the measured costs of each layer, keyed by the layer's name."""
     if isinstance(known, CapturedModel):
         return _measure_captured(known, device, intra_op_threads, effort)
     return measure_layers(known.layers, known.sample, device, intra_op_threads, effort)
@@ -78,7 +78,7 @@ def measure(
 def _measure_captured(
     known: CapturedModel, device: torch.device, intra_op_threads: int, effort: Effort
 ) -> dict[str, LayerCosts]:
-    """Measure the costs of each layer, including the later calls that must stay in the same stage."""
+    """Return measured costs, keyed by layer, including later calls that must stay in the layer's stage."""
     capture = known.captures[known.model.training]
     trained = capture.trained({name for name, parameter in known.model.named_parameters() if parameter.requires_grad})
     calls = {}

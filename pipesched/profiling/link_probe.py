@@ -109,7 +109,7 @@ def _rounds(num_ranks: int) -> Iterator[list[Pair]]:
 
 
 def _measured(pairs: list[Pair], num_ranks: int, run: Run) -> dict[Pair, Link]:
-    """Measure the link from the first rank to the second rank of each pair."""
+    """Return the measured link from the first to the second rank of each pair, keyed by pair."""
     empty = _trips(dict.fromkeys(pairs, 0), num_ranks, _SHORT_TRIPS, run)
     links: dict[Pair, Link] = {}
     sizes = dict.fromkeys(pairs, _FIRST_BYTES)
@@ -129,7 +129,7 @@ def _measured(pairs: list[Pair], num_ranks: int, run: Run) -> dict[Pair, Link]:
 
 
 def _trips(sizes: dict[Pair, int], num_ranks: int, count: int, run: Run) -> dict[Pair, list[float]]:
-    """Measure ``count`` round trips per pair, in seconds: a message of the pair's size, then an empty reply."""
+    """Return the seconds of ``count`` round trips, keyed by pair: a message of the given size, then an empty reply."""
     program = lower(_there_and_back(list(sizes), num_ranks, 1 + count))
     spans = run(program, [nbytes for size in sizes.values() for nbytes in (size, 0, 0)])
     times = {span.action: (span.start_s, span.end_s) for span in spans}

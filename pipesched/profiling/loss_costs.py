@@ -24,13 +24,13 @@ def loss_costs(
     threads: int,
     effort: Effort = QUICK,
 ) -> LayerCosts:
-    """Measure the costs of computing a loss for this output and target."""
+    """Return the measured costs of computing a loss for this output and target."""
     call: tuple[nn.Module, tuple[tuple[Any, ...], dict[str, Any]]] = _OfTarget(loss_fn, target, device), ((output,), {})
     return measure_calls({"loss_fn": call}, {"loss_fn"}, device, threads, effort)["loss_fn"]
 
 
 def with_loss_bytes(costs: LayerCosts, loss: LayerCosts) -> LayerCosts:
-    """Return the last layer's costs, extended by the memory that the loss needs."""
+    """Return the last layer's costs plus the memory that the loss needs."""
     measured = LossMemory(
         kept_bytes=loss.memory.activation_bytes,
         kept_input_bytes=loss.memory.kept_input_bytes,
@@ -43,7 +43,7 @@ def with_loss_bytes(costs: LayerCosts, loss: LayerCosts) -> LayerCosts:
 def with_supposed_loss(
     costs: LayerCosts, loss_fn: Callable[[Any, Any], Any], output: Any, device: torch.device, threads: int
 ) -> LayerCosts:
-    """Return the last layer's costs, extended by the memory of a loss with an unknown target.
+    """Return the last layer's costs plus the memory of a loss with an unknown target.
 
     Tries two targets: one class per row, and a tensor like the output. If the loss accepts both targets, the target
     with the lower memory need is used. If the loss accepts neither, the costs stay unchanged.

@@ -24,7 +24,7 @@ _ROUNDS = 7
 
 
 class Update(NamedTuple):
-    """The costs of updating one parameter."""
+    """The time and memory for updating one parameter."""
 
     #: The part of the optimizer's step that updates the parameter, in seconds.
     update_s: float
@@ -47,7 +47,7 @@ def measure_updates(
 
     Args:
         optimizer: ``optimizer(params)`` -> torch.optim.Optimizer.
-        parameters: the model's parameters by name.
+        parameters: parameter name -> parameter, for the whole model.
         device: the device to run on.
         intra_op_threads: the number of intra-op threads.
 

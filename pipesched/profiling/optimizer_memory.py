@@ -1,6 +1,6 @@
 """Optimizer memory: computes the bytes of an optimizer's state, and the peak memory of its step, for any parameters.
 
-An optimizer of the same class runs steps on meta tensors. These need no memory, so a stage of any size can be examined.
+An optimizer of the same class runs steps on meta tensors. Meta tensors need no memory, so stages can have any size.
 For times, which need real steps, see `pipesched.profiling.optimizer_costs`.
 """
 
@@ -81,10 +81,11 @@ def _stepped(
 
 
 def _enlarged(value: Tensor, stand_in: Tensor, parameter: Tensor) -> int:
-    """Return the bytes of a state tensor for the parameter, given the state tensor for its stand-in.
+    """Return the bytes of a parameter's state tensor, given the state tensor of the parameter's stand-in.
 
-    A dimension as large as the stand-in's becomes as large as the parameter's. A state tensor with a different number
-    of dimensions than the stand-in is scaled in proportion to the bytes, unless it is a scalar.
+    A dimension as large as the same dimension of the stand-in becomes as large as this dimension of the parameter. A
+    state tensor with a different number of dimensions than the stand-in is scaled in proportion to the bytes, unless
+    the state tensor is a scalar.
     """
     if value.dim() != stand_in.dim():
         return math.ceil(value.nbytes * parameter.nbytes / max(1, stand_in.nbytes)) if value.dim() else value.nbytes

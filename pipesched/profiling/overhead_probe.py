@@ -1,8 +1,8 @@
 """Overhead probe: measures the time that ranks need in addition to the work of their stages.
 
 Test programs run on the executors and stages that training uses. A stage's layer times its own work, so the rest of an
-action is overhead. If a rank has twice as much work as its neighbour, the neighbour always waits. This separates the
-overhead of an action without messages, of sending, of receiving, and of the transfer.
+action is overhead. If a rank has twice as much work as its neighbour, the neighbour always waits. Such programs
+separate the overhead of an action without messages, of sending, of receiving, and of the transfer.
 
 The cost of waking up a waiting rank is measured on a pipeline in which all ranks only wait, as they would for a GPU.
 This cost is computed from the measured and the simulated time of the whole pipeline, because delays of different ranks
@@ -104,14 +104,14 @@ class _Layer(nn.Module):
 
 @dataclass(frozen=True)
 class Ran:
-    """A run of a program: its trace, and the seconds of each action's work, without overhead."""
+    """The trace of a program's run, and the seconds of work, without overhead, keyed by action."""
 
     trace: Trace
     work_s: dict[Action, float]
 
 
 class Run(Protocol):
-    """Runs programs of stages with timed work."""
+    """Runs programs whose stages time their own work."""
 
     def __call__(self, program: Program, parts: Sequence[int], rows: int, *, waits: bool = False) -> Ran:
         """Run a program.
@@ -301,7 +301,7 @@ def _pairs(num_ranks: int) -> list[tuple[int, int]]:
 
 
 class _Seen:
-    """Collects overheads in seconds, by kind of action and rows of the message.
+    """Collects overheads in seconds, keyed by the kind of action and the rows of the message.
 
     There are four cases: an action without messages, an action that sends a message, an action that receives a message,
     and a pair of actions on two ranks, the second of which waits for the first.

@@ -32,7 +32,7 @@ class Measured:
 
 
 def doubt(layer: Measured, all_s: float) -> str:
-    """Describe an implausible time of a layer, or return "". ``all_s`` is the total time of all layers, in seconds."""
+    """Return a description of a layer's implausible time, or "". ``all_s`` is the time of all layers, in seconds."""
     costs = layer.costs
     if costs.forward_s + costs.backward_s < max(_LEAST_S, _HEAVY * all_s):
         return ""
@@ -52,7 +52,7 @@ def doubt(layer: Measured, all_s: float) -> str:
 
 
 def doubt_of_sum(layers: Mapping[str, LayerCosts], whole: LayerCosts) -> str:
-    """Describe how far the sum of the layers' times is from the whole model's time; return "" if it is close."""
+    """Return text if the sum of the layers' times is far from the whole model's time, else ""."""
     for column, name in (("forward_s", "forward"), ("backward_s", "backward")):
         took = getattr(whole, column)
         together = sum(getattr(costs, column) for costs in layers.values())

@@ -72,8 +72,8 @@ def profile(
     Args:
         model: an nn.Module, or a list of modules that form a chain. The model may be on the meta device.
         sample: one micro-batch: a tensor, a tuple of arguments, or a dict of keywords.
-        loss_fn: ``loss_fn(output, target)`` -> scalar tensor. Its costs are added to the last layer. Default: None (no
-            loss).
+        loss_fn: ``loss_fn(output, target)`` -> scalar tensor. The costs of the loss are added to the last layer.
+            Default: None (no loss).
         target: the sample's target, required with ``loss_fn``. Default: None.
         optimizer: ``optimizer(params)`` -> torch.optim.Optimizer. If it is given, layers also have ``update_s`` and
             ``optimizer_bytes``. Default: None.
@@ -170,7 +170,7 @@ def _with_loss(
 
 
 def _between(passes: Sequence[Mapping[str, LayerCosts]]) -> dict[str, LayerCosts]:
-    """Return the medians of each layer's costs over several passes."""
+    """Return the medians of the layers' costs over several passes, keyed by layer."""
     found = {}
     for name, first in passes[0].items():
         times = {column: median(getattr(costs[name], column) for costs in passes) for column in _MEDIANS}

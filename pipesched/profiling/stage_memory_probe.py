@@ -40,11 +40,11 @@ class StageSizes:
     """The memory needs of a stage."""
 
     memory: LayerMemory
-    #: The peak memory of a forward without its input, if nothing is kept for a backward.
+    #: The peak bytes of a forward that keeps nothing for a backward, without the input of the forward.
     dropping_bytes: int
-    #: Parameter name -> its size in bytes.
+    #: Parameter name -> the parameter's size in bytes.
     parameters: Mapping[str, int]
-    #: Consumer stage -> the sizes of the message to it.
+    #: Consumer stage -> the sizes of the message to this consumer.
     messages: Mapping[int, Message]
 
 
@@ -114,7 +114,7 @@ def stage_sizes(
 
 
 def messages_of(program: Program, stages: Sequence[StageSizes]) -> dict[tuple[int, int], Message]:
-    """Return the sizes of the messages between a program's stages, given the stages that have their own weights."""
+    """Return the message sizes, keyed by (producer, consumer), given the sizes of stages with their own weights."""
     own = program.weights
     return {
         (giver, taker): stages[own[giver]].messages[own[taker]]
@@ -169,7 +169,7 @@ class _Alone:
         stage.weight_grad(0)
 
     def sizes(self, leaves: Sequence[Tensor]) -> Sizes:
-        """Measure the stage's memory; ``leaves`` are the tensors that accumulate its gradients."""
+        """Measure the stage's memory; ``leaves`` are the tensors that accumulate the stage's gradients."""
         buffers = {buffer for module in self._stage.modules.values() for buffer in module.buffers()}
         layer = Layer(
             stage=self._stage,
@@ -181,7 +181,7 @@ class _Alone:
         return sizes_of(layer, self._given)
 
     def dropping_bytes(self, buffer_bytes: int) -> int:
-        """Return the peak bytes of a checkpointed forward, without its input and the copies of its buffers."""
+        """Return the peak bytes of a checkpointed forward, without the input and the copies of buffers."""
         books = books_of(self._stage.device)
         with books.watching():
             given = self._given.map_tensors(Tensor.clone)

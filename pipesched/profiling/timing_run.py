@@ -1,7 +1,7 @@
 """Timing run: times layers together, forwards in order and then backwards in reverse order.
 
 The caches are then in the same state as in a step: a layer's input has just been written, and its weights were last
-used in the previous round. One backward runs through all layers and records when it reaches each of them, so work
+used in the previous round. One backward runs through all layers and records when it reaches each layer, so work
 between layers is not counted. Layers run on copies of their weights.
 """
 
@@ -38,7 +38,7 @@ _TOGETHER = "weight_grads_together_s"
 
 @dataclass(eq=False, kw_only=True)
 class Subject:
-    """A call of a layer that is measured, with its times."""
+    """A measured call of a layer, and the times of that call."""
 
     name: str
     layer: nn.Module
@@ -52,14 +52,14 @@ class Subject:
 
 @dataclass(eq=False, kw_only=True)
 class Run:
-    """The state of a round between its forwards and its backwards; each list has one entry per layer."""
+    """The state of a round between its forwards and its backwards; each list has one entry for each layer."""
 
     #: Whether the backwards leave weight gradients to W.
     deferred: bool
-    #: The last layer's output.
+    #: The output of the last measured layer.
     output: Any = None
     turns: list["_Turn"] = field(default_factory=list)
-    #: The start of the backward of each layer that has one.
+    #: For each layer with a backward, the tensor from which this backward starts.
     roots: list[Tensor] = field(default_factory=list)
     #: The deferred weight gradients.
     products: list[list[Product]] = field(default_factory=list)
@@ -97,7 +97,7 @@ class TimingRun(nn.Module):
         return act()
 
     def held(self, act: Callable[[], Any]) -> Any:
-        """Call ``act`` while the layers use the copies of their weights."""
+        """Return the result of ``act``, called while the layers use the copies of their weights."""
         return torch.func.functional_call(self, self.tensors, (act,))
 
     def forget(self) -> None:
@@ -173,7 +173,7 @@ class TimingRun(nn.Module):
             subject.seconds[column] = [share * took_s for took_s in subject.seconds[column]]
 
     def forwards(self, run: Run, clock: "Clock", *, split: bool = False) -> None:
-        """Call all layers and record their times."""
+        """Call all layers, and record the time of each call."""
         noted = run.deferred or (split and self._deferral.learning)
         counts = [0]
         self._added.taken()  # what recomputations in the last backward added again
@@ -228,7 +228,7 @@ class TimingRun(nn.Module):
 
 
 class _AddedLosses:
-    """Takes the losses that a layer adds, whose backward is part of the layer's."""
+    """Collects the losses that a layer adds. Their backward counts as part of the layer's backward."""
 
     def __init__(self) -> None:
         self._losses: list[Tensor] = []
@@ -237,7 +237,7 @@ class _AddedLosses:
         return self._take if function is added_loss else None
 
     def taken(self) -> list[Tensor]:
-        """The losses since the last call that require a gradient."""
+        """Return the losses that were added since the previous call and require a gradient."""
         losses = [loss for loss in self._losses if loss.requires_grad]
         self._losses.clear()
         return losses
@@ -249,7 +249,7 @@ class _AddedLosses:
 
 
 class Clock:
-    """Measures times on a device, with the clocks of this thread, or with events on its CUDA stream."""
+    """Measures times on a device, with the clocks of this thread, or with events on this thread's CUDA stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -293,7 +293,7 @@ class _Turn:
         self._begin: Any = None
 
     def come(self) -> list[Tensor]:
-        """Return new gradients of the layer's output, in the cache as if a later layer had just computed them."""
+        """Return new gradients for the layer's output. Writing them fills the cache, as a later layer would do."""
         self.came = self._clock.now()
         ones = [torch.ones_like(form, device=self._device) for form in self._forms]
         self._begin = self._clock.now()

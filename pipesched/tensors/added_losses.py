@@ -39,7 +39,8 @@ def add_loss(value: Tensor, *, name: str | None = None) -> None:
     `Pipeline.step` multiplies the added loss by the weight of the micro-batch, as it does the loss itself,
     differentiates it in the stage's backward, and includes it in the loss that it returns. `Pipeline.evaluate` and
     `pipesched.testing.reference_step` include it, too. A layer that is recomputed adds its loss only once. Losses with
-    the same name are summed in ``pipe.metrics``. In a loop without a pipeline, collect them with `collect_losses`.
+    the same name are summed in ``pipe.metrics``. In a loop without a pipeline, `collect_losses` collects added
+    losses.
 
     Args:
         value: the loss over the rows of one micro-batch, a floating-point tensor of shape [].
@@ -105,7 +106,7 @@ def routed(route: Route) -> Iterator[None]:
 
 @contextmanager
 def collect_losses() -> Iterator[dict[str, Tensor]]:
-    """Collect the losses that layers add by `add_loss`, in a loop without a pipeline.
+    """Collect the losses that layers add with `add_loss`, in a loop without a pipeline.
 
     ::
 
@@ -115,7 +116,8 @@ def collect_losses() -> Iterator[dict[str, Tensor]]:
         loss.backward()
 
     Returns:
-        A dict from each name to the sum of its losses, with autograd graphs. The dict is filled while the model runs.
+        A dict from each name to the sum of the losses with this name, with autograd graphs. The dict is filled while
+        the model runs.
 
     """
     losses: dict[str, Tensor] = {}
@@ -133,7 +135,7 @@ def collect_losses() -> Iterator[dict[str, Tensor]]:
 
 
 def _recomputes() -> bool:
-    """Whether torch.utils.checkpoint is running a forward for the second time, in a backward."""
+    """Return whether torch.utils.checkpoint is running a forward for the second time, in a backward."""
     frame = currentframe()
     while frame is not None:
         code = frame.f_code

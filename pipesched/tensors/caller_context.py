@@ -46,7 +46,7 @@ class Caller:
 
     @contextmanager
     def autocast(self) -> Iterator[None]:
-        """Apply the autocast settings to forwards. Backwards need none: they use the types of their forwards."""
+        """Apply the autocast settings to forwards. Backwards use the dtypes of the forwards and need no settings."""
         with ExitStack() as stack:
             for settings in self.autocasts:
                 stack.enter_context(torch.autocast(**settings))

@@ -21,7 +21,7 @@ class Trade(Protocol):
         """Return whether the rank runs in this process."""
 
     def trade(self, what: str, given: Mapping[int, Any], sources: Collection[int]) -> dict[int, Any]:
-        """Send each value in ``given`` to the rank that is its key. Returns the values from ``sources`` by rank."""
+        """Send ``given[rank]`` to each rank in ``given``. Return the values from ``sources``, keyed by rank."""
 
 
 class RankDevices(Protocol):

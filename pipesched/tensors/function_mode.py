@@ -1,6 +1,6 @@
 """Function mode: one TorchFunctionMode that intercepts torch functions in a stage, with a table of handlers.
 
-Keyed random numbers and deferred weight gradients both intercept calls. They share one table, so that each call is
+Keyed random numbers and deferred weight gradients both intercept calls. The two share one table, so that each call is
 looked up only once.
 """
 
@@ -28,7 +28,7 @@ class _Provider(Protocol):
 
 
 class Intercept(TorchFunctionMode):
-    """Passes each torch function to the first provider that handles it. Costs about 1 us per call."""
+    """Passes each torch function to the first provider with a handler for it. Costs about 1 us per call."""
 
     def __init__(self, *providers: _Provider) -> None:
         super().__init__()

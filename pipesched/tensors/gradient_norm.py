@@ -35,7 +35,7 @@ def norm_of(grad: Tensor, norm_type: float) -> Tensor:
 
 @torch.no_grad()
 def total_norm(norms: Sequence[Tensor] | Tensor, norm_type: float) -> Tensor:
-    """Return the norm of the norms of all gradients, on the device of the first of them; 0 if there are none."""
+    """Return the norm of the norms of all gradients, on the device of the first norm; 0 if there are no gradients."""
     if not len(norms):
         return torch.tensor(0.0)
     vector = norms if isinstance(norms, Tensor) else torch.stack([norm.to(norms[0].device) for norm in norms])
@@ -55,7 +55,7 @@ def clip_to_norm_(parameters: Iterable[nn.Parameter], max_norm: float, norm: Ten
 
 
 def as_max_norm(value: _Number, name: str) -> _Number:
-    """Check a largest norm and return it. Raises InputError."""
+    """Return the largest norm allowed. Raises InputError if ``value`` is not a number above 0."""
     if isinstance(value, bool) or not isinstance(value, Real) or not float(value) > 0:
         raise InputError(
             f"{name} must be the largest norm allowed for the gradients, a number above 0; got {shown(value)}; pass "
@@ -65,7 +65,7 @@ def as_max_norm(value: _Number, name: str) -> _Number:
 
 
 def as_norm_type(value: Any) -> float:
-    """Check the order of a norm and return it as a float. Raises InputError."""
+    """Return the order of a norm as a float. Raises InputError if the order is not a number above 0."""
     number = math.inf if value == "inf" else value
     if isinstance(number, bool) or not isinstance(number, Real) or not float(number) > 0:
         raise InputError(

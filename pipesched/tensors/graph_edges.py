@@ -12,7 +12,7 @@ __all__ = ["edge_of", "enter"]
 
 
 class _Entry(torch.autograd.Function):
-    """The first autograd node of a graph. Its backward stores the gradients of the graph's inputs.
+    """The first autograd node of a graph. The node's backward stores the gradients of the graph's inputs.
 
     Unlike leaves, the tensors that it returns may be modified in place, for example by the first layer of a stage.
     """
@@ -32,7 +32,7 @@ class _Entry(torch.autograd.Function):
         return None, None, None
 
 
-#: An argument that requires a gradient, so that the results require one as well. Its own gradient is always None.
+#: An argument that requires a gradient, so that the results require one, too. Its own gradient is always None.
 _ANCHOR = torch.empty(0, device="cpu", requires_grad=True)
 
 

@@ -64,7 +64,7 @@ class Place(NamedTuple):
 
 @functools.cache
 def is_random(function: Callable[..., Any]) -> bool:
-    """Return whether a torch function draws from a generator: if torch tags its operator so, or in its Python body."""
+    """Return whether a torch function draws random numbers, in Python code or in an operator tagged as random."""
     if function in _DRAW_INSIDE or getattr(function, "__module__", "") == nn.init.__name__:
         return True
     packet = getattr(torch.ops.aten, getattr(function, "__name__", ""), None)
@@ -75,14 +75,14 @@ def is_random(function: Callable[..., Any]) -> bool:
 
 
 def draws(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return whether this call draws random numbers and gets no generator as an argument."""
+    """Return whether this call draws random numbers from a default generator, not from a generator argument."""
     if not (function in _DROPOUTS or is_random(function)):
         return False
     return kwargs.get("generator") is None and not _is_quiet(function.__name__, args, kwargs)
 
 
 def outside_state() -> Hashable:
-    """Return the state of Python's and numpy's global generators; it changes with every draw."""
+    """Return the state of Python's and numpy's global generators. Every draw changes this state."""
     _, numbers, *rest = np.random.get_state(legacy=True)
     return random.getstate(), np.asarray(numbers).tobytes(), *rest
 
@@ -106,7 +106,7 @@ def outside_kept(seed: int | None = None, *, alone: bool = True) -> Iterator[Non
 
 
 class KeyedRandom:
-    """Provides handlers for keyed random functions. Each stage has its own, used by one thread at a time."""
+    """Provides handlers for keyed random functions. Each stage has its own object, used by one thread at a time."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -1,6 +1,6 @@
 """Memory tracker: counts the exact bytes of live tensors, per thread on a CPU, or by the allocator on a GPU.
 
-On a CPU a dispatch mode sees every operation of the thread, including those of backwards. Each storage that an
+On a CPU a dispatch mode sees every operation of the thread, including operations in backwards. Each storage that an
 operation creates is counted until any thread frees it. Memory that a kernel allocates and frees internally is not
 counted, and neither are storages that are only read.
 """
@@ -28,7 +28,7 @@ class Books(Protocol):
 
     @property
     def bytes(self) -> int:
-        """The bytes of live storages."""
+        """The total size of the live storages, in bytes."""
 
     @property
     def peak(self) -> int:
@@ -90,7 +90,7 @@ class Ledger:
                 self._others[key] = weakref.ref(storage, lambda _, key=key: self._others.pop(key, None))  # type: ignore[misc]
 
     def _storages(self, tensors: Iterable[Tensor]) -> list[Any]:
-        """Return the storages of the tensors on devices of this type. A live storage keeps its Python object."""
+        """Return the storages of the tensors on devices of this type. A live storage keeps the same Python object."""
         mine = [tensor for tensor in tensors if tensor.layout is torch.strided and tensor.device.type == self._device]
         return [tensor.untyped_storage() for tensor in mine]
 

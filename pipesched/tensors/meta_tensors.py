@@ -36,7 +36,7 @@ def is_expanded(tensor: Tensor) -> bool:
 
 
 def give_contents(tensor: Tensor, full: Tensor) -> None:
-    """Give a meta tensor the contents of another tensor. It remains the same object with the same attributes."""
+    """Give a meta tensor the contents of ``full``. The meta tensor stays the same object with the same attributes."""
     full.__class__ = type(tensor)
     full.__dict__.update(tensor.__dict__)
     full.requires_grad_(tensor.requires_grad)
@@ -83,7 +83,7 @@ def stand_in(tensor: Tensor, device: torch.device | str = "cpu", *, weight: bool
 
 
 class Beside(TorchFunctionMode):
-    """Lets functions take meta tensors together with other tensors, which are converted to meta tensors for the call.
+    """Lets functions take meta tensors together with other tensors, by converting the others to meta tensors.
 
     ``claimed`` is the device that a meta tensor reports. Raises GraphError if code reads the contents of a meta tensor.
     """
@@ -137,7 +137,7 @@ def _with_changes(result: Any, changed: Iterable[tuple[Tensor, Tensor]]) -> Any:
 
 
 def _transferred(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Convert a tensor's dtype but not its device, so that it keeps its contents or stays a meta tensor."""
+    """Convert a tensor's dtype, but keep the device: the tensor keeps its contents or stays a meta tensor."""
     tensor = args[0]
     if func is not Tensor.to:
         return tensor
@@ -154,7 +154,7 @@ def _transferred(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 def call_beside(
     layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], again: Callable[[], tuple[Any, Any]]
 ) -> Any:
-    """Call a layer whose weights or arguments may be meta tensors. If it reads their contents, call it with stand-ins.
+    """Call a layer that may use meta tensors. If the layer reads their contents, call the layer with stand-ins.
 
     ``again`` returns the arguments as they were before the call.
     """

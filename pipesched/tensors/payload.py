@@ -67,10 +67,10 @@ class Payload:
     """
 
     leaves: tuple[Any, ...]
-    #: For each place in the value, the index of its leaf.
+    #: For each place in the value, the index of the leaf at this place.
     places: tuple[int, ...]
     spec: pytree.TreeSpec
-    #: For each leaf, whether it is a tensor with a gradient that must be sent back.
+    #: For each leaf, whether the leaf is a tensor with a gradient that must be sent back.
     needs_grad: tuple[bool, ...]
 
     @classmethod
@@ -85,7 +85,7 @@ class Payload:
 
     @classmethod
     def joined(cls, payloads: "Sequence[Payload]") -> "Payload":
-        """Return the payload of the tuple of these payloads' values. A tensor in two payloads becomes two leaves."""
+        """Return one payload for the tuple of all these values. A tensor in two payloads becomes two leaves."""
         leaves: list[Any] = []
         places: list[int] = []
         for payload in payloads:
@@ -237,7 +237,7 @@ def opened(value: Any) -> Any:
 
 
 def form_of(value: Any) -> tuple[pytree.TreeSpec, list[type]]:
-    """Return the structure of a value without its leaves: its tree of containers, and the types of its enums."""
+    """Return the structure of a value without its leaves: the tree of containers, and the types of enums."""
     leaves, spec = pytree.tree_flatten(opened(value))
     return spec, [type(leaf) for leaf in leaves if isinstance(leaf, Enum)]
 
@@ -250,12 +250,12 @@ def trainable_leaves(value: Any) -> list[Tensor]:
 
 
 def has_a_row_each(value: Any) -> bool:
-    """Return whether a value is a list with one dict per row, such as the targets of detection models."""
+    """Return whether a value is a list with one dict for each row, such as the targets of detection models."""
     return isinstance(value, list) and bool(value) and all(isinstance(item, Mapping) for item in value)
 
 
 def choose_rows(value: Any, choose: Callable[[Tensor], Tensor], rows: Sequence[int]) -> Any:
-    """Select rows of a value: apply ``choose`` to its tensors, and take the items ``rows`` of its lists of dicts."""
+    """Select rows of a value: apply ``choose`` to tensors, and take the items ``rows`` from lists of dicts."""
 
     def chosen(leaf: Any) -> Any:
         if has_a_row_each(leaf):
@@ -366,7 +366,7 @@ def _merge(column: tuple[Any, ...], rows: Sequence[int], dim: int) -> Any:
 
 
 def row_dim(pieces: Sequence[Tensor], rows: Sequence[int], dim: int) -> int:
-    """Return ``dim`` if each piece has its micro-batch's number of rows along it, else 0."""
+    """Return ``dim`` if the size of each piece along ``dim`` is the number of rows of its micro-batch, else 0."""
     fits = all(
         -piece.dim() <= dim < piece.dim() and piece.shape[dim] == count
         for piece, count in zip(pieces, rows, strict=True)

@@ -1,4 +1,4 @@
-"""Tree structure: the containers of a value and the places of its tensors, including those in users' dataclasses."""
+"""Tree structure: the containers of a value and the places of its tensors, including tensors in users' dataclasses."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -18,7 +18,7 @@ _NUMBERS = bool, int, float, complex, torch.Size, str, bytes, range, slice, set,
 
 
 class Pattern:
-    """A value with its tensors and numbers taken out. ``numbers`` holds the numbers in order."""
+    """A value with its tensors and numbers taken out. ``numbers`` holds these numbers in order."""
 
     def __init__(self, value: Any) -> None:
         leaves, self._spec = pytree.tree_flatten(value)
@@ -26,7 +26,7 @@ class Pattern:
         self.numbers = tuple(_numbers_in(value))
 
     def is_like(self, other: "Pattern") -> bool:
-        """Return whether two values have objects of the same types in the same places."""
+        """Return whether both values have objects of the same types in the same places."""
         kinds = [type(part) for part in self._parts]
         others = [type(part) for part in other._parts]
         return self._spec == other._spec and kinds == others
@@ -79,7 +79,7 @@ def _part(leaf: Any) -> Any:
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Iterate over the tensors of a value, once for each place, in the order of ``Pattern.build``."""
+    """Iterate over the tensors of a value, once for each place, in the order that ``Pattern.build`` expects."""
     return _leaves_in(value, Tensor)
 
 

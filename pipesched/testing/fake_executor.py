@@ -39,7 +39,7 @@ class _VirtualClock:
         self.time_s += seconds
 
     def copy(self, kind: Kind, seconds: float) -> float:
-        """Start a copy once earlier copies of the same kind have ended, and return the time at which it ends."""
+        """Start a copy once earlier copies of the same kind have ended. Return the time at which the new copy ends."""
         self._copied[kind] = max(self.now(), self._copied.get(kind, 0)) + seconds
         return self._copied[kind]
 
@@ -62,9 +62,9 @@ class _HostClock(_VirtualClock):
 
 
 class FakeStage:
-    """A stage for tests that computes nothing. Its actions take the time given by the costs; their order is checked.
+    """A stage for tests that computes nothing, but checks the order of actions. The costs give the time of each action.
 
-    The methods are the same as those of a real stage, one for each kind of action.
+    A FakeStage has the methods of a real stage, one for each kind of action.
 
     Args:
         index: the stage's number.
@@ -154,7 +154,7 @@ class FakeStage:
         self._clock.reach(self._copied.pop(microbatch, self._clock.now()))
 
     def norm(self, number: int) -> Action:
-        """Run NORM."""
+        """Run NORM (measure the gradients). Returns the action in place of norms."""
         action = Action(self.index, Kind.NORM, number)
         if number != len(self.updates) or not self._gradients:
             raise ExecutionError(f"{action} has no gradients to measure; update {len(self.updates)} is due")
@@ -162,7 +162,7 @@ class FakeStage:
         return action
 
     def update(self, number: int, norms: Sequence[Action] = ()) -> None:
-        """Run UPDATE."""
+        """Run UPDATE (the optimizer step). Raises ExecutionError if updates run out of order or without gradients."""
         action = Action(self.index, Kind.UPDATE, number)
         if number != len(self.updates):
             raise ExecutionError(f"updates must run in order; number {len(self.updates)} is due, but {action} runs")
@@ -194,7 +194,7 @@ class FakeStage:
             raise ExecutionError(f"stage {self.index} received {wrong[0]} for micro-batch {microbatch}")
 
     def missing(self, program: Program) -> Iterator[str]:
-        """Describe the program's actions that the stage has not done."""
+        """Yield a description of each part of the program's work that the stage has not done."""
         whole = ({Kind.F},) if program.forward_only else ({Kind.F, Kind.B}, {Kind.F, Kind.I, Kind.W})
         for microbatch, visits in enumerate(program.visits[self.index].tolist()):
             done = set(self._state.get(microbatch, ())) - {Kind.R, Kind.OFFLOAD, Kind.FREE, Kind.FETCH}
@@ -209,7 +209,7 @@ def _names(kinds: Any) -> str:
 
 
 class _Mail:
-    """Message transport in virtual time. Each message carries its arrival time."""
+    """Message transport in virtual time. Each message carries the time of arrival."""
 
     def __init__(self, program: Program, clocks: list[_VirtualClock], costs: Costs) -> None:
         self._placement = program.placement
@@ -227,13 +227,13 @@ class _Mail:
         return self._channel(action.peer or 0, action.stage, action.kind is Kind.RECV_F)
 
     def has_arrived(self, action: Action) -> bool:
-        """Whether the action can start: its message, or the norms of other ranks, have been sent if it needs any."""
+        """Return whether the action can start, because the message or the norms that it needs have been sent."""
         if action.kind is Kind.UPDATE:
             return all(len(sent) > action.microbatch for sent in self._norms.values())
         return action.kind not in (Kind.RECV_F, Kind.RECV_B) or bool(self._incoming(action))
 
     def sender(self, action: Action) -> Callable[[Any], None]:
-        """Return a function that sends a message."""
+        """Return the function that sends the message of this action."""
         channel = self._channel(action.stage, action.peer or 0, action.kind is Kind.SEND_F)
         return lambda value: channel.append((self._arrival(action) + self._costs.transfer_s, value))
 
@@ -252,7 +252,7 @@ class _Mail:
         return self._free[ends] + link.latency_s
 
     def exchange(self, rank: int) -> tuple[Callable[[list[Any]], None], Callable[[], list[Any]]]:
-        """Functions that send a list to all other ranks, and that wait for their lists."""
+        """Return a function that sends a list to all other ranks, and a function that waits for their lists."""
         own = self._norms.setdefault(rank, [])
         clock = self._clocks[rank]
         links = self._costs.links
@@ -269,7 +269,7 @@ class _Mail:
         return lambda values: own.append((clock.now(), values)), receive
 
     def receiver(self, action: Action) -> Callable[[], Any]:
-        """Return a function that waits for the channel's next message and receives it."""
+        """Return a function that waits for the next message for this action and returns its content."""
         channel = self._incoming(action)
         clock = self._clocks[self._placement[action.stage]]
 

@@ -1,4 +1,4 @@
-"""Gradient clipping for a loop without a pipeline, bit-identical to a pipeline's."""
+"""Gradient clipping for a loop without a pipeline, with results bit-identical to those of a pipeline."""
 
 from collections.abc import Iterable
 
@@ -22,12 +22,14 @@ def clip_grad_norm_(
         norm = pipesched.testing.clip_grad_norm_(model.parameters(), 1.0)
 
     The norm of each gradient is computed in float32 (float64 for a float64 gradient); the result is the norm of these
-    norms. For float32 gradients on one device, it is bit-identical to that of ``torch.nn.utils.clip_grad_norm_``. For
-    bfloat16 gradients it differs, because torch rounds each norm to bfloat16.
+    norms. For float32 gradients on one device, the result is bit-identical to that of
+    ``torch.nn.utils.clip_grad_norm_``. For bfloat16 gradients the results differ, because torch rounds each norm to
+    bfloat16.
 
     Args:
         parameters: the model's parameters, in the order of ``model.parameters()``.
-        max_norm: the largest norm of all gradients together, above 0; larger ones are scaled down.
+        max_norm: the largest norm of all gradients together, above 0. If the norm is larger, all gradients are scaled
+            down.
         norm_type: the order of the norm, above 0; ``math.inf`` for the largest absolute value. Default: 2.
         intra_op_threads: the number of threads of each operation on a CPU. Default: 1.
 

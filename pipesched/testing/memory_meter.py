@@ -28,7 +28,7 @@ class MemoryMeter:
             print(meter.peak_bytes, pipe.predicted_memory)
 
     On a CPU the meter counts the live storages that a rank's operations created, and the stages' parameters, buffers,
-    gradients and optimizer state. It counts neither the batch nor memory used inside kernels. Messages between ranks on
+    gradients and optimizer state. The batch and memory used inside kernels are not counted. Messages between ranks on
     one device are copied, as between different devices, so that each rank has its own copy. On a GPU the meter reads
     the allocator, which counts all ranks on that device together.
 
@@ -120,7 +120,7 @@ def _own(stage: Stage) -> Iterable[Tensor]:
 
 
 class _Metered:
-    """Wraps the DeviceStreams of a rank to count the allocations of this rank."""
+    """Wraps the DeviceStreams of a rank, to count the allocations that this rank makes."""
 
     def __init__(self, streams: DeviceStreams, books: Books, *, copies: bool) -> None:
         self._streams = streams

@@ -56,8 +56,8 @@ def reference_step(
         loss = reference_step(model, x, loss_fn=loss_fn, target=y, num_microbatches=4, seed=0)
         assert torch.equal(pipe.step(x, target=y), loss)  # pipe runs a copy of the model
 
-    Each micro-batch runs forward and then ``(loss * factor).backward()``. The batch is split, losses are weighted,
-    random numbers are drawn and gradients are added as in a pipeline. Gradients are added to ``.grad``.
+    For each micro-batch, the forward runs, and then ``(loss * factor).backward()``. The batch is split, losses are
+    weighted, random numbers are drawn and gradients are added as in a pipeline. Gradients are added to ``.grad``.
 
     Args:
         model: an nn.Module, or a list of modules that form a chain.
@@ -192,14 +192,14 @@ class _Unpipelined:
         return own
 
     def deliver(self) -> None:
-        """Add the gradients of each shared weight's uses in call order, and pass the sum to the weight."""
+        """For each shared weight, add the gradients of all uses in call order, and pass the sum to the weight."""
         for parameter in {id(parameter): parameter for parameter, _ in self._leaves.values()}.values():
             deliver(parameter, [leaf.grad for own, leaf in self._leaves.values() if own is parameter])
 
 
 @contextmanager
 def _without_autocast() -> Iterator[None]:
-    """Switch autocast off, because a backward computes in the types of its forward."""
+    """Switch autocast off, because a backward uses the dtypes of the forward."""
     with ExitStack() as stack:
         for kind in ("cpu", "cuda"):
             if torch.is_autocast_enabled(kind):

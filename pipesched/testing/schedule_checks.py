@@ -35,7 +35,7 @@ def run_fake(program: Program, costs: Costs | None = None, *, sleeping: bool = F
     unlike in ``simulate``.
 
     Args:
-        program: the program. It is lowered first if necessary.
+        program: the program, which is lowered first if necessary.
         costs: the times of the program's actions, in seconds. Default: unit costs.
         sleeping: whether to validate the program and run it in one thread per rank, with stages that sleep for the time
             of each action. Default: False (the virtual clock).

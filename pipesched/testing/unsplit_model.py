@@ -22,7 +22,7 @@ from pipesched.tensors.tree_structure import tensors_in
 __all__ = ["Unsplit"]
 
 
-#: (layer, number of its call, its parameters) -> replacements for parameters. For a function the layer is "".
+#: (layer, number of its call, its parameters) -> parameter -> the replacement. For a function the layer is "".
 StandIns = Callable[[str, int, Collection[nn.Parameter]], Mapping[nn.Parameter, Tensor]]
 
 
@@ -38,7 +38,7 @@ class _Functions(TorchFunctionMode):
 
 
 class Unsplit:
-    """Runs a model as a whole. Each call takes the Key of its random numbers.
+    """Runs a model as a whole. Each run takes the Key for the run's random numbers.
 
     Args:
         model: the user's module.
@@ -116,7 +116,7 @@ class Unsplit:
             return loss_fn(output, target)
 
     def _between(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Call a torch function. If it uses parameters, the call is counted, like the call of a layer."""
+        """Call a torch function. A call that uses parameters is counted like the call of a layer."""
         used = [] if self._inside else [leaf for leaf in tensors_in((args, kwargs)) if isinstance(leaf, nn.Parameter)]
         if used:
             number = self._counts[""] = self._counts.get("", -1) + 1
