@@ -59,7 +59,8 @@ class Chain:
     def probe(self, bound: int) -> Found | Fails:
         """Find a partition with a bottleneck of at most ``bound`` ticks.
 
-        If filling stages is exact, earlier stages are as large as possible.
+        If filling the stages from the front finds a partition whenever there is one, each stage takes as many layers
+        as fit.
         """
         return self._fill(bound) if self._fills else self._reach(bound)
 

@@ -314,8 +314,8 @@ def _edges(given: Any, num_stages: int) -> list[tuple[int, int]]:
     for edge in _as_list(given):
         if len(_as_list(edge)) != 2 or not all(map(is_count, edge, (0, 1))) or not edge[0] < edge[1] < num_stages:
             raise ScheduleError(
-                f"an edge of a saved plan must lead from a stage to a later one, numbered 0 to {num_stages - 1}; got "
-                f"{shown(edge)}; save the plan again"
+                f"an edge of a saved plan must lead from a stage to a later stage, and stages are numbered 0 to "
+                f"{num_stages - 1}; got {shown(edge)}; save the plan again"
             )
     return [(giver, taker) for giver, taker in given]
 

@@ -148,7 +148,7 @@ class ProgramFactory:
             )
         if program.has_norms and not self.norms:
             raise ScheduleError(
-                f"a NORM computes norms for an option that needs them; program {program.name!r} has NORMs, "
+                f"a program may only have NORMs if an option needs the norms; program {program.name!r} has NORMs, "
                 f"but no such option was passed; pass numerics=Numerics(clip_grad_norm=1.0), or remove the NORMs"
             )
         if self.streams:

@@ -87,7 +87,8 @@ class Batch:
     def looking(self, look: Callable[[Any], Hashable]) -> list[Hashable]:
         """Compute each micro-batch's form (dtypes and shapes).
 
-        ``look`` runs once for each different number of rows, or once for each micro-batch that the caller cut.
+        ``look`` runs once for each distinct number of rows. If the caller cut the batch into micro-batches, it runs
+        once for each micro-batch instead.
         """
         if self.as_given:
             return [look(value) for value in self.inputs]
