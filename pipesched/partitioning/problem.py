@@ -78,7 +78,7 @@ class Problem:
         return Toll(ticks, blocking=True) if self.communication == "serial" else Toll(2 * ticks, blocking=False)
 
     def chain(self, order: Sequence[int]) -> Chain:
-        """Return the search along one order of the blocks, with all activations held."""
+        """Return the search for one fixed order of the blocks in which all activations are kept."""
         cuts = cuts_of(self.blocks, order)
         return Chain(list(order), cuts, self.toll(cuts), self.line_up, self.spans(order))
 

@@ -61,7 +61,7 @@ def facts_of(model: nn.Module, call: Any, options: Mapping[str, Any]) -> dict[st
 
 
 def _in_words(value: Any) -> str:
-    """Describe an argument by a text that is identical in all processes."""
+    """Describe an argument as text that is identical in all processes."""
     if isinstance(value, nn.Module):
         return type(value).__qualname__
     if callable(value):

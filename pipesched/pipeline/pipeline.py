@@ -502,7 +502,7 @@ class Pipeline(SavingInterface):
         if self._running.program.has_updates:
             raise InputError(
                 f"clip_grad_norm_() clips gradients between a step and an update; schedule {running.program.name!r} "
-                f"updates weights during its steps, {running.assembly.programs.num_microbatches} micro-batches each; "
+                f"updates weights during its steps of {running.assembly.programs.num_microbatches} micro-batches; "
                 f"choose a synchronous schedule, such as 1f1b"
             )
         return clip_gradients(

@@ -69,8 +69,8 @@ def added_loss(value: Tensor, name: str, position: int = 0) -> Tensor:
         route(value, name, position)
     elif value.requires_grad and not _recomputes():
         raise ExecutionError(
-            f"add_loss must be called in a step of a pipeline, which includes the loss in its own; the loss {name!r} "
-            f"was added outside a step and would be lost; run the model under no_grad, or collect its losses with "
+            f"add_loss must be called during a pipeline step, which adds the loss to its total; the loss {name!r} was "
+            f"added outside a step and would be lost; run the model under no_grad, or collect its losses with "
             f"'with pipesched.collect_losses() as losses:' and add them to your loss"
         )
     return value
