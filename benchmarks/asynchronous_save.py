@@ -95,7 +95,7 @@ def in_rank(group: Any, kind: str, pairs: int, folder: str) -> tuple[list[float]
 
 
 def copy_s(size: int) -> float:
-    """The seconds of a copy of so many bytes in the host's memory."""
+    """Return the seconds that a copy of this number of bytes takes within the host's memory."""
     block = torch.ones(size, dtype=torch.uint8)
     times = []
     for _ in range(5):

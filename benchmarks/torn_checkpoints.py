@@ -54,7 +54,7 @@ def pipeline(**where: Any) -> Pipeline:
 
 
 def set_step(pipe: Pipeline, step: int) -> None:
-    """Let a pipeline look as after so many steps: each weight has the step's number."""
+    """Set the step counter of a pipeline to this step, and every weight to the step's number."""
     pipe._running.step = step
     with torch.no_grad():
         for parameter in pipe.parameters():
@@ -83,7 +83,7 @@ def save_until_killed(path: str, way: str, first: int, calls: int | None, here: 
 
 
 def _die_at_call(calls: int) -> None:
-    """Kill this process at so many calls that change the file system."""
+    """Kill this process at its ``calls``-th call that changes the file system."""
     left = [calls]
 
     def audit(event: str, args: Any) -> None:
@@ -133,7 +133,7 @@ def killed_save(path: Path, way: str, first: int, rng: random.Random) -> int:
 
 
 def kills(count: int, ways: tuple[str, ...] = WAYS, seed: int = 0) -> Counter[str]:
-    """Kill so many saves; when they were killed, and how many paths were whole afterwards."""
+    """Kill this number of saves; return when each was killed, and how many paths were whole afterwards."""
     rng = random.Random(seed)
     found: Counter[str] = Counter()
     with tempfile.TemporaryDirectory() as folder, pipeline() as pipe:
@@ -215,7 +215,7 @@ CHANGES: list[Callable[[random.Random, Path, list[Path]], None]] = [
 
 
 def changes(count: int, seed: int = 0) -> Counter[str]:
-    """Change so many checkpoints; the outcomes of loading them."""
+    """Change this number of checkpoints; return the outcomes of loading them."""
     rng = random.Random(seed)
     found: Counter[str] = Counter()
     with tempfile.TemporaryDirectory() as folder, pipeline() as pipe:

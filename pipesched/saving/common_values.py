@@ -12,7 +12,6 @@ from pipesched.errors import CheckpointError
 from pipesched.runtime.rank_host import RankHost
 from pipesched.saving.state_encoding import Encoder
 from pipesched.saving.tensor_files import bytes_of
-from pipesched.saving.together import exchanged
 
 __all__ = ["Encoded", "encode", "kept_here"]
 
@@ -67,7 +66,7 @@ def kept_here(host: RankHost, process: int, what: str, items: Mapping[str, Encod
         CheckpointError: a value differs between processes. All processes raise it.
 
     """
-    digests = exchanged(host, {name: item.digests() for name, item in items.items()})
+    digests = host.gathered({name: item.digests() for name, item in items.items()})
     first: dict[str, int] = {}
     for rank, own in enumerate(digests):
         for name in own:

@@ -12,7 +12,7 @@ from pipesched.runtime.rank_host import RankHost
 from pipesched.saving.folders import sync_folder, write_whole
 from pipesched.saving.manifest import dumped
 from pipesched.saving.tensor_files import plain, write_tensors
-from pipesched.saving.together import agreed, exchanged, in_all
+from pipesched.saving.together import agreed, in_all
 from pipesched.saving.writing import explained
 
 __all__ = ["export_weights"]
@@ -43,7 +43,7 @@ def export_weights(folder: Path, weights: Mapping[str, Tensor], model: nn.Module
         tensors = {name: plain(tensor, repr(name)) for name, tensor in weights.items()}
         return list(tensors), sum(tensor.nbytes for tensor in tensors.values())
 
-    shares = exchanged(host, agreed(host, begin))
+    shares = host.gathered(agreed(host, begin))
     givers = [rank for rank, (names, _) in enumerate(shares) if names]
     files = {rank: f"model-{at:05}-of-{len(givers):05}.safetensors" for at, rank in enumerate(givers, 1)}
 

@@ -19,7 +19,6 @@ from pipesched.saving.names import model_name
 from pipesched.saving.saved_run import Part, SavedRun
 from pipesched.saving.state_encoding import Encoder, at_path, decoded, tensor_keys
 from pipesched.saving.tensor_files import plain
-from pipesched.saving.together import exchanged
 
 __all__ = ["ExtraChanges", "as_extra", "capture_extra", "encoded_extra"]
 
@@ -108,7 +107,7 @@ def _leaves_saved(extras: Mapping[str, _Extra], run: LiveRun) -> set[Any]:
     process that has the leaf saves it.
     """
     mine = {(name, leaf.path, leaf.key): leaf for name, extra in extras.items() for leaf in extra.leaves}
-    known = exchanged(run.host, {place: run.is_own(leaf.name) for place, leaf in mine.items()})
+    known = run.host.gathered({place: run.is_own(leaf.name) for place, leaf in mine.items()})
     givers = {place: min((not own[place], rank) for rank, own in enumerate(known) if place in own)[1] for place in mine}
     return {place for place, giver in givers.items() if giver == run.process}
 

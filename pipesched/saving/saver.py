@@ -18,7 +18,7 @@ from pipesched.saving.optimizer_states import GivenOptimizers
 from pipesched.saving.reading import OpenCheckpoint, checkpoint_folders, given_state
 from pipesched.saving.restoring import Restored, Restoring
 from pipesched.saving.saved_run import Part, SavedRun
-from pipesched.saving.together import Work, agreed, exchanged, in_all, together
+from pipesched.saving.together import Work, agreed, in_all, together
 from pipesched.saving.writing import Target, begin, check_shared, write
 from pipesched.user_warning import warn
 
@@ -53,7 +53,7 @@ class Saver:
                 f"keep= must be the number of checkpoints to keep, at least 1; got {shown(keep)}; pass a number such "
                 f"as 3, or leave keep= out for one checkpoint"
             )
-        asked = exchanged(host, (asynchronous, keep))
+        asked = host.gathered((asynchronous, keep))
         if any(other != asked[0] for other in asked):
             raise InputError(
                 f"every rank must pass the same asynchronous= and keep= to save; ranks 0 to {len(asked) - 1} passed "
@@ -64,7 +64,7 @@ class Saver:
         target = Target(
             path=path,
             folder=path if keep is None else path / f"step-{run.facts.step:08}",
-            data=exchanged(host, begun)[0],
+            data=host.gathered(begun)[0],
             keep=keep,
             process=run.process,
             num_processes=run.num_processes,
@@ -114,7 +114,7 @@ class Saver:
         """Load the newest undamaged checkpoint at a path. ``states`` holds (optimizer, scheduler, extra)."""
         self.finish(run)
         path = as_path(path)
-        folders = exchanged(run.host, agreed(run.host, lambda: [str(one) for one in _folders(path, run)]))[0]
+        folders = run.host.gathered(agreed(run.host, lambda: [str(one) for one in _folders(path, run)]))[0]
         damage: DamagedCheckpointError | None = None
         for folder in folders:
             try:
@@ -189,7 +189,7 @@ def _prepared(
         return checkpoint, restoring
 
     checkpoint, restoring = in_all(run.host, prepare)
-    digests = exchanged(run.host, hashlib.sha256(checkpoint.text).hexdigest())
+    digests = run.host.gathered(hashlib.sha256(checkpoint.text).hexdigest())
     others = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
     if others:
         raise CheckpointError(

@@ -8,7 +8,7 @@ from typing import Any, Generic, TypeVar
 from pipesched.errors import CheckpointError, DamagedCheckpointError, MissingCheckpointError, PipeschedError
 from pipesched.runtime.rank_host import MeshRanks, RankHost
 
-__all__ = ["Work", "agreed", "exchanged", "in_all", "together"]
+__all__ = ["Work", "agreed", "in_all", "together"]
 
 T = TypeVar("T")
 
@@ -22,11 +22,6 @@ _KINDS: dict[str, type[CheckpointError]] = {
 }
 
 
-def exchanged(host: RankHost, value: T) -> list[T]:
-    """Return the values that all processes pass, in rank order. Collective."""
-    return host.executor.exchange(value) if isinstance(host, MeshRanks) else [value]
-
-
 def agreed(host: RankHost, make: Callable[[], T]) -> T:
     """Return ``make()``. If ``make`` raises in one process, all processes raise. Collective.
 
@@ -34,7 +29,7 @@ def agreed(host: RankHost, make: Callable[[], T]) -> T:
     """
     work = Work(make)
     work.run()
-    _raise_any(exchanged(host, work.outcome), work)
+    _raise_any(host.gathered(work.outcome), work)
     return work.result
 
 
@@ -107,7 +102,7 @@ def together(host: RankHost, work: Work[T], hurry: Event | None = None) -> T:
     try:
         while True:
             done = work.ended(pause_s)
-            outcomes = exchanged(host, work.outcome if done else None)
+            outcomes = host.gathered(work.outcome if done else None)
             if None not in outcomes:
                 break
             if hurry is not None and any(outcome is not None and outcome[0] for outcome in outcomes):
