@@ -27,6 +27,7 @@ from pipesched.profiling.stage_memory_probe import StageSizes
 from pipesched.program.checkpoint_options import checkpoint_by_layer, offloading
 from pipesched.program.program import Program
 from pipesched.runtime.rank_host import RankHost, ThreadRanks
+from pipesched.runtime.reductions.gradient_buckets import GradientBuckets
 from pipesched.runtime.stage.batch_norm import BatchNormMode, MiniBatchNorms
 from pipesched.runtime.stage.buffer_copies import own_buffers
 from pipesched.runtime.stage.compiled_layers import Compiled
@@ -111,6 +112,8 @@ class Assembly:
         ranks = [program.placement[index] for index in range(program.num_weights)]
         self.ties = Ties(spec.model, spec.layered.uses(self.cut, ranks), host)
         self._weight_copies = WeightCopies(host, self.ties.own)
+        self._buckets = self._bucket_layers() if host.sums is not None else {}
+        programs.reduce({stage: len(names) for stage, names in self._buckets.items()})
         self.norms = MiniBatchNorms(spec.batch_norm, host)
         self.norms.check(spec.model, program, streams=programs.streams)
         layers = checkpoint_by_layer(programs.checkpoint).items()
@@ -126,6 +129,8 @@ class Assembly:
         self._check_reached()
         #: Stage number -> stage, for the stages of this process.
         self.stages = self._stages()
+        #: Adds the gradients over replicas that are complete only after a run; None if there is one replica.
+        self._late_sums = self._late() if host.sums is not None else None
         #: The holders of weight copies. A step refreshes the copies before it starts.
         self.copies = [holder for holder in (self.ties, self._weight_copies) if holder]
         #: The context manager for runs that compute gradients; adds the copies' gradients to parameters. Collective.
@@ -256,6 +261,7 @@ class Assembly:
             head = Head(loss_fn) if last else None
             compiled = self._spec.compiled(device)
             options: dict[str, Any] = {"ties": ties, "norms": norms, "compiled": compiled, "written": written[part]}
+            options["gradients"] = self._gradients(index, modules)
             stages[index] = Stage(body, device, head, **options, checkpoint_of_call=self.checkpoint_of_call)
         return dict(sorted(stages.items()))
 
@@ -265,6 +271,66 @@ class Assembly:
             if index == self.program.weights[index]:
                 for module in stage.modules.values():
                     put_on(module, stage.device)
+
+    def _bucket_layers(self) -> dict[int, list[str]]:
+        """Return the layers of each stage whose gradients form a bucket, the last layer first.
+
+        There are none if several stages share weights: such gradients are complete only after a run.
+        """
+        program = self.program
+        if program.num_weights < program.num_stages:
+            return {}
+        spec = self._spec
+        tied = self.ties.parameters
+
+        def has_own(module: Any) -> bool:
+            return isinstance(module, nn.Module) and any(parameter not in tied for parameter in module.parameters())
+
+        buckets = {
+            stage: [name for name in reversed(names) if has_own(spec.layers[name])]
+            for stage, names in enumerate(self.cut)
+        }
+        if has_own(spec.loss_fn):
+            buckets[len(self.cut) - 1].insert(0, "loss_fn")
+        return {stage: names for stage, names in buckets.items() if names}
+
+    def _gradients(self, stage: int, modules: Mapping[str, nn.Module]) -> GradientBuckets | None:
+        """Return the gradient buckets of a stage of this process; None if there is one replica."""
+        sums = self._host.sums
+        if sums is None:
+            return None
+        tied = self.ties.parameters
+        layers = self._buckets.get(stage, [])
+        return GradientBuckets([[p for p in modules[name].parameters() if p not in tied] for name in layers], sums)
+
+    def _late(self) -> GradientBuckets:
+        """Return one bucket with this process's parameters that are in no bucket of a stage."""
+        assert self._host.sums is not None
+        own = [name for name, _ in self._named_parameters() if self._host.holds(self.owners.rank(name))]
+        named = dict(self._named_parameters())
+        early = {p for stage in self.stages.values() if stage.gradients is not None for p in stage.gradients.parameters}
+        late = [parameter for parameter in dict.fromkeys(named[name] for name in own) if parameter not in early]
+        return GradientBuckets([late] if late else [], self._host.sums)
+
+    def _named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        loss_fn = self._spec.loss_fn
+        yield from self._spec.model.named_parameters()
+        if isinstance(loss_fn, nn.Module):
+            yield from loss_fn.named_parameters(prefix="loss_fn")
+
+    def begin_reductions(self) -> None:
+        """Before a step: set the gradients of earlier steps aside, if there are several replicas."""
+        if self._late_sums is not None:
+            self._late_sums.begin()
+            for stage in self.stages.values():
+                if stage.gradients is not None:
+                    stage.gradients.begin()
+
+    def reduce_late(self) -> None:
+        """After a run: add the gradients over replicas that were not complete before."""
+        if self._late_sums is not None and self._late_sums.parameters:
+            self._late_sums.start(0)
+            self._late_sums.wait()
 
     @contextmanager
     def _delivering(self) -> Iterator[None]:

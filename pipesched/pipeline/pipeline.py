@@ -41,6 +41,7 @@ from pipesched.program.program import Program
 from pipesched.runtime.coordination.rendezvous import collective
 from pipesched.runtime.gradient_clipping import clip_gradients
 from pipesched.runtime.microbatches import GivenBatch, Microbatch, Splitter
+from pipesched.runtime.rank_grid import Axes
 from pipesched.runtime.rank_host import MeshRanks, ThreadRanks, host_for
 from pipesched.runtime.stage.compiled_layers import compiler
 from pipesched.runtime.stage.output_metrics import Metrics
@@ -81,7 +82,9 @@ class Pipeline(SavingInterface):
             only the weights of its own stages.
         sample: one micro-batch as an example: a tensor, a tuple (positional arguments) or a dict (keyword arguments).
         devices: the device of each rank. All ranks run in this process, and several of them may share a device.
-        mesh: a one-dimensional DeviceMesh with one process per rank, such as ``mesh["pp"]``; used instead of devices.
+        mesh: a DeviceMesh with one process per rank, such as ``mesh["pp"]``; used instead of devices.
+        axes: the mesh dimensions of the pipeline and of its replicas, such as ``{"pipeline": "pp", "replicate": "dp"}``.
+            Default: recognised by names such as "pp" and "dp"; a mesh of one dimension is a single pipeline.
         loss_fn: ``loss_fn(output, target)`` -> scalar tensor; a function or a Module. Default: the model's own loss,
             that is, its output if this is a tensor, else the output's ``loss``.
         schedule: a name from ``pipesched.schedules.names()``, a Schedule or a Program. Default: "auto", a search for
@@ -131,6 +134,7 @@ class Pipeline(SavingInterface):
         *,
         devices: Sequence[Any] | None = None,
         mesh: DeviceMesh | None = None,
+        axes: Axes | None = None,
         loss_fn: Callable[[Any, Any], Any] | None = None,
         schedule: str | Schedule | Program = "auto",
         num_microbatches: int | None = None,
@@ -158,7 +162,7 @@ class Pipeline(SavingInterface):
         check_functions(loss_fn=loss_fn, wrap=wrap, optimizer=optimizer)
         call = as_call(sample)
         own_seed = torch.initial_seed() if seed is None else as_seed(seed)
-        host = host_for(devices, mesh, threads, distributed.timeout, distributed.inputs)
+        host = host_for(devices, mesh, threads, distributed.timeout, distributed.inputs, axes)
         with ending_on_error(host):
             run_seed = host.agreed(lambda: own_seed)
             module = built(chain, run_seed)

@@ -1,6 +1,6 @@
 """Step runner: runs steps, evaluations and forwards under the running plan."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 from weakref import ref
@@ -20,7 +20,7 @@ from pipesched.program.program import Program
 from pipesched.program.weight_versions import Uses
 from pipesched.runtime.async_steps import Stream
 from pipesched.runtime.executors.threads import RunSpec
-from pipesched.runtime.microbatches import Batch, GivenBatch
+from pipesched.runtime.microbatches import Batch, GivenBatch, Weighting
 from pipesched.runtime.nonfinite_reaction import NonfiniteReaction
 from pipesched.runtime.rank_host import ThreadRanks
 from pipesched.runtime.stage.gradient_rules import GradientRules
@@ -87,7 +87,7 @@ class StepRunner:
                 )
             batch = self._batch("step", given)
             groups = running.assembly.programs.of(len(batch.rows)).groups
-            return StepCall("step", batch, running.splitter.weighting(batch, groups), **wanted)
+            return StepCall("step", batch, self._weighting(batch, groups), **wanted)
 
         call = self._called("step", given, make)
         if running.step == 0 or self._memory.limits is not None:
@@ -96,15 +96,17 @@ class StepRunner:
         if assembly.programs.streams:
             return self._enqueue(call, metrics)
         programs = assembly.programs.of(len(call.batch.rows))
-        step_data = call.step_data(running.seed, running.step, metrics)
+        step_data = call.step_data(running.seed, running.step, metrics, replica=running.host.grid.replica)
         rules = assembly.rules
         if rules is not None:
             step_data.loss_scale = rules.loss_scale(running.host.devices[programs.plain.output_rank])
             if rules.on_nonfinite is not None:
                 step_data.watch = NonfiniteWatch(assembly.layer_names)
         run_spec = self._run_spec(programs.training, step_data, assembly.stages, programs.uses)
+        assembly.begin_reductions()
         with assembly.delivering(), assembly.norms.counting():
             running.runs.append(running.host.run(run_spec, call.batch, grad=True))
+        assembly.reduce_late()
         if assembly.updates_late:
             assembly.update_late(self._intra_op_threads, step_data.losses.values())
         running.step += 1
@@ -132,7 +134,7 @@ class StepRunner:
 
         def make() -> StepCall:
             batch = self._batch("evaluate", given)
-            return StepCall("evaluate", batch, self._running.splitter.weighting(batch), **wanted)
+            return StepCall("evaluate", batch, self._weighting(batch), **wanted)
 
         self._running.flush()
         call = self._called("evaluate", given, make)
@@ -150,7 +152,8 @@ class StepRunner:
                     "a forward with gradients may only run in one process; this pipeline runs over a mesh; use step(), "
                     "call forward() under no_grad, or make the pipeline with devices="
                 )
-            batch = running.splitter.batch(args, kwargs)
+            batch = running.splitter.batch(args, kwargs, num_replicas=host.replicas_per_batch)
+            self._across([1] * len(batch.rows))
             weighting = None if self._has_loss_fn else running.splitter.weighting_of_outputs(batch)
             return StepCall("forward", batch, weighting, return_outputs=True, gather=gather)
 
@@ -200,7 +203,8 @@ class StepRunner:
         self._guard.check(changes=method == "step" or self._model.training)
 
         def deal(call: StepCall) -> tuple[StepCall, list[Any]]:
-            return dealt(call, assembly.programs.of(len(call.batch.rows)).plain, assembly.bodies, len(host.all_devices))
+            size = len(call.batch.rows) // host.replicas_per_batch
+            return dealt(call, assembly.programs.of(size).plain, assembly.bodies, host.grid.rows)
 
         return host.call(method, given.is_given, make, deal)
 
@@ -225,7 +229,25 @@ class StepRunner:
                 "a target may only be passed to a pipeline with a loss_fn; this pipeline has none, and its model "
                 "computes its own loss; pass loss_fn= to Pipeline, or leave target= out"
             )
-        return self._running.splitter.batch(args, kwargs, target)
+        return self._running.splitter.batch(args, kwargs, target, num_replicas=self._running.host.replicas_per_batch)
+
+    def _weighting(self, batch: Batch, groups: Sequence[Sequence[int]] = ()) -> Weighting:
+        """Return the weights of a batch's losses, which add up to 1 over the micro-batches of all replicas."""
+        return self._running.splitter.weighting(batch, groups, self._across)
+
+    def _across(self, weights: Sequence[float]) -> list[Sequence[float]]:
+        """Return the weights of all replicas' micro-batches, unless the batch contains these micro-batches itself."""
+        host = self._running.host
+        if host.replicas_per_batch > 1:
+            return [weights]
+        every = host.across(weights)
+        sizes = [len(own) for own in every]
+        if len(set(sizes)) > 1:
+            raise InputError(
+                f"all replicas must have the same number of micro-batches; the replicas' batches have {sizes}; pass at "
+                f"least {max(sizes)} rows in each replica"
+            )
+        return every
 
     def _batch_as_given(self, method: str, given: GivenBatch) -> Batch:
         args, kwargs, target, microbatches = given
@@ -234,7 +256,8 @@ class StepRunner:
                 f"{method}() takes either a batch or microbatches=; both were passed; pass the inputs and the target "
                 f"of each micro-batch to Microbatch(...)"
             )
-        batch = self._running.splitter.as_given(microbatches)
+        host = self._running.host
+        batch = self._running.splitter.as_given(microbatches, num_replicas=host.replicas_per_batch)
         if self._has_loss_fn != bool(batch.targets):
             raise InputError(
                 f"every micro-batch must have a target if the pipeline has a loss_fn, and none otherwise; this "
@@ -299,7 +322,7 @@ class StepRunner:
     def _infer(self, call: StepCall, metrics: Metrics | None = None) -> StepData:
         running = self._running
         programs = running.assembly.programs.of(len(call.batch.rows))
-        step_data = call.step_data(running.seed, running.step, metrics)
+        step_data = call.step_data(running.seed, running.step, metrics, replica=running.host.grid.replica)
         with running.assembly.norms.counting():
             run_spec = self._run_spec(programs.inference, step_data, running.assembly.stages)
             running.host.run(run_spec, call.batch, grad=False)

@@ -15,6 +15,7 @@ from pipesched.program.lowering import (
     add_norms,
     add_offloading,
     add_recompute,
+    add_reductions,
     add_updates,
     forward_then_backward,
     lower,
@@ -61,6 +62,7 @@ class ProgramFactory:
             self.num_microbatches = request.num_microbatches or self.num_ranks * MICROBATCHES_PER_RANK
         self.graph: StageGraph | None = None
         self.offloading: frozenset[int] = frozenset()
+        self.buckets: Mapping[int, int] = {}
         self._made: dict[int, StepPrograms] = {}
 
     def of(self, num_microbatches: int) -> "StepPrograms":
@@ -126,6 +128,12 @@ class ProgramFactory:
             self.offloading = frozenset(offloading)
             self._made.clear()
         return self.full.plain
+
+    def reduce(self, buckets: Mapping[int, int]) -> None:
+        """Add reductions of gradients over replicas. ``buckets`` maps a stage to its number of buckets."""
+        if buckets != self.buckets:
+            self.buckets = buckets
+            self._made.clear()
 
     def check_updates(self) -> None:
         """Raise ScheduleError if the schedule needs optimizers but got none, or does not support optimizers."""
@@ -199,7 +207,8 @@ class StepPrograms:
         source = factory.source
         program = self._beginning(source) if factory.streams and isinstance(source, Schedule) else self.plain
         program = add_updates(program) if factory.updates else program
-        program = add_recompute(add_norms(program) if factory.norms else program, factory.checkpoint)
+        program = add_norms(program) if factory.norms else program
+        program = add_recompute(add_reductions(program, factory.buckets), factory.checkpoint)
         return add_offloading(program, factory.offloading)
 
     def _beginning(self, schedule: Schedule) -> Program:

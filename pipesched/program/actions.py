@@ -20,6 +20,7 @@ class Lane(StrEnum):
 
     COMPUTE = "compute"
     COPY = "copy"
+    COLLECTIVE = "collective"
 
 
 class Kind(StrEnum):
@@ -30,6 +31,7 @@ class Kind(StrEnum):
     I = "I"  # noqa: E741  input gradients only
     W = "W"  # weight gradients, after I
     R = "R"  # recompute the activations that a checkpointed F did not keep
+    REDUCE = "REDUCE"  # add the gradients of a bucket of a stage over replicas, numbered by bucket
     NORM = "NORM"  # compute the norms of a stage's gradients for the UPDATE of this number on every stage
     UPDATE = "UPDATE"  # an optimizer step on a stage's weights, numbered from 0 in place of a micro-batch
     SEND_F = "SEND_F"  # a stage's output, to a consumer
@@ -70,6 +72,7 @@ KINDS: dict[Kind, _KindRow] = {
     Kind.I: _KindRow(Lane.COMPUTE, takes=Holding.WEIGHT_GRAD, gives=(Holding.INPUT, Holding.ACTIVATIONS)),
     Kind.W: _KindRow(Lane.COMPUTE, gives=_EVERYTHING),
     Kind.R: _KindRow(Lane.COMPUTE, takes=Holding.ACTIVATIONS, gives=(Holding.INPUT,)),
+    Kind.REDUCE: _KindRow(Lane.COLLECTIVE),
     Kind.NORM: _KindRow(Lane.COMPUTE),
     Kind.UPDATE: _KindRow(Lane.COMPUTE, takes=Holding.WEIGHTS),
     Kind.SEND_F: _KindRow(Lane.COPY),

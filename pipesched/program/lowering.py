@@ -17,6 +17,7 @@ __all__ = [
     "add_norms",
     "add_offloading",
     "add_recompute",
+    "add_reductions",
     "add_updates",
     "forward_then_backward",
     "halves",
@@ -246,6 +247,23 @@ def add_norms(program: Program) -> Program:
     after += columns.joined[after]
     norms = Columns.numbered(stages, np.full(len(stages), CODES[Kind.NORM]), np.zeros(len(stages), np.int64))
     parts = [(np.arange(len(columns)), columns, 0), (after, norms, 1)]
+    return replace(program, orders=_inserted(program.orders, parts))
+
+
+def add_reductions(program: Program, buckets: Mapping[int, int]) -> Program:
+    """Insert a REDUCE for each bucket of a stage after the stage's last gradient. STUB."""
+    if not buckets or program.forward_only:
+        return program
+    columns = program.columns
+    rows = np.flatnonzero(columns.are(Kind.B, Kind.W))
+    stages, last = np.unique(columns.stage[rows][::-1], return_index=True)
+    after = rows[::-1][last]
+    after += columns.joined[after]
+    counts = [buckets.get(int(stage), 0) for stage in stages]
+    stage_column = np.repeat(stages, counts)
+    numbers = np.concatenate([np.arange(count) for count in counts])
+    reduces = Columns.numbered(stage_column, np.full(len(stage_column), CODES[Kind.REDUCE]), numbers.astype(np.int64))
+    parts = [(np.arange(len(columns)), columns, 0), (np.repeat(after, counts), reduces, 1)]
     return replace(program, orders=_inserted(program.orders, parts))
 
 

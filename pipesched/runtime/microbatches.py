@@ -84,6 +84,12 @@ class Batch:
     #: Whether the caller cut the micro-batches, so that their shapes can differ.
     as_given: bool = False
 
+    def of_replica(self, replica: int, num_replicas: int) -> "Batch":
+        """Return one replica's part of a batch whose micro-batches belong to all replicas."""
+        size = len(self.rows) // num_replicas
+        own = slice(replica * size, (replica + 1) * size)
+        return replace(self, inputs=self.inputs[own], targets=self.targets[own], rows=self.rows[own])
+
     def looking(self, look: Callable[[Any], Hashable]) -> list[Hashable]:
         """Compute each micro-batch's form (dtypes and shapes).
 
@@ -136,6 +142,12 @@ class Weighting(NamedTuple):
     #: An additional factor of each loss, applied only when the losses are summed to the mini-batch's loss.
     shares: list[float | None]
 
+    def of_replica(self, replica: int, num_replicas: int) -> "Weighting":
+        """Return one replica's part of the weights of all replicas' micro-batches."""
+        size = len(self.factors) // num_replicas
+        own = slice(replica * size, (replica + 1) * size)
+        return Weighting(self.factors[own], self.shares[own])
+
     def weighted(self, losses: Sequence[Tensor]) -> list[Tensor]:
         """Multiply the micro-batches' losses by their factors."""
         return [
@@ -173,12 +185,17 @@ class Splitter:
                     f"{self.split_dims!r}; pass integers, or None for an argument that is not split"
                 )
 
-    def batch(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any = None) -> Batch:
+    def batch(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any = None, *, num_replicas: int = 1
+    ) -> Batch:
         """Split a mini-batch. A batch with fewer rows than micro-batches gets one micro-batch per row.
+
+        With several replicas, the micro-batches of all replicas are returned, in replica order. Every replica gets the
+        same number of them.
 
         Raises:
             InputError: if the batch has no rows, if its arguments and target have different numbers of rows, or if
-                there are fewer rows than a program with a fixed number of micro-batches needs.
+                there are fewer rows than a program with a fixed number of micro-batches, or the replicas, need.
 
         """
         if not isinstance(self.split_dims, int):
@@ -189,12 +206,18 @@ class Splitter:
         given |= {f"{name}=": (value, names[name]) for name, value in kwargs.items()}
         target_dim = self._target_dim(target, given)
         rows = _common_rows({**given, "the target": (target, target_dim)})
-        count = min(self.num_microbatches, rows)
-        if self.fixed and count < self.num_microbatches:
+        due = self.num_microbatches * num_replicas
+        count = min(due, rows // num_replicas * num_replicas)
+        if self.fixed and count < due:
             raise InputError(
-                f"a batch must have a row for each of the program's {self.num_microbatches} micro-batches; the batch "
-                f"has {rows} rows; pass at least {self.num_microbatches} rows (drop_last=True in the data loader), or "
+                f"a batch must have a row for each of the program's {due} micro-batches; the batch "
+                f"has {rows} rows; pass at least {due} rows (drop_last=True in the data loader), or "
                 f"use a schedule that allows any number of micro-batches"
+            )
+        if not count:
+            raise InputError(
+                f"a batch must have a row for each of the {num_replicas} replicas; the batch has {rows} rows; pass at "
+                f"least {num_replicas} rows"
             )
         with torch.enable_grad():  # splitting an input that requires a gradient is part of the user's graph
             columns = [split(value, dim, count) for value, dim in zip(args, dims, strict=True)]
@@ -207,8 +230,8 @@ class Splitter:
         sizes = near_equal_parts(rows, count)
         return Batch(inputs, targets, sizes, output_dim=self._dim("output") or 0)
 
-    def as_given(self, microbatches: Any) -> Batch:
-        """Make a batch of micro-batches that the caller cut.
+    def as_given(self, microbatches: Any, *, num_replicas: int = 1) -> Batch:
+        """Make a batch of micro-batches that the caller cut, for all replicas in replica order.
 
         Raises:
             InputError: the argument is not a list of Microbatch objects, or is empty; the program does not allow this
@@ -222,8 +245,15 @@ class Splitter:
                 f"[Microbatch(x, target=y) for x, y in parts]"
             )
         count = len(microbatches)
-        if not count or (self.fixed and count != self.num_microbatches):
-            due = f"exactly {self.num_microbatches}, the number in the program" if self.fixed else "at least one"
+        fixed = self.num_microbatches * num_replicas
+        if not count or count % num_replicas or (self.fixed and count != fixed):
+            due = (
+                f"exactly {fixed}, the number in the program"
+                if self.fixed
+                else f"a multiple of {num_replicas}, the number of replicas"
+                if num_replicas > 1
+                else "at least one"
+            )
             raise InputError(
                 f"the number of micro-batches must be {due}; microbatches= holds {count}; pass another number, or use "
                 f"a schedule that allows any number of micro-batches"
@@ -324,16 +354,27 @@ class Splitter:
         """Return the loss factors with which the micro-batches' gradients sum to the mini-batch's gradients."""
         return self.weighting(batch).factors
 
-    def weighting(self, batch: Batch, groups: Sequence[Sequence[int]] = ()) -> "Weighting":
+    def weighting(
+        self,
+        batch: Batch,
+        groups: Sequence[Sequence[int]] = (),
+        across: Callable[[Any], list[Any]] = lambda weights: [weights],
+    ) -> "Weighting":
         """Return the weights of a batch's losses. Raises InputError if the weights' sum is not finite and above 0.
 
-        Each of ``groups`` lists the micro-batches whose gradients one update applies. The factors in a group add up to
-        1. Default: one group of all micro-batches.
+        Args:
+            batch: the batch.
+            groups: for each update, the micro-batches whose gradients it applies. The factors in a group add up to 1.
+                Default: one group of all micro-batches.
+            across: returns the weights of all replicas' micro-batches from those of this replica. The factors of all
+                replicas together add up to 1. Default: there is one replica.
+
         """
         if self.loss_reduction == "sum":
+            across([1] * len(batch.rows))
             return Weighting([None] * len(batch.rows), [None] * len(batch.rows))
         weights = batch.rows if self.loss_weight is None else _weights(batch, self.loss_weight)
-        total = sum(weights)
+        total = sum(weight for own in across(weights) for weight in own)
         if not 0 < total < inf:
             remedy = getattr(self.loss_weight, "remedy", "check loss_weight, or skip this batch")
             raise InputError(f"the sum of the loss weights must be finite and above 0; got {total}; {remedy}")

@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
-from functools import cached_property
+from functools import cached_property, reduce
 from threading import Lock
 from typing import Any, Literal, NoReturn, Protocol, TypeVar, get_args
 
@@ -14,7 +14,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from pipesched.capture.layered_model import LayeredModel, LayerError
 from pipesched.capture.replay import Looks
-from pipesched.checks import check_type
 from pipesched.errors import DeviceCountError, ExecutionError, GraphError, InputError
 from pipesched.model.agreement import Facts
 from pipesched.partitioning.result import Partition, StageLayers, StageSummary
@@ -30,6 +29,10 @@ from pipesched.runtime.executors.processes import ProcessExecutor
 from pipesched.runtime.executors.rank_run import RankTimeline
 from pipesched.runtime.executors.threads import RunSpec, ThreadExecutor, Timeline
 from pipesched.runtime.microbatches import Batch
+from pipesched.runtime.rank_grid import Axes, RankGrid, grid_of
+from pipesched.runtime.reductions.collective_lane import CollectiveLane
+from pipesched.runtime.reductions.gradient_buckets import ReplicaSums
+from pipesched.runtime.reductions.replica_sum import ReplicaGroup
 from pipesched.runtime.stage import batch_norm as norms
 from pipesched.runtime.stage.gradient_norms import GradientNorms
 from pipesched.runtime.stage.nonfinite_watch import Nonfinite
@@ -118,6 +121,12 @@ class RankHost(Protocol):
     devices: list[torch.device]
     #: All devices, including those that no rank uses.
     all_devices: list[torch.device]
+    #: The ranks of each replica of the pipeline, and the place of this process among them.
+    grid: RankGrid
+    #: Adds gradients over replicas; None if there is one replica.
+    sums: ReplicaSums | None
+    #: The number of replicas whose rows a batch contains: all if only rank 0 passes a batch, otherwise 1.
+    replicas_per_batch: int
 
     @property
     def executor(self) -> Executor:
@@ -180,7 +189,13 @@ class RankHost(Protocol):
         """Return, in all processes, the value that only one rank can compute."""
 
     def gathered(self, value: Any) -> list[Any]:
-        """Return the values of all processes, pytrees of tensors and plain values, in rank order."""
+        """Return the values of this replica's processes, pytrees of tensors and plain values, in rank order."""
+
+    def across(self, value: Any) -> list[Any]:
+        """Return the plain values of the ranks with this rank's stages in all replicas, in replica order.
+
+        Raises ExecutionError if a call of another replica failed before its ``across``.
+        """
 
     def trade(self, what: str, given: Mapping[int, Any], sources: Collection[int]) -> dict[int, Any]:
         """Send the values in ``given`` to ranks in other processes; return the values received from ``sources``.
@@ -200,6 +215,9 @@ class ThreadRanks:
 
     def __init__(self, devices: Sequence[torch.device], intra_op_threads: int) -> None:
         self.devices = self.all_devices = list(devices)
+        self.grid = RankGrid(rows=(tuple(range(len(self.devices))) or (0,),), rank=0)
+        self.sums = None
+        self.replicas_per_batch = 1
         self._threads = intra_op_threads
 
     @cached_property
@@ -248,6 +266,9 @@ class ThreadRanks:
     def gathered(self, value: Any) -> list[Any]:
         return [value]
 
+    def across(self, value: Any) -> list[Any]:
+        return [value]
+
     def trade(self, what: str, given: Mapping[int, Any], sources: Collection[int]) -> dict[int, Any]:
         return {}
 
@@ -260,42 +281,62 @@ class ThreadRanks:
 
 
 class MeshRanks:
-    """Runs the ranks of a one-dimensional DeviceMesh, with one process per rank. All methods are collective."""
+    """Runs the ranks of a DeviceMesh, with one process per rank. All methods are collective.
 
-    def __init__(self, mesh: DeviceMesh, intra_op_threads: int, timeout_s: float, inputs: Inputs = "all") -> None:
-        check_type(
-            mesh, DeviceMesh, "mesh= must be a DeviceMesh", "pass one dimension of a DeviceMesh, such as mesh['pp']"
-        )
+    Ranks are numbered within a replica of the pipeline. Each replica runs the same calls on its own rows.
+
+    Args:
+        mesh: the mesh.
+        intra_op_threads: the number of CPU threads per rank.
+        timeout_s: how long a rank waits for another rank, in seconds.
+        inputs: the ranks that pass a batch.
+        axes: the mesh dimensions of the pipeline and of its replicas. Default: recognised by their names.
+
+    """
+
+    def __init__(
+        self,
+        mesh: DeviceMesh,
+        intra_op_threads: int,
+        timeout_s: float,
+        inputs: Inputs = "all",
+        axes: Axes | None = None,
+    ) -> None:
+        group, self.grid = grid_of(mesh, axes)
         timeout_s = as_timeout(timeout_s)
-        if mesh.ndim != 1:
-            raise DeviceCountError(
-                f"a pipeline needs a mesh of one dimension; this mesh has {mesh.ndim} dimensions "
-                f"({mesh.mesh_dim_names}); pass one dimension of the mesh, such as mesh['pp']"
-            )
         device = torch.device(mesh.device_type)
         if device.type == "cuda":
             device = torch.device("cuda", torch.cuda.current_device())
-        self.devices = self.all_devices = [device] * mesh.size()
+        self.devices = self.all_devices = [device] * len(self.grid.pipeline)
         self._inputs = inputs
+        self.replicas_per_batch = len(self.grid.rows) if inputs == "first" else 1
+        self._crossings = 0
         self._timeout_s = timeout_s
         self._dealing = Lock()  # the heartbeat thread and rank 0's main thread both send messages
-        group = mesh.get_group()
-        self.group = tuple(get_process_group_ranks(group))
+        members = get_process_group_ranks(group)
+        #: The global ranks of this replica's pipeline.
+        self.group = tuple(members[rank] for rank in self.grid.pipeline)
 
         def connect() -> ProcessExecutor:
-            executor = ProcessExecutor(group, device=device, intra_op_threads=intra_op_threads, timeout_s=timeout_s)
+            executor = ProcessExecutor(
+                group, grid=self.grid, device=device, intra_op_threads=intra_op_threads, timeout_s=timeout_s
+            )
             executor.encoding.know(*_DECIDED, *SENT_TYPES, *norms.SENT_TYPES, GradientNorms, Nonfinite)
             executor.encoding.know_own(Orders, Orders.parts, Orders.of_parts)
             executor.encoding.know_own(Looks, lambda looks: looks.values, Looks, immutable=True)
             return executor
 
         self._connect = connect
-        self.executor = connect()
+        self.executor = executor = connect()
+        self.sums: ReplicaSums | None = None
+        if len(self.grid.rows) > 1:
+            peers = ReplicaGroup([members[rank] for rank in self.grid.peers], timeout_s)
+            self.sums = ReplicaSums(peers, CollectiveLane(device, executor.now), executor.check_peers)
 
     @property
     def rank(self) -> int:
-        """The rank of this process."""
-        return self.executor.rank
+        """The rank of this process within its replica."""
+        return self.grid.position
 
     def use(self, num_ranks: int, *, all_ranks: bool = False) -> "MeshRanks":
         if all_ranks and num_ranks != len(self.all_devices):
@@ -314,7 +355,7 @@ class MeshRanks:
     def agreed(self, make: Callable[[], T]) -> T:
         what = "the construction of a pipeline"
         given = None
-        if self.rank:
+        if self.executor.rank:
             while given is None:  # a heartbeat: rank 0 is still working
                 given = self.executor.deal(f"{what}, where rank 0 measures and decides for all")
             result: T = given[0]
@@ -332,7 +373,7 @@ class MeshRanks:
 
     def _deal_all(self, what: str, value: Any) -> None:
         with self._dealing:
-            self.executor.deal(what, [value] * len(self.all_devices))
+            self.executor.deal(what, [value] * self.executor.num_ranks)
 
     def check(self, program: Program, decided: Any) -> None:
         self.executor.agree("plan", repr((str(program), self._inputs, decided)).encode())
@@ -368,24 +409,35 @@ class MeshRanks:
 
     def call(self, method: str, given: bool, make: Callable[[], StepCall], deal: Deal) -> StepCall:
         first = self._inputs == "first"
-        if given != (self.rank == 0 or not first):
+        rank = self.executor.rank
+        if given != (rank == 0 or not first):
             who = ("only rank 0 may" if given else "rank 0 must") if first else "every rank must"
             error = InputError(
-                f"with inputs={self._inputs!r}, {who} pass a batch to {method}; rank {self.rank} of "
-                f"{len(self.all_devices)} passed {'a' if given else 'no'} batch; {'do not' if given else 'also'} pass "
+                f"with inputs={self._inputs!r}, {who} pass a batch to {method}; rank {rank} of "
+                f"{self.executor.num_ranks} passed {'a' if given else 'no'} batch; {'do not' if given else 'also'} pass "
                 f"a batch on this rank, or change inputs="
             )
             self.executor.fail(method, error)
         if not first:
+            return self._made(make)
+        return self._receive(method) if rank else self._deal(method, make, deal)
+
+    def _made(self, make: Callable[[], StepCall]) -> StepCall:
+        """Make this replica's call. If this fails before ``across``, the other replicas receive the error there."""
+        crossings = self._crossings
+        try:
             return make()
-        return self._receive(method) if self.rank else self._deal(method, make, deal)
+        except Exception as error:
+            if len(self.grid.rows) > 1 and self._crossings == crossings:
+                self.executor.exchange_with_peers((None, f"{type(error).__name__}: {error}"))
+            raise
 
     def _deal(self, method: str, make: Callable[[], StepCall], deal: Deal) -> StepCall:
         """Send the other ranks their parts of a call, or the error that ``make`` raised; return rank 0's own part."""
         try:
             call, messages = deal(make())
         except BaseException as error:
-            self.executor.deal(method, [f"{type(error).__name__}: {error}"] * len(self.all_devices))
+            self.executor.deal(method, [f"{type(error).__name__}: {error}"] * self.executor.num_ranks)
             raise
         self.executor.deal(method, messages)
         return call
@@ -400,7 +452,7 @@ class MeshRanks:
         call = received(message)
         if call.method != method:
             error = InputError(
-                f"all ranks must call the same method; rank 0 called {call.method}, but rank {self.rank} called "
+                f"all ranks must call the same method; rank 0 called {call.method}, but rank {self.executor.rank} called "
                 f"{method}; call the same methods on every rank, in the same order"
             )
             self.executor.fail(method, error)
@@ -410,6 +462,9 @@ class MeshRanks:
         return self.executor.run(run_spec, grad=grad, looks=batch.looks or batch.looking(look))
 
     def loss(self, rank: int, make: Callable[[], Tensor]) -> Tensor:
+        if len(self.grid.rows) > 1:
+            result = self.loss_with_metrics(rank, (make(), None) if self.rank == rank else None)
+            return pending(lambda: result()[0])
         if self.rank == rank:
             loss = make()
             self.executor.share(rank, (loss,))
@@ -430,17 +485,47 @@ class MeshRanks:
     def gathered(self, value: Any) -> list[Any]:
         return self.executor.exchange(value)
 
+    def across(self, value: Any) -> list[Any]:
+        self._crossings += 1
+        if len(self.grid.rows) == 1:
+            return [value]
+        replies = self.executor.exchange_with_peers((value, ""))
+        for replica, (_, failure) in enumerate(replies):
+            if failure:
+                raise ExecutionError(
+                    f"all replicas must pass a valid batch; replica {replica} of {len(self.grid.rows)} failed before "
+                    f"the first action, with {failure}; fix the error there; the pipeline remains usable"
+                )
+        return [given for given, _ in replies]
+
     def loss_with_metrics(self, rank: int, value: LossAndMetrics | None) -> Callable[[], LossAndMetrics]:
-        """Send one rank's loss and metrics to all others; return a function that waits for and returns them."""
+        """Send one rank's loss and metrics to all others; return a function that waits for and returns them.
+
+        With several replicas, the function returns the sums over replicas.
+        """
+        here = self.devices[rank]
+        if len(self.grid.rows) > 1:
+            take_all = self.executor.share_in_all([row[rank] for row in self.grid.rows], Payload.of(value))
+            return lambda: summed([_loss_and_metrics(own) for own in take_all()], here)
         if value is not None:
             self.executor.share(rank, Payload.of(value))
             return lambda: value
         take = self.executor.share(rank)
         return lambda: _loss_and_metrics(take())
 
-    def shared(self, value: T) -> Callable[[], list[T]]:
-        """Send this rank's value to all others; return a function that waits for all values and lists them by rank."""
-        return self.executor.share_all(value)
+    def shared(self, value: T) -> Callable[[], list[list[T]]]:
+        """Send this rank's value to all others; return a function that waits for the values of all ranks.
+
+        The function returns a list by replica; each entry is a list by rank.
+        """
+        rows = self.grid.rows
+        take = self.executor.share_in_all([rank for row in rows for rank in row], Payload.of(value))
+
+        def values() -> list[list[T]]:
+            every = iter(take())
+            return [[next(every).value for _ in row] for row in rows]
+
+        return values
 
     def trade(self, what: str, given: Mapping[int, Any], sources: Collection[int]) -> dict[int, Any]:
         return self.executor.trade(what, given, sources) if given or sources else {}
@@ -467,6 +552,20 @@ class MeshRanks:
 
     def close(self) -> None:
         self.executor.close()
+        if self.sums is not None:
+            self.sums.close()
+
+
+def summed(parts: Sequence[LossAndMetrics], device: torch.device) -> LossAndMetrics:
+    """Add the losses and the metrics of replicas, in replica order."""
+    losses = [loss.to(device) for loss, _ in parts]
+    given = [metrics for _, metrics in parts]
+    metrics = None if None in given else {name: _sum([one[name].to(device) for one in given]) for name in given[0]}
+    return _sum(losses), metrics
+
+
+def _sum(values: Sequence[Tensor]) -> Tensor:
+    return reduce(torch.add, values)
 
 
 def _loss_and_metrics(message: Any) -> LossAndMetrics:
@@ -478,7 +577,12 @@ def _loss_and_metrics(message: Any) -> LossAndMetrics:
 
 
 def host_for(
-    devices: Sequence[Any] | None, mesh: DeviceMesh | None, threads: int, timeout: float | None, inputs: Inputs
+    devices: Sequence[Any] | None,
+    mesh: DeviceMesh | None,
+    threads: int,
+    timeout: float | None,
+    inputs: Inputs,
+    axes: Axes | None = None,
 ) -> RankHost:
     """Create the host of a Pipeline from its arguments. Raises InputError, DeviceCountError, ExecutionError."""
     if inputs not in get_args(Inputs):
@@ -499,5 +603,7 @@ def host_for(
             raise InputError(
                 f"inputs= may only be passed with a mesh=; inputs is {inputs!r} without a mesh; leave inputs= out"
             )
+        if axes is not None:
+            raise InputError(f"axes= may only be passed with a mesh=; axes is {axes!r} without a mesh; leave axes= out")
         return ThreadRanks(as_devices(devices), threads)
-    return MeshRanks(mesh, threads, 60.0 if timeout is None else timeout, inputs)
+    return MeshRanks(mesh, threads, 60.0 if timeout is None else timeout, inputs, axes)

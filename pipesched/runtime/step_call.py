@@ -6,6 +6,7 @@ the batch that the rank's stages need.
 
 from collections.abc import Hashable, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from pipesched.runtime.microbatches import Batch, Weighting
 from pipesched.runtime.stage.output_metrics import Metrics
 from pipesched.runtime.stage.step_data import StepData
 from pipesched.tensors.exchange import Trade
+from pipesched.tensors.keyed_random import Key
 from pipesched.tensors.payload import Payload, pytree, trainable_leaves
 
 __all__ = ["SENT_TYPES", "StepCall", "bring_ends", "dealt", "received"]
@@ -37,8 +39,8 @@ class StepCall:
     #: Whether every rank receives the outputs.
     gather: bool = False
 
-    def step_data(self, seed: int, step: int, metrics: Metrics | None = None) -> StepData:
-        """Make the `StepData` with which the stages run this call."""
+    def step_data(self, seed: int, step: int, metrics: Metrics | None = None, *, replica: int = 0) -> StepData:
+        """Make the `StepData` with which the stages of a replica run this call."""
         factors = None if self.weighting is None or self.method == "forward" else self.weighting.factors
         return StepData(
             seed,
@@ -48,6 +50,7 @@ class StepCall:
             factors=factors,
             keep_outputs=self.return_outputs,
             metrics={} if metrics is None else dict.fromkeys(range(len(self.batch.rows)), metrics),
+            key=partial(_key, seed, step, replica * len(self.batch.rows)) if replica else None,
         )
 
     @property
@@ -70,6 +73,11 @@ class StepCall:
             return None
         outputs = [step_data.outputs[microbatch].value for microbatch in range(len(self.batch.rows))]
         return self.batch.gathered(outputs, self.weighting if own_loss else None)
+
+
+def _key(seed: int, step: int, first: int, microbatch: int) -> Key:
+    """Return the random key of a micro-batch of a replica, whose first micro-batch has the number ``first`` in all."""
+    return Key(seed, step, first + microbatch)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,16 +106,19 @@ class _Unsent:
 SENT_TYPES = _Opening, _Unsent
 
 
-def dealt(call: StepCall, program: Program, bodies: Sequence[Body], num_ranks: int) -> tuple[StepCall, list[Any]]:
+def dealt(
+    call: StepCall, program: Program, bodies: Sequence[Body], grid: Sequence[Sequence[int]]
+) -> tuple[StepCall, list[Any]]:
     """Split rank 0's call into one message for each rank.
 
-    An input is sent to the ranks whose stages use it. Targets are sent to the ranks of the stages without consumers.
+    Each replica gets its part of the micro-batches. An input is sent to the ranks whose stages use it. Targets are sent
+    to the ranks of the stages without consumers.
 
     Args:
         call: rank 0's call with the whole batch.
         program: the program that the call runs.
         bodies: the layers of each part of the model. Stage s runs ``bodies[program.weights[s]]``.
-        num_ranks: the size of the mesh; the program may use fewer ranks.
+        grid: for each replica, its ranks in the order of the messages; the program may use fewer ranks.
 
     Returns:
         Rank 0's own call, and the message for each rank.
@@ -117,8 +128,23 @@ def dealt(call: StepCall, program: Program, bodies: Sequence[Body], num_ranks: i
             rank 0.
 
     """
+    messages: dict[int, Any] = {}
+    own: list[StepCall] = []
+    for replica, ranks in enumerate(grid):
+        batch = call.batch.of_replica(replica, len(grid))
+        weighting = None if call.weighting is None else call.weighting.of_replica(replica, len(grid))
+        part = replace(call, batch=replace(batch, looks=[look(value) for value in batch.inputs]), weighting=weighting)
+        own.append(part)
+        of_ranks = _dealt_in_replica(part, program, bodies, len(ranks), is_first=not replica)
+        messages.update(zip(ranks, of_ranks, strict=True))
+    return own[0], [messages[rank] for rank in sorted(messages)]
+
+
+def _dealt_in_replica(
+    call: StepCall, program: Program, bodies: Sequence[Body], num_ranks: int, *, is_first: bool
+) -> list[Any]:
+    """Split the call of one replica into one message for each of its ranks. ``is_first``: rank 0 is in this replica."""
     batch = call.batch
-    looks = [look(value) for value in call.batch.inputs]
     lasts = {program.placement[stage] for stage, others in enumerate(program.graph.consumers) if not others}
     takers: list[list[Body]] = [[] for _ in range(num_ranks)]
     for stage, producers in enumerate(program.graph.producers):
@@ -126,7 +152,8 @@ def dealt(call: StepCall, program: Program, bodies: Sequence[Body], num_ranks: i
         if not producers or body.late_inputs:
             takers[program.placement[stage]].append(body)
     inputs = [[_needed(value, own) for value in batch.inputs] if own else None for own in takers]
-    others = [rank for rank, own in enumerate(inputs) if rank and any(map(trainable_leaves, own or ()))]
+    local = {0} if is_first else set()
+    others = [rank for rank, own in enumerate(inputs) if rank not in local and any(map(trainable_leaves, own or ()))]
     if others:
         raise InputError(
             f"with inputs='first', an input that requires a gradient may be used on rank 0 only; ranks {others} also "
@@ -138,14 +165,13 @@ def dealt(call: StepCall, program: Program, bodies: Sequence[Body], num_ranks: i
         rows=batch.rows,
         output_dim=batch.output_dim,
         as_given=batch.as_given,
-        looks=looks,
+        looks=batch.looks,
         return_outputs=call.return_outputs,
         gather=call.gather,
         has_loss=call.weighting is not None,
     )
     for_all = opening, _written(factors), _written(shares)
-    messages = [(*for_all, own, batch.targets if rank in lasts else None) for rank, own in enumerate(inputs)]
-    return replace(call, batch=replace(batch, looks=looks)), messages
+    return [(*for_all, own, batch.targets if rank in lasts else None) for rank, own in enumerate(inputs)]
 
 
 def received(message: tuple[Any, ...]) -> StepCall:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pipesched.errors import ExecutionError, InputError
 from pipesched.runtime.microbatches import Weighting
-from pipesched.runtime.rank_host import LossAndMetrics, MeshRanks, RankHost
+from pipesched.runtime.rank_host import LossAndMetrics, MeshRanks, RankHost, summed
 from pipesched.runtime.stage.step_data import Added, StepData
 from pipesched.tensors.payload import used_here
 from pipesched.tensors.pending_tensor import pending
@@ -69,7 +69,7 @@ class StepMetrics:
 
     def _finish_mesh(self, host: MeshRanks, run: RunResults, rows: Sequence[_Row]) -> Tensor:
         if run.kind not in self._adds:
-            self._adds[run.kind] = any(host.executor.exchange(bool(rows)))
+            self._adds[run.kind] = any(host.executor.exchange_in_all(bool(rows)))
         adds = self._adds[run.kind]
         if not adds:
             self._check_none(host, rows)
@@ -78,18 +78,24 @@ class StepMetrics:
         own = self._of_rank(host, run)
         shared = host.shared((own, rows)) if adds else host.loss_with_metrics(run.rank, own)
         rank, here, weighting, measures = run.rank, host.devices[run.rank], run.weighting, run.measures
+        size = len(run.microbatches)
         found: list[_Result] = []
 
         def result() -> _Result:  # must not hold the run, and with it the batch
             if not found:
                 parts: Any = shared()
-                loss, metrics = parts[rank][0] if adds else parts
+                loss, metrics = summed([ranks[rank][0] for ranks in parts], here) if adds else parts
                 if measures and metrics is None:
                     raise ExecutionError(
                         f"either all ranks must pass metrics= or none; another rank passed it, but rank {rank}, which "
                         f"has the outputs, did not; pass the same arguments on every rank"
                     )
-                every = [row for _, own in parts for row in own] if adds else []
+                every = [
+                    (replica * size + number, *row)
+                    for replica, ranks in enumerate(parts if adds else ())
+                    for _, own in ranks
+                    for number, *row in own
+                ]
                 found.append(_combined(loss.to(here), metrics or {}, every, weighting))
             return found[0]
 
@@ -156,7 +162,7 @@ def _combined(loss: Tensor, metrics: Mapping[str, Tensor], rows: Sequence[_Row],
     """Sum each name's losses in an order that does not depend on the plan: by micro-batch, then place of the call."""
     named: dict[str, list[Tensor]] = {}
     for number, *_, name, value in sorted(rows, key=lambda row: row[:4]):
-        share = weighting.shares[number]
+        share = weighting.shares[number % len(weighting.shares)]  # a number counts on over replicas
         here = value.to(loss.device)
         named.setdefault(name, []).append(here if share is None else here * share)
     if twice := named.keys() & metrics.keys():

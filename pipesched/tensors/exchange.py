@@ -23,6 +23,9 @@ class Trade(Protocol):
     def trade(self, what: str, given: Mapping[int, Any], sources: Collection[int]) -> dict[int, Any]:
         """Send ``given[rank]`` to each rank in ``given``. Return the values from ``sources``, keyed by rank."""
 
+    def across(self, value: Any) -> list[Any]:
+        """Return the values of the ranks with this rank's stages in all replicas, in replica order."""
+
 
 class RankDevices(Protocol):
     """The device of each rank, and the ranks that run in this process."""

@@ -47,6 +47,7 @@ def reference_step(
     intra_op_threads: int = 1,
     whole_layers: Collection[str] = (),
     microbatches: Sequence[Microbatch] | None = None,
+    num_replicas: int = 1,
     **kwargs: Any,
 ) -> Tensor:
     """Run one training step without a pipeline, one micro-batch after the other, as the reference for tests.
@@ -79,6 +80,9 @@ def reference_step(
         whole_layers: names of modules that are kept as one layer, as in ``Pipeline``. Default: none.
         microbatches: in place of inputs and target, micro-batches that are already cut, as in ``Pipeline.step``.
             Default: None (the mini-batch is split).
+        num_replicas: the number of replicas of the pipeline. The mini-batch is split into ``num_replicas`` times
+            ``num_microbatches`` parts. The gradients of each replica's parts are added first, then the sums of the
+            replicas, in replica order. Default: 1.
         **kwargs: the model's keyword inputs, for the whole mini-batch.
 
     Returns:
@@ -106,7 +110,10 @@ def reference_step(
     first = (args, kwargs) if not microbatches else (microbatches[0].args, microbatches[0].kwargs)
     weight, reduction = resolve_loss(whole, first, loss_fn, loss_weight, loss_reduction, split_dims)
     splitter = Splitter(num_microbatches, False, split_dims, weight, reduction)
-    batch = splitter.batch(args, kwargs, target) if microbatches is None else splitter.as_given(microbatches)
+    if microbatches is None:
+        batch = splitter.batch(args, kwargs, target, num_replicas=num_replicas)
+    else:
+        batch = splitter.as_given(microbatches, num_replicas=num_replicas)
     weighting = splitter.weighting(batch)
     factors = weighting.factors
     seed = torch.initial_seed() if seed is None else as_seed(seed)
@@ -119,8 +126,12 @@ def reference_step(
         own_norms = norms.of_stage((0, 0), (0, 0), modules)
         run = _Unpipelined(whole, loss_fn, own_norms, batch.inputs[0], whole_layers, step_data)
         total: Tensor | None = None
+        replica_sums = _ReplicaSums(modules, num_replicas)
         with norms.counting():
             for microbatch, (inputs, factor) in enumerate(zip(batch.inputs, factors, strict=True)):
+                if microbatch and microbatch % (len(factors) // num_replicas) == 0:
+                    run.deliver()
+                    total = replica_sums.end(total)
                 target_part = batch.targets[microbatch] if batch.targets else None
                 loss = run.loss(inputs, target_part, Key(seed, step, microbatch))
                 root = torch.zeros_like(loss) if factor == 0 else loss if factor is None else loss * factor
@@ -130,10 +141,46 @@ def reference_step(
                         torch.autograd.backward((edge_of(root), *run.added_edges()))
                 total = root.detach() if total is None else total + root.detach()
         run.deliver()
+        total = replica_sums.end(total)
     finally:
         torch.set_num_threads(threads)
     assert total is not None  # a batch has at least one micro-batch
     return with_added(total, step_data.added, weighting)
+
+
+class _ReplicaSums:
+    """Adds the losses and the gradients of replicas in replica order. One replica changes nothing.
+
+    Gradients from before the step are set aside, and the sum over replicas is added to them.
+    """
+
+    def __init__(self, modules: Mapping[str, nn.Module], num_replicas: int) -> None:
+        self._parameters = [p for module in modules.values() for p in module.parameters()] if num_replicas > 1 else []
+        self._left = num_replicas
+        self._before = self._taken()
+        self._sums: list[Tensor | None] = [None] * len(self._parameters)
+        self._loss: Tensor | None = None
+
+    def end(self, loss: Tensor | None) -> Tensor | None:
+        """End a replica with this loss. Return None, and after the last replica the sum of the losses."""
+        self._left -= 1
+        self._loss = _added(self._loss, loss)
+        self._sums = [_added(total, grad) for total, grad in zip(self._sums, self._taken(), strict=True)]
+        if self._left:
+            return None
+        for parameter, before, total in zip(self._parameters, self._before, self._sums, strict=True):
+            parameter.grad = _added(before, total)
+        return self._loss
+
+    def _taken(self) -> list[Tensor | None]:
+        grads = [parameter.grad for parameter in self._parameters]
+        for parameter in self._parameters:
+            parameter.grad = None
+        return grads
+
+
+def _added(total: Tensor | None, value: Tensor | None) -> Tensor | None:
+    return value if total is None else total if value is None else total + value
 
 
 class _Unpipelined:
@@ -195,6 +242,7 @@ class _Unpipelined:
         """For each shared weight, add the gradients of all uses in call order, and pass the sum to the weight."""
         for parameter in {id(parameter): parameter for parameter, _ in self._leaves.values()}.values():
             deliver(parameter, [leaf.grad for own, leaf in self._leaves.values() if own is parameter])
+        self._leaves.clear()
 
 
 @contextmanager

@@ -34,9 +34,16 @@ def look(value: Any) -> Hashable:
 
 
 class OrderMessages:
-    """The messages that one rank's order sends and receives, grouped by channel; each group is in channel order."""
+    """The messages that one rank's order sends and receives, grouped by channel; each group is in channel order.
 
-    def __init__(self, program: Program, order: tuple[Action, ...]) -> None:
+    Args:
+        program: the lowered program.
+        order: the rank's order.
+        ranks: the group ranks of the program's ranks.
+
+    """
+
+    def __init__(self, program: Program, order: tuple[Action, ...], ranks: Sequence[int]) -> None:
         self.order = order
         #: The Rank bound to this order, if later runs may reuse it; otherwise None.
         self.rank: Rank | None = None
@@ -44,7 +51,7 @@ class OrderMessages:
         self._last: tuple[Any, tuple[Messages, bytes]] | None = None
         for stage, kind, microbatch, peer in order:
             if peer is not None:
-                channels = self._edges.setdefault(program.placement[peer], {})
+                channels = self._edges.setdefault(ranks[program.placement[peer]], {})
                 edge = channels.setdefault((kind in _OUTGOING, kind in _BACKWARD), [])
                 ends = (stage, peer) if kind in _OUTGOING else (peer, stage)
                 edge.append((*ends, microbatch))
@@ -94,10 +101,18 @@ class OrderMessages:
 
 
 class ChannelEnds:
-    """The sending and receiving ends of one rank's channels, for the interpreter."""
+    """The sending and receiving ends of one rank's channels, for the interpreter.
 
-    def __init__(self, program: Program, wire: Channels) -> None:
-        self._placement = program.placement
+    Args:
+        program: the lowered program.
+        wire: the channels to all ranks of the group.
+        ranks: the group ranks of the program's ranks.
+
+    """
+
+    def __init__(self, program: Program, wire: Channels, ranks: Sequence[int]) -> None:
+        self._ranks = ranks
+        self._placement = [ranks[rank] for rank in program.placement]
         self._wire = wire
 
     def sender(self, action: Action) -> Callable[[Any], None]:
@@ -108,7 +123,7 @@ class ChannelEnds:
 
     def exchange(self, rank: int) -> tuple[Callable[[list[Any]], None], Callable[[], list[Any]]]:
         wire = self._wire
-        others = sorted({*self._placement} - {rank})
+        others = sorted({*self._placement} - {self._ranks[rank]})
 
         def send(values: list[Any]) -> None:
             wire.tell_all(others, NORMS, Payload.of(values))
@@ -120,11 +135,11 @@ class ChannelEnds:
         return send, receive
 
 
-def channels_of(program: Program) -> set[Channel]:
-    """Return the channels between ranks that a lowered program uses."""
+def channels_of(program: Program, ranks: Sequence[int]) -> set[Channel]:
+    """Return the channels between group ranks that a lowered program uses. ``ranks``: those of the program's ranks."""
     sends = program.columns[program.columns.are(Kind.SEND_F, Kind.SEND_B)]
     return {
-        Channel(program.placement[stage], program.placement[peer], kind is Kind.SEND_B)
+        Channel(ranks[program.placement[stage]], ranks[program.placement[peer]], kind is Kind.SEND_B)
         for stage, kind, _, peer in sends
         if peer is not None
     }

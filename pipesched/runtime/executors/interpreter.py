@@ -49,6 +49,12 @@ class StageLike(Protocol):
     def fetch(self, microbatch: int) -> None:
         """FETCH: start copying activations back to the device; the backward waits for the copies."""
 
+    def reduce(self, bucket: int) -> None:
+        """REDUCE: start adding the gradients of a bucket over replicas."""
+
+    def reduced(self) -> Mapping[int, tuple[Any, Any]]:
+        """Wait until the gradients of all started buckets are added; return the start and the end of each bucket."""
+
     def norm(self, number: int) -> Any:
         """NORM: return the norms of the gradients since the last update."""
 
@@ -132,7 +138,7 @@ class _Step(NamedTuple):
     call: Callable[..., Any]
     takes: Sequence[_Edge] = ()
     gives: Sequence[_Edge] = ()
-    wait: Callable[[], None] | None = None
+    wait: Callable[[], Any] | None = None
 
 
 class _Norms:
@@ -200,6 +206,7 @@ class Rank:
         whole = program.orders[index] if index < program.num_ranks else ()  # bind() may receive only a part
         self._split = {(action.stage, action.microbatch) for action in whole if action.kind is Kind.I}
         self._recomputed = {(action.stage, action.microbatch) for action in whole if action.kind is Kind.R}
+        self._reduces = {action.stage for action in whole if action.kind is Kind.REDUCE}
         self._bound: tuple[Sequence[Action], list[_Step]] = ((), [])
 
     def bind(self, order: Sequence[Action]) -> list[_Step]:
@@ -244,16 +251,29 @@ class Rank:
         copies = {Kind.OFFLOAD: stage.offload, Kind.FREE: stage.free, Kind.FETCH: stage.fetch}
         return _Step(action, partial(copies[action.kind], action.microbatch))
 
+    def _reduce(self, action: Action) -> _Step:
+        return _Step(action, partial(self.stages[action.stage].reduce, action.microbatch))
+
+    def finish(self, stamps: Stamps) -> None:
+        """At the end of an order: wait for its reductions, and replace their stamps by those of the collectives."""
+        if not self._reduces:
+            return
+        spans = {stage: self.stages[stage].reduced() for stage in self._reduces}
+        for position, action in enumerate(stamps.order):
+            if action.kind is Kind.REDUCE and action.microbatch in spans[action.stage]:
+                stamps.starts[position], stamps.ends[position] = spans[action.stage][action.microbatch]
+
     def _norm(self, action: Action) -> _Step:
         measure = partial(self.stages[action.stage].norm, action.microbatch)
         norms = self._norms
-        return _Step(action, measure if norms is None else lambda: norms.add(measure()))
+        call = measure if norms is None else lambda: norms.add(measure())
+        return _Step(action, call, wait=self.stages[action.stage].reduced if self._reduces else None)
 
     def _update(self, action: Action) -> _Step:
         update = partial(self.stages[action.stage].update, action.microbatch)
         norms = self._norms
         if norms is None:
-            return _Step(action, update)
+            return _Step(action, update, wait=self.stages[action.stage].reduced if self._reduces else None)
         return _Step(action, lambda: update(norms.all), wait=norms.wait)
 
     def _send(self, action: Action) -> _Step:
@@ -271,6 +291,7 @@ _BINDERS: dict[Kind, Callable[[Rank, Action], _Step]] = {
     Kind.I: Rank._backward,
     Kind.W: Rank._weight_grad,
     Kind.R: Rank._recompute,
+    Kind.REDUCE: Rank._reduce,
     Kind.NORM: Rank._norm,
     Kind.UPDATE: Rank._update,
     Kind.OFFLOAD: Rank._copy,

@@ -41,6 +41,7 @@ from pipesched.runtime.executors.device_streams import streams_for
 from pipesched.runtime.executors.interpreter import Rank, Stamps, interpret
 from pipesched.runtime.executors.rank_run import RankRun, RankTimeline
 from pipesched.runtime.executors.threads import RunSpec, Stopped
+from pipesched.runtime.rank_grid import RankGrid
 from pipesched.runtime.transport.channels import SHARE, Channels
 from pipesched.runtime.transport.clock_sync import clock_offset
 from pipesched.runtime.transport.connections import met
@@ -71,6 +72,8 @@ class ProcessExecutor:
     Args:
         group: a process group of the pipeline's ranks, in rank order. Only the group's store is used; ranks communicate
             over connections that the executor creates.
+        grid: the arrangement of the group's ranks in replicas of the pipeline. Default: one replica. A program runs
+            within each replica, and so do exchanges; comparisons, ``deal`` and the alarm include all ranks.
         device: the device of this rank's stages. Default: the CPU.
         intra_op_threads: torch's intra-op threads for this rank.
         timeout_s: how long a rank waits for another rank before all ranks stop, in seconds. The timeout must exceed the
@@ -82,10 +85,17 @@ class ProcessExecutor:
     """
 
     def __init__(
-        self, group: Any, *, device: torch.device | None = None, intra_op_threads: int = 1, timeout_s: float = 60.0
+        self,
+        group: Any,
+        *,
+        grid: RankGrid | None = None,
+        device: torch.device | None = None,
+        intra_op_threads: int = 1,
+        timeout_s: float = 60.0,
     ) -> None:
         self.rank: int = group.rank()
         self.num_ranks: int = group.size()
+        self.grid = grid or RankGrid.single(group)
         self.device = device or torch.device("cpu")
         self._streams = streams_for(self.device)
         self._threads = intra_op_threads
@@ -181,7 +191,8 @@ class ProcessExecutor:
 
     def _own_order(self, orders: Sequence[tuple[Action, ...]]) -> tuple[Action, ...]:
         """Return the order of this rank; empty if the rank holds no stages."""
-        return orders[self.rank] if self.rank < len(orders) else ()
+        position = self.grid.position
+        return orders[position] if position < len(orders) else ()
 
     def caller(self, *, grad: bool) -> Caller:
         """Return the inference mode and the autocast settings of this thread, with ``grad`` as the grad mode."""
@@ -195,7 +206,7 @@ class ProcessExecutor:
         with self._one_at_a_time("a stream"):
             program = run_spec.program
             wire = self._open_wire()
-            channels = OrderMessages(program, self._own_order(program.orders)).none
+            channels = OrderMessages(program, self._own_order(program.orders), self.grid.pipeline).none
             try:
                 wire.open(channels, self._agreed(program) + digest(b"stream") + digest(b"%d" % self._steps))
                 self._steps += 1
@@ -203,7 +214,8 @@ class ProcessExecutor:
             except BaseException:
                 run_spec.finish(True)
                 raise
-            rank = Rank(self.rank, program, run_spec.stages, ChannelEnds(program, wire), run_spec.pair)
+            ends_of_rank = ChannelEnds(program, wire, self.grid.pipeline)
+            rank = Rank(self.grid.position, program, run_spec.stages, ends_of_rank, run_spec.pair)
             run = RankRun(run_spec, caller, rank, self.continue_run, self.leave)
             self._streams.begin()
             return run
@@ -212,7 +224,8 @@ class ProcessExecutor:
         """Run the next part of a stream, and return its timeline."""
         with self._one_at_a_time("a step"):
             run.failed = True
-            self._open_wire().extend(OrderMessages(run.run_spec.program, order).repeated(run.run_spec.period))
+            messages = OrderMessages(run.run_spec.program, order, self.grid.pipeline)
+            self._open_wire().extend(messages.repeated(run.run_spec.period))
             timeline = self._run_order(run.rank, order, run.caller, run.began_s, run.run_spec.program)
             run.failed = False
             return timeline
@@ -236,13 +249,16 @@ class ProcessExecutor:
     ) -> RankTimeline:
         self._streams.follow()
         stamps = Stamps.room_for(order)
-        self._activity.run(stamps, program.placement)
+        grid = self.grid
+        self._activity.run(stamps, [grid.pipeline[rank] for rank in program.placement])
         with intra_op(self._threads), caller.held(), self._streams.entered():
             if self._links is not None:
                 self._links.begin()
             self._interpret(rank, stamps)
-        all_stamps = [stamps if index == self.rank else Stamps.room_for(()) for index in range(self.num_ranks)]
-        return RankTimeline(all_stamps, [self._streams.reader(start_s)] * self.num_ranks, start_s + self._clock_s)
+            rank.finish(stamps)
+        size = len(grid.pipeline)
+        all_stamps = [stamps if index == grid.position else Stamps.room_for(()) for index in range(size)]
+        return RankTimeline(all_stamps, [self._streams.reader(start_s)] * size, start_s + self._clock_s)
 
     def _rank_of(self, run_spec: RunSpec, messages: OrderMessages) -> Rank:
         """Return the Rank bound to a run's stages.
@@ -251,10 +267,19 @@ class ProcessExecutor:
         """
         rank = messages.rank
         if rank is None or rank.stages is not run_spec.stages:
-            ends = ChannelEnds(run_spec.program, self._open_wire())
-            rank = Rank(self.rank, run_spec.program, run_spec.stages, ends, run_spec.pair)
+            ends = ChannelEnds(run_spec.program, self._open_wire(), self.grid.pipeline)
+            rank = Rank(self.grid.position, run_spec.program, run_spec.stages, ends, run_spec.pair)
             messages.rank = rank if run_spec.orders is None else None
         return rank
+
+    def now(self) -> Any:
+        """Return a stamp of the current time, on the clock of this executor's timelines."""
+        return self._streams.now()
+
+    def check_peers(self) -> None:
+        """Raise Stopped if another rank has failed."""
+        if self._alarm.bell.rung:
+            raise Stopped
 
     def _interpret(self, rank: Rank, stamps: Stamps) -> None:
         bell = self._alarm.bell
@@ -272,7 +297,7 @@ class ProcessExecutor:
         if known is None or known.order is not order:
             if len(self._messages) >= 64:
                 self._messages.clear()
-            known = self._messages[id(order)] = OrderMessages(program, order)
+            known = self._messages[id(order)] = OrderMessages(program, order, self.grid.pipeline)
         return known
 
     def _agreed(self, program: Program) -> bytes:
@@ -285,7 +310,7 @@ class ProcessExecutor:
             self._compare("program", own)
             self._alarm.look_around()
             if self._links is not None:
-                self._links.connect(channels_of(program))
+                self._links.connect(channels_of(program, self.grid.pipeline))
             known = self._known[id(program)] = program, own
         return known[1]
 
@@ -310,12 +335,12 @@ class ProcessExecutor:
         """
         with self._one_at_a_time("a comparison"):
             own = digest("\n".join(f"{name}: {value}" for name, value in facts.items()).encode())
-            if len(set(self._exchanged(own))) > 1:
-                said = differences(self._exchanged(dict(facts)))
+            if len(set(self._in_all().all_values(own))) > 1:
+                said = differences(self._in_all().all_values(dict(facts)))
                 raise _DifferentError(f"all ranks must have the same model and arguments; {said}; {remedy}")
 
     def _compare(self, name: str, own: bytes) -> None:
-        digests = self._exchanged(own)
+        digests = self._in_all().all_values(own)
         others = [rank for rank, other in enumerate(digests) if other != digests[0]]
         if others:
             raise _DifferentError(
@@ -334,21 +359,31 @@ class ProcessExecutor:
             yield
 
     def exchange(self, value: Any) -> list[Any]:
-        """All-gather: return every rank's value in rank order, with tensors on this device.
+        """All-gather in this replica: return each rank's value in pipeline order, with tensors on this device.
 
         Values are pytrees of tensors and plain values.
         """
         with self._one_at_a_time("an exchange"):
-            return self._exchanged(value)
+            return self._in_replica().all_values(value)
 
-    def _exchanged(self, value: Any) -> list[Any]:
-        return self._exchange().all_values(value)
+    def exchange_in_all(self, value: Any) -> list[Any]:
+        """All-gather over all ranks of all replicas: return each rank's value in the order of the group."""
+        with self._one_at_a_time("an exchange"):
+            return self._in_all().all_values(value)
 
-    def _exchange(self) -> Exchange:
-        return Exchange(self._open_wire(), self.rank, self.num_ranks, self.device)
+    def exchange_with_peers(self, value: Any) -> list[Any]:
+        """All-gather among the ranks at this rank's position in all replicas: return their values in replica order."""
+        with self._one_at_a_time("an exchange between replicas"):
+            return Exchange(self._open_wire(), self.rank, self.grid.peers, self.device).all_values(value)
+
+    def _in_replica(self) -> Exchange:
+        return Exchange(self._open_wire(), self.rank, self.grid.pipeline, self.device)
+
+    def _in_all(self) -> Exchange:
+        return Exchange(self._open_wire(), self.rank, range(self.num_ranks), self.device)
 
     def trade(self, what: str, given: Mapping[int, Any], sources: Collection[int]) -> dict[int, Any]:
-        """Send values to other ranks; wait for the values from the ranks in ``sources``; return them keyed by rank.
+        """Send values within this replica; wait for values from the ranks in ``sources``; return them keyed by rank.
 
         All sends come before the first receive, and no send blocks. Trades therefore complete if all ranks make them in
         the same order. This method may be called during a run, and by ``RunSpec.prepare``.
@@ -360,10 +395,12 @@ class ProcessExecutor:
 
         """
         with self._stopping_all(f"an exchange of {what}"):
-            return self._exchange().trade(what, given, sources)
+            return self._in_replica().trade(what, given, sources)
 
     def share(self, source: int, value: Any = None) -> Callable[[], Any]:
-        """Broadcast rank ``source``'s value without waiting; return a function that waits for and returns the value.
+        """Broadcast rank ``source``'s value in this replica; return a function that waits for and returns the value.
+
+        This method does not wait.
 
         At most one value is in transit: if the value has not been read, the next call of ``share`` or ``close`` first
         waits for it. The returned function raises ExecutionError if a rank failed before the value arrived.
@@ -373,29 +410,30 @@ class ProcessExecutor:
             if self._shared is not None:
                 self._shared()
                 self._shared = None
-            if self.rank == source:
-                others = [rank for rank in range(self.num_ranks) if rank != source]
+            pipeline = self.grid.pipeline
+            if self.grid.position == source:
+                others = [rank for rank in pipeline if rank != self.rank]
                 self._courier.give(value, lambda given: wire.tell_all(others, SHARE, given))
                 return lambda: value
-            shared = self._shared = Shared(wire.ask(source, SHARE))
+            shared = self._shared = Shared(wire.ask(pipeline[source], SHARE))
         return lambda: self._read(shared)
 
-    def share_all(self, value: Any) -> Callable[[], list[Any]]:
-        """Broadcast every rank's value without waiting.
+    def share_in_all(self, sources: Sequence[int], value: Any) -> Callable[[], list[Any]]:
+        """Broadcast the messages of some ranks to all ranks of all replicas, without waiting.
 
-        Returns a function that waits for all values and returns them in rank order.
-
-        As with ``share``, only the values of one call are in transit.
+        Returns a function that waits for all messages and returns them in the order of ``sources``, which are ranks of
+        the group. The ``value`` of other ranks is ignored. As with ``share``, only the messages of one call are in
+        transit.
         """
         with self._one_at_a_time("a broadcast"):
             wire = self._open_wire()
             if self._shared is not None:
                 self._shared()
             others = [rank for rank in range(self.num_ranks) if rank != self.rank]
-            self._courier.give(value, lambda given: wire.tell_all(others, SHARE, Payload.of(given)))
-            takes = {rank: wire.ask(rank, SHARE) for rank in others}
-            every = range(self.num_ranks)
-            shared = Shared(lambda: [takes[rank]().value if rank in takes else value for rank in every])
+            if self.rank in sources:
+                self._courier.give(value, lambda given: wire.tell_all(others, SHARE, given))
+            takes = {rank: wire.ask(rank, SHARE) for rank in sources if rank != self.rank}
+            shared = Shared(lambda: [takes[rank]() if rank in takes else value for rank in sources])
             self._shared = shared
         return lambda: self._read(shared)
 
@@ -406,8 +444,8 @@ class ProcessExecutor:
         """
         with self._one_at_a_time(what):
             if self.rank:
-                return self._exchange().trade(DEALT, {}, (0,))[0]
-            self._exchange().trade(DEALT, dict(enumerate(values[1:], 1)), ())
+                return self._in_all().trade(DEALT, {}, (0,))[0]
+            self._in_all().trade(DEALT, dict(enumerate(values[1:], 1)), ())
             return values[0]
 
     def fail(self, what: str, error: Exception) -> NoReturn:

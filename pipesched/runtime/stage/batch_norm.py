@@ -120,13 +120,19 @@ class Norms:
         return seen
 
     @torch.no_grad()
-    def commit(self, *seen: _Seen) -> None:
+    def commit(self, replicas: Sequence[Sequence[_Seen]]) -> None:
         """Update the running statistics as a single forward over all micro-batches would update them.
 
-        Each of ``seen`` contains the statistics that one stage collected; all these stages use the same weights.
+        ``replicas`` holds the statistics of each replica, as each of its stages collected them; all these stages use
+        the same weights.
         """
-        for index, number in sorted({key for one in seen for key in one}):
-            parts = {microbatch: part for one in seen for microbatch, part in one.get((index, number), {}).items()}
+        every = [(replica, one) for replica, seen in enumerate(replicas) for one in seen]
+        for index, number in sorted({key for _, one in every for key in one}):
+            parts = {
+                (replica, microbatch): part
+                for replica, one in every
+                for microbatch, part in one.get((index, number), {}).items()
+            }
             module = self._modules[index]
             momentum = next(iter(parts.values())).momentum
             tracked = getattr(module, "num_batches_tracked", None)
@@ -252,7 +258,7 @@ class MiniBatchNorms:
             arrived.setdefault(home, []).append(seen)
         for (stage, home), held in self._sorted():
             if held.norms is not None and stage == home:
-                held.norms.commit(*arrived[home])
+                held.norms.commit(self._trade.across(arrived[home]))
 
     def _sorted(self) -> list[tuple[tuple[int, int], _Held]]:
         return sorted(self._all.items(), key=lambda item: item[0])

@@ -15,6 +15,7 @@ from pipesched.capture.stage_body import Body, Chain, Head
 from pipesched.errors import ExecutionError, InputError
 from pipesched.program.checkpoint_options import LayerCheckpoint
 from pipesched.program.weight_versions import Uses
+from pipesched.runtime.reductions.gradient_buckets import GradientBuckets
 from pipesched.runtime.stage.batch_norm import Norms
 from pipesched.runtime.stage.compiled_layers import Compiled
 from pipesched.runtime.stage.gradient_norms import GradientNorms
@@ -47,6 +48,7 @@ class Stage:
         checkpoint_of_call: the checkpoint option of each (layer, call number) whose activations are not kept. Default:
             all are kept.
         written: names of the model's buffers that forwards write to. Default: none.
+        gradients: adds the gradients of the stage's parameters over replicas. Default: there is one replica.
 
     """
 
@@ -61,12 +63,14 @@ class Stage:
         compiled: Compiled | None = None,
         checkpoint_of_call: Mapping[tuple[str, int], LayerCheckpoint] | None = None,
         written: Collection[str] = (),
+        gradients: GradientBuckets | None = None,
     ) -> None:
         self.body = Chain(body) if isinstance(body, Mapping) else body
         self.layers = self.body.layers
         self.device = device
         self.head = head
         self.weights: WeightStash | None = None
+        self.gradients = gradients
         self._saved: dict[int, MicrobatchState] = {}
         self._step_data = StepData(0, 0, [])
         options: Any = {"ties": ties or {}, "norms": norms, "compiled": compiled, "written": written}
@@ -194,6 +198,18 @@ class Stage:
         """FETCH: start copying the activations back to the device for the backward."""
         if self._runner.offloads is not None:
             self._runner.offloads.fetch(microbatch)
+
+    def reduce(self, bucket: int) -> None:
+        """REDUCE: start adding the gradients of a bucket over replicas."""
+        if self.gradients is not None:
+            self.gradients.start(bucket)
+
+    def reduced(self) -> Mapping[int, tuple[Any, Any]]:
+        """Wait until the gradients of all started buckets are added; return the start and the end of each bucket."""
+        if self.gradients is None:
+            return {}
+        self.gradients.wait()
+        return self.gradients.spans
 
     def norm(self, number: int) -> GradientNorms:
         """NORM: return the norms of the gradients accumulated since the last update."""

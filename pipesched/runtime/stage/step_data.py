@@ -51,5 +51,6 @@ class StepData:
     measured: dict[int, dict[str, Tensor]] = field(default_factory=dict)
     #: Whether the loss is computed outside the pipeline, which cannot include the losses that layers add.
     outside_loss: bool = False
-    #: The random key of a micro-batch in a stream. Micro-batch numbers in a stream continue across steps.
+    #: The random key of a micro-batch, if it does not follow from the micro-batch's number: in a stream, whose numbers
+    #: continue across steps, and in replicas other than the first.
     key: Callable[[int], Key] | None = None

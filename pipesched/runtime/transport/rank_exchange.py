@@ -1,6 +1,6 @@
 """Rank exchange: exchanges values between ranks independently of the messages of a program."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,19 +27,27 @@ _FIRST_TRADE = 30  # the first tag; each kind of trade uses two tags
 
 @dataclass(frozen=True)
 class Exchange:
-    """Exchanges values with other ranks over this rank's channels. Values are pytrees of tensors and plain values."""
+    """Exchanges values between some ranks over this rank's channels. Values are pytrees of tensors and plain values.
+
+    Args:
+        wire: the channels to all ranks.
+        rank: this rank.
+        members: the ranks that take part. Methods number them by their places in this sequence.
+        device: the device of received tensors.
+
+    """
 
     wire: Channels
     rank: int
-    num_ranks: int
+    members: Sequence[int]
     device: torch.device
 
     def all_values(self, value: Any) -> list[Any]:
-        """All-gather: return every rank's value in rank order, with the other ranks' tensors on this rank's device."""
-        others = range(1, self.num_ranks)
-        if self.rank:
-            self.wire.tell(0, COLLECT, Payload.of(value))
-            values: list[Any] = self._moved(self.wire.ask(0, COLLECT)())
+        """All-gather: return every member's value in order, with the others' tensors on this rank's device."""
+        first, *others = self.members
+        if self.rank != first:
+            self.wire.tell(first, COLLECT, Payload.of(value))
+            values: list[Any] = self._moved(self.wire.ask(first, COLLECT)())
             return values
         values = [value, *(self._moved(take()) for take in [self.wire.ask(rank, COLLECT) for rank in others])]
         given = Payload.of(values)
@@ -60,12 +68,12 @@ class Exchange:
         return arrived.map_tensors(moved).value
 
     def trade(self, what: str, given: Mapping[int, Any], sources: Collection[int]) -> dict[int, Any]:
-        """Send ``given[rank]`` to each rank in ``given``, then wait for a value from each rank in ``sources``.
+        """Send ``given[member]`` to each member in ``given``, then wait for a value from each member in ``sources``.
 
-        Returns the received values, keyed by sending rank. ``what`` is the kind of the values, one of _TRADES.
+        Returns the received values, keyed by sending member. ``what`` is the kind of the values, one of _TRADES.
         """
         tag = _FIRST_TRADE + 2 * _TRADES.index(what)
-        takes = {source: self.wire.ask(source, tag) for source in sorted(sources)}
-        for rank, value in given.items():
-            self.wire.tell(rank, tag, Payload.of(value))
+        takes = {source: self.wire.ask(self.members[source], tag) for source in sorted(sources)}
+        for member, value in given.items():
+            self.wire.tell(self.members[member], tag, Payload.of(value))
         return {source: take().value for source, take in takes.items()}

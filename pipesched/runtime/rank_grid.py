@@ -1,0 +1,129 @@
+"""Rank grid: the ranks of a mesh as replicas of one pipeline."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import distributed
+from torch.distributed.device_mesh import DeviceMesh
+
+from pipesched.checks import check_type, shown
+from pipesched.errors import DeviceCountError
+
+__all__ = ["Axes", "RankGrid", "grid_of"]
+
+#: Maps "pipeline" and "replicate" to names of mesh dimensions.
+Axes = Mapping[str, str]
+
+_KNOWN = {"pipeline": ("pp", "pipeline"), "replicate": ("dp", "dp_replicate", "replicate")}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankGrid:
+    """The ranks of a process group, arranged by replica and by rank within the replica's pipeline.
+
+    All replicas run the same program, each on its own micro-batches. The ranks with the same position in all replicas
+    hold the same stages.
+
+    Args:
+        rows: for each replica, the group ranks of its pipeline, in pipeline order.
+        rank: the group rank of this process.
+
+    """
+
+    rows: tuple[tuple[int, ...], ...]
+    rank: int
+
+    @classmethod
+    def single(cls, group: Any) -> "RankGrid":
+        """The grid of one replica that uses all ranks of a process group."""
+        return cls(rows=(tuple(range(group.size())),), rank=group.rank())
+
+    @property
+    def replica(self) -> int:
+        """The replica of this process."""
+        return next(index for index, row in enumerate(self.rows) if self.rank in row)
+
+    @property
+    def position(self) -> int:
+        """The rank of this process within its replica's pipeline."""
+        return self.pipeline.index(self.rank)
+
+    @property
+    def pipeline(self) -> tuple[int, ...]:
+        """The group ranks of this process's replica, in pipeline order."""
+        return self.rows[self.replica]
+
+    @property
+    def peers(self) -> tuple[int, ...]:
+        """The group ranks that hold the same stages as this process, including its own, in replica order."""
+        return tuple(row[self.position] for row in self.rows)
+
+
+def grid_of(mesh: DeviceMesh, axes: Axes | None) -> tuple[Any, RankGrid]:
+    """Return a process group and the arrangement of its ranks. Collective over the ranks of the grid.
+
+    Args:
+        mesh: the mesh.
+        axes: the mesh dimensions of the pipeline and of the replicas; other dimensions are ignored. Default: a mesh of
+            one dimension is a pipeline; otherwise the dimensions are recognised by their names.
+
+    Raises:
+        ModelTypeError: mesh is not a DeviceMesh.
+        DeviceCountError: the mesh has no such dimensions.
+
+    """
+    check_type(mesh, DeviceMesh, "mesh= must be a DeviceMesh", "pass one dimension of a DeviceMesh, such as mesh['pp']")
+    dims = _dims(mesh, axes)
+    if dims["replicate"] is None:
+        group = mesh.get_group(dims["pipeline"])
+        return group, RankGrid.single(group)
+    here = mesh.get_coordinate()
+    if here is None:
+        raise DeviceCountError(
+            f"every process that makes the pipeline must be in the mesh; global rank {distributed.get_rank()} is not "
+            f"in {mesh}; make the pipeline in the processes of the mesh only"
+        )
+    kept = [dims["replicate"], dims["pipeline"]]
+    ranks = mesh.mesh[tuple(slice(None) if dim in kept else at for dim, at in enumerate(here))]
+    if dims["pipeline"] < dims["replicate"]:
+        ranks = ranks.T
+    members = sorted(ranks.flatten().tolist())
+    if len(members) == distributed.get_world_size():
+        group: Any = distributed.group.WORLD
+    else:
+        group = distributed.new_group(members, use_local_synchronization=True)
+    rows = tuple(tuple(members.index(rank) for rank in row) for row in ranks.tolist())
+    return group, RankGrid(rows=rows, rank=members.index(distributed.get_rank()))
+
+
+def _dims(mesh: DeviceMesh, axes: Axes | None) -> dict[str, Any]:
+    """Return the index of the mesh dimension of each axis; None for "replicate" if there are no replicas."""
+    names = mesh.mesh_dim_names or ()
+    if axes is None and mesh.ndim == 1:
+        return {"pipeline": 0, "replicate": None}
+    if axes is None:
+        axes = {axis: name for axis, known in _KNOWN.items() for name in names if name in known}
+        if "pipeline" not in axes or len(axes) < mesh.ndim:
+            raise DeviceCountError(
+                f"a pipeline needs the mesh dimension of its ranks, and may have a dimension of replicas; the "
+                f"dimensions of this mesh are {names or f'{mesh.ndim}, without names'}; pass one dimension of the mesh, "
+                f"such as mesh['pp'], or for example axes={{'pipeline': 'pp', 'replicate': 'dp'}}"
+            )
+    if not isinstance(axes, Mapping) or "pipeline" not in axes or not set(axes) <= set(_KNOWN):
+        raise DeviceCountError(
+            f"axes= must map 'pipeline', and 'replicate' if there are replicas, to names of mesh dimensions; got "
+            f"{shown(axes)}; pass for example axes={{'pipeline': 'pp', 'replicate': 'dp'}}"
+        )
+    for axis, name in axes.items():
+        if name not in names:
+            raise DeviceCountError(
+                f"axes= must name dimensions of the mesh; {axis!r} is {name!r}, but the mesh has the dimensions "
+                f"{names}; correct the name"
+            )
+    if axes["pipeline"] == axes.get("replicate"):
+        raise DeviceCountError(
+            f"the pipeline and its replicas need different mesh dimensions; both are {axes['pipeline']!r}; "
+            f"correct axes="
+        )
+    return {axis: names.index(axes[axis]) if axis in axes else None for axis in _KNOWN}

@@ -1,0 +1,154 @@
+"""Gradient buckets: adds the gradients of parameters over replicas, bucket by bucket, while the rank computes."""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipesched.errors import ExecutionError
+from pipesched.runtime.reductions.collective_lane import CollectiveLane, Ticket
+from pipesched.runtime.reductions.replica_sum import ReplicaGroup
+
+__all__ = ["GradientBuckets", "ReplicaSums"]
+
+
+class ReplicaSums:
+    """Adds buffers over replicas in the collective lane of this rank.
+
+    Args:
+        group: the processes with the same stages in all replicas.
+        lane: the lane.
+        check: raises an exception if another rank has failed; called while a sum is awaited.
+
+    """
+
+    def __init__(self, group: ReplicaGroup, lane: CollectiveLane, check: Callable[[], None]) -> None:
+        self.length = group.length
+        self.check = check
+        self._group = group
+        self._lane = lane
+
+    def start(self, buffers: Sequence[Tensor]) -> Ticket:
+        """Replace buffers by their sums over replicas. Returns a ticket to wait for."""
+        add = self._group.add
+
+        def run() -> None:
+            for buffer in buffers:
+                add(buffer)
+
+        return self._lane.start(run)
+
+    def close(self) -> None:
+        """End the lane, and release the group's connections."""
+        self._lane.close()
+        self._group.close()
+
+
+class GradientBuckets:
+    """Parameters whose gradients are added over replicas, in buckets.
+
+    The sum over replicas of a step's gradients is added to the gradients that the parameters had before the step.
+
+    Args:
+        buckets: the parameters of each bucket.
+        sums: adds buffers over replicas.
+
+    """
+
+    def __init__(self, buckets: Iterable[Sequence[nn.Parameter]], sums: ReplicaSums) -> None:
+        self._buckets = [list(bucket) for bucket in buckets]
+        self._sums = sums
+        self._before: dict[nn.Parameter, Any] = {}
+        self._started: list[tuple[_Copies, Ticket]] = []
+        #: The start and the end of each bucket's last sum, on the clock of the rank's executor.
+        self.spans: dict[int, tuple[Any, Any]] = {}
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """The parameters of all buckets."""
+        return [parameter for bucket in self._buckets for parameter in bucket]
+
+    def begin(self) -> None:
+        """Before a step: set the gradients of earlier steps aside."""
+        self._started.clear()
+        self._before.clear()
+        for parameter in self.parameters:
+            if parameter.grad is not None:
+                self._before[parameter] = parameter.grad
+                parameter.grad = None
+
+    def start(self, bucket: int) -> None:
+        """Start the sum of a bucket, whose gradients are complete. Raises ExecutionError for a sparse gradient."""
+        copies = _Copies(bucket, self._buckets[bucket], self._sums.length)
+        self._started.append((copies, self._sums.start(copies.buffers)))
+
+    def wait(self) -> None:
+        """Wait for the sums that were started, and store them in the parameters' gradients."""
+        started = self._started
+        self._started = []
+        for copies, ticket in started:
+            ticket.wait(self._sums.check)
+            copies.deliver(self._before)
+            if ticket.span is not None:
+                self.spans[copies.bucket] = ticket.span
+
+
+class _Copies:
+    """The gradients of a bucket in flat buffers, one for each dtype.
+
+    A buffer ends with a number for each parameter: how many replicas have a gradient for it. A parameter may be unused
+    in some replicas.
+    """
+
+    def __init__(self, bucket: int, parameters: Sequence[nn.Parameter], length: Callable[[int], int]) -> None:
+        self.bucket = bucket
+        self._groups: dict[torch.dtype, list[nn.Parameter]] = {}
+        for parameter in parameters:
+            grad = parameter.grad
+            if grad is not None and grad.is_sparse:
+                raise ExecutionError(
+                    f"gradients must be dense to be added over replicas; a parameter of shape "
+                    f"{tuple(parameter.shape)} has a sparse gradient; make its layer with sparse=False"
+                )
+            self._groups.setdefault(parameter.dtype if grad is None else grad.dtype, []).append(parameter)
+        self.buffers = [_flat(dtype, own, length) for dtype, own in self._groups.items()]
+
+    @torch.no_grad()
+    def deliver(self, before: dict[nn.Parameter, Any]) -> None:
+        """Copy the sums into the parameters' gradients, and add the gradients in ``before``, which are removed."""
+        for buffer, parameters in zip(self.buffers, self._groups.values(), strict=True):
+            start = 0
+            count = sum(_local(parameter).numel() for parameter in parameters)
+            for place, parameter in enumerate(parameters):
+                shape = _local(parameter)
+                total = buffer[start : start + shape.numel()].view(shape.shape)
+                start += shape.numel()
+                if parameter.grad is None and parameter.requires_grad and buffer[count + place].item():
+                    parameter.grad = torch.empty_like(parameter)  # used in other replicas only
+                if parameter.grad is not None:
+                    _local(parameter.grad).copy_(total)
+                old = before.pop(parameter, None)
+                if old is not None:
+                    parameter.grad = old if parameter.grad is None else old.add_(parameter.grad)
+
+
+@torch.no_grad()
+def _flat(dtype: torch.dtype, parameters: Sequence[nn.Parameter], length: Callable[[int], int]) -> Tensor:
+    """Return a buffer with the parameters' gradients, followed by whether each parameter has one."""
+    shapes = [_local(parameter) for parameter in parameters]
+    count = sum(shape.numel() for shape in shapes)
+    buffer = torch.zeros(length(count + len(parameters)), dtype=dtype, device=shapes[0].device)
+    start = 0
+    for place, (parameter, shape) in enumerate(zip(parameters, shapes, strict=True)):
+        if parameter.grad is not None:
+            buffer[start : start + shape.numel()].view(shape.shape).copy_(_local(parameter.grad))
+            buffer[count + place] = 1
+        start += shape.numel()
+    return buffer
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """Return the part of a tensor that this process holds: the shard of a DTensor, otherwise the tensor."""
+    to_local = getattr(tensor, "to_local", None)
+    return tensor if to_local is None else to_local()

@@ -1,0 +1,57 @@
+"""Replica sum: adds tensors of several processes in replica order, so that the sum has the same bits in all of them.
+
+Each process receives one shard of the tensor from every replica, adds the shards in replica order, and sends the sum
+back. A reduce-scatter or all-reduce of a library would send as many bytes, but it leaves the order of the additions to
+its algorithm, which depends on the number of bytes and the topology.
+"""
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor, distributed
+
+__all__ = ["ReplicaGroup"]
+
+#: The all-gather into one tensor, by its name in torch 2.13 or, if that is missing, its earlier name.
+_all_gather: Any = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
+
+
+class ReplicaGroup:
+    """The processes that hold the same stages in all replicas. The constructor and ``add`` are collective over them.
+
+    Args:
+        ranks: the global ranks, in replica order.
+        timeout_s: how long a process waits for another one, in seconds.
+
+    """
+
+    def __init__(self, ranks: Sequence[int], timeout_s: float) -> None:
+        self.size = len(ranks)
+        limit = timedelta(seconds=timeout_s)
+        self._group: Any = distributed.new_group(sorted(ranks), timeout=limit, use_local_synchronization=True)
+        members = distributed.get_process_group_ranks(self._group)
+        #: For each member of the group, its replica; and for each replica, its place in the group.
+        self._replicas = [list(ranks).index(rank) for rank in members]
+
+    def length(self, numbers: int) -> int:
+        """Return the length of a buffer for this many numbers: the next multiple of the number of replicas."""
+        return -(-numbers // self.size) * self.size
+
+    @torch.no_grad()
+    def add(self, buffer: Tensor) -> None:
+        """Replace a flat buffer with the sum of the replicas' buffers, added in replica order. Blocks the thread."""
+        shards = torch.empty_like(buffer)
+        distributed.all_to_all_single(shards, buffer, group=self._group)
+        of_member = dict(zip(self._replicas, shards.view(self.size, -1), strict=True))
+        total = of_member[0]
+        for replica in range(1, self.size):
+            total = total.add_(of_member[replica])
+        _all_gather(buffer, total, group=self._group)
+
+    def close(self) -> None:
+        """Release the group's connections."""
+        if self._group is not None and distributed.is_initialized():
+            distributed.destroy_process_group(self._group)
+        self._group = None
