@@ -27,10 +27,10 @@ from pipesched.profiling.stage_memory_probe import StageSizes
 from pipesched.program.checkpoint_options import checkpoint_by_layer, offloading
 from pipesched.program.program import Program
 from pipesched.runtime.rank_host import RankHost, ThreadRanks
-from pipesched.runtime.reductions.gradient_buckets import GradientBuckets
 from pipesched.runtime.stage.batch_norm import BatchNormMode, MiniBatchNorms
 from pipesched.runtime.stage.buffer_copies import own_buffers
 from pipesched.runtime.stage.compiled_layers import Compiled
+from pipesched.runtime.stage.gradient_buckets import GradientBuckets
 from pipesched.runtime.stage.gradient_rules import GradientRules, Verdict
 from pipesched.runtime.stage.optimizers import Inheritance, optimizers_for
 from pipesched.runtime.stage.stage import Stage
@@ -261,8 +261,8 @@ class Assembly:
             head = Head(loss_fn) if last else None
             compiled = self._spec.compiled(device)
             options: dict[str, Any] = {"ties": ties, "norms": norms, "compiled": compiled, "written": written[part]}
-            options["gradients"] = self._gradients(index, modules)
             stages[index] = Stage(body, device, head, **options, checkpoint_of_call=self.checkpoint_of_call)
+            stages[index].gradients = self._gradients(index, modules)
         return dict(sorted(stages.items()))
 
     def put_back(self) -> None:

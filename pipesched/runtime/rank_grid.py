@@ -76,8 +76,8 @@ def grid_of(mesh: DeviceMesh, axes: Axes | None) -> tuple[Any, RankGrid]:
     check_type(mesh, DeviceMesh, "mesh= must be a DeviceMesh", "pass one dimension of a DeviceMesh, such as mesh['pp']")
     dims = _dims(mesh, axes)
     if dims["replicate"] is None:
-        group = mesh.get_group(dims["pipeline"])
-        return group, RankGrid.single(group)
+        own = mesh.get_group(dims["pipeline"])
+        return own, RankGrid.single(own)
     here = mesh.get_coordinate()
     if here is None:
         raise DeviceCountError(
@@ -107,8 +107,8 @@ def _dims(mesh: DeviceMesh, axes: Axes | None) -> dict[str, Any]:
         if "pipeline" not in axes or len(axes) < mesh.ndim:
             raise DeviceCountError(
                 f"a pipeline needs the mesh dimension of its ranks, and may have a dimension of replicas; the "
-                f"dimensions of this mesh are {names or f'{mesh.ndim}, without names'}; pass one dimension of the mesh, "
-                f"such as mesh['pp'], or for example axes={{'pipeline': 'pp', 'replicate': 'dp'}}"
+                f"dimensions of this mesh are {names or f'{mesh.ndim}, without names'}; pass one dimension of the "
+                f"mesh, such as mesh['pp'], or for example axes={{'pipeline': 'pp', 'replicate': 'dp'}}"
             )
     if not isinstance(axes, Mapping) or "pipeline" not in axes or not set(axes) <= set(_KNOWN):
         raise DeviceCountError(

@@ -31,8 +31,7 @@ from pipesched.runtime.executors.threads import RunSpec, ThreadExecutor, Timelin
 from pipesched.runtime.microbatches import Batch
 from pipesched.runtime.rank_grid import Axes, RankGrid, grid_of
 from pipesched.runtime.reductions.collective_lane import CollectiveLane
-from pipesched.runtime.reductions.gradient_buckets import ReplicaSums
-from pipesched.runtime.reductions.replica_sum import ReplicaGroup
+from pipesched.runtime.reductions.replica_sum import ReplicaGroup, ReplicaSums
 from pipesched.runtime.stage import batch_norm as norms
 from pipesched.runtime.stage.gradient_norms import GradientNorms
 from pipesched.runtime.stage.nonfinite_watch import Nonfinite
@@ -216,7 +215,7 @@ class ThreadRanks:
     def __init__(self, devices: Sequence[torch.device], intra_op_threads: int) -> None:
         self.devices = self.all_devices = list(devices)
         self.grid = RankGrid(rows=(tuple(range(len(self.devices))) or (0,),), rank=0)
-        self.sums = None
+        self.sums: ReplicaSums | None = None
         self.replicas_per_batch = 1
         self._threads = intra_op_threads
 
@@ -414,8 +413,8 @@ class MeshRanks:
             who = ("only rank 0 may" if given else "rank 0 must") if first else "every rank must"
             error = InputError(
                 f"with inputs={self._inputs!r}, {who} pass a batch to {method}; rank {rank} of "
-                f"{self.executor.num_ranks} passed {'a' if given else 'no'} batch; {'do not' if given else 'also'} pass "
-                f"a batch on this rank, or change inputs="
+                f"{self.executor.num_ranks} passed {'a' if given else 'no'} batch; "
+                f"{'do not' if given else 'also'} pass a batch on this rank, or change inputs="
             )
             self.executor.fail(method, error)
         if not first:
@@ -452,8 +451,8 @@ class MeshRanks:
         call = received(message)
         if call.method != method:
             error = InputError(
-                f"all ranks must call the same method; rank 0 called {call.method}, but rank {self.executor.rank} called "
-                f"{method}; call the same methods on every rank, in the same order"
+                f"all ranks must call the same method; rank 0 called {call.method}, but rank "
+                f"{self.executor.rank} called {method}; call the same methods on every rank, in the same order"
             )
             self.executor.fail(method, error)
         return call
@@ -559,9 +558,10 @@ class MeshRanks:
 def summed(parts: Sequence[LossAndMetrics], device: torch.device) -> LossAndMetrics:
     """Add the losses and the metrics of replicas, in replica order."""
     losses = [loss.to(device) for loss, _ in parts]
-    given = [metrics for _, metrics in parts]
-    metrics = None if None in given else {name: _sum([one[name].to(device) for one in given]) for name in given[0]}
-    return _sum(losses), metrics
+    given = [metrics for _, metrics in parts if metrics is not None]
+    names = given[0] if len(given) == len(parts) else ()
+    metrics = {name: _sum([one[name].to(device) for one in given]) for name in names}
+    return _sum(losses), metrics if len(given) == len(parts) else None
 
 
 def _sum(values: Sequence[Tensor]) -> Tensor:

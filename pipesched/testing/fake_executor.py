@@ -86,6 +86,7 @@ class FakeStage:
         self._num_producers = 0
         self._versions = versions
         self._gradients: list[int] = []
+        self._reduced: dict[int, tuple[float, float]] = {}
         self.updates: list[list[int]] = []  # the micro-batches of each update
 
     def forward(self, microbatch: int, *arrived: Any, split: bool, checkpointed: bool) -> Action:
@@ -152,6 +153,17 @@ class FakeStage:
         if Kind.OFFLOAD in done and Kind.FETCH not in done:
             raise ExecutionError(f"stage {self.index} has not fetched the activations of micro-batch {microbatch}")
         self._clock.reach(self._copied.pop(microbatch, self._clock.now()))
+
+    def reduce(self, bucket: int) -> None:
+        """Run REDUCE (start a sum over replicas), which ends at once."""
+        action = Action(self.index, Kind.REDUCE, bucket)
+        if not self._gradients or bucket in self._reduced:
+            raise ExecutionError(f"{action} must run once for each update, after a backward")
+        self._reduced[bucket] = self._clock.now(), self._clock.now()
+
+    def reduced(self) -> Mapping[int, tuple[float, float]]:
+        """Return the start and the end of each started sum over replicas."""
+        return self._reduced
 
     def norm(self, number: int) -> Action:
         """Run NORM (measure the gradients). Returns the action in place of norms."""

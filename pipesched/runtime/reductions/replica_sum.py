@@ -5,14 +5,16 @@ back. A reduce-scatter or all-reduce of a library would send as many bytes, but 
 its algorithm, which depends on the number of bytes and the topology.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 from torch import Tensor, distributed
 
-__all__ = ["ReplicaGroup"]
+from pipesched.runtime.reductions.collective_lane import CollectiveLane, Ticket
+
+__all__ = ["ReplicaGroup", "ReplicaSums"]
 
 #: The all-gather into one tensor, by its name in torch 2.13 or, if that is missing, its earlier name.
 _all_gather: Any = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
@@ -55,3 +57,35 @@ class ReplicaGroup:
         if self._group is not None and distributed.is_initialized():
             distributed.destroy_process_group(self._group)
         self._group = None
+
+
+class ReplicaSums:
+    """Adds buffers over replicas in the collective lane of this rank.
+
+    Args:
+        group: the processes with the same stages in all replicas.
+        lane: the lane.
+        check: raises an exception if another rank has failed; called while a sum is awaited.
+
+    """
+
+    def __init__(self, group: ReplicaGroup, lane: CollectiveLane, check: Callable[[], None]) -> None:
+        self.length = group.length
+        self.check = check
+        self._group = group
+        self._lane = lane
+
+    def start(self, buffers: Sequence[Tensor]) -> Ticket:
+        """Replace buffers by their sums over replicas. Returns a ticket to wait for."""
+        add = self._group.add
+
+        def run() -> None:
+            for buffer in buffers:
+                add(buffer)
+
+        return self._lane.start(run)
+
+    def close(self) -> None:
+        """End the lane, and release the group's connections."""
+        self._lane.close()
+        self._group.close()

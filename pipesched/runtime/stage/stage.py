@@ -15,9 +15,9 @@ from pipesched.capture.stage_body import Body, Chain, Head
 from pipesched.errors import ExecutionError, InputError
 from pipesched.program.checkpoint_options import LayerCheckpoint
 from pipesched.program.weight_versions import Uses
-from pipesched.runtime.reductions.gradient_buckets import GradientBuckets
 from pipesched.runtime.stage.batch_norm import Norms
 from pipesched.runtime.stage.compiled_layers import Compiled
+from pipesched.runtime.stage.gradient_buckets import GradientBuckets
 from pipesched.runtime.stage.gradient_norms import GradientNorms
 from pipesched.runtime.stage.layer_runner import LayerRunner, StandIns
 from pipesched.runtime.stage.microbatch_state import MicrobatchState
@@ -48,7 +48,6 @@ class Stage:
         checkpoint_of_call: the checkpoint option of each (layer, call number) whose activations are not kept. Default:
             all are kept.
         written: names of the model's buffers that forwards write to. Default: none.
-        gradients: adds the gradients of the stage's parameters over replicas. Default: there is one replica.
 
     """
 
@@ -63,14 +62,14 @@ class Stage:
         compiled: Compiled | None = None,
         checkpoint_of_call: Mapping[tuple[str, int], LayerCheckpoint] | None = None,
         written: Collection[str] = (),
-        gradients: GradientBuckets | None = None,
     ) -> None:
         self.body = Chain(body) if isinstance(body, Mapping) else body
         self.layers = self.body.layers
         self.device = device
         self.head = head
         self.weights: WeightStash | None = None
-        self.gradients = gradients
+        #: Adds the gradients of the stage's parameters over replicas; None if there is one replica.
+        self.gradients: GradientBuckets | None = None
         self._saved: dict[int, MicrobatchState] = {}
         self._step_data = StepData(0, 0, [])
         options: Any = {"ties": ties or {}, "norms": norms, "compiled": compiled, "written": written}

@@ -1,48 +1,37 @@
 """Gradient buckets: adds the gradients of parameters over replicas, bucket by bucket, while the rank computes."""
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from pipesched.errors import ExecutionError
-from pipesched.runtime.reductions.collective_lane import CollectiveLane, Ticket
-from pipesched.runtime.reductions.replica_sum import ReplicaGroup
 
-__all__ = ["GradientBuckets", "ReplicaSums"]
+__all__ = ["GradientBuckets", "Sums", "Ticket"]
 
 
-class ReplicaSums:
-    """Adds buffers over replicas in the collective lane of this rank.
+class Ticket(Protocol):
+    """A sum over replicas that has been started."""
 
-    Args:
-        group: the processes with the same stages in all replicas.
-        lane: the lane.
-        check: raises an exception if another rank has failed; called while a sum is awaited.
+    #: The start and the end of the sum, on the clock of the rank's executor; None before the end.
+    span: tuple[Any, Any] | None
 
-    """
+    def wait(self, check: Callable[[], None]) -> None:
+        """Wait for the sum. ``check`` is called while waiting, and may raise."""
 
-    def __init__(self, group: ReplicaGroup, lane: CollectiveLane, check: Callable[[], None]) -> None:
-        self.length = group.length
-        self.check = check
-        self._group = group
-        self._lane = lane
+
+class Sums(Protocol):
+    """Adds buffers over replicas."""
+
+    def length(self, numbers: int) -> int:
+        """Return the length of a buffer for this many numbers."""
 
     def start(self, buffers: Sequence[Tensor]) -> Ticket:
-        """Replace buffers by their sums over replicas. Returns a ticket to wait for."""
-        add = self._group.add
+        """Start to replace buffers by their sums over replicas."""
 
-        def run() -> None:
-            for buffer in buffers:
-                add(buffer)
-
-        return self._lane.start(run)
-
-    def close(self) -> None:
-        """End the lane, and release the group's connections."""
-        self._lane.close()
-        self._group.close()
+    def check(self) -> None:
+        """Raise an exception if another rank has failed."""
 
 
 class GradientBuckets:
@@ -56,7 +45,7 @@ class GradientBuckets:
 
     """
 
-    def __init__(self, buckets: Iterable[Sequence[nn.Parameter]], sums: ReplicaSums) -> None:
+    def __init__(self, buckets: Iterable[Sequence[nn.Parameter]], sums: Sums) -> None:
         self._buckets = [list(bucket) for bucket in buckets]
         self._sums = sums
         self._before: dict[nn.Parameter, Any] = {}
