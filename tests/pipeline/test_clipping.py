@@ -14,7 +14,7 @@ from torch.amp import GradScaler
 from pipesched import Kind, Numerics, Pipeline, Program, Trace, schedules, viz
 from pipesched.errors import ArgumentError, ExecutionError, InputError, ScheduleError
 from pipesched.program.lowering import add_norms, add_updates
-from pipesched.runtime.stage.loss_scale import LossScale
+from pipesched.runtime.gradients.loss_scale import LossScale
 from pipesched.testing import clip_grad_norm_
 from tests.support.async_replay import pipeline as asynchronous
 from tests.support.async_replay import transformer
