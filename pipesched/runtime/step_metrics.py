@@ -69,7 +69,7 @@ class StepMetrics:
 
     def _finish_mesh(self, host: MeshRanks, run: RunResults, rows: Sequence[_Row]) -> Tensor:
         if run.kind not in self._adds:
-            self._adds[run.kind] = any(host.executor.exchange(bool(rows)))
+            self._adds[run.kind] = any(host.gathered(bool(rows)))
         adds = self._adds[run.kind]
         if not adds:
             self._check_none(host, rows)
