@@ -14,7 +14,6 @@ from torch.amp import GradScaler
 from pipesched import Kind, Numerics, Pipeline, Program, Trace, schedules, viz
 from pipesched.errors import ArgumentError, ExecutionError, InputError, ScheduleError
 from pipesched.program.lowering import add_norms, add_updates
-from pipesched.runtime.gradients.loss_scale import LossScale
 from pipesched.testing import clip_grad_norm_
 from tests.support.async_replay import pipeline as asynchronous
 from tests.support.async_replay import transformer
@@ -173,20 +172,6 @@ def test_an_overflow_in_any_stage_skips_the_update_of_all(place, count, case, ov
     assert all(own == results[0] for own in results)
     skips, scales = results[0]
     assert 1 <= skips < len(scales)
-
-
-def test_a_scale_that_is_no_power_of_two_divides_as_torchs_does():
-    grads = [torch.randn(500), torch.randn(500).bfloat16(), torch.randn(500).double()]
-    for scale in (3.0, 1000.0, 65536.0):
-        due, scaler = (GradScaler("cpu", init_scale=scale) for _ in range(2))
-        mine, theirs = ([nn.Parameter(torch.zeros_like(grad)) for grad in grads] for _ in range(2))
-        for parameters in (mine, theirs):
-            for parameter, grad in zip(parameters, grads, strict=True):
-                parameter.grad = grad.clone()
-        due.scale(torch.ones(()))
-        due.unscale_(torch.optim.SGD(theirs, lr=0.1))
-        LossScale(scaler).unscale_([parameter.grad for parameter in mine])
-        assert all(torch.equal(one.grad, other.grad) for one, other in zip(mine, theirs, strict=True))
 
 
 def test_a_scaler_is_refused_where_it_cannot_be_right():
