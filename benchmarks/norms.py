@@ -34,10 +34,8 @@ JOBS = {"own optimizer": clipping.clip_between_steps, "optimizer=": clipping.cli
 _PATIENCE_S = 600.0
 _SOME = 7  # one combination in so many; coprime to the numbers of choices, so that every choice occurs
 
-Case = tuple[int, str, str, Any, torch.dtype]
 
-
-def cases() -> Iterator[Case]:
+def cases() -> Iterator[tuple[int, str, str, Any, torch.dtype]]:
     """Yield (ranks, schedule, place, checkpointing, dtype)."""
     yield from product(range(1, 5), SCHEDULES, ("one process", "mesh"), CHECKPOINTS, DTYPES)
 
@@ -57,9 +55,9 @@ def clipped(ranks: Ranks, steps: int, every: int) -> bool:
     for number, ((count, schedule, place, checkpoint, dtype), (how, job)) in enumerate(product(cases(), JOBS.items())):
         if number % every:
             continue
-        arguments = schedule, clipping.tied_model, dtype, checkpoint, 2.0, steps
+        case = clipping.Case(schedule, clipping.tied_model, dtype, checkpoint)
         try:
-            for own in run(ranks, place, count, job, *arguments):
+            for own in run(ranks, place, count, job, case, 2.0, steps):
                 norms[dtype].add(tuple(own))
             counts[str(dtype).removeprefix("torch.")] += 1
         except AssertionError as error:
@@ -82,9 +80,9 @@ def scaled(ranks: Ranks, steps: int, every: int) -> bool:
         if number % every:
             continue
         dtype = DTYPES[number // every % 2]
-        arguments = schedule, clipping.plain_model, dtype, CHECKPOINTS[number % 3], layer, 1024.0, steps
+        case = clipping.Case(schedule, clipping.plain_model, dtype, CHECKPOINTS[number % 3])
         try:
-            results = run(ranks, place, count, clipping.scale_losses, *arguments)
+            results = run(ranks, place, count, clipping.scale_losses, case, layer, 1024.0, steps)
             assert all(own == (1, results[0][1]) for own in results), f"ranks disagree: {results}"
             good += 1
         except AssertionError as error:

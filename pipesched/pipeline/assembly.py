@@ -26,12 +26,12 @@ from pipesched.planning.stage_partitioner import StagePartitioner
 from pipesched.profiling.stage_memory_probe import StageSizes
 from pipesched.program.checkpoint_options import checkpoint_by_layer, offloading
 from pipesched.program.program import Program
+from pipesched.runtime.gradients.buckets import GradientBuckets
+from pipesched.runtime.gradients.rules import GradientRules, Verdict
 from pipesched.runtime.rank_host import RankHost, ThreadRanks
 from pipesched.runtime.stage.batch_norm import BatchNormMode, MiniBatchNorms
 from pipesched.runtime.stage.buffer_copies import own_buffers
 from pipesched.runtime.stage.compiled_layers import Compiled
-from pipesched.runtime.stage.gradient_buckets import GradientBuckets
-from pipesched.runtime.stage.gradient_rules import GradientRules, Verdict
 from pipesched.runtime.stage.optimizers import Inheritance, optimizers_for
 from pipesched.runtime.stage.stage import Stage
 from pipesched.runtime.stage.weight_copies import WeightCopies

@@ -12,11 +12,11 @@ from pipesched.checks import check_type, is_count, shown
 from pipesched.errors import InputError
 from pipesched.model.parameter_order import ParameterOrder
 from pipesched.planning.search_request import Offload, check_offload
+from pipesched.runtime.gradients.loss_scale import LossScale
+from pipesched.runtime.gradients.rules import GradientRules, OnNonfinite
 from pipesched.runtime.microbatches import SplitDims
 from pipesched.runtime.rank_host import Inputs
 from pipesched.runtime.stage.batch_norm import BatchNormMode
-from pipesched.runtime.stage.gradient_rules import GradientRules, OnNonfinite
-from pipesched.runtime.stage.loss_scale import LossScale
 from pipesched.simulation.links import Links
 from pipesched.simulation.profile import Profile
 from pipesched.tensors.gradient_norm import as_max_norm, as_norm_type

@@ -39,7 +39,7 @@ from pipesched.program.checkpoint_options import Checkpoint, as_checkpoint
 from pipesched.program.order import Schedule
 from pipesched.program.program import Program
 from pipesched.runtime.coordination.rendezvous import collective
-from pipesched.runtime.gradient_clipping import clip_gradients
+from pipesched.runtime.gradients.clipping import clip_gradients
 from pipesched.runtime.microbatches import GivenBatch, Microbatch, Splitter
 from pipesched.runtime.rank_grid import Axes
 from pipesched.runtime.rank_host import MeshRanks, ThreadRanks, host_for
@@ -511,7 +511,7 @@ class Pipeline(SavingInterface):
             )
         return clip_gradients(
             [parameter for _, parameter in self.named_parameters()],
-            running.host,
+            running.host.gathered,
             self._parameter_order,
             max_norm=max_norm,
             norm_type=norm_type,

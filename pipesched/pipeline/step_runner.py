@@ -20,11 +20,11 @@ from pipesched.program.program import Program
 from pipesched.program.weight_versions import Uses
 from pipesched.runtime.async_steps import Stream
 from pipesched.runtime.executors.threads import RunSpec
+from pipesched.runtime.gradients.nonfinite_reaction import NonfiniteReaction
+from pipesched.runtime.gradients.nonfinite_watch import NonfiniteWatch
+from pipesched.runtime.gradients.rules import GradientRules
 from pipesched.runtime.microbatches import Batch, GivenBatch, Weighting
-from pipesched.runtime.nonfinite_reaction import NonfiniteReaction
 from pipesched.runtime.rank_host import ThreadRanks
-from pipesched.runtime.stage.gradient_rules import GradientRules
-from pipesched.runtime.stage.nonfinite_watch import NonfiniteWatch
 from pipesched.runtime.stage.output_metrics import Metrics
 from pipesched.runtime.stage.stage import Stage
 from pipesched.runtime.stage.step_data import StepData
@@ -127,7 +127,7 @@ class StepRunner:
             return
         if verdict is None:
             verdict = assembly.decide(self._intra_op_threads, step_data.losses.values())
-        self._nonfinite.react(step_data.step, verdict, step_data.watch, rules, self._running.host)
+        self._nonfinite.react(step_data.step, verdict, step_data.watch, rules, self._running.host.gathered)
 
     def evaluate(self, given: GivenBatch, metrics: Metrics | None = None, **wanted: bool) -> Any:
         """Run all micro-batches forward, and return what ``Pipeline.evaluate`` returns."""

@@ -216,13 +216,10 @@ def _runner(host: RankHost) -> Run:
                 for stage, layer in layers.items()
                 for action, took_s in zip(_of_stage(program, stage), layer.seconds, strict=True)
             }
-            if isinstance(host, MeshRanks):
-                spans = host.gather([timeline])
-                others = host.executor.exchange((seconds, lost_s))
-                seconds = {action: took_s for own, _ in others for action, took_s in own.items()}
-                lost_s = sum(lost for _, lost in others)
-            else:
-                spans = list(timeline.spans())
+            spans = host.gather([timeline]) if isinstance(host, MeshRanks) else list(timeline.spans())
+            parts = host.gathered((seconds, lost_s))
+            seconds = {action: took_s for own, _ in parts for action, took_s in own.items()}
+            lost_s = sum(lost for _, lost in parts)
             trace = Trace(spans, program.num_ranks)
             return Ran(trace, seconds), waits or lost_s < _DISTURBED * trace.makespan_s
 

@@ -28,13 +28,13 @@ from pipesched.runtime.executors.channel_plan import look
 from pipesched.runtime.executors.processes import ProcessExecutor
 from pipesched.runtime.executors.rank_run import RankTimeline
 from pipesched.runtime.executors.threads import RunSpec, ThreadExecutor, Timeline
+from pipesched.runtime.gradients.nonfinite_watch import Nonfinite
+from pipesched.runtime.gradients.norms import GradientNorms
 from pipesched.runtime.microbatches import Batch
 from pipesched.runtime.rank_grid import Axes, RankGrid, grid_of
 from pipesched.runtime.reductions.collective_lane import CollectiveLane
 from pipesched.runtime.reductions.replica_sum import ReplicaGroup, ReplicaSums
 from pipesched.runtime.stage import batch_norm as norms
-from pipesched.runtime.stage.gradient_norms import GradientNorms
-from pipesched.runtime.stage.nonfinite_watch import Nonfinite
 from pipesched.runtime.step_call import SENT_TYPES, StepCall, received
 from pipesched.simulation.costs import Costs
 from pipesched.simulation.layer_costs import LayerCosts

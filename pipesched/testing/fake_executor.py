@@ -6,7 +6,7 @@ not validated, the run raises an error for a deadlock, missing work, work done t
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import count
 from typing import Any
 
@@ -182,6 +182,7 @@ class FakeStage:
             raise ExecutionError(f"{action} has no gradients to apply")
         self.updates.append(sorted(self._gradients))
         self._gradients.clear()
+        self._reduced.clear()
         self._pass(action)
 
     def _run(self, kind: Kind, microbatch: int, after: tuple[Kind, ...]) -> None:

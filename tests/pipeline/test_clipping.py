@@ -14,7 +14,6 @@ from torch.amp import GradScaler
 from pipesched import Kind, Numerics, Pipeline, Program, Trace, schedules, viz
 from pipesched.errors import ArgumentError, ExecutionError, InputError, ScheduleError
 from pipesched.program.lowering import add_norms, add_updates
-from pipesched.runtime.stage.loss_scale import LossScale
 from pipesched.testing import clip_grad_norm_
 from tests.support.async_replay import pipeline as asynchronous
 from tests.support.async_replay import transformer
@@ -27,6 +26,7 @@ FLOAT, HALF = torch.float32, torch.bfloat16
 
 HERE, MESH = "in process", "mesh"
 BETWEEN, INSIDE = clipping.clip_between_steps, clipping.clip_in_steps
+Case = clipping.Case
 
 
 @pytest.fixture
@@ -36,22 +36,20 @@ def place(request: pytest.FixtureRequest) -> Run:
 
 
 @pytest.mark.parametrize(
-    ("place", "count", "job", "schedule", "make", "dtype", "checkpoint", "norm_type"),
+    ("place", "count", "job", "case", "norm_type"),
     [
-        (HERE, 1, BETWEEN, "1f1b", clipping.tied_model, FLOAT, "never", 2.0),
-        (HERE, 2, INSIDE, "zb-v", clipping.plain_model, HALF, "always", 2.0),
-        (HERE, 3, INSIDE, "1f1b", clipping.tied_model, FLOAT, "never", math.inf),
-        (MESH, 3, BETWEEN, "1f1b", clipping.tied_model, FLOAT, "never", math.inf),
-        (MESH, 2, BETWEEN, "zb-v", clipping.plain_model, HALF, "always", 2.0),
-        (MESH, 2, INSIDE, "interleaved-1f1b", clipping.tied_model, HALF, "never", 3.0),
-        (MESH, 3, INSIDE, "zb-h1", clipping.plain_model, FLOAT, "always", 1.0),
+        (HERE, 1, BETWEEN, Case("1f1b", clipping.tied_model, FLOAT, "never"), 2.0),
+        (HERE, 2, INSIDE, Case("zb-v", clipping.plain_model, HALF, "always"), 2.0),
+        (HERE, 3, INSIDE, Case("1f1b", clipping.tied_model, FLOAT, "never"), math.inf),
+        (MESH, 3, BETWEEN, Case("1f1b", clipping.tied_model, FLOAT, "never"), math.inf),
+        (MESH, 2, BETWEEN, Case("zb-v", clipping.plain_model, HALF, "always"), 2.0),
+        (MESH, 2, INSIDE, Case("interleaved-1f1b", clipping.tied_model, HALF, "never"), 3.0),
+        (MESH, 3, INSIDE, Case("zb-h1", clipping.plain_model, FLOAT, "always"), 1.0),
     ],
     indirect=["place"],
 )
-def test_the_norm_and_the_clipped_weights_are_the_loops(
-    place, count, job, schedule, make, dtype, checkpoint, norm_type
-):
-    norms = place(count, job, schedule, make, dtype, checkpoint, norm_type, 2)
+def test_the_norm_and_the_clipped_weights_are_the_loops(place, count, job, case, norm_type):
+    norms = place(count, job, case, norm_type, 2)
     assert all(own == norms[0] for own in norms)
 
 
@@ -157,37 +155,23 @@ def test_a_new_plan_clips_on():
 
 
 @pytest.mark.parametrize(
-    ("place", "count", "schedule", "make", "dtype", "checkpoint", "overflow"),
+    ("place", "count", "case", "overflow"),
     [
-        (HERE, 2, "1f1b", clipping.tied_model, FLOAT, "never", None),
-        (HERE, 3, "1f1b", clipping.plain_model, FLOAT, "never", 7),
-        (MESH, 2, "zb-v", clipping.plain_model, HALF, "always", 1),
-        (MESH, 3, "1f1b", clipping.plain_model, FLOAT, "never", None),
-        (MESH, 2, "1f1b", clipping.tied_model, FLOAT, "always", 0),
+        (HERE, 2, Case("1f1b", clipping.tied_model, FLOAT, "never"), None),
+        (HERE, 3, Case("1f1b", clipping.plain_model, FLOAT, "never"), 7),
+        (MESH, 2, Case("zb-v", clipping.plain_model, HALF, "always"), 1),
+        (MESH, 3, Case("1f1b", clipping.plain_model, FLOAT, "never"), None),
+        (MESH, 2, Case("1f1b", clipping.tied_model, FLOAT, "always"), 0),
     ],
     indirect=["place"],
 )
-def test_an_overflow_in_any_stage_skips_the_update_of_all(place, count, schedule, make, dtype, checkpoint, overflow):
+def test_an_overflow_in_any_stage_skips_the_update_of_all(place, count, case, overflow):
     """And halves the scale everywhere; weights, norms and scales are those of torch's scaler in the plain loop."""
     start = 2.0**13 if overflow is None else 1024.0
-    results = place(count, clipping.scale_losses, schedule, make, dtype, checkpoint, overflow, start)
+    results = place(count, clipping.scale_losses, case, overflow, start)
     assert all(own == results[0] for own in results)
     skips, scales = results[0]
     assert 1 <= skips < len(scales)
-
-
-def test_a_scale_that_is_no_power_of_two_divides_as_torchs_does():
-    grads = [torch.randn(500), torch.randn(500).bfloat16(), torch.randn(500).double()]
-    for scale in (3.0, 1000.0, 65536.0):
-        due, scaler = (GradScaler("cpu", init_scale=scale) for _ in range(2))
-        mine, theirs = ([nn.Parameter(torch.zeros_like(grad)) for grad in grads] for _ in range(2))
-        for parameters in (mine, theirs):
-            for parameter, grad in zip(parameters, grads, strict=True):
-                parameter.grad = grad.clone()
-        due.scale(torch.ones(()))
-        due.unscale_(torch.optim.SGD(theirs, lr=0.1))
-        LossScale(scaler).unscale_([parameter.grad for parameter in mine])
-        assert all(torch.equal(one.grad, other.grad) for one, other in zip(mine, theirs, strict=True))
 
 
 def test_a_scaler_is_refused_where_it_cannot_be_right():

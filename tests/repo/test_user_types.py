@@ -26,8 +26,12 @@ FRONT_DOOR = """
     assert_type(pipe.step(x, target=x), torch.Tensor)
     assert_type(pipe.step(x, target=x, return_outputs=False), torch.Tensor)
     assert_type(pipe.step(x, target=x, return_outputs=True), tuple[torch.Tensor, Any])
+    both = bool(x.sum() > 0)
+    assert_type(pipe.step(x, target=x, return_outputs=both), torch.Tensor | tuple[torch.Tensor, Any])
     assert_type(pipe.evaluate(x, target=x), torch.Tensor)
     assert_type(pipe.evaluate(x, target=x, return_outputs=True), tuple[torch.Tensor, Any])
+    assert_type(pipe.evaluate(x, target=x, return_outputs=both), torch.Tensor | tuple[torch.Tensor, Any])
+    assert_type(pipe.step(x, target=x, mask=x), torch.Tensor)  # the model's own keyword
     assert_type(pipe.trace, pipesched.Trace)
     assert_type(pipe.gather_trace(), pipesched.Trace)
     try:

@@ -3,6 +3,8 @@
 import json
 import threading
 import time
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ from pipesched.runtime.coordination.failure_notices import Fault
 from pipesched.runtime.coordination.rank_activity import ENDED, SILENT, Activity, State, blamed, doing_at
 from pipesched.runtime.coordination.stores import StoreLostError, asked
 from pipesched.runtime.executors.interpreter import Stamps
+from pipesched.runtime.transport.device_channels import Channel, Links
 from tests.support.jobs.faults import Case
 from tests.support.run_faults import outcomes
 
@@ -74,33 +77,45 @@ def test_of_ranks_that_answer_the_one_that_works_for_longest_is_to_blame() -> No
     assert blamed({**answers, "rank 1": state("collective", 5.1)}, 5) is None
 
 
+def state_in(call: Callable[[Callable[[], Any]], Any]) -> State:
+    """The state of a rank whose thread runs ``call``, as soon as that has called the function that it is given."""
+    activity, barrier = Activity(["rank 0"]), threading.Barrier(2)
+
+    def run() -> None:
+        activity.begin("a step")
+        call(barrier.wait)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    while not barrier.n_waiting:
+        assert thread.is_alive()
+    told = activity.state()
+    barrier.wait()
+    thread.join()
+    return told
+
+
 def test_what_a_rank_does_is_told_by_where_its_thread_is() -> None:
-    activity, started, done = Activity(["rank 0"]), threading.Event(), threading.Event()
+    def layer(wait: Callable[[], Any]) -> None:
+        wait()
 
-    def call(wait: Any) -> State:
-        def run() -> None:
-            activity.begin("a step")
-            started.set()
-            wait()
-
-        started.clear()
-        done.clear()
-        thread = threading.Thread(target=run, daemon=True)
-        thread.start()
-        started.wait()
-        told = activity.state()
-        while told.place.endswith(" in run"):  # not there yet
-            told = activity.state()
-        done.set()
-        thread.join()
-        return told
-
-    def layer() -> None:
-        done.wait()
-
-    working, waiting = call(layer), call(lambda: asked(done.wait, 60))
+    working, waiting = state_in(layer), state_in(lambda wait: asked(wait, 60))
     assert (working.doing, working.what, working.place.endswith(" in layer")) == ("works", "a step", True)
     assert waiting.doing == "waits"
+
+
+def test_a_rank_whose_device_waits_for_another_is_not_at_work() -> None:
+    """While the first use of a link waits for its other end, and while posted transfers end."""
+
+    def links(connect: Callable[[], Any], drain: Callable[[], Any]) -> Links:
+        link = SimpleNamespace(connect=connect, drain=drain)
+        maker: Any = SimpleNamespace(device=torch.device("cpu"), begin=None, link=lambda store, sends: link)
+        made = Links(maker, distributed.HashStore(), 0)
+        made.connect([Channel(0, 1, backward=False)])
+        return made
+
+    connecting, draining = state_in(lambda wait: links(wait, int)), state_in(lambda wait: links(int, wait).drain())
+    assert connecting[:3] == draining[:3] == ("waits", "a step", "")
 
 
 def test_a_rank_that_receives_is_not_at_work_though_it_has_given_up() -> None:

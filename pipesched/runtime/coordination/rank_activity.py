@@ -40,6 +40,7 @@ _WAITING = {
         ("coordination", "stores"),
         ("transport", "channels"),
         ("transport", "clock_sync"),
+        ("transport", "device_channels"),
         ("transport", "ports"),
         ("transport", "shared_value"),
         ("transport", "sockets"),

@@ -17,12 +17,12 @@ from torch.autograd.graph import saved_tensors_hooks
 from pipesched.capture.stage_body import Body, Head, call_with
 from pipesched.errors import ExecutionError, InputError
 from pipesched.program.checkpoint_options import LayerCheckpoint
+from pipesched.runtime.gradients.nonfinite_watch import NonfiniteWatch
 from pipesched.runtime.stage.added_losses import AddedLosses
 from pipesched.runtime.stage.batch_norm import Norms
 from pipesched.runtime.stage.buffer_copies import BufferCopies, buffers_of
 from pipesched.runtime.stage.compiled_layers import Compiled
 from pipesched.runtime.stage.microbatch_state import MicrobatchState
-from pipesched.runtime.stage.nonfinite_watch import NonfiniteWatch
 from pipesched.runtime.stage.offloading import Offloads, addresses
 from pipesched.runtime.stage.output_metrics import measured
 from pipesched.runtime.stage.recompute import RecomputedLayers

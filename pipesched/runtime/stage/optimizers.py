@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from pipesched.errors import ModelTypeError
-from pipesched.runtime.stage.gradient_rules import GradientRules
+from pipesched.runtime.gradients.rules import GradientRules
 from pipesched.runtime.stage.stage import Stage
 from pipesched.tensors.payload import pytree
 

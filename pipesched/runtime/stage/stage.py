@@ -15,10 +15,10 @@ from pipesched.capture.stage_body import Body, Chain, Head
 from pipesched.errors import ExecutionError, InputError
 from pipesched.program.checkpoint_options import LayerCheckpoint
 from pipesched.program.weight_versions import Uses
+from pipesched.runtime.gradients.buckets import GradientBuckets
+from pipesched.runtime.gradients.norms import GradientNorms
 from pipesched.runtime.stage.batch_norm import Norms
 from pipesched.runtime.stage.compiled_layers import Compiled
-from pipesched.runtime.stage.gradient_buckets import GradientBuckets
-from pipesched.runtime.stage.gradient_norms import GradientNorms
 from pipesched.runtime.stage.layer_runner import LayerRunner, StandIns
 from pipesched.runtime.stage.microbatch_state import MicrobatchState
 from pipesched.runtime.stage.stage_optimizer import StageOptimizer

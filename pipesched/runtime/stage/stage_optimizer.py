@@ -6,8 +6,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from pipesched.errors import ExecutionError
-from pipesched.runtime.stage.gradient_norms import GradientNorms
-from pipesched.runtime.stage.gradient_rules import GradientRules, Verdict
+from pipesched.runtime.gradients.norms import GradientNorms
+from pipesched.runtime.gradients.rules import GradientRules, Verdict
 from pipesched.runtime.stage.weight_stash import WeightStash
 
 __all__ = ["StageOptimizer"]

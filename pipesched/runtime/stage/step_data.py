@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from pipesched.runtime.stage.nonfinite_watch import NonfiniteWatch
+from pipesched.runtime.gradients.nonfinite_watch import NonfiniteWatch
 from pipesched.runtime.stage.output_metrics import Metrics
 from pipesched.tensors.keyed_random import Key
 from pipesched.tensors.payload import Gradients, Payload

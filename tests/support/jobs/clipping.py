@@ -4,7 +4,8 @@ import copy
 import math
 import warnings
 from collections.abc import Callable
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -74,33 +75,46 @@ def assert_same(pipe: Pipeline, expected: nn.Module) -> None:
     assert [name for name, one in pipe.named_parameters() if not torch.equal(one, due[name])] == []
 
 
-def loop_step(model: nn.Module, optimizer: Any, step: int, clip: Callable[[Any], Tensor]) -> tuple[Tensor, Tensor]:
-    """A step of the plain loop: its loss and norm."""
+def pipelined(group: Any, model: nn.Module, **options: Any) -> AbstractContextManager[Pipeline]:
+    """A pipeline of one of these models."""
+    return pipeline(group, model, batch(0)[0][:3], loss_fn=loss_fn, **options)
+
+
+class Case(NamedTuple):
+    """A model, and how it is pipelined."""
+
+    schedule: str
+    make: Callable[[torch.dtype], nn.Sequential]
+    dtype: torch.dtype
+    checkpoint: Any
+
+    def models(self) -> tuple[nn.Sequential, nn.Sequential]:
+        """The model twice: for the plain loop, and for the pipeline."""
+        return self.make(self.dtype), self.make(self.dtype)
+
+    def pipelined(self, group: Any, model: nn.Module, **options: Any) -> AbstractContextManager[Pipeline]:
+        return pipelined(group, model, schedule=self.schedule, checkpoint=self.checkpoint, **options)
+
+
+def loop_step(model: nn.Module, optimizer: Any, step: int, norm_type: float) -> tuple[Tensor, Tensor]:
+    """A step of the plain loop, which clips: its loss and norm."""
     x, y = batch(step)
     loss = reference_step(model, x, loss_fn=loss_fn, target=y, num_microbatches=MICROBATCHES, seed=5, step=step)
-    norm = clip(model.parameters())
+    norm = clip_grad_norm_(model.parameters(), 1.0, norm_type)
     optimizer.step()
     optimizer.zero_grad()
     return loss, norm
 
 
-def clip_between_steps(
-    group: Any,
-    schedule: str,
-    make: Callable[[torch.dtype], nn.Sequential],
-    dtype: torch.dtype,
-    checkpoint: str,
-    norm_type: float,
-    steps: int = 3,
-) -> list[float]:
+def clip_between_steps(group: Any, case: Case, norm_type: float, steps: int = 3) -> list[float]:
     """Clip before an optimizer of one's own; norms, losses and weights have the loop's bits. Returns the norms."""
-    expected, actual = make(dtype), make(dtype)
+    expected, actual = case.models()
     theirs = adam(expected.parameters())
     norms = []
-    with pipeline(group, actual, batch(0)[0][:3], schedule=schedule, loss_fn=loss_fn, checkpoint=checkpoint) as pipe:
+    with case.pipelined(group, actual) as pipe:
         mine = adam(pipe.parameters())
         for step in range(steps):
-            loss, due = loop_step(expected, theirs, step, lambda own: clip_grad_norm_(own, 1.0, norm_type))
+            loss, due = loop_step(expected, theirs, step, norm_type)
             x, y = batch(step)
             assert torch.equal(pipe.step(x, target=y), loss)
             norm = pipe.clip_grad_norm_(1.0, norm_type)
@@ -117,7 +131,7 @@ def clip_between_steps(
 def refuse_norms(group: Any) -> None:
     """A norm that is not finite, other arguments on one rank, and gradients that are gone."""
     model = plain_model()
-    with pipeline(group, model, batch(0)[0][:3], loss_fn=loss_fn) as pipe:
+    with pipelined(group, model) as pipe:
         x, y = batch(0)
         pipe.step(x, target=y)
         before = {name: copy.deepcopy(one.grad) for name, one in pipe.named_parameters()}
@@ -139,35 +153,22 @@ def refuse_norms(group: Any) -> None:
         assert pipe.clip_grad_norm_(math.inf).isfinite()
         pipe.zero_grad()
         assert pipe.clip_grad_norm_(1.0) == 0
-    with pipeline(group, plain_model(), batch(0)[0][:3], loss_fn=loss_fn, optimizer=adam) as pipe:
+    with pipelined(group, plain_model(), optimizer=adam) as pipe:
         pipe.step(x, target=y)
         with pytest.raises(InputError, match=r"clip_grad_norm=1\.0"):
             pipe.clip_grad_norm_(1.0)
 
 
-def clip_in_steps(
-    group: Any,
-    schedule: str,
-    make: Callable[[torch.dtype], nn.Sequential],
-    dtype: torch.dtype,
-    checkpoint: str,
-    norm_type: float,
-    steps: int = 3,
-) -> list[float]:
+def clip_in_steps(group: Any, case: Case, norm_type: float, steps: int = 3) -> list[float]:
     """Clip with optimizer= and Numerics(clip_grad_norm=); all is the loop's, bit by bit. Returns the norms."""
-    expected, actual = make(dtype), make(dtype)
+    expected, actual = case.models()
     theirs = adam(expected.parameters())
     norms = []
-    options: dict[str, Any] = {
-        "loss_fn": loss_fn,
-        "checkpoint": checkpoint,
-        "optimizer": adam,
-        "numerics": Numerics(clip_grad_norm=1.0, norm_type=norm_type),
-    }
-    with pipeline(group, actual, batch(0)[0][:3], schedule=schedule, **options) as pipe:
+    numerics = Numerics(clip_grad_norm=1.0, norm_type=norm_type)
+    with case.pipelined(group, actual, optimizer=adam, numerics=numerics) as pipe:
         assert pipe.grad_norm is None
         for step in range(steps):
-            loss, due = loop_step(expected, theirs, step, lambda own: clip_grad_norm_(own, 1.0, norm_type))
+            loss, due = loop_step(expected, theirs, step, norm_type)
             x, y = batch(step)
             assert torch.equal(pipe.step(x, target=y), loss)
             assert torch.equal(pipe.grad_norm, due)
@@ -180,8 +181,8 @@ def clip_in_steps(
     return norms
 
 
-def overflow_in(model: nn.Sequential, layer: int, at_step: int) -> Callable[[], None]:
-    """Plant an infinite gradient in a layer's weight at one step; call the result after each step."""
+def overflow_in(model: nn.Sequential, layer: int | None, at_step: int) -> Callable[[], None]:
+    """Plant an infinite gradient in a layer's weight (None: in no layer) at one step; call the result after each."""
     step = 0
 
     def hook(grad: Tensor) -> Tensor:
@@ -191,39 +192,27 @@ def overflow_in(model: nn.Sequential, layer: int, at_step: int) -> Callable[[], 
         nonlocal step
         step += 1
 
-    model[layer].weight.register_hook(hook)
+    if layer is not None:
+        model[layer].weight.register_hook(hook)
     return next_step
 
 
 def scale_losses(
-    group: Any,
-    schedule: str,
-    make: Callable[[torch.dtype], nn.Sequential],
-    dtype: torch.dtype,
-    checkpoint: str,
-    overflow: int | None,
-    init_scale: float = 1024.0,
-    steps: int = 4,
+    group: Any, case: Case, overflow: int | None, init_scale: float = 1024.0, steps: int = 4
 ) -> tuple[int, list[float]]:
     """Train with a scaler; all is as with torch's own scaler in the plain loop. Returns skips and scales.
 
     overflow: the layer in whose weight a gradient overflows at step 1. None: in autocast of float16, by the scale.
     """
-    models = make(dtype), make(dtype)
+    expected, actual = case.models()
     due, scaler = (GradScaler("cpu", init_scale=init_scale, growth_interval=2) for _ in range(2))
     half = torch.autocast("cpu", torch.float16, enabled=overflow is None)
-    counts = [overflow_in(model, overflow, 1) if overflow is not None else (lambda: None) for model in models]
-    expected, actual = models
+    counts = [overflow_in(model, overflow, 1) for model in (expected, actual)]
     theirs = adam(expected.parameters())
-    options: dict[str, Any] = {
-        "loss_fn": loss_fn,
-        "checkpoint": checkpoint,
-        "optimizer": adam,
-        "numerics": Numerics(clip_grad_norm=1.0, scaler=scaler),
-    }
+    numerics = Numerics(clip_grad_norm=1.0, scaler=scaler)
     scales = []
     skips = 0
-    with pipeline(group, actual, batch(0)[0][:3], schedule=schedule, **options) as pipe:
+    with case.pipelined(group, actual, optimizer=adam, numerics=numerics) as pipe:
         assert pipe.scaler is scaler
         for step in range(steps):
             x, y = batch(step)
@@ -284,14 +273,7 @@ def find_nonfinite(group: Any, react: str, backward: bool, optimizers: bool, tie
     model[6].backward = backward
     numerics = Numerics(on_nonfinite=react)
     messages = []
-    with pipeline(
-        group,
-        model,
-        batch(0)[0][:3],
-        loss_fn=loss_fn,
-        optimizer=adam if optimizers else None,
-        numerics=numerics,
-    ) as pipe:
+    with pipelined(group, model, optimizer=adam if optimizers else None, numerics=numerics) as pipe:
         pipe.model[6].calls = 0  # capture ran it
         own = None if optimizers else adam(pipe.parameters())
         for step in range(3):
@@ -321,9 +303,7 @@ def find_nonfinite(group: Any, react: str, backward: bool, optimizers: bool, tie
 def fail_before_norms(group: Any) -> tuple[str, str]:
     """Rank 0 fails in its last backward; the others wait for its norms. Returns each error's type and text."""
     model = plain_model()
-    with pipeline(
-        group, model, batch(0)[0][:3], loss_fn=loss_fn, optimizer=adam, numerics=Numerics(clip_grad_norm=1.0)
-    ) as pipe:
+    with pipelined(group, model, optimizer=adam, numerics=Numerics(clip_grad_norm=1.0)) as pipe:
         x, y = batch(0)
         pipe.step(x, target=y)
         calls = []

@@ -1,14 +1,15 @@
 """Nonfinite reaction: raises or warns after a step whose loss or gradients were infinite or NaN."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from pipesched.errors import ExecutionError
-from pipesched.runtime.rank_host import RankHost
-from pipesched.runtime.stage.gradient_rules import GradientRules, Verdict
-from pipesched.runtime.stage.nonfinite_watch import NonfiniteWatch
+from pipesched.runtime.gradients.nonfinite_watch import NonfiniteWatch
+from pipesched.runtime.gradients.rules import GradientRules, Verdict
 from pipesched.user_warning import warn
 
 __all__ = ["NonfiniteReaction"]
@@ -38,18 +39,28 @@ class NonfiniteReaction:
     def __init__(self) -> None:
         self._before: _Check | None = None
 
-    def react(self, step: int, verdict: Verdict, watch: NonfiniteWatch, rules: GradientRules, host: RankHost) -> None:
-        """React to the check of a step in the same way in all processes. Raises ExecutionError, or warns."""
+    def react(
+        self,
+        step: int,
+        verdict: Verdict,
+        watch: NonfiniteWatch,
+        rules: GradientRules,
+        gathered: Callable[[Any], list[Any]],
+    ) -> None:
+        """React to the check of a step in the same way in all processes. Raises ExecutionError, or warns.
+
+        ``gathered`` returns the values of all processes, in rank order.
+        """
         if verdict.nonfinite is None:
             return
         check: _Check | None = _Check(step, verdict, watch, *_on_host(verdict.nonfinite, rules.lags))
         if rules.lags:
             check, self._before = self._before, check
         if check is not None and check.failed:
-            self._say(check, rules, host)
+            self._say(check, rules, gathered)
 
-    def _say(self, check: _Check, rules: GradientRules, host: RankHost) -> None:
-        notes = [note for note in host.gathered(check.watch.first()) if note is not None]
+    def _say(self, check: _Check, rules: GradientRules, gathered: Callable[[Any], list[Any]]) -> None:
+        notes = [note for note in gathered(check.watch.first()) if note is not None]
         key = check.verdict.norms.first_nonfinite()
         if notes:
             first = f"{min(notes)} was the first that was not finite"

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from pipesched.model.parameter_order import ParameterOrder
-from pipesched.runtime.stage.gradient_norms import GradientNorms
-from pipesched.runtime.stage.loss_scale import LossScale
+from pipesched.runtime.gradients.loss_scale import LossScale
+from pipesched.runtime.gradients.norms import GradientNorms
 from pipesched.tensors.gradient_norm import clip_to_norm_, norm_of
 
 __all__ = ["GradientRules", "OnNonfinite", "Verdict"]

@@ -1,14 +1,14 @@
 """Gradient clipping: clips the gradients of all ranks by their common norm, before the optimizer's step."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from torch import Tensor, nn
 
 from pipesched.checks import shown
 from pipesched.errors import ExecutionError, InputError
 from pipesched.model.parameter_order import ParameterOrder
-from pipesched.runtime.rank_host import RankHost
-from pipesched.runtime.stage.gradient_norms import GradientNorms
+from pipesched.runtime.gradients.norms import GradientNorms
 from pipesched.tensors.caller_context import intra_op
 from pipesched.tensors.gradient_norm import as_max_norm, as_norm_type, clip_to_norm_
 
@@ -17,7 +17,7 @@ __all__ = ["clip_gradients"]
 
 def clip_gradients(
     parameters: Sequence[nn.Parameter],
-    host: RankHost,
+    gathered: Callable[[Any], list[Any]],
     order: ParameterOrder,
     *,
     max_norm: float,
@@ -30,7 +30,7 @@ def clip_gradients(
 
     Args:
         parameters: the parameters that this process trains.
-        host: the host of the ranks.
+        gathered: returns the values of all processes, in rank order.
         order: the order in which the norms of the parameters' gradients are combined.
         max_norm: the largest allowed norm of all gradients together; if it is exceeded, all gradients are scaled down.
         norm_type: the order of the norm.
@@ -50,7 +50,7 @@ def clip_gradients(
     norm_type = as_norm_type(norm_type)
     asked = float(max_norm), norm_type, bool(error_if_nonfinite)
     with intra_op(intra_op_threads):
-        parts = host.gathered((asked, GradientNorms.of(parameters, order, norm_type)))
+        parts = gathered((asked, GradientNorms.of(parameters, order, norm_type)))
         _check_same([asked for asked, _ in parts])
         norms = GradientNorms.merged([norms for _, norms in parts])
         if has_optimizers and norms.norms is None:
