@@ -19,6 +19,7 @@ _COLOURS = {
     Kind.W: "#009e73",
     Kind.R: "#cc79a7",
     Kind.NORM: "#f0e442",
+    Kind.REDUCE: "#0072b2",
 }
 _LIGHTEST = 0.55  # fraction of white in the last chunk's colour
 

@@ -22,6 +22,7 @@ KIND_NAMES = {
     Kind.W: "weight gradients",
     Kind.R: "recompute",
     Kind.NORM: "gradient norm",
+    Kind.REDUCE: "gradient reduction",
     Kind.UPDATE: "optimizer step",
     Kind.OFFLOAD: "copy to the host",
     Kind.FETCH: "copy from the host",

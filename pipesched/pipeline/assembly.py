@@ -112,8 +112,8 @@ class Assembly:
         ranks = [program.placement[index] for index in range(program.num_weights)]
         self.ties = Ties(spec.model, spec.layered.uses(self.cut, ranks), host)
         self._weight_copies = WeightCopies(host, self.ties.own)
-        self._buckets = self._bucket_layers() if host.sums is not None else {}
-        programs.reduce({stage: len(names) for stage, names in self._buckets.items()})
+        self._buckets = [] if host.sums is None else self._bucket_layers()
+        programs.reduce(tuple(map(len, self._buckets)))
         self.norms = MiniBatchNorms(spec.batch_norm, host)
         self.norms.check(spec.model, program, streams=programs.streams)
         layers = checkpoint_by_layer(programs.checkpoint).items()
@@ -272,27 +272,24 @@ class Assembly:
                 for module in stage.modules.values():
                     put_on(module, stage.device)
 
-    def _bucket_layers(self) -> dict[int, list[str]]:
+    def _bucket_layers(self) -> list[list[str]]:
         """Return the layers of each stage whose gradients form a bucket, the last layer first.
 
         There are none if several stages share weights: such gradients are complete only after a run.
         """
         program = self.program
         if program.num_weights < program.num_stages:
-            return {}
+            return []
         spec = self._spec
         tied = self.ties.parameters
 
         def has_own(module: Any) -> bool:
             return isinstance(module, nn.Module) and any(parameter not in tied for parameter in module.parameters())
 
-        buckets = {
-            stage: [name for name in reversed(names) if has_own(spec.layers[name])]
-            for stage, names in enumerate(self.cut)
-        }
+        buckets = [[name for name in reversed(names) if has_own(spec.layers[name])] for names in self.cut]
         if has_own(spec.loss_fn):
             buckets[len(self.cut) - 1].insert(0, "loss_fn")
-        return {stage: names for stage, names in buckets.items() if names}
+        return buckets
 
     def _gradients(self, stage: int, modules: Mapping[str, nn.Module]) -> GradientBuckets | None:
         """Return the gradient buckets of a stage of this process; None if there is one replica."""
@@ -300,7 +297,7 @@ class Assembly:
         if sums is None:
             return None
         tied = self.ties.parameters
-        layers = self._buckets.get(stage, [])
+        layers = self._buckets[stage] if self._buckets else []
         return GradientBuckets([[p for p in modules[name].parameters() if p not in tied] for name in layers], sums)
 
     def _late(self) -> GradientBuckets:

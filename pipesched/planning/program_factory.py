@@ -62,7 +62,7 @@ class ProgramFactory:
             self.num_microbatches = request.num_microbatches or self.num_ranks * MICROBATCHES_PER_RANK
         self.graph: StageGraph | None = None
         self.offloading: frozenset[int] = frozenset()
-        self.buckets: Mapping[int, int] = {}
+        self.buckets: tuple[int, ...] = ()
         self._made: dict[int, StepPrograms] = {}
 
     def of(self, num_microbatches: int) -> "StepPrograms":
@@ -129,8 +129,8 @@ class ProgramFactory:
             self._made.clear()
         return self.full.plain
 
-    def reduce(self, buckets: Mapping[int, int]) -> None:
-        """Add reductions of gradients over replicas. ``buckets`` maps a stage to its number of buckets."""
+    def reduce(self, buckets: tuple[int, ...]) -> None:
+        """Add sums of gradients over replicas to training programs. ``buckets``: the number for each stage."""
         if buckets != self.buckets:
             self.buckets = buckets
             self._made.clear()
@@ -208,7 +208,9 @@ class StepPrograms:
         program = self._beginning(source) if factory.streams and isinstance(source, Schedule) else self.plain
         program = add_updates(program) if factory.updates else program
         program = add_norms(program) if factory.norms else program
-        program = add_recompute(add_reductions(program, factory.buckets), factory.checkpoint)
+        program = add_recompute(
+            add_reductions(program, factory.buckets) if factory.buckets else program, factory.checkpoint
+        )
         return add_offloading(program, factory.offloading)
 
     def _beginning(self, schedule: Schedule) -> Program:

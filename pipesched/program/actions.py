@@ -20,7 +20,7 @@ class Lane(StrEnum):
 
     COMPUTE = "compute"
     COPY = "copy"
-    COLLECTIVE = "collective"
+    COLLECTIVE = "collective"  # one collective after the other, in the order of the rank's actions
 
 
 class Kind(StrEnum):
@@ -31,7 +31,6 @@ class Kind(StrEnum):
     I = "I"  # noqa: E741  input gradients only
     W = "W"  # weight gradients, after I
     R = "R"  # recompute the activations that a checkpointed F did not keep
-    REDUCE = "REDUCE"  # add the gradients of a bucket of a stage over replicas, numbered by bucket
     NORM = "NORM"  # compute the norms of a stage's gradients for the UPDATE of this number on every stage
     UPDATE = "UPDATE"  # an optimizer step on a stage's weights, numbered from 0 in place of a micro-batch
     SEND_F = "SEND_F"  # a stage's output, to a consumer
@@ -41,15 +40,17 @@ class Kind(StrEnum):
     OFFLOAD = "OFFLOAD"  # start copying activations to the host
     FREE = "FREE"  # wait for the end of the copy, then free the activations on the device
     FETCH = "FETCH"  # start copying the activations back to the device
+    REDUCE = "REDUCE"  # sum a bucket of a stage's gradients over all replicas; the bucket replaces the micro-batch
 
 
 class Holding(StrEnum):
-    """A kind of memory that a rank holds, for a (stage, micro-batch) pair or (WEIGHTS) for an old weight version."""
+    """A kind of memory that a rank holds: for a (stage, micro-batch) pair, an old weight version or a bucket."""
 
     INPUT = "input"  # the stage's input; a checkpointed forward keeps nothing else
     ACTIVATIONS = "activations"  # the tensors saved for the backward
     OFFLOADED = "offloaded"  # the part of the activations that is on the host between FREE and FETCH
     WEIGHT_GRAD = "weight_grad"  # the tensors that W needs, held from the I to the W
+    REDUCTION = "reduction"  # a flat copy of a bucket of gradients, while its REDUCE runs
     WEIGHTS = "weights"  # an old version of a stage's weights that micro-batches in flight still use
 
 
@@ -72,7 +73,6 @@ KINDS: dict[Kind, _KindRow] = {
     Kind.I: _KindRow(Lane.COMPUTE, takes=Holding.WEIGHT_GRAD, gives=(Holding.INPUT, Holding.ACTIVATIONS)),
     Kind.W: _KindRow(Lane.COMPUTE, gives=_EVERYTHING),
     Kind.R: _KindRow(Lane.COMPUTE, takes=Holding.ACTIVATIONS, gives=(Holding.INPUT,)),
-    Kind.REDUCE: _KindRow(Lane.COLLECTIVE),
     Kind.NORM: _KindRow(Lane.COMPUTE),
     Kind.UPDATE: _KindRow(Lane.COMPUTE, takes=Holding.WEIGHTS),
     Kind.SEND_F: _KindRow(Lane.COPY),
@@ -82,6 +82,7 @@ KINDS: dict[Kind, _KindRow] = {
     Kind.OFFLOAD: _KindRow(Lane.COPY),
     Kind.FREE: _KindRow(Lane.COPY, gives=(Holding.OFFLOADED,)),
     Kind.FETCH: _KindRow(Lane.COPY, takes=Holding.OFFLOADED),
+    Kind.REDUCE: _KindRow(Lane.COLLECTIVE, takes=Holding.REDUCTION, gives=(Holding.REDUCTION,)),
 }
 
 #: The kind of the matching receive for each kind of send, and the reverse.
@@ -97,7 +98,10 @@ _TEXT = re.compile(r"([0-9]{1,9})([A-Z_]+)([0-9]{1,9})(?:([<>])([0-9]{1,9}))?")
 
 
 class Action(NamedTuple):
-    """An operation of one stage on one micro-batch. ``peer`` is the other stage of a transfer, otherwise None."""
+    """An operation of one stage on one micro-batch. ``peer`` is the other stage of a transfer, otherwise None.
+
+    In place of a micro-batch, UPDATE and NORM have the number of the update, and REDUCE the number of the bucket.
+    """
 
     stage: int
     kind: Kind
@@ -110,7 +114,7 @@ class Action(NamedTuple):
 
     @property
     def lane(self) -> Lane:
-        """The lane that the action occupies: compute or copy."""
+        """The lane that the action occupies: compute, copy or collective."""
         return KINDS[self.kind].lane
 
     @classmethod

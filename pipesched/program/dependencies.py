@@ -9,6 +9,7 @@ from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from functools import cache, cached_property
+from itertools import count, takewhile
 from typing import NamedTuple
 
 import numpy as np
@@ -73,7 +74,8 @@ def chain(num_stages: int, num_chains: int = 1) -> StageGraph:
 class _At(Enum):
     """Where a needed action is: on the same stage, on its producers, on its consumers, or on the peer of a transfer.
 
-    EVERY: on every stage, but only if the action's own stage has such an action.
+    EVERY: on every stage, but only if the action's own stage has such an action. BUCKETS: on the same stage, one action
+    for each bucket of its gradients.
     """
 
     OWN = auto()
@@ -81,6 +83,7 @@ class _At(Enum):
     CONSUMERS = auto()
     PEER = auto()
     EVERY = auto()
+    BUCKETS = auto()
 
 
 class _Need(NamedTuple):
@@ -99,13 +102,15 @@ _BACKWARD = (
     _Need(_At.OWN, (Kind.FETCH, Kind.R, Kind.F)),
     _Need(_At.CONSUMERS, (Kind.RECV_B, Kind.I, Kind.B)),
 )
+_REDUCED = _Need(_At.BUCKETS, (Kind.REDUCE,))
 NEEDS: dict[Kind, tuple[_Need, ...]] = {
     Kind.F: (_Need(_At.PRODUCERS, (Kind.RECV_F, Kind.F)),),
     Kind.B: _BACKWARD,
     Kind.I: _BACKWARD,
     Kind.W: (_Need(_At.OWN, (Kind.I,)),),
     Kind.R: (_Need(_At.OWN, (Kind.F,)),),
-    Kind.UPDATE: (_Need(_At.EVERY, (Kind.NORM,)),),
+    Kind.NORM: (_REDUCED,),
+    Kind.UPDATE: (_REDUCED, _Need(_At.EVERY, (Kind.NORM,))),
     Kind.SEND_F: (_Need(_At.OWN, (Kind.F,)),),
     Kind.SEND_B: (_Need(_At.OWN, (Kind.I, Kind.B)),),
     Kind.RECV_F: (_Need(_At.PEER, (Kind.SEND_F,)),),
@@ -124,6 +129,10 @@ def needs(action: Action, graph: StageGraph, present: Container[Action]) -> Iter
     """
     for need in NEEDS.get(action.kind, ()):
         if need.at is _At.EVERY and action._replace(kind=need.kinds[0]) not in present:
+            continue
+        if need.at is _At.BUCKETS:
+            reductions = (Action(action.stage, need.kinds[0], bucket) for bucket in count())
+            yield from takewhile(present.__contains__, reductions)
             continue
         for end in _ends_of(action, need.at, graph):
             forms = [_form(action, need.at, kind, end) for kind in need.kinds]
@@ -155,8 +164,8 @@ def _form(action: Action, at: _At, kind: Kind, end: int) -> Action:
 class Index:
     """A lookup table from actions to their rows in a program's columns, with -1 for actions not in the program.
 
-    The table has a slot for each (kind, edge, micro-batch) of transfers, and for each (kind, stage, micro-batch) of
-    other actions.
+    The table has a slot for each (kind, edge, micro-batch) of transfers, for each (stage, bucket) of REDUCE, and for
+    each (kind, stage, micro-batch) of other actions.
     """
 
     def __init__(self, columns: Columns, graph: StageGraph, num_microbatches: int) -> None:
@@ -164,11 +173,15 @@ class Index:
         self._num_stages = len(graph.producers)
         self._num_microbatches = num_microbatches
         self._bases = np.full(NUM_KINDS, -1, np.int64)
+        #: For each kind, the number of slots of a stage or an edge.
+        self._widths = np.full(NUM_KINDS, max(0, num_microbatches), np.int64)
+        reductions = columns.microbatch[columns.are(Kind.REDUCE)]
+        self._widths[CODES[Kind.REDUCE]] = 1 + int(reductions.max(initial=-1))
         size = 0
         for code in np.flatnonzero(np.bincount(columns.kind, minlength=NUM_KINDS)):
             self._bases[code] = size
             rows = len(graph.edge_codes) if _CODE_IS_TRANSFER[code] else self._num_stages
-            size += rows * max(0, num_microbatches)
+            size += rows * int(self._widths[code])
             if size > MOST_SLOTS * (len(columns) + 1024):
                 raise ScheduleError(
                     f"every stage must run every micro-batch; there are {self._num_stages} stages and "
@@ -183,7 +196,7 @@ class Index:
     def _slots(self, kind: Ints, stage: Ints, microbatch: Ints, peer: Ints) -> Ints:
         microbatch = microbatch.astype(np.int64)
         line = stage.astype(np.int64)
-        good = (line >= 0) & (line < self._num_stages) & (microbatch >= 0) & (microbatch < self._num_microbatches)
+        good = (line >= 0) & (line < self._num_stages) & (microbatch >= 0) & (microbatch < self._widths[kind])
         transfer = _CODE_IS_TRANSFER[kind]
         if transfer.any():
             line = line.copy()
@@ -192,7 +205,7 @@ class Index:
             good[transfer] &= known
         else:
             good &= peer < 0
-        slots = self._bases[kind] + line * self._num_microbatches + microbatch
+        slots = self._bases[kind] + line * self._widths[kind] + microbatch
         return np.where(good & (self._bases[kind] >= 0), slots, len(self._table) - 1)
 
     def _edges(self, kind: Ints, stage: Ints, peer: Ints) -> tuple[Ints, np.ndarray[tuple[int], np.dtype[np.bool_]]]:
@@ -233,6 +246,11 @@ class Index:
             return np.full(shape, -1, np.int32)
         return self._table[base : base + shape[0] * shape[1]].reshape(shape)
 
+    @property
+    def most_buckets(self) -> int:
+        """The largest number of buckets that any stage reduces."""
+        return int(self._widths[CODES[Kind.REDUCE]])
+
     def repeated(self) -> Ints:
         """Return the rows that a later row repeats, and the rows with an invalid stage, micro-batch or edge."""
         return np.flatnonzero(self._table[self.slots] != np.arange(len(self.slots)))
@@ -264,6 +282,9 @@ def requirements(columns: Columns, index: Index, graph: StageGraph) -> Requireme
         for need in rules:
             if need.at is _At.EVERY:
                 rows = rows[index.rows(need.kinds[0], columns.stage[rows], columns.microbatch[rows]) >= 0]
+            if need.at is _At.BUCKETS:
+                pairs += _reductions(rows, columns.stage[rows], index)
+                continue
             stage = columns.stage[rows].astype(np.int64)
             for ends in _ends(need.at, stage, columns.peer[rows], producers, consumers, len(graph.producers)):
                 chosen = ends >= 0
@@ -273,6 +294,13 @@ def requirements(columns: Columns, index: Index, graph: StageGraph) -> Requireme
         return Requirements(np.zeros(0, np.int64), np.zeros(0, np.int64))
     row, needed = (np.concatenate(part) for part in zip(*pairs, strict=True))
     return Requirements(row, needed)
+
+
+def _reductions(rows: Ints, stage: Ints, index: Index) -> Iterator[tuple[Ints, Ints]]:
+    """Yield, for each bucket, the rows that need its REDUCE on their stage, and the rows of these REDUCEs."""
+    for bucket in range(index.most_buckets):
+        needed = index.rows(Kind.REDUCE, stage, np.full(len(stage), bucket))
+        yield rows[needed >= 0], needed[needed >= 0]
 
 
 def _ends(

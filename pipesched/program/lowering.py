@@ -1,4 +1,4 @@
-"""Lowering: passes ``Program -> Program`` that add communication, recomputation, offloading and updates."""
+"""Lowering: passes ``Program -> Program`` that add communication, recomputation, offloading, reductions, updates."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
@@ -6,11 +6,14 @@ from typing import NamedTuple
 
 import numpy as np
 
+from pipesched.checks import as_list, is_count, is_whole, shown
+from pipesched.errors import ScheduleError
 from pipesched.program.action_arrays import CODES, Columns, Ints, Mask, Orders
 from pipesched.program.actions import OTHER_END, Action, Kind
 from pipesched.program.checkpoint_options import Checkpoint, as_checkpoint
 from pipesched.program.dependencies import BACKWARDS
 from pipesched.program.program import Program, check_program
+from pipesched.program.reductions import check_reductions
 from pipesched.program.validation import check_places
 
 __all__ = [
@@ -234,37 +237,68 @@ def add_updates(program: Program) -> Program:
 
 
 def add_norms(program: Program) -> Program:
-    """Insert a NORM after the last gradient of each stage, for updates that need the norm of all gradients.
+    """Insert a NORM after the last gradient or REDUCE of each stage, for updates that need the norm of all gradients.
 
     A program that has no updates, or already has norms, is returned unchanged. Each stage must have one update.
     """
     if not program.has_updates or program.has_norms:
         return program
     columns = program.columns
-    rows = np.flatnonzero(columns.are(Kind.B, Kind.W))
-    stages, last = np.unique(columns.stage[rows][::-1], return_index=True)
-    after = rows[::-1][last]
-    after += columns.joined[after]
+    stages, after = _last_of_stages(columns, Kind.B, Kind.W, Kind.REDUCE)
     norms = Columns.numbered(stages, np.full(len(stages), CODES[Kind.NORM]), np.zeros(len(stages), np.int64))
     parts = [(np.arange(len(columns)), columns, 0), (after, norms, 1)]
     return replace(program, orders=_inserted(program.orders, parts))
 
 
-def add_reductions(program: Program, buckets: Mapping[int, int]) -> Program:
-    """Insert a REDUCE for each bucket of a stage after the stage's last gradient. STUB."""
-    if not buckets or program.forward_only:
+def add_reductions(program: Program, buckets: int | Sequence[int]) -> Program:
+    """Insert the REDUCEs of each stage after its last gradient, for training with several replicas.
+
+    A program that already has REDUCEs is returned unchanged, and so is a program without gradients or with weights that
+    several stages hold (chimera, dualpipe): such gradients are complete only after the step.
+
+    Args:
+        program: the program of one replica, before or after `add_updates`, `add_norms` or `lower`.
+        buckets: the number of buckets of a stage: one number for all stages, or one for each stage. A stage with 0
+            buckets, such as a frozen one, gets no REDUCE.
+
+    Returns:
+        The program with the actions ``<stage>REDUCE<bucket>``, in ascending order.
+
+    Raises:
+        ScheduleError: a number of buckets is wrong, or a stage has several updates, as in an asynchronous schedule.
+
+    """
+    counts = _bucket_counts(buckets, program.num_stages)
+    if any(program.buckets) or program.num_weights < program.num_stages:
         return program
     columns = program.columns
-    rows = np.flatnonzero(columns.are(Kind.B, Kind.W))
+    stages, after = _last_of_stages(columns, Kind.B, Kind.W)
+    count = counts[stages]
+    numbers = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count)
+    stages = np.repeat(stages, count)
+    reductions = Columns.numbered(stages, np.full(len(stages), CODES[Kind.REDUCE]), numbers)
+    parts = [(np.arange(len(columns)), columns, 0), (np.repeat(after, count), reductions, 1)]
+    made = replace(program, orders=_inserted(program.orders, parts))
+    check_reductions(made)
+    return made
+
+
+def _bucket_counts(buckets: int | Sequence[int], num_stages: int) -> Ints:
+    """Return the number of buckets of each stage. Raises ScheduleError for wrong numbers."""
+    rule = f"buckets must be a whole number, at least 0, or one number for each of {num_stages} stages"
+    remedy = "pass for example buckets=4"
+    counts = [buckets] * num_stages if is_whole(buckets) else as_list(buckets, rule, remedy)
+    if len(counts) != num_stages or not all(is_count(count, 0) for count in counts):
+        raise ScheduleError(f"{rule}; got {shown(buckets)}; {remedy}")
+    return np.array(counts, np.int64)
+
+
+def _last_of_stages(columns: Columns, *kinds: Kind) -> tuple[Ints, Ints]:
+    """Return the stages that have actions of these kinds, and the row of the last one of each, or of its partner."""
+    rows = np.flatnonzero(columns.are(*kinds))
     stages, last = np.unique(columns.stage[rows][::-1], return_index=True)
     after = rows[::-1][last]
-    after += columns.joined[after]
-    counts = [buckets.get(int(stage), 0) for stage in stages]
-    stage_column = np.repeat(stages, counts)
-    numbers = np.concatenate([np.arange(count) for count in counts])
-    reduces = Columns.numbered(stage_column, np.full(len(stage_column), CODES[Kind.REDUCE]), numbers.astype(np.int64))
-    parts = [(np.arange(len(columns)), columns, 0), (np.repeat(after, counts), reduces, 1)]
-    return replace(program, orders=_inserted(program.orders, parts))
+    return stages, after + columns.joined[after]
 
 
 def forward_then_backward(program: Program) -> Program:

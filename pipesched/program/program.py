@@ -169,6 +169,12 @@ class Program:
         return bool(self.columns.are(Kind.NORM).any())
 
     @cached_property
+    def buckets(self) -> tuple[int, ...]:
+        """For each stage, the number of buckets of gradients that REDUCE actions sum over the replicas."""
+        reduced = self.columns.stage[self.columns.are(Kind.REDUCE)]
+        return tuple(np.bincount(reduced, minlength=self.num_stages).tolist())
+
+    @cached_property
     def index(self) -> Index:
         """A lookup table from each action to its row in `columns`."""
         return Index(self.columns, self.graph, self.num_microbatches)

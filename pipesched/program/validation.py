@@ -1,8 +1,8 @@
 """Validation: proves that a program is complete, ordered and free of deadlock, with one function for each rule.
 
 Rules are checked in this order: places, routes, complete, slices, overlaps, offloads, dependencies, transfers,
-versions, deadlock, and on request memory and exactness. Errors name the rank, the position and the action, and show a
-grid of the orders with the action marked.
+versions, reductions, deadlock, and on request memory and exactness. Errors name the rank, the position and the action,
+and show a grid of the orders with the action marked.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,6 +15,7 @@ from pipesched.program.actions import OTHER_END, Action, Kind
 from pipesched.program.dependencies import BACKWARDS
 from pipesched.program.liveness import pairs_held, peak_in_flight, rank_limits
 from pipesched.program.program import Program, check_program, marked_grid
+from pipesched.program.reductions import check_reductions
 from pipesched.program.traversal import walk
 from pipesched.program.weight_versions import check_versions
 
@@ -62,6 +63,7 @@ def check_order(program: Program) -> None:
     check_dependencies(program)
     check_transfers(program)
     check_versions(program)
+    check_reductions(program)
 
 
 def _place(program: Program, row: int) -> str:
@@ -101,11 +103,12 @@ def check_places(program: Program) -> None:
         stage_in
         & (columns.peer < program.num_stages)
         & (columns.microbatch >= 0)
-        & (columns.microbatch < program.num_microbatches)
+        & ((columns.microbatch < program.num_microbatches) | columns.are(Kind.REDUCE))
     )
     home = np.asarray(program.placement)[np.where(stage_in, columns.stage, 0)]
     row = _first(~inside | (home != program.orders.rank_of))
     if row is None:
+        _check_buckets(program)
         return
     action = columns.action(row)
     if not inside[row]:
@@ -117,6 +120,21 @@ def check_places(program: Program) -> None:
         f"{_place(program, row)}: {action} belongs to rank {program.placement[action.stage]}, which holds stage "
         f"{action.stage}. Move it to that rank." + _grid(program, row)
     )
+
+
+def _check_buckets(program: Program) -> None:
+    """Check that the buckets of each stage are numbered from 0 without a gap."""
+    columns = program.columns
+    reductions = columns.are(Kind.REDUCE)
+    counts = np.asarray(program.buckets)
+    row = _first(reductions & (columns.microbatch >= counts[columns.stage]))
+    if row is not None:
+        action = columns.action(row)
+        raise ScheduleError(
+            f"{_place(program, row)}: the buckets of a stage must be numbered from 0 without a gap; got {action}, but "
+            f"stage {action.stage} has only {counts[action.stage]} REDUCEs. Renumber them, or add the missing REDUCEs."
+            + _grid(program, row)
+        )
 
 
 def check_routes(program: Program) -> None:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from pipesched.checks import LARGEST, as_list, as_path, check_number, check_type, is_count, shown
 from pipesched.errors import ScheduleError
 from pipesched.json_files import load_json, maybe, read_fields
-from pipesched.program.action_arrays import Columns, Ints, Orders
+from pipesched.program.action_arrays import CODES, Columns, Ints, Orders
 from pipesched.program.actions import KINDS, OTHER_END, Action, Kind, Lane
 from pipesched.program.liveness import Held, bytes_held, pairs_held, versions_held
 from pipesched.simulation.costs import Costs, check_costs
@@ -39,7 +39,7 @@ class Span(NamedTuple):
         rank: the rank that ran the action.
         start_s: start time in seconds.
         end_s: end time in seconds.
-        lane: the resource of the rank that the action occupies: compute or copy.
+        lane: the resource of the rank that the action occupies: compute, copy or collective.
 
     """
 
@@ -191,6 +191,12 @@ class Trace:
         """Each rank's spans that take or free memory, in time order."""
         return self._of_ranks(*(kind for kind in Kind if kind not in OTHER_END))
 
+    @cached_property
+    def _kinds(self) -> tuple[Kind, ...]:
+        """The kinds of actions in the trace."""
+        present = set(np.unique(Spans.of(self.spans).columns.kind).tolist())
+        return tuple(kind for kind in Kind if CODES[kind] in present)
+
     def _of_ranks(self, *kinds: Kind) -> tuple[Spans, ...]:
         spans = Spans.of(self.spans)
         spans = _in_time(spans.at(spans.columns.are(*kinds)))
@@ -326,7 +332,7 @@ class Trace:
     def to_chrome(self, path: str | PathLike[str]) -> None:
         """Write Chrome trace-event JSON for Perfetto and chrome://tracing.
 
-        Each rank is a process with one row for compute and one for copies.
+        Each rank is a process with one row for compute, one for copies and, if there are any, one for collectives.
         """
         as_path(path).write_text(chrome_json(self.chrome_events()))
 
@@ -338,7 +344,8 @@ class Trace:
             pids: (process id of rank 0, difference between the ids of consecutive ranks).
 
         """
-        lanes = list(Lane)
+        used = {Lane.COMPUTE, Lane.COPY, *(KINDS[kind].lane for kind in self._kinds)}
+        lanes = [lane for lane in Lane if lane in used]
         first, step = pids
         events: list[dict[str, Any]] = []
         for rank in range(self.num_ranks):
@@ -443,7 +450,8 @@ def _check_read(trace: Trace) -> None:
                 f"a backward must follow its forward; on rank {rank} of {trace.num_ranks} a backward comes before its "
                 f"forward; correct their times, or {_TO_DICT}"
             )
-    num_microbatches = int(spans.columns.microbatch.max(initial=-1)) + 1
+    microbatches = spans.columns.microbatch[~spans.columns.are(Kind.REDUCE)]  # REDUCE has the number of a bucket
+    num_microbatches = int(microbatches.max(initial=-1)) + 1
     for stage, own in enumerate(trace.versions):
         if own and (len(own) < num_microbatches or not all(0 <= version < 2**31 for version in own)):
             raise ScheduleError(

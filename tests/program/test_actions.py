@@ -32,6 +32,7 @@ def test_parse_is_the_inverse_of_str(action):
         (Action(1, Kind.RECV_F, 3, 0), "1RECV_F3<0"),
         (Action(1, Kind.SEND_B, 3, 0), "1SEND_B3>0"),
         (Action(0, Kind.RECV_B, 3, 1), "0RECV_B3<1"),
+        (Action(2, Kind.REDUCE, 0), "2REDUCE0"),
     ],
 )
 def test_text_form(action, text):
@@ -41,7 +42,7 @@ def test_text_form(action, text):
 
 def test_a_kind_prints_as_its_text_form():
     computing, transfers = ["F", "B", "I", "W", "R", "NORM", "UPDATE"], ["SEND_F", "RECV_F", "SEND_B", "RECV_B"]
-    assert [str(kind) for kind in Kind] == [*computing, *transfers, "OFFLOAD", "FREE", "FETCH"]
+    assert [str(kind) for kind in Kind] == [*computing, *transfers, "OFFLOAD", "FREE", "FETCH", "REDUCE"]
 
 
 @pytest.mark.parametrize(
@@ -84,12 +85,14 @@ def test_every_kind_has_a_row():
 
 
 @pytest.mark.parametrize("kind", Kind)
-def test_transfers_and_copies_to_the_host_occupy_the_copy_lane_and_all_else_computes(kind):
+def test_transfers_and_host_copies_occupy_the_copy_lane_reductions_their_own_and_all_else_computes(kind):
     copies = {*TRANSFERS, Kind.OFFLOAD, Kind.FREE, Kind.FETCH}
-    assert Action(0, kind, 0).lane is (Lane.COPY if kind in copies else Lane.COMPUTE)
+    others = dict.fromkeys(copies, Lane.COPY) | {Kind.REDUCE: Lane.COLLECTIVE}
+    assert Action(0, kind, 0).lane is others.get(kind, Lane.COMPUTE)
 
 
 def test_what_a_pair_holds_is_all_given_back_by_either_form_of_backward():
-    of_a_pair = set(Holding) - {Holding.WEIGHTS, Holding.OFFLOADED}  # the latter is a part of the activations
+    of_no_pair = {Holding.WEIGHTS, Holding.REDUCTION}
+    of_a_pair = set(Holding) - of_no_pair - {Holding.OFFLOADED}  # the latter is a part of the activations
     assert set(KINDS[Kind.B].gives) == set(KINDS[Kind.W].gives) == of_a_pair
     assert Holding.WEIGHT_GRAD not in KINDS[Kind.I].gives

@@ -1,0 +1,112 @@
+"""Reductions: the REDUCE actions, which sum gradients over replicas, and the rules that they follow.
+
+Each replica runs the same program. The gradients of a stage are divided into buckets, and a REDUCE sums a bucket over
+the ranks that run the same orders in the other replicas. Every rank runs its REDUCEs one after the other, in the order
+of the program, in a lane of its own, so it computes meanwhile. Because these ranks all have the same order, their
+collectives cannot cross. A REDUCE waits for no other rank of its replica. So REDUCEs add no cycle to a program, and a
+program without deadlock stays so.
+"""
+
+import numpy as np
+
+from pipesched.errors import ScheduleError
+from pipesched.program.action_arrays import Ints
+from pipesched.program.actions import Action, Kind
+from pipesched.program.program import Program, marked_grid
+
+__all__ = ["check_reductions", "early_stages", "last_gradients"]
+
+
+def last_gradients(program: Program) -> Ints:
+    """Return, for each stage, the row of its last B or W; -1 if the stage has none."""
+    last = np.full(program.num_stages, -1, np.int64)
+    rows = np.flatnonzero(program.columns.are(Kind.B, Kind.W))
+    last[program.columns.stage[rows]] = rows  # of several rows of a stage, numpy keeps the last
+    return last
+
+
+def early_stages(program: Program) -> frozenset[int]:
+    """Return the stages whose buckets start during the stage's last backward, as soon as each bucket is complete.
+
+    These are the stages without a producer, if their last gradient is a B that overlaps with no F, and if their REDUCEs
+    directly follow it. After the last backward of such a stage nothing is left to run that could hide its reductions.
+    The REDUCEs of every other stage start at their place in the order: the backwards of its producers still follow, and
+    the reductions run in the meantime.
+    """
+    columns = program.columns
+    reductions = columns.are(Kind.REDUCE)
+    if not reductions.any():
+        return frozenset()
+    computes = np.cumsum(columns.compute)  # the number of compute actions up to each row
+    found = []
+    for stage in np.unique(columns.stage[reductions]).tolist():
+        last = int(last_gradients(program)[stage])
+        own = np.flatnonzero(reductions & (columns.stage == stage))
+        whole = last >= 0 and columns.action(last).kind is Kind.B and not columns.overlapping[last]
+        if whole and not program.graph.producers[stage] and computes[own[-1]] == computes[last]:
+            found.append(stage)
+    return frozenset(found)
+
+
+def check_reductions(program: Program) -> None:
+    """Check that the REDUCEs of each stage run once the gradients are complete, in the order of their buckets.
+
+    That an UPDATE and a NORM come after the REDUCEs of their stage is a dependency. Raises ScheduleError.
+    """
+    if not program.index.has(Kind.REDUCE):
+        return
+    if program.num_weights < program.num_stages:
+        raise ScheduleError(
+            f"a REDUCE may only sum the gradients of weights that one stage holds; this program has "
+            f"{program.num_stages} stages but {program.num_weights} weight copies; remove the REDUCEs, and reduce "
+            f"shared weights after the step, once their gradients are summed"
+        )
+    columns = program.columns
+    last = last_gradients(program)
+    rows = np.flatnonzero(columns.are(Kind.REDUCE))
+    for row in rows[rows < last[columns.stage[rows]]][:1].tolist():
+        end = columns.action(int(last[columns.stage[row]]))
+        raise _misplaced(program, row, "a REDUCE must follow the last gradient of its stage", end)
+    for row in rows[last[columns.stage[rows]] < 0][:1].tolist():
+        action = columns.action(row)
+        raise ScheduleError(
+            f"{_place(program, row)}: a REDUCE must follow a gradient of its stage; got {action}, but stage "
+            f"{action.stage} runs no B and no W. Remove it.\n" + marked_grid(program, dict([program.orders.place(row)]))
+        )
+    own = rows[np.argsort(columns.stage[rows], kind="stable")]
+    stage = columns.stage[own]
+    descents = own[1:][(stage[1:] == stage[:-1]) & (columns.microbatch[own][1:] < columns.microbatch[own][:-1])]
+    for row in descents[:1].tolist():
+        action = columns.action(row)
+        following = Action(action.stage, Kind.REDUCE, action.microbatch + 1)
+        raise ScheduleError(
+            f"{_place(program, row)}: the buckets of a stage must be reduced in ascending order; {action} comes after "
+            f"{following}, at position {program.place(following)[1]}. Move {action} before it.\n"
+            + marked_grid(program, dict([program.orders.place(row)]))
+        )
+    _check_updated_once(program)
+
+
+def _check_updated_once(program: Program) -> None:
+    columns = program.columns
+    reduced = np.unique(columns.stage[columns.are(Kind.REDUCE)])
+    updates = np.bincount(columns.stage[columns.are(Kind.UPDATE)], minlength=program.num_stages)
+    for stage in reduced[updates[reduced] > 1][:1].tolist():
+        raise ScheduleError(
+            f"rank {program.placement[stage]}: a stage with REDUCEs may have only one UPDATE, because a REDUCE follows "
+            f"the stage's last gradient; stage {stage} has {updates[stage]} UPDATEs; choose a schedule that updates "
+            f"once a step, or remove the REDUCEs"
+        )
+
+
+def _misplaced(program: Program, row: int, rule: str, end: Action) -> ScheduleError:
+    action = program.columns.action(row)
+    return ScheduleError(
+        f"{_place(program, row)}: {rule}; {action} comes before {end}, at position {program.place(end)[1]}. Move "
+        f"{action} behind {end}.\n" + marked_grid(program, dict([program.orders.place(row)]))
+    )
+
+
+def _place(program: Program, row: int) -> str:
+    rank, position = program.orders.place(row)
+    return f"rank {rank}, position {position}"
