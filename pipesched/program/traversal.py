@@ -3,7 +3,8 @@
 Every rank runs its order until an action waits for another rank. If some actions never run, the program has a deadlock.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,6 +28,8 @@ class Timing(NamedTuple):
     lags: Times
     #: The number of the link that each action occupies; -1 if it occupies none. None if no action occupies a link.
     links: Ints | None = None
+    #: For the rows of actions that start before their place in the order: by how many seconds, if their link is free.
+    leads: Mapping[int, Any] = MappingProxyType({})
 
 
 class Walked(NamedTuple):
@@ -60,7 +63,8 @@ def walk(program: Program, timing: Timing | None = None) -> Walked:  # noqa: PLR
 
     An action starts when its rank is free and the results that it needs have arrived. Only compute actions and FREE
     (which waits for a copy to the host) keep a rank busy. A transfer to another rank or to the host starts at its
-    position in the order and does not block its rank. Overlapping actions start together and end together.
+    position in the order and does not block its rank. A REDUCE does not block its rank either, and starts when the
+    rank's previous REDUCE has ended. Overlapping actions start together and end together.
     """
     orders = program.orders
     total = len(program.columns)
@@ -124,13 +128,19 @@ class _Links:
     def __init__(self, timing: Timing | None) -> None:
         self._link: list[int] = [] if timing is None or timing.links is None else timing.links.tolist()
         self._seconds = np.zeros(0) if timing is None else timing.seconds
+        self._leads: Mapping[int, Any] = {} if timing is None else timing.leads
         self._free: dict[int, Any] = {}
 
     def send(self, row: int, start: Any) -> tuple[Any, Any]:
-        """Return the start and end of a transfer that is ready at ``start``, after earlier transfers on its link."""
+        """Return the start and end of a transfer that is ready at ``start``, after earlier transfers on its link.
+
+        A REDUCE counts as a transfer on a link of its rank.
+        """
         link = self._link[row] if self._link else -1
         if link < 0:
             return start, start
+        if row in self._leads:
+            start -= self._leads[row]
         start = max(start, self._free.get(link, start))
         self._free[link] = end = start + self._seconds[row]
         return start, end
@@ -146,7 +156,7 @@ def _arrivals(waits: list[tuple[int, Any]], ends: list[Any]) -> list[Any] | int:
 
 def _roles(columns: Columns) -> bytes:
     roles = np.full(len(columns), _COMPUTES, np.int8)
-    roles[columns.are(Kind.SEND_F, Kind.SEND_B, Kind.OFFLOAD, Kind.FETCH)] = _SENDS
+    roles[columns.are(Kind.SEND_F, Kind.SEND_B, Kind.OFFLOAD, Kind.FETCH, Kind.REDUCE)] = _SENDS
     roles[columns.are(Kind.RECV_F, Kind.RECV_B)] = _RECEIVES
     roles[columns.overlapping] = _OVERLAPS
     return roles.tobytes()

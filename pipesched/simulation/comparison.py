@@ -139,6 +139,8 @@ def measured_costs(traces: Sequence[Trace], num_stages: int, profiled: Costs | N
         "norm_s": medians(Kind.NORM),
         "update_s": medians(Kind.UPDATE),
     }
+    if any(Kind.REDUCE in trace.kinds for trace in traces):
+        times["reduce_s"] = _bucket_times(traces, num_stages)
     if profiled is None:
         return Costs(**times)
     overheads = profiled.overheads and replace(profiled.overheads, crowding=())  # measured times include crowding
@@ -148,6 +150,15 @@ def measured_costs(traces: Sequence[Trace], num_stages: int, profiled: Costs | N
 def quote_off(share: float | None) -> str:
     """Return a relative error as text, such as ``+3.3%``; ``new`` if nothing was predicted."""
     return "new" if share is None else f"{round(share, 3) + 0.0:+.1%}"  # 0, not -0
+
+
+def _bucket_times(traces: Sequence[Trace], num_stages: int) -> list[list[float]]:
+    """Return the median time of each bucket's reductions in seconds, for each stage."""
+    seen: list[dict[int, list[float]]] = [{} for _ in range(num_stages)]
+    for span in chain.from_iterable(trace.spans for trace in traces):
+        if span.action.kind is Kind.REDUCE:
+            seen[span.action.stage].setdefault(span.action.microbatch, []).append(span.end_s - span.start_s)
+    return [[median(times) for _, times in sorted(own.items())] for own in seen]
 
 
 def _durations(*traces: Trace) -> dict[tuple[int, Kind], list[float]]:

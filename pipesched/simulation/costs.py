@@ -1,6 +1,6 @@
 """Costs: the times and sizes of each stage, from which the simulation predicts a step."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -64,6 +64,9 @@ class Costs:
             ``activation_bytes + forward_transient_bytes``.
         kept_output_bytes: the part of ``activation_bytes`` that shares memory with the output.
         norm_s: time of the norms of the gradients (NORM).
+        reduce_s: time to sum the gradients of each bucket over the replicas (REDUCE): for each stage a tuple with one
+            number per bucket, or a number for a single bucket. Default: 0 for any number of buckets.
+        reduce_bytes: size of the flat copy that each REDUCE holds while it runs, in the form of ``reduce_s``.
 
     Raises:
         ScheduleError: for tuples of different lengths, and for negative, infinite, NaN or too large numbers.
@@ -102,6 +105,8 @@ class Costs:
     dropping_transient_bytes: tuple[int, ...] = ()
     kept_output_bytes: tuple[int, ...] = ()
     norm_s: tuple[float, ...] = ()
+    reduce_s: tuple[tuple[float, ...], ...] = ()
+    reduce_bytes: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:
         for name in _COLUMNS:
@@ -120,7 +125,10 @@ class Costs:
         for name in _ZERO:
             if not getattr(self, name):
                 object.__setattr__(self, name, (0,) * self.num_stages)
-        self._check((*_GIVEN, *_ZERO))
+        for name in _BY_BUCKET:
+            values = getattr(self, name) or ((),) * self.num_stages
+            object.__setattr__(self, name, tuple(map(_as_buckets, values)))
+        self._check((*_GIVEN, *_ZERO, *_BY_BUCKET))
         for name, parts in _SUMS.items():
             if not getattr(self, name):
                 columns = zip(*(getattr(self, part) for part in parts), strict=True)
@@ -138,6 +146,9 @@ class Costs:
                     f"{len(values)}; make the numbers agree"
                 )
             sizes = name.endswith("_bytes")
+            if name in _BY_BUCKET:
+                _check_buckets(name, values, check_size if sizes else check_number)
+                continue
             kinds, most = ({int}, LARGEST_SIZE) if sizes else ({int, float}, LARGEST)
             if {*map(type, values)} <= kinds and min(values, default=0) >= 0 and sum(values) < most:
                 continue
@@ -161,7 +172,8 @@ class Costs:
 
         Args:
             num_stages: the number of stages, at least 1.
-            costs: fields by name, each a single number: ``Costs.uniform(4, forward_s=2, transfer_s=0.1)``.
+            costs: fields by name, each a single number: ``Costs.uniform(4, forward_s=2, transfer_s=0.1)``. ``reduce_s``
+                and ``reduce_bytes`` can be a tuple with one number per bucket.
                 ``forward_s``, ``input_grad_s`` and ``weight_grad_s`` default to 1.
 
         """
@@ -182,15 +194,16 @@ class Costs:
         return cls(**spread)
 
     def times(self, kind: Kind) -> tuple[float, ...]:
-        """Return the time in seconds of an action of this kind on each stage; () for transfers between stages."""
+        """Return the time in seconds of an action of this kind on each stage; () for transfers and for REDUCE."""
         name = _TIME_OF.get(kind)
         times: tuple[float, ...] = getattr(self, name) if name else ()
         return times
 
     def seconds(self, action: Action) -> float:
         """Return the time of an action in seconds; 0 for transfers between stages."""
-        times = self.times(action.kind)
-        return times[action.stage] if times else 0
+        times = self.reduce_s[action.stage] if action.kind is Kind.REDUCE else self.times(action.kind)
+        at = action.microbatch if action.kind is Kind.REDUCE else action.stage
+        return times[at] if times else 0
 
     def sizes(self) -> dict[Holding, tuple[int, ...]]:
         """Return the bytes that each stage holds per micro-batch, or per version of the weights, keyed by purpose."""
@@ -211,11 +224,15 @@ class Costs:
         times: dict[str, Any] = {
             name: tuple(value * factor for value in getattr(self, name)) for name in (*_TIME_OF.values(), "waiting_s")
         }
+        times["reduce_s"] = tuple(tuple(value * factor for value in own) for own in self.reduce_s)
         return replace(self, transfer_s=self.transfer_s * factor, **times)
 
     def to_dict(self) -> dict[str, Any]:
-        """Convert to plain lists and numbers for JSON."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        """Convert to plain lists and numbers for JSON. Without reductions, their fields are left out."""
+        values: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
+        for name in _BY_BUCKET:
+            own = values.pop(name)
+            values |= {name: [*map(list, own)]} if any(own) else {}
         parts = {name: values[name].to_dict() if values[name] else None for name in ("links", "overheads")}
         return {name: list(v) if isinstance(v, tuple) else v for name, v in values.items()} | parts
 
@@ -239,6 +256,18 @@ def check_costs(costs: Any) -> None:
     check_type(costs, Costs, "costs must be a Costs", "pass for example Costs.uniform(num_stages)")
 
 
+def _as_buckets(value: Any) -> tuple[Any, ...]:
+    """Return the numbers of a stage's buckets. A single number is that of a single bucket."""
+    several = isinstance(value, Iterable) and not isinstance(value, str | bytes | Mapping)
+    return tuple(map(plain, value)) if several else (plain(value),)
+
+
+def _check_buckets(name: str, values: tuple[tuple[Any, ...], ...], check: Callable[[Any, str], None]) -> None:
+    for stage, own in enumerate(values):
+        for bucket, value in enumerate(own):
+            check(value, f"{name} of stage {stage}" + (f", bucket {bucket}," if len(own) > 1 else ""))
+
+
 _TIME_OF = {
     Kind.F: "forward_s",
     Kind.B: "backward_s",
@@ -260,5 +289,6 @@ _SUMS = {  # fields whose default is the sum of other fields
     "weight_grad_transient_bytes": ("backward_transient_bytes",),
 }
 _SCALARS = ("transfer_s", "overlap")
+_BY_BUCKET = ("reduce_s", "reduce_bytes")
 _COLUMNS = [field.name for field in fields(Costs) if field.name not in (*_SCALARS, "links", "overheads")]
-_ZERO = [name for name in _COLUMNS if name not in (*_GIVEN, *_SUMS)]
+_ZERO = [name for name in _COLUMNS if name not in (*_GIVEN, *_SUMS, *_BY_BUCKET)]

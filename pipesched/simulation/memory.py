@@ -16,6 +16,7 @@ from pipesched.program.actions import OTHER_END, Holding, Kind
 from pipesched.program.liveness import bytes_held
 from pipesched.program.lowering import lower
 from pipesched.program.program import Program
+from pipesched.program.reductions import early_stages, last_gradients
 from pipesched.simulation.costs import Costs
 
 __all__ = ["AHEAD", "Message", "RankMemory", "rank_memory"]
@@ -47,6 +48,8 @@ class RankMemory:
     stashed: int
     #: Outputs and gradients that have possibly not been received yet, and the buffers of posted receives.
     messages: int
+    #: Flat copy of the bucket of gradients that is being reduced.
+    reductions: int = 0
     #: Transient memory of the running action.
     transients: int
 
@@ -176,12 +179,14 @@ def _held(program: Program, costs: Costs, messages: _Sizes, posted: int) -> dict
         "weight_grads": _holding(program, costs, Holding.WEIGHT_GRAD).before,
         "stashed": _holding(program, costs, Holding.WEIGHTS).either,
         "messages": _waiting(program, messages, posted),
+        "reductions": _reduced(program, costs),
         "transients": _transients(columns, sizes, gradients),
     }
 
 
 def _sizes(costs: Costs) -> dict[str, tuple[int, ...]]:
-    return {field.name: getattr(costs, field.name) for field in fields(costs) if field.name.endswith("_bytes")}
+    names = (field.name for field in fields(costs) if field.name.endswith("_bytes") and field.name != "reduce_bytes")
+    return {name: getattr(costs, name) for name in names}
 
 
 def _holding(program: Program, costs: Costs, *wanted: Holding) -> _Around:
@@ -226,6 +231,31 @@ class _Gradients(NamedTuple):
             first[firsts] = True
         change[updates] -= whole[columns.stage[updates]]
         return cls(_Around.of(program, change), first)
+
+
+def _reduced(program: Program, costs: Costs) -> Ints:
+    """Return the bytes of the bucket that a rank reduces during each action.
+
+    A rank reduces one bucket at a time. The order does not tell when: a REDUCE runs from its place or, if it starts
+    early, from the last backward of its stage, and until the stage's NORM or UPDATE at the latest.
+    """
+    columns = program.columns
+    held = np.zeros(len(columns), np.int64)
+    if not any(program.buckets):
+        return held
+    early = early_stages(program)
+    gradients = last_gradients(program)
+    ends = columns.are(Kind.NORM, Kind.UPDATE)
+    for stage, own in enumerate(costs.reduce_bytes):
+        if not program.buckets[stage] or not own:
+            continue
+        of_stage = columns.stage == stage
+        begin = int(gradients[stage] if stage in early else np.argmax(of_stage & columns.are(Kind.REDUCE)))
+        stop = int(program.orders.offsets[program.placement[stage] + 1])
+        waiting = np.flatnonzero((of_stage & ends)[begin:stop])
+        span = slice(begin, begin + int(waiting[0]) if len(waiting) else stop)
+        held[span] = np.maximum(held[span], max(own))
+    return held
 
 
 def _transients(columns: Columns, sizes: Mapping[str, Ints], gradients: _Gradients) -> Ints:

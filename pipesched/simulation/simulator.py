@@ -10,6 +10,7 @@ from pipesched.program.action_arrays import CODES, Ints
 from pipesched.program.actions import Kind
 from pipesched.program.lowering import lower
 from pipesched.program.program import Program, check_program
+from pipesched.program.reductions import early_stages, last_gradients
 from pipesched.program.traversal import Timing, Walked, walk
 from pipesched.program.validation import check_order, deadlock_error
 from pipesched.simulation.bounds import program_bound
@@ -29,9 +30,9 @@ def simulate(program: Program, costs: Costs) -> Trace:
 
     An action starts when its rank is free and its inputs have arrived. A message between ranks takes
     ``costs.transfer_s`` plus the time of its link, and occupies no rank. A program therefore has the same makespan with
-    and without explicit transfers. If links are contended, a message also occupies its link. ``costs.overheads`` makes
-    actions longer: by the time to start actions and to pass messages, and by the slowdown while several ranks of a
-    host compute.
+    and without explicit transfers. If links are contended, a message also occupies its link. A REDUCE occupies no rank,
+    but the REDUCEs of a rank run one after the other. ``costs.overheads`` makes actions longer: by the time to start
+    actions and to pass messages, and by the slowdown while several ranks of a host compute.
 
     ::
 
@@ -46,7 +47,7 @@ def simulate(program: Program, costs: Costs) -> Trace:
         The trace of the step.
 
     Raises:
-        ScheduleError: for an invalid program, or if program and costs have different numbers of stages.
+        ScheduleError: for an invalid program, or if program and costs have different numbers of stages or buckets.
 
     """
     check_program(program)
@@ -90,6 +91,8 @@ def _timing(program: Program, costs: Costs) -> Timing:
         times = costs.times(kind)
         if times and rows.any():
             seconds[rows] = _exactly(times)[columns.stage[rows]]
+    if any(program.buckets):
+        _add_reductions(program, costs, seconds)
     messages = _messages(program, costs)
     if costs.overheads is not None:
         seconds += _overheads(program, costs, costs.overheads, messages)
@@ -99,10 +102,11 @@ def _timing(program: Program, costs: Costs) -> Timing:
     links = costs.links
     if links is None and costs.overheads is not None:
         links = Links(costs.overheads.link)
-    occupied = _to_hosts(program)
+    occupied = _own_links(program)
+    leads = _leads(program, seconds)
     lags[program.crossing] = costs.transfer_s  # norms are too short for a link's bandwidth to count
     if links is None:
-        return Timing(seconds, lags, occupied)
+        return Timing(seconds, lags, occupied, leads)
     ends = messages.sender, messages.receiver
     travel = links.travel(*ends, messages.size)
     lags[program.crossing] += links.latencies(
@@ -110,25 +114,52 @@ def _timing(program: Program, costs: Costs) -> Timing:
     )
     if not links.contended:
         lags[messages.at] += travel
-        return Timing(seconds, lags, occupied)
+        return Timing(seconds, lags, occupied, leads)
     seconds[messages.send] = travel
     occupied = np.full(len(columns), -1, np.int64) if occupied is None else occupied
     occupied[messages.send] = messages.sender * program.num_ranks + messages.receiver
-    return Timing(seconds, lags, occupied)
+    return Timing(seconds, lags, occupied, leads)
 
 
-def _to_hosts(program: Program) -> Ints | None:
-    """Return, for each action, the number of its host link, or -1. None if the program has no host copies.
+def _add_reductions(program: Program, costs: Costs, seconds: NDArray[Any]) -> None:
+    """Set the times of the REDUCEs in ``seconds``. Raises ScheduleError if costs and program have different buckets."""
+    for stage, (times, count) in enumerate(zip(costs.reduce_s, program.buckets, strict=True)):
+        if times and count and len(times) != count:
+            raise ScheduleError(
+                f"costs must have a time for each bucket of a stage; stage {stage} has {count} REDUCEs, but "
+                f"{len(times)} times in reduce_s; make the numbers agree"
+            )
+    for row in np.flatnonzero(program.columns.are(Kind.REDUCE)).tolist():
+        seconds[row] = costs.seconds(program.columns.action(row))
 
-    Each rank has two host links, one per direction.
+
+def _leads(program: Program, seconds: NDArray[Any]) -> dict[int, Any]:
+    """Return by how many seconds each REDUCE can start before the end of its stage's last backward, keyed by row.
+
+    A backward completes the buckets at equal intervals, and the last bucket at its end.
     """
-    if not program.index.has(Kind.OFFLOAD, Kind.FETCH):
+    early = early_stages(program)
+    leads: dict[int, Any] = {}
+    for stage in early:
+        count = program.buckets[stage]
+        rows = program.index.rows(Kind.REDUCE, np.full(count, stage), np.arange(count))
+        backward = seconds[last_gradients(program)[stage]]
+        leads |= {row: backward * (count - 1 - bucket) / count for bucket, row in enumerate(rows.tolist())}
+    return leads
+
+
+def _own_links(program: Program) -> Ints | None:
+    """Return, for each action, the number of the link of its rank that it occupies, or -1. None if there are none.
+
+    Each rank has three links: two to the host, one per direction, and one for its reductions.
+    """
+    if not program.index.has(Kind.OFFLOAD, Kind.FETCH, Kind.REDUCE):
         return None
     occupied = np.full(len(program.columns), -1, np.int64)
-    for direction, kind in enumerate((Kind.OFFLOAD, Kind.FETCH)):
+    for direction, kind in enumerate((Kind.OFFLOAD, Kind.FETCH, Kind.REDUCE)):
         rows = program.columns.are(kind)
         ranks = program.orders.rank_of[rows]
-        # The numbers of host links follow those of the links between ranks.
+        # The numbers of these links follow those of the links between ranks.
         occupied[rows] = (program.num_ranks + direction) * program.num_ranks + ranks
     return occupied
 
@@ -138,7 +169,8 @@ def _overheads(program: Program, costs: Costs, overheads: Overheads, messages: "
     columns = program.columns
     backward = columns.are(Kind.B, Kind.I, Kind.SEND_B, Kind.RECV_B)
     # A number for each combination of stage, micro-batch and direction.
-    value = (columns.stage * program.num_microbatches + columns.microbatch) * 2 + backward
+    microbatch = np.where(columns.are(Kind.REDUCE), 0, columns.microbatch)  # REDUCE has a bucket
+    value = (columns.stage * program.num_microbatches + microbatch) * 2 + backward
     spent = np.zeros(2 * program.num_stages * program.num_microbatches)
     for end, rows in ((overheads.receive, program.requirements.row[messages.at]), (overheads.send, messages.send)):
         np.add.at(spent, value[rows], end.latency_s + messages.size.astype(float) * end.byte_s)
@@ -171,7 +203,7 @@ def _crowded(program: Program, costs: Costs, timing: Timing, walked: Walked) -> 
         # The first action of an overlapping pair has the time of both actions. Transfers occupy no rank.
         factor = costs.overheads.crowded(starts, np.where(alone > 0, ends, starts), share, host)
         seconds = np.where(alone > 0, alone * factor, timing.seconds)
-        walked = walk(program, timing._replace(seconds=seconds))
+        walked = walk(program, timing._replace(seconds=seconds, leads=_leads(program, seconds)))
     return walked
 
 

@@ -21,6 +21,7 @@ from pipesched.program.actions import KINDS, OTHER_END, Action, Kind, Lane
 from pipesched.program.liveness import Held, bytes_held, pairs_held, versions_held
 from pipesched.simulation.costs import Costs, check_costs
 from pipesched.simulation.links import plain
+from pipesched.simulation.reduction_time import ReductionTime
 from pipesched.units import counted, quote_time
 
 __all__ = ["Span", "Spans", "Trace", "check_trace", "chrome_json"]
@@ -88,6 +89,10 @@ class Spans(Sequence[Span]):
         """Return the spans at the rows of a mask, slice or index array."""
         return Spans(self.columns[rows], self.rank[rows], self.start_s[rows], self.end_s[rows])
 
+    def intervals(self) -> Iterator[tuple[Any, Any]]:
+        """Yield the start and the end of each span in seconds."""
+        return zip(self.start_s.tolist(), self.end_s.tolist(), strict=True)
+
     def __len__(self) -> int:
         return len(self.columns)
 
@@ -130,7 +135,7 @@ def _times(values: list[Any]) -> Times:
 class Trace:
     """The times of a step's actions on all ranks, predicted or measured.
 
-    Makespan, bubble and busy times include compute spans only.
+    Bubble and busy times include compute spans only; the makespan includes compute spans and reductions.
 
     ::
 
@@ -192,10 +197,15 @@ class Trace:
         return self._of_ranks(*(kind for kind in Kind if kind not in OTHER_END))
 
     @cached_property
-    def _kinds(self) -> tuple[Kind, ...]:
-        """The kinds of actions in the trace."""
-        present = set(np.unique(Spans.of(self.spans).columns.kind).tolist())
-        return tuple(kind for kind in Kind if CODES[kind] in present)
+    def kinds(self) -> tuple[Kind, ...]:
+        """The kinds of actions in the trace, in the order of `Kind`."""
+        counts = np.bincount(Spans.of(self.spans).columns.kind, minlength=len(Kind))
+        return tuple(kind for kind in Kind if counts[CODES[kind]])
+
+    @cached_property
+    def _reductions(self) -> tuple[Spans, ...]:
+        """Each rank's reductions in time order; () if the trace has none."""
+        return self._of_ranks(Kind.REDUCE) if Kind.REDUCE in self.kinds else ()
 
     def _of_ranks(self, *kinds: Kind) -> tuple[Spans, ...]:
         spans = Spans.of(self.spans)
@@ -221,7 +231,8 @@ class Trace:
     @property
     def makespan_s(self) -> float:
         """The time of one isolated step in seconds, from the first start on any rank to the last end on any rank."""
-        return max((plain(row.end_s[-1]) for row in self._filled), default=0) - self.start_s
+        ends = [plain(row.end_s[-1]) for row in self._filled]
+        return max([*ends, *(plain(row.end_s.max()) for row in self._reductions if len(row))], default=0) - self.start_s
 
     @property
     def span_s(self) -> float:
@@ -247,6 +258,24 @@ class Trace:
         """The ranks' total idle time / (ranks x makespan). With uniform costs, 1F1B has (p-1)/(m+p-1)."""
         whole = self.num_ranks * self.makespan_s
         return max(0.0, 1 - sum(self.busy_s) / whole) if whole else 0.0  # rounding can make the sum exceed the whole
+
+    @cached_property
+    def reduction_times(self) -> tuple[ReductionTime, ...]:
+        """For each rank, how much of its gradient reductions is hidden; () if the trace has no reductions."""
+        spans = Spans.of(self.spans)
+        gradients = spans.end_s[spans.columns.are(Kind.F, Kind.B, Kind.I, Kind.W, Kind.R)]
+        until_s = plain(gradients.max()) if len(gradients) else 0
+        found = []
+        for own, row in zip(self._reductions, self._rows, strict=False):  # no reductions: no rows
+            late = row.at(row.end_s > own.start_s.min()) if len(own) else row.at(slice(0))
+            found.append(ReductionTime.of(own.intervals(), late.intervals(), until_s))
+        return tuple(found)
+
+    @property
+    def hidden_reductions(self) -> float | None:
+        """The fraction of all ranks' reduction time that lies in bubbles or under compute. None: no reductions."""
+        total_s = sum(own.total_s for own in self.reduction_times)
+        return 1 - sum(own.exposed_s for own in self.reduction_times) / total_s if total_s else None
 
     @property
     def above_bound(self) -> float | None:
@@ -344,7 +373,7 @@ class Trace:
             pids: (process id of rank 0, difference between the ids of consecutive ranks).
 
         """
-        used = {Lane.COMPUTE, Lane.COPY, *(KINDS[kind].lane for kind in self._kinds)}
+        used = {Lane.COMPUTE, Lane.COPY, *(KINDS[kind].lane for kind in self.kinds)}
         lanes = [lane for lane in Lane if lane in used]
         first, step = pids
         events: list[dict[str, Any]] = []

@@ -1,0 +1,68 @@
+"""Reduction time: how much of a rank's reductions is hidden in its bubbles or under its compute."""
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+__all__ = ["ReductionTime"]
+
+_Interval = tuple[float, float]
+
+
+class ReductionTime(NamedTuple):
+    """The time in seconds of a rank's gradient reductions (REDUCE), divided by what happens meanwhile.
+
+    Attributes:
+        in_bubbles_s: the rank is idle, and a rank of its pipeline still runs a forward or a backward.
+        under_compute_s: the rank computes.
+        exposed_s: the rank is idle, and no forward and no backward is left on any rank.
+
+    """
+
+    in_bubbles_s: float
+    under_compute_s: float
+    exposed_s: float
+
+    @property
+    def total_s(self) -> float:
+        """The total time of the rank's reductions."""
+        return self.in_bubbles_s + self.under_compute_s + self.exposed_s
+
+    @classmethod
+    def of(cls, reductions: Iterable[_Interval], computes: Iterable[_Interval], until_s: float) -> "ReductionTime":
+        """Divide the time of a rank's reductions.
+
+        Args:
+            reductions: (start, end) of each reduction of the rank.
+            computes: (start, end) of the rank's compute actions in time order. Those that overlap count once.
+            until_s: the end of the last forward or backward of all ranks.
+
+        """
+        busy = _merged(computes)
+        in_bubbles: float = 0
+        under_compute: float = 0
+        exposed: float = 0
+        for start, end in reductions:
+            in_bubbles += _idle(start, min(end, until_s), busy)
+            under_compute += _covered(start, end, busy)
+            exposed += _idle(max(start, until_s), end, busy)
+        return cls(in_bubbles, under_compute, exposed)
+
+
+def _merged(intervals: Iterable[_Interval]) -> list[_Interval]:
+    merged: list[_Interval] = []
+    for start, end in intervals:
+        if merged and start <= merged[-1][1]:
+            merged[-1] = merged[-1][0], max(end, merged[-1][1])
+        else:
+            merged.append((start, end))
+    return merged
+
+
+def _covered(start: float, end: float, busy: Sequence[_Interval]) -> float:
+    """Return the time from ``start`` to ``end`` inside the busy intervals."""
+    return sum(max(0, min(end, last) - max(start, first)) for first, last in busy)
+
+
+def _idle(start: float, end: float, busy: Sequence[_Interval]) -> float:
+    """Return the time from ``start`` to ``end`` outside the busy intervals; 0 if the end comes before the start."""
+    return max(0, end - start - _covered(start, end, busy)) if start < end else 0  # rounding can go below 0
