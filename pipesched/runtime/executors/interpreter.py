@@ -52,6 +52,12 @@ class StageLike(Protocol):
     def reduce(self, bucket: int) -> None:
         """REDUCE: start adding the gradients of a bucket over replicas."""
 
+    def completing(self, run: Callable[..., Any], *, starts: bool) -> Callable[..., Any]:
+        """Return a function that calls ``run``, an action of the last micro-batch, and notes completed gradients.
+
+        ``starts`` states whether sums over replicas may start in this action.
+        """
+
     def reduced(self) -> Mapping[int, tuple[Any, Any]]:
         """Wait until the gradients of all started buckets are added; return the start and the end of each bucket."""
 
@@ -207,6 +213,8 @@ class Rank:
         self._split = {(action.stage, action.microbatch) for action in whole if action.kind is Kind.I}
         self._recomputed = {(action.stage, action.microbatch) for action in whole if action.kind is Kind.R}
         self._reduces = {action.stage for action in whole if action.kind is Kind.REDUCE}
+        #: The micro-batch after which the gradients of a stage are complete; -1 if it is not known.
+        self._last = program.num_microbatches - 1 if self._reduces and program.exact else -1
         self._bound: tuple[Sequence[Action], list[_Step]] = ((), [])
 
     def bind(self, order: Sequence[Action]) -> list[_Step]:
@@ -241,10 +249,17 @@ class Rank:
         run = self.stages[stage].backward if kind is Kind.B else self.stages[stage].input_grad
         takes = [self._edge(consumer, stage, True, microbatch) for consumer in self._graph.consumers[stage]]
         gives = [self._edge(stage, producer, True, microbatch) for producer in self._graph.producers[stage]]
-        return _Step(action, partial(run, microbatch), takes, gives)
+        return _Step(action, self._completing(action, partial(run, microbatch)), takes, gives)
 
     def _weight_grad(self, action: Action) -> _Step:
-        return _Step(action, partial(self.stages[action.stage].weight_grad, action.microbatch))
+        run = partial(self.stages[action.stage].weight_grad, action.microbatch)
+        return _Step(action, self._completing(action, run))
+
+    def _completing(self, action: Action, run: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the call of a B, I or W. The last ones of a stage may start sums over replicas."""
+        if action.stage not in self._reduces or action.microbatch != self._last:
+            return run
+        return self.stages[action.stage].completing(run, starts=action.kind is not Kind.I)
 
     def _copy(self, action: Action) -> _Step:
         stage = self.stages[action.stage]

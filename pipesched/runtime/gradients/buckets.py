@@ -1,6 +1,8 @@
 """Gradient buckets: adds the gradients of parameters over replicas, bucket by bucket, while the rank computes."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -50,6 +52,8 @@ class GradientBuckets:
         self._sums = sums
         self._before: dict[nn.Parameter, Any] = {}
         self._started: list[tuple[_Copies, Ticket]] = []
+        self._next = 0  # the first bucket that has not been started
+        self._missing: list[set[nn.Parameter]] = []  # for each bucket, the parameters whose gradients are incomplete
         #: The start and the end of each bucket's last sum, on the clock of the rank's executor.
         self.spans: dict[int, tuple[Any, Any]] = {}
 
@@ -66,9 +70,38 @@ class GradientBuckets:
             if parameter.grad is not None:
                 self._before[parameter] = parameter.grad
                 parameter.grad = None
+        self._next = 0
+        self._missing = [{parameter for parameter in bucket if parameter.requires_grad} for bucket in self._buckets]
+
+    @contextmanager
+    def completing(self, *, starts: bool) -> Iterator[None]:
+        """A context for an action of the last micro-batch, in which gradients become complete.
+
+        With ``starts``, no other action that adds to the gradients follows. The sum of a bucket then starts as soon as
+        the gradients of this bucket and of all earlier buckets are complete. Without ``starts``, it starts later. So
+        all replicas start their sums in the same order, even if a parameter is unused in some of them.
+        """
+        hooks = []
+        for missing in self._missing:
+            for parameter in missing:
+                completed = partial(self._completed, missing, starts)
+                hooks.append(parameter.register_post_accumulate_grad_hook(completed))
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _completed(self, missing: set[nn.Parameter], starts: bool, parameter: nn.Parameter) -> None:
+        missing.discard(parameter)
+        while starts and self._next < len(self._buckets) and not self._missing[self._next]:
+            self.start(self._next)
 
     def start(self, bucket: int) -> None:
-        """Start the sum of a bucket, whose gradients are complete. Raises ExecutionError for a sparse gradient."""
+        """Start the sum of a bucket, unless it has been started. Raises ExecutionError for a sparse gradient."""
+        if bucket < self._next:
+            return
+        self._next = bucket + 1
         copies = _Copies(bucket, self._buckets[bucket], self._sums.length)
         self._started.append((copies, self._sums.start(copies.buffers)))
 

@@ -3,7 +3,7 @@
 A stage contains no scheduling, rank or transport logic. Its `LayerRunner` calls the user's own layers.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -202,6 +202,21 @@ class Stage:
         """REDUCE: start adding the gradients of a bucket over replicas."""
         if self.gradients is not None:
             self.gradients.start(bucket)
+
+    def completing(self, run: Callable[..., Any], *, starts: bool) -> Callable[..., Any]:
+        """Return a function that calls ``run``, an action of the last micro-batch, and notes completed gradients.
+
+        ``starts`` states whether sums over replicas may start in this action.
+        """
+        gradients = self.gradients
+        if gradients is None:
+            return run
+
+        def completing(*args: Any) -> Any:
+            with gradients.completing(starts=starts):
+                return run(*args)
+
+        return completing
 
     def reduced(self) -> Mapping[int, tuple[Any, Any]]:
         """Wait until the gradients of all started buckets are added; return the start and the end of each bucket."""
