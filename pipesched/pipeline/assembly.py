@@ -112,8 +112,7 @@ class Assembly:
         ranks = [program.placement[index] for index in range(program.num_weights)]
         self.ties = Ties(spec.model, spec.layered.uses(self.cut, ranks), host)
         self._weight_copies = WeightCopies(host, self.ties.own)
-        self._buckets = [] if host.sums is None else self._bucket_layers()
-        programs.reduce(tuple(map(len, self._buckets)))
+        programs.reduce([] if host.sums is None else self._bucket_layers())
         self.norms = MiniBatchNorms(spec.batch_norm, host)
         self.norms.check(spec.model, program, streams=programs.streams)
         layers = checkpoint_by_layer(programs.checkpoint).items()
@@ -297,7 +296,7 @@ class Assembly:
         if sums is None:
             return None
         tied = self.ties.parameters
-        layers = self._buckets[stage] if self._buckets else []
+        layers = self.programs.buckets[stage] if self.programs.buckets else []
         return GradientBuckets([[p for p in modules[name].parameters() if p not in tied] for name in layers], sums)
 
     def _late(self) -> GradientBuckets:

@@ -22,6 +22,7 @@ from pipesched.profiling.layer_profiler import QUICK
 from pipesched.profiling.layered_costs import measure
 from pipesched.profiling.loss_costs import with_supposed_loss
 from pipesched.program.checkpoint_options import offloading
+from pipesched.runtime.rank_grid import RankGrid
 from pipesched.runtime.rank_host import RankHost
 from pipesched.runtime.stage.offloading import host_bytes_per_s
 from pipesched.simulation.costs import Costs
@@ -45,6 +46,7 @@ class CostBook:
         devices: one device per rank, including devices that the plan leaves unused.
         intra_op_threads: the number of CPU threads per rank.
         links: the measured links between ranks, if any.
+        grid: the ranks of each replica of the pipeline.
 
     """
 
@@ -58,7 +60,9 @@ class CostBook:
         devices: Sequence[torch.device],
         intra_op_threads: int,
         links: Links | None,
+        grid: RankGrid,
     ) -> None:
+        self._grid = grid
         self.layered = layered
         self.links = links
         #: The costs of each layer; None until they are measured.
@@ -127,7 +131,26 @@ class CostBook:
         stages = [[costs_by_layer[name] for name in cut[part]] for part in program.weights]
         offloads = offloading(programs.checkpoint, cut)
         costs = stage_costs(stages, len(cut), host_bytes_per_s=self._host_bytes_per_s if offloads else None)
-        return replace(slowed(costs, [self.slowness(rank) for rank in program.placement]), links=self.links)
+        costs = replace(slowed(costs, [self.slowness(rank) for rank in program.placement]), links=self.links)
+        return self._with_reductions(costs, program.placement, programs.buckets, costs_by_layer)
+
+    def _with_reductions(
+        self,
+        costs: Costs,
+        placement: Sequence[int],
+        buckets: Sequence[Sequence[str]],
+        layers: Mapping[str, LayerCosts],
+    ) -> Costs:
+        """Add the time and the memory of sums over replicas. Without measured links, they take no time."""
+        if not buckets:
+            return costs
+        sizes = [[layers[name].parameter_bytes if name in layers else 0 for name in names] for names in buckets]
+        rings = [[row[rank] for row in self._grid.rows] for rank in placement]
+        times = [
+            [0.0 if self.links is None else self.links.all_reduce_s(size, ring) for size in own]
+            for own, ring in zip(sizes, rings, strict=True)
+        ]
+        return replace(costs, reduce_bytes=tuple(map(tuple, sizes)), reduce_s=tuple(map(tuple, times)))
 
     def expected_costs(self, programs: ProgramFactory, cut: StageLayers) -> Costs:
         """Return the stages' costs, including the ranks' overheads."""

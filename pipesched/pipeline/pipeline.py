@@ -199,6 +199,7 @@ class Pipeline(SavingInterface):
                 devices=host.all_devices,
                 intra_op_threads=threads,
                 links=search.links,
+                grid=host.grid,
             )
             loss_weight, loss_reduction = resolve_loss(
                 module,

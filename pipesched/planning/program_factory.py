@@ -62,7 +62,8 @@ class ProgramFactory:
             self.num_microbatches = request.num_microbatches or self.num_ranks * MICROBATCHES_PER_RANK
         self.graph: StageGraph | None = None
         self.offloading: frozenset[int] = frozenset()
-        self.buckets: tuple[int, ...] = ()
+        #: For each stage, the layers whose gradients are added over replicas together; empty for a single replica.
+        self.buckets: Sequence[Sequence[str]] = ()
         self._made: dict[int, StepPrograms] = {}
 
     def of(self, num_microbatches: int) -> "StepPrograms":
@@ -129,8 +130,8 @@ class ProgramFactory:
             self._made.clear()
         return self.full.plain
 
-    def reduce(self, buckets: tuple[int, ...]) -> None:
-        """Add sums of gradients over replicas to training programs. ``buckets``: the number for each stage."""
+    def reduce(self, buckets: Sequence[Sequence[str]]) -> None:
+        """Add sums of gradients over replicas to training programs. ``buckets``: the layers of each stage that sum."""
         if buckets != self.buckets:
             self.buckets = buckets
             self._made.clear()
@@ -208,9 +209,9 @@ class StepPrograms:
         program = self._beginning(source) if factory.streams and isinstance(source, Schedule) else self.plain
         program = add_updates(program) if factory.updates else program
         program = add_norms(program) if factory.norms else program
-        program = add_recompute(
-            add_reductions(program, factory.buckets) if factory.buckets else program, factory.checkpoint
-        )
+        if factory.buckets:
+            program = add_reductions(program, [len(layers) for layers in factory.buckets])
+        program = add_recompute(program, factory.checkpoint)
         return add_offloading(program, factory.offloading)
 
     def _beginning(self, schedule: Schedule) -> Program:
