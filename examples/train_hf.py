@@ -2,9 +2,11 @@
 
     python examples/train_hf.py [--steps 2000] [--save-every 100] [--folder runs/train_hf]
     torchrun --nproc_per_node 2 examples/train_hf.py    # any number of ranks, also when it resumes
+    torchrun --nproc_per_node 4 examples/train_hf.py --replicas 2    # 2 pipelines of 2 ranks each
 
 The training text is the source code of Python's standard library, as bytes; nothing is downloaded. However
-often a run is interrupted, and on any number of ranks, its final weights are bit-identical.
+often a run is interrupted, and on any number of ranks, its final weights are bit-identical. They depend on the
+number of replicas only, because each replica adds the gradients of its own micro-batches first.
 """
 
 import argparse
@@ -34,16 +36,20 @@ ROWS, MICROBATCHES, CONTEXT = 8, 4, 64
 
 
 class Batches:
-    """Random pieces of a text. The state is the number of batches drawn: batch n is the same in every run."""
+    """Random pieces of a text. The state is the number of batches drawn: batch n is the same in every run.
 
-    def __init__(self, text: Tensor, name: str) -> None:
+    Each of ``replicas`` draws every batch and keeps its own rows.
+    """
+
+    def __init__(self, text: Tensor, name: str, replica: int = 0, replicas: int = 1) -> None:
         self._text, self._name, self._drawn = text, name, 0
+        self._rows = slice(replica * ROWS // replicas, (replica + 1) * ROWS // replicas)
 
     def next(self) -> dict[str, Tensor]:
         """Draw a batch: the pieces, which are their own labels (the model shifts them)."""
         draw = random.Random(f"{self._name} {self._drawn}")
         self._drawn += 1
-        starts = [draw.randrange(len(self._text) - CONTEXT) for _ in range(ROWS)]
+        starts = [draw.randrange(len(self._text) - CONTEXT) for _ in range(ROWS)][self._rows]
         pieces = torch.stack([self._text[start : start + CONTEXT] for start in starts]).long()
         return {"input_ids": pieces, "labels": pieces}
 
@@ -86,12 +92,14 @@ def model() -> GPT2LMHeadModel:
     return GPT2LMHeadModel(GPT2Config(vocab_size=256, bos_token_id=None, eos_token_id=None, use_cache=False, **size))
 
 
-def ranks() -> dict[str, Any]:
+def ranks(replicas: int) -> dict[str, Any]:
     """The ranks: one for each process under torchrun, else the GPUs of this process, or its CPU."""
     gpus = torch.cuda.device_count()
     if "WORLD_SIZE" in os.environ:
-        shape = (int(os.environ["WORLD_SIZE"]),)
-        return {"mesh": init_device_mesh("cuda" if gpus else "cpu", shape, mesh_dim_names=("pp",))["pp"]}
+        shape = (replicas, int(os.environ["WORLD_SIZE"]) // replicas)
+        return {"mesh": init_device_mesh("cuda" if gpus else "cpu", shape, mesh_dim_names=("dp", "pp"))}
+    if replicas > 1:
+        sys.exit("--replicas needs several processes: torchrun --nproc_per_node 4 examples/train_hf.py --replicas 2")
     return {"devices": [f"cuda:{index}" for index in range(gpus)] or ["cpu"]}
 
 
@@ -110,6 +118,7 @@ def main() -> None:
     parser.add_argument("--evaluate-every", type=int, default=200, help="steps between evaluations (default: 200)")
     parser.add_argument("--log-every", type=int, default=100, help="steps between lines of the log (default: 100)")
     parser.add_argument("--schedule", default="1f1b", help="a name from `pipesched list` (default: 1f1b)")
+    parser.add_argument("--replicas", type=int, default=1, help="replicas of the pipeline (default: 1)")
     parser.add_argument("--folder", type=Path, default=Path("runs/train_hf"), help="folder of the checkpoints")
     options = parser.parse_args()
 
@@ -117,10 +126,13 @@ def main() -> None:
     stop = StopSignal()
     text = standard_library()
     last = len(text) // 20  # the last twentieth is for validation
-    training, validation = Batches(text[:-last], "training"), Batches(text[-last:], "validation")
+    where = ranks(options.replicas)
+    replica = (where["mesh"].get_local_rank("dp") if "mesh" in where else 0, options.replicas)
+    training, validation = Batches(text[:-last], "training", *replica), Batches(text[-last:], "validation", *replica)
     sample = {name: value[: ROWS // MICROBATCHES] for name, value in Batches(text, "sample").next().items()}
+    microbatches = MICROBATCHES // options.replicas
     pipe = pipesched.Pipeline(
-        model(), sample, schedule=options.schedule, num_microbatches=MICROBATCHES, seed=0, **ranks()
+        model(), sample, schedule=options.schedule, num_microbatches=microbatches, seed=0, **where
     )
     optimizer = torch.optim.AdamW(pipe.parameters(), lr=2e-3)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rate(step, options.steps))
