@@ -8,18 +8,18 @@ from typing import NamedTuple
 from pipesched.program.actions import Kind
 from pipesched.simulation.trace import Span, Trace
 
-__all__ = ["Bar", "bars", "chunks_visited", "gaps", "kinds", "num_chunks"]
+__all__ = ["Bar", "bars", "chunks_visited", "gaps", "kinds", "num_chunks", "reduction_bars"]
 
 
 class Bar(NamedTuple):
-    """One bar of a timeline: a compute span."""
+    """One bar of a timeline: a compute span or a reduction."""
 
     rank: int
     #: The position of the stage among the stages of the rank.
     chunk: int
     kind: Kind
     stage: int
-    microbatch: int
+    microbatch: int  # of a reduction, the bucket
     start_s: float
     end_s: float
     #: In an overlapping pair, -1 for the forward (upper half) and 1 for the backward (lower half); otherwise 0.
@@ -46,6 +46,15 @@ def bars(trace: Trace) -> Iterator[Bar]:
             )
 
 
+def reduction_bars(trace: Trace) -> Iterator[Bar]:
+    """Yield a bar for each gradient reduction, rank by rank in time order."""
+    zero = trace.start_s
+    for rank, row in enumerate(trace.reductions_by_rank):
+        chunk = {stage: k for k, stage in enumerate(sorted({span.action.stage for span in trace.by_rank[rank]}))}
+        for (stage, kind, bucket, _), _, start, end, _ in row:
+            yield Bar(rank, chunk.get(stage, 0), kind, stage, bucket, start - zero, end - zero)
+
+
 def _overlap(one: Span, other: Span) -> bool:
     """Return whether two spans are an overlapping pair: they start and end together, and take more than 0 s."""
     return one.start_s == other.start_s < one.end_s == other.end_s
@@ -67,8 +76,9 @@ def gaps(trace: Trace, rank: int) -> list[tuple[float, float]]:
 
 
 def kinds(*traces: Trace) -> list[Kind]:
-    """Return the compute kinds that occur in the traces, in the order of `Kind`."""
-    present = {span.action.kind for trace in traces for row in trace.by_rank for span in row}
+    """Return the kinds that a timeline shows, compute kinds and reductions, in the order of `Kind`."""
+    rows = (row for trace in traces for row in (*trace.by_rank, *trace.reductions_by_rank))
+    present = {span.action.kind for row in rows for span in row}
     return [kind for kind in Kind if kind in present]
 
 

@@ -8,7 +8,7 @@ from pipesched.errors import InputError
 from pipesched.simulation.trace import Trace, check_trace
 from pipesched.units import time_unit
 from pipesched.viz.headline import headline
-from pipesched.viz.legend import patches
+from pipesched.viz.legend import MOST_IN_A_ROW, patches
 from pipesched.viz.timeline import DPI, draw_timeline, rows_inches
 
 if TYPE_CHECKING:
@@ -56,5 +56,11 @@ def plot_compare(traces: "Sequence[tuple[str, Trace]]") -> "Figure":
     rows[-1].set_xlabel(f"time [{unit.name}]")
     entries = patches(*(trace for _, trace in traces))
     if entries:
-        figure.legend(handles=entries, loc="outside upper left", ncols=len(entries), frameon=False, handlelength=1.4)
+        figure.legend(
+            handles=entries,
+            loc="outside upper left",
+            ncols=min(len(entries), MOST_IN_A_ROW),
+            frameon=False,
+            handlelength=1.4,
+        )
     return figure

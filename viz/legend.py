@@ -10,7 +10,10 @@ from pipesched.viz.colours import BUBBLE, GREY, HATCH, colour, lighter
 if TYPE_CHECKING:
     from matplotlib.patches import Patch
 
-__all__ = ["KIND_NAMES", "patches"]
+__all__ = ["KIND_NAMES", "MOST_IN_A_ROW", "patches"]
+
+#: The largest number of legend entries in a row.
+MOST_IN_A_ROW = 7
 
 _SHADES = 4  # with more chunks, only the first and the last are listed
 

@@ -1,16 +1,16 @@
 """Timeline: pictures with one row for each rank and one bar for each compute span."""
 
 from collections import defaultdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pipesched.checks import shown
 from pipesched.errors import ArgumentError
 from pipesched.simulation.trace import Trace, check_trace
 from pipesched.units import Unit, time_unit
-from pipesched.viz.bars import Bar, bars, gaps, num_chunks
+from pipesched.viz.bars import Bar, bars, gaps, num_chunks, reduction_bars
 from pipesched.viz.colours import BUBBLE, HATCH, INK, colour
 from pipesched.viz.headline import headline
-from pipesched.viz.legend import patches
+from pipesched.viz.legend import MOST_IN_A_ROW, patches
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -26,12 +26,26 @@ _MARGIN_PT = 1
 _MOST_HATCHED = 3000  # with more gaps, none is hatched, because hatching is slow and invisible in narrow gaps
 
 
+class _Band(NamedTuple):
+    """The part of each rank's row in which bars lie. 0 is the middle of the row, 1 the height of a row."""
+
+    top: float
+    height: float
+
+
+_WHOLE = _Band(-_HEIGHT / 2, _HEIGHT)
+# In a trace with reductions, the bars of compute actions leave room for those of reductions below them.
+_COMPUTE = _Band(-_HEIGHT / 2, 0.74 * _HEIGHT)
+_COLLECTIVE = _Band(-_HEIGHT / 2 + 0.8 * _HEIGHT, 0.2 * _HEIGHT)
+
+
 def plot_timeline(trace: Trace, ax: "Axes | None" = None) -> "Axes":
     """Draw the timeline of a trace: one row for each rank, one bar for each compute action.
 
     Colours show the kinds of actions, lighter shades show later chunks, and the bubble is hatched. The numbers in the
-    bars are micro-batches. If a forward and a backward overlap, the forward is the upper half of the bar. The title
-    gives the makespan, the bubble (idle time / (ranks x makespan)) and the peak number of micro-batches in flight.
+    bars are micro-batches. If a forward and a backward overlap, the forward is the upper half of the bar. Gradient
+    reductions are narrow bars below the compute actions of their rank. The title gives the makespan, the bubble (idle
+    time / (ranks x makespan)) and the peak number of micro-batches in flight.
 
         pipesched.viz.plot_timeline(pipe.trace).figure.savefig("step.png")
 
@@ -56,7 +70,14 @@ def plot_timeline(trace: Trace, ax: "Axes | None" = None) -> "Axes":
     ax.set_xlabel(f"time [{unit.name}]")
     if entries:
         place: dict[str, Any] = {"loc": "lower left", "bbox_to_anchor": (0, 1), "borderaxespad": 0.2, "borderpad": 0.2}
-        ax.legend(handles=entries, ncols=len(entries), frameon=False, fontsize=9, handlelength=1.4, **place)
+        ax.legend(
+            handles=entries,
+            ncols=min(len(entries), MOST_IN_A_ROW),
+            frameon=False,
+            fontsize=9,
+            handlelength=1.4,
+            **place,
+        )
     return ax
 
 
@@ -82,23 +103,26 @@ def draw_timeline(ax: "Axes", trace: Trace, unit: Unit, until_s: float) -> None:
     ax.set_yticks(range(0, trace.num_ranks, every), [f"rank {rank}" for rank in range(0, trace.num_ranks, every)])
     ax.tick_params(axis="y", length=0)
     ax.spines[["top", "right", "left"]].set_visible(False)
-    _draw_bubble(ax, trace, unit)
+    reductions = list(reduction_bars(trace))
+    band = _COMPUTE if reductions else _WHOLE
+    _draw_bubble(ax, trace, unit, band)
     drawn = list(bars(trace))
-    _draw_bars(ax, drawn, unit, num_chunks(trace))
-    _draw_numbers(ax, drawn, unit)
+    _draw_bars(ax, drawn, unit, num_chunks(trace), band)
+    _draw_bars(ax, reductions, unit, num_chunks(trace), _COLLECTIVE)
+    _draw_numbers(ax, drawn, unit, band)
 
 
-def _draw_bubble(ax: "Axes", trace: Trace, unit: Unit) -> None:
+def _draw_bubble(ax: "Axes", trace: Trace, unit: Unit, band: _Band) -> None:
     style: dict[str, Any] = {"facecolor": BUBBLE, "edgecolor": HATCH, "linewidth": 0}
     idle = [gaps(trace, rank) for rank in range(trace.num_ranks)]
     if sum(map(len, idle)) <= _MOST_HATCHED:
         style["hatch"] = "////"
     for rank, times in enumerate(idle):
         spans = [(start * unit.per_one, (end - start) * unit.per_one) for start, end in times]
-        ax.broken_barh(spans, (rank - _HEIGHT / 2, _HEIGHT), gid=f"rank {rank} bubble", **style)
+        ax.broken_barh(spans, (rank + band.top, band.height), gid=f"rank {rank} bubble", **style)
 
 
-def _draw_bars(ax: "Axes", drawn: list[Bar], unit: Unit, chunks: int) -> None:
+def _draw_bars(ax: "Axes", drawn: list[Bar], unit: Unit, chunks: int, band: _Band) -> None:
     """Draw the bars as one collection per rank, stage and kind, because drawing thousands of single objects is slow."""
     groups: dict[tuple[int, int, int, str, int], list[Bar]] = defaultdict(list)
     for bar in drawn:
@@ -108,17 +132,19 @@ def _draw_bars(ax: "Axes", drawn: list[Bar], unit: Unit, chunks: int) -> None:
         kind = members[0].kind
         spans = [(bar.start_s * unit.per_one, (bar.end_s - bar.start_s) * unit.per_one) for bar in members]
         style: dict[str, Any] = {"facecolor": colour(kind, chunk, chunks), "edgecolor": "white", "linewidth": edge}
-        place = (rank if half > 0 else rank - _HEIGHT / 2, _HEIGHT / 2 if half else _HEIGHT)
+        top = rank + band.top + (band.height / 2 if half > 0 else 0)
+        place = (top, band.height / 2 if half else band.height)
         ax.broken_barh(spans, place, gid=f"rank {rank} {stage}{kind}", **style)
 
 
-def _draw_numbers(ax: "Axes", drawn: list[Bar], unit: Unit) -> None:
+def _draw_numbers(ax: "Axes", drawn: list[Bar], unit: Unit, band: _Band) -> None:
     """Write the micro-batch numbers in the largest font that fits all bars.
 
     If no font fits all bars, only the bars that fit the smallest font get a number.
     """
     bottom, top = ax.get_ylim()
     row_pt = ax.bbox.height * 72 / ax.figure.dpi / (bottom - top) / (2 if any(bar.half for bar in drawn) else 1)
+    row_pt *= band.height / _HEIGHT
     sizes = [size for size in _FONT_PT if size <= 0.8 * row_pt]
     room = [(bar, _width_pt(ax, bar, unit) - _MARGIN_PT) for bar in drawn if bar.end_s > bar.start_s]
     # The widest number decides for all bars, so that bars of equal width either all have a number or all have none.
@@ -128,7 +154,8 @@ def _draw_numbers(ax: "Axes", drawn: list[Bar], unit: Unit) -> None:
     for bar, pt in room if size else ():
         if size * need <= pt:
             middle = (bar.start_s + bar.end_s) / 2 * unit.per_one
-            ax.text(middle, bar.rank + bar.half * _HEIGHT / 4, str(bar.microbatch), **style)
+            height = bar.rank + band.top + band.height * (2 + bar.half) / 4
+            ax.text(middle, height, str(bar.microbatch), **style)
 
 
 def _width_pt(ax: "Axes", bar: Bar, unit: Unit) -> float:

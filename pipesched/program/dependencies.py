@@ -173,10 +173,11 @@ class Index:
         self._num_stages = len(graph.producers)
         self._num_microbatches = num_microbatches
         self._bases = np.full(NUM_KINDS, -1, np.int64)
+        #: The largest number of buckets that any stage reduces.
+        self.most_buckets = 1 + int(columns.microbatch[columns.are(Kind.REDUCE)].max(initial=-1))
         #: For each kind, the number of slots of a stage or an edge.
         self._widths = np.full(NUM_KINDS, max(0, num_microbatches), np.int64)
-        reductions = columns.microbatch[columns.are(Kind.REDUCE)]
-        self._widths[CODES[Kind.REDUCE]] = 1 + int(reductions.max(initial=-1))
+        self._widths[CODES[Kind.REDUCE]] = self.most_buckets
         size = 0
         for code in np.flatnonzero(np.bincount(columns.kind, minlength=NUM_KINDS)):
             self._bases[code] = size
@@ -196,7 +197,8 @@ class Index:
     def _slots(self, kind: Ints, stage: Ints, microbatch: Ints, peer: Ints) -> Ints:
         microbatch = microbatch.astype(np.int64)
         line = stage.astype(np.int64)
-        good = (line >= 0) & (line < self._num_stages) & (microbatch >= 0) & (microbatch < self._widths[kind])
+        width = self._widths[kind] if self.most_buckets else self._num_microbatches
+        good = (line >= 0) & (line < self._num_stages) & (microbatch >= 0) & (microbatch < width)
         transfer = _CODE_IS_TRANSFER[kind]
         if transfer.any():
             line = line.copy()
@@ -205,7 +207,7 @@ class Index:
             good[transfer] &= known
         else:
             good &= peer < 0
-        slots = self._bases[kind] + line * self._widths[kind] + microbatch
+        slots = self._bases[kind] + line * width + microbatch
         return np.where(good & (self._bases[kind] >= 0), slots, len(self._table) - 1)
 
     def _edges(self, kind: Ints, stage: Ints, peer: Ints) -> tuple[Ints, np.ndarray[tuple[int], np.dtype[np.bool_]]]:
@@ -245,11 +247,6 @@ class Index:
         if base < 0:
             return np.full(shape, -1, np.int32)
         return self._table[base : base + shape[0] * shape[1]].reshape(shape)
-
-    @property
-    def most_buckets(self) -> int:
-        """The largest number of buckets that any stage reduces."""
-        return int(self._widths[CODES[Kind.REDUCE]])
 
     def repeated(self) -> Ints:
         """Return the rows that a later row repeats, and the rows with an invalid stage, micro-batch or edge."""

@@ -237,7 +237,10 @@ def add_updates(program: Program) -> Program:
 
 
 def add_norms(program: Program) -> Program:
-    """Insert a NORM after the last gradient or REDUCE of each stage, for updates that need the norm of all gradients.
+    """Insert a NORM after the last gradient of each stage, for updates that need the norm of all gradients.
+
+    With REDUCEs, the NORMs follow the last gradient of their rank instead. A NORM waits for the REDUCEs of its stage,
+    so an earlier NORM would keep the rank from computing.
 
     A program that has no updates, or already has norms, is returned unchanged. Each stage must have one update.
     """
@@ -245,6 +248,13 @@ def add_norms(program: Program) -> Program:
         return program
     columns = program.columns
     stages, after = _last_of_stages(columns, Kind.B, Kind.W, Kind.REDUCE)
+    if any(program.buckets):
+        order = np.argsort(after)
+        stages = stages[order]
+        of_rank = np.asarray(program.placement)[stages]
+        last = np.zeros(program.num_ranks, np.int64)
+        last[of_rank] = after[order]  # of several stages of a rank, numpy keeps the last
+        after = last[of_rank]
     norms = Columns.numbered(stages, np.full(len(stages), CODES[Kind.NORM]), np.zeros(len(stages), np.int64))
     parts = [(np.arange(len(columns)), columns, 0), (after, norms, 1)]
     return replace(program, orders=_inserted(program.orders, parts))
@@ -269,8 +279,11 @@ def add_reductions(program: Program, buckets: int | Sequence[int]) -> Program:
 
     """
     counts = _bucket_counts(buckets, program.num_stages)
-    if any(program.buckets) or program.num_weights < program.num_stages:
+    if any(program.buckets) or program.num_weights < program.num_stages or program.forward_only:
         return program
+    if program.has_norms and counts.any():
+        without = replace(program, orders=program.orders.where(~program.columns.are(Kind.NORM)))
+        return add_norms(add_reductions(without, buckets))
     columns = program.columns
     stages, after = _last_of_stages(columns, Kind.B, Kind.W)
     count = counts[stages]

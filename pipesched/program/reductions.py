@@ -33,17 +33,15 @@ def early_stages(program: Program) -> frozenset[int]:
     The REDUCEs of every other stage start at their place in the order: the backwards of its producers still follow, and
     the reductions run in the meantime.
     """
+    firsts = [stage for stage, count in enumerate(program.buckets) if count and not program.graph.producers[stage]]
     columns = program.columns
-    reductions = columns.are(Kind.REDUCE)
-    if not reductions.any():
-        return frozenset()
-    computes = np.cumsum(columns.compute)  # the number of compute actions up to each row
+    last = last_gradients(program) if firsts else ()
     found = []
-    for stage in np.unique(columns.stage[reductions]).tolist():
-        last = int(last_gradients(program)[stage])
-        own = np.flatnonzero(reductions & (columns.stage == stage))
-        whole = last >= 0 and columns.action(last).kind is Kind.B and not columns.overlapping[last]
-        if whole and not program.graph.producers[stage] and computes[own[-1]] == computes[last]:
+    for stage in firsts:
+        begin = int(last[stage])
+        reductions = np.flatnonzero(columns.are(Kind.REDUCE) & (columns.stage == stage))
+        whole = begin >= 0 and columns.action(begin).kind is Kind.B and not columns.overlapping[begin]
+        if whole and not columns.compute[begin + 1 : reductions[-1]].any():
             found.append(stage)
     return frozenset(found)
 

@@ -218,6 +218,11 @@ class Trace:
         """Each rank's compute spans in time order."""
         return tuple(map(tuple, self._rows))
 
+    @cached_property
+    def reductions_by_rank(self) -> tuple[tuple[Span, ...], ...]:
+        """Each rank's gradient reductions in time order; () if the trace has none."""
+        return tuple(map(tuple, self._reductions))
+
     @property
     def num_microbatches(self) -> int:
         """The number of micro-batches in the spans."""

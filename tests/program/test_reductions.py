@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 
-from pipesched import Action, Kind, Program, lower, schedules, validate
+from pipesched import Action, Costs, Kind, Program, lower, schedules, simulate, validate
 from pipesched.errors import PipeschedError, ScheduleError
 from pipesched.program.lowering import add_norms, add_recompute, add_reductions, add_updates
 from pipesched.program.reductions import early_stages
@@ -55,6 +55,14 @@ def test_norms_updates_and_messages_are_added_before_or_after_reductions(name):
     assert add_reductions(add_recompute(add_norms(add_updates(program)), "always"), buckets) == recomputed
     validate(add_reductions(lower(program), buckets))
     assert add_reductions(whole, 7) is whole
+
+
+def test_norms_wait_for_reductions_only_once_their_rank_has_computed_all_gradients():
+    plain = add_norms(add_updates(schedules.get("interleaved-1f1b").program(2, 2)))
+    program = add_norms(add_updates(add_reductions(schedules.get("interleaved-1f1b").program(2, 2), 1)))
+    assert " ".join(map(str, program.orders[0][-8:])) == "2REDUCE0 0B0 0B1 0REDUCE0 2NORM0 0NORM0 0UPDATE0 2UPDATE0"
+    costs = Costs.uniform(4, reduce_s=2)
+    assert simulate(program, costs).makespan_s == simulate(plain, costs).makespan_s + 2
 
 
 def test_a_norm_and_an_update_need_all_reductions_of_their_stage():
@@ -133,7 +141,8 @@ def test_every_misplaced_reduction_is_found(name):
         last = max(i for i in own if order[i].kind in (Kind.B, Kind.W))
         norm = order.index(Action(stage, Kind.NORM, 0))
         for wrong in (
-            *(swapped(order, a, b) for a, b in pairwise([last, *range(first, first + 3), norm])),
+            *(swapped(order, a, b) for a, b in pairwise([last, *range(first, first + 3)])),
+            swapped(order, first + 2, norm),
             moved(order, at, rng.randint(0, last)),
             moved(order, at, rng.randint(norm, len(order) - 1)),
             [*order[:at], order[at], *order[at:]],

@@ -36,6 +36,7 @@ def findings(
         *_step(predicted, comparison),
         *_causes(plan, measured, comparison),
         *_bubble(comparison),
+        *_reductions(predicted),
         *notes,
         *_searched(plan, predicted),
         *_confirmed(plan),
@@ -80,6 +81,18 @@ def _bubble(comparison: Comparison | None) -> Iterator[str]:
     if comparison is not None:
         bubble = comparison.bubble_ratio
         yield f"bubble: predicted {bubble.predicted:.1%}, measured {bubble.measured:.1%}"
+
+
+def _reductions(predicted: Trace | None) -> Iterator[str]:
+    """Yield a sentence on how much of the gradient reductions is hidden, if there are any."""
+    if predicted is None or predicted.hidden_reductions is None:
+        return
+    parts = [sum(part) for part in zip(*predicted.reduction_times, strict=True)]
+    in_bubbles, under_compute, exposed = (f"{part / sum(parts):.1%}" for part in parts)
+    yield (
+        f"of the time of gradient reductions, {in_bubbles} lies in bubbles, {under_compute} under compute, and "
+        f"{exposed} after the last backward"
+    )
 
 
 def _searched(plan: Plan, predicted: Trace | None) -> Iterator[str]:
