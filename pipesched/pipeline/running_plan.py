@@ -134,6 +134,7 @@ class RunningPlan:
         heading = (
             f"Pipeline({program.name}, {counted(program.num_ranks, 'rank')}, {counted(program.num_stages, 'stage')}, "
             f"{counted(programs.num_microbatches, 'micro-batch')}, "
+            f"{f'{len(self.host.grid.rows)} replicas, ' * (len(self.host.grid.rows) > 1)}"
             f"checkpoint={checkpoint_in_words(programs.checkpoint)!r})"
         )
         stages = [

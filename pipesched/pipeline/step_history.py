@@ -108,6 +108,10 @@ class StepHistory:
 
     def notes(self) -> Iterator[str]:
         """Iterate over notes on the source of the prediction and on the measured step."""
+        replicas = self._running.host.grid.rows
+        if len(replicas) > 1:
+            ranks = len(replicas) * len(replicas[0])
+            yield f"{len(replicas)} replicas run this plan, on {ranks} ranks in all; this report is about one replica"
         runs = self._running.runs
         if runs and not self._running.assembly.programs.streams:
             first = "the first step, which also allocates memory and warms up"
