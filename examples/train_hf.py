@@ -110,8 +110,8 @@ def rate(step: int, steps: int, warmup: int = 50) -> float:
     return 0.1 + 0.45 * (1 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup)))
 
 
-def main() -> None:
-    """Train, and save, until all steps are done or a signal asks to stop."""
+def arguments() -> argparse.Namespace:
+    """The arguments of the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=2000, help="number of training steps (default: 2000)")
     parser.add_argument("--save-every", type=int, default=100, help="steps from one save to the next (default: 100)")
@@ -120,8 +120,12 @@ def main() -> None:
     parser.add_argument("--schedule", default="1f1b", help="a name from `pipesched list` (default: 1f1b)")
     parser.add_argument("--replicas", type=int, default=1, help="replicas of the pipeline (default: 1)")
     parser.add_argument("--folder", type=Path, default=Path("runs/train_hf"), help="folder of the checkpoints")
-    options = parser.parse_args()
+    return parser.parse_args()
 
+
+def main() -> None:
+    """Train, and save, until all steps are done or a signal asks to stop."""
+    options = arguments()
     torch.manual_seed(0)
     stop = StopSignal()
     text = standard_library()

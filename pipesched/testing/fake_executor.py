@@ -161,9 +161,9 @@ class FakeStage:
             raise ExecutionError(f"{action} must run once for each update, after a backward")
         self._reduced[bucket] = self._clock.now(), self._clock.now()
 
-    def completing(self, run: Callable[..., Any], *, starts: bool) -> Callable[..., Any]:
-        """Return the call of an action of the last micro-batch unchanged."""
-        return run
+    def last_backward(self, microbatch: int, *grads: Any) -> PerConsumer:
+        """Run B (the whole backward)."""
+        return self.backward(microbatch, *grads)
 
     def reduced(self) -> Mapping[int, tuple[float, float]]:
         """Return the start and the end of each started sum over replicas."""

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Protocol
 from pipesched.errors import ExecutionError
 from pipesched.program.actions import Action, Kind
 from pipesched.program.program import Program
+from pipesched.program.reductions import early_stages, last_gradients
 from pipesched.tensors.payload import PerConsumer
 
 __all__ = ["Rank", "StageLike", "Stamps", "Transport", "interpret"]
@@ -34,6 +35,9 @@ class StageLike(Protocol):
     def backward(self, microbatch: int, *grads: Any) -> PerConsumer:
         """B: return a gradient for each producing stage, and accumulate the weight gradients."""
 
+    def last_backward(self, microbatch: int, *grads: Any) -> PerConsumer:
+        """B: run the stage's last backward; start each REDUCE as soon as the gradients of its bucket are complete."""
+
     def input_grad(self, microbatch: int, *grads: Any) -> PerConsumer:
         """I: return a gradient for each producing stage."""
 
@@ -51,12 +55,6 @@ class StageLike(Protocol):
 
     def reduce(self, bucket: int) -> None:
         """REDUCE: start adding the gradients of a bucket over replicas."""
-
-    def completing(self, run: Callable[..., Any], *, starts: bool) -> Callable[..., Any]:
-        """Return a function that calls ``run``, an action of the last micro-batch, and notes completed gradients.
-
-        ``starts`` states whether sums over replicas may start in this action.
-        """
 
     def reduced(self) -> Mapping[int, tuple[Any, Any]]:
         """Wait until the gradients of all started buckets are added; return the start and the end of each bucket."""
@@ -213,8 +211,8 @@ class Rank:
         self._split = {(action.stage, action.microbatch) for action in whole if action.kind is Kind.I}
         self._recomputed = {(action.stage, action.microbatch) for action in whole if action.kind is Kind.R}
         self._reduces = {action.stage for action in whole if action.kind is Kind.REDUCE}
-        #: The micro-batch after which the gradients of a stage are complete; -1 if it is not known.
-        self._last = program.num_microbatches - 1 if self._reduces and program.exact else -1
+        #: The last backward of each stage that starts its REDUCEs.
+        self._last = {program.columns.action(int(last_gradients(program)[stage])) for stage in early_stages(program)}
         self._bound: tuple[Sequence[Action], list[_Step]] = ((), [])
 
     def bind(self, order: Sequence[Action]) -> list[_Step]:
@@ -246,20 +244,14 @@ class Rank:
 
     def _backward(self, action: Action) -> _Step:
         stage, kind, microbatch, _ = action
-        run = self.stages[stage].backward if kind is Kind.B else self.stages[stage].input_grad
+        own = self.stages[stage]
+        run = own.last_backward if action in self._last else own.backward if kind is Kind.B else own.input_grad
         takes = [self._edge(consumer, stage, True, microbatch) for consumer in self._graph.consumers[stage]]
         gives = [self._edge(stage, producer, True, microbatch) for producer in self._graph.producers[stage]]
-        return _Step(action, self._completing(action, partial(run, microbatch)), takes, gives)
+        return _Step(action, partial(run, microbatch), takes, gives)
 
     def _weight_grad(self, action: Action) -> _Step:
-        run = partial(self.stages[action.stage].weight_grad, action.microbatch)
-        return _Step(action, self._completing(action, run))
-
-    def _completing(self, action: Action, run: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the call of a B, I or W. The last ones of a stage may start sums over replicas."""
-        if action.stage not in self._reduces or action.microbatch != self._last:
-            return run
-        return self.stages[action.stage].completing(run, starts=action.kind is not Kind.I)
+        return _Step(action, partial(self.stages[action.stage].weight_grad, action.microbatch))
 
     def _copy(self, action: Action) -> _Step:
         stage = self.stages[action.stage]

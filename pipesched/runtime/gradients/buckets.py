@@ -53,7 +53,6 @@ class GradientBuckets:
         self._before: dict[nn.Parameter, Any] = {}
         self._started: list[tuple[_Copies, Ticket]] = []
         self._next = 0  # the first bucket that has not been started
-        self._missing: list[set[nn.Parameter]] = []  # for each bucket, the parameters whose gradients are incomplete
         #: The start and the end of each bucket's last sum, on the clock of the rank's executor.
         self.spans: dict[int, tuple[Any, Any]] = {}
 
@@ -71,31 +70,31 @@ class GradientBuckets:
                 self._before[parameter] = parameter.grad
                 parameter.grad = None
         self._next = 0
-        self._missing = [{parameter for parameter in bucket if parameter.requires_grad} for bucket in self._buckets]
 
     @contextmanager
-    def completing(self, *, starts: bool) -> Iterator[None]:
-        """A context for an action of the last micro-batch, in which gradients become complete.
+    def completing(self) -> Iterator[None]:
+        """A context for the stage's last backward: starts each sum as soon as the gradients of its bucket are complete.
 
-        With ``starts``, no other action that adds to the gradients follows. The sum of a bucket then starts as soon as
-        the gradients of this bucket and of all earlier buckets are complete. Without ``starts``, it starts later. So
-        all replicas start their sums in the same order, even if a parameter is unused in some of them.
+        A bucket starts after all earlier buckets. So all replicas start their sums in the same order, even if a
+        parameter is unused in some of them.
         """
-        hooks = []
-        for missing in self._missing:
-            for parameter in missing:
-                completed = partial(self._completed, missing, starts)
-                hooks.append(parameter.register_post_accumulate_grad_hook(completed))
+        missing = [{parameter for parameter in bucket if parameter.requires_grad} for bucket in self._buckets]
+
+        def completed(own: set[nn.Parameter], parameter: nn.Parameter) -> None:
+            own.discard(parameter)
+            while self._next < len(missing) and not missing[self._next]:
+                self.start(self._next)
+
+        hooks = [
+            parameter.register_post_accumulate_grad_hook(partial(completed, own))
+            for own in missing
+            for parameter in own
+        ]
         try:
             yield
         finally:
             for hook in hooks:
                 hook.remove()
-
-    def _completed(self, missing: set[nn.Parameter], starts: bool, parameter: nn.Parameter) -> None:
-        missing.discard(parameter)
-        while starts and self._next < len(self._buckets) and not self._missing[self._next]:
-            self.start(self._next)
 
     def start(self, bucket: int) -> None:
         """Start the sum of a bucket, unless it has been started. Raises ExecutionError for a sparse gradient."""

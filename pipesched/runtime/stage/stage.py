@@ -3,7 +3,8 @@
 A stage contains no scheduling, rank or transport logic. Its `LayerRunner` calls the user's own layers.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -203,20 +204,10 @@ class Stage:
         if self.gradients is not None:
             self.gradients.start(bucket)
 
-    def completing(self, run: Callable[..., Any], *, starts: bool) -> Callable[..., Any]:
-        """Return a function that calls ``run``, an action of the last micro-batch, and notes completed gradients.
-
-        ``starts`` states whether sums over replicas may start in this action.
-        """
-        gradients = self.gradients
-        if gradients is None:
-            return run
-
-        def completing(*args: Any) -> Any:
-            with gradients.completing(starts=starts):
-                return run(*args)
-
-        return completing
+    def last_backward(self, microbatch: int, *grads: Gradients) -> PerConsumer:
+        """B: run the stage's last backward; start each REDUCE as soon as the gradients of its bucket are complete."""
+        with nullcontext() if self.gradients is None else self.gradients.completing():
+            return self.backward(microbatch, *grads)
 
     def reduced(self) -> Mapping[int, tuple[Any, Any]]:
         """Wait until the gradients of all started buckets are added; return the start and the end of each bucket."""
