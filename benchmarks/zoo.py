@@ -343,9 +343,9 @@ def main() -> None:
     count = [sum(answers[place] == WORKS for answers in peers) for place in range(2)]
     either = sum(WORKS in answers for answers in peers)
     summary = (
-        f"pipesched trains {good} of {len(peers)} models with results bit-identical to the loop's. torch's tracer\n"
-        f"trains {either} with correct gradients: {count[0]} with a loss function outside the model, {count[1]} with\n"
-        "the model's own loss."
+        f"pipesched trains {good} of {len(peers)} models, with results bit-identical to those of an unpipelined loop\n"
+        f"over the same micro-batches. torch's tracer trains {either} of them with correct gradients: {count[0]} if a\n"
+        f"loss function is applied to the model's output, and {count[1]} if the model computes its own loss."
     )
     print(summary)
     if args.write:
