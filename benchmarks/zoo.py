@@ -292,14 +292,14 @@ with {machine}, transformers {transformers}.
   to the output. **torch, own loss**: torch's tracer, on the model with labels, which computes its
   own loss. Both use `Schedule1F1B` and the cut by counted work. Decoders get `use_cache=False`,
   because torch cannot trace any of them otherwise. Each rank receives the inputs that its stage
-  takes by name. *works*: a step succeeds and, in a repetition without dropout, all gradients equal
-  those of the plain loop within rounding. Otherwise the cell lists the gradients that are wrong, or
-  shows the first line of the error. An empty cell means that the model cannot run without labels,
-  or does not compute a loss itself.
+  takes, as keyword arguments. *works*: a step succeeds and, in a repetition without dropout, all
+  gradients equal those of the plain loop within rounding. Otherwise the cell lists the gradients
+  that are wrong, or shows the first line of the error. An empty cell means that the model cannot
+  run without labels, or does not compute a loss itself.
 
-Wav2Vec2, OPT, BART and Whisper run with `layerdrop=0`, so that they do not skip layers at random,
-because the stages of a pipeline always run the layers that ran for the sample. Mamba and ResNet
-have no dropout. Wav2Vec2 draws its masks from numpy's global generator.
+Wav2Vec2, OPT, BART and Whisper run with `layerdrop=0`. Otherwise they would skip layers at random,
+but the stages of a pipeline always run the layers that ran for the sample. Mamba and ResNet have no
+dropout. Wav2Vec2 draws its masks from numpy's global generator.
 
 """
 
