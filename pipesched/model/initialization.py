@@ -329,7 +329,7 @@ class _Place:
     name: str
 
     def put_back(self, tensor: Tensor) -> Tensor | None:
-        """Register ``tensor`` at this place again. Returns what was registered there instead: a tensor or None."""
+        """Register ``tensor`` under its key again. Returns the tensor that had replaced it, if any."""
         own: dict[str, Any] = self.module._parameters if isinstance(tensor, nn.Parameter) else self.module._buffers
         put: Tensor | None = own[self.key]
         own[self.key] = tensor

@@ -1,4 +1,4 @@
-"""Explanation of a partition: what each stage costs, and why no other partition is faster."""
+"""Explanation of a partition: the costs of each stage, and why no other partition is faster."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""`Partition`: the stages of a model, what each stage costs, and why no other partition is faster."""
+"""`Partition`: the stages of a model, their costs, and why no other partition is faster."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
