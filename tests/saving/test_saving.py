@@ -68,7 +68,7 @@ def test_keep_keeps_the_newest_and_load_takes_the_newest_whole_one(tmp_path: Pat
         (tmp_path / "step-00000009" / "manifest.json").unlink()  # a save that was killed
         with pytest.warns(
             UserWarning,
-            match=r"step-00000009 has none, because the save was interrupted.*; trying the checkpoint before it",
+            match=r"step-00000009 has none, because the save was interrupted.*; loading the previous checkpoint",
         ):
             assert pipe.load(tmp_path).step == 4
         part = next((tmp_path / "step-00000004").rglob("*.safetensors"))
@@ -305,20 +305,22 @@ def test_several_optimizers_are_saved_by_name(tmp_path: Path) -> None:
             assert one.param_groups[0]["lr"] == other.param_groups[0]["lr"]
             for parameter in one.param_groups[0]["params"]:
                 assert_equal_bits(other.state[parameter], one.state[parameter])
-        with pytest.raises(CheckpointError, match=r"'0.weight' is in two; remove it from one"):
+        with pytest.raises(CheckpointError, match=r"'0.weight' is in two optimizers; remove it from one"):
             pipe.save(tmp_path, optimizer=[both[0], both[0]])
 
 
 def test_optimizers_that_cannot_be_divided_or_are_foreign_are_refused(tmp_path: Path) -> None:
     with piped() as pipe:
-        with pytest.raises(CheckpointError, match="LBFGS has one flat state for all parameters"):
+        with pytest.raises(CheckpointError, match="LBFGS has one state for all parameters"):
             pipe.save(tmp_path, optimizer=torch.optim.LBFGS(pipe.parameters()))
-        with pytest.raises(CheckpointError, match=r"group 0 of SGD holds a different parameter, of shape \[4, 4\]"):
+        with pytest.raises(CheckpointError, match=r"group 0 of SGD holds another parameter, of shape \[4, 4\]"):
             pipe.save(tmp_path, optimizer=torch.optim.SGD(layers().parameters()))
         with pytest.raises(InputError, match=r"optimizer must be a torch.optim.Optimizer, or a list or dict"):
             pipe.save(tmp_path, optimizer=3)  # type: ignore[arg-type]
         pipe.save(tmp_path)
-        with pytest.raises(CheckpointError, match="was saved without optimizer=; leave out optimizer=, or save with"):
+        with pytest.raises(
+            CheckpointError, match="was saved without optimizer=; leave out optimizer=, or save a checkpoint with"
+        ):
             pipe.load(tmp_path, optimizer=torch.optim.SGD(pipe.parameters()))
     with piped(optimizer=torch.optim.Adam) as pipe:
         with pytest.raises(InputError, match="it has 2, and another optimizer was passed; leave optimizer= out"):
@@ -467,7 +469,7 @@ def test_extra_values_of_other_types_are_refused_by_place_and_type(tmp_path: Pat
                 pipe.save(tmp_path / "run", extra={"own": value})
         assert not (tmp_path / "run").exists()
         pipe.save(tmp_path, extra={"own": 1})
-        with pytest.raises(CheckpointError, match="has 'own', but not 'other'; leave that object out"):
+        with pytest.raises(CheckpointError, match=r"no state for 'other' \(it has: 'own'\); leave that object out"):
             pipe.load(tmp_path, extra={"other": groups(pipe)})
         with pytest.raises(InputError, match=r"'own' is 1; leave it out, and read the saved value from the result"):
             pipe.load(tmp_path, extra={"own": 1})
