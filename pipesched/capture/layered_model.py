@@ -177,10 +177,10 @@ def _check_takes(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         taken.bind(*args, **kwargs)
     except TypeError as unlike:
         given = [counted(len(args), "positional argument")] * bool(args)
-        given += [f"{counted(len(kwargs), 'keyword')} ({', '.join(kwargs)})"] * bool(kwargs)
+        given += [f"{'keyword' if len(kwargs) == 1 else 'keywords'} {', '.join(kwargs)}"] * bool(kwargs)
         raise InputError(
             f"a sample must match the signature of the model's forward, {type(model).__name__}.forward{taken}; the "
-            f"sample has {' and '.join(given) or 'no arguments'}: {unlike}; pass a tensor, a tuple of arguments, a "
+            f"sample has {' and '.join(given) or 'no arguments'} ({unlike}); pass a tensor, a tuple of arguments, a "
             f"dict of keywords, or ({{...}},) for an argument that is a dict"
         ) from error
 

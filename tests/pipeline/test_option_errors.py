@@ -109,7 +109,7 @@ def test_the_front_door_stays_small():
 @pytest.mark.parametrize(
     ("name", "function", "match"),
     [
-        ("wrap", 3, r"wrap must be a function or a Module; got 3; pass a callable"),
+        ("wrap", 3, r"wrap must be a function or a Module; got 3; pass a function"),
         (
             "wrap",
             lambda stage: stage,
@@ -241,7 +241,7 @@ class TakesADict(nn.Module):
 @pytest.mark.parametrize(
     ("sample", "got"),
     [
-        ({"x": torch.ones(2, 3)}, r"keywords x \(missing a required argument: 'batch'\)"),
+        ({"x": torch.ones(2, 3)}, r"keyword x \(missing a required argument: 'batch'\)"),
         ((torch.ones(2, 3), torch.ones(2, 3)), r"2 positional arguments \(too many positional arguments\)"),
     ],
 )
@@ -283,11 +283,11 @@ def another_head(model):
 @pytest.mark.parametrize(
     ("kind", "change", "match"),
     [
-        (linears, replaced, "in the model '2' is a new module"),
-        (linears, appended, "in the model '4' is a new module"),
-        (linears, removed, "in the model 3 of 4 modules are left"),
-        (Blocks, replaced_inside, r"in blocks\.1 '0' is a new module"),
-        (Blocks, another_head, "in the model 'head' is a new module"),
+        (linears, replaced, "in the model, '2' is a new module"),
+        (linears, appended, "in the model, '4' is a new module"),
+        (linears, removed, "in the model, 3 of 4 modules are left"),
+        (Blocks, replaced_inside, r"in blocks\.1, '0' is a new module"),
+        (Blocks, another_head, "in the model, 'head' is a new module"),
     ],
 )
 def test_a_layer_that_was_replaced_since_is_not_trained_silently(kind, change, match):
