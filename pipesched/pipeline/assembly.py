@@ -213,7 +213,7 @@ class Assembly:
             message = (
                 f"a layer may use only its own weights and weights passed to it as tensors; layer {layer!r} (stage "
                 f"{stage}, rank {rank}) uses {name!r} of rank {home} through a module or a reference; pass the weight "
-                f"to the layer as an argument, or keep both layers in one stage with together="
+                f"to the layer as an argument, or keep this layer and the weight's layer in one stage with together="
             )
             if not isinstance(host, ThreadRanks) or host.devices[home] != host.devices[rank]:
                 raise GraphError(message)

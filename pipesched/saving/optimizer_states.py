@@ -18,7 +18,7 @@ from pipesched.runtime.stage.optimizers import NO_SETTINGS, near
 from pipesched.saving.live_run import LiveRun
 from pipesched.saving.saved_run import Part, SavedRun
 from pipesched.saving.state_encoding import Encoder, decoded, tensor_keys
-from pipesched.units import and_more
+from pipesched.units import and_more, counted
 
 __all__ = ["GivenOptimizers", "OptimizerChanges", "as_optimizers", "capture_optimizers"]
 
@@ -50,8 +50,8 @@ def as_optimizers(given: GivenOptimizers | None, run: LiveRun) -> list[Optimizer
     own = list(run.optimizers.values())
     if any(optimizer not in own for optimizer in optimizers):
         raise InputError(
-            f"a pipeline with optimizer= saves and loads its own optimizers; it has {len(own)}, and another "
-            f"optimizer was passed; leave optimizer= out of save and load"
+            f"a pipeline with optimizer= saves and loads its own optimizers; it has {counted(len(own), 'optimizer')}, "
+            f"and a different optimizer was passed; leave optimizer= out of save and load"
         )
     return own
 

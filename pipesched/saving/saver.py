@@ -122,7 +122,7 @@ class Saver:
             except DamagedCheckpointError as error:
                 damage = error
                 if folder != folders[-1]:
-                    warn(f"{error}; loading the previous checkpoint instead")
+                    warn(f"{error}; load now tries the previous checkpoint")
                 continue
             return _apply(run, checkpoint.saved, restoring)
         raise damage or DamagedCheckpointError(

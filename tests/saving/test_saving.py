@@ -68,7 +68,7 @@ def test_keep_keeps_the_newest_and_load_takes_the_newest_whole_one(tmp_path: Pat
         (tmp_path / "step-00000009" / "manifest.json").unlink()  # a save that was killed
         with pytest.warns(
             UserWarning,
-            match=r"step-00000009 has none, because the save was interrupted.*; loading the previous checkpoint",
+            match=r"step-00000009 has none, because the save was interrupted.*; load now tries the previous",
         ):
             assert pipe.load(tmp_path).step == 4
         part = next((tmp_path / "step-00000004").rglob("*.safetensors"))
@@ -88,7 +88,7 @@ def test_a_path_has_one_checkpoint_or_several(tmp_path: Path) -> None:
     with piped() as pipe:
         pipe.save(tmp_path / "one")
         pipe.save(tmp_path / "several", keep=1)
-        with pytest.raises(InputError, match=r"several holds 1 folders such as step-00000000; pass keep= or another"):
+        with pytest.raises(InputError, match=r"several holds 1 folder such as step-00000000; pass keep="):
             pipe.save(tmp_path / "several")
         with pytest.raises(InputError, match=r"one is a single checkpoint; leave keep= out"):
             pipe.save(tmp_path / "one", keep=1)
@@ -324,7 +324,9 @@ def test_optimizers_that_cannot_be_divided_or_are_foreign_are_refused(tmp_path: 
         ):
             pipe.load(tmp_path, optimizer=torch.optim.SGD(pipe.parameters()))
     with piped(optimizer=torch.optim.Adam) as pipe:
-        with pytest.raises(InputError, match="it has 2, and another optimizer was passed; leave optimizer= out"):
+        with pytest.raises(
+            InputError, match="it has 2 optimizers, and a different optimizer was passed; leave optimizer= out"
+        ):
             pipe.save(tmp_path, optimizer=torch.optim.Adam(pipe.parameters()))
         pipe.save(tmp_path, optimizer=pipe.optimizers)
 
