@@ -211,13 +211,13 @@ class Assembly:
             if home == rank:
                 continue
             message = (
-                f"a layer may only use its own weights and weights passed to it as tensors; {layer!r} of stage {stage} "
-                f"on rank {rank} reaches {name!r} of rank {home} through a module or a reference; pass the weight "
-                f"itself to the layer, or keep both layers in one stage with together="
+                f"a layer may use only its own weights and weights passed to it as tensors; layer {layer!r} (stage "
+                f"{stage}, rank {rank}) uses {name!r} of rank {home} through a module or a reference; pass the weight "
+                f"to the layer as an argument, or keep this layer and the weight's layer in one stage with together="
             )
             if not isinstance(host, ThreadRanks) or host.devices[home] != host.devices[rank]:
                 raise GraphError(message)
-            warn(f"{message}; the gradient of {name!r} matches the gradient of an unpipelined loop only up to rounding")
+            warn(f"{message}; otherwise the gradient of {name!r} matches an unpipelined loop only up to rounding")
 
     def _written(self) -> list[set[str]]:
         """Return, for each stage, the names of the buffers that the stage's forward writes to.

@@ -63,8 +63,8 @@ class AutoPlan:
         if plan is not None and self.search.is_asked_for:
             raise PartitionError(
                 "plan= must not be combined with search options, because a plan leaves nothing to search for; "
-                "batch_size, memory_limit_bytes or profile was passed; pass the plan alone, or make a new plan with "
-                "pipesched.tune"
+                "batch_size, memory_limit_bytes or profile was passed with plan=; pass plan= without them, or make a "
+                "new plan with pipesched.tune"
             )
         if plan is not None:
             return False

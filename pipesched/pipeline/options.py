@@ -131,16 +131,19 @@ class Numerics:
             as_max_norm(self.clip_grad_norm, "clip_grad_norm")
         if as_norm_type(self.norm_type) != 2.0 and self.clip_grad_norm is None:
             raise InputError(
-                f"norm_type is the order of the norm that clip_grad_norm limits; norm_type is {self.norm_type} without "
-                f"clip_grad_norm; pass clip_grad_norm, too, or leave norm_type out"
+                f"norm_type= may only be passed with clip_grad_norm=, the limit of that norm; got "
+                f"norm_type={self.norm_type} without clip_grad_norm=; pass clip_grad_norm= too, or leave norm_type= out"
             )
         check_type(
-            self.scaler, (GradScaler, type(None)), "scaler must be a torch.amp.GradScaler", "pass one, or leave it out"
+            self.scaler,
+            (GradScaler, type(None)),
+            "scaler must be a torch.amp.GradScaler",
+            "pass a GradScaler, or leave scaler= out",
         )
         if self.on_nonfinite not in (None, *get_args(OnNonfinite)):
             raise InputError(
                 f"on_nonfinite must be one of {', '.join(get_args(OnNonfinite))}; got {shown(self.on_nonfinite)}; "
-                f"pass one of them, or leave on_nonfinite= out so that infinite and NaN values are not checked"
+                f"pass one of them, or leave on_nonfinite= out to train without a check for infinite and NaN values"
             )
         if self.on_nonfinite is not None and self.scaler is not None and self.scaler.is_enabled():
             raise InputError(
@@ -213,5 +216,6 @@ def as_options(given: _Options | None, kind: type[_Options]) -> _Options:
     if given is None:
         return kind()
     name = kind.__name__
-    check_type(given, kind, f"{name.lower()}= must be a pipesched.{name}", "pass one, or leave it out")
+    option = name.lower()
+    check_type(given, kind, f"{option}= must be a pipesched.{name}", f"pass {name}(...), or leave {option}= out")
     return given

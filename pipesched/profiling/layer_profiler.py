@@ -258,8 +258,8 @@ class _Survey:
         for name, why in self._doubts(kinds).items():
             warn(
                 f"layer times must be measured on an idle machine; two measurements of layer {name!r} are implausible: "
-                f"{why}; measure again when the machine is idle, or ignore this warning if the layer really has these "
-                f"times"
+                f"{why}; measure again when the machine is idle, or ignore this warning if the layer really takes this "
+                f"long"
             )
 
     def _doubts(self, kinds: Mapping[str, Any]) -> dict[str, str]:

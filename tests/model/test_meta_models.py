@@ -252,13 +252,13 @@ def empty_gpt() -> jobs.GPT:
             jobs.empty_row,
             without("4.bias"),
             InputError,
-            r"names missing \(of 14\): 4\.bias; add or rename the missing weights$",
+            r"missing names \(1 of the model's 14\): 4\.bias; add or rename the missing weights$",
         ),
         (
             jobs.empty_row,
             {**without(""), "9.x": torch.ones(1)},
             InputError,
-            r"state_dict; unknown names \(of 15 given\): 9\.x; remove the unknown ones$",
+            r"state_dict; unknown names \(1 of 15 that were passed\): 9\.x; remove the unknown ones$",
         ),
         (
             jobs.empty_row,

@@ -219,7 +219,7 @@ def test_a_module_that_calls_no_layer_is_one(model):
 
 def test_a_layer_that_takes_the_name_of_the_loss_module():
     model = nn.Sequential(OrderedDict(loss_fn=nn.Linear(3, 3), head=nn.Linear(3, 3)))
-    match = r"must not have a layer called loss_fn, .* named loss_fn\.\*; this model has one; rename the layer"
+    match = r"must not have a layer called loss_fn, .* named loss_fn\.\*; this model has such a layer; rename it"
     refused(GraphError, ValueError, match, model, loss_fn=nn.MSELoss())
 
 

@@ -300,14 +300,14 @@ def test_a_file_without_an_entry_names_it(tmp_path, key):
         (
             "program",
             {"digset": ""},
-            r"a plan's program must have edges, digest; got 'digset' \(did you mean 'digest'\?\); correct it",
+            r"a plan's program must have edges, digest; got the unknown key 'digset' \(did you mean 'digest'\?\)",
         ),
         (
             "chekpoint",
             "always",
-            r"a plan must have .*; got 'chekpoint' \(did you mean 'checkpoint'\?\); correct it or leave it out",
+            r"a plan must have .*; got the unknown key 'chekpoint' \(did you mean 'checkpoint'\?\); correct the key",
         ),
-        ("comment", "mine", r"a plan must have .*; got 'comment'; correct it or leave it out"),
+        ("comment", "mine", r"a plan must have .*; got the unknown key 'comment'; correct the key, or leave it out"),
         ("program", {"edges": [[0, 9]]}, r"an edge of a saved plan must lead"),
         ("num_ranks", 0, r"is missing or wrong"),
         ("num_microbatches", 4.5, r"whole number of micro-batches"),
@@ -322,7 +322,7 @@ def test_a_file_without_an_entry_names_it(tmp_path, key):
         (
             "alternatives",
             [OTHERS[0].to_dict() | {"speed": 3}],
-            r"an alternative must have label, .*'speed'; correct it",
+            r"an alternative must have label, .*'speed'; correct the key",
         ),
         ("alternatives", [OTHERS[0].to_dict() | {"step_s": -1}], r"step_s of the alternative '1f1b' is -1"),
     ],

@@ -528,7 +528,7 @@ def test_devices_that_a_plan_leaves_out_are_named():
     with Pipeline(model, x[:2], loss_fn=nn.functional.mse_loss, devices=["cpu"] * 2, schedule="1f1b") as pipe:
         plan = pipe.plan
     with Pipeline(model, x[:2], loss_fn=nn.functional.mse_loss, devices=["cpu"] * 3, plan=plan) as pipe:
-        said = "1 device of 3 unused, because the plan has 2 ranks: cpu"
+        said = "1 device of 3 unused (cpu), because the plan has 2 ranks"
         assert said in pipe.report().lines
         assert repr(pipe).endswith(said)
 
