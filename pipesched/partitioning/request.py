@@ -17,6 +17,7 @@ from pipesched.partitioning.problem import Communication, Pin, Problem
 from pipesched.partitioning.slots import LineUp, Rank, fixed_order, free_order, placed
 from pipesched.program.checkpoint_options import LayerCheckpoint
 from pipesched.simulation.links import Link
+from pipesched.units import counted
 
 __all__ = ["InFlight", "Request"]
 
@@ -224,7 +225,7 @@ class Request:
         if ancestors and not stage:
             raise PartitionError(
                 f"a layer that begins a stage may depend only on layers in earlier stages; {layer!r} is mapped to "
-                f"stage 0 but depends on {len(ancestors)} layers; choose a later stage for it"
+                f"stage 0 but depends on {counted(len(ancestors), 'layer')}; choose a later stage for it"
             )
         return Pin(int(stage), at, ancestors)
 
@@ -263,8 +264,8 @@ def _one_each(value: Any, num_ranks: int, name: str) -> list[Any]:
     values = list(value) if isinstance(value, Iterable) and not isinstance(value, str) else [value] * num_ranks
     if len(values) != num_ranks:
         raise PartitionError(
-            f"{name} must have one number for each rank; got {len(values)} numbers for {num_ranks} ranks; pass "
-            f"{num_ranks}"
+            f"{name} must have one number for each rank; got a list of {counted(len(values), 'number')} for "
+            f"{counted(num_ranks, 'rank')}; pass one number, or a list of {counted(num_ranks, 'number')}"
         )
     return values
 

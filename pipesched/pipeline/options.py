@@ -131,8 +131,9 @@ class Numerics:
             as_max_norm(self.clip_grad_norm, "clip_grad_norm")
         if as_norm_type(self.norm_type) != 2.0 and self.clip_grad_norm is None:
             raise InputError(
-                f"norm_type is the order of the norm that clip_grad_norm limits; norm_type is {self.norm_type} without "
-                f"clip_grad_norm; pass clip_grad_norm, too, or leave norm_type out"
+                f"norm_type may only be passed with clip_grad_norm, because it is the order of the norm that "
+                f"clip_grad_norm limits; norm_type is {self.norm_type} without clip_grad_norm; pass clip_grad_norm, "
+                f"too, or leave norm_type out"
             )
         check_type(
             self.scaler, (GradScaler, type(None)), "scaler must be a torch.amp.GradScaler", "pass one, or leave it out"

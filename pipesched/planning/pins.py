@@ -75,7 +75,7 @@ class Pins:
             if isinstance(stage, bool) or not isinstance(stage, int) or stage < 0:
                 raise PartitionError(
                     f"boundaries must map layers to the stages that they begin; got stage {stage!r} for layer "
-                    f"{layer!r}; pass its number, such as {{{layer!r}: 1}}"
+                    f"{layer!r}; pass the number of the stage, such as {{{layer!r}: 1}}"
                 )
         for (one, before), (other, behind) in pairwise(starts):
             if before >= behind:
@@ -137,7 +137,7 @@ class Pins:
             if len({*stages.values()}) > 1:
                 raise PartitionError(
                     f"layers kept together must share a stage; the boundaries put {_listed(stages)}; move a boundary, "
-                    f"or drop that group"
+                    f"or remove that group from together="
                 )
 
 

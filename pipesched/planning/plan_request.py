@@ -83,7 +83,9 @@ def _first_difference(of_plan: list[str], of_model: list[str]) -> str:
     if count.keys() & {*of_model}:
         for name in of_model:
             if count[name] != 1:
-                return f"layer {name!r} is in {'several stages' if count[name] else 'none'}"
+                return f"layer {name!r} is in {'several stages' if count[name] else 'no stage'} of the plan"
     pairs = enumerate(zip_longest(of_plan, of_model))
     position, (planned, own) = next((at, pair) for at, pair in pairs if pair[0] != pair[1])
+    if planned is None or own is None:
+        return f"layer {position}, {own or planned!r}, is missing from the {'plan' if planned is None else 'model'}"
     return f"layer {position} is {planned!r} in the plan and {own!r} in the model"

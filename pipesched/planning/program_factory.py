@@ -148,8 +148,9 @@ class ProgramFactory:
             )
         if program.has_norms and not self.norms:
             raise ScheduleError(
-                f"a program may only have NORMs if an option needs the norms; program {program.name!r} has NORMs, "
-                f"but no such option was passed; pass numerics=Numerics(clip_grad_norm=1.0), or remove the NORMs"
+                f"a program may only have NORM actions if an option uses gradient norms; program {program.name!r} has "
+                f"NORM actions, but no such option was passed; pass numerics=Numerics(clip_grad_norm=1.0), or remove "
+                f"the NORM actions"
             )
         if self.streams:
             _ = self.full.segments

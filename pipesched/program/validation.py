@@ -17,6 +17,7 @@ from pipesched.program.liveness import pairs_held, peak_in_flight, rank_limits
 from pipesched.program.program import Program, check_program, marked_grid
 from pipesched.program.traversal import walk
 from pipesched.program.weight_versions import check_versions
+from pipesched.units import counted
 
 __all__ = ["check_order", "deadlock_error", "validate"]
 
@@ -81,8 +82,9 @@ def check_places(program: Program) -> None:
     """Check that stages and micro-batches are in range, stages on existing ranks, and actions on their stage's rank."""
     if program.num_microbatches < 1 or program.num_stages < 1:
         raise ScheduleError(
-            f"a program must have at least one stage and one micro-batch; this program has {program.num_stages} stages "
-            f"and {program.num_microbatches} micro-batches; correct its placement or its number of micro-batches"
+            f"a program must have at least one stage and one micro-batch; this program has "
+            f"{counted(program.num_stages, 'stage')} and {counted(program.num_microbatches, 'micro-batch')}; correct "
+            f"its placement or its number of micro-batches"
         )
     for stage, rank in enumerate(program.placement):
         if not 0 <= rank < program.num_ranks:
@@ -92,8 +94,8 @@ def check_places(program: Program) -> None:
             )
     if set(program.weights) != set(range(program.num_weights)):
         raise ScheduleError(
-            f"weight copies must be numbered from 0 without a gap; the stages have "
-            f"{', '.join(map(str, program.weights[:_SHOWN]))}; renumber them"
+            f"weight copies must be numbered from 0 without a gap; the stages have the "
+            f"copies {', '.join(map(str, program.weights[:_SHOWN]))}; renumber them"
         )
     columns = program.columns
     stage_in = (columns.stage >= 0) & (columns.stage < program.num_stages)
@@ -123,10 +125,11 @@ def check_routes(program: Program) -> None:
     """Check that a micro-batch that visits a stage also visits all producers and consumers of the stage."""
     for route in set(program.routes):
         if not route or len(set(route)) < len(route):
+            twice = next((stage for stage in route if route.count(stage) > 1), None)
+            problem = "is empty" if twice is None else f"visits stage {twice} {route.count(twice)} times"
             raise ScheduleError(
                 f"a micro-batch must visit at least one stage, and must not visit a stage twice; the route of "
-                f"micro-batch {program.routes.index(route)} has {len(route)} stages, {len(set(route))} of them "
-                f"different; correct the route"
+                f"micro-batch {program.routes.index(route)} {problem}; correct the route"
             )
         for stage in route:
             if not 0 <= stage < program.num_stages:
@@ -417,8 +420,9 @@ def check_memory(program: Program, max_in_flight: int | Sequence[int]) -> None:
     limits = rank_limits(max_in_flight, program.num_ranks)
     if len(limits) != program.num_ranks:
         raise ScheduleError(
-            f"max_in_flight must be a number, or a list with one for each rank; got {len(limits)} numbers for "
-            f"{program.num_ranks} ranks; pass {program.num_ranks}"
+            f"max_in_flight must be one number, or a list with one for each rank; got a list of "
+            f"{counted(len(limits), 'number')} for {counted(program.num_ranks, 'rank')}; pass one number, or a list of "
+            f"{counted(program.num_ranks, 'number')}"
         )
     for rank, limit in enumerate(limits):
         order = program.orders.rank(rank)

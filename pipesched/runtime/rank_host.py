@@ -370,10 +370,14 @@ class MeshRanks:
         first = self._inputs == "first"
         if given != (self.rank == 0 or not first):
             who = ("only rank 0 may" if given else "rank 0 must") if first else "every rank must"
+            remedy = "pass the batch on this rank, too, or make the pipeline with inputs='first'"
+            if first:
+                remedy = "pass the batch on rank 0"
+            if given:
+                remedy = "pass no batch on this rank, or make the pipeline with inputs='all'"
             error = InputError(
                 f"with inputs={self._inputs!r}, {who} pass a batch to {method}; rank {self.rank} of "
-                f"{len(self.all_devices)} passed {'a' if given else 'no'} batch; {'do not' if given else 'also'} pass "
-                f"a batch on this rank, or change inputs="
+                f"{len(self.all_devices)} passed {'a' if given else 'no'} batch; {remedy}"
             )
             self.executor.fail(method, error)
         if not first:
@@ -483,8 +487,8 @@ def host_for(
     """Create the host of a Pipeline from its arguments. Raises InputError, DeviceCountError, ExecutionError."""
     if inputs not in get_args(Inputs):
         raise InputError(
-            f"inputs= must be one of {', '.join(get_args(Inputs))}; got {inputs!r}; choose whether all ranks or only "
-            f"the first pass a batch"
+            f"inputs= must be one of {', '.join(get_args(Inputs))}; got {inputs!r}; pass 'all' if every rank "
+            f"passes the batch, or 'first' if only rank 0 does"
         )
     if devices is not None and mesh is not None:
         raise InputError(

@@ -195,9 +195,12 @@ def test_a_partition_has_a_whole_number_of_stages_at_least_one(num_stages):
         ({"communication": "overlap", "bandwidth_bytes_per_s": 0}, r"bytes_per_s is 0"),
         ({"memory_limit_bytes": -1}, r"memory_limit_bytes is -1"),
         ({"memory_limit_bytes": 9}, r"'layer0' has no parameter_bytes; measure it"),
-        ({"memory_limit_bytes": [1, 2, 3]}, r"one number for each rank; got 3 numbers for 2 ranks; pass 2"),
+        (
+            {"memory_limit_bytes": [1, 2, 3]},
+            r"one number for each rank; got a list of 3 numbers for 2 ranks; pass one number, or a list of 2",
+        ),
         ({"weight_copies": float("inf")}, r"weight_copies is inf"),
-        ({"speeds": [1]}, r"speeds must have one number for each rank; got 1 numbers for 2 ranks"),
+        ({"speeds": [1]}, r"speeds must have one number for each rank; got a list of 1 number for 2 ranks"),
         ({"speeds": [1, 0]}, r"at least 1/1000; got \[1, 0\]; leave out"),
         ({"in_flight": [1]}, r"got \[1\] for 2 stages; pass a whole number for each stage"),
         ({"in_flight": lambda stage, _: -stage}, r"got \[0, -1\] for 2 stages"),
@@ -206,7 +209,7 @@ def test_a_partition_has_a_whole_number_of_stages_at_least_one(num_stages):
             r"starts= may only name layers; 'layer9' is not a layer; the layers are 'layer0', 'layer1'",
         ),
         ({"starts": {"layer1": 2}}, r"stage that it begins, a number from 0 to 1; 'layer1' is mapped to stage 2"),
-        ({"starts": {"layer1": 0}}, r"'layer1' is mapped to stage 0 but depends on 1 layers; choose a later stage"),
+        ({"starts": {"layer1": 0}}, r"'layer1' is mapped to stage 0 but depends on 1 layer; choose a later stage"),
         (
             {"starts": {"layer1": 1}, "any_order": True},
             r"requires a fixed rank order; .*any_order=True was also passed; drop either starts= or",

@@ -389,9 +389,12 @@ def test_ranks_with_several_stages_keep_to_their_memory():
         ({"placement": [0, 2, 2, 0]}, r"got \[0, 2, 2, 0\] for 4 stages"),
         (
             {"placement": [0, 1, 1, 0], "starts": {"first": 0}},
-            r"'first' is mapped to stage 0 but depends on 1 layers; choose",
+            r"'first' is mapped to stage 0 but depends on 1 layer; choose",
         ),
-        ({"placement": [0, 1, 1, 0], "speeds": [1, 1, 1]}, r"one number for each rank; got 3 numbers for 2 ranks"),
+        (
+            {"placement": [0, 1, 1, 0], "speeds": [1, 1, 1]},
+            r"one number for each rank; got a list of 3 numbers for 2 ranks",
+        ),
         ({"placement": [0, 1, 1, 0], "together": [["first", "second"]]}, r"4 stages, but layers that must .* 3 blocks"),
         ({"placement": [0, 1, 1, 0, 0]}, r"there are 5 stages and 4 layers"),
     ],

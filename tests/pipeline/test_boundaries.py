@@ -78,7 +78,7 @@ def test_what_pins_cost_is_told() -> None:
     _, found = cut(layers(1, 1, 1, 1), 2, boundaries={"b": 1})
     assert found is not None
     assert found.gap == pytest.approx(0.5)
-    assert "a free choice could reach 2 ms (1.50x faster)" in found.reason
+    assert "an unrestricted split could reach 2 ms (1.50x faster)" in found.reason
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def test_what_pins_cost_is_told() -> None:
         ({"boundaries": {"c": 1, "b": 2}}, r"'b' begins stage 2, but 'c', a later layer, begins stage 1; swap them"),
         ({"boundaries": {"b": 2}}, r"no partition of 4 layers into 3 stages; .*'b' begins stage 2"),
         ({"boundaries": {"b": 3}}, r"the stage that it begins, a number from 0 to 2; 'b' is mapped to stage 3"),
-        ({"boundaries": {"b": 0}}, r"'b' is mapped to stage 0 but depends on 1 layers; choose a later stage"),
+        ({"boundaries": {"b": 0}}, r"'b' is mapped to stage 0 but depends on 1 layer; choose a later stage"),
         ({"together": [("a", "x")]}, r"together= must name layers; got 'x'; the layers are a, b, c, d"),
         ({"together": ["ab"]}, r"together= must be a list of groups of layers; got 'ab'; pass \[\(first, second\)\]"),
         (

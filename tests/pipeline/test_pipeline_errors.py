@@ -59,7 +59,9 @@ def test_a_long_list_of_layers_is_cut_short():
 
 
 def test_too_many_boundaries_for_the_stages_asked_for():
-    match = r"2 boundaries make 3 stages, but the program has 2; pass 1 boundaries"
+    match = (
+        r"got a list of 2 layers, which makes 3 stages, but the program has 2 stages; pass a list of 1 layer, or map"
+    )
     refused(PartitionError, ValueError, match, boundaries=[1, 2], num_stages=2)
 
 
@@ -271,7 +273,7 @@ def test_split_dims_that_are_no_dims(dims):
 def test_a_plan_of_another_model_names_the_first_difference():
     with build(boundaries=[2]) as pipe:
         plan = pipe.plan
-    match = r"the plan has 4 layers, the model has 5; layer '4' is in none; make a new plan"
+    match = r"the plan has 4 layers, the model has 5; layer '4' is in no stage of the plan; make a new plan"
     refused(PartitionError, ValueError, match, linears(5), plan=plan)
     named = nn.Sequential(OrderedDict((name, nn.Linear(3, 3)) for name in "abcd"))
     refused(PartitionError, ValueError, r"layer 0 is '0' in the plan and 'a' in the model", named, plan=plan)
@@ -384,7 +386,7 @@ def test_a_target_without_a_loss_function(counted_model, calls):
         ({0: 1, "target": 0}, r"argument 0 has 3 rows, the target has 4"),
         (
             [],
-            r"one dim for each argument; got 0 dims, but the call has 1 positional arguments; add the missing dims",
+            r"one dim for each argument; got a list of 0 dims, but the call has 1 positional argument; add the missing",
         ),
     ],
 )

@@ -289,7 +289,7 @@ def test_what_does_not_fit_is_refused(name):
         wrap(model(), name, 3)
     with pytest.raises(DeviceCountError, match="has one stage per rank; 4 stages need 4 devices, but there are 2"):
         wrap(model(), name, 2, num_stages=4, boundaries=None)
-    with pytest.raises(PartitionError, match="2 boundaries make 3 stages"):
+    with pytest.raises(PartitionError, match="got a list of 2 layers, which makes 3 stages"):
         wrap(model(), Program.parse(str(schedules.get(name).program(2, 6))), 2, boundaries=[2, 4])
 
     class Locked(nn.Identity):

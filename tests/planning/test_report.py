@@ -557,7 +557,7 @@ def test_the_command_says_which_ranks_are_left_out(tmp_path):
 
 def test_what_is_not_in_a_table_has_no_footnote():
     note = Report(plan_of(alternatives=(replace(TAKEN, limit_bytes=None), ALONE))).tables[0].note
-    assert "memory: peak of the largest rank." in note
+    assert "memory: highest peak of any rank." in note
     assert "margin" not in note
 
 

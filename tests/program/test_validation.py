@@ -9,6 +9,7 @@ from pipesched import Action, Costs, Kind, Program, lower, schedules, simulate, 
 from pipesched.errors import DeadlockError, MemoryLimitError, ScheduleError
 from pipesched.program.liveness import peak_in_flight, peaks_of_stages
 from pipesched.program.lowering import add_updates
+from pipesched.units import counted
 from tests.support.call_count import calls
 from tests.support.random_programs import fitting, programs, quick
 
@@ -238,7 +239,8 @@ def test_a_memory_limit_names_the_action_that_breaks_it():
 def test_memory_limits_are_one_number_or_one_a_rank(limits):
     refused(
         schedules.get("1f1b").program(2, 3),
-        f"must be a number, or a list with one for each rank; got {len(limits)} numbers for 2 ranks",
+        f"must be one number, or a list with one for each rank; got a list of {counted(len(limits), 'number')} for 2 "
+        "ranks; pass one number, or a list of 2 numbers",
         max_in_flight=limits,
     )
 
