@@ -84,9 +84,9 @@ def _on_the_host(search: SearchRequest, fitting: "FittingPlans") -> str:
     if not fitting.any(replace(search, profile=known, offload=True, checkpoint=None)):
         return ""
     text = "; this limit is enough with offload=True"
-    if search.checkpoint is not None:
-        text += " and without checkpoint="
-    return text if machine.host_bytes_per_s else f"{text} and a profile with host_bytes_per_s"
+    if not machine.host_bytes_per_s:
+        text += " and a profile with host_bytes_per_s"
+    return text if search.checkpoint is None else f"{text}, if checkpoint= is left out"
 
 
 def leanest(search: SearchRequest, fitting: "FittingPlans") -> EvaluatedCandidate:

@@ -32,6 +32,7 @@ from pipesched.program.dependencies import chain
 from pipesched.program.near_equal_parts import near_equal_parts
 from pipesched.program.placement import Placement, PlacementRule, chunks_of, linear, loop, v
 from pipesched.program.program import Program
+from pipesched.units import counted
 
 __all__ = ["Order", "Schedule", "Shape", "linear", "loop", "schedule", "v"]
 
@@ -167,8 +168,8 @@ class Order:
             self._numbers.append(owed.popleft())
         elif left := length_hint(self._left[_B].get(stage, range(self._limit))):
             raise ScheduleError(
-                f"a W must follow an I of its stage; on stage {stage}, {left} micro-batches have no backward yet and "
-                f"every I has its W; write order.I({stage}) first"
+                f"a W must follow an I of its stage; on stage {stage}, every I already has its W, and "
+                f"{counted(left, 'micro-batch')} still need{'s' * (left == 1)} a backward; write order.I({stage}) first"
             )
 
     def UPDATE(self, stage: int) -> None:
@@ -297,8 +298,9 @@ class Schedule:
         """
         unknown = sorted(set(options) - set(self.options))
         if unknown:
+            known = ", ".join(self.options)
             raise ScheduleError(
-                f"schedule {self.name!r} takes only the options: {', '.join(self.options) or 'none'}; got "
+                f"schedule {self.name!r} takes {f'only the options {known}' if known else 'no options'}; got "
                 f"{unknown[0]}={options[unknown[0]]!r}; leave it out"
             )
         return replace(self, options={**self.options, **options})

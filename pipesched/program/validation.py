@@ -232,7 +232,7 @@ def check_slices(program: Program) -> None:
             row = int(grid[stage, microbatch, part + 1])
             raise ScheduleError(
                 f"{_place(program, row)}: {program.columns.action(row)} runs too early; the slices of a micro-batch "
-                f"must run from the {direction}. Move it." + _grid(program, row)
+                f"must run from the {direction}. Move it later." + _grid(program, row)
             )
 
 

@@ -12,7 +12,7 @@ from pipesched.simulation.layer_costs import NEEDED
 
 __all__ = ["check_graphs", "check_model"]
 
-_AGAIN = "measure it again"
+_AGAIN = "measure the model again"
 
 
 def check_graphs(graphs: Mapping[int, "nx.DiGraph[str]"]) -> None:
@@ -32,8 +32,8 @@ def check_graphs(graphs: Mapping[int, "nx.DiGraph[str]"]) -> None:
                 if name not in other:
                     raise ScheduleError(
                         f"all sizes of a profile must have the same layers; {name!r} exists for micro-batches of "
-                        f"{rows if one is graph else first} rows, but not for {first if one is graph else rows}; "
-                        f"{_AGAIN}"
+                        f"{rows if one is graph else first} rows, but not of {first if one is graph else rows} "
+                        f"rows; {_AGAIN}"
                     )
         if set(graph.edges) != set(graphs[first].edges):
             one, other = min(set(graph.edges) ^ set(graphs[first].edges))
@@ -59,8 +59,8 @@ def _check_alike(one: "nx.DiGraph[str]", other: "nx.DiGraph[str]", rows: str) ->
             figures = [_figures(values.get(key)) for values in (first, second)]
             if figures[0] != figures[1]:
                 raise ScheduleError(
-                    f"all sizes of a profile must have the same figures; {key} of {name!r} has different entries for "
-                    f"one of {rows} rows; {_AGAIN}"
+                    f"all sizes of a profile must have the same figures; {key} of {name!r} is not of the same form for "
+                    f"micro-batches of {rows} rows; {_AGAIN}"
                 )
 
 
@@ -115,11 +115,11 @@ def check_model(profiled: "nx.DiGraph[str]", own: "nx.DiGraph[str]") -> None:
     if list(profiled) != list(own):
         pairs = enumerate(zip_longest(profiled, own))
         place, (one, other) = next((place, pair) for place, pair in pairs if pair[0] != pair[1])
+        difference = f"layer {place} is {one!r} in the profile and {other!r} in the model"
+        if one is None or other is None:
+            difference = f"layer {place}, {one or other!r}, is missing from the {'profile' if one is None else 'model'}"
         raise ScheduleError(
-            _of_another(
-                f"the profile has {len(profiled)} layers, the model has {len(own)}; layer {place} is {one!r} in the "
-                f"profile and {other!r} in the model"
-            )
+            _of_another(f"the profile has {len(profiled)} layers, the model has {len(own)}; {difference}")
         )
     for name in own:
         for parameter in dict.fromkeys((*own.nodes[name]["parameters"], *profiled.nodes[name].get("parameters", ()))):

@@ -160,7 +160,7 @@ def broken(change):
         ),
         (chain([1, 2, 3]).to_undirected(), r"directed graph without cycles; got Graph with 3 nodes.*networkx\.DiGraph"),
         (nx.DiGraph(), r"directed graph without cycles; got DiGraph with 0 nodes"),
-        (broken(lambda g: g.nodes["layer1"].pop("backward_s")), r"'layer1' has no backward_s; measure it"),
+        (broken(lambda g: g.nodes["layer1"].pop("backward_s")), r"'layer1' has no backward_s; measure and add it"),
         (
             chain([1, float("nan"), 3]),
             r"costs must be finite and not negative; forward_s of layer 1 is nan; measure it again",
@@ -194,7 +194,7 @@ def test_a_partition_has_a_whole_number_of_stages_at_least_one(num_stages):
         ({"communication": "serial"}, r"communication='serial' is set without bandwidth_bytes_per_s; pass"),
         ({"communication": "overlap", "bandwidth_bytes_per_s": 0}, r"bytes_per_s is 0"),
         ({"memory_limit_bytes": -1}, r"memory_limit_bytes is -1"),
-        ({"memory_limit_bytes": 9}, r"'layer0' has no parameter_bytes; measure it"),
+        ({"memory_limit_bytes": 9}, r"'layer0' has no parameter_bytes; measure and add it"),
         (
             {"memory_limit_bytes": [1, 2, 3]},
             r"one number for each rank; got a list of 3 numbers for 2 ranks; pass one number, or a list of 2",

@@ -130,7 +130,7 @@ def test_the_error_says_what_hinders_offloading():
     machine = Machine(host_bytes_per_s=1e5)
     known = replace(asked, profile=replace(asked.profile, machine=machine), checkpoint="always")
     with pytest.raises(
-        MemoryLimitError, match=r"; this limit is enough with offload=True and without checkpoint=; raise"
+        MemoryLimitError, match=r"; this limit is enough with offload=True, if checkpoint= is left out; raise"
     ):
         find_plan(known)
     on_host = replace(machine, on_host=True)  # where it gives no memory back nobody is told to try

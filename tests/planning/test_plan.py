@@ -318,7 +318,7 @@ def test_a_file_without_an_entry_names_it(tmp_path, key):
             [["a", "b"], ["b"]],
             r"every layer must be in exactly one stage; the plan lists 'b' 2 times; remove the duplicates",
         ),
-        ("costs", {"forward_s": [1]}, r"'input_grad_s' is unknown or missing"),
+        ("costs", {"forward_s": [1]}, r"'input_grad_s' is missing; add it"),
         (
             "alternatives",
             [OTHERS[0].to_dict() | {"speed": 3}],

@@ -199,7 +199,7 @@ def test_a_profile_with_what_nobody_reads_or_what_cannot_be_is_refused(change, s
     [
         (
             ["microbatches 999999999", "route 0 : 0", "rank 0: 0F0 0B0"],
-            "1 of 999,999,999 have one, and micro-batch 1 has none",
+            "micro-batch 0 of 999,999,999 has a route, but micro-batch 1 has no route",
         ),
         (["microbatches 9999999999", "rank 0: 0F0 0B0"], "line 1: expected whole numbers; .* at most nine digits"),
         ([f"microbatches {'9' * 5000}", "rank 0: 0F0 0B0"], r"line 1: expected whole numbers; .*\(5,000 letters\)"),
