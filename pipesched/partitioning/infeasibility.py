@@ -68,7 +68,7 @@ def _possible(request: Request) -> bool:
 
 def _memory(request: Request, limits: list[int]) -> tuple[str, str, str]:
     most = max(limits) if len(limits) == len(request.limits) else None
-    place = f"of {len(request.layers)} layers into {request.num_stages} stages within memory_limit_bytes"
+    place = f"of {len(request.layers)} layers into {counted(request.num_stages, 'stage')} within memory_limit_bytes"
     alone = _alone(request)
     enough = _enough(request)
     if most is not None and alone[1] > most:
@@ -149,7 +149,7 @@ def _pins(request: Request) -> tuple[str, str, str]:
     pins += [f"{', '.join(map(repr, group))} share a stage" for group in request.together]
     pins += ["no stage is empty"] * request.exactly
     return (
-        f"of {len(request.layers)} layers into {request.num_stages} stages",
+        f"of {len(request.layers)} layers into {counted(request.num_stages, 'stage')}",
         f"the requirements are: {'; '.join(pins)}",
         _without(request),
     )

@@ -253,8 +253,8 @@ def _check_stages(stages: Sequence[tuple[str, ...]], program: Program) -> None:
     if len(stages) != program.num_weights:
         raise ScheduleError(
             f"a plan must have one stage for each weight copy of its program; the plan lists "
-            f"{counted(len(stages), 'stage')}, but the program has {program.num_weights} weight copies; correct one of "
-            f"them"
+            f"{counted(len(stages), 'stage')}, but the program has {counted(program.num_weights, 'weight copy')}; "
+            f"correct one of them"
         )
     if () in stages:
         raise ScheduleError(

@@ -13,6 +13,7 @@ from pipesched.planning.plan import Plan
 from pipesched.program.checkpoint_options import Checkpoint
 from pipesched.program.order import Schedule
 from pipesched.program.program import Program
+from pipesched.units import counted
 
 __all__ = ["PlanRequest"]
 
@@ -59,8 +60,9 @@ class PlanRequest:
         of_plan = [name for layers in plan.stages for name in layers]
         if of_plan != names:
             raise PartitionError(
-                f"a plan must have each layer of its model in exactly one stage; the plan has {len(of_plan)} layers, "
-                f"the model has {len(names)}; {_first_difference(of_plan, names)}; make a new plan for this model"
+                f"a plan must have each layer of its model in exactly one stage; the plan has "
+                f"{counted(len(of_plan), 'layer')}, the model has {len(names)}; {_first_difference(of_plan, names)}; "
+                f"make a new plan for this model"
             )
         if self != PlanRequest():
             raise PartitionError(

@@ -24,6 +24,7 @@ from pipesched.program.program import Program
 from pipesched.program.segments import Segments, enough_steps
 from pipesched.program.validation import validate
 from pipesched.program.weight_versions import Uses, update_groups, used_versions
+from pipesched.units import counted
 
 __all__ = ["MICROBATCHES_PER_RANK", "ProgramFactory", "StepPrograms"]
 
@@ -137,8 +138,8 @@ class ProgramFactory:
             )
         if self.updates and program.num_weights < program.num_stages:
             raise ScheduleError(
-                f"optimizer= needs separate weights for each stage; here {program.num_stages} stages share "
-                f"{program.num_weights} weight copies; leave optimizer= out and step an optimizer of your own"
+                f"optimizer= needs separate weights for each stage; here {counted(program.num_stages, 'stage')} share "
+                f"{counted(program.num_weights, 'weight copy')}; leave optimizer= out and step an optimizer of your own"
             )
         if self.norms and program.has_updates and (not program.has_norms or len(self.full.groups) > 1):
             raise ScheduleError(
@@ -260,8 +261,9 @@ class StepPrograms:
 def _as_planned(num_ranks: int, num_devices: int) -> int:
     if num_ranks > num_devices:
         raise DeviceCountError(
-            f"every rank must have a device; the plan has {num_ranks} ranks, but there are {num_devices} devices; pass "
-            f"{num_ranks} devices (a device may repeat), or make a plan for {num_devices}"
+            f"every rank must have a device; the plan has {counted(num_ranks, 'rank')}, but the pipeline has "
+            f"{counted(num_devices, 'device')}; pass {counted(num_ranks, 'device')} (a device may repeat), or make a "
+            f"plan for {num_devices}"
         )
     return num_ranks
 
@@ -286,15 +288,16 @@ def _source(request: PlanRequest, num_devices: int) -> Schedule | Program:
     if "chunks_per_rank" not in schedule.options:
         if num_stages > num_ranks:
             raise DeviceCountError(
-                f"schedule {schedule.name!r} has one stage per rank; {num_stages} stages need {num_stages} devices, "
-                f"but there are {num_devices}; repeat a device, or use a schedule with chunks: "
-                f"{', '.join(_with_chunks())}"
+                f"schedule {schedule.name!r} has one stage per rank; {counted(num_stages, 'stage')} need "
+                f"{counted(num_stages, 'device')}, but there are {num_devices}; repeat a device, or use a schedule "
+                f"with several chunks per rank: {', '.join(_with_chunks())}"
             )
         return schedule
     if num_stages % num_ranks:
         raise PartitionError(
-            f"every rank must have the same number of stages; {num_stages} stages cannot be divided evenly among "
-            f"{num_ranks} ranks; use a multiple of {num_ranks} stages, or a different number of devices"
+            f"every rank must have the same number of stages; {counted(num_stages, 'stage')} cannot be divided evenly "
+            f"among {counted(num_ranks, 'rank')}; pass a multiple of {num_ranks} as num_stages, or a different "
+            f"number of devices"
         )
     return schedule.with_options(chunks_per_rank=num_stages // num_ranks)
 
@@ -317,8 +320,8 @@ def _fixed(program: Program, num_devices: int, request: PlanRequest) -> Program:
     """Return the program that the user gave, after checking that it fits the request."""
     if program.num_ranks > num_devices:
         raise DeviceCountError(
-            f"every rank must have a device; the program has {program.num_ranks} ranks, but there are {num_devices} "
-            f"devices; pass {program.num_ranks} devices (a device may repeat)"
+            f"every rank must have a device; the program has {counted(program.num_ranks, 'rank')}, but the pipeline "
+            f"has {counted(num_devices, 'device')}; pass {counted(program.num_ranks, 'device')} (a device may repeat)"
         )
     for name, wish, has in (
         ("micro-batches", request.num_microbatches, program.num_microbatches),
@@ -332,6 +335,6 @@ def _fixed(program: Program, num_devices: int, request: PlanRequest) -> Program:
     if not program.is_chains or program.forward_only:
         raise ScheduleError(
             "a pipeline can only train a chain of stages, or several chains over the same weights; this program has a "
-            "different stage graph, or no backwards; change the program"
+            "different stage graph, or no backwards; pass a program with such a stage graph and with backwards"
         )
     return program

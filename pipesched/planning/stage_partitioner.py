@@ -68,8 +68,9 @@ class StagePartitioner:
         num_stages = self.program.num_weights
         if num_stages > max(1, len(layers)):
             raise PartitionError(
-                f"every stage needs at least one layer; there are {num_stages} stages on {self.program.num_ranks} "
-                f"ranks, but the model has {len(layers)} layers; use fewer devices, or fewer chunks per rank"
+                f"every stage needs at least one layer; there are {counted(num_stages, 'stage')} on "
+                f"{self.program.num_ranks} ranks, but the model has {counted(len(layers), 'layer')}; use fewer "
+                f"devices, or fewer chunks per rank"
             )
         found: Partition | None = None
         if self.pins.complete:

@@ -92,7 +92,7 @@ def _action(cell: str, row: int, column: int) -> Action:
     else:
         raise ScheduleError(
             f"row {row}, column {column}: a cell must be empty or <stage><kind><micro-batch>, such as 2F0; got "
-            f"{shown(cell)}; kinds: {', '.join(_NAMES)}"
+            f"{shown(cell)}; use one of the kinds {', '.join(_NAMES)}"
         )
     raise ScheduleError(f"row {row}, column {column}: a cell must not {problem}; got {shown(cell)}; {remedy}")
 

@@ -74,8 +74,9 @@ class Shape:
         """Return the chunks of a rank. Raises ScheduleError if a rank does not have exactly ``count`` chunks."""
         if self.chunks_per_rank != count:
             raise ScheduleError(
-                f"this schedule needs {count} stages on each rank; got chunks_per_rank={self.chunks_per_rank}; cut the "
-                f"model into {count * self.num_ranks} stages for {self.num_ranks} ranks (chunks_per_rank={count})"
+                f"this schedule needs {counted(count, 'stage')} on each rank; got "
+                f"chunks_per_rank={self.chunks_per_rank}; cut the model into {count * self.num_ranks} stages for "
+                f"{counted(self.num_ranks, 'rank')} (chunks_per_rank={count})"
             )
         return self.chunks(rank)
 

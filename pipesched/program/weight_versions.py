@@ -104,8 +104,9 @@ def check_versions(program: Program) -> None:
         return
     if program.num_weights < program.num_stages:
         raise ScheduleError(
-            f"an UPDATE may only change the weights of one stage; this program has {program.num_stages} stages but "
-            f"{program.num_weights} weight cop{'y' if program.num_weights == 1 else 'ies'}; remove the UPDATEs, and update the shared weights after the step"
+            f"an UPDATE may only change the weights of one stage; this program has "
+            f"{counted(program.num_stages, 'stage')} but {counted(program.num_weights, 'weight copy')}; remove the "
+            f"UPDATEs, and update the shared weights after the step"
         )
     models: dict[bytes, tuple[int, list[tuple[int, ...]]]] = {}
     placed = _placed(program)

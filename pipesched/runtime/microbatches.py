@@ -194,8 +194,8 @@ class Splitter:
         if self.fixed and count < self.num_microbatches:
             raise InputError(
                 f"a batch must have a row for each of the program's {self.num_microbatches} micro-batches; the batch "
-                f"has {rows} rows; pass at least {self.num_microbatches} rows (drop_last=True in the data loader), or "
-                f"use a schedule that allows any number of micro-batches"
+                f"has {counted(rows, 'row')}; pass at least {counted(self.num_microbatches, 'row')} (drop_last=True "
+                f"in the data loader), or use a schedule that allows any number of micro-batches"
             )
         with torch.enable_grad():  # splitting an input that requires a gradient is part of the user's graph
             columns = [split(value, dim, count) for value, dim in zip(args, dims, strict=True)]
@@ -400,8 +400,8 @@ def _common_rows(given: _Given) -> int:
     for what, other in known.items():
         if other != rows:
             raise InputError(
-                f"all tensors of a batch must have the same number of rows; {first} has {rows} rows, {what} has "
-                f"{other}; make the numbers equal, or set split_dims=None for an argument that is not split"
+                f"all tensors of a batch must have the same number of rows; {first} has {counted(rows, 'row')}, "
+                f"{what} has {other}; make the numbers equal, or set split_dims=None for an argument that is not split"
             )
     if rows == 0:
         raise InputError(f"a batch must have at least one row; {first} has no rows; leave the empty batch out")

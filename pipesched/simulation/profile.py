@@ -178,10 +178,10 @@ class Profile:
         except PipeschedError:
             raise
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise ScheduleError(
-                f"a profile must have model, machine and sizes; reading them raised {type(error).__name__}: {error}; "
-                f"{_AGAIN}"
-            ) from error
+            problem = f"a value is wrong ({type(error).__name__}: {error})"
+            if isinstance(error, KeyError):
+                problem = f"{error} is missing"
+            raise ScheduleError(f"a profile must have model, machine and sizes; {problem}; {_AGAIN}") from error
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write the profile to a JSON file."""
@@ -207,7 +207,7 @@ def _check_layers(layers: list[str], stages: Stages, keep: Mapping[str, str]) ->
         where = f"listed {listed.count(name)} times" if name in layers else "in a stage, but not in the profile"
         raise ScheduleError(
             f"stages must contain every layer of the profile exactly once; {name!r} is {where}; the profile has "
-            f"{len(layers)} layers; list each layer once, or measure this model"
+            f"{counted(len(layers), 'layer')}; list each layer once, or measure this model"
         )
     for name, how in keep.items():
         if name not in layers or how not in get_args(LayerCheckpoint):

@@ -9,6 +9,7 @@ import networkx as nx
 from pipesched.checks import check_number, check_size, check_type, is_count, shown
 from pipesched.errors import ScheduleError
 from pipesched.simulation.layer_costs import NEEDED
+from pipesched.units import counted
 
 __all__ = ["check_graphs", "check_model"]
 
@@ -43,7 +44,7 @@ def check_graphs(graphs: Mapping[int, "nx.DiGraph[str]"]) -> None:
             )
         _check_parameters(graph)
         for name, value in _numbers(graph):
-            (check_size if "bytes" in name.split()[0] else check_number)(value, f"{name} for {rows} rows")
+            (check_size if "bytes" in name.split()[0] else check_number)(value, f"{name} for {counted(rows, 'row')}")
     for rows, graph in graphs.items():
         _check_alike(graphs[first], graph, f"{first} and {rows}")
 
@@ -83,7 +84,7 @@ def _check_parameters(graph: "nx.DiGraph[str]") -> None:
         if not isinstance(names, tuple | list) or not all(isinstance(name, str) and name in sizes for name in names):
             raise ScheduleError(
                 f"a layer's parameters must be listed in the profile; {layer!r} has {shown(names)}, the profile lists "
-                f"{len(sizes)} parameters; {_AGAIN}"
+                f"{counted(len(sizes), 'parameter')}; {_AGAIN}"
             )
 
 
@@ -119,7 +120,7 @@ def check_model(profiled: "nx.DiGraph[str]", own: "nx.DiGraph[str]") -> None:
         if one is None or other is None:
             difference = f"layer {place}, {one or other!r}, is missing from the {'profile' if one is None else 'model'}"
         raise ScheduleError(
-            _of_another(f"the profile has {len(profiled)} layers, the model has {len(own)}; {difference}")
+            _of_another(f"the profile has {counted(len(profiled), 'layer')}, the model has {len(own)}; {difference}")
         )
     for name in own:
         for parameter in dict.fromkeys((*own.nodes[name]["parameters"], *profiled.nodes[name].get("parameters", ()))):

@@ -282,7 +282,7 @@ def test_ranks_that_stay_empty_are_left_out():
         ),
         (
             {"exactly": True, "together": [["embedding", "head"]]},
-            r"layers that must stay together leave only 1 blocks; use fewer stages",
+            r"layers that must stay together leave only 1 block; use fewer stages",
         ),
         (
             {"exactly": True, "together": [["embedding", "first"], ["second", "head"]], "memory_limit_bytes": 12000},

@@ -73,7 +73,7 @@ def test_too_many_boundaries_for_the_devices():
 
 
 def test_stages_that_do_not_go_evenly_on_the_ranks():
-    match = r"3 stages cannot be divided evenly among 2 ranks; use a multiple of 2"
+    match = r"3 stages cannot be divided evenly among 2 ranks; pass a multiple of 2 as num_stages"
     refused(PartitionError, ValueError, match, num_stages=3, schedule="interleaved-1f1b")
 
 
@@ -163,7 +163,7 @@ def test_a_schedule_that_deadlocks_never_runs():
 
 def test_a_program_with_more_ranks_than_devices():
     program = schedules.get("1f1b").program(3, 2)
-    match = r"the program has 3 ranks, but there are 2 devices; pass 3 devices \(a device may repeat\)"
+    match = r"the program has 3 ranks, but the pipeline has 2 devices; pass 3 devices \(a device may repeat\)"
     refused(DeviceCountError, IndexError, match, schedule=program)
 
 
@@ -213,7 +213,7 @@ def test_a_module_that_calls_no_layer_is_one(model):
     refused(
         PartitionError,
         ValueError,
-        "there are 2 stages on 2 ranks, but the model has 1 layers; use fewer devices",
+        "there are 2 stages on 2 ranks, but the model has 1 layer; use fewer devices",
         model,
         schedule="1f1b",
     )
@@ -290,7 +290,7 @@ def test_choices_beside_a_plan():
 def test_a_plan_on_too_few_devices():
     with build(boundaries=[2]) as pipe:
         plan = pipe.plan
-    refused(DeviceCountError, IndexError, r"the plan has 2 ranks, but there are 1 devices", plan=plan, devices=["cpu"])
+    refused(DeviceCountError, IndexError, r"2 ranks, but the pipeline has 1 device", plan=plan, devices=["cpu"])
 
 
 def test_a_path_instead_of_a_plan():

@@ -191,7 +191,7 @@ def test_a_plan_keeps_its_ranks_where_there_are_more_devices(tmp_path):
     with Pipeline(linears(), torch.ones(1, 3), devices=["cpu"] * 4, **choices) as pipe:
         assert pipe.plan.program == saved.program
         assert len(pipe.devices) == 2
-    with pytest.raises(DeviceCountError, match="the plan has 2 ranks, but there are 1 devices"):
+    with pytest.raises(DeviceCountError, match="the plan has 2 ranks, but the pipeline has 1 device"):
         Pipeline(linears(), torch.ones(1, 3), devices=["cpu"], **choices)
 
 

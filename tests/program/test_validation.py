@@ -48,7 +48,7 @@ def test_a_stage_lies_on_a_rank_that_exists():
     refused(
         program("0F0 0B0", microbatches=1, header="placement 0 1"),
         "stage 1 is placed on rank 1",
-        "there are 1 ranks",
+        "but the program has 1 rank; correct the placement",
         "correct the placement",
     )
 

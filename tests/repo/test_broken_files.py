@@ -218,7 +218,7 @@ def test_a_profile_with_what_nobody_reads_or_what_cannot_be_is_refused(change, s
         ),
         (
             ["microbatches 1", "placement 0", "rank 0: 0F0 0SEND_F0>7 0B0"],
-            "0SEND_F0>7 is outside the program's 1 stages",
+            "0SEND_F0>7 is outside the program's 1 stage",
         ),
     ],
 )
