@@ -141,7 +141,7 @@ def _bottleneck(costs: _StageCosts, stages: list[list[Any]], solution: Solution)
     if not solution.exact and costs.found.chosen:
         return at, f"nearly equal choices for activations were merged, so the search was not exact; {bound}"
     if not solution.exact:
-        return at, f"several orders of the layers were searched exactly, but not all; {bound}"
+        return at, f"several orders of the layers were searched exactly, but not all orders; {bound}"
     if ticks == problem.lower:
         return at, bound
     what = f"all splits of the graph ({solution.ideals} order ideals)" if solution.ideals else "all splits of the chain"

@@ -91,7 +91,7 @@ class Request:
             as_list(
                 self.placement,
                 "a placement must be a list with the rank of each stage",
-                "make a placement with pipesched.program.placement",
+                "pass for example [0, 1, 0, 1]",
             )
 
     def _check_checkpoint(self) -> None:
@@ -110,7 +110,7 @@ class Request:
         if len(ranks) != self.num_stages or not all(map(is_whole, ranks)) or set(ranks) != {*range(max(ranks) + 1)}:
             raise PartitionError(
                 f"a placement must have a rank for each stage, and every rank must have a stage; got {shown(ranks)} "
-                f"for {counted(self.num_stages, 'stage')}; make a placement with pipesched.program.placement"
+                f"for {counted(self.num_stages, 'stage')}; pass one rank for each stage, such as [0, 1, 0, 1]"
             )
         if self.any_order:
             raise PartitionError(

@@ -279,7 +279,7 @@ def _num_stages(request: PlanRequest, schedule: Schedule, num_devices: int) -> i
 def _source(request: PlanRequest, num_devices: int) -> Schedule | Program:
     """Return the program that the user gave, or the schedule with as many chunks as the number of stages requires."""
     if num_devices < 1:
-        raise DeviceCountError("a pipeline needs at least one device; got none; pass devices=['cpu'], or more")
+        raise DeviceCountError("a pipeline needs at least one device; got none; pass for example devices=['cpu']")
     if isinstance(request.schedule, Program):
         return _fixed(request.schedule, num_devices, request)
     schedule = _schedule(request.schedule)
@@ -324,13 +324,13 @@ def _fixed(program: Program, num_devices: int, request: PlanRequest) -> Program:
             f"has {counted(num_devices, 'device')}; pass {counted(program.num_ranks, 'device')} (a device may repeat)"
         )
     for name, wish, has in (
-        ("micro-batches", request.num_microbatches, program.num_microbatches),
-        ("stages", request.num_stages, program.num_weights),
+        ("num_microbatches", request.num_microbatches, program.num_microbatches),
+        ("num_stages", request.num_stages, program.num_weights),
     ):
         if wish not in (None, has):
             raise ScheduleError(
-                f"the program fixes the number of {name}: the program has {has}, but {wish} was requested; pass "
-                f"{has}, or leave the option out"
+                f"{name} must agree with the program; the program has {name}={has}, but {name}={wish} was passed; pass "
+                f"{name}={has}, or leave {name}= out"
             )
     if not program.is_chains or program.forward_only:
         raise ScheduleError(

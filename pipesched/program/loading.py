@@ -118,6 +118,6 @@ def _placement(rows: Iterable[list[_Place]]) -> tuple[int, ...]:
         rank, row, column = first[max(first)]
         raise ScheduleError(
             f"row {row}, column {column}: stages must be numbered from 0 without a gap; this is stage {max(first)}, "
-            f"but no row has stage {missing}; add its actions or renumber the stages"
+            f"but no row has stage {missing}; add the actions of stage {missing}, or renumber the stages"
         )
     return tuple(first[stage][0] for stage in range(len(first)))

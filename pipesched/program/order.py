@@ -102,7 +102,7 @@ class Shape:
             near = [str(count) for count in (self.num_ranks - 1, self.num_ranks + 1) if count]
             raise ScheduleError(
                 f"a bidirectional schedule needs an even number of ranks; got {self.num_ranks}; use "
-                f"{' or '.join(near)}, with any number of micro-batches"
+                f"{' or '.join(near)} ranks, with any number of micro-batches"
             )
         return self.num_ranks
 
@@ -474,7 +474,7 @@ def schedule(
         if len(_required(function)) not in (1, 2):
             raise ScheduleError(
                 f"a schedule must be a function (rank, shape) -> Order, or (shape) -> the Orders of all ranks; "
-                f"{name!r} takes ({', '.join(_required(function))}); make its options keyword-only, with defaults, "
+                f"{name!r} takes ({', '.join(_required(function))}); make the options keyword-only, with defaults, "
                 f"after a '*'"
             )
         shape = {"chunks_per_rank": chunks_per_rank, "slices_per_microbatch": slices_per_microbatch}

@@ -196,9 +196,9 @@ def _incomplete(program: Program, stage: int, microbatch: int, kinds: set[Kind])
     remedy = [f"Add {stage}{kind}{microbatch}." for kind in sorted(wanted - kinds)]
     remedy += [f"Remove {stage}{kind}{microbatch}." for kind in sorted(kinds - wanted)]
     marks = dict(program.place(Action(stage, kind, microbatch)) for kind in sorted(kinds)[:1])
-    rule = f"stage {stage} runs {want} for each of {program.num_microbatches} micro-batches"
+    rule = f"stage {stage} must run {want} for each of {program.num_microbatches} micro-batches"
     if program.routes:
-        rule = f"stage {stage} runs {want} for each micro-batch whose route visits it"
+        rule = f"stage {stage} must run {want} for each micro-batch whose route visits it"
     if not accepted[0]:
         rule = f"stage {stage} must not run a micro-batch whose route does not visit the stage"
     return (

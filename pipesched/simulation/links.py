@@ -205,4 +205,4 @@ class Links:
 
 
 _SPECIAL = "special must be a list of [from rank, to rank, link]"
-_AS_TO_DICT = "write it with to_dict"
+_AS_TO_DICT = "write the links with to_dict"

@@ -27,7 +27,9 @@ def check_graphs(graphs: Mapping[int, "nx.DiGraph[str]"]) -> None:
     first = min(graphs)
     for rows, graph in graphs.items():
         if isinstance(rows, bool) or not isinstance(rows, int) or rows < 1:
-            raise ScheduleError(f"micro-batches must have a whole number of rows; the profile has {rows!r}; {_AGAIN}")
+            raise ScheduleError(
+                f"micro-batches must have a whole number of rows; the profile has micro-batches of {rows!r} rows; {_AGAIN}"
+            )
         for one, other in ((graph, graphs[first]), (graphs[first], graph)):
             for name in one:
                 if name not in other:
@@ -39,8 +41,8 @@ def check_graphs(graphs: Mapping[int, "nx.DiGraph[str]"]) -> None:
         if set(graph.edges) != set(graphs[first].edges):
             one, other = min(set(graph.edges) ^ set(graphs[first].edges))
             raise ScheduleError(
-                f"all sizes of a profile must have the same edges; {one!r} -> {other!r} exists for only one of {first} "
-                f"and {rows} rows; {_AGAIN}"
+                f"all sizes of a profile must have the same edges; {one!r} -> {other!r} exists for only one of the "
+                f"micro-batch sizes {first} and {rows}; {_AGAIN}"
             )
         _check_parameters(graph)
         for name, value in _numbers(graph):

@@ -28,7 +28,7 @@ __all__ = ["Span", "Spans", "Trace", "check_trace", "chrome_json"]
 Times = NDArray[Any]
 _MOST_RANKS = 100_000  # the largest number of ranks in a trace
 _SPANS = "a trace must have num_ranks and spans, each [action, rank, start_s, end_s]"
-_TO_DICT = "write it with to_dict"
+_TO_DICT = "write the trace with to_dict"
 
 
 class Span(NamedTuple):
@@ -447,8 +447,8 @@ def _check_read(trace: Trace) -> None:
     for stage, own in enumerate(trace.versions):
         if own and (len(own) < num_microbatches or not all(0 <= version < 2**31 for version in own)):
             raise ScheduleError(
-                f"versions must list the weight version of each micro-batch; stage {stage} has {len(own)} of "
-                f"{num_microbatches}, {shown(own)}; {_TO_DICT}"
+                f"versions must list the weight version of each micro-batch; stage {stage} has {shown(own)} "
+                f"for {counted(num_microbatches, 'micro-batch')}; {_TO_DICT}"
             )
 
 

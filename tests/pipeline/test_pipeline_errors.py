@@ -170,8 +170,11 @@ def test_a_program_with_more_ranks_than_devices():
 @pytest.mark.parametrize(
     ("choices", "match"),
     [
-        ({"num_microbatches": 4}, r"number of micro-batches: the program has 3, but 4 was requested; pass 3"),
-        ({"num_stages": 4}, r"number of stages: the program has 2, but 4 was requested; pass 2"),
+        (
+            {"num_microbatches": 4},
+            r"program has num_microbatches=3, but num_microbatches=4 was passed; pass num_microbatches=3",
+        ),
+        ({"num_stages": 4}, r"the program has num_stages=2, but num_stages=4 was passed; pass num_stages=2, or"),
     ],
 )
 def test_choices_beside_a_program_of_another_shape(choices, match):

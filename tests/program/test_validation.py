@@ -96,14 +96,16 @@ def test_a_program_has_at_least_one_microbatch(microbatches):
 def test_a_stage_runs_each_microbatch_forward_and_backward(order, has, remedy):
     refused(
         program(order),
-        "rank 0: stage 0 runs F and either B or both I and W for each of 2 micro-batches",
+        "rank 0: stage 0 must run F and either B or both I and W for each of 2 micro-batches",
         f"for micro-batch 1 {has}. {remedy}\n",
     )
 
 
 def test_a_forward_only_program_has_no_backward():
     validate(program("0F0 0F1", header="forward-only"))
-    refused(program("0F0 0F1 0B1", header="forward-only"), "stage 0 runs F for each", "it has 0B1, 0F1. Remove 0B1.")
+    refused(
+        program("0F0 0F1 0B1", header="forward-only"), "stage 0 must run F for each", "it has 0B1, 0F1. Remove 0B1."
+    )
 
 
 def test_an_action_runs_once():

@@ -160,7 +160,7 @@ def test_two_chains_share_weights_and_split_the_micro_batches():
 
 def test_a_micro_batch_runs_on_its_route_alone():
     program = both_ways.program(2, 2)
-    refused(replace(program, routes=((0, 1), (0, 1))), "rank 0: stage 0 runs F and either B .*none of them. Add 0B1")
+    refused(replace(program, routes=((0, 1), (0, 1))), "rank 0: stage 0 must run F and .*none of them. Add 0B1")
     refused(replace(program, routes=((0,), (2, 3))), "stage 0 but not its neighbour 1")
     refused(replace(program, routes=((0, 1), (7,))), "one route visits stage 7; correct the route")
     with pytest.raises(

@@ -165,7 +165,7 @@ SPOILT = {
     ),
     "the same edges; '0' -> '1'": lambda v: v["sizes"]["4"]["edges"].pop(0),
     "this profile has none": lambda v: v["sizes"].clear(),
-    "the profile has -4": lambda v: v["sizes"].update({"-4": v["sizes"].pop("4")}),
+    "the profile has micro-batches of -4 rows": lambda v: v["sizes"].update({"-4": v["sizes"].pop("4")}),
 }
 
 
