@@ -340,7 +340,7 @@ class Schedule:
             raise ScheduleError(
                 f"a program may have at most {_MOST_PAIRS:,} pairs of a stage and a micro-batch; {self.name!r} has "
                 f"{pairs:,} for {', '.join(f'{count:,} {name}' for name, count in counts.items() if count > 1)}; use "
-                f"fewer"
+                f"fewer micro-batches, ranks or chunks per rank"
             )
         placement = self.placement(num_ranks, chunks_per_rank * self.num_chains)
         shape = Shape(

@@ -28,7 +28,8 @@ def check_graphs(graphs: Mapping[int, "nx.DiGraph[str]"]) -> None:
     for rows, graph in graphs.items():
         if isinstance(rows, bool) or not isinstance(rows, int) or rows < 1:
             raise ScheduleError(
-                f"micro-batches must have a whole number of rows; the profile has micro-batches of {rows!r} rows; {_AGAIN}"
+                f"micro-batches must have a whole number of rows; the profile has micro-batches of {rows!r} rows; "
+                f"{_AGAIN}"
             )
         for one, other in ((graph, graphs[first]), (graphs[first], graph)):
             for name in one:
