@@ -287,8 +287,8 @@ class Trace:
     def _rank(self, rank: int) -> int:
         if not is_count(rank, 0) or rank >= self.num_ranks:
             raise ScheduleError(
-                f"rank must be one of the trace's ranks, numbered from 0; got rank {shown(rank)} of {self.num_ranks} "
-                f"ranks; pass one of them"
+                f"rank must be one of the trace's ranks, numbered from 0; got rank {shown(rank)}, but the trace "
+                f"has {counted(self.num_ranks, 'rank')}; pass one of these ranks"
             )
         return rank
 
