@@ -107,7 +107,9 @@ def test_fewer_devices_than_ranks():
 
 
 def test_no_devices():
-    refused(DeviceCountError, IndexError, r"at least one device; got none; pass devices=\['cpu'\]", devices=[])
+    refused(
+        DeviceCountError, IndexError, r"at least one device; got none; pass for example devices=\['cpu'\]", devices=[]
+    )
 
 
 @pytest.mark.parametrize("devices", ["cpu", torch.device("cpu"), 2, None])
