@@ -86,8 +86,8 @@ class StepMetrics:
                 loss, metrics = parts[rank][0] if adds else parts
                 if measures and metrics is None:
                     raise ExecutionError(
-                        f"either all ranks must pass metrics= or none; another rank passed it, but rank {rank}, which "
-                        f"has the outputs, did not; pass the same arguments on every rank"
+                        f"if any rank passes metrics=, all must pass it; another rank passed metrics=, but rank "
+                        f"{rank}, which has the outputs, did not; pass the same arguments on every rank"
                     )
                 every = [row for _, own in parts for row in own] if adds else []
                 found.append(_combined(loss.to(here), metrics or {}, every, weighting))

@@ -333,7 +333,7 @@ def test_one_layer(make: Callable[[], nn.Module]) -> None:
     check(make, FLOATS, stages=1)
     with Pipeline(make(), FLOATS[:2], devices=["cpu"] * 2, loss_fn=square) as pipe:
         assert pipe.num_stages == 1  # the other device is left out
-    with pytest.raises(PartitionError, match="the model has 1 layers"):
+    with pytest.raises(PartitionError, match="the model has 1 layer"):
         Pipeline(make(), FLOATS[:2], devices=["cpu"] * 2, loss_fn=square, schedule="1f1b")
 
 

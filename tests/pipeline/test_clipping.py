@@ -210,7 +210,7 @@ def test_the_first_value_that_is_not_finite_is_named(place, react, backward, opt
     assert all(own == messages[0] for own in messages)
     what = "the gradient of the output" if backward else "the output"
     assert len(messages[0]) == (1 if react != "warn" else 2)
-    assert f"in step 1, {what} of layer '6' for micro-batch 2 was the first that was not finite" in messages[0][0]
+    assert f"in step 1, {what} of layer '6' for micro-batch 2 was the first value that was not finite" in messages[0][0]
 
 
 def test_a_loss_that_is_not_finite_is_named_where_all_layers_are():
@@ -220,7 +220,7 @@ def test_a_loss_that_is_not_finite_is_named_where_all_layers_are():
         loss_fn = clipping.spoilt_once(2)
         numerics = Numerics(on_nonfinite="skip", clip_grad_norm=1.0)
         with make(schedule, numerics, num_microbatches=4, checkpoint=checkpoint, loss_fn=loss_fn) as pipe:
-            with pytest.warns(UserWarning, match="the loss for micro-batch 2 was the first that was not finite"):
+            with pytest.warns(UserWarning, match="the loss for micro-batch 2 was the first value that was not finite"):
                 assert pipe.step(x, target=y).isnan()
             assert pipe.step(x, target=y).isfinite()
 

@@ -195,8 +195,8 @@ def test_a_plan_that_fails_leaves_the_old_one_running(why: str, monkeypatch: pyt
     failing: dict[str, Any] = {
         "the optimizer": (OSError, "no optimizer today", four),
         "the layers": (RuntimeError, "no room", four),
-        "the plan": (PartitionError, "is in none", replace(four, stages=four.stages[:3])),
-        "the devices": (DeviceCountError, "5 ranks, but there are 4 devices", five),
+        "the plan": (PartitionError, "is in no stage of the plan", replace(four, stages=four.stages[:3])),
+        "the devices": (DeviceCountError, "5 ranks, but the pipeline has 4 devices", five),
     }
     kind, match, plan = failing[why]
     made = iter([sgd, sgd, broken])

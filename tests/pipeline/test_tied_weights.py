@@ -285,11 +285,11 @@ def test_a_program_of_a_text_runs_as_its_schedule_does():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_what_does_not_fit_is_refused(name):
-    with pytest.raises(ScheduleError, match="got 3; use 2 or 4, with any number of micro-batches"):
+    with pytest.raises(ScheduleError, match="got 3; use 2 or 4 ranks, with any number of micro-batches"):
         wrap(model(), name, 3)
     with pytest.raises(DeviceCountError, match="has one stage per rank; 4 stages need 4 devices, but there are 2"):
         wrap(model(), name, 2, num_stages=4, boundaries=None)
-    with pytest.raises(PartitionError, match="2 boundaries make 3 stages"):
+    with pytest.raises(PartitionError, match="got a list of 2 layers, which makes 3 stages"):
         wrap(model(), Program.parse(str(schedules.get(name).program(2, 6))), 2, boundaries=[2, 4])
 
     class Locked(nn.Identity):

@@ -148,7 +148,7 @@ def test_steps_of_other_lengths_are_compared_action_by_action():
     found = compared(plan.predicted(), measured_of(other, 1, 1.5))
     assert found.step_s is None
     assert str(found) == (
-        "the predicted and the measured step differ in their numbers of actions; "
+        "the predicted and the measured step have different numbers of actions; "
         "largest error on stage 1 (+50.0%), by median times"
     )
     assert found.worst.work_s == pytest.approx((12e-3, 18e-3))
@@ -557,7 +557,7 @@ def test_the_command_says_which_ranks_are_left_out(tmp_path):
 
 def test_what_is_not_in_a_table_has_no_footnote():
     note = Report(plan_of(alternatives=(replace(TAKEN, limit_bytes=None), ALONE))).tables[0].note
-    assert "memory: peak of the largest rank." in note
+    assert "memory: highest peak of any rank." in note
     assert "margin" not in note
 
 

@@ -434,7 +434,7 @@ def test_steps_and_dropped_passes_leave_nothing_behind(name: str) -> None:
 
 def test_normalisation_over_rows_is_warned_of() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
-    with pytest.warns(UserWarning, match="normalised separately by layer '1'; for"):
+    with pytest.warns(UserWarning, match="normalised separately by layer '1'; to compute running statistics over"):
         Pipeline(model, X[:2], devices=["cpu"], num_microbatches=4).close()
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -111,7 +111,7 @@ def check_refusals(asynchronous: str, both: str, different: str, few: str) -> No
     assert "needs an optimizer for each stage; got none; pass optimizer=" in asynchronous
     assert "both were passed; pass only one" in both
     assert "all ranks must have the same plan; rank 1 of 2 has a different plan than rank 0" in different
-    assert "the mesh has 2 ranks, but the program uses 1; use a mesh of 1 ranks" in few
+    assert "the mesh has 2 ranks, but the program uses 1; use a mesh of 1 rank," in few
 
 
 def test_all_ranks_cut_alike_and_draw_alike(ranks: Ranks) -> None:
