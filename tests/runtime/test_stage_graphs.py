@@ -42,6 +42,7 @@ def check(seed: int, found: graphs.Result) -> None:
             np.testing.assert_allclose(found[name], value, rtol=1e-12, atol=1e-14, err_msg=f"{seed}, {name}")
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("seeds", PARTS, ids=str)
 def test_random_programs_over_a_mesh_have_the_right_gradients(ranks: Ranks, seeds: range) -> None:
     by_rank = ranks.run(graphs.NUM_RANKS, graphs.over_mesh, list(seeds))
