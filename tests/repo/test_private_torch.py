@@ -37,9 +37,11 @@ def dotted(node):
 
 def private(source, allowed=frozenset(ALLOWED)):
     """The private names of torch that Python source imports or reaches by attributes, with their lines."""
-    tree = ast.parse(source)
+    if "torch" not in source:
+        return []
+    nodes = list(ast.walk(ast.parse(source)))
     torch_names, found = {}, []
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Import):
             found += [(node.lineno, alias.name) for alias in node.names]
             torch_names |= {alias.asname: alias.name for alias in node.names if alias.asname}
@@ -47,7 +49,7 @@ def private(source, allowed=frozenset(ALLOWED)):
             names = {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
             found += [(node.lineno, name) for name in names.values()]
             torch_names |= names
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Attribute) and (name := dotted(node)):
             start, _, rest = name.partition(".")
             found.append((node.lineno, f"{torch_names.get(start, start)}.{rest}"))
