@@ -118,6 +118,13 @@ def check_demo(folder, printed, num_ranks, alone):
     assert all(torch.equal(weights[name], value) for name, value in alone.items())
 
 
+def test_the_demo_trains_reports_and_draws(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [DEMO.name, "--steps", "2", "--save", "weights.pt"])
+    runpy.run_path(str(DEMO), run_name="__main__")
+    check_demo(tmp_path, capsys.readouterr().out, 2, torch.load("weights.pt"))
+
+
 @pytest.mark.exhaustive
 def test_the_command_of_the_docs_for_several_machines(alone, tmp_path):
     """Two torchruns, as on two machines, of one process each."""
