@@ -35,6 +35,7 @@ def place(request: pytest.FixtureRequest) -> Run:
     return run_here if request.param == HERE else request.getfixturevalue("ranks").run
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("place", "count", "job", "case", "norm_type"),
     [

@@ -85,6 +85,7 @@ def late(rank: int, shape: Shape, *, split: bool = False) -> Order:
     return order
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
 @pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize("m", [1, 3])
