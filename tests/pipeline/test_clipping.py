@@ -157,23 +157,38 @@ def test_a_new_plan_clips_on():
 
 
 @pytest.mark.parametrize(
-    ("place", "count", "schedule", "make", "dtype", "checkpoint", "overflow"),
+    ("place", "count", "schedule", "make", "dtype", "checkpoint", "overflow", "optimizers"),
     [
-        (HERE, 2, "1f1b", clipping.tied_model, FLOAT, "never", None),
-        (HERE, 3, "1f1b", clipping.plain_model, FLOAT, "never", 7),
-        (MESH, 2, "zb-v", clipping.plain_model, HALF, "always", 1),
-        (MESH, 3, "1f1b", clipping.plain_model, FLOAT, "never", None),
-        (MESH, 2, "1f1b", clipping.tied_model, FLOAT, "always", 0),
+        (HERE, 2, "1f1b", clipping.tied_model, FLOAT, "never", None, True),
+        (HERE, 3, "1f1b", clipping.plain_model, FLOAT, "never", 7, True),
+        (MESH, 2, "zb-v", clipping.plain_model, HALF, "always", 1, True),
+        (MESH, 3, "1f1b", clipping.plain_model, FLOAT, "never", None, True),
+        (MESH, 2, "1f1b", clipping.tied_model, FLOAT, "always", 0, True),
+        (HERE, 2, "zb-v", clipping.tied_model, FLOAT, "always", 1, False),
+        (MESH, 3, "1f1b", clipping.plain_model, FLOAT, "never", 1, False),
+        (MESH, 3, "1f1b", clipping.plain_model, HALF, "always", 7, False),
+        (MESH, 3, "1f1b", clipping.plain_model, FLOAT, "never", 14, False),
+        (MESH, 2, "1f1b", clipping.tied_model, FLOAT, "never", None, False),
     ],
     indirect=["place"],
 )
-def test_an_overflow_in_any_stage_skips_the_update_of_all(place, count, schedule, make, dtype, checkpoint, overflow):
+def test_an_overflow_in_any_stage_skips_the_update_of_all(
+    place, count, schedule, make, dtype, checkpoint, overflow, optimizers
+):
     """And halves the scale everywhere; weights, norms and scales are those of torch's scaler in the plain loop."""
     start = 2.0**13 if overflow is None else 1024.0
-    results = place(count, clipping.scale_losses, schedule, make, dtype, checkpoint, overflow, start)
+    results = place(count, clipping.scale_losses, schedule, make, dtype, checkpoint, overflow, optimizers, start)
     assert all(own == results[0] for own in results)
     skips, scales = results[0]
     assert 1 <= skips < len(scales)
+
+
+def test_an_overflow_stays_in_the_gradients_until_they_are_cleared(run: Run):
+    run(2, clipping.accumulate_after_an_overflow)
+
+
+def test_a_rank_without_gradients_cannot_have_a_scaler(ranks):
+    ranks.run(2, clipping.refuse_ranks_without_gradients)
 
 
 def test_a_scale_that_is_no_power_of_two_divides_as_torchs_does():
@@ -192,10 +207,6 @@ def test_a_scale_that_is_no_power_of_two_divides_as_torchs_does():
 
 def test_a_scaler_is_refused_where_it_cannot_be_right():
     scaled = Numerics(scaler=GradScaler("cpu"))
-    with pytest.raises(
-        InputError, match=r"scaler= requires step.. to update .* without optimizer=.* train in bfloat16"
-    ):
-        make("1f1b", scaled, optimizer=None)
     with pytest.raises(ScheduleError, match="'pipedream' updates the weights while micro-batches"):
         make("pipedream", scaled)
     with pytest.raises(ArgumentError, match=r"scaler must be a torch\.amp\.GradScaler"):
