@@ -155,7 +155,7 @@ class Numerics:
         Raises InputError for an option that requires ``optimizer=`` if there are no optimizers.
         """
         scaler = self.enabled_scaler
-        if self.clip_grad_norm is None and scaler is None and self.on_nonfinite is None:
+        if not self.needs_norms:
             return None
         clip = f"clip_grad_norm={self.clip_grad_norm}"
         for option, passed, remedy in (
@@ -175,6 +175,11 @@ class Numerics:
             on_nonfinite=self.on_nonfinite,
             lags=lags,
         )
+
+    @property
+    def needs_norms(self) -> bool:
+        """Whether updates inside a step wait for the norm of all gradients."""
+        return self.clip_grad_norm is not None or self.enabled_scaler is not None or self.on_nonfinite is not None
 
     @property
     def enabled_scaler(self) -> GradScaler | None:

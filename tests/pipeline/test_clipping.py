@@ -11,10 +11,11 @@ from matplotlib.text import Text
 from torch import nn
 from torch.amp import GradScaler
 
-from pipesched import Kind, Numerics, Pipeline, Program, Trace, schedules, viz
+from pipesched import Kind, Numerics, Pipeline, Program, Search, Trace, schedules, simulate, viz
 from pipesched.errors import ArgumentError, ExecutionError, InputError, ScheduleError
 from pipesched.program.lowering import add_norms, add_updates
 from pipesched.runtime.stage.loss_scale import LossScale
+from pipesched.simulation.links import Link, Links
 from pipesched.testing import clip_grad_norm_
 from tests.support.async_replay import pipeline as asynchronous
 from tests.support.async_replay import transformer
@@ -126,6 +127,19 @@ def test_a_program_with_norms_runs_where_they_are_used(tmp_path: Path):
         assert torch.equal(pipe.grad_norm, norm)
     with pytest.raises(ScheduleError, match="no such option was passed"):
         make(program, None)
+
+
+def test_a_search_predicts_the_time_of_the_barrier():
+    links = Links(Link(latency_s=1.0))
+    times = []
+    for numerics in (CLIPPED, None):
+        options = {"num_microbatches": 4, "search": Search(batch_size=12, links=links, effort=1000)}
+        with make("1f1b", numerics, **options) as pipe:
+            program = add_updates(pipe.plan.program)
+            program = add_norms(program) if numerics else program
+            times.append((pipe.plan.alternatives[0].step_s, simulate(program, pipe.plan.costs).makespan_s))
+    assert times[0][0] == pytest.approx(times[0][1])
+    assert times[0][0] > times[1][0] + 0.5
 
 
 def test_a_failed_step_leaves_no_norms_behind():
