@@ -127,12 +127,16 @@ def test_a_full_disk_leaves_the_checkpoint_and_says_so(
 
 
 def test_an_asynchronous_save_holds_the_weights_of_its_step(tmp_path: Path) -> None:
-    """Also where the next step changes them before they are written; close() waits."""
+    """Also where the user or the next step changes them before they are written; close() waits."""
     model = layers()
     pipe = piped(model, optimizer=torch.optim.Adam)
     pipe.step(X, target=Y)
     expected = {name: value.clone() for name, value in model.state_dict().items()}
+    parameters = list(pipe.parameters())
     pipe.save(tmp_path, asynchronous=True)
+    with torch.no_grad():
+        for parameter in parameters:
+            parameter.zero_()
     pipe.step(X, target=Y)
     pipe.close()
     with piped(layers(3), ranks=3, optimizer=torch.optim.Adam) as other:
