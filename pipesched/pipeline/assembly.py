@@ -28,6 +28,7 @@ from pipesched.program.checkpoint_options import checkpoint_by_layer, offloading
 from pipesched.program.program import Program
 from pipesched.runtime.gradients.rules import GradientRules, Verdict
 from pipesched.runtime.rank_host import RankHost, ThreadRanks
+from pipesched.runtime.shared_overflow import share_overflow
 from pipesched.runtime.stage.batch_norm import BatchNormMode, MiniBatchNorms
 from pipesched.runtime.stage.buffer_copies import own_buffers
 from pipesched.runtime.stage.compiled_layers import Compiled
@@ -280,6 +281,10 @@ class Assembly:
             for stage in self.stages.values():
                 stage.optimizer.update_late(verdict)
 
+    def share_overflow(self, intra_op_threads: int) -> None:
+        """Make all gradients infinite or NaN if any gradient of any process is. Collective."""
+        share_overflow(self._parameters(), self._host, intra_op_threads)
+
     def decide(self, intra_op_threads: int, losses: Iterable[Tensor]) -> Verdict:
         """Measure the gradients of the stages of all processes, and return the decision on them. Collective.
 
@@ -287,8 +292,10 @@ class Assembly:
         """
         assert self.rules is not None
         with intra_op(intra_op_threads):
-            own = [parameter for stage in self.stages.values() for parameter in stage.optimizer.parameters]
-            return self.rules.decide(self._host.gathered(self.rules.measure(own, losses)))
+            return self.rules.decide(self._host.gathered(self.rules.measure(self._parameters(), losses)))
+
+    def _parameters(self) -> list[nn.Parameter]:
+        return [parameter for stage in self.stages.values() for parameter in stage.optimizer.parameters]
 
     @property
     def verdict(self) -> Verdict | None:

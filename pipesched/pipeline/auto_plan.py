@@ -114,6 +114,7 @@ class AutoPlan:
             num_cores=cores_of(self.devices, self.numerics.intra_op_threads),
             offload=self.search.offload,
             effort=self.search.effort,
+            norms=self.optimizer is not None and self.numerics.needs_norms,
         )
         plan = find_plan(search_request)
         first = plan.alternatives[0] if plan.alternatives else None

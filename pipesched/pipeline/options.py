@@ -98,9 +98,10 @@ class Numerics:
             are scaled down before the update, as ``Pipeline.clip_grad_norm_`` does. Default: None (not clipped).
         norm_type: the order of the norm that ``clip_grad_norm`` limits; ``math.inf`` for the largest absolute value.
             Default: 2.
-        scaler: with ``optimizer=``, a ``torch.amp.GradScaler``, for training in float16 under autocast. Backwards start
-            from the scaled loss, and ``step`` returns the unscaled loss. If a gradient of any stage overflows, no stage
-            is updated. Default: None (the loss is not scaled).
+        scaler: a ``torch.amp.GradScaler``, for training in float16 under autocast. Backwards start from the scaled
+            loss, and ``step`` returns the unscaled loss. If a gradient of any stage overflows, no stage is updated.
+            Without ``optimizer=``, call ``scaler.unscale_(optimizer)``, ``scaler.step(optimizer)`` and
+            ``scaler.update()`` after each step, on every rank. Default: None (the loss is not scaled).
         on_nonfinite: the reaction of a step to a loss or gradient that is infinite or NaN: "raise" an ExecutionError
             before the update, "skip" the update on all ranks and warn (requires ``optimizer=``), or only "warn". The
             message names the first layer and micro-batch with such a value. With GPUs in a single process, "raise" and
@@ -157,12 +158,11 @@ class Numerics:
         Raises InputError for an option that requires ``optimizer=`` if there are no optimizers.
         """
         scaler = self.enabled_scaler
-        if self.clip_grad_norm is None and scaler is None and self.on_nonfinite is None:
+        if not self.needs_norms:
             return None
         clip = f"clip_grad_norm={self.clip_grad_norm}"
         for option, passed, remedy in (
             (clip, self.clip_grad_norm is not None, "call pipe.clip_grad_norm_() before your optimizer's step"),
-            ("scaler=", scaler is not None, "train in bfloat16, which needs no scaler"),
             ("on_nonfinite='skip'", self.on_nonfinite == "skip", "pass on_nonfinite='raise', and catch the error"),
         ):
             if passed and not has_optimizers:
@@ -178,6 +178,11 @@ class Numerics:
             on_nonfinite=self.on_nonfinite,
             lags=lags,
         )
+
+    @property
+    def needs_norms(self) -> bool:
+        """Whether updates inside a step wait for the norm of all gradients."""
+        return self.clip_grad_norm is not None or self.enabled_scaler is not None or self.on_nonfinite is not None
 
     @property
     def enabled_scaler(self) -> GradScaler | None:

@@ -121,6 +121,8 @@ class StepRunner:
         assembly = self._running.assembly
         verdict = assembly.verdict
         rules.finish(verdict)
+        if rules.scale is not None and not self._running.updates:
+            assembly.share_overflow(self._intra_op_threads)
         if step_data.watch is None:
             return
         if verdict is None:

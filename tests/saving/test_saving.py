@@ -1,7 +1,9 @@
 """Saving and loading: the folder, the names, and every error by name."""
 
+import gc
 import json
 import shutil
+from collections import Counter
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ from torch import nn
 from torch.amp import GradScaler
 from torch.optim.lr_scheduler import ExponentialLR, LambdaLR, OneCycleLR, ReduceLROnPlateau, SequentialLR
 
-from pipesched import Numerics, Pipeline
+from pipesched import Numerics, Pipeline, StepLog
 from pipesched.errors import CheckpointError, DamagedCheckpointError, InputError, MissingCheckpointError
 from pipesched.saving import writing
 from tests.support import places
@@ -127,17 +129,46 @@ def test_a_full_disk_leaves_the_checkpoint_and_says_so(
 
 
 def test_an_asynchronous_save_holds_the_weights_of_its_step(tmp_path: Path) -> None:
-    """Also where the next step changes them before they are written; close() waits."""
+    """Also where the user or the next step changes them before they are written; close() waits."""
     model = layers()
     pipe = piped(model, optimizer=torch.optim.Adam)
     pipe.step(X, target=Y)
     expected = {name: value.clone() for name, value in model.state_dict().items()}
+    parameters = list(pipe.parameters())
     pipe.save(tmp_path, asynchronous=True)
+    with torch.no_grad():
+        for parameter in parameters:
+            parameter.zero_()
     pipe.step(X, target=Y)
     pipe.close()
     with piped(layers(3), ranks=3, optimizer=torch.optim.Adam) as other:
         assert other.load(tmp_path).step == 1
         assert_equal_bits(other.model.state_dict(), expected)
+
+
+def test_steps_and_saves_leave_no_objects_behind(tmp_path: Path) -> None:
+    """`benchmarks/long_run.py` counts them over many more steps."""
+    rounds = 5
+    with piped() as pipe:
+        adam = torch.optim.AdamW(pipe.parameters())
+        log = StepLog(pipe, every=2, show=lambda _: None)
+
+        def count() -> Counter[str]:
+            for step in range(2 * rounds):
+                log(pipe.step(X, target=Y), step=step)
+                pipe.clip_grad_norm_(1.0)
+                adam.step()
+                adam.zero_grad()
+                if step % 2:
+                    pipe.evaluate(X, target=Y)
+                    pipe.save(tmp_path, optimizer=adam, keep=2, asynchronous=True)
+            pipe.save(tmp_path, optimizer=adam, keep=2)
+            gc.collect()
+            return Counter(type(each).__name__ for each in gc.get_objects())
+
+        count()
+        before, after = count(), count()
+    assert [kind for kind, number in (after - before).items() if number >= rounds] == []
 
 
 # ---- what is saved --------------------------------------------------------------------------------------------------
