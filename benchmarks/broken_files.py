@@ -328,7 +328,7 @@ def _work(pipe: Any, folder: str, name: str, first: int, stop: int) -> None:
 
 def run(sort: Sort, files: int, limit_s: float) -> list[tuple[int, str, str, float]]:
     """Read ``files`` broken files of a kind; returns (index, outcome, message, seconds) of each."""
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
     found: list[tuple[int, str, str, float]] = []
     with tempfile.TemporaryDirectory() as folder:
         while len(found) < files:

@@ -128,7 +128,7 @@ def main() -> None:
     options = parser.parse_args()
     shape = options.layers, options.width
     print(machine())
-    print(f"{'MB':32}{'weights':>12}{'peak, made':>14}{'and a step':>14}{'made in s':>10}")
+    print(f"{'MB':32}{'weights':>12}{'peak: making':>14}{'peak: step':>14}{'seconds':>10}")
     row("whole, in one process", *in_ranks(1, whole, shape)[0])
     with tempfile.TemporaryDirectory() as folder:
         for init in ("reset", folder):

@@ -81,12 +81,13 @@ def scaled(ranks: Ranks, steps: int, every: int) -> bool:
             continue
         dtype = DTYPES[number // every % 2]
         case = clipping.Case(schedule, clipping.plain_model, dtype, CHECKPOINTS[number % 3])
+        optimizers = number // every % 4 < 2
         try:
-            results = run(ranks, place, count, clipping.scale_losses, case, layer, 1024.0, steps)
+            results = run(ranks, place, count, clipping.scale_losses, case, layer, optimizers, 1024.0, steps)
             assert all(own == (1, results[0][1]) for own in results), f"ranks disagree: {results}"
             good += 1
         except AssertionError as error:
-            failures.append(f"{count} ranks, {schedule}, {place}, layer {layer}, {dtype}: {error}")
+            failures.append(f"{count} ranks, {schedule}, {place}, layer {layer}, {dtype}, {optimizers}: {error}")
     print(f"overflows in one layer: {good} skipped by all ranks, with the scale halved and the loop's bits")
     print(f"differing: {len(failures)}", *failures, sep="\n", flush=True)
     return not failures

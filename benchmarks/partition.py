@@ -165,8 +165,9 @@ def lattices(named: dict[str, nx.DiGraph]) -> None:
 
 
 def splitters(named: dict[str, list[float]]) -> None:
-    """Print the bottleneck of each splitter over the optimum of the same chain."""
-    print("\nbottleneck over the optimum            p     here  unit moves    max - min   ms here   ms theirs")
+    """Print each splitter's bottleneck / the optimum of the same chain, and its time."""
+    names = f"{'pipesched':>11}{'unit moves':>12}{'max - min':>11}"
+    print(f"\n{'':<40}{'bottleneck / optimum':>34}  {'milliseconds':>34}\n{'chain':<36}{'p':>4}{names}  {names}")
     drawn: list[float] = []
     for name, times in named.items():
         for num_stages in (2, 4, 8, 16):
@@ -182,8 +183,8 @@ def splitters(named: dict[str, list[float]]) -> None:
             spent = [time for _, time in found.values()]
             if " #" not in name:
                 print(
-                    f"{name:<36}{num_stages:>4}{over[0]:>9.3f}{over[1]:>12.3f}{over[2]:>13.3f}"
-                    f"{spent[0]:>10.2f}{spent[1]:>9.2f}, {spent[2]:.0f}",
+                    f"{name:<36}{num_stages:>4}{over[0]:>11.3f}{over[1]:>12.3f}{over[2]:>11.3f}"
+                    f"  {spent[0]:>11.2f}{spent[1]:>12.2f}{spent[2]:>11.0f}",
                     flush=True,
                 )
             else:

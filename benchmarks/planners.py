@@ -1,6 +1,6 @@
 """Planners: compares the simulated steps of pipesched's plans with those of other planners' plans.
 
-    python benchmarks/planners.py [--models N] [--ranks 4 8 16] [--quick]
+    python benchmarks/planners.py [--models N] [--ranks 4 8 16]
 
 The script prints each simulated step divided by a lower bound. All planners use the same cost tables (`cost_tables`),
 so no runtime affects the comparison, and none except "ours, lean" has a memory limit. Hosts have eight ranks, with
@@ -219,7 +219,7 @@ def main() -> None:
     parser.add_argument("--models", type=int, default=len(TABLES))
     parser.add_argument("--ranks", type=int, nargs="*", default=[4, 8, 16])
     asked = parser.parse_args()
-    print(f"{'a step over its bound':<36}{'p':>4}{'m':>4}" + "".join(f"{name:>14}" for name in PLANNERS))
+    print(f"{'step / lower bound':<36}{'p':>4}{'m':>4}" + "".join(f"{name:>14}" for name in PLANNERS))
     over: dict[str, list[float]] = {name: [] for name in PLANNERS}
     for model, case in cases(list(TABLES)[: asked.models], asked.ranks):
         CHOSEN.clear()
@@ -233,15 +233,16 @@ def main() -> None:
 
 
 def summary(over: dict[str, list[float]]) -> None:
-    """Print the geometric mean and the worst case of each planner, and its step beside ours."""
+    """Print the geometric mean and the worst case of each planner, and how much faster our step is."""
     print()
     for name, values in over.items():
         pairs = [(value, own) for value, own in zip(values, over["ours"], strict=True) if not math.isnan(value)]
         longer = [value / own for value, own in pairs]
-        print(
-            f"{name:<16} mean {mean([value for value, _ in pairs]):.3f}, worst {max(value for value, _ in pairs):.3f}; "
-            f"ours is {quote_speed(mean(longer))} ({quote_speed(min(longer))} to {quote_speed(max(longer))})"
-        )
+        kept = [value for value, _ in pairs]
+        line = f"{name:<16} mean {mean(kept):.3f}, worst {max(kept):.3f}"
+        if name != "ours":
+            line += f"; ours is {quote_speed(mean(longer))} ({quote_speed(min(longer))} to {quote_speed(max(longer))})"
+        print(line)
 
 
 def mean(values: Sequence[float]) -> float:

@@ -22,7 +22,7 @@ from pipesched.planning.stage_partitioner import StagePartitioner
 from pipesched.planning.tuner import find_plan
 from pipesched.simulation.overheads import Machine
 from pipesched.simulation.profile import Profile
-from pipesched.units import quote_bytes, quote_speed, quote_time
+from pipesched.units import quote_bytes, quote_time
 
 WIDTH, TOKENS, VOCABULARY = 4096, 2048, 128_000
 FLOPS = 150e12  # of a device
@@ -106,7 +106,7 @@ def main() -> None:
         print(
             f"{label:<52}{min(run[0] for run in runs):>8.2f}  {own.label}, {own.num_ranks} ranks, "
             f"{own.num_microbatches} micro-batches, {own.checkpoint}, {quote_time(own.step_s)}, "
-            f"bubble {own.bubble_ratio:.1%}; {quote_speed(against)} than the better equal split",
+            f"bubble {own.bubble_ratio:.1%}; equal split / this plan: {against:.2f}",
             flush=True,
         )
 

@@ -1,119 +1,93 @@
-"""Reductions: how much of the sums of gradients over replicas is hidden, predicted beside measured.
+"""Reductions: how much of the sums of gradients over replicas each schedule hides, by simulation.
 
-    python benchmarks/reductions.py [--steps 9] [--replicas 2] [--schedules 1f1b zb-h1]
+    python benchmarks/reductions.py [--ranks 4] [--microbatches 8] [--replicas 8] [--picture reductions.png]
 
-A pipeline of four ranks with two replicas runs steps of 8 micro-batches on 8 processes. The stages sleep, as a host
-that waits for its accelerators does, and so does each sum over replicas, as if the link between the replicas were slow:
-the sums of a stage take 90 % of one of its backward passes. The script prints the makespan, predicted and measured, and
-for each rank the share of its sums that lies in bubbles, under compute, and after the last backward pass of all ranks.
+The model is a GPT of 24 layers of width 2304 (1.7 billion parameters, the first row of Table 1 of Narayanan et al.
+2021), in bfloat16, with micro-batches of 4 x 2048 tokens on devices that reach 156 TFLOP/s. Each layer is a bucket. The
+replicas are connected by a ring of 25 GB/s. The table compares three rules for the start of a bucket: at the end of the
+stage's last backward, inside the last backward of every stage, and inside the last backward of the first stage only,
+which is the rule of pipesched. "hidden" is the share of the reductions' time in bubbles and under compute.
 """
 
 import argparse
-import time
-from statistics import median
-from typing import Any
+from collections.abc import Callable, Iterator
+from unittest.mock import patch
 
-import torch
-from measure import in_ranks, machine
-from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from pipesched import Costs, Link, Links, Program, Trace, schedules, simulate
+from pipesched.program.lowering import add_reductions
+from pipesched.program.reductions import early_stages
+from pipesched.viz import plot_timeline
 
-from pipesched import Costs, Pipeline, Trace, simulate
-from pipesched.runtime.reductions.replica_sum import ReplicaGroup
+SCHEDULES = ("gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zb-v", "dualpipe-v")
+NUM_LAYERS, WIDTH = 24, 2304
+TOKENS = 4 * 2048
+FLOP_S = 156e12
+BYTES = 2
+LINK = Link(latency_s=10e-6, bytes_per_s=25e9)
 
-_RANKS, _MICROBATCHES, _LAYERS = 4, 8, 4
-_LAYER_S = 0.01  # the forward of a layer; its backward takes twice as long
-_BUCKET_S = 0.9 * 2 * _LAYER_S
-
-
-class Sleeping(nn.Module):
-    """A layer with a weight whose forward and backward sleep."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(8, 8))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return _Sleep.apply(x, self.weight)  # type: ignore[no-untyped-call,no-any-return]
+Rule = Callable[[Program], frozenset[int]]
+RULES: dict[str, Rule] = {
+    "at the end": lambda program: frozenset(),
+    "inside, every stage": lambda program: frozenset(range(program.num_stages)),
+    "inside, first stage": early_stages,
+}
 
 
-class _Sleep(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(weight)
-        time.sleep(_LAYER_S)
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        time.sleep(2 * _LAYER_S)
-        return grad, torch.ones_like(*ctx.saved_tensors)
-
-
-def slow_links() -> None:
-    """Make each sum over replicas take as long as it would over a slow link."""
-    add = ReplicaGroup.add
-
-    def slowed(group: ReplicaGroup, buffer: Tensor) -> None:
-        begin = time.perf_counter()
-        add(group, buffer)
-        time.sleep(max(0, begin + _BUCKET_S - time.perf_counter()))
-
-    ReplicaGroup.add = slowed  # type: ignore[method-assign]
+def costs(num_stages: int, replicas: int) -> Costs:
+    """Return the costs of equal stages, with a bucket for each layer."""
+    layers = max(1, NUM_LAYERS // num_stages)
+    parameters = 12 * WIDTH**2
+    forward_s = 2 * parameters * TOKENS / FLOP_S * NUM_LAYERS / num_stages
+    bucket_s = Links(inside=LINK).all_reduce_s(parameters * BYTES, range(replicas))
+    return Costs.uniform(
+        num_stages,
+        forward_s=forward_s,
+        input_grad_s=forward_s,
+        weight_grad_s=forward_s,
+        reduce_s=(bucket_s,) * layers,
+    )
 
 
-def in_rank(group: Any, schedule: str, replicas: int, steps: int) -> tuple[list[Trace], Trace]:
-    """Run steps on one rank; return the traces of its replica, and the predicted trace."""
-    slow_links()
-    mesh = init_device_mesh("cpu", (replicas, _RANKS), mesh_dim_names=("dp", "pp"))
-    model = nn.Sequential(*(Sleeping() for _ in range(_RANKS * _LAYERS)))
-    x = torch.randn(_MICROBATCHES, 8)
-    boundaries = list(range(_LAYERS, _RANKS * _LAYERS, _LAYERS))
-    options: dict[str, Any] = {"schedule": schedule, "num_microbatches": _MICROBATCHES, "boundaries": boundaries}
-    with Pipeline(model, x[:1], loss_fn=nn.functional.mse_loss, mesh=mesh, seed=0, **options) as pipe:
-        traces = []
-        for _ in range(steps + 2):
-            pipe.step(x, target=x)
-            traces.append(pipe.gather_trace())
-        program = pipe._running.assembly.programs.full.timed
-        costs = Costs.uniform(
-            _RANKS,
-            forward_s=_LAYERS * _LAYER_S,
-            input_grad_s=2 * _LAYERS * _LAYER_S,
-            weight_grad_s=0,
-            reduce_s=(_BUCKET_S,) * _LAYERS,
-        )
-        return [trace for trace in traces[2:] if trace is not None], simulate(program, costs)
+def simulated(name: str, ranks: int, microbatches: int, replicas: int, rule: Rule) -> Trace:
+    """Simulate a step of a schedule in which ``rule`` returns the stages whose buckets start early."""
+    plain = schedules.get(name).program(ranks, microbatches)
+    own = costs(plain.num_stages, replicas)
+    with patch("pipesched.simulation.simulator.early_stages", rule):
+        return simulate(add_reductions(plain, list(map(len, own.reduce_s))), own)
 
 
-def line(name: str, traces: list[Trace]) -> str:
-    """The makespan, and for each rank where its sums lie, as medians over the traces."""
-    parts = []
-    for rank in range(_RANKS):
-        times = [trace.reduction_times[rank] for trace in traces]
-        shares = [
-            median([part / own.total_s for part, own in zip(column, times, strict=True)])
-            for column in zip(*times, strict=True)
-        ]
-        parts.append(f"rank {rank}: " + " / ".join(f"{share:.0%}" for share in shares))
-    return f"  {name:<10}{median([trace.makespan_s for trace in traces]) * 1e3:8.1f} ms   {'   '.join(parts)}"
+def rows(ranks: int, microbatches: int, replicas: int) -> Iterator[str]:
+    """Yield the rows of the table of schedules."""
+    heads = ["schedule", "without", *RULES, "in bubbles", "under compute", "exposed"]
+    yield f"| {' | '.join(heads)} |\n|{'---|' * len(heads)}"
+    for name in SCHEDULES:
+        plain = schedules.get(name).program(ranks, microbatches)
+        without = simulate(plain, costs(plain.num_stages, replicas)).makespan_s
+        traces = [simulated(name, ranks, microbatches, replicas, rule) for rule in RULES.values()]
+        times = [f"{trace.makespan_s * 1e3:.0f} ms" for trace in traces]
+        parts = [sum(part) for part in zip(*traces[-1].reduction_times, strict=True)]
+        shares = [f"{part / sum(parts):.1%}" for part in parts]
+        yield f"| {' | '.join([name, f'{without * 1e3:.0f} ms', *times, *shares])} |"
 
 
 def main() -> None:
-    """Run all schedules and print a table."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=9)
-    parser.add_argument("--replicas", type=int, default=2)
-    parser.add_argument("--schedules", nargs="+", default=["1f1b", "zb-h1"])
-    args = parser.parse_args()
-    print(machine())
-    print("makespan; share of each rank's sums in bubbles / under compute / after the last backward pass")
-    for schedule in args.schedules:
-        traces, predicted = in_ranks(args.replicas * _RANKS, in_rank, schedule, args.replicas, args.steps)[0]
-        print(f"{schedule}, {args.replicas} replicas")
-        print(line("predicted", [predicted]))
-        print(line("measured", traces), flush=True)
-        print(f"  measured / predicted: {median([trace.makespan_s for trace in traces]) / predicted.makespan_s:.3f}")
+    """Print the table of schedules, then the reductions of each rank under 1F1B."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--microbatches", type=int, default=8)
+    parser.add_argument("--replicas", type=int, default=8)
+    parser.add_argument("--picture", help="a file for the timeline of 1F1B")
+    options = parser.parse_args()
+    shape = options.ranks, options.microbatches, options.replicas
+    print(*rows(*shape), sep="\n")
+    trace = simulated("1f1b", *shape, early_stages)
+    for rank, own in enumerate(trace.reduction_times):
+        print(
+            f"1f1b, rank {rank}: {own.total_s * 1e3:.1f} ms, {own.in_bubbles_s / own.total_s:.1%} in bubbles, "
+            f"{own.under_compute_s / own.total_s:.1%} under compute, {own.exposed_s / own.total_s:.1%} exposed"
+        )
+    if options.picture:
+        plot_timeline(trace).figure.savefig(options.picture)
 
 
 if __name__ == "__main__":

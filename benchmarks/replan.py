@@ -110,9 +110,8 @@ def compare(pairs: int, steps: int, *, measure: bool, compute: bool) -> None:
     cuts = [" + ".join(str(len(names)) for names in plan.stages) for plan in (old, new)]
     print(f"  blocks {cuts[0]}: {found.first * 1e3:.2f} ms a step; {cuts[1]}: {found.second * 1e3:.2f} ms", end="")
     print(f" (predicted {predicted_s * 1e3:.2f} ms); before / after {found}")
-    print(
-        f"  switching plans takes {median(took) * 1e3:.1f} ms; the first step after it {median(firsts) * 1e3:+.1f} ms"
-    )
+    first_ms = median(firsts) * 1e3
+    print(f"  switching plans takes {median(took) * 1e3:.1f} ms, and lengthens the next step by {first_ms:.1f} ms")
     other = Training(compute)
     for block in other.blocks:
         block.sleep_s *= 1e-6  # this run compares weights, not times

@@ -292,14 +292,14 @@ with {machine}, transformers {transformers}.
   to the output. **torch, own loss**: torch's tracer, on the model with labels, which computes its
   own loss. Both use `Schedule1F1B` and the cut by counted work. Decoders get `use_cache=False`,
   because torch cannot trace any of them otherwise. Each rank receives the inputs that its stage
-  takes by name. *works*: a step succeeds and, in a repetition without dropout, all gradients equal
-  those of the plain loop within rounding. Otherwise the cell lists the gradients that are wrong, or
-  shows the first line of the error. An empty cell means that the model cannot run without labels,
-  or does not compute a loss itself.
+  takes, as keyword arguments. *works*: a step succeeds and, in a repetition without dropout, all
+  gradients equal those of the plain loop within rounding. Otherwise the cell lists the gradients
+  that are wrong, or shows the first line of the error. An empty cell means that the model cannot
+  run without labels, or does not compute a loss itself.
 
-Wav2Vec2, OPT, BART and Whisper run with `layerdrop=0`, so that they do not skip layers at random,
-because the stages of a pipeline always run the layers that ran for the sample. Mamba and ResNet
-have no dropout. Wav2Vec2 draws its masks from numpy's global generator.
+Wav2Vec2, OPT, BART and Whisper run with `layerdrop=0`. Otherwise they would skip layers at random,
+but the stages of a pipeline always run the layers that ran for the sample. Mamba and ResNet have no
+dropout. Wav2Vec2 draws its masks from numpy's global generator.
 
 """
 
@@ -343,9 +343,9 @@ def main() -> None:
     count = [sum(answers[place] == WORKS for answers in peers) for place in range(2)]
     either = sum(WORKS in answers for answers in peers)
     summary = (
-        f"pipesched trains {good} of {len(peers)} models with results bit-identical to the loop's. torch's tracer\n"
-        f"trains {either} with correct gradients: {count[0]} with a loss function outside the model, {count[1]} with\n"
-        "the model's own loss."
+        f"pipesched trains {good} of {len(peers)} models, with results bit-identical to those of an unpipelined loop\n"
+        f"over the same micro-batches. torch's tracer trains {either} of them with correct gradients: {count[0]} if a\n"
+        f"loss function is applied to the model's output, and {count[1]} if the model computes its own loss."
     )
     print(summary)
     if args.write:

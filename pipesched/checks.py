@@ -34,7 +34,7 @@ _LONGEST = 80  # the most characters of a value that an error shows
 def shown(value: Any) -> str:
     """Format a value for an error: the full repr if it is short, the start of a long string, or else only the type."""
     if isinstance(value, str) and len(value) > _LONGEST:
-        return f"{value[: _LONGEST // 2]!r}... ({len(value):,} letters)"
+        return f"{value[: _LONGEST // 2]!r}... ({len(value):,} characters)"
     try:
         text = f"{value!r}"
     except (ValueError, RecursionError):  # an integer of thousands of digits; deeply nested lists
@@ -75,7 +75,7 @@ def as_list(value: Any, rule: str, remedy: str) -> list[Any]:
 
 def as_path(path: Any) -> Path:
     """Convert a str or PathLike to a Path. Raises ArgumentError for any other type."""
-    check_type(path, (str, PathLike), "path names a file", "pass a str or a pathlib.Path")
+    check_type(path, (str, PathLike), "a path must be a str or a pathlib.Path", "pass one of these")
     return Path(path)
 
 
@@ -118,4 +118,4 @@ def check_known(has: str, values: Any, known: Sequence[str]) -> None:
         if name not in known:
             near = get_close_matches(str(name), known, 1) if len(str(name)) <= _LONGEST else []
             meant = f" (did you mean {near[0]!r}?)" if near else ""
-            raise ScheduleError(f"{rule}; got {shown(name)}{meant}; correct it or leave it out")
+            raise ScheduleError(f"{rule}; got the unknown key {shown(name)}{meant}; correct the key, or leave it out")

@@ -79,7 +79,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _too_deep(deepest: int) -> ScheduleError:
     return ScheduleError(
-        f"lists and mappings in a file may be nested at most {deepest} deep; this file nests them more deeply; save "
+        f"lists and mappings in a file may be nested at most {deepest} levels deep; this file has more levels; save "
         f"the file again"
     )
 
@@ -99,7 +99,9 @@ def _parts(level: Iterable[Any]) -> list[Any]:
             if not value.isascii():
                 _check_text(value)
         elif isinstance(value, int) and not -LARGEST < value < LARGEST:
-            raise ScheduleError(f"whole numbers in a file must be below 2**63; got {shown(value)}; correct the number")
+            raise ScheduleError(
+                f"whole numbers in a file must be between -2**63 and 2**63; got {shown(value)}; correct the number"
+            )
     return parts
 
 
@@ -177,7 +179,7 @@ def _of_type(value: Any, hint: Any, what: str) -> Any:
         number = is_whole(value) if hint is int else isinstance(value, Real) and not isinstance(value, bool)
         _check(number, value, "a whole number" if hint is int else "a number", what)
     elif isinstance(hint, type):
-        _check(isinstance(value, hint), value, {str: "a text", bool: "true or false"}.get(hint, hint.__name__), what)
+        _check(isinstance(value, hint), value, {str: "a string", bool: "true or false"}.get(hint, hint.__name__), what)
     return value
 
 

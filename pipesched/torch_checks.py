@@ -59,7 +59,7 @@ def as_function(function: Any, name: str, takes: Sequence[str] = ()) -> Any:
     if function is None:
         return None
     if not callable(function):
-        raise ModelTypeError(f"{name} must be a function or a Module; got {shown(function)}; pass a callable")
+        raise ModelTypeError(f"{name} must be a function or a Module; got {shown(function)}; pass a function")
     if isinstance(function, type) and issubclass(function, nn.Module):
         raise ModelTypeError(
             f"{name} must be a function or a Module; got the class {function.__name__}; pass an instance, "
@@ -118,12 +118,13 @@ def as_device(device: Any) -> torch.device:
     except (RuntimeError, TypeError) as error:
         why = str(error).splitlines()[0]
         raise InputError(
-            f"a device must be 'cpu', 'cuda:0' or a torch.device; got {shown(device)} ({why}); pass one of these"
+            f"a device must be a string such as 'cpu' or 'cuda:0', or a torch.device; got {shown(device)} ({why}); "
+            f"pass one of these"
         ) from None
     if place.type not in ("cpu", "cuda") or (place.type == "cuda" and (place.index or 0) >= torch.cuda.device_count()):
         raise DeviceCountError(
-            f"a rank must run on a CPU or on an available CUDA device; got {device!r}, but there are "
-            f"{torch.cuda.device_count()} CUDA devices; choose another device"
+            f"a rank must run on a CPU or on an available CUDA device; got {device!r}, but the number of CUDA devices "
+            f"is {torch.cuda.device_count()}; choose another device"
         )
     return torch.device("cuda", torch.cuda.current_device()) if str(place) == "cuda" else place
 
@@ -133,8 +134,8 @@ def as_threads(count: Any) -> int:
     number: int = count
     if not is_count(count) or number > _MOST_THREADS:
         raise InputError(
-            f"every rank must compute with at least one thread; got intra_op_threads={shown(count)}; pass 1 or more, "
-            f"and no more than the machine has cores"
+            f"every rank must compute with at least one thread; got intra_op_threads={shown(count)}; pass a number "
+            f"from 1 to the number of cores"
         )
     return number
 

@@ -59,7 +59,9 @@ def _quoted(value: float, unit: Unit, digits: int) -> str:
 
 
 def counted(count: int, what: str) -> str:
-    """Format a count with a noun, in the plural where needed: ``1 rank``, ``2 micro-batches``."""
+    """Format a count with a noun, in the plural where needed: ``1 rank``, ``2 micro-batches``, ``2 copies``."""
+    if count != 1 and what.endswith("y"):
+        return f"{count} {what[:-1]}ies"
     many = "" if count == 1 else "es" if what.endswith("ch") else "s"
     return f"{count} {what}{many}"
 

@@ -1,7 +1,8 @@
 """Fixtures of all tests."""
 
+import math
 import os
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: test processes share the cores
@@ -10,6 +11,7 @@ import pytest
 from hypothesis import settings
 
 from tests.support import places
+from tests.support.case_selection import spread
 from tests.support.fake_cuda import cuda  # noqa: F401
 from tests.support.models import every_product_deferred  # noqa: F401
 from tests.support.quick_measurements import measure_quickly, thorough  # noqa: F401
@@ -21,22 +23,30 @@ measure_quickly()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--exhaustive", action="store_true", help="run every case of tests that are marked one_in")
+    parser.addoption("--exhaustive", action="store_true", help="run also what marks one_in and exhaustive leave out")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of a test marked ``one_in(n)``, keep about one case in n, spread evenly over its parameters' values."""
-    if config.getoption("exhaustive") or any("[" in name for name in config.args):
+    """Of a test marked ``one_in(n)``, keep one case in n: each value of each parameter, as far as so many can.
+
+    A test marked ``exhaustive`` is left out. It repeats, with a whole script or with ranks that are started in another
+    way, a behaviour that a test which always runs checks as well.
+
+    All run with ``--exhaustive``, and where a test is named on the command line.
+    """
+    if config.getoption("exhaustive") or any("::" in name for name in config.args):
         return
-    seen: Counter[str] = Counter()
-    chosen: dict[bool, list[pytest.Item]] = {True: [], False: []}
+    left_out = {item for item in items if item.get_closest_marker("exhaustive")}
+    cases: defaultdict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
-        mark = item.get_closest_marker("one_in")
-        test = item.nodeid.partition("[")[0]
-        chosen[mark is None or seen[test] * 0.618034 % 1 < 1 / mark.args[0]].append(item)
-        seen[test] += 1
-    items[:] = chosen[True]
-    config.hook.pytest_deselected(items=chosen[False])
+        if item.get_closest_marker("one_in"):
+            cases[item.nodeid.partition("[")[0]].append(item)
+    for own in cases.values():
+        count = math.ceil(len(own) / own[0].get_closest_marker("one_in").args[0])
+        kept = spread([item.callspec.params for item in own], count)
+        left_out.update(item for place, item in enumerate(own) if place not in kept)
+    config.hook.pytest_deselected(items=[item for item in items if item in left_out])
+    items[:] = [item for item in items if item not in left_out]
 
 
 @pytest.fixture(scope="module")

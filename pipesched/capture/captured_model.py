@@ -26,6 +26,7 @@ from pipesched.program.program import Program
 from pipesched.simulation.layer_costs import LayerCosts
 from pipesched.tensors.payload import choose_rows
 from pipesched.tensors.tree_structure import tensors_in
+from pipesched.units import counted
 from pipesched.user_warning import warn
 
 __all__ = ["CapturedModel"]
@@ -74,7 +75,8 @@ class CapturedModel:
         if weights := [name for name, _ in model.named_parameters() if name in self.written]:
             warn(
                 f"building a pipeline must leave the weights unchanged; forwards of {type(model).__name__} write to "
-                f"{len(weights)} weights, such as {weights[0]!r}; their values were restored"
+                f"{counted(len(weights), 'weight')}, such as {weights[0]!r}; their values were restored; ignore "
+                f"this warning if the forward is meant to change weights"
             )
         self.calls = {_unit(call): call for call in own.layer_calls}
         self.layers = {
@@ -94,7 +96,8 @@ class CapturedModel:
         hidden = self.captures[self.model.training].hidden
         if hidden and program.num_weights > len(self.layers):
             (maker, user), *others = hidden
-            same = f"; {len(others)} other pairs of layers must stay together for the same reason" if others else ""
+            pairs = counted(len(others), "other pair")
+            same = f" ({pairs} of layers must stay together for the same reason)" if others else ""
             raise GraphError(
                 f"the model has only {len(self.layers)} layers that can be separated, too few for "
                 f"{program.num_weights} stages. {maker} passes a tensor to {user} through an attribute or an object, "
@@ -150,9 +153,9 @@ class CapturedModel:
             for call in found:
                 if call.place in apart:
                     raise GraphError(
-                        f"a layer that is recomputed in the backward must receive every tensor it uses through its "
-                        f"arguments; {call} has attributes that other code sets, or shares tensors with other layers "
-                        f"through objects; take the layer out of checkpoint=, or pass those tensors as arguments"
+                        f"a layer that is recomputed in the backward must receive all tensors of other layers through "
+                        f"its arguments; {call} has attributes that other code sets, or shares tensors with other "
+                        f"layers through objects; take the layer out of checkpoint=, or pass those tensors as arguments"
                     )
         return [call.place for call in found]
 

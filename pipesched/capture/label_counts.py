@@ -77,9 +77,8 @@ def counted_labels(model: nn.Module, sample: tuple[tuple[Any, ...], dict[str, An
     if given.dim() == 1 and "labels" in fitting:
         return "labels"  # one label per row: the same number as rows unless some labels are ignored
     if len(fitting) != 1:
-        return _unknown(
-            f"the model's loss fits {'none' if not fitting else 'each'} of these counts: {', '.join(fitting or _WAYS)}"
-        )
+        answer = "could be the mean over any" if fitting else "is the mean over none"
+        return _unknown(f"the model's loss {answer} of these: {', '.join(fitting or _WAYS)}")
     return None if fitting[0] == "rows" else fitting[0]
 
 

@@ -28,6 +28,7 @@ from pipesched.partitioning.result import StageLayers
 from pipesched.program.program import Program
 from pipesched.simulation.layer_costs import LayerCosts
 from pipesched.tensors.payload import pytree
+from pipesched.units import counted
 
 __all__ = ["LayerError", "LayeredModel", "as_model", "layered", "stages_of"]
 
@@ -175,7 +176,8 @@ def _check_takes(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     try:
         taken.bind(*args, **kwargs)
     except TypeError as unlike:
-        given = [f"{len(args)} positional arguments"] * bool(args) + [f"keywords {', '.join(kwargs)}"] * bool(kwargs)
+        given = [counted(len(args), "positional argument")] * bool(args)
+        given += [f"{'keyword' if len(kwargs) == 1 else 'keywords'} {', '.join(kwargs)}"] * bool(kwargs)
         raise InputError(
             f"a sample must match the signature of the model's forward, {type(model).__name__}.forward{taken}; the "
             f"sample has {' and '.join(given) or 'no arguments'} ({unlike}); pass a tensor, a tuple of arguments, a "

@@ -139,8 +139,9 @@ class _Counted:
     option: _Option
     dim: int  #: the dimension of the target's rows
     remedy = (
-        "a mean counts every target except ignore_index and classes of weight 0; with label smoothing, the loss of a "
-        "micro-batch is undefined if all its classes have weight 0; skip this batch, or use fewer micro-batches"
+        "a mean loss counts only targets that differ from ignore_index and whose class has a weight above 0; with "
+        "label smoothing, the loss of a micro-batch is undefined if all its classes have weight 0; skip this batch, or "
+        "use fewer micro-batches"
     )
 
     def __call__(self, target: Any) -> Any:

@@ -32,6 +32,7 @@ from pipesched.tensors.torch_functions import (
     name_of,
 )
 from pipesched.tensors.tree_structure import Pattern, named_leaves, positional, tensors_in
+from pipesched.units import counted
 
 __all__ = ["record"]
 
@@ -168,8 +169,9 @@ class _Recorder(TorchFunctionMode):
             layers = list(dict.fromkeys(call.layer for call in self._capture.calls if call.layer))
             raise GraphError(
                 f"a stage may only differentiate through layers that it runs itself; the model's own code calls "
-                f"{func.__name__} after {len(layers)} layers ({', '.join(layers[:2])} ...); move that code and the "
-                f"layers that it differentiates into one submodule, so that they stay in one stage"
+                f"{func.__name__} after {counted(len(layers), 'layer')} ({', '.join(layers[:2])}"
+                f"{', ...' * (len(layers) > 2)}); move that code and the layers that it differentiates into one "
+                f"submodule, so that they stay in one stage"
             )
         self._capture.indivisible.add(container)
 

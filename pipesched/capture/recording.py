@@ -19,6 +19,7 @@ from pipesched.errors import GraphError
 from pipesched.model.class_state import ClassState, changed_classes, class_state, set_class_state
 from pipesched.model.containers import set_attributes
 from pipesched.model.state_guard import names_of, no_graph, untouched
+from pipesched.units import counted
 
 __all__ = ["Recording", "recorded"]
 
@@ -152,6 +153,6 @@ def _rescaled(model: nn.Module, mode: bool, names: list[str]) -> GraphError:
     called = "train()" if mode else "eval()"
     return GraphError(
         f"building a pipeline must leave the weights unchanged; the first forward of {type(model).__name__} after "
-        f"{called} writes to {len(names)} weights, such as {names[0]!r}, and later forwards do not, so the values were "
-        f"restored; call model.{called} and model(sample) once before you build a pipeline in that mode"
+        f"{called} writes to {counted(len(names), 'weight')}, such as {names[0]!r}, and later forwards do not, so the "
+        f"values were restored; call model.{called} and model(sample) once before you build a pipeline in that mode"
     )

@@ -367,10 +367,10 @@ class _Run(TorchFunctionMode):
 
     def _remedy(self) -> str:
         container = self._replay.shells.running()
-        whole = f"keep it in one piece with whole_layers=[{container!r}], " if container else ""
+        whole = f"treat module {container!r} as one layer with whole_layers=[{container!r}], " if container else ""
         return (
-            f"{whole}build the pipeline with a sample like this batch and with the model as it is now, or move that "
-            f"code into a layer"
+            f"{whole}build the pipeline with a sample like this batch and with the model as it is now, or move the "
+            f"code that makes these calls into a layer"
         )
 
 

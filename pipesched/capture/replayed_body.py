@@ -91,8 +91,9 @@ class ReplayedBody:
         mode = self._model.training
         if mode not in self._replays:
             raise GraphError(
-                f"a pipeline may only run in modes in which its model was captured; with training={mode} the model "
-                f"calls different layers for the sample, or its forward fails; build the pipeline in that mode"
+                f"a pipeline may run only in a mode (training or evaluation) in which its model was captured; with "
+                f"training={mode} the model calls different layers for the sample, or its forward fails; call "
+                f"model.{'train' if mode else 'eval'}() before you build the pipeline"
             ) from self._missing
         self._replay = self._replays[mode]
         self._part = self._parts[mode]

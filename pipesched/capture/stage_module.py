@@ -46,8 +46,8 @@ class StageModule(nn.Module):
         """Run the stage's layers on one micro-batch."""
         if self._turn is None:
             raise ExecutionError(
-                "only the pipeline may call a stage module, once per micro-batch; this call came from other code; call "
-                "pipe.step, pipe.evaluate or the model itself"
+                "only the pipeline may call a stage module; this call came from other code; call pipe.step(), "
+                "pipe.evaluate() or the model itself"
             )
         return self._turn(*args, **kwargs)
 
@@ -158,9 +158,9 @@ def wrapped_bodies(
         return list(bodies)
     if program.num_weights < program.num_stages:
         raise ScheduleError(
-            f"wrap= requires a schedule with one copy of each stage; {program.name} has {program.num_stages} stages, "
-            f"which are copies of {program.num_weights} different stages; choose a schedule with one copy, such as "
-            f"1f1b or zb-v"
+            f"wrap= requires a schedule with one copy of each stage; {program.name} has several copies of each: "
+            f"{program.num_stages} stages, of which only {program.num_weights} are different; choose a schedule with "
+            f"one copy, such as 1f1b or zb-v"
         )
     made = list(bodies)
     for stage, body in enumerate(bodies):

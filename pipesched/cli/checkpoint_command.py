@@ -20,9 +20,9 @@ __all__ = ["checkpoint"]
 def checkpoint(path: Path, *, tensors: bool) -> None:
     """Print the contents of a checkpoint: its step, plan, tensors and optimizers.
 
-    PATH is a checkpoint that pipe.save wrote, or a folder of several that it wrote with keep=. Each of several
-    checkpoints is summarised in one line. All files are checked against their hashes. The exit code is 1 if a
-    checkpoint is incomplete or damaged.
+    PATH is a checkpoint that pipe.save wrote, or a folder of checkpoints that it wrote with keep=. For a folder with
+    more than one checkpoint, the command prints one line for each. All files are checked against their hashes. The
+    exit code is 1 if a checkpoint is incomplete or damaged.
 
     \b
     Example:
@@ -38,10 +38,10 @@ def checkpoint(path: Path, *, tensors: bool) -> None:
             contents = _contents(manifest, folder)
         except CheckpointError as error:
             wrong += 1
-            click.echo(f"{folder}: not whole: {error}")
+            click.echo(f"{folder}: incomplete or damaged: {error}")
             continue
         click.echo(
-            f"{folder}: step {manifest.step}, whole: {counted(len(manifest.files), 'file')}, "
+            f"{folder}: step {manifest.step}, complete: {counted(len(manifest.files), 'file')}, "
             f"{quote_bytes(manifest.total_bytes)}"
         )
         if len(folders) == 1:
@@ -73,7 +73,7 @@ def _print(manifest: Manifest, parts: list[Any]) -> None:
     for kind in KINDS:
         shapes = [entry.shape for entry in manifest.tensors.values() if entry.kind == kind]
         if shapes:
-            click.echo(f"{kind}: {counted(len(shapes), 'tensor')}, {sum(map(prod, shapes)):,} numbers")
+            click.echo(f"{kind}: {counted(len(shapes), 'tensor')}, {sum(map(prod, shapes)):,} elements")
     for part in parts:
         groups = part.get("groups", ())
         for at, group in enumerate(groups):

@@ -97,7 +97,7 @@ def _cost_options(command: _Command) -> _Command:
             type=click.IntRange(min=0),
             default=0,
             show_default=True,
-            help="Bytes that a stage sends for one micro-batch; --links turns them into transfer times.",
+            help="Bytes that a stage sends for one micro-batch; used with --links to compute transfer times.",
         ),
     )
 
@@ -180,7 +180,7 @@ def list_() -> None:
 @click.option(
     "--text",
     is_flag=True,
-    help="Print the timeline and its figures as text. This is the default without other outputs.",
+    help="Print the timeline and its figures as text. This is the default if no other output is requested.",
 )
 @click.option("--width", type=click.IntRange(min=20), help="Width of the text in columns.  [default: the terminal's]")
 @click.option("--png", type=FILE, help="Draw the timeline to this PNG file.")
@@ -218,8 +218,8 @@ def show(  # noqa: PLR0913  # one parameter for each option
     """
     if Path(schedule).is_file() and (ranks or microbatches or chunks or steps):
         raise click.UsageError(
-            f"the shape of a program in a file is fixed; got shape options for {schedule}; leave out "
-            f"--ranks, --microbatches, --chunks and --steps"
+            f"a program in a file already has a number of ranks, micro-batches, chunks and steps; got such an option "
+            f"with the file {schedule}; leave out --ranks, --microbatches, --chunks and --steps"
         )
     program = _program(schedule, ranks, microbatches, chunks, steps or 1)
     trace = _simulate(program, **costs)
@@ -254,7 +254,9 @@ def _numbers(values: Iterable[int]) -> str:
 @main.command(short_help="Validate the program in a file.")
 @click.argument("file", type=click.Path(exists=True, dir_okay=False, allow_dash=True))
 @click.option(
-    "--max-in-flight", type=click.IntRange(min=0), help="Maximum number of (stage, micro-batch) pairs on a rank."
+    "--max-in-flight",
+    type=click.IntRange(min=0),
+    help="Maximum number of (stage, micro-batch) pairs in flight on a rank.  [default: no limit]",
 )
 @click.option("--exact", is_flag=True, help="Require ascending micro-batch order, for bit-identical results.")
 def check(file: str, max_in_flight: int | None, exact: bool) -> None:

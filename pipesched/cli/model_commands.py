@@ -107,12 +107,12 @@ def graph(model: str, *, stages: int, output: Path | None) -> None:
 @click.option(
     "--schedule", default="auto", show_default=True, help="A name from `pipesched list`, or auto to search for one."
 )
-@click.option("--microbatches", type=click.IntRange(min=1), help="Number of micro-batches.  [default: searched]")
+@click.option("--microbatches", type=click.IntRange(min=1), help="Number of micro-batches.  [default: auto]")
 @click.option("--all-ranks", is_flag=True, help="Use every rank, even if a plan with fewer ranks is faster.")
 @click.option(
     "--confirm", type=click.IntRange(min=0), default=0, show_default=True, help="Number of the best plans to run."
 )
-@click.option("--offload/--no-offload", default=None, help="Allow offloading activations.  [default: auto]")
+@click.option("--offload/--no-offload", default=None, help="Allow or forbid offloading activations.  [default: auto]")
 @click.option(
     "--links", type=INPUT, help="Network links between ranks: a JSON file with the output of Links.to_dict()."
 )
@@ -135,10 +135,10 @@ def tune(  # noqa: PLR0913  # one parameter for each option
 ) -> None:
     """Search for the fastest plan for MODEL, and compare it with the alternatives.
 
-    MODEL is a saved profile, or file.py:function or module:function as for `pipesched graph`; tune then profiles the
-    model first. Identical profiles give identical plans. With --confirm, the best plans run for some steps: on GPUs if
-    there is one for each rank, otherwise on the CPU. Their measured times correct the costs, and the fastest plan is
-    chosen.
+    MODEL is a saved profile, or, as for `pipesched graph`, a function that returns a model and a sample:
+    file.py:function or module:function. The model of a function is profiled before the search. Identical profiles
+    give identical plans. With --confirm, the best plans run for some steps: on GPUs if there is one for each rank,
+    otherwise on the CPU. The measured times of these runs correct the costs, and the fastest plan is chosen.
 
     \b
     Examples:
@@ -182,7 +182,7 @@ def _model(target: str) -> tuple[Any, Any]:
     except (ImportError, OSError, AttributeError, ValueError) as error:
         raise GraphError(
             f"MODEL must be file.py:function or module:function, or, for tune, a saved profile; {target!r} cannot be "
-            f"imported: {error if place else 'it names no function'}; correct the path or the name"
+            f"imported ({error if place else 'it names no function'}); correct the path or the name"
         ) from error
     made = _called(function, target) if callable(function) else function
     if not isinstance(made, tuple) or len(made) != 2:

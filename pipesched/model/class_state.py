@@ -162,8 +162,8 @@ def check_class_state(
             continue
         raise GraphError(
             f"layers must not share state through their class, because the schedule determines the order in which they "
-            f"run; forwards change {owner.__name__}.{name}, and {owner.__name__} is the class of "
-            f"{counted(len(users), 'module')}, such as {users[0] or type(model).__name__!r}, which are not all inside "
-            f"one layer that is called only once; keep the state on the instance, as self.{name} or a buffer, or keep "
-            f"these modules in one piece with whole_layers=[...]"
+            f"run; forwards change {owner.__name__}.{name}, but the {counted(len(users), 'module')} of class "
+            f"{owner.__name__} (such as {users[0] or type(model).__name__!r}) {'is' if len(users) == 1 else 'are'} not "
+            f"inside a single layer that is called only once; keep the state on the instance, as self.{name} or a "
+            f"buffer, or pass whole_layers=[...] with the name of a module that contains all of these modules"
         )

@@ -253,8 +253,8 @@ def _check_names(state: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> No
     missing = [name for name, tensor in state.items() if tensor.is_meta and id(tensor) not in there]
     unexpected = [name for name in given if name not in state and not str(name).endswith("_extra_state")]
     if missing or unexpected:
-        lacking = f"names missing (of {len(state)}): {_some(missing)}"
-        unknown = f"unknown names (of {len(given)} given): {_some(unexpected)}"
+        lacking = f"missing names ({len(missing)} of the model's {len(state)}): {_some(missing)}"
+        unknown = f"unknown names ({len(unexpected)} of {len(given)} that were passed): {_some(unexpected)}"
         parts = [lacking] * bool(missing) + [unknown] * bool(unexpected)
         remedies = ["add or rename the missing weights"] * bool(missing) + ["remove the unknown ones"] * bool(
             unexpected
@@ -329,7 +329,7 @@ class _Place:
     name: str
 
     def put_back(self, tensor: Tensor) -> Tensor | None:
-        """Register ``tensor`` at this place again. Returns what was registered there instead: a tensor or None."""
+        """Register ``tensor`` under its key again. Returns the tensor that had replaced it, if any."""
         own: dict[str, Any] = self.module._parameters if isinstance(tensor, nn.Parameter) else self.module._buffers
         put: Tensor | None = own[self.key]
         own[self.key] = tensor

@@ -8,7 +8,7 @@ from torch import nn
 
 from pipesched.errors import GraphError, ModelTypeError
 from pipesched.model.stale_weights import StaleHook
-from pipesched.units import and_more
+from pipesched.units import and_more, counted
 
 __all__ = [
     "Members",
@@ -47,8 +47,8 @@ def check_initialised(model: nn.Module) -> None:
     lazy = [name for name, own in (*model.named_parameters(), *model.named_buffers()) if nn.parameter.is_lazy(own)]
     if lazy:
         raise ModelTypeError(
-            f"all parameters and buffers must have shapes before the model is cut; {and_more(lazy)} belong to lazy "
-            f"modules that have not run; call the model once with a sample, under torch.no_grad()"
+            f"all parameters and buffers must have shapes before the model is cut; lazy modules have not yet given a "
+            f"shape to {and_more(lazy)}; call the model once with a sample, under torch.no_grad()"
         )
 
 
@@ -58,8 +58,8 @@ def check_hooks(model: nn.Module) -> None:
     if hooks:
         raise GraphError(
             f"a pipeline's model must not have backward hooks on the model itself, because no stage runs the backward "
-            f"of the whole model; the model has {len(hooks)} backward hooks that would never run; register them on "
-            f"the model's first or last layer"
+            f"of the whole model; the model has {counted(len(hooks), 'backward hook')} that would never run; register "
+            f"such hooks on the model's first or last layer"
         )
 
 
@@ -158,6 +158,6 @@ class Members:
                 others = [key for key, module in zip(keys or modules, now, strict=False) if module not in known]
                 change = f"{others[0]!r} is a new module" if others else f"{len(now)} of {len(known)} modules are left"
                 raise GraphError(
-                    f"a model must keep the modules that it had when the pipeline was built; in {name or 'the model'} "
+                    f"a model must keep the modules that it had when the pipeline was built; in {name or 'the model'}, "
                     f"{change}; restore the old modules, or close this pipeline and build a new one"
                 )

@@ -91,7 +91,7 @@ def _files(path: Path) -> list[Path]:
         if not found or len(indices) > 1:
             raise InputError(
                 f"a folder of weights must contain exactly one index, or *.safetensors files; {path} contains "
-                f"{', '.join(file.name for file in indices) or 'neither'}; pass the files"
+                f"{', '.join(file.name for file in indices) or 'neither'}; pass the paths of the files to load"
             )
         return _files(indices[0]) if indices else found
     if not path.is_file():
@@ -101,8 +101,8 @@ def _files(path: Path) -> list[Path]:
         for name in names:
             if name.is_absolute() or ".." in name.parts:
                 raise InputError(
-                    f"an index must name safetensors files in its own folder; {path} names {str(name)!r}; move the "
-                    f"file there, or pass the files"
+                    f"an index must name safetensors files in its own folder; {path} names {str(name)!r}; move that "
+                    f"file into the folder, or pass the paths of the safetensors files"
                 )
         return sorted(path.parent / name for name in names)
     return [path]
@@ -114,14 +114,15 @@ def _named_files(path: Path) -> set[Path]:
         index = parse_json(path.read_bytes())
     except ScheduleError as error:
         raise InputError(
-            f"an index of safetensors files must have a weight_map; reading {path} failed ({error}); pass the files"
+            f"an index of safetensors files must have a weight_map; reading {path} failed ({error}); pass the paths of "
+            f"the safetensors files"
         ) from None
     weights = index.get("weight_map") if isinstance(index, dict) else None
     names: list[Any] = list(weights.values()) if isinstance(weights, dict) else [None]
     if not all(isinstance(name, str) and len(name.encode()) <= _LONGEST_NAME for name in names):
         raise InputError(
             f"an index of safetensors files must have a weight_map of names to files; the weight_map of {path} is "
-            f"{shown(weights)}; pass the files"
+            f"{shown(weights)}; pass the paths of the safetensors files"
         )
     return {Path(name) for name in names}
 

@@ -53,7 +53,7 @@ class Owners:
                 where = f"stages {' and '.join(map(str, held))}" if held else f"none of the {len(stages)} stages"
                 raise GraphError(
                     f"every parameter and buffer that is not tied must be in exactly one stage; {name!r} is in "
-                    f"{where}; register it with a layer that the model calls, before the pipeline is built"
+                    f"{where}; register it in exactly one layer that the model calls, before you build the pipeline"
                 )
             self._ranks[name] = next(iter(held.values()))
 

@@ -1,4 +1,4 @@
-"""Explanation of a partition: what each stage costs, and why no other partition is faster."""
+"""Explanation of a partition: the costs of each stage, and why no other partition is faster."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from pipesched.partitioning.result import Partition, StageSummary, span
 from pipesched.partitioning.search import Solution
 from pipesched.partitioning.slots import Slot, Toll
 from pipesched.program.action_arrays import Ints
-from pipesched.units import quote_bytes, quote_time
+from pipesched.units import counted, quote_bytes, quote_time
 
 __all__ = ["explained"]
 
@@ -141,10 +141,10 @@ def _bottleneck(costs: _StageCosts, stages: list[list[Any]], solution: Solution)
     if not solution.exact and costs.found.chosen:
         return at, f"nearly equal choices for activations were merged, so the search was not exact; {bound}"
     if not solution.exact:
-        return at, f"several orders of the layers were searched exactly, but not all; {bound}"
+        return at, f"several orders of the layers were searched exactly, but not all orders; {bound}"
     if ticks == problem.lower:
         return at, bound
-    what = f"all {solution.ideals} order ideals" if solution.ideals else "all splits of the chain"
+    what = f"all splits of the graph ({solution.ideals} order ideals)" if solution.ideals else "all splits of the chain"
     searched = f"{what} were searched" + (", with all choices for activations" if costs.found.chosen else "")
     return at, "; ".join([*moves, searched, f"{bound}, which is {1 - problem.lower / ticks:.1%} less"])
 
@@ -171,7 +171,7 @@ def _lower(problem: Problem) -> str:
     members = problem.blocks.members[problem.heaviest]
     layer = f"layer {layers.names[members[0]]}"
     if len(members) > 1:
-        layer += f" with the {len(members) - 1} layers that must share its stage"
+        layer += f" with the {counted(len(members) - 1, 'layer')} that must share its stage"
     return f"{layer} alone takes {quote_time(layers.seconds(problem.lower))}"
 
 

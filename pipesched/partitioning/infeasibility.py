@@ -10,7 +10,7 @@ from pipesched.errors import PartitionError
 from pipesched.partitioning.interleaving import solved
 from pipesched.partitioning.knapsack import Knapsack
 from pipesched.partitioning.request import Request
-from pipesched.units import quote_bytes
+from pipesched.units import counted, quote_bytes
 
 __all__ = ["infeasible"]
 
@@ -68,7 +68,7 @@ def _possible(request: Request) -> bool:
 
 def _memory(request: Request, limits: list[int]) -> tuple[str, str, str]:
     most = max(limits) if len(limits) == len(request.limits) else None
-    place = f"of {len(request.layers)} layers into {request.num_stages} stages within memory_limit_bytes"
+    place = f"of {len(request.layers)} layers into {counted(request.num_stages, 'stage')} within memory_limit_bytes"
     alone = _alone(request)
     enough = _enough(request)
     if most is not None and alone[1] > most:
@@ -98,9 +98,9 @@ def _alone(request: Request) -> tuple[str, int]:
         needed = np.array([knapsack.least_bytes(items) for items in items_of])
     members = blocks.members[int(needed.argmax())]
     name = f"layer {layers.names[members[0]]!r}"
-    return name + (f" with the {len(members) - 1} layers that must share its stage" if len(members) > 1 else ""), int(
-        needed.max()
-    )
+    if len(members) > 1:
+        name += f" with the {counted(len(members) - 1, 'layer')} that must share its stage"
+    return name, int(needed.max())
 
 
 def _enough(request: Request) -> int:
@@ -149,7 +149,7 @@ def _pins(request: Request) -> tuple[str, str, str]:
     pins += [f"{', '.join(map(repr, group))} share a stage" for group in request.together]
     pins += ["no stage is empty"] * request.exactly
     return (
-        f"of {len(request.layers)} layers into {request.num_stages} stages",
+        f"of {len(request.layers)} layers into {counted(request.num_stages, 'stage')}",
         f"the requirements are: {'; '.join(pins)}",
         _without(request),
     )
@@ -167,4 +167,4 @@ def _without(request: Request) -> str:
             return f"a partition exists if {', '.join(map(repr, group))} need not share a stage"
     if request.exactly and _possible(request.but(exactly=False)):
         return "a partition exists without exactly=True"
-    return "drop several of these requirements"
+    return "remove several of these requirements"

@@ -195,7 +195,8 @@ def _column(names: list[Any], nodes: Sequence[Mapping[str, Any]], name: str, *, 
         missing = [layer for layer, node in zip(names, nodes, strict=True) if name not in node]
         if missing:
             raise PartitionError(
-                f"a layer must have the attributes forward_s and backward_s, also output_bytes if communication is "
-                f"counted, and also parameter_bytes if memory is limited; {missing[0]!r} has no {name}; measure it"
+                f"a layer must have the attributes forward_s and backward_s, output_bytes if communication is "
+                f"modelled, and parameter_bytes if memory is limited; {missing[0]!r} has no {name}; measure and "
+                f"add it"
             )
     return numbers(values, f"{name} of layer")

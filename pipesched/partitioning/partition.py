@@ -28,6 +28,7 @@ from pipesched.partitioning.result import Partition
 from pipesched.partitioning.search import fill_up, filled_up
 from pipesched.partitioning.slots import Rank, Toll, fixed_order
 from pipesched.program.checkpoint_options import LayerCheckpoint
+from pipesched.units import counted
 
 __all__ = ["Partition", "balance", "partition"]
 
@@ -152,8 +153,9 @@ def balance(times: Sequence[float], num_stages: int) -> list[int]:
     seconds = numbers(times, "the time of layer")
     if not 1 <= num_stages <= max(1, len(times)):
         raise PartitionError(
-            f"every stage must hold at least one layer; there are {num_stages} stages and {len(times)} layers; use 1 "
-            f"to {len(times)} stages: fewer devices, or fewer chunks per rank"
+            f"every stage must hold at least one layer; there are {counted(num_stages, 'stage')} and "
+            f"{counted(len(times), 'layer')}; use 1 to {counted(len(times), 'stage')}: fewer devices, or fewer chunks "
+            f"per rank"
         )
     if not len(seconds):
         return [0]

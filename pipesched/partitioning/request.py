@@ -17,6 +17,7 @@ from pipesched.partitioning.problem import Communication, Pin, Problem
 from pipesched.partitioning.slots import LineUp, Rank, fixed_order, free_order, placed
 from pipesched.program.checkpoint_options import LayerCheckpoint
 from pipesched.simulation.links import Link
+from pipesched.units import counted
 
 __all__ = ["InFlight", "Request"]
 
@@ -51,8 +52,9 @@ class Request:
         count = len(self.graph)
         if not is_whole(self.num_stages) or self.num_stages < 1 or (self._all_used and self.num_stages > count):
             raise PartitionError(
-                f"every stage must hold at least one layer; there are {self.num_stages} stages and {count} layers; use "
-                f"1 to {count} stages: fewer devices, or fewer chunks per rank"
+                f"every stage must hold at least one layer; there are {counted(self.num_stages, 'stage')} and "
+                f"{counted(count, 'layer')}; use 1 to {counted(count, 'stage')}: fewer devices, or fewer chunks per "
+                f"rank"
             )
         if self.communication not in get_args(Communication):
             raise PartitionError(
@@ -89,7 +91,7 @@ class Request:
             as_list(
                 self.placement,
                 "a placement must be a list with the rank of each stage",
-                "make a placement with pipesched.program.placement",
+                "pass for example [0, 1, 0, 1]",
             )
 
     def _check_checkpoint(self) -> None:
@@ -108,7 +110,7 @@ class Request:
         if len(ranks) != self.num_stages or not all(map(is_whole, ranks)) or set(ranks) != {*range(max(ranks) + 1)}:
             raise PartitionError(
                 f"a placement must have a rank for each stage, and every rank must have a stage; got {shown(ranks)} "
-                f"for {self.num_stages} stages; make a placement with pipesched.program.placement"
+                f"for {counted(self.num_stages, 'stage')}; pass one rank for each stage, such as [0, 1, 0, 1]"
             )
         if self.any_order:
             raise PartitionError(
@@ -183,8 +185,9 @@ class Request:
         blocks = contract(layers, groups)
         if self._all_used and len(blocks) < self.num_stages:
             raise PartitionError(
-                f"every stage must hold at least one layer; there are {self.num_stages} stages, but layers that must "
-                f"stay together leave only {len(blocks)} blocks; use fewer stages, or keep fewer layers together"
+                f"every stage must hold at least one layer; there are {counted(self.num_stages, 'stage')}, but layers "
+                f"that must stay together leave only {counted(len(blocks), 'block')}; use fewer stages, or keep fewer "
+                f"layers together"
             )
         options: list[tuple[ActivationOption, ...]] = []
         if self.checkpoint:
@@ -224,7 +227,7 @@ class Request:
         if ancestors and not stage:
             raise PartitionError(
                 f"a layer that begins a stage may depend only on layers in earlier stages; {layer!r} is mapped to "
-                f"stage 0 but depends on {len(ancestors)} layers; choose a later stage for it"
+                f"stage 0 but depends on {counted(len(ancestors), 'layer')}; choose a later stage for it"
             )
         return Pin(int(stage), at, ancestors)
 
@@ -238,8 +241,9 @@ class Request:
             held = list(self.in_flight)
         if len(held) != num_stages or not all(is_whole(count) and count >= 0 for count in held):
             raise PartitionError(
-                f"in_flight must have a number of micro-batches for each stage; got {held!r} for {num_stages} stages; "
-                f"pass a whole number for each stage, or a function (stage, num_stages)"
+                f"in_flight must have a number of micro-batches for each stage; got {held!r} for "
+                f"{counted(num_stages, 'stage')}; pass a whole number for each stage, or a function (stage, "
+                f"num_stages)"
             )
         return [int(count) for count in held]
 
@@ -263,8 +267,8 @@ def _one_each(value: Any, num_ranks: int, name: str) -> list[Any]:
     values = list(value) if isinstance(value, Iterable) and not isinstance(value, str) else [value] * num_ranks
     if len(values) != num_ranks:
         raise PartitionError(
-            f"{name} must have one number for each rank; got {len(values)} numbers for {num_ranks} ranks; pass "
-            f"{num_ranks}"
+            f"{name} must have one number for each rank; got a list of {counted(len(values), 'number')} for "
+            f"{counted(num_ranks, 'rank')}; pass one number, or a list of {counted(num_ranks, 'number')}"
         )
     return values
 

@@ -1,4 +1,4 @@
-"""`Partition`: the stages of a model, what each stage costs, and why no other partition is faster."""
+"""`Partition`: the stages of a model, their costs, and why no other partition is faster."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -9,7 +9,7 @@ from typing import Any
 from pipesched.errors import ScheduleError
 from pipesched.json_files import read_fields
 from pipesched.program.checkpoint_options import LayerCheckpoint
-from pipesched.units import quote_bytes, quote_count, quote_time
+from pipesched.units import counted, quote_bytes, quote_count, quote_time
 
 __all__ = ["Partition", "StageLayers", "StageSummary", "span", "with_class_name"]
 
@@ -103,8 +103,9 @@ class Partition:
         made = read_fields(cls, values, "a partition must have", summaries=summaries)
         if len(made.summaries) not in (0, len(made.stages)):
             raise ScheduleError(
-                f"a partition must have a summary of every stage, or none; got {len(made.summaries)} summaries for "
-                f"{len(made.stages)} stages; save the partition again"
+                f"a partition must have a summary of every stage, or no summaries; got "
+                f"{counted(len(made.summaries), 'summary')} for {counted(len(made.stages), 'stage')}; save the "
+                f"partition again"
             )
         return made
 

@@ -29,6 +29,7 @@ from pipesched.program.program import Program
 from pipesched.runtime.gradients.buckets import GradientBuckets
 from pipesched.runtime.gradients.rules import GradientRules, Verdict
 from pipesched.runtime.rank_host import RankHost, ThreadRanks
+from pipesched.runtime.shared_overflow import share_overflow
 from pipesched.runtime.stage.batch_norm import BatchNormMode, MiniBatchNorms
 from pipesched.runtime.stage.buffer_copies import own_buffers
 from pipesched.runtime.stage.compiled_layers import Compiled
@@ -215,13 +216,13 @@ class Assembly:
             if home == rank:
                 continue
             message = (
-                f"a layer may only use its own weights and weights passed to it as tensors; {layer!r} of stage {stage} "
-                f"on rank {rank} reaches {name!r} of rank {home} through a module or a reference; pass the weight "
-                f"itself to the layer, or keep both layers in one stage with together="
+                f"a layer may use only its own weights and weights passed to it as tensors; layer {layer!r} (stage "
+                f"{stage}, rank {rank}) uses {name!r} of rank {home} through a module or a reference; pass the weight "
+                f"to the layer as an argument, or keep this layer and the weight's layer in one stage with together="
             )
             if not isinstance(host, ThreadRanks) or host.devices[home] != host.devices[rank]:
                 raise GraphError(message)
-            warn(f"{message}; the gradient of {name!r} matches the gradient of an unpipelined loop only up to rounding")
+            warn(f"{message}; otherwise the gradient of {name!r} matches an unpipelined loop only up to rounding")
 
     def _written(self) -> list[set[str]]:
         """Return, for each stage, the names of the buffers that the stage's forward writes to.
@@ -342,6 +343,10 @@ class Assembly:
             for stage in self.stages.values():
                 stage.optimizer.update_late(verdict)
 
+    def share_overflow(self, intra_op_threads: int) -> None:
+        """Make all gradients infinite or NaN if any gradient of any process is. Collective."""
+        share_overflow(self._parameters(), self._host, intra_op_threads)
+
     def decide(self, intra_op_threads: int, losses: Iterable[Tensor]) -> Verdict:
         """Measure the gradients of the stages of all processes, and return the decision on them. Collective.
 
@@ -349,8 +354,10 @@ class Assembly:
         """
         assert self.rules is not None
         with intra_op(intra_op_threads):
-            own = [parameter for stage in self.stages.values() for parameter in stage.optimizer.parameters]
-            return self.rules.decide(self._host.gathered(self.rules.measure(own, losses)))
+            return self.rules.decide(self._host.gathered(self.rules.measure(self._parameters(), losses)))
+
+    def _parameters(self) -> list[nn.Parameter]:
+        return [parameter for stage in self.stages.values() for parameter in stage.optimizer.parameters]
 
     @property
     def verdict(self) -> Verdict | None:

@@ -63,8 +63,8 @@ class AutoPlan:
         if plan is not None and self.search.is_asked_for:
             raise PartitionError(
                 "plan= must not be combined with search options, because a plan leaves nothing to search for; "
-                "batch_size, memory_limit_bytes or profile was passed; pass the plan alone, or make a new plan with "
-                "pipesched.tune"
+                "batch_size, memory_limit_bytes or profile was passed with plan=; pass plan= without them, or make a "
+                "new plan with pipesched.tune"
             )
         if plan is not None:
             return False
@@ -114,6 +114,7 @@ class AutoPlan:
             num_cores=cores_of(self.devices, self.numerics.intra_op_threads),
             offload=self.search.offload,
             effort=self.search.effort,
+            norms=self.optimizer is not None and self.numerics.needs_norms,
         )
         plan = find_plan(search_request)
         first = plan.alternatives[0] if plan.alternatives else None

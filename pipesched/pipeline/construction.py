@@ -25,6 +25,7 @@ from pipesched.planning.program_factory import ProgramFactory
 from pipesched.runtime.microbatches import Splitter
 from pipesched.runtime.rank_host import RankHost, ThreadRanks
 from pipesched.torch_checks import as_function, as_optimizer
+from pipesched.units import counted
 
 __all__ = ["check_functions", "checked_programs", "choose_plan", "ending_on_error", "facts_of", "start"]
 
@@ -151,7 +152,7 @@ def start(
         raise DeviceCountError(
             f"with scaler= or on_nonfinite=, every rank of the mesh must hold stages, because an idle rank would not "
             f"detect an overflow; the mesh has {len(host.all_devices)} ranks, but the plan uses {len(host.devices)}; "
-            f"use a mesh of {len(host.devices)} ranks, or pass schedule="
+            f"use a mesh of {counted(len(host.devices), 'rank')}, or pass schedule= to use all ranks"
         )
     program = programs.full.plain
     pins = Pins(list(spec.layers), request.boundaries, request.together)

@@ -90,7 +90,8 @@ def gather_model(
         extra = {name: value for name, value in state.items() if name.endswith(_EXTRA)}
         asked, shares, extras = zip(*executor.exchange((rank, share, extra)), strict=True)
         targets = _check_target(rank, asked, executor.num_ranks)
-        _check_fits(executor.exchange(_misfit(tensors, shares) if executor.rank in targets else None))
+        misfit = _misfit(executor.rank, tensors, shares) if executor.rank in targets else None
+        _check_fits(executor.exchange(misfit))
         _collect(executor, targets, tensors, shares)
         if executor.rank in targets:
             for states in extras:
@@ -130,25 +131,26 @@ def _check_target(rank: Any, asked: Sequence[Any], num_ranks: int) -> range:
     return range(num_ranks) if rank is None else range(rank, rank + 1)
 
 
-def _misfit(tensors: Mapping[str, Tensor], shares: Sequence[_Share]) -> str | None:
-    """Return the reason why the tensors of all ranks do not fit this rank's model; None if the tensors fit."""
-    sent = {name: (rank, shape) for rank, share in enumerate(shares) for name, (shape, _) in share.items()}
-    for name, (rank, shape) in sent.items():
+def _misfit(rank: int, tensors: Mapping[str, Tensor], shares: Sequence[_Share]) -> str | None:
+    """Return the reason why the tensors of all ranks do not fit the model of ``rank``; None if the tensors fit."""
+    sent = {name: (source, shape) for source, share in enumerate(shares) for name, (shape, _) in share.items()}
+    for name, (source, shape) in sent.items():
         if name not in tensors:
-            return f"{name!r} of rank {rank} is missing"
+            return f"rank {rank}'s model has no tensor {name!r}, which rank {source} sent"
         if tuple(tensors[name].shape) != shape:
-            return f"{name!r} has the shape {list(tensors[name].shape)}, but the shape {list(shape)} on rank {rank}"
+            here = list(tensors[name].shape)
+            return f"{name!r} has shape {here} in rank {rank}'s model, but {list(shape)} on rank {source}"
     missing = next((name for name in tensors if name not in sent), None)
-    return None if missing is None else f"no rank trains {missing!r}"
+    return None if missing is None else f"rank {rank}'s model has a tensor {missing!r} that no rank trains"
 
 
 def _check_fits(misfits: Sequence[str | None]) -> None:
     """Raise InputError on every rank if the model of any rank cannot take the tensors of all ranks."""
-    for rank, misfit in enumerate(misfits):
+    for misfit in misfits:
         if misfit is not None:
             raise InputError(
-                f"the model must have the same tensors on every rank for gather_model; in the model of rank {rank} "
-                f"{misfit}; wrap= has changed layers on some ranks only; use full_state_dict"
+                f"the model must have the same tensors on every rank for gather_model; {misfit}; probably wrap= "
+                f"changed layers on some ranks only; use full_state_dict() instead"
             )
 
 

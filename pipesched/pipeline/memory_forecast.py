@@ -99,10 +99,11 @@ class MemoryForecast:
             count = programs.num_microbatches
             most = planned * count
             raise MemoryLimitError(
-                f"a batch must not have more rows than the plan's memory_limit_bytes allows: {most} rows in {count} "
-                f"micro-batches of {planned}; this step has {sum(rows)} rows in {len(rows)} micro-batches of up to "
-                f"{max(rows)}, so rank {worst} needs {quote_bytes(need)}, {quote_bytes(need - limit)} more than its "
-                f"limit of {quote_bytes(limit)}; pass at most {most} rows, or make the pipeline with "
+                f"a batch must not have more rows than memory_limit_bytes allows: under this plan, "
+                f"{counted(most, 'row')} in {counted(count, 'micro-batch')} of {planned}; this step has "
+                f"{counted(sum(rows), 'row')} in {counted(len(rows), 'micro-batch')} of up to {max(rows)}, so rank "
+                f"{worst} needs {quote_bytes(need)}, {quote_bytes(need - limit)} more than its limit of "
+                f"{quote_bytes(limit)}; pass at most {counted(most, 'row')}, or make the pipeline with "
                 f"search=Search(batch_size={sum(rows)}, ...)"
             )
         running.assembly.most_rows = max(rows)

@@ -41,14 +41,14 @@ class ModuleInterface:
         if isinstance(loss_fn, nn.Module) and any(name.startswith(_LOSS_PREFIX) for name in model.state_dict()):
             raise GraphError(
                 "the model must not have a layer called loss_fn, because the loss module's parameters are named "
-                "loss_fn.*; this model has one; rename the layer"
+                "loss_fn.*; this model has such a layer; rename it"
             )
         of_model = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
         shared = [name for prefix, module in self._roots.items() if prefix for name in _tensors_in(module, of_model)]
         if shared:
             raise GraphError(
-                f"the model and the loss module must not share a parameter; they share {shared[0]!r} of the loss "
-                f"module; give the loss module a parameter of its own"
+                f"the model and the loss module must not share a parameter; they share the loss module's "
+                f"{shared[0]!r}; give the loss module a parameter of its own"
             )
 
     def _modules(self) -> dict[str, nn.Module]:

@@ -98,9 +98,10 @@ class Numerics:
             are scaled down before the update, as ``Pipeline.clip_grad_norm_`` does. Default: None (not clipped).
         norm_type: the order of the norm that ``clip_grad_norm`` limits; ``math.inf`` for the largest absolute value.
             Default: 2.
-        scaler: with ``optimizer=``, a ``torch.amp.GradScaler``, for training in float16 under autocast. Backwards start
-            from the scaled loss, and ``step`` returns the unscaled loss. If a gradient of any stage overflows, no stage
-            is updated. Default: None (the loss is not scaled).
+        scaler: a ``torch.amp.GradScaler``, for training in float16 under autocast. Backwards start from the scaled
+            loss, and ``step`` returns the unscaled loss. If a gradient of any stage overflows, no stage is updated.
+            Without ``optimizer=``, call ``scaler.unscale_(optimizer)``, ``scaler.step(optimizer)`` and
+            ``scaler.update()`` after each step, on every rank. Default: None (the loss is not scaled).
         on_nonfinite: the reaction of a step to a loss or gradient that is infinite or NaN: "raise" an ExecutionError
             before the update, "skip" the update on all ranks and warn (requires ``optimizer=``), or only "warn". The
             message names the first layer and micro-batch with such a value. With GPUs in a single process, "raise" and
@@ -131,16 +132,19 @@ class Numerics:
             as_max_norm(self.clip_grad_norm, "clip_grad_norm")
         if as_norm_type(self.norm_type) != 2.0 and self.clip_grad_norm is None:
             raise InputError(
-                f"norm_type is the order of the norm that clip_grad_norm limits; norm_type is {self.norm_type} without "
-                f"clip_grad_norm; pass clip_grad_norm, too, or leave norm_type out"
+                f"norm_type= may only be passed with clip_grad_norm=, the limit of that norm; got "
+                f"norm_type={self.norm_type} without clip_grad_norm=; pass clip_grad_norm= too, or leave norm_type= out"
             )
         check_type(
-            self.scaler, (GradScaler, type(None)), "scaler must be a torch.amp.GradScaler", "pass one, or leave it out"
+            self.scaler,
+            (GradScaler, type(None)),
+            "scaler must be a torch.amp.GradScaler",
+            "pass a GradScaler, or leave scaler= out",
         )
         if self.on_nonfinite not in (None, *get_args(OnNonfinite)):
             raise InputError(
                 f"on_nonfinite must be one of {', '.join(get_args(OnNonfinite))}; got {shown(self.on_nonfinite)}; "
-                f"pass one of them, or leave on_nonfinite= out so that infinite and NaN values are not checked"
+                f"pass one of them, or leave on_nonfinite= out to train without a check for infinite and NaN values"
             )
         if self.on_nonfinite is not None and self.scaler is not None and self.scaler.is_enabled():
             raise InputError(
@@ -154,12 +158,11 @@ class Numerics:
         Raises InputError for an option that requires ``optimizer=`` if there are no optimizers.
         """
         scaler = self.enabled_scaler
-        if self.clip_grad_norm is None and scaler is None and self.on_nonfinite is None:
+        if not self.needs_norms:
             return None
         clip = f"clip_grad_norm={self.clip_grad_norm}"
         for option, passed, remedy in (
             (clip, self.clip_grad_norm is not None, "call pipe.clip_grad_norm_() before your optimizer's step"),
-            ("scaler=", scaler is not None, "train in bfloat16, which needs no scaler"),
             ("on_nonfinite='skip'", self.on_nonfinite == "skip", "pass on_nonfinite='raise', and catch the error"),
         ):
             if passed and not has_optimizers:
@@ -175,6 +178,11 @@ class Numerics:
             on_nonfinite=self.on_nonfinite,
             lags=lags,
         )
+
+    @property
+    def needs_norms(self) -> bool:
+        """Whether updates inside a step wait for the norm of all gradients."""
+        return self.clip_grad_norm is not None or self.enabled_scaler is not None or self.on_nonfinite is not None
 
     @property
     def enabled_scaler(self) -> GradScaler | None:
@@ -213,5 +221,6 @@ def as_options(given: _Options | None, kind: type[_Options]) -> _Options:
     if given is None:
         return kind()
     name = kind.__name__
-    check_type(given, kind, f"{name.lower()}= must be a pipesched.{name}", "pass one, or leave it out")
+    option = name.lower()
+    check_type(given, kind, f"{option}= must be a pipesched.{name}", f"pass {name}(...), or leave {option}= out")
     return given

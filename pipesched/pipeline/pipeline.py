@@ -506,9 +506,10 @@ class Pipeline(SavingInterface):
         running = self._running
         if self._running.program.has_updates:
             raise InputError(
-                f"clip_grad_norm_() clips gradients between a step and an update; schedule {running.program.name!r} "
-                f"updates weights during its steps of {running.assembly.programs.num_microbatches} micro-batches; "
-                f"choose a synchronous schedule, such as 1f1b"
+                f"clip_grad_norm_() must be called after a step and before the weights are updated; schedule "
+                f"{running.program.name!r} updates the weights during each step "
+                f"(num_microbatches={running.assembly.programs.num_microbatches}); choose a synchronous schedule, such "
+                f"as 1f1b"
             )
         return clip_gradients(
             [parameter for _, parameter in self.named_parameters()],
@@ -782,8 +783,8 @@ class Pipeline(SavingInterface):
 
     def __reduce__(self) -> Any:
         raise TypeError(
-            "a Pipeline cannot be copied or pickled, because it owns threads; save it with save(), and load() it into "
-            "a new Pipeline"
+            "a Pipeline cannot be copied or pickled, because it owns threads; save a checkpoint with save(path), and "
+            "load it into a new Pipeline with load(path)"
         )
 
     def __enter__(self) -> Self:
@@ -799,6 +800,6 @@ def _measured(trace: Trace | None) -> Trace:
     if trace is None:
         raise ExecutionError(
             "a measured trace requires a step; no step has run under this plan yet; call step() first, or use "
-            ".predicted for the simulated trace"
+            "pipe.predicted, the simulated trace"
         )
     return trace

@@ -113,8 +113,8 @@ class Replanner:
         steps = steps[1:] if len(steps) > _FEWEST else steps  # the first step of a plan includes warm-up
         if len(steps) < _FEWEST:
             why = (
-                f"the search for a better plan requires {_FEWEST} measured steps of the current plan; {len(steps)} "
-                f"have been measured"
+                f"the search for a better plan requires {_FEWEST} measured steps of the current plan; measured so far: "
+                f"{len(steps)}"
             )
             return Replanned(plan=self._plan(), kept=why)
         if measure:
@@ -272,7 +272,7 @@ class Replanner:
             warn(
                 f"a learning rate scheduler changes only the optimizers that it was created with; stages "
                 f"{assembly.undriven} have new optimizers with the current settings; create schedulers for these "
-                f"optimizers too, from pipe.optimizers"
+                f"optimizers too (pipe.optimizers[stage])"
             )
 
     def _host(self) -> ThreadRanks:
@@ -280,13 +280,13 @@ class Replanner:
         if not isinstance(host, ThreadRanks):
             raise InputError(
                 f"replan may only move layers within one process; this pipeline runs over a mesh of "
-                f"{len(host.devices)} ranks; save its state, and make a new pipeline with plan="
+                f"{len(host.devices)} ranks; save a checkpoint, and load it into a new pipeline made with plan="
             )
         if self._spec.wrap is not None:
             raise InputError(
                 f"replan must not move layers of a pipeline with wrap=, because wrap= has changed each stage as a "
-                f"whole; this pipeline of {len(self._running.cut)} stages has wrap=; save its state, and make a new "
-                f"pipeline with plan="
+                f"whole; this pipeline of {len(self._running.cut)} stages has wrap=; save a checkpoint, and load it "
+                f"into a new pipeline made with plan="
             )
         return host
 

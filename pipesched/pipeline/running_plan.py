@@ -126,7 +126,7 @@ class RunningPlan:
             return []
         names = ", ".join(map(str, devices[used:]))
         count = counted(len(devices) - used, "device")
-        return [f"{count} of {len(devices)} unused, because the plan has {counted(used, 'rank')}: {names}"]
+        return [f"{count} of {len(devices)} unused ({names}), because the plan has {counted(used, 'rank')}"]
 
     def __str__(self) -> str:
         program = self.program

@@ -225,8 +225,8 @@ class SavingInterface(ModuleInterface):
             names = list(map(own_name, tensors))
             twice = next(name for name in names if names.count(name) > 1)
             raise CheckpointError(
-                "the names of a model's tensors must differ even without the prefixes of wrappers; two of "
-                f"{len(names)} are {twice!r}; rename a module"
+                "the names of a model's tensors must stay unique when the prefixes of wrapper modules are removed; two "
+                f"of {len(names)} names become {twice!r}; rename a module"
             )
         modules = dict(pair for prefix, root in roots.items() for pair in root.named_modules(prefix=prefix[:-1]))
         used = {

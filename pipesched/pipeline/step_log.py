@@ -101,14 +101,15 @@ class StepLog:
             raise InputError(f"every= must be a whole number of steps, at least 1; got {shown(every)}; pass 1 or more")
         if tokens is not None and not is_count(tokens):
             raise InputError(
-                f"tokens= must be the number of tokens in a step, at least 1; got {shown(tokens)}; pass rows * length"
+                f"tokens= must be the number of tokens in a step, at least 1; got {shown(tokens)}; pass the number of "
+                f"rows in a step times the sequence length"
             )
         if writer is not None and not callable(getattr(writer, "add_scalar", None)):
             raise InputError(
                 f"writer= must have a method add_scalar; got {shown(writer)}; pass TensorBoard's SummaryWriter"
             )
         if show is not None and not callable(show):
-            raise InputError(f"show= must be a function that takes a line; got {shown(show)}; pass print, or None")
+            raise InputError(f"show= must be a function that takes a string; got {shown(show)}; pass print, or None")
         self._pipe = pipe
         self._writer = writer
         self._every = every

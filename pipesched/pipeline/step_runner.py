@@ -83,7 +83,7 @@ class StepRunner:
             if not torch.is_grad_enabled():
                 raise InputError(
                     "step() must run with gradients enabled; it was called under no_grad; call it outside no_grad, or "
-                    "call evaluate"
+                    "call evaluate() instead"
                 )
             batch = self._batch("step", given)
             groups = running.assembly.programs.of(len(batch.rows)).groups
@@ -123,6 +123,8 @@ class StepRunner:
         assembly = self._running.assembly
         verdict = assembly.verdict
         rules.finish(verdict)
+        if rules.scale is not None and not self._running.updates:
+            assembly.share_overflow(self._intra_op_threads)
         if step_data.watch is None:
             return
         if verdict is None:
@@ -150,7 +152,7 @@ class StepRunner:
             if differentiated and not isinstance(host, ThreadRanks):
                 raise InputError(
                     "a forward with gradients may only run in one process; this pipeline runs over a mesh; use step(), "
-                    "call forward() under no_grad, or make the pipeline with devices="
+                    "call forward() under no_grad, or make the pipeline with devices= instead of mesh="
                 )
             batch = running.splitter.batch(args, kwargs, num_replicas=host.replicas_per_batch)
             self._across([1] * len(batch.rows))
@@ -220,10 +222,10 @@ class StepRunner:
                 inputs = "x" if self._num_inputs == 1 else "..."
                 raise InputError(
                     f"the target must be passed to {method}() as a keyword; got {len(args)} positional arguments and "
-                    f"no target=, and the sample has {counted(self._num_inputs, 'positional argument')}; call "
+                    f"no target=, but the sample has {counted(self._num_inputs, 'positional argument')}; call "
                     f"{method}({inputs}, target=y)"
                 )
-            raise InputError("loss_fn(output, target) needs a target; none was passed; pass target=, or call forward")
+            raise InputError("loss_fn(output, target) needs a target; none was passed; pass target=, or call forward()")
         if not self._has_loss_fn and target is not None:
             raise InputError(
                 "a target may only be passed to a pipeline with a loss_fn; this pipeline has none, and its model "
@@ -260,22 +262,25 @@ class StepRunner:
         batch = self._running.splitter.as_given(microbatches, num_replicas=host.replicas_per_batch)
         if self._has_loss_fn != bool(batch.targets):
             raise InputError(
-                f"every micro-batch must have a target if the pipeline has a loss_fn, and none otherwise; this "
-                f"pipeline has {'a' if self._has_loss_fn else 'no'} loss_fn, and the micro-batches have "
-                f"{'targets' if batch.targets else 'no target'}; "
-                f"{'pass' if self._has_loss_fn else 'leave out'} Microbatch(..., target=...)"
+                "every micro-batch must have a target if the pipeline has a loss_fn; this pipeline has a loss_fn, but "
+                "the micro-batches have no targets; pass Microbatch(..., target=...)"
+                if self._has_loss_fn
+                else "micro-batches may have targets only if the pipeline has a loss_fn; this pipeline has no loss_fn, "
+                "but the micro-batches have targets; pass loss_fn= to Pipeline, or leave target= out of Microbatch(...)"
             )
         return batch
 
     def _enqueue(self, call: StepCall, metrics: Metrics | None) -> Tensor:
         """Start a step of an asynchronous schedule. Returns the loss of the previous step, as ``Stream.step`` does."""
         wants_input_grads = any(call.batch.wanted_inputs())
-        for name, wanted in (("outputs", call.return_outputs), ("gradients of inputs", wants_input_grads)):
+        for name, wanted, reason, remedy in (
+            ("outputs", call.return_outputs, "return_outputs is True", "call evaluate() or forward() for outputs"),
+            ("gradients of inputs", wants_input_grads, "an input requires gradients", "detach the input"),
+        ):
             if wanted:
                 raise InputError(
                     f"a step of an asynchronous schedule cannot provide {name}, because the step returns before they "
-                    f"are computed; this call requires {name}; call evaluate or forward for outputs, detach inputs, "
-                    f"or use a synchronous schedule"
+                    f"are computed; in this call, {reason}; {remedy}, or use a synchronous schedule"
                 )
         running = self._running
         executor = running.host.executor

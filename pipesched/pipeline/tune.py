@@ -218,17 +218,17 @@ def _to_confirm(confirm: Any, model: Any, known: bool, *, here: bool) -> int:
         return _CONFIRMED if model is not None and known and here else 0
     if not is_count(confirm, 0):
         raise InputError(
-            f"confirm= must be the number of plans to run; got {shown(confirm)}; pass a whole number, 0 for none"
+            f"confirm= must be the number of plans to run, at least 0; got {shown(confirm)}; pass 0 to run none"
         )
     if confirm and model is None:
         raise InputError(
-            f"confirming a plan requires a model to run; got a profile without a model, and "
-            f"confirm={confirm}; pass the model together with profile=, or confirm=0"
+            f"confirming a plan requires a model to run; got confirm={confirm} with a profile, but without a model; "
+            f"pass the model together with profile=, or pass confirm=0"
         )
     if confirm and not here:
         raise InputError(
-            f"confirming a plan requires running its ranks; got ranks_are='processes' without a mesh, and "
-            f"confirm={confirm}; call tune with mesh= in every process, or pass confirm=0"
+            f"confirming a plan requires running its ranks; got confirm={confirm} with ranks_are='processes', but "
+            f"without a mesh; call tune with mesh= in every process, or pass confirm=0"
         )
     return int(confirm)
 

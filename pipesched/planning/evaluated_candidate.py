@@ -9,7 +9,7 @@ from pipesched.partitioning.result import StageLayers
 from pipesched.planning.alternatives import Alternative
 from pipesched.planning.candidates import LADDER, Candidate
 from pipesched.program.checkpoint_options import Checkpoint, checkpoint_in_words, offloading
-from pipesched.program.lowering import add_offloading, add_updates
+from pipesched.program.lowering import add_norms, add_offloading, add_updates
 from pipesched.program.program import Program
 from pipesched.simulation.costs import Costs
 from pipesched.simulation.memory import rank_memory
@@ -34,11 +34,16 @@ class EvaluatedCandidate:
     limit_bytes: tuple[int, ...] | None = None
     #: The number of receives per channel that are posted in advance, each with a buffer.
     posted: int = 0
+    #: Whether the updates of a step wait for the norm of all gradients.
+    norms: bool = False
 
     @cached_property
     def runs(self) -> Program:
-        """The program that runs, with recomputes and copies to and from the host."""
-        return add_offloading(self.candidate.runs, offloading(self.candidate.checkpoint, self.stages))
+        """The program that runs, with recomputes, copies to and from the host, and updates if they wait for norms."""
+        program = self.candidate.runs
+        if self.norms:
+            program = add_norms(add_updates(program))
+        return add_offloading(program, offloading(self.candidate.checkpoint, self.stages))
 
     @cached_property
     def step_s(self) -> float:

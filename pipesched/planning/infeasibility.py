@@ -31,7 +31,7 @@ def no_partition(search: SearchRequest) -> PartitionError:
     stages = search.num_stages
     ranks = search.num_ranks
     layers = len(search.pins.layers)
-    remedy = "use fewer ranks, or drop some boundaries"
+    remedy = "use fewer ranks, or remove some boundaries"
     if stages and stages > layers:
         remedy = f"pass num_stages of at most {layers}, or leave it out"
     elif stages and stages % ranks:
@@ -65,7 +65,7 @@ def infeasible(search: SearchRequest, least: int, fitting: "FittingPlans") -> Me
         text += f"layer {layer!r} alone needs {quote_bytes(alone)} for one micro-batch, on any rank; "
     text += f"the smallest limit for a plan is {least} bytes ({quote_bytes(least)}), {quote_bytes(least - limit)} more"
     if search.checkpoint == "never" and fitting.any(replace(search, checkpoint=None)):
-        text += ", or this limit with checkpoint='always'"
+        text += "; this limit is enough with checkpoint='always'"
     text += _on_the_host(search, fitting)
     more = _ranks(search, fitting) if alone <= limit else None
     text += f"; raise the limit, use {more} ranks" if more else "; raise the limit"
@@ -83,10 +83,10 @@ def _on_the_host(search: SearchRequest, fitting: "FittingPlans") -> str:
     known = replace(search.profile, machine=replace(machine, host_bytes_per_s=machine.host_bytes_per_s or 1.0))
     if not fitting.any(replace(search, profile=known, offload=True, checkpoint=None)):
         return ""
-    text = ", or this limit with offload=True"
-    if search.checkpoint is not None:
-        text += " and without checkpoint="
-    return text if machine.host_bytes_per_s else f"{text} and a profile with host_bytes_per_s"
+    text = "; this limit is enough with offload=True"
+    if not machine.host_bytes_per_s:
+        text += " and a profile with host_bytes_per_s"
+    return text if search.checkpoint is None else f"{text}, if checkpoint= is left out"
 
 
 def leanest(search: SearchRequest, fitting: "FittingPlans") -> EvaluatedCandidate:

@@ -10,6 +10,7 @@ from typing import Any
 from pipesched.checks import shown
 from pipesched.errors import PartitionError
 from pipesched.partitioning.result import StageLayers
+from pipesched.units import counted
 
 __all__ = ["Boundaries", "Pins"]
 
@@ -64,8 +65,9 @@ class Pins:
         for place, (name, _) in places.items():
             if not 0 <= place < len(self.layers):
                 raise PartitionError(
-                    f"boundaries must map layers to the stages that they begin; there are {len(self.layers)} layers; "
-                    f"got {name!r}; pass a layer's position, starting at 0, or its name"
+                    f"boundaries must map layers to the stages that they begin; there are "
+                    f"{counted(len(self.layers), 'layer')}; got {name!r}; pass a layer's position, starting at 0, or "
+                    f"its name"
                 )
         return {self.layers[place]: stage for place, (_, stage) in places.items()}
 
@@ -75,7 +77,7 @@ class Pins:
             if isinstance(stage, bool) or not isinstance(stage, int) or stage < 0:
                 raise PartitionError(
                     f"boundaries must map layers to the stages that they begin; got stage {stage!r} for layer "
-                    f"{layer!r}; pass its number, such as {{{layer!r}: 1}}"
+                    f"{layer!r}; pass the number of the stage, such as {{{layer!r}: 1}}"
                 )
         for (one, before), (other, behind) in pairwise(starts):
             if before >= behind:
@@ -100,7 +102,8 @@ class Pins:
             if not 0 < start < len(self.layers):
                 raise PartitionError(
                     f"a boundary must be the position of the first layer of a stage other than stage 0, from 1 to "
-                    f"{len(self.layers) - 1} for {len(self.layers)} layers; got {boundary!r}; remove or move it"
+                    f"{len(self.layers) - 1} for {counted(len(self.layers), 'layer')}; got {boundary!r}; remove or "
+                    f"move it"
                 )
             if start <= starts[-1]:
                 raise PartitionError(
@@ -137,7 +140,7 @@ class Pins:
             if len({*stages.values()}) > 1:
                 raise PartitionError(
                     f"layers kept together must share a stage; the boundaries put {_listed(stages)}; move a boundary, "
-                    f"or drop that group"
+                    f"or remove that group from together="
                 )
 
 

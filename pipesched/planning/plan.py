@@ -224,7 +224,7 @@ class Plan:
             )
         except (LookupError, TypeError, AttributeError, ZeroDivisionError) as error:
             raise ScheduleError(
-                f"a plan must have {', '.join(_KEYS)}; {error} is missing or wrong; save the plan again"
+                f"a plan must have {', '.join(_KEYS)}; {_problem(error)}; save the plan again"
             ) from error
         names = [name for layers in stages for name in layers]
         if len({*names}) < len(names):
@@ -253,8 +253,8 @@ def _check_stages(stages: Sequence[tuple[str, ...]], program: Program) -> None:
     if len(stages) != program.num_weights:
         raise ScheduleError(
             f"a plan must have one stage for each weight copy of its program; the plan lists "
-            f"{counted(len(stages), 'stage')}, but the program has {program.num_weights} weight copies; correct one of "
-            f"them"
+            f"{counted(len(stages), 'stage')}, but the program has {counted(program.num_weights, 'weight copy')}; "
+            f"correct one of them"
         )
     if () in stages:
         raise ScheduleError(
@@ -263,15 +263,22 @@ def _check_stages(stages: Sequence[tuple[str, ...]], program: Program) -> None:
         )
 
 
+def _problem(error: Exception) -> str:
+    """Describe an error that was raised while a saved plan was read."""
+    if isinstance(error, KeyError):
+        return f"{error} is missing"
+    return f"a value is wrong ({type(error).__name__}: {error})"
+
+
 def _as_list(value: Any) -> Sequence[Any]:
     if not isinstance(value, list | tuple):
-        raise TypeError(f"a list, {shown(value)},")
+        raise TypeError(f"expected a list, got {shown(value)}")
     return value
 
 
 def _as_name(layer: Any) -> str:
     if not isinstance(layer, str):
-        raise TypeError(f"a layer's name, {shown(layer)},")
+        raise TypeError(f"expected the name of a layer, got {shown(layer)}")
     return layer
 
 
@@ -295,7 +302,7 @@ def _read_program(values: Mapping[str, Any]) -> Program:
     name = values["schedule"]
     num_ranks = values["num_ranks"]
     num_microbatches = values["num_microbatches"]
-    schedule = _schedule(name, values.get("options", {}), len(values["stages"]) // num_ranks)
+    schedule = _schedule(name, values.get("options", {}), len(_as_list(values["stages"])) // num_ranks)
     program = schedule.program(num_ranks, num_microbatches)
     if "edges" in given:
         program = replace(program, graph=StageGraph.of(program.num_stages, _edges(given["edges"], program.num_stages)))

@@ -13,6 +13,7 @@ from pipesched.planning.plan import Plan
 from pipesched.program.checkpoint_options import Checkpoint
 from pipesched.program.order import Schedule
 from pipesched.program.program import Program
+from pipesched.units import counted
 
 __all__ = ["PlanRequest"]
 
@@ -59,8 +60,9 @@ class PlanRequest:
         of_plan = [name for layers in plan.stages for name in layers]
         if of_plan != names:
             raise PartitionError(
-                f"a plan must have each layer of its model in exactly one stage; the plan has {len(of_plan)} layers, "
-                f"the model has {len(names)}; {_first_difference(of_plan, names)}; make a new plan for this model"
+                f"a plan must have each layer of its model in exactly one stage; the plan has "
+                f"{counted(len(of_plan), 'layer')}, the model has {len(names)}; {_first_difference(of_plan, names)}; "
+                f"make a new plan for this model"
             )
         if self != PlanRequest():
             raise PartitionError(
@@ -83,7 +85,9 @@ def _first_difference(of_plan: list[str], of_model: list[str]) -> str:
     if count.keys() & {*of_model}:
         for name in of_model:
             if count[name] != 1:
-                return f"layer {name!r} is in {'several stages' if count[name] else 'none'}"
+                return f"layer {name!r} is in {'several stages' if count[name] else 'no stage'} of the plan"
     pairs = enumerate(zip_longest(of_plan, of_model))
     position, (planned, own) = next((at, pair) for at, pair in pairs if pair[0] != pair[1])
+    if planned is None or own is None:
+        return f"layer {position}, {own or planned!r}, is missing from the {'plan' if planned is None else 'model'}"
     return f"layer {position} is {planned!r} in the plan and {own!r} in the model"

@@ -25,6 +25,7 @@ from pipesched.program.program import Program
 from pipesched.program.segments import Segments, enough_steps
 from pipesched.program.validation import validate
 from pipesched.program.weight_versions import Uses, update_groups, used_versions
+from pipesched.units import counted
 
 __all__ = ["MICROBATCHES_PER_RANK", "ProgramFactory", "StepPrograms"]
 
@@ -146,8 +147,8 @@ class ProgramFactory:
             )
         if self.updates and program.num_weights < program.num_stages:
             raise ScheduleError(
-                f"optimizer= needs separate weights for each stage; here {program.num_stages} stages share "
-                f"{program.num_weights} weight copies; leave optimizer= out and step an optimizer of your own"
+                f"optimizer= needs separate weights for each stage; here {counted(program.num_stages, 'stage')} share "
+                f"{counted(program.num_weights, 'weight copy')}; leave optimizer= out and step an optimizer of your own"
             )
         if self.norms and program.has_updates and (not program.has_norms or len(self.full.groups) > 1):
             raise ScheduleError(
@@ -157,8 +158,9 @@ class ProgramFactory:
             )
         if program.has_norms and not self.norms:
             raise ScheduleError(
-                f"a program may only have NORMs if an option needs the norms; program {program.name!r} has NORMs, "
-                f"but no such option was passed; pass numerics=Numerics(clip_grad_norm=1.0), or remove the NORMs"
+                f"a program may only have NORM actions if an option uses gradient norms; program {program.name!r} has "
+                f"NORM actions, but no such option was passed; pass numerics=Numerics(clip_grad_norm=1.0), or remove "
+                f"the NORM actions"
             )
         if self.streams:
             _ = self.full.segments
@@ -271,8 +273,9 @@ class StepPrograms:
 def _as_planned(num_ranks: int, num_devices: int) -> int:
     if num_ranks > num_devices:
         raise DeviceCountError(
-            f"every rank must have a device; the plan has {num_ranks} ranks, but there are {num_devices} devices; pass "
-            f"{num_ranks} devices (a device may repeat), or make a plan for {num_devices}"
+            f"every rank must have a device; the plan has {counted(num_ranks, 'rank')}, but the pipeline has "
+            f"{counted(num_devices, 'device')}; pass {counted(num_ranks, 'device')} (a device may repeat), or make a "
+            f"plan for {num_devices}"
         )
     return num_ranks
 
@@ -288,7 +291,7 @@ def _num_stages(request: PlanRequest, schedule: Schedule, num_devices: int) -> i
 def _source(request: PlanRequest, num_devices: int) -> Schedule | Program:
     """Return the program that the user gave, or the schedule with as many chunks as the number of stages requires."""
     if num_devices < 1:
-        raise DeviceCountError("a pipeline needs at least one device; got none; pass devices=['cpu'], or more")
+        raise DeviceCountError("a pipeline needs at least one device; got none; pass for example devices=['cpu']")
     if isinstance(request.schedule, Program):
         return _fixed(request.schedule, num_devices, request)
     schedule = _schedule(request.schedule)
@@ -297,15 +300,16 @@ def _source(request: PlanRequest, num_devices: int) -> Schedule | Program:
     if "chunks_per_rank" not in schedule.options:
         if num_stages > num_ranks:
             raise DeviceCountError(
-                f"schedule {schedule.name!r} has one stage per rank; {num_stages} stages need {num_stages} devices, "
-                f"but there are {num_devices}; repeat a device, or use a schedule with chunks: "
-                f"{', '.join(_with_chunks())}"
+                f"schedule {schedule.name!r} has one stage per rank; {counted(num_stages, 'stage')} need "
+                f"{counted(num_stages, 'device')}, but there are {num_devices}; repeat a device, or use a schedule "
+                f"with several chunks per rank: {', '.join(_with_chunks())}"
             )
         return schedule
     if num_stages % num_ranks:
         raise PartitionError(
-            f"every rank must have the same number of stages; {num_stages} stages cannot be divided evenly among "
-            f"{num_ranks} ranks; use a multiple of {num_ranks} stages, or a different number of devices"
+            f"every rank must have the same number of stages; {counted(num_stages, 'stage')} cannot be divided evenly "
+            f"among {counted(num_ranks, 'rank')}; pass a multiple of {num_ranks} as num_stages, or a different "
+            f"number of devices"
         )
     return schedule.with_options(chunks_per_rank=num_stages // num_ranks)
 
@@ -328,21 +332,21 @@ def _fixed(program: Program, num_devices: int, request: PlanRequest) -> Program:
     """Return the program that the user gave, after checking that it fits the request."""
     if program.num_ranks > num_devices:
         raise DeviceCountError(
-            f"every rank must have a device; the program has {program.num_ranks} ranks, but there are {num_devices} "
-            f"devices; pass {program.num_ranks} devices (a device may repeat)"
+            f"every rank must have a device; the program has {counted(program.num_ranks, 'rank')}, but the pipeline "
+            f"has {counted(num_devices, 'device')}; pass {counted(program.num_ranks, 'device')} (a device may repeat)"
         )
     for name, wish, has in (
-        ("micro-batches", request.num_microbatches, program.num_microbatches),
-        ("stages", request.num_stages, program.num_weights),
+        ("num_microbatches", request.num_microbatches, program.num_microbatches),
+        ("num_stages", request.num_stages, program.num_weights),
     ):
         if wish not in (None, has):
             raise ScheduleError(
-                f"the program fixes the number of {name}: the program has {has}, but {wish} was requested; pass "
-                f"{has}, or leave the option out"
+                f"{name} must agree with the program; the program has {name}={has}, but {name}={wish} was passed; pass "
+                f"{name}={has}, or leave {name}= out"
             )
     if not program.is_chains or program.forward_only:
         raise ScheduleError(
             "a pipeline can only train a chain of stages, or several chains over the same weights; this program has a "
-            "different stage graph, or no backwards; change the program"
+            "different stage graph, or no backwards; pass a program with such a stage graph and with backwards"
         )
     return program

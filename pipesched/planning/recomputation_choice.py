@@ -137,6 +137,7 @@ class RecomputationChooser:
             costs=replace(costs, links=search.links) if search.links else costs,
             limit_bytes=search.memory_limit_bytes,
             posted=search.posted,
+            norms=search.norms,
         )
 
     def graph(self, num_microbatches: int) -> "nx.DiGraph[str]":

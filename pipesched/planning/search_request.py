@@ -59,6 +59,8 @@ class SearchRequest:
     offload: Offload = "auto"
     #: The number of actions that the search is allowed to simulate.
     effort: int = _EFFORT
+    #: Whether the updates of a step wait for the norm of all gradients.
+    norms: bool = False
 
     def __post_init__(self) -> None:
         check_offload(self.offload)

@@ -20,7 +20,7 @@ from pipesched.program.liveness import peaks_of_stages
 from pipesched.program.program import Program
 from pipesched.simulation.links import Links
 from pipesched.simulation.tied_weight_costs import parameter_bytes, stage_parameters, tied_groups, tied_traffic_bytes
-from pipesched.units import quote_speed, quote_time
+from pipesched.units import counted, quote_speed, quote_time
 
 __all__ = ["StagePartitioner"]
 
@@ -68,8 +68,9 @@ class StagePartitioner:
         num_stages = self.program.num_weights
         if num_stages > max(1, len(layers)):
             raise PartitionError(
-                f"every stage needs at least one layer; there are {num_stages} stages on {self.program.num_ranks} "
-                f"ranks, but the model has {len(layers)} layers; use fewer devices, or fewer chunks per rank"
+                f"every stage needs at least one layer; there are {counted(num_stages, 'stage')} on "
+                f"{self.program.num_ranks} ranks, but the model has {counted(len(layers), 'layer')}; use fewer "
+                f"devices, or fewer chunks per rank"
             )
         found: Partition | None = None
         if self.pins.complete:
@@ -82,9 +83,10 @@ class StagePartitioner:
             starts = list(range(num_stages))
         if len(starts) != num_stages:
             raise PartitionError(
-                f"boundaries must name the first layer of every stage but stage 0; {len(starts) - 1} boundaries make "
-                f"{len(starts)} stages, but the program has {num_stages}; pass {num_stages - 1} boundaries, or "
-                f"{{layer: stage}} for some of them"
+                f"boundaries must name the first layer of every stage except stage 0; got a list of "
+                f"{counted(len(starts) - 1, 'layer')}, which makes {counted(len(starts), 'stage')}, but the program "
+                f"has {counted(num_stages, 'stage')}; pass a list of {counted(num_stages - 1, 'layer')}, or map "
+                f"layers to the stages that they begin"
             )
         self.pins.check_together(starts)
         return self.pins.stages(starts), found
@@ -113,7 +115,7 @@ class StagePartitioner:
         if self.pins.starts or self.pins.together:
             best = self._partition(row)
             found = replace(found, lower_bound_s=best.lower_bound_s)
-            why = f"{why}; boundaries or layer groups were given; {_against(found, best, 'a free choice')}"
+            why = f"{why}; boundaries or layer groups were given; {_against(found, best, 'an unrestricted split')}"
         elif graph.number_of_edges() < row.number_of_edges() and not self._chunks:
             best = self._partition(graph)
             if best.proved and best.bottleneck_s < found.bottleneck_s:

@@ -36,7 +36,7 @@ Calls = Mapping[str, tuple[nn.Module, Payload | None]]
 class Effort:
     """How thoroughly layers are measured."""
 
-    #: Maximum number of rounds, each of which times every layer once.
+    #: Maximum number of rounds. A round times every layer once.
     rounds: int = 3
     #: The time in seconds after which no further round of a group of layers begins.
     enough_s: float = 0.5
@@ -258,8 +258,8 @@ class _Survey:
         for name, why in self._doubts(kinds).items():
             warn(
                 f"layer times must be measured on an idle machine; two measurements of layer {name!r} are implausible: "
-                f"{why}; measure again when the machine is idle, or ignore this warning if the layer really has these "
-                f"times"
+                f"{why}; measure again when the machine is idle, or ignore this warning if the layer really takes this "
+                f"long"
             )
 
     def _doubts(self, kinds: Mapping[str, Any]) -> dict[str, str]:
@@ -326,7 +326,11 @@ class _Survey:
 
 
 class _Held(nn.Module):
-    """Calls a layer but does not register the layer's parameters: a Stage would mistake their copies for shards."""
+    """Calls a layer without registering the layer's parameters.
+
+    While layers are timed, plain tensors (copies) replace the parameters. A Stage would not split the backward then,
+    because it does so only if all registered parameters are of type ``nn.Parameter``.
+    """
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()

@@ -150,7 +150,7 @@ def as_loss(loss_fn: Any, target: Any) -> nn.Module | None:
     """Return the loss as a module, or None without a loss. Raises InputError if only loss_fn or target is given."""
     if (loss_fn is None) != (target is None):
         raise InputError(
-            f"loss_fn= and target= must be passed together; only {'a target' if loss_fn is None else 'a loss_fn'} was "
+            f"loss_fn= and target= must be passed together; only {'target=' if loss_fn is None else 'loss_fn='} was "
             f"passed; pass both, or neither"
         )
     function = as_function(loss_fn, "loss_fn")
@@ -216,7 +216,7 @@ def _sizes(rows: Collection[int] | None, has: int) -> list[int]:
     for count in given:
         if rows is not None and not is_count(count):
             raise InputError(
-                f"rows= must contain whole numbers, at least 1; got rows={shown(rows)}; pass a list such as [4, 8]"
+                f"rows= must contain whole numbers of at least 1; got rows={shown(rows)}; pass a list such as [4, 8]"
             )
     if not given:
         raise InputError(

@@ -340,7 +340,8 @@ def _naming_turn(turns: Sequence[_Turn], device: torch.device) -> Iterator[None]
         yield
     except Exception as error:
         come = [turn.subject.name for turn in turns if turn.came is not None]
-        error.add_note(f"while the backward of layer {come[:1]} was measured on {device} with the given sample")
+        place = f"the backward of layer {come[0]!r}" if come else "a backward"
+        error.add_note(f"while {place} was measured on {device} with the given sample")
         raise
 
 

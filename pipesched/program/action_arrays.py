@@ -56,8 +56,8 @@ class Columns:
             raise
         except (KeyError, OverflowError, ValueError, TypeError) as error:
             raise ScheduleError(
-                f"an order may contain only actions, Action(stage, kind, microbatch, peer=None); {error!r}; "
-                f"correct the action"
+                f"an order may contain only actions, Action(stage, kind, microbatch, peer=None); reading the order "
+                f"raised {error!r}; correct the order"
             ) from None
         if table.dtype.kind != "i" or (table >= 2**31).any() or (table < -(2**31)).any():
             wrong = next(row for row in rows if not all(map(_fits, row)))

@@ -124,8 +124,8 @@ class Action(NamedTuple):
         if match is None or match[2] not in Kind.__members__:
             kinds = ", ".join(Kind)
             raise ScheduleError(
-                f"an action must have the form <stage><kind><micro-batch>, such as 2F0; got {shown(text)}; kinds: "
-                f"{kinds}"
+                f"an action must have the form <stage><kind><micro-batch>, such as 2F0; got {shown(text)}; use one "
+                f"of the kinds {kinds}"
             )
         kind = Kind(match[2])
         if (match[4] or "") != _ARROWS.get(kind, ""):

@@ -18,6 +18,7 @@ from pipesched.checks import shown
 from pipesched.errors import ScheduleError
 from pipesched.program.action_arrays import CODES, MOST_SLOTS, NUM_KINDS, Columns, Ints
 from pipesched.program.actions import OTHER_END, Action, Kind
+from pipesched.units import counted
 
 __all__ = ["BACKWARDS", "Index", "StageGraph", "chain", "needs", "requirements"]
 
@@ -185,9 +186,9 @@ class Index:
             size += rows * int(self._widths[code])
             if size > MOST_SLOTS * (len(columns) + 1024):
                 raise ScheduleError(
-                    f"every stage must run every micro-batch; there are {self._num_stages} stages and "
-                    f"{shown(num_microbatches)} micro-batches, but only {len(columns)} actions; correct the counts or "
-                    f"add the actions"
+                    f"every stage must run every micro-batch; there are {counted(self._num_stages, 'stage')} and "
+                    f"{shown(num_microbatches)} micro-batches, but only {counted(len(columns), 'action')}; "
+                    f"correct the counts or add the actions"
                 )
         self._table = np.full(size + 1, -1, np.int32)  # the extra last slot stays -1; all invalid actions map to it
         self.slots = self._slots(columns.kind, columns.stage, columns.microbatch, columns.peer)

@@ -92,7 +92,7 @@ def _action(cell: str, row: int, column: int) -> Action:
     else:
         raise ScheduleError(
             f"row {row}, column {column}: a cell must be empty or <stage><kind><micro-batch>, such as 2F0; got "
-            f"{shown(cell)}; kinds: {', '.join(_NAMES)}"
+            f"{shown(cell)}; use one of the kinds {', '.join(_NAMES)}"
         )
     raise ScheduleError(f"row {row}, column {column}: a cell must not {problem}; got {shown(cell)}; {remedy}")
 
@@ -118,6 +118,6 @@ def _placement(rows: Iterable[list[_Place]]) -> tuple[int, ...]:
         rank, row, column = first[max(first)]
         raise ScheduleError(
             f"row {row}, column {column}: stages must be numbered from 0 without a gap; this is stage {max(first)}, "
-            f"but no row has stage {missing}; add its actions or renumber the stages"
+            f"but no row has stage {missing}; add the actions of stage {missing}, or renumber the stages"
         )
     return tuple(first[stage][0] for stage in range(len(first)))

@@ -32,6 +32,7 @@ from pipesched.program.dependencies import chain
 from pipesched.program.near_equal_parts import near_equal_parts
 from pipesched.program.placement import Placement, PlacementRule, chunks_of, linear, loop, v
 from pipesched.program.program import Program
+from pipesched.units import counted
 
 __all__ = ["Order", "Schedule", "Shape", "linear", "loop", "schedule", "v"]
 
@@ -73,8 +74,9 @@ class Shape:
         """Return the chunks of a rank. Raises ScheduleError if a rank does not have exactly ``count`` chunks."""
         if self.chunks_per_rank != count:
             raise ScheduleError(
-                f"this schedule needs {count} stages on each rank; got chunks_per_rank={self.chunks_per_rank}; cut the "
-                f"model into {count * self.num_ranks} stages for {self.num_ranks} ranks (chunks_per_rank={count})"
+                f"this schedule needs {counted(count, 'stage')} on each rank; got "
+                f"chunks_per_rank={self.chunks_per_rank}; cut the model into {count * self.num_ranks} stages for "
+                f"{counted(self.num_ranks, 'rank')} (chunks_per_rank={count})"
             )
         return self.chunks(rank)
 
@@ -100,7 +102,7 @@ class Shape:
             near = [str(count) for count in (self.num_ranks - 1, self.num_ranks + 1) if count]
             raise ScheduleError(
                 f"a bidirectional schedule needs an even number of ranks; got {self.num_ranks}; use "
-                f"{' or '.join(near)}, with any number of micro-batches"
+                f"{' or '.join(near)} ranks, with any number of micro-batches"
             )
         return self.num_ranks
 
@@ -167,8 +169,8 @@ class Order:
             self._numbers.append(owed.popleft())
         elif left := length_hint(self._left[_B].get(stage, range(self._limit))):
             raise ScheduleError(
-                f"a W must follow an I of its stage; on stage {stage}, {left} micro-batches have no backward yet and "
-                f"every I has its W; write order.I({stage}) first"
+                f"a W must follow an I of its stage; on stage {stage}, every I already has its W, and "
+                f"{counted(left, 'micro-batch')} still need{'s' * (left == 1)} a backward; write order.I({stage}) first"
             )
 
     def UPDATE(self, stage: int) -> None:
@@ -297,8 +299,9 @@ class Schedule:
         """
         unknown = sorted(set(options) - set(self.options))
         if unknown:
+            known = ", ".join(self.options)
             raise ScheduleError(
-                f"schedule {self.name!r} takes only the options: {', '.join(self.options) or 'none'}; got "
+                f"schedule {self.name!r} takes {f'only the options {known}' if known else 'no options'}; got "
                 f"{unknown[0]}={options[unknown[0]]!r}; leave it out"
             )
         return replace(self, options={**self.options, **options})
@@ -337,7 +340,7 @@ class Schedule:
             raise ScheduleError(
                 f"a program may have at most {_MOST_PAIRS:,} pairs of a stage and a micro-batch; {self.name!r} has "
                 f"{pairs:,} for {', '.join(f'{count:,} {name}' for name, count in counts.items() if count > 1)}; use "
-                f"fewer"
+                f"fewer micro-batches, ranks or chunks per rank"
             )
         placement = self.placement(num_ranks, chunks_per_rank * self.num_chains)
         shape = Shape(
@@ -471,7 +474,7 @@ def schedule(
         if len(_required(function)) not in (1, 2):
             raise ScheduleError(
                 f"a schedule must be a function (rank, shape) -> Order, or (shape) -> the Orders of all ranks; "
-                f"{name!r} takes ({', '.join(_required(function))}); make its options keyword-only, with defaults, "
+                f"{name!r} takes ({', '.join(_required(function))}); make the options keyword-only, with defaults, "
                 f"after a '*'"
             )
         shape = {"chunks_per_rank": chunks_per_rank, "slices_per_microbatch": slices_per_microbatch}

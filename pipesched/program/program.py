@@ -103,7 +103,8 @@ class Program:
             if has != due:
                 of = "micro-batches" if what == "routes" else "stages"
                 raise ScheduleError(
-                    f"{what} must have one entry for each of the {due} {of}; got {has} entries; make the numbers agree"
+                    f"{what} must have one entry for each of the {due} {of}; got a list of length {has}; make the "
+                    f"numbers agree"
                 )
 
     def _keep_as_tuples(self) -> None:
@@ -311,7 +312,7 @@ class Program:
             ScheduleError: a line cannot be read. The error has the line's number.
 
         """
-        check_type(text, str, "Program.parse reads a str", "pass str(program); load_program reads files")
+        check_type(text, str, "Program.parse reads a str", "pass a program's text; to read a file, call load_program")
         return cls(**parse_program(text))
 
 

@@ -16,6 +16,7 @@ from pipesched.program.action_arrays import Ints
 from pipesched.program.actions import Action, Kind
 from pipesched.program.program import Program
 from pipesched.program.weight_versions import Uses, update_groups, used_versions
+from pipesched.units import counted
 
 __all__ = ["Orders", "Segments", "enough_steps"]
 
@@ -57,9 +58,9 @@ class Segments:
         groups = [tuple(number % size for number in group) for group in update_groups(self.program) if group[0] < size]
         if sorted(number for group in groups for number in group) != list(range(size)):
             raise ScheduleError(
-                f"an update may only apply the gradients of one step; schedule {self.program.name!r} with {size} "
-                f"micro-batches per step has an update for {len(groups[-1])} micro-batches of two steps; update at the "
-                f"end of each step"
+                f"an update must not combine gradients of different steps; with "
+                f"{counted(size, 'micro-batch')} per step, one update of schedule {self.program.name!r} applies the "
+                f"gradients of {len(groups[-1])} micro-batches from two steps; place an update at the end of each step"
             )
         return tuple(sorted(groups))
 

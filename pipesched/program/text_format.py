@@ -64,10 +64,10 @@ class _Read:
                 self.ranks.append(_parse_order(words, len(self.ranks)))
             case "route" if ":" in words:
                 route, members = _halves(words)
-                _add(self.routes, dict.fromkeys(members, tuple(route)), "a micro-batch may have only one route")
+                _add(self.routes, dict.fromkeys(members, tuple(route)), "micro-batch", "route")
             case "versions" if words[2:3] == [":"]:
                 (stage,), versions = _halves(words)
-                _add(self.versions, {stage: tuple(versions)}, "a stage may have only one line of versions")
+                _add(self.versions, {stage: tuple(versions)}, "stage", "line of versions")
             case _:
                 self.header |= _once(self.header, _parse_header(words), words[0])
                 self.edges_line = number if words[0] == "edges" else self.edges_line
@@ -113,10 +113,12 @@ def _number(word: str) -> int:
     return int(word)
 
 
-def _add(table: dict[int, tuple[int, ...]], entries: dict[int, tuple[int, ...]], rule: str) -> None:
+def _add(table: dict[int, tuple[int, ...]], entries: dict[int, tuple[int, ...]], unit: str, entry: str) -> None:
     taken = sorted(set(table) & set(entries))
     if taken:
-        raise ScheduleError(f"{rule}; {taken[0]} already has one; remove one of them")
+        raise ScheduleError(
+            f"a {unit} may have only one {entry}; {unit} {taken[0]} has more than one; remove all but one"
+        )
     table |= entries
 
 
@@ -161,12 +163,15 @@ def _complete(read: _Read) -> dict[str, Any]:
     ):
         if table and not 0 <= min(table) <= max(table) < count:
             unit = "micro-batches" if name == "routes" else "stages"
-            raise ScheduleError(f"{name} are for the {unit} 0..{count - 1}; got {max(table)}; correct the line")
+            wrong = next(number for number in sorted(table) if not 0 <= number < count)
+            raise ScheduleError(
+                f"{name} may only be given for the program's {unit}, 0..{count - 1}; got {wrong}; correct the line"
+            )
         if name == "routes" and 0 < len(table) < count:
             missing = next(number for number in range(count) if number not in table)
             raise ScheduleError(
-                f"either every micro-batch must have a route, or none may have one; {len(table)} of {count:,} have "
-                f"one, and micro-batch {missing} has none; add its route, or correct the number of micro-batches"
+                f"if any micro-batch has a route, all must have one; micro-batch {min(table)} of {count:,} has a "
+                f"route, but micro-batch {missing} has no route; add it, or correct the number of micro-batches"
             )
         if table:
             header[name] = tuple(table.get(number, ()) for number in range(count))

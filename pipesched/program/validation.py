@@ -18,6 +18,7 @@ from pipesched.program.program import Program, check_program, marked_grid
 from pipesched.program.reductions import check_reductions
 from pipesched.program.traversal import walk
 from pipesched.program.weight_versions import check_versions
+from pipesched.units import counted
 
 __all__ = ["check_order", "deadlock_error", "validate"]
 
@@ -83,19 +84,20 @@ def check_places(program: Program) -> None:
     """Check that stages and micro-batches are in range, stages on existing ranks, and actions on their stage's rank."""
     if program.num_microbatches < 1 or program.num_stages < 1:
         raise ScheduleError(
-            f"a program must have at least one stage and one micro-batch; this program has {program.num_stages} stages "
-            f"and {program.num_microbatches} micro-batches; correct its placement or its number of micro-batches"
+            f"a program must have at least one stage and one micro-batch; this program has "
+            f"{counted(program.num_stages, 'stage')} and {counted(program.num_microbatches, 'micro-batch')}; correct "
+            f"its placement or its number of micro-batches"
         )
     for stage, rank in enumerate(program.placement):
         if not 0 <= rank < program.num_ranks:
             raise ScheduleError(
-                f"every stage must be on an existing rank; stage {stage} is placed on rank {rank}, but there are "
-                f"{program.num_ranks} ranks; correct the placement"
+                f"every stage must be on an existing rank; stage {stage} is placed on rank {rank}, but the "
+                f"program has {counted(program.num_ranks, 'rank')}; correct the placement"
             )
     if set(program.weights) != set(range(program.num_weights)):
         raise ScheduleError(
-            f"weight copies must be numbered from 0 without a gap; the stages have "
-            f"{', '.join(map(str, program.weights[:_SHOWN]))}; renumber them"
+            f"weight copies must be numbered from 0 without a gap; the stages have the "
+            f"copies {', '.join(map(str, program.weights[:_SHOWN]))}; renumber them"
         )
     columns = program.columns
     stage_in = (columns.stage >= 0) & (columns.stage < program.num_stages)
@@ -113,8 +115,9 @@ def check_places(program: Program) -> None:
     action = columns.action(row)
     if not inside[row]:
         raise ScheduleError(
-            f"{_place(program, row)}: {action} is outside the program's {program.num_stages} stages and "
-            f"{program.num_microbatches} micro-batches. Number stages and micro-batches from 0." + _grid(program, row)
+            f"{_place(program, row)}: {action} is outside the program's {counted(program.num_stages, 'stage')} and "
+            f"{counted(program.num_microbatches, 'micro-batch')}. Number stages and micro-batches from 0."
+            + _grid(program, row)
         )
     raise ScheduleError(
         f"{_place(program, row)}: {action} belongs to rank {program.placement[action.stage]}, which holds stage "
@@ -141,10 +144,11 @@ def check_routes(program: Program) -> None:
     """Check that a micro-batch that visits a stage also visits all producers and consumers of the stage."""
     for route in set(program.routes):
         if not route or len(set(route)) < len(route):
+            twice = next((stage for stage in route if route.count(stage) > 1), None)
+            problem = "is empty" if twice is None else f"visits stage {twice} {route.count(twice)} times"
             raise ScheduleError(
                 f"a micro-batch must visit at least one stage, and must not visit a stage twice; the route of "
-                f"micro-batch {program.routes.index(route)} has {len(route)} stages, {len(set(route))} of them "
-                f"different; correct the route"
+                f"micro-batch {program.routes.index(route)} {problem}; correct the route"
             )
         for stage in route:
             if not 0 <= stage < program.num_stages:
@@ -179,7 +183,7 @@ def check_complete(program: Program) -> None:
                 f"the duplicates." + _grid(program, int(rows[0]))
             )
         raise ScheduleError(
-            f"{_place(program, row)}: {action} has no edge in the stage graph. Correct or remove it."
+            f"{_place(program, row)}: the stage graph has no edge for {action}. Correct or remove it."
             + _grid(program, row)
         )
     has = {kind: index.grid(kind) >= 0 for kind in _WORK}
@@ -204,15 +208,20 @@ def _accepted(program: Program, stage: int, microbatch: int) -> tuple[set[Kind],
 
 def _incomplete(program: Program, stage: int, microbatch: int, kinds: set[Kind]) -> str:
     accepted = _accepted(program, stage, microbatch)
-    want = "F and either B or both I and W" if len(accepted) > 1 else "F" if accepted[0] else "nothing"
+    want = "F and either B or both I and W" if len(accepted) > 1 else "F"
     has = ", ".join(f"{stage}{kind}{microbatch}" for kind in sorted(kinds)) or "none of them"
     wanted = min(accepted, key=lambda choice: len(choice ^ kinds))
     remedy = [f"Add {stage}{kind}{microbatch}." for kind in sorted(wanted - kinds)]
     remedy += [f"Remove {stage}{kind}{microbatch}." for kind in sorted(kinds - wanted)]
     marks = dict(program.place(Action(stage, kind, microbatch)) for kind in sorted(kinds)[:1])
+    rule = f"stage {stage} must run {want} for each of {program.num_microbatches} micro-batches"
+    if program.routes:
+        rule = f"stage {stage} must run {want} for each micro-batch whose route visits it"
+    if not accepted[0]:
+        rule = f"stage {stage} must not run a micro-batch whose route does not visit the stage"
     return (
-        f"rank {program.placement[stage]}: stage {stage} runs {want} for each of {program.num_microbatches} "
-        f"micro-batches; for micro-batch {microbatch} it has {has}. {' '.join(remedy)}\n" + marked_grid(program, marks)
+        f"rank {program.placement[stage]}: {rule}; for micro-batch {microbatch} it has {has}. {' '.join(remedy)}\n"
+        + marked_grid(program, marks)
     )
 
 
@@ -247,7 +256,7 @@ def check_slices(program: Program) -> None:
             row = int(grid[stage, microbatch, part + 1])
             raise ScheduleError(
                 f"{_place(program, row)}: {program.columns.action(row)} runs too early; the slices of a micro-batch "
-                f"must run from the {direction}. Move it." + _grid(program, row)
+                f"must run from the {direction}. Move it later." + _grid(program, row)
             )
 
 
@@ -435,8 +444,9 @@ def check_memory(program: Program, max_in_flight: int | Sequence[int]) -> None:
     limits = rank_limits(max_in_flight, program.num_ranks)
     if len(limits) != program.num_ranks:
         raise ScheduleError(
-            f"max_in_flight must be a number, or a list with one for each rank; got {len(limits)} numbers for "
-            f"{program.num_ranks} ranks; pass {program.num_ranks}"
+            f"max_in_flight must be one number, or a list with one for each rank; got a list of "
+            f"{counted(len(limits), 'number')} for {counted(program.num_ranks, 'rank')}; pass one number, or a list of "
+            f"{counted(program.num_ranks, 'number')}"
         )
     for rank, limit in enumerate(limits):
         order = program.orders.rank(rank)
@@ -444,8 +454,9 @@ def check_memory(program: Program, max_in_flight: int | Sequence[int]) -> None:
         position = _first(held > limit)
         if position is not None:
             raise MemoryLimitError(
-                f"rank {rank}, position {position}: {order.action(position)} puts {held[position]} micro-batches in "
-                f"flight, but the limit is {limit} (the order's peak is {peak_in_flight(order)}). "
+                f"rank {rank}, position {position}: {order.action(position)} puts "
+                f"{counted(int(held[position]), 'micro-batch')} in flight, but the limit is {limit} (the order's peak "
+                f"is {peak_in_flight(order)}). "
                 f"Run a backward before it, or raise the limit.\n" + marked_grid(program, {rank: position})
             )
 
@@ -454,9 +465,9 @@ def check_exact(program: Program) -> None:
     """Check that the program is exact: it sums gradients in the order of the micro-batches (see `Program.exact`)."""
     if program.num_weights < program.num_stages:
         raise ScheduleError(
-            f"every stage of an exact program must have its own weights; here {program.num_stages} stages share "
-            f"{program.num_weights} weight copies, so gradients are sums of sums; validate without exact=True: "
-            f"results then agree only up to rounding"
+            f"every stage of an exact program must have its own weights; here {counted(program.num_stages, 'stage')} "
+            f"share {counted(program.num_weights, 'weight copy')}, so gradients are sums of sums; validate without "
+            f"exact=True: results then agree only up to rounding"
         )
     if program.slices_per_microbatch > 1:
         raise ScheduleError(

@@ -13,6 +13,7 @@ import numpy as np
 from pipesched.errors import ScheduleError
 from pipesched.program.actions import Action, Kind
 from pipesched.program.program import Program, marked_grid
+from pipesched.units import counted
 
 __all__ = ["Uses", "check_versions", "update_groups", "used_versions"]
 
@@ -97,13 +98,15 @@ def check_versions(program: Program) -> None:
             )
         if any(any(own) for own in program.versions):
             raise ScheduleError(
-                "weight versions require updates; this program has no UPDATE; add updates, or remove the versions"
+                "weight versions require updates; this program has no UPDATE; add updates, or remove the weight "
+                "versions"
             )
         return
     if program.num_weights < program.num_stages:
         raise ScheduleError(
-            f"an UPDATE may only change the weights of one stage; this program has {program.num_stages} stages but "
-            f"{program.num_weights} weight copies; update shared weights after the step, once gradients are summed"
+            f"an UPDATE may only change the weights of one stage; this program has "
+            f"{counted(program.num_stages, 'stage')} but {counted(program.num_weights, 'weight copy')}; remove the "
+            f"UPDATEs, and update the shared weights after the step"
         )
     models: dict[bytes, tuple[int, list[tuple[int, ...]]]] = {}
     placed = _placed(program)
@@ -113,9 +116,9 @@ def check_versions(program: Program) -> None:
         if due != groups:
             number = next(n for n, (mine, theirs) in enumerate(zip_longest(groups, due)) if mine != theirs)
             raise ScheduleError(
-                f"rank {rank}: update {number} must apply the same micro-batches on every stage; it applies "
-                f"{_quoted(due, number)} on stage {model}, but {_quoted(groups, number)} on stage {stage}. Move "
-                f"{stage}UPDATE{number}."
+                f"rank {rank}: update {number} must apply the gradients of the same micro-batches on every stage; it "
+                f"applies the gradients of {_quoted(due, number)} on stage {model}, but of {_quoted(groups, number)} "
+                f"on stage {stage}. Move {stage}UPDATE{number}."
             )
         _check_used(program, stage, placed[stage])
 
@@ -130,7 +133,8 @@ def _placed(program: Program) -> list[list[tuple[int, Action]]]:
 
 
 def _quoted(groups: list[tuple[int, ...]], number: int) -> str:
-    return f"micro-batches {', '.join(map(str, groups[number]))}" if number < len(groups) else "none"
+    group = groups[number] if number < len(groups) else ()
+    return f"micro-batch{'es' * (len(group) > 1)} {', '.join(map(str, group))}" if group else "no micro-batch"
 
 
 def _updated(program: Program, stage: int, actions: list[tuple[int, Action]]) -> list[tuple[int, ...]]:
@@ -176,7 +180,7 @@ def _check_used(program: Program, stage: int, actions: list[tuple[int, Action]])
     if wanted and len(wanted) != program.num_microbatches:
         raise ScheduleError(
             f"a stage must have one weight version for each of {program.num_microbatches} micro-batches; stage {stage} "
-            f"has {len(wanted)} versions; pass {program.num_microbatches}"
+            f"has {counted(len(wanted), 'version')}; pass a list of {counted(program.num_microbatches, 'version')}"
         )
     newest = 0
     rank = program.placement[stage]
@@ -185,7 +189,7 @@ def _check_used(program: Program, stage: int, actions: list[tuple[int, Action]])
             newest += 1
         if wanted and action.kind is Kind.F and not 0 <= wanted[action.microbatch] <= newest:
             raise ScheduleError(
-                f"rank {rank}, position {position}: {action} uses the weights after {wanted[action.microbatch]} "
-                f"updates, but only {newest} updates of stage {stage} come before it. Use an older version, or move "
-                f"{action}.\n" + marked_grid(program, {rank: position})
+                f"rank {rank}, position {position}: {action} uses weight version {wanted[action.microbatch]}, "
+                f"but at this position stage {stage} has only version{f's 0 to {newest}' if newest else ' 0'}. Use an "
+                f"existing version, or move {action}.\n" + marked_grid(program, {rank: position})
             )

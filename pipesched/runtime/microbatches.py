@@ -14,6 +14,7 @@ from pipesched.checks import shown
 from pipesched.errors import InputError
 from pipesched.program.near_equal_parts import near_equal_parts
 from pipesched.tensors.payload import choose_rows, gather, opened, pytree, rows_of, split, trainable_leaves
+from pipesched.units import counted
 
 __all__ = ["Batch", "GivenBatch", "Microbatch", "SplitDims", "Splitter", "Weighting", "loss_places"]
 
@@ -211,8 +212,8 @@ class Splitter:
         if self.fixed and count < due:
             raise InputError(
                 f"a batch must have a row for each of the program's {due} micro-batches; the batch "
-                f"has {rows} rows; pass at least {due} rows (drop_last=True in the data loader), or "
-                f"use a schedule that allows any number of micro-batches"
+                f"has {counted(rows, 'row')}; pass at least {counted(due, 'row')} (drop_last=True "
+                f"in the data loader), or use a schedule that allows any number of micro-batches"
             )
         if not count:
             raise InputError(
@@ -247,23 +248,18 @@ class Splitter:
         count = len(microbatches)
         fixed = self.num_microbatches * num_replicas
         if not count or count % num_replicas or (self.fixed and count != fixed):
-            due = (
-                f"exactly {fixed}, the number in the program"
-                if self.fixed
-                else f"a multiple of {num_replicas}, the number of replicas"
-                if num_replicas > 1
-                else "at least one"
-            )
-            raise InputError(
-                f"the number of micro-batches must be {due}; microbatches= holds {count}; pass another number, or use "
-                f"a schedule that allows any number of micro-batches"
-            )
+            due = "at least 1" if num_replicas == 1 else f"a multiple of {num_replicas}, the number of replicas"
+            remedy = "pass at least one Microbatch" if num_replicas == 1 else "pass as many for each replica"
+            if self.fixed:
+                due = f"exactly {fixed}, the number in the program"
+                remedy = f"pass {fixed} micro-batches, or use a schedule that allows any number of micro-batches"
+            raise InputError(f"the number of micro-batches must be {due}; microbatches= holds {count}; {remedy}")
         with_target = [number for number, one in enumerate(microbatches) if one.target is not None]
         if len(with_target) not in (0, count):
             missing = next(number for number in range(count) if number not in with_target)
             raise InputError(
-                f"either all micro-batches must have a target or none; {len(with_target)} of {count} have a target, "
-                f"but micro-batch {missing} has none; pass Microbatch(..., target=...) for each"
+                f"if any micro-batch has a target, all must have one; micro-batch {with_target[0]} of {count} has a "
+                f"target, but micro-batch {missing} has no target; pass Microbatch(..., target=...) for each"
             )
         rows = [self._rows_of(number, one) for number, one in enumerate(microbatches)]
         inputs = [(one.args, one.kwargs) for one in microbatches]
@@ -317,8 +313,8 @@ class Splitter:
                 )
         elif isinstance(dims, Sequence) and len(dims) < num_args:
             raise InputError(
-                f"split_dims must have one dim for each argument; got {len(dims)} dims, but the call has {num_args} "
-                f"positional arguments; add the missing dims"
+                f"split_dims must have one dim for each argument; got a list of {counted(len(dims), 'dim')}, but the "
+                f"call has {counted(num_args, 'positional argument')}; add the missing dims"
             )
 
     def _target_dim(self, target: Any, given: "_Given") -> int | None:
@@ -437,8 +433,8 @@ def _common_rows(given: _Given) -> int:
     for what, other in known.items():
         if other != rows:
             raise InputError(
-                f"all tensors of a batch must have the same number of rows; {first} has {rows} rows, {what} has "
-                f"{other}; make the numbers equal, or set split_dims=None for an argument that is not split"
+                f"all tensors of a batch must have the same number of rows; {first} has {counted(rows, 'row')}, "
+                f"{what} has {other}; make the numbers equal, or set split_dims=None for an argument that is not split"
             )
     if rows == 0:
         raise InputError(f"a batch must have at least one row; {first} has no rows; leave the empty batch out")

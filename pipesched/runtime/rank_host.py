@@ -46,6 +46,7 @@ from pipesched.tensors.caller_context import Caller
 from pipesched.tensors.payload import Payload
 from pipesched.tensors.pending_tensor import pending
 from pipesched.torch_checks import as_devices, as_timeout
+from pipesched.units import counted
 
 __all__ = ["Executor", "Inputs", "LossAndMetrics", "MeshRanks", "RankHost", "SegmentedRun", "ThreadRanks", "host_for"]
 
@@ -340,8 +341,9 @@ class MeshRanks:
     def use(self, num_ranks: int, *, all_ranks: bool = False) -> "MeshRanks":
         if all_ranks and num_ranks != len(self.all_devices):
             raise DeviceCountError(
-                f"without a plan, every rank of the mesh must hold stages; the mesh has {len(self.all_devices)} "
-                f"ranks, but the program uses {num_ranks}; use a mesh of {num_ranks} ranks, or a model and a schedule "
+                f"without a plan, every rank of the mesh must hold stages; the mesh has "
+                f"{counted(len(self.all_devices), 'rank')}, but the program uses {num_ranks}; use a mesh of "
+                f"{counted(num_ranks, 'rank')}, or a model and a schedule "
                 f"with more stages"
             )
         other = copy.copy(self)
@@ -411,10 +413,14 @@ class MeshRanks:
         rank = self.executor.rank
         if given != (rank == 0 or not first):
             who = ("only rank 0 may" if given else "rank 0 must") if first else "every rank must"
+            remedy = "pass the batch on this rank, too, or make the pipeline with inputs='first'"
+            if first:
+                remedy = "pass the batch on rank 0"
+            if given:
+                remedy = "pass no batch on this rank, or make the pipeline with inputs='all'"
             error = InputError(
                 f"with inputs={self._inputs!r}, {who} pass a batch to {method}; rank {rank} of "
-                f"{self.executor.num_ranks} passed {'a' if given else 'no'} batch; "
-                f"{'do not' if given else 'also'} pass a batch on this rank, or change inputs="
+                f"{self.executor.num_ranks} passed {'a' if given else 'no'} batch; {remedy}"
             )
             self.executor.fail(method, error)
         if not first:
@@ -587,8 +593,8 @@ def host_for(
     """Create the host of a Pipeline from its arguments. Raises InputError, DeviceCountError, ExecutionError."""
     if inputs not in get_args(Inputs):
         raise InputError(
-            f"inputs= must be one of {', '.join(get_args(Inputs))}; got {inputs!r}; choose whether all ranks or only "
-            f"the first pass a batch"
+            f"inputs= must be one of {', '.join(get_args(Inputs))}; got {inputs!r}; pass 'all' if every rank "
+            f"passes the batch, or 'first' if only rank 0 does"
         )
     if devices is not None and mesh is not None:
         raise InputError(

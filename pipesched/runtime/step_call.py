@@ -156,8 +156,8 @@ def _dealt_in_replica(
     others = [rank for rank, own in enumerate(inputs) if rank not in local and any(map(trainable_leaves, own or ()))]
     if others:
         raise InputError(
-            f"with inputs='first', an input that requires a gradient may be used on rank 0 only; ranks {others} also "
-            f"use such an input; detach the input, or pass the batch on every rank with inputs='all'"
+            f"with inputs='first', an input that requires a gradient may be used on rank 0 only; rank {others[0]} also "
+            f"uses such an input; detach the input, or pass the batch on every rank with inputs='all'"
         )
     factors, shares = call.weighting or ((), ())
     opening = _Opening(

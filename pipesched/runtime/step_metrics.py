@@ -87,8 +87,8 @@ class StepMetrics:
                 loss, metrics = summed([ranks[rank][0] for ranks in parts], here) if adds else parts
                 if measures and metrics is None:
                     raise ExecutionError(
-                        f"either all ranks must pass metrics= or none; another rank passed it, but rank {rank}, which "
-                        f"has the outputs, did not; pass the same arguments on every rank"
+                        f"if any rank passes metrics=, all must pass it; another rank passed metrics=, but rank "
+                        f"{rank}, which has the outputs, did not; pass the same arguments on every rank"
                     )
                 every = [
                     (replica * size + number, *row)

@@ -86,7 +86,7 @@ def kept_here(host: RankHost, process: int, what: str, items: Mapping[str, Encod
                 raise CheckpointError(
                     f"{what} must be identical on all ranks, except tensors that have the name of a parameter or "
                     f"buffer of the model; {name!r} differs between rank {giver} and rank {rank} at "
-                    f"{name}{other.removesuffix('()')}; to save state that differs by rank, gather it on every rank "
-                    f"and pass the gathered state"
+                    f"{name}{other.removesuffix('()')}; to save state that differs by rank, gather the states of all "
+                    f"ranks, and pass the gathered state on every rank"
                 )
     return {name for name in items if first[name] == process}

@@ -134,8 +134,8 @@ class ExtraChanges:
         for name, value in extra.items():
             if name not in self._entries:
                 raise CheckpointError(
-                    f"a checkpoint must have a state for every object in extra; {saved.where} has "
-                    f"{', '.join(map(repr, self._entries)) or 'none'}, but not {name!r}; leave that object out"
+                    f"a checkpoint must have a state for every object in extra; {saved.where} has no state for "
+                    f"{name!r} (it has: {', '.join(map(repr, self._entries)) or 'none'}); leave that object out"
                 )
             if not callable(getattr(value, "load_state_dict", None)):
                 raise ArgumentError(
@@ -166,8 +166,8 @@ class ExtraChanges:
             for own_name in asked:
                 if own_name not in own and isinstance(present[asked[own_name]], Tensor):
                     raise CheckpointError(
-                        f"a checkpoint must hold every tensor that an object in extra has; {saved.where} lacks "
-                        f"{own_name!r} of {name!r}; load into an object that was built like the saved object"
+                        f"a checkpoint must hold every tensor that an object in extra has; {saved.where} has no tensor "
+                        f"{own_name!r} for object {name!r}; load into an object that was built like the saved object"
                     )
             for own_name, (key, stored) in own.items():
                 if own_name in asked if asked else run.is_own(own_name):

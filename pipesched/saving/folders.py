@@ -15,6 +15,7 @@ from pathlib import Path
 
 from pipesched.errors import CheckpointError, DamagedCheckpointError, InputError, MissingCheckpointError
 from pipesched.saving.manifest import MANIFEST, Manifest
+from pipesched.units import counted
 
 __all__ = [
     "checkpoints_in",
@@ -41,8 +42,8 @@ def folder_for(path: Path, step: int, keep: int | None) -> Path:
     steps = checkpoints_in(path)
     if keep is None and steps:
         raise InputError(
-            f"a path holds either one checkpoint or, with keep=, one folder per checkpoint; {path} holds {len(steps)} "
-            f"folders such as {steps[0].name}; pass keep= or another path"
+            f"a path holds either one checkpoint or, with keep=, one folder per checkpoint; {path} holds "
+            f"{counted(len(steps), 'folder')} such as {steps[0].name}; pass keep=, or pass another path"
         )
     if keep is not None and (path / MANIFEST).exists():
         raise InputError(

@@ -119,8 +119,8 @@ class Manifest:
         if values.get("version") != VERSION:
             raise CheckpointError(
                 f"this version of pipesched reads checkpoints of format {VERSION}; {path} has format "
-                f"{shown(values.get('version'))}, written by pipesched {shown(values.get('pipesched'))}; load it with "
-                f"that version of pipesched"
+                f"{shown(values.get('version'))}, and was written by pipesched {shown(values.get('pipesched'))}; load "
+                f"it with that version of pipesched"
             )
         if any(Path(name).name != name for name in (values.get("data"), *values.get("files", ())) if name is not None):
             raise _damaged(path, "it names a file outside its folder")

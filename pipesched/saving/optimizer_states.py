@@ -18,6 +18,7 @@ from pipesched.runtime.stage.optimizers import NO_SETTINGS, near
 from pipesched.saving.live_run import LiveRun
 from pipesched.saving.saved_run import Part, SavedRun
 from pipesched.saving.state_encoding import Encoder, decoded, tensor_keys
+from pipesched.units import and_more, counted
 
 __all__ = ["GivenOptimizers", "OptimizerChanges", "as_optimizers", "capture_optimizers"]
 
@@ -49,8 +50,8 @@ def as_optimizers(given: GivenOptimizers | None, run: LiveRun) -> list[Optimizer
     own = list(run.optimizers.values())
     if any(optimizer not in own for optimizer in optimizers):
         raise InputError(
-            f"a pipeline with optimizer= saves and loads its own optimizers; it has {len(own)}, and another "
-            f"optimizer was passed; leave optimizer= out of save and load"
+            f"a pipeline with optimizer= saves and loads its own optimizers; it has {counted(len(own), 'optimizer')}, "
+            f"and a different optimizer was passed; leave optimizer= out of save and load"
         )
     return own
 
@@ -68,8 +69,8 @@ def _members(optimizer: Optimizer, run: LiveRun) -> Iterator[tuple[int, str, nn.
             elif parameter.numel():
                 raise CheckpointError(
                     f"an optimizer that is saved or loaded must hold only parameters of the pipeline; group {index} of "
-                    f"{type(optimizer).__name__} holds a different parameter, of shape {list(parameter.shape)}; make "
-                    f"the optimizer from pipe.parameters()"
+                    f"{type(optimizer).__name__} holds another parameter, of shape {list(parameter.shape)}; make the "
+                    f"optimizer from pipe.parameters()"
                 )
 
 
@@ -78,10 +79,10 @@ def _check_states(optimizer: Optimizer) -> None:
     others = [key for key in optimizer.state if id(key) not in members]
     kind = type(optimizer).__name__
     if others or kind == "LBFGS":
-        what = "one flat state for all parameters" if not others else f"a state under the key {others[0]!r}"
+        what = "one state for all parameters" if not others else f"a state for {others[0]!r}, which is not a parameter"
         raise CheckpointError(
-            f"an optimizer must keep a separate state for each parameter, so that another plan can distribute them; "
-            f"{kind} has {what}; pass the optimizer in extra=, which can be loaded only on the same ranks"
+            f"an optimizer must keep a separate state for each parameter, so that another plan can distribute the "
+            f"states; {kind} has {what}; pass the optimizer in extra=, which can be loaded only on the same ranks"
         )
 
 
@@ -102,7 +103,7 @@ def capture_optimizers(part: Part, optimizers: Sequence[Optimizer], run: LiveRun
                 continue  # another rank trains it
             if name in parameters:
                 raise CheckpointError(
-                    f"a parameter must be in only one optimizer; {name!r} is in two; remove it from one of them"
+                    f"a parameter must be in only one optimizer; {name!r} is in two optimizers; remove it from one"
                 )
             encoder = Encoder(f"optimizer/{name}")
             state = optimizer.state.get(parameter)
@@ -154,7 +155,8 @@ class OptimizerChanges:
                 twice = taken & {name for name, _ in own}
                 if twice:
                     raise CheckpointError(
-                        f"a parameter must be in only one optimizer; {min(twice)!r} is in two; remove it from one"
+                        f"a parameter must be in only one optimizer; {min(twice)!r} is in two optimizers; remove it "
+                        f"from one"
                     )
                 taken |= {name for name, _ in own}
                 self._check_class(optimizer, own)
@@ -170,14 +172,14 @@ class OptimizerChanges:
         for name, _ in own:
             if name not in self._parameters:
                 raise CheckpointError(
-                    f"every parameter of an optimizer must have an entry in the checkpoint; {self._saved.where} has "
-                    f"none for {name!r}; make the optimizer from the parameters that the saved optimizer had"
+                    f"every parameter of an optimizer must have an entry in the checkpoint; {self._saved.where} has no "
+                    f"entry for {name!r}; make the optimizer from the parameters that the saved optimizer had"
                 )
             was = self._groups[self._parameters[name]["group"]]["class"]
             if was != kind:
                 raise CheckpointError(
                     f"an optimizer must load the state of its own class; {name!r} was trained by {was} in "
-                    f"{self._saved.where}, and is now in {kind}; use {was}"
+                    f"{self._saved.where}, but is now in an optimizer of class {kind}; use {was}"
                 )
 
     def _options(self, names: Sequence[str], place: tuple[int, int], kind: str) -> Any:
@@ -195,9 +197,10 @@ class OptimizerChanges:
             first, other = options[0]["dict"], options[others[0]]["dict"]
             keys = [key for key in {**first, **other} if first.get(key) != other.get(key)]
             raise CheckpointError(
-                f"the parameters of one group must have been saved with the same options; {known[0]!r} and "
-                f"{known[others[0]]!r} are now in one group of {kind}, but {keys[0]} was {first.get(keys[0])} and "
-                f"{other.get(keys[0])} in {self._saved.where}; make the same groups as in the saved run"
+                f"the parameters of a parameter group must have been saved with the same options; {known[0]!r} and "
+                f"{known[others[0]]!r} are now in one group of {kind}, but in {self._saved.where}, {keys[0]} is "
+                f"{first.get(keys[0])} for the first and {other.get(keys[0])} for the second; make the same parameter "
+                f"groups as in the saved run"
             )
         return options[0] if options else None
 
@@ -205,8 +208,9 @@ class OptimizerChanges:
         left = [name for name in self._parameters if name in run.parameters and name not in taken]
         if optimizers and left:
             raise CheckpointError(
-                f"every parameter with a saved optimizer state must be in an optimizer; {len(left)} are not, such as "
-                f"{left[0]!r}; unfreeze it before you make the optimizer, or pass the optimizer that holds it"
+                f"every parameter with a saved optimizer state must be in an optimizer; these are not: "
+                f"{and_more(left)}; unfreeze frozen parameters before you make the optimizer, or pass the optimizer "
+                f"that holds them"
             )
 
     def apply(self, read: Callable[[str], Tensor]) -> None:

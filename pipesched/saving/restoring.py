@@ -15,6 +15,7 @@ from pipesched.saving.scheduler_states import SchedulerChanges, as_schedulers
 from pipesched.saving.state_encoding import decoded, tensor_keys
 from pipesched.saving.tensor_files import dtype_name
 from pipesched.tensors.exchange import copy_into
+from pipesched.units import counted
 from pipesched.user_warning import warn
 
 __all__ = ["Restored", "Restoring"]
@@ -89,14 +90,14 @@ class Restoring:
         if unknown is not None:
             raise CheckpointError(
                 f"a checkpoint must hold every tensor that its values refer to; {saved.where} lacks {unknown!r}; "
-                f"save it again"
+                f"save the checkpoint again"
             )
 
     def _check_settings(self) -> None:
         saved = self._saved.facts.settings
         for name, own in self._run.facts.settings.items():
             if name in saved and saved[name] != own:
-                remedy = _REMEDIES.get(name, "pass the same").format(saved[name])
+                remedy = _REMEDIES.get(name, f"pass the same {name}").format(saved[name])
                 raise CheckpointError(
                     f"a run can continue only with its original settings; {name} is {saved[name]!r} in "
                     f"{self._saved.where}, but {own!r} in this pipeline; {remedy} to Pipeline, or load only the "
@@ -116,10 +117,11 @@ class Restoring:
         missing = [name for name in all_names if name not in stored]
         foreign = [name for name in stored if name not in all_names]
         if missing or foreign:
-            lists = [f"missing: {_some(missing)}"] * bool(missing) + [f"unknown: {_some(foreign)}"] * bool(foreign)
+            lists = [f"only in the model: {_some(missing)}"] * bool(missing)
+            lists += [f"only in the checkpoint: {_some(foreign)}"] * bool(foreign)
             raise CheckpointError(
-                f"a checkpoint must have exactly the model's {kind}s; {self._saved.where} differs: {'; '.join(lists)}; "
-                f"build the model that was saved"
+                f"a checkpoint must have exactly the model's {kind}s; {self._saved.where} differs from the model "
+                f"({'; '.join(lists)}); build the model that was saved"
             )
         for name, tensor in own.items():
             entry = self._saved.entries[stored[name]]
@@ -139,7 +141,7 @@ class Restoring:
             if name not in states:
                 raise CheckpointError(
                     f"a checkpoint must have the state of every module with get_extra_state; {self._saved.where} has "
-                    f"none for {name!r}; build the model that was saved"
+                    f"no such state for {repr(name) if name else 'the model'}; build the model that was saved"
                 )
         return [(module, states[name]) for name, module in self._run.modules.items()]
 
@@ -147,7 +149,7 @@ class Restoring:
         if wanted and word not in self._saved.values:
             raise CheckpointError(
                 f"a checkpoint must contain the state that {what}= loads; {self._saved.where} was saved without "
-                f"{what}=; leave out {what}=, or save with it"
+                f"{what}=; leave out {what}=, or save a checkpoint with {what}="
             )
 
     @property
@@ -155,7 +157,8 @@ class Restoring:
         """The saved states for which no argument was passed."""
         left = []
         if "groups" in self._saved.values and self._optimizers is None and self._saved.values.get("parameters"):
-            left.append(f"the optimizer states of {len(self._saved.values['parameters'])} parameters (optimizer=)")
+            count = counted(len(self._saved.values["parameters"]), "parameter")
+            left.append(f"the optimizer states of {count} (optimizer=)")
         if "schedulers" in self._saved.values and self._schedulers is None:
             left.append("the states of the schedulers (scheduler=)")
         if "scaler" in self._saved.values and self._run.scaler is None:

@@ -27,7 +27,7 @@ class Part:
         for key, tensor in tensors.items():
             if key in self.tensors:
                 raise CheckpointError(
-                    f"saved tensors must have different names; two are named {key!r}; rename a layer or an extra"
+                    f"saved tensors must have different names; two are named {key!r}; rename a layer or a key of extra="
                 )
             self.tensors[key] = tensor
             shape = tuple(tensor.shape)
@@ -63,7 +63,8 @@ def merged(parts: Iterable[Mapping[str, Any]], where: str) -> dict[str, Any]:
                     found.setdefault(word, {}).setdefault(name, []).extend(own)
                 elif name in found.setdefault(word, {}):
                     raise CheckpointError(
-                        f"every name must be saved only once; {where} has {name!r} twice in its {word}; save it again"
+                        f"every name must be saved only once; {where} has {name!r} twice in its {word}; save the "
+                        f"checkpoint again"
                     )
                 else:
                     found[word][name] = own

@@ -57,7 +57,7 @@ class Saver:
         if any(other != asked[0] for other in asked):
             raise InputError(
                 f"every rank must pass the same asynchronous= and keep= to save; ranks 0 to {len(asked) - 1} passed "
-                f"{', '.join(map(str, asked))}; pass the same values on every rank"
+                f"(asynchronous, keep) = {', '.join(map(str, asked))}; pass the same values on every rank"
             )
         part = capture(run, *states)
         begun = agreed(host, lambda: "" if run.process else begin(folder_for(path, run.facts.step, keep)))
@@ -122,10 +122,12 @@ class Saver:
             except DamagedCheckpointError as error:
                 damage = error
                 if folder != folders[-1]:
-                    warn(f"{error}; trying the checkpoint before it")
+                    warn(f"{error}; load now tries the previous checkpoint")
                 continue
             return _apply(run, checkpoint.saved, restoring)
-        raise damage or DamagedCheckpointError(f"{path} has no checkpoint")
+        raise damage or DamagedCheckpointError(
+            f"a path to load must hold a checkpoint; {path} has none; check the path, or save a checkpoint first"
+        )
 
     def training_state(
         self, run: LiveRun, states: tuple[GivenOptimizers | None, Any, Mapping[str, Any] | None]
@@ -157,7 +159,8 @@ class Saver:
         def prepared() -> tuple[SavedRun, Restoring]:
             if not parts:
                 raise CheckpointError(
-                    "load_training_state needs a training state; got an empty list; pass those of all ranks"
+                    "load_training_state needs a training state; got an empty list; pass the training states of all "
+                    "ranks"
                 )
             for part in parts:
                 check_type(part, Mapping, "a training state must be the dict of training_state", "pass it unchanged")

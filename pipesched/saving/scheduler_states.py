@@ -95,6 +95,7 @@ def _state(saved: SavedRun, states: Mapping[str, Any], name: str) -> Any:
     if name not in states:
         raise CheckpointError(
             f"scheduler states can be loaded for other stages only if all are identical; {saved.where} has different "
-            f"states for {', '.join(states)}, and none for {name}; load under the same stages, or make new schedulers"
+            f"states for {', '.join(states)}, and none for {name}; load them into a pipeline with the same stages, or "
+            f"leave scheduler= out and make new schedulers"
         )
     return states[name]

@@ -54,8 +54,8 @@ def dtype_of(name: str) -> torch.dtype:
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
         raise CheckpointError(
-            f"torch must have the dtypes of a checkpoint; torch {torch.__version__} has no {name!r}; load the "
-            f"checkpoint with the version of torch that saved it"
+            f"the installed torch must have the dtypes of a checkpoint; torch {torch.__version__} has no dtype "
+            f"{name!r}; load the checkpoint with the version of torch that saved it"
         )
     return dtype
 
@@ -169,8 +169,8 @@ class TensorFile:
         size = tensor.numel() * tensor.element_size()
         if end - begin != size:
             raise DamagedCheckpointError(
-                f"a checkpoint must hold every tensor that its manifest lists; {key!r} of {size:,} bytes is not in "
-                f"{self._path}; load another checkpoint"
+                f"a checkpoint must hold every tensor that its manifest lists; {self._path} does not have tensor "
+                f"{key!r} of {size:,} bytes; load another checkpoint"
             )
         if size:
             view = _memory(tensor)

@@ -25,7 +25,7 @@ from pipesched.saving.live_run import Facts
 from pipesched.saving.manifest import FileEntry, Manifest, TensorEntry, dumped, hash_of, parsed
 from pipesched.saving.saved_run import Part
 from pipesched.saving.tensor_files import write_tensors
-from pipesched.units import quote_bytes
+from pipesched.units import counted, quote_bytes
 
 __all__ = ["Target", "begin", "check_shared", "explained", "write"]
 
@@ -180,14 +180,14 @@ def _parts(target: Target, hurry: Event) -> dict[str, tuple[FileEntry, Any]]:
         patience_s = _HURRIED_S if hurry.is_set() else _PATIENCE_S
         if time.monotonic() - since_s > patience_s:
             raise CheckpointError(
-                f"all ranks must finish a save; rank {', '.join(map(str, waiting.values()))} of "
-                f"{target.num_processes} has ended, or has written nothing for {patience_s:g} s; the previous "
+                f"all ranks must finish a save; of {counted(target.num_processes, 'rank')}, these have ended, or have "
+                f"written nothing for {patience_s:g} s: {', '.join(map(str, waiting.values()))}; the previous "
                 f"checkpoint is intact; load it"
             )
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
     if failed:
-        raise CheckpointError("; ".join(failed))
+        raise CheckpointError(f"all ranks must finish a save; {'; '.join(failed)}")
     return found
 
 
@@ -240,10 +240,10 @@ def explained(folder: Path) -> Iterator[None]:
     except OSError as error:
         free = ""
         with suppress(OSError):
-            free = f", {quote_bytes(shutil.disk_usage(folder if folder.exists() else folder.parent).free)} are free"
+            free = f", {quote_bytes(shutil.disk_usage(folder if folder.exists() else folder.parent).free)} free"
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         remedy = "free space" if full else "correct the cause"
         raise CheckpointError(
             f"a checkpoint must be written completely; writing {error.filename or folder} failed ({error.strerror}"
-            f"{free}); {remedy}, or pass another path; the previous checkpoint, if there was one, is intact"
+            f"{free}); the previous checkpoint, if there was one, is intact; {remedy}, or pass another path"
         ) from error

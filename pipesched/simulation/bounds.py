@@ -22,6 +22,7 @@ from pipesched.program.liveness import rank_limits
 from pipesched.program.placement import Placement
 from pipesched.program.program import Program
 from pipesched.simulation.costs import Costs, check_costs
+from pipesched.units import counted
 
 __all__ = ["lower_bound", "program_bound"]
 
@@ -143,8 +144,8 @@ def _check(costs: Costs, num_microbatches: int, placement: Placement) -> None:
         )
     if len(placement) != costs.num_stages:
         raise ScheduleError(
-            f"a placement must have one rank for each stage; the costs have {costs.num_stages} stages, the placement "
-            f"has {len(placement)} entries; make the numbers agree"
+            f"a placement must have one rank for each stage; the costs are for {counted(costs.num_stages, 'stage')}, "
+            f"the placement is for {counted(len(placement), 'stage')}; make the numbers agree"
         )
 
 
@@ -159,15 +160,16 @@ def _limits(given: int | Sequence[int] | None, chunks: dict[int, int], num_micro
     own = rank_limits(given, max(chunks) + 1)
     if len(own) <= max(chunks):
         raise ScheduleError(
-            f"max_in_flight must be one number, or a list with one per rank; got {len(own)} numbers for ranks 0 to "
-            f"{max(chunks)}; pass {max(chunks) + 1}"
+            f"max_in_flight must be one number, or a list with one for each rank; got a list of "
+            f"{counted(len(own), 'number')} for {counted(max(chunks) + 1, 'rank')}; pass one number, or a list of "
+            f"{counted(max(chunks) + 1, 'number')}"
         )
     limits = {rank: own[rank] for rank in chunks}
     for rank, limit in limits.items():
         if limit < chunks[rank]:
             raise ScheduleError(
-                f"a rank must have room for a micro-batch on each of its stages; rank {rank} has {chunks[rank]} "
-                f"stages, but max_in_flight allows {limit}; pass {chunks[rank]} or more"
+                f"a rank must have room for a micro-batch on each of its stages; rank {rank} has "
+                f"{counted(chunks[rank], 'stage')}, but max_in_flight allows {limit}; pass {chunks[rank]} or more"
             )
     return {rank: min(limit, most[rank]) for rank, limit in limits.items()}
 

@@ -245,7 +245,7 @@ class Costs:
         if wrong:
             raise ScheduleError(
                 f"costs may only have the fields {', '.join(known)}, of which the first three are required; "
-                f"{shown(wrong[0])} is unknown or missing; correct it"
+                f"{shown(wrong[0])} is {'missing; add it' if wrong[0] in known else 'unknown; leave it out'}"
             )
         parts = {"links": maybe(Links.from_dict), "overheads": maybe(Overheads.from_dict)}
         return cls(**{**values, **{name: make(values.get(name)) for name, make in parts.items()}})

@@ -146,8 +146,8 @@ class Links:
             return self.inside
         if max(sender, receiver) >= len(self.hosts):
             raise ScheduleError(
-                f"hosts must have an entry for each rank; rank {max(sender, receiver)} is missing from "
-                f"{len(self.hosts)} entries; add one entry per rank"
+                f"hosts must have an entry for each rank; hosts has length {len(self.hosts)}, so rank "
+                f"{max(sender, receiver)} has no entry; add the missing entries"
             )
         return self.inside if self.hosts[sender] == self.hosts[receiver] else self.between
 
@@ -241,4 +241,4 @@ class Links:
 
 
 _SPECIAL = "special must be a list of [from rank, to rank, link]"
-_AS_TO_DICT = "write it with to_dict"
+_AS_TO_DICT = "write the links with to_dict"

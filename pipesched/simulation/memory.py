@@ -18,6 +18,7 @@ from pipesched.program.lowering import lower
 from pipesched.program.program import Program
 from pipesched.program.reductions import early_stages, last_gradients
 from pipesched.simulation.costs import Costs
+from pipesched.units import counted
 
 __all__ = ["AHEAD", "Message", "RankMemory", "rank_memory"]
 
@@ -92,8 +93,8 @@ def rank_memory(
     """
     if costs.num_stages != program.num_stages:
         raise ScheduleError(
-            f"costs must have one number per stage; the program has {program.num_stages} stages, the costs "
-            f"{costs.num_stages}; make the costs for {program.num_stages} stages"
+            f"costs must have one number per stage; the program has {counted(program.num_stages, 'stage')}, the costs "
+            f"{costs.num_stages}; make the costs for {counted(program.num_stages, 'stage')}"
         )
     if program.index.has(*OTHER_END):
         program = replace(program, orders=program.orders.where(~program.columns.are(*OTHER_END)))

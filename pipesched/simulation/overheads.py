@@ -49,11 +49,11 @@ class Overheads:
             check_number(getattr(self, name), f"the {name} of overheads")
         rule = "crowding must be a list of numbers, one for each count of ranks"
         object.__setattr__(self, "crowding", tuple(as_list(self.crowding, rule, "pass for example (1, 1.2)")))
-        check_times(self.crowding, "crowding of overheads by rank")
+        check_times(self.crowding, "crowding of overheads, entry")
         if self.crowding and (self.crowding[0] != 1 or list(self.crowding) != sorted(self.crowding)):
             raise ScheduleError(
                 f"crowding must list the slowdown while 1, 2, ... ranks compute, begin with 1 and not decrease; got "
-                f"{self.crowding}; divide by the time of a rank alone"
+                f"{self.crowding}; divide each time by the time of one rank alone"
             )
 
     def slower(self, load: Floats) -> Floats:

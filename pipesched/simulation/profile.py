@@ -178,9 +178,10 @@ class Profile:
         except PipeschedError:
             raise
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise ScheduleError(
-                f"a profile must have model, machine and sizes; {error} is missing or wrong; {_AGAIN}"
-            ) from error
+            problem = f"a value is wrong ({type(error).__name__}: {error})"
+            if isinstance(error, KeyError):
+                problem = f"{error} is missing"
+            raise ScheduleError(f"a profile must have model, machine and sizes; {problem}; {_AGAIN}") from error
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write the profile to a JSON file."""
@@ -203,10 +204,10 @@ def _check_layers(layers: list[str], stages: Stages, keep: Mapping[str, str]) ->
     for name in dict.fromkeys([*layers, *listed]):
         if name in layers and listed.count(name) == 1:
             continue
-        where = f"{listed.count(name)} times in the stages" if name in layers else "in a stage, but not in the profile"
+        where = f"listed {listed.count(name)} times" if name in layers else "in a stage, but not in the profile"
         raise ScheduleError(
             f"stages must contain every layer of the profile exactly once; {name!r} is {where}; the profile has "
-            f"{len(layers)} layers; list each layer once, or measure this model"
+            f"{counted(len(layers), 'layer')}; list each layer once, or measure this model"
         )
     for name, how in keep.items():
         if name not in layers or how not in get_args(LayerCheckpoint):
@@ -219,7 +220,7 @@ def _check_layers(layers: list[str], stages: Stages, keep: Mapping[str, str]) ->
 #: The names of a layer's saved attributes. ``_EDGE`` lists the saved attributes of an edge.
 _LAYER = (*LayerCosts().figures(), "num_parameters", "parameters", "buffers")
 _EDGE = ("bytes", "tensors")
-_AGAIN = "measure it again"
+_AGAIN = "measure the model again"
 
 
 def _plain(graph: "nx.DiGraph[str]") -> dict[str, Any]:

@@ -9,10 +9,11 @@ import networkx as nx
 from pipesched.checks import check_number, check_size, check_type, is_count, shown
 from pipesched.errors import ScheduleError
 from pipesched.simulation.layer_costs import NEEDED
+from pipesched.units import counted
 
 __all__ = ["check_graphs", "check_model"]
 
-_AGAIN = "measure it again"
+_AGAIN = "measure the model again"
 
 
 def check_graphs(graphs: Mapping[int, "nx.DiGraph[str]"]) -> None:
@@ -26,24 +27,27 @@ def check_graphs(graphs: Mapping[int, "nx.DiGraph[str]"]) -> None:
     first = min(graphs)
     for rows, graph in graphs.items():
         if isinstance(rows, bool) or not isinstance(rows, int) or rows < 1:
-            raise ScheduleError(f"micro-batches must have a whole number of rows; the profile has {rows!r}; {_AGAIN}")
+            raise ScheduleError(
+                f"micro-batches must have a whole number of rows; the profile has micro-batches of {rows!r} rows; "
+                f"{_AGAIN}"
+            )
         for one, other in ((graph, graphs[first]), (graphs[first], graph)):
             for name in one:
                 if name not in other:
                     raise ScheduleError(
                         f"all sizes of a profile must have the same layers; {name!r} exists for micro-batches of "
-                        f"{rows if one is graph else first} rows, but not for {first if one is graph else rows}; "
-                        f"{_AGAIN}"
+                        f"{rows if one is graph else first} rows, but not of {first if one is graph else rows} "
+                        f"rows; {_AGAIN}"
                     )
         if set(graph.edges) != set(graphs[first].edges):
             one, other = min(set(graph.edges) ^ set(graphs[first].edges))
             raise ScheduleError(
-                f"all sizes of a profile must have the same edges; {one!r} -> {other!r} exists for only one of {first} "
-                f"and {rows} rows; {_AGAIN}"
+                f"all sizes of a profile must have the same edges; {one!r} -> {other!r} exists for only one of the "
+                f"micro-batch sizes {first} and {rows}; {_AGAIN}"
             )
         _check_parameters(graph)
         for name, value in _numbers(graph):
-            (check_size if "bytes" in name.split()[0] else check_number)(value, f"{name} for {rows} rows")
+            (check_size if "bytes" in name.split()[0] else check_number)(value, f"{name} for {counted(rows, 'row')}")
     for rows, graph in graphs.items():
         _check_alike(graphs[first], graph, f"{first} and {rows}")
 
@@ -59,8 +63,8 @@ def _check_alike(one: "nx.DiGraph[str]", other: "nx.DiGraph[str]", rows: str) ->
             figures = [_figures(values.get(key)) for values in (first, second)]
             if figures[0] != figures[1]:
                 raise ScheduleError(
-                    f"all sizes of a profile must have the same figures; {key} of {name!r} has different entries for "
-                    f"one of {rows} rows; {_AGAIN}"
+                    f"all sizes of a profile must have the same figures; {key} of {name!r} is not of the same form for "
+                    f"micro-batches of {rows} rows; {_AGAIN}"
                 )
 
 
@@ -83,7 +87,7 @@ def _check_parameters(graph: "nx.DiGraph[str]") -> None:
         if not isinstance(names, tuple | list) or not all(isinstance(name, str) and name in sizes for name in names):
             raise ScheduleError(
                 f"a layer's parameters must be listed in the profile; {layer!r} has {shown(names)}, the profile lists "
-                f"{len(sizes)} parameters; {_AGAIN}"
+                f"{counted(len(sizes), 'parameter')}; {_AGAIN}"
             )
 
 
@@ -115,11 +119,11 @@ def check_model(profiled: "nx.DiGraph[str]", own: "nx.DiGraph[str]") -> None:
     if list(profiled) != list(own):
         pairs = enumerate(zip_longest(profiled, own))
         place, (one, other) = next((place, pair) for place, pair in pairs if pair[0] != pair[1])
+        difference = f"layer {place} is {one!r} in the profile and {other!r} in the model"
+        if one is None or other is None:
+            difference = f"layer {place}, {one or other!r}, is missing from the {'profile' if one is None else 'model'}"
         raise ScheduleError(
-            _of_another(
-                f"the profile has {len(profiled)} layers, the model has {len(own)}; layer {place} is {one!r} in the "
-                f"profile and {other!r} in the model"
-            )
+            _of_another(f"the profile has {counted(len(profiled), 'layer')}, the model has {len(own)}; {difference}")
         )
     for name in own:
         for parameter in dict.fromkeys((*own.nodes[name]["parameters"], *profiled.nodes[name].get("parameters", ()))):

@@ -18,6 +18,7 @@ from pipesched.simulation.costs import Costs, check_costs
 from pipesched.simulation.links import Links
 from pipesched.simulation.overheads import Overheads
 from pipesched.simulation.trace import Spans, Trace
+from pipesched.units import counted
 
 __all__ = ["simulate", "step_time"]
 
@@ -54,8 +55,8 @@ def simulate(program: Program, costs: Costs) -> Trace:
     check_costs(costs)
     if costs.num_stages != program.num_stages:
         raise ScheduleError(
-            f"costs must have one number per stage; the program has {program.num_stages} stages, the costs "
-            f"{costs.num_stages}; make the costs for {program.num_stages} stages"
+            f"costs must have one number per stage; the program has {counted(program.num_stages, 'stage')}, the costs "
+            f"{costs.num_stages}; make the costs for {counted(program.num_stages, 'stage')}"
         )
     check_order(program)
     if costs.links is not None and costs.links.contended:

@@ -29,7 +29,7 @@ __all__ = ["Span", "Spans", "Trace", "check_trace", "chrome_json"]
 Times = NDArray[Any]
 _MOST_RANKS = 100_000  # the largest number of ranks in a trace
 _SPANS = "a trace must have num_ranks and spans, each [action, rank, start_s, end_s]"
-_TO_DICT = "write it with to_dict"
+_TO_DICT = "write the trace with to_dict"
 
 
 class Span(NamedTuple):
@@ -327,8 +327,8 @@ class Trace:
     def _rank(self, rank: int) -> int:
         if not is_count(rank, 0) or rank >= self.num_ranks:
             raise ScheduleError(
-                f"rank must be one of the trace's ranks, numbered from 0; got rank {shown(rank)} of {self.num_ranks} "
-                f"ranks; pass one of them"
+                f"rank must be one of the trace's ranks, numbered from 0; got rank {shown(rank)}, but the trace "
+                f"has {counted(self.num_ranks, 'rank')}; pass one of these ranks"
             )
         return rank
 
@@ -441,8 +441,8 @@ def _from_chrome(values: Any) -> Any:
         return {"num_ranks": max(ranks, default=-1) + 1, "spans": spans}
     except (KeyError, TypeError) as error:
         raise ScheduleError(
-            f"Chrome's trace events must have ph and pid, and for actions name, ts and dur; {error!r}; write them with "
-            f"to_chrome"
+            f"Chrome's trace events must have ph and pid, and for actions name, ts and dur; reading them raised "
+            f"{error!r}; write them with to_chrome"
         ) from error
 
 
@@ -489,8 +489,8 @@ def _check_read(trace: Trace) -> None:
     for stage, own in enumerate(trace.versions):
         if own and (len(own) < num_microbatches or not all(0 <= version < 2**31 for version in own)):
             raise ScheduleError(
-                f"versions must list the weight version of each micro-batch; stage {stage} has {len(own)} of "
-                f"{num_microbatches}, {shown(own)}; {_TO_DICT}"
+                f"versions must list the weight version of each micro-batch; stage {stage} has {shown(own)} "
+                f"for {counted(num_microbatches, 'micro-batch')}; {_TO_DICT}"
             )
 
 

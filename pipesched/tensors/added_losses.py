@@ -88,9 +88,9 @@ def check_scalar(value: Tensor, name: str) -> None:
 def no_graph(name: str, remedy: str) -> str:
     """Return the error message for a loss that a layer computes without gradients in a training step."""
     return (
-        f"a layer must compute the loss that it adds with gradients enabled; the loss {name!r} was added under "
-        "no_grad, in which torch.utils.checkpoint runs a forward with use_reentrant=True; leave no_grad, or pass "
-        f"{remedy}"
+        f"gradients must be enabled while a layer computes the loss that it adds; the loss {name!r} was added under "
+        "no_grad, which torch.utils.checkpoint with use_reentrant=True also sets in its forward; add the loss outside "
+        f"no_grad, or pass {remedy}"
     )
 
 

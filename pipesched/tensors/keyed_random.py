@@ -271,7 +271,7 @@ class InBackward:
 
 def _refuse_draw(name: str) -> NoReturn:
     raise ExecutionError(
-        f"random numbers must be drawn in forwards, where they have a key; {name} was called during a backward, "
-        f"by torch.utils.checkpoint inside the model, by a layer's autograd.Function, or by a hook; "
+        f"random numbers must be drawn in forwards, where pipesched can reproduce them; {name} was called during a "
+        f"backward, by torch.utils.checkpoint inside the model, by a layer's autograd.Function, or by a hook; "
         f"checkpoint with Pipeline(checkpoint=...) instead, set the dropout to 0, or give the hook its own generator"
     )

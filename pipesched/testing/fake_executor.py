@@ -19,6 +19,7 @@ from pipesched.runtime.executors.interpreter import Rank, Stamps, interpret
 from pipesched.simulation.costs import Costs
 from pipesched.simulation.trace import Span, Trace
 from pipesched.tensors.payload import PerConsumer
+from pipesched.units import counted
 
 __all__ = ["FakeStage", "run_virtual"]
 
@@ -99,8 +100,9 @@ class FakeStage:
             )
         if self._versions and self._versions[microbatch] > len(self.updates):
             raise ExecutionError(
-                f"micro-batch {microbatch} uses version {self._versions[microbatch]} of stage {self.index}, "
-                f"which has been updated {len(self.updates)} times"
+                f"a micro-batch must use a weight version that exists; micro-batch {microbatch} uses version "
+                f"{self._versions[microbatch]} of stage {self.index}, but the stage's newest version is "
+                f"{len(self.updates)}; move the forward behind the update"
             )
         self._run(Kind.F, microbatch, after=())
         self._check(arrived, Kind.F, microbatch)
@@ -151,7 +153,10 @@ class FakeStage:
     def _wait_for_copy(self, microbatch: int) -> None:
         done = self._state.get(microbatch, ())
         if Kind.OFFLOAD in done and Kind.FETCH not in done:
-            raise ExecutionError(f"stage {self.index} has not fetched the activations of micro-batch {microbatch}")
+            raise ExecutionError(
+                f"offloaded activations must be fetched before the backward; stage {self.index} has not fetched the "
+                f"activations of micro-batch {microbatch}; add a fetch before its backward"
+            )
         self._clock.reach(self._copied.pop(microbatch, self._clock.now()))
 
     def reduce(self, bucket: int) -> None:
@@ -173,7 +178,11 @@ class FakeStage:
         """Run NORM (measure the gradients). Returns the action in place of norms."""
         action = Action(self.index, Kind.NORM, number)
         if number != len(self.updates) or not self._gradients:
-            raise ExecutionError(f"{action} has no gradients to measure; update {len(self.updates)} is due")
+            raise ExecutionError(
+                f"norms must be measured in order, from gradients that an update has not used; {action} runs, but "
+                f"update {len(self.updates)} is next, with gradients of "
+                f"{counted(len(self._gradients), 'micro-batch')}; correct the order"
+            )
         self._pass(action)
         return action
 
@@ -181,9 +190,13 @@ class FakeStage:
         """Run UPDATE (the optimizer step). Raises ExecutionError if updates run out of order or without gradients."""
         action = Action(self.index, Kind.UPDATE, number)
         if number != len(self.updates):
-            raise ExecutionError(f"updates must run in order; number {len(self.updates)} is due, but {action} runs")
+            raise ExecutionError(
+                f"updates must run in order; update {len(self.updates)} is next, but {action} runs; correct the order"
+            )
         if not self._gradients:
-            raise ExecutionError(f"{action} has no gradients to apply")
+            raise ExecutionError(
+                f"an update must have gradients to apply; {action} has none; move it behind a backward of its stage"
+            )
         self.updates.append(sorted(self._gradients))
         self._gradients.clear()
         self._reduced.clear()
@@ -196,9 +209,15 @@ class FakeStage:
         done = self._state.setdefault(microbatch, [])
         action = Action(self.index, kind, microbatch)
         if kind in done or (kind in (Kind.B, Kind.I) and (Kind.B in done or Kind.I in done)):
-            raise ExecutionError(f"{action} would be done twice; done so far: {_names(done)}")
+            raise ExecutionError(
+                f"the work of a micro-batch must be done once; {action} would be done twice; done so far: "
+                f"{_names(done)}; remove one of the two"
+            )
         if not all(need in done for need in after):
-            raise ExecutionError(f"{action} needs {_names(after)} before it; done so far: {_names(done)}")
+            raise ExecutionError(
+                f"an action must run after the actions whose results it uses; {action} needs {_names(after)} before "
+                f"it; done so far: {_names(done)}; move {action} to a later position"
+            )
         done.append(kind)
         return action
 
@@ -208,7 +227,10 @@ class FakeStage:
     def _check(self, values: tuple[Any, ...], kind: Kind, microbatch: int) -> None:
         wrong = [value for value in values if value.kind is not kind or value.microbatch != microbatch]
         if wrong:
-            raise ExecutionError(f"stage {self.index} received {wrong[0]} for micro-batch {microbatch}")
+            raise ExecutionError(
+                f"an action must receive the messages of its own micro-batch; stage {self.index} received {wrong[0]} "
+                f"for micro-batch {microbatch}; correct the messages of the program"
+            )
 
     def missing(self, program: Program) -> Iterator[str]:
         """Yield a description of each part of the program's work that the stage has not done."""
@@ -325,10 +347,16 @@ def run_virtual(program: Program, costs: Costs | None = None) -> Trace:
     _drive([interpret(*one) for one in zip(ranks, clocks, stamps, strict=True)], mail)
     missing = [text for stage in stages.values() for text in stage.missing(program)]
     if missing:
-        raise ExecutionError(f"work is missing at the end: {missing[0]}")
+        raise ExecutionError(
+            f"a program must do all the work of each micro-batch; at the end of this program, {missing[0]}; correct "
+            f"its actions"
+        )
     for index, stage in stages.items():
         if not program.routes and stage.updates != stages[0].updates:
-            raise ExecutionError(f"stages 0 and {index} have updates with different micro-batches")
+            raise ExecutionError(
+                f"the updates of all stages must have the gradients of the same micro-batches; stages 0 and {index} "
+                f"differ; move the updates"
+            )
     spans = tuple(
         Span(action, rank, start, end, action.lane)
         for rank, own in enumerate(stamps)
@@ -349,5 +377,6 @@ def _drive(ranks: list[Iterator[Action]], mail: _Mail) -> None:
         if not moved:
             waits = ", ".join(f"rank {index} at {action}" for index, action in enumerate(at) if action is not None)
             raise DeadlockError(
-                f"deadlock: no rank can continue; the ranks wait: {waits}; validate the program to see the cycle"
+                f"some rank must always be able to continue (deadlock); waiting are {waits}; validate the program to "
+                f"see the cycle"
             )

@@ -101,7 +101,7 @@ class MemoryMeter:
         """
         if self._host is not self._pipe._running.host:
             raise ExecutionError(
-                f"a meter may only measure the ranks of its last mark(); replan() has replaced these "
+                f"a MemoryMeter can measure only the ranks of its last mark(); replan() has replaced these "
                 f"{len(self._books)} ranks; call mark() after replan()"
             )
         return {rank: books.peak for rank, books in self._books.items()}

@@ -100,9 +100,7 @@ def reference_step(
         )
     check_initialised(whole)
     if not is_count(num_microbatches):
-        raise InputError(
-            f"num_microbatches must be at least 1; num_microbatches is {shown(num_microbatches)}; pass 1 or more"
-        )
+        raise InputError(f"num_microbatches must be at least 1; got {shown(num_microbatches)}; pass 1 or more")
     loss_fn = as_function(loss_fn, "loss_fn")
     loss_weight = as_function(loss_weight, "loss_weight")
     intra_op_threads = as_threads(intra_op_threads)

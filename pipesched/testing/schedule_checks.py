@@ -16,6 +16,7 @@ from pipesched.simulation.costs import Costs, check_costs
 from pipesched.simulation.simulator import simulate
 from pipesched.simulation.trace import Trace
 from pipesched.testing.fake_executor import FakeStage, run_virtual
+from pipesched.units import counted
 
 __all__ = ["check_schedule", "run_fake"]
 
@@ -107,7 +108,8 @@ def check_schedule(
             validate(program, exact=exact and schedule.num_chains == 1)
             validate(lower(program))
         except Exception as error:  # any error of the author's function
-            error.add_note(f"schedule {schedule.name!r} with {num_ranks} ranks and {num_microbatches} micro-batches")
+            shape = f"{counted(num_ranks, 'rank')} and {counted(num_microbatches, 'micro-batch')}"
+            error.add_note(f"this error occurred for schedule {schedule.name!r} with {shape}")
             raise
     if report:
         shown = f"1..{max_ranks}" if len(ranks) == max_ranks else ", ".join(map(str, ranks))

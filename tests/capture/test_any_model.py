@@ -37,7 +37,7 @@ from tests.support.rank_processes import Ranks
 SCHEDULES = ["1f1b", "zb-h1", "interleaved-1f1b"]
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("name", MODELS)
 def test_any_model_trains_as_the_loop_bit_by_bit(name: str, schedule: str) -> None:
@@ -91,7 +91,7 @@ def test_inputs_go_where_they_are_used() -> None:
         _, messages = dealt(StepCall("forward", batch), program, pipe._running.assembly.bodies, 3)
         sent = [[type(value) for value in message[3][0][1].values()] for message in messages]
         late = (), {"left": FLOATS, "right": FLOATS.clone().requires_grad_()}
-        with pytest.raises(InputError, match=r"requires a gradient may be used on rank 0 only; ranks \[1\] also use"):
+        with pytest.raises(InputError, match=r"requires a gradient may be used on rank 0 only; rank 1 also uses"):
             dealt(StepCall("forward", Splitter(3, fixed=False).batch(*late)), program, pipe._running.assembly.bodies, 3)
     assert [[kind is Tensor for kind in kinds] for kinds in sent] == [[True, False], [False, True], [False, False]]
 
@@ -224,6 +224,7 @@ def both_ways(group: places.Group, name: str, schedule: str) -> None:
             assert torch.equal(pipe.evaluate(*args, **kwargs, **target), pipe.evaluate(*args, **kwargs, **target))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", ["attends", "tied", "loose", "towers", "repeated"])
 def test_two_directions_train_any_model(run: places.Run, name: str) -> None:
     run(2, both_ways, name, "dualpipe" if name == "loose" else "chimera")

@@ -131,6 +131,7 @@ def test_these_are_all_losses_of_torch() -> None:
     assert {case.module for case in CASES} | OTHERS == {*torch_losses.__all__} | {"LinearCrossEntropyLoss"}
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.filterwarnings("ignore:reduction. 'mean' divides", "ignore:NLLLoss2d has been deprecated")
 @pytest.mark.parametrize(
     ("case", "reduction"),

@@ -333,7 +333,7 @@ def test_one_layer(make: Callable[[], nn.Module]) -> None:
     check(make, FLOATS, stages=1)
     with Pipeline(make(), FLOATS[:2], devices=["cpu"] * 2, loss_fn=square) as pipe:
         assert pipe.num_stages == 1  # the other device is left out
-    with pytest.raises(PartitionError, match="the model has 1 layers"):
+    with pytest.raises(PartitionError, match="the model has 1 layer"):
         Pipeline(make(), FLOATS[:2], devices=["cpu"] * 2, loss_fn=square, schedule="1f1b")
 
 
@@ -354,7 +354,7 @@ def test_a_list_of_stages(kind: Callable[[list[nn.Module]], Any]) -> None:
 def test_hooks_on_the_models_backward_are_an_error() -> None:
     model = Blocks()
     model.register_full_backward_hook(lambda module, given, taken: None)
-    with pytest.raises(GraphError, match="the model has 1 backward hooks that would never run"):
+    with pytest.raises(GraphError, match="the model has 1 backward hook that would never run"):
         Pipeline(model, FLOATS[:2], devices=["cpu"] * 2, loss_fn=square, schedule="1f1b")
 
 

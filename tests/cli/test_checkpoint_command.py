@@ -22,14 +22,14 @@ def test_a_checkpoint_is_printed(tmp_path: Path) -> None:
     result = run(tmp_path, "--tensors")
     assert result.exit_code == 0, result.output
     lines = result.output.splitlines()
-    assert lines[0].startswith(f"{tmp_path}: step 1, whole: 2 files, ")
+    assert lines[0].startswith(f"{tmp_path}: step 1, complete: 2 files, ")
     assert lines[1].startswith("seed 5; saved in 1 part by pipesched ")
     assert lines[2:8] == [
         "plan: 1f1b, 2 ranks, 2 stages, checkpoint 'never'",
         "settings: batch_norm 'micro-batch', intra_op_threads 1, loss 'mse_loss', loss_reduction 'mean', "
         "num_microbatches 4",
-        "parameter: 8 tensors, 80 numbers",
-        "optimizer state: 16 tensors, 160 numbers",
+        "parameter: 8 tensors, 80 elements",
+        "optimizer state: 16 tensors, 160 elements",
         "optimizer: Adam of 4 parameters, lr 0.001",
         "optimizer: Adam of 4 parameters, lr 0.001",
     ]
@@ -47,9 +47,12 @@ def test_several_checkpoints_have_a_line_each_and_a_torn_one_is_named(tmp_path: 
     result = run(tmp_path)
     assert result.exit_code == 1
     torn, whole = result.output.splitlines()
-    assert "step-00000002: not whole: the files of a checkpoint must not change after they are written; " in torn
+    assert (
+        "step-00000002: incomplete or damaged: the files of a checkpoint must not change after they are written; "
+        in torn
+    )
     assert "part-00000.safetensors is damaged: its content does not match its SHA-256" in torn
-    assert "step-00000001: step 1, whole: 2 files" in whole
+    assert "step-00000001: step 1, complete: 2 files" in whole
 
 
 def test_a_folder_without_a_checkpoint_is_refused(tmp_path: Path) -> None:

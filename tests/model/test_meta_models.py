@@ -70,7 +70,7 @@ def test_copies_and_optimizers_are_of_the_weights_that_were_made(run: places.Run
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the system does not tell a program's own peak")
 def test_a_rank_never_holds_more_than_its_share(ranks: Ranks, tmp_path: Path) -> None:
-    """Two ranks hold half of a 168 MB model each; a rank with the whole model would peak 84 MB higher."""
+    """Two ranks hold half of a 100 MB model each; a rank with the whole model would peak 50 MB higher."""
     slack = 16 << 20  # a layer of 4 MB, measured or with its gradient on its way, and what code takes: 4 to 8 MB
     names = [f"{layer}.weight" for layer in range(jobs.DEPTH)]
     save_file({name: torch.ones(jobs.WIDTH, jobs.WIDTH) for name in names}, tmp_path / "all.safetensors")
@@ -252,13 +252,13 @@ def empty_gpt() -> jobs.GPT:
             jobs.empty_row,
             without("4.bias"),
             InputError,
-            r"names missing \(of 14\): 4\.bias; add or rename the missing weights$",
+            r"missing names \(1 of the model's 14\): 4\.bias; add or rename the missing weights$",
         ),
         (
             jobs.empty_row,
             {**without(""), "9.x": torch.ones(1)},
             InputError,
-            r"state_dict; unknown names \(of 15 given\): 9\.x; remove the unknown ones$",
+            r"state_dict; unknown names \(1 of 15 that were passed\): 9\.x; remove the unknown ones$",
         ),
         (
             jobs.empty_row,

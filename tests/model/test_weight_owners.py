@@ -111,8 +111,8 @@ def test_a_layer_of_a_plan_in_no_stage_or_in_two_is_named() -> None:
         plan = pipe.plan
     first, second = plan.stages
     for stages, match in (
-        ((first[:-1], second), "layer 'blocks.2' is in none"),
-        ((first, first[1:] + second), "layer 'blocks.1' is in several stages"),
+        ((first[:-1], second), "layer 'blocks.2' is in no stage of the plan"),
+        ((first, first[1:] + second), "layer 'blocks.1' is in several stages of the plan"),
     ):
         with pytest.raises(PartitionError, match=match):
             Pipeline(Spare(), X[:2], loss_fn=loss_fn, devices=["cpu"] * 2, plan=replace(plan, stages=stages))

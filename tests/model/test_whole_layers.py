@@ -132,7 +132,7 @@ def test_a_way_that_depends_on_the_batch_names_the_module_to_keep_whole() -> Non
         model.blocks[0]["moe"].gate.bias.zero_()
     with (
         Pipeline(model, x[:2], devices=["cpu"] * 2, schedule="1f1b", **options) as pipe,
-        pytest.raises(GraphError, match=r"keep it in one piece with whole_layers=\['blocks\.0\.moe'\]"),
+        pytest.raises(GraphError, match=r"module 'blocks.0.moe' as one layer with whole_layers=\['blocks\.0\.moe'\]"),
     ):
         pipe.step(x, target=x)
     whole: dict[str, Any] = {**options, "whole_layers": ["blocks.0.moe"]}

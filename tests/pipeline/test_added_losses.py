@@ -24,6 +24,7 @@ HERE = {"devices": ["cpu"] * 2}
 NAMES = ("gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zb-v")
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.usefixtures("every_product_deferred")
 @pytest.mark.parametrize("kind", ["row", "own"])
 @pytest.mark.parametrize("name", NAMES)

@@ -78,7 +78,7 @@ def test_what_pins_cost_is_told() -> None:
     _, found = cut(layers(1, 1, 1, 1), 2, boundaries={"b": 1})
     assert found is not None
     assert found.gap == pytest.approx(0.5)
-    assert "a free choice could reach 2 ms (1.50x faster)" in found.reason
+    assert "an unrestricted split could reach 2 ms (1.50x faster)" in found.reason
 
 
 @pytest.mark.parametrize(
@@ -89,16 +89,16 @@ def test_what_pins_cost_is_told() -> None:
             r"a boundary must name a layer; got 'x'; the layers are a, b, c, d; use one of these",
         ),
         ({"boundaries": {7: 1}}, r"there are 4 layers; got 7; pass a layer's position, starting at 0, or its name"),
-        ({"boundaries": {"b": "1"}}, r"got stage '1' for layer 'b'; pass its number, such as \{'b': 1\}"),
+        ({"boundaries": {"b": "1"}}, r"got stage '1' for layer 'b'; pass the number of the stage, such as \{'b': 1\}"),
         ({"boundaries": {"c": 1, "b": 2}}, r"'b' begins stage 2, but 'c', a later layer, begins stage 1; swap them"),
         ({"boundaries": {"b": 2}}, r"no partition of 4 layers into 3 stages; .*'b' begins stage 2"),
         ({"boundaries": {"b": 3}}, r"the stage that it begins, a number from 0 to 2; 'b' is mapped to stage 3"),
-        ({"boundaries": {"b": 0}}, r"'b' is mapped to stage 0 but depends on 1 layers; choose a later stage"),
+        ({"boundaries": {"b": 0}}, r"'b' is mapped to stage 0 but depends on 1 layer; choose a later stage"),
         ({"together": [("a", "x")]}, r"together= must name layers; got 'x'; the layers are a, b, c, d"),
         ({"together": ["ab"]}, r"together= must be a list of groups of layers; got 'ab'; pass \[\(first, second\)\]"),
         (
             {"together": [("a", "d")]},
-            r"3 stages, but layers that must stay together leave only 1 blocks; .* fewer layers together",
+            r"3 stages, but layers that must stay together leave only 1 block; .* fewer layers together",
         ),
         ({"boundaries": ["b", "c"], "together": [("a", "b")]}, r"put 'a' into stage 0, 'b' into stage 1; move a bound"),
         (

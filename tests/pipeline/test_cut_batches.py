@@ -68,11 +68,14 @@ def test_inputs_that_require_a_gradient_get_one() -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ([], r"must be at least one; microbatches= holds 0"),
+        ([], r"must be at least 1; microbatches= holds 0; pass at least one Microbatch"),
         (torch.ones(3), r"microbatches= must be a list of Microbatch objects; got"),
         ([torch.ones(3)], r"microbatches= must be a list of Microbatch objects; got"),
         ([Microbatch(parts()[0].args[0], mask=parts()[0].kwargs["mask"])], r"must have a target if the pipeline has a"),
-        ([*parts(), Microbatch(torch.ones(1, 2))], r"either all .* 4 of 5 have a target, but micro-batch 4 has none"),
+        (
+            [*parts(), Microbatch(torch.ones(1, 2))],
+            r"all must have one; micro-batch 0 of 5 has a target, but micro-batch 4 has no target",
+        ),
         (
             [Microbatch(torch.zeros(2, 3), mask=torch.zeros(3, 3), target=torch.zeros(2, 3))],
             r"argument 0 of micro-batch 0 has 2 rows, mask= of micro-batch 0 has 3",

@@ -16,7 +16,7 @@ X, Y = rows(), rows(seed=2)
 
 
 def test_a_trace_before_the_first_step_is_an_error_with_a_remedy():
-    match = r"no step has run under this plan yet; call step\(\) first, or use \.predicted for the simulated trace"
+    match = r"no step has run under this plan yet; call step\(\) first, or use pipe\.predicted, the simulated trace"
     with pipeline(linears(), X[:2], loss_fn=mse) as pipe:
         with pytest.raises(ExecutionError, match=match):
             _ = pipe.trace
@@ -52,7 +52,7 @@ class Pair(nn.Module):
 def test_a_target_as_a_positional_argument_is_told_its_keyword(method):
     with pipeline(linears(), X[:2], loss_fn=mse) as pipe:
         match = (
-            rf"the target must be passed to {method}\(\) as a keyword; got 2 positional arguments and no target=, and "
+            rf"the target must be passed to {method}\(\) as a keyword; got 2 positional arguments and no target=, but "
             rf"the sample has 1 positional argument; call {method}\(x, target=y\)"
         )
         with pytest.raises(InputError, match=match):

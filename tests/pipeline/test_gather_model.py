@@ -14,7 +14,7 @@ from tests.support.rank_processes import Ranks
 pytestmark = pytest.mark.timeout(90)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("rank", "closed"), [(None, False), (0, True), (1, False)])
 @pytest.mark.parametrize(("kind", "schedule"), [("row", "1f1b"), ("tied", "1f1b"), ("row", "zb-v"), ("row", "chimera")])
 def test_the_gathered_model_is_the_loops(
@@ -63,9 +63,8 @@ def test_where_and_what_cannot_be_gathered(ranks: Ranks) -> None:
         assert (
             "every rank must pass the same rank to gather_model; ranks 0 to 1 passed 1, None; pass the same" in unequal
         )
-        assert "in the model of rank 0 '4.inner.weight' of rank 1 is missing; wrap= has changed" in adapted or (
-            "of rank 1 is missing; wrap= has changed layers on some ranks only; use full_state_dict" in adapted
-        )
+        assert "for gather_model; rank 0's model has no tensor '" in adapted
+        assert "', which rank 1 sent; probably wrap= changed layers on some ranks only; use full_state" in adapted
 
 
 def test_parts_without_contents_are_made_where_they_are_gathered(ranks: Ranks) -> None:

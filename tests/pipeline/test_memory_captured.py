@@ -139,6 +139,7 @@ def test_models_of_any_code_need_at_most_a_tenth_less_than_predicted(monkeypatch
     compare(monkeypatch, model, sample, schedule)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("name", "schedule"),
     [("tied", "1f1b"), *(("convolutions", schedule) for schedule in ("gpipe", "1f1b", "interleaved-1f1b"))],

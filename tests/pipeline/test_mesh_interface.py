@@ -88,19 +88,20 @@ def test_wrong_uses_are_errors_on_all_ranks(ranks: Ranks) -> None:
         (
             "a batch on rank 1",
             1,
-            "InputError: with inputs='first', only rank 0 may pass a batch to step; rank 1 of 3 passed a batch; do not "
-            "pass a batch on this rank, or change inputs=",
+            "InputError: with inputs='first', only rank 0 may pass a batch to step; rank 1 of 3 passed a batch; pass "
+            "no batch on this rank, or make the pipeline with inputs='all'",
         ),
         (
             "none on rank 0",
             0,
-            "InputError: with inputs='first', rank 0 must pass a batch to step; rank 0 of 3 passed no batch; also pass "
-            "a batch on this rank, or change inputs=",
+            "InputError: with inputs='first', rank 0 must pass a batch to step; rank 0 of 3 passed no batch; pass the "
+            "batch on rank 0",
         ),
         (
             "none on rank 1",
             1,
-            "InputError: with inputs='all', every rank must pass a batch to step; rank 1 of 3 passed no batch",
+            "InputError: with inputs='all', every rank must pass a batch to step; rank 1 of 3 passed no batch; "
+            "pass the batch on this rank, too, or make the pipeline with inputs='first'",
         ),
     ):
         assert said[at][name].startswith(text)
@@ -117,8 +118,8 @@ def test_wrong_uses_are_errors_on_all_ranks(ranks: Ranks) -> None:
         ("no target", "InputError: loss_fn(output, target) needs a target"),
         (
             "gradients",
-            "InputError: with inputs='first', an input that requires a gradient may be used on rank 0 only; ranks [1] "
-            "also use such an input",
+            "InputError: with inputs='first', an input that requires a gradient may be used on rank 0 only; rank 1 "
+            "also uses such an input",
         ),
     ):
         assert said[0][name].startswith(text)
@@ -135,7 +136,7 @@ def test_wrong_uses_are_errors_on_all_ranks(ranks: Ranks) -> None:
     [
         (
             {"distributed": Distributed(inputs="last")},
-            "inputs= must be one of all, first; got 'last'; choose whether all ranks or only the first pass a batch",
+            "inputs= must be one of all, first; got 'last'; pass 'all' if every rank passes the batch, or 'first' if",
         ),
         (
             {"distributed": Distributed(inputs="first")},

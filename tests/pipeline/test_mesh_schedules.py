@@ -81,4 +81,4 @@ def test_an_error_in_a_stream_ends_all_ranks(ranks: Ranks, failing: int, backwar
 def test_who_leaves_a_stream_by_an_exception_ends_it_for_all(ranks: Ranks) -> None:
     own, *others = ranks.run(3, jobs.leave_a_stream)
     assert "the user's own" in own
-    assert all("rank 0 failed: it left a stream before its flush" in text for text in others)
+    assert all("rank 0 failed: it stopped before flush() had finished its steps" in text for text in others)

@@ -32,6 +32,7 @@ def test_metrics_are_averaged_as_losses_are() -> None:
     assert float(found["constant"]) == pytest.approx(2)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("adds", [False, True])
 @pytest.mark.parametrize(
     ("schedule", "inputs"), [("1f1b", "all"), ("zb-v", "all"), ("1f1b", "first"), ("chimera", "all")]
@@ -55,7 +56,7 @@ def test_asynchronous_steps_have_them(ranks: Ranks) -> None:
 
 def test_ranks_that_pass_different_arguments(ranks: Ranks) -> None:
     first, last = ranks.run(2, jobs.differ)
-    assert "either all ranks must pass metrics= or none; another rank passed it, but rank 1, which has the" in first[0]
+    assert "if any rank passes metrics=, all must pass it; another rank passed metrics=, but rank 1, which" in first[0]
     assert last[0].endswith(" []")
     assert first[1].endswith(" []")
     assert last[1].endswith(" ['accuracy', 'constant', 'loss_again']")

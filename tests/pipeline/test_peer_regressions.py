@@ -89,6 +89,7 @@ def test_evaluating_without_a_target_says_so_on_all_ranks(run: Run) -> None:
 # ---- what is counted ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("mode", ["never", "always"])
 def test_batch_norm_counts_each_micro_batch_once(run: Run, mode: str) -> None:
     """14 instead of 12."""
@@ -105,6 +106,7 @@ def test_hooks_after_accumulation_fire_once_a_micro_batch(run: Run) -> None:
     run(2, count_hooks)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("by_itself", [True, False], ids=["the block's own", "the pipeline's"])
 def test_a_checkpointed_block_runs_twice_under_a_split_backward(run: Run, by_itself: bool) -> None:
     """Eight times."""
@@ -119,6 +121,7 @@ def test_switching_between_training_and_evaluation_repeats_nothing(run: Run) -> 
 # ---- data parallel ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", SPLIT)
 def test_the_user_adds_up_gradients_over_replicas(run: Run, name: str) -> None:
     """DDP around a stage is silently left out under a split backward."""
@@ -128,6 +131,7 @@ def test_the_user_adds_up_gradients_over_replicas(run: Run, name: str) -> None:
 # ---- failures -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", SOME)
 def test_an_error_on_the_last_stage_ends_all_ranks(run: Run, name: str) -> None:
     """The others hang for half an hour, and then say nothing of stage or micro-batch."""

@@ -59,7 +59,9 @@ def test_a_long_list_of_layers_is_cut_short():
 
 
 def test_too_many_boundaries_for_the_stages_asked_for():
-    match = r"2 boundaries make 3 stages, but the program has 2; pass 1 boundaries"
+    match = (
+        r"got a list of 2 layers, which makes 3 stages, but the program has 2 stages; pass a list of 1 layer, or map"
+    )
     refused(PartitionError, ValueError, match, boundaries=[1, 2], num_stages=2)
 
 
@@ -71,7 +73,7 @@ def test_too_many_boundaries_for_the_devices():
 
 
 def test_stages_that_do_not_go_evenly_on_the_ranks():
-    match = r"3 stages cannot be divided evenly among 2 ranks; use a multiple of 2"
+    match = r"3 stages cannot be divided evenly among 2 ranks; pass a multiple of 2 as num_stages"
     refused(PartitionError, ValueError, match, num_stages=3, schedule="interleaved-1f1b")
 
 
@@ -105,7 +107,9 @@ def test_fewer_devices_than_ranks():
 
 
 def test_no_devices():
-    refused(DeviceCountError, IndexError, r"at least one device; got none; pass devices=\['cpu'\]", devices=[])
+    refused(
+        DeviceCountError, IndexError, r"at least one device; got none; pass for example devices=\['cpu'\]", devices=[]
+    )
 
 
 @pytest.mark.parametrize("devices", ["cpu", torch.device("cpu"), 2, None])
@@ -161,15 +165,18 @@ def test_a_schedule_that_deadlocks_never_runs():
 
 def test_a_program_with_more_ranks_than_devices():
     program = schedules.get("1f1b").program(3, 2)
-    match = r"the program has 3 ranks, but there are 2 devices; pass 3 devices \(a device may repeat\)"
+    match = r"the program has 3 ranks, but the pipeline has 2 devices; pass 3 devices \(a device may repeat\)"
     refused(DeviceCountError, IndexError, match, schedule=program)
 
 
 @pytest.mark.parametrize(
     ("choices", "match"),
     [
-        ({"num_microbatches": 4}, r"number of micro-batches: the program has 3, but 4 was requested; pass 3"),
-        ({"num_stages": 4}, r"number of stages: the program has 2, but 4 was requested; pass 2"),
+        (
+            {"num_microbatches": 4},
+            r"program has num_microbatches=3, but num_microbatches=4 was passed; pass num_microbatches=3",
+        ),
+        ({"num_stages": 4}, r"the program has num_stages=2, but num_stages=4 was passed; pass num_stages=2, or"),
     ],
 )
 def test_choices_beside_a_program_of_another_shape(choices, match):
@@ -211,7 +218,7 @@ def test_a_module_that_calls_no_layer_is_one(model):
     refused(
         PartitionError,
         ValueError,
-        "there are 2 stages on 2 ranks, but the model has 1 layers; use fewer devices",
+        "there are 2 stages on 2 ranks, but the model has 1 layer; use fewer devices",
         model,
         schedule="1f1b",
     )
@@ -219,7 +226,7 @@ def test_a_module_that_calls_no_layer_is_one(model):
 
 def test_a_layer_that_takes_the_name_of_the_loss_module():
     model = nn.Sequential(OrderedDict(loss_fn=nn.Linear(3, 3), head=nn.Linear(3, 3)))
-    match = r"must not have a layer called loss_fn, .* named loss_fn\.\*; this model has one; rename the layer"
+    match = r"must not have a layer called loss_fn, .* named loss_fn\.\*; this model has such a layer; rename it"
     refused(GraphError, ValueError, match, model, loss_fn=nn.MSELoss())
 
 
@@ -271,7 +278,7 @@ def test_split_dims_that_are_no_dims(dims):
 def test_a_plan_of_another_model_names_the_first_difference():
     with build(boundaries=[2]) as pipe:
         plan = pipe.plan
-    match = r"the plan has 4 layers, the model has 5; layer '4' is in none; make a new plan"
+    match = r"the plan has 4 layers, the model has 5; layer '4' is in no stage of the plan; make a new plan"
     refused(PartitionError, ValueError, match, linears(5), plan=plan)
     named = nn.Sequential(OrderedDict((name, nn.Linear(3, 3)) for name in "abcd"))
     refused(PartitionError, ValueError, r"layer 0 is '0' in the plan and 'a' in the model", named, plan=plan)
@@ -288,7 +295,7 @@ def test_choices_beside_a_plan():
 def test_a_plan_on_too_few_devices():
     with build(boundaries=[2]) as pipe:
         plan = pipe.plan
-    refused(DeviceCountError, IndexError, r"the plan has 2 ranks, but there are 1 devices", plan=plan, devices=["cpu"])
+    refused(DeviceCountError, IndexError, r"2 ranks, but the pipeline has 1 device", plan=plan, devices=["cpu"])
 
 
 def test_a_path_instead_of_a_plan():
@@ -384,7 +391,7 @@ def test_a_target_without_a_loss_function(counted_model, calls):
         ({0: 1, "target": 0}, r"argument 0 has 3 rows, the target has 4"),
         (
             [],
-            r"one dim for each argument; got 0 dims, but the call has 1 positional arguments; add the missing dims",
+            r"one dim for each argument; got a list of 0 dims, but the call has 1 positional argument; add the missing",
         ),
     ],
 )

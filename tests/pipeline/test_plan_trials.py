@@ -205,17 +205,17 @@ def test_what_fails_while_a_plan_runs_leaves_the_model_too() -> None:
     [
         (
             {"model": None},
-            r"requires a model to run; got a profile without a model, and confirm=2; pass the model",
+            r"requires a model to run; got confirm=2 with a profile, but without a model; pass the model",
         ),
         (
             {"ranks_are": "processes"},
-            r"requires running its ranks; got ranks_are='processes' without a mesh, and confirm=2; call tune with",
+            r"requires running its ranks; got confirm=2 with ranks_are='processes', but without a mesh; call tune with",
         ),
-        ({"confirm": -1}, r"number of plans to run; got -1; pass a whole number, 0 for none"),
-        ({"confirm": 1.5}, r"number of plans to run; got 1\.5; pass a whole number"),
+        ({"confirm": -1}, r"number of plans to run, at least 0; got -1; pass 0 to run none"),
+        ({"confirm": 1.5}, r"number of plans to run, at least 0; got 1\.5; pass 0"),
         (
             {"target": Y},
-            r"loss_fn= and target= must be passed together; only a target was passed; pass both, or neither",
+            r"loss_fn= and target= must be passed together; only target= was passed; pass both, or neither",
         ),
     ],
 )
@@ -267,4 +267,4 @@ def test_the_command_runs_plans(tmp_path: Any) -> None:
     told(sleepers(0.0, 0.0), X, [1.0, 1.0]).save(tmp_path / "profile.json")
     result = CliRunner().invoke(main, ["tune", str(tmp_path / "profile.json"), "--batch", "8", "--confirm", "2"])
     assert result.exit_code == 1
-    assert "got a profile without a model" in result.output
+    assert "got confirm=2 with a profile, but without a model" in result.output

@@ -25,6 +25,7 @@ from tests.support.async_replay import (
 from tests.support.models import assert_equal_bits
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("vertical", [False, True])
 @pytest.mark.parametrize("p", [1, 2, 3, 4])
 def test_pipedream_is_as_stale_as_its_paper_says(p: int, vertical: bool) -> None:

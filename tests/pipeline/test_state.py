@@ -136,6 +136,7 @@ class Normed(nn.Module):
         return functional.dropout(self.norm(x), 0.2, self.training).mean((2, 3))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("kind", ["row", "captured"])
 def test_layers_in_evaluation_mode_stay_so(run: places.Run, kind: str) -> None:
     run(3, partly_evaluating, kind)
@@ -238,6 +239,7 @@ def test_a_row_of_its_own_in_a_micro_batch_counts_as_one() -> None:
     assert model[3].num_batches_tracked == 3
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("schedule", ["zb-h1", "interleaved-1f1b", "chimera"])
 def test_statistics_are_the_loops_bit_by_bit(run: places.Run, schedule: str) -> None:
     run(2, loop_with_statistics, schedule, "row")

@@ -153,7 +153,7 @@ def test_a_plan_and_what_a_search_would_take():
         {"search": Search(profile="profile.json")},
     ):
         with pytest.raises(
-            PartitionError, match=r"a plan leaves nothing to search for; .* was passed; pass the plan alone"
+            PartitionError, match=r"a plan leaves nothing to search for; .* with plan=; pass plan= without them"
         ):
             Pipeline(model(), torch.randn(2, 8), loss_fn=mse, devices=["cpu"] * 2, plan=plan, **given)
 

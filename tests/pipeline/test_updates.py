@@ -85,6 +85,7 @@ def late(rank: int, shape: Shape, *, split: bool = False) -> Order:
     return order
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
 @pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize("m", [1, 3])
@@ -192,7 +193,7 @@ def test_a_schedule_that_does_not_repeat_is_refused() -> None:
                 order.UPDATE(rank)
         return order
 
-    with pytest.raises(ScheduleError, match=r"repeat|of one step"):
+    with pytest.raises(ScheduleError, match=r"repeat|gradients of different steps"):
         pipeline(transformer(), odd, 4, boundaries=CUT)
     pipeline(transformer(), odd, 3).close()
 

@@ -177,7 +177,7 @@ def test_what_cannot_be_honoured_says_so() -> None:
             pipeline(made("captured"), wrap)
     with pytest.raises(GraphError, match="must not change layers or weights that are used several times"):
         zoo.pipeline("tied", zoo.made("tied")[0], devices=["cpu"] * 2, wrap=shared)
-    with pytest.raises(ScheduleError, match="chimera has 4 stages, which are copies of 2 different stages"):
+    with pytest.raises(ScheduleError, match="several copies of each: 4 stages, of which only 2 are different"):
         pipeline(made("row"), lambda module, stage: module, devices=["cpu"] * 2, schedule="chimera")
     with (
         pipeline(made("row"), lambda module, stage: nn.Sequential(module, module)) as pipe,

@@ -87,7 +87,7 @@ def test_a_layer_that_has_grown_is_given_room() -> None:
             4e-3,
             (1, 1),
             None,
-            "the search for a better plan requires 3 measured steps of the current plan; 2 have been measured",
+            "the search for a better plan requires 3 measured steps of the current plan; measured so far: 2",
         ),
         (4e-3, (1, 1.01, 0.99), 10_000, ""),
     ],

@@ -148,7 +148,7 @@ def test_steps_of_other_lengths_are_compared_action_by_action():
     found = compared(plan.predicted(), measured_of(other, 1, 1.5))
     assert found.step_s is None
     assert str(found) == (
-        "the predicted and the measured step differ in their numbers of actions; "
+        "the predicted and the measured step have different numbers of actions; "
         "largest error on stage 1 (+50.0%), by median times"
     )
     assert found.worst.work_s == pytest.approx((12e-3, 18e-3))
@@ -528,7 +528,7 @@ def test_devices_that_a_plan_leaves_out_are_named():
     with Pipeline(model, x[:2], loss_fn=nn.functional.mse_loss, devices=["cpu"] * 2, schedule="1f1b") as pipe:
         plan = pipe.plan
     with Pipeline(model, x[:2], loss_fn=nn.functional.mse_loss, devices=["cpu"] * 3, plan=plan) as pipe:
-        said = "1 device of 3 unused, because the plan has 2 ranks: cpu"
+        said = "1 device of 3 unused (cpu), because the plan has 2 ranks"
         assert said in pipe.report().lines
         assert repr(pipe).endswith(said)
 
@@ -557,7 +557,7 @@ def test_the_command_says_which_ranks_are_left_out(tmp_path):
 
 def test_what_is_not_in_a_table_has_no_footnote():
     note = Report(plan_of(alternatives=(replace(TAKEN, limit_bytes=None), ALONE))).tables[0].note
-    assert "memory: peak of the largest rank." in note
+    assert "memory: highest peak of any rank." in note
     assert "margin" not in note
 
 

@@ -54,7 +54,7 @@ def test_what_is_no_action_is_refused_with_the_form_and_the_kinds(text):
     message = str(error.value)
     assert f"got {text!r}" in message
     assert "such as 2F0" in message
-    assert "kinds: F, B, I, W, R, NORM, UPDATE, SEND_F, RECV_F, SEND_B, RECV_B" in message
+    assert "; use one of the kinds F, B, I, W, R, NORM, UPDATE, SEND_F, RECV_F, SEND_B, RECV_B" in message
 
 
 @pytest.mark.parametrize(

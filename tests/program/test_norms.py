@@ -64,7 +64,7 @@ def test_an_update_waits_for_the_norms_of_all_ranks(name, transfer):
         ("0NORM0 ", "", "1UPDATE0 needs 0NORM0, which no rank runs"),
         ("0B0 0NORM0", "0NORM0 0B0", "rank 0, position 1: a NORM must measure all gradients of its update; got 0NORM0"),
         ("0NORM0 0UPDATE0", "0UPDATE0 0NORM0", "0UPDATE0 needs 0NORM0 before it on this rank"),
-        ("0NORM0", "0NORM1", "outside the program's 2 stages and 1 micro-batches"),
+        ("0NORM0", "0NORM1", "outside the program's 2 stages and 1 micro-batch"),
         ("0UPDATE0", "", "every gradient must be applied by an update"),
     ],
 )

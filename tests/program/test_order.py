@@ -71,12 +71,10 @@ def test_with_options_changes_defaults_of_a_copy():
 @pytest.mark.parametrize("ask", [Schedule.with_options, lambda plan, **options: plan.program(2, 2, **options)])
 def test_an_unknown_option_is_refused_with_the_known_ones(ask):
     with pytest.raises(
-        ScheduleError, match=r"'depth-first' takes only the options: chunks_per_rank, split; got waves=2"
+        ScheduleError, match=r"'depth-first' takes only the options chunks_per_rank, split; got waves=2"
     ):
         ask(depth_first, waves=2)
-    with pytest.raises(
-        ScheduleError, match=r"'gpipe' takes only the options: none; got chunks_per_rank=2; leave it out"
-    ):
+    with pytest.raises(ScheduleError, match=r"'gpipe' takes no options; got chunks_per_rank=2; leave it out"):
         ask(schedules.get("gpipe"), chunks_per_rank=2)
 
 
@@ -85,7 +83,7 @@ def test_an_unknown_option_is_refused_with_the_known_ones(ask):
     [(4, 10**9, r"4,000,000,000 for 4 ranks, 1,000,000,000 micro-"), (10**9, 1, r"1,000,000,000 for 1,000,000,000 ra")],
 )
 def test_a_program_that_no_memory_holds_is_refused_before_it_is_made(num_ranks, num_microbatches, says):
-    with pytest.raises(ScheduleError, match=rf"at most 100,000,000 pairs of .*; '1f1b' has {says}.*; use fewer"):
+    with pytest.raises(ScheduleError, match=rf"at most 100,000,000 pairs of .*; '1f1b' has {says}.*; use fewer m"):
         schedules.get("1f1b").program(num_ranks, num_microbatches)
 
 

@@ -9,6 +9,7 @@ from pipesched import Action, Costs, Kind, Program, lower, schedules, simulate, 
 from pipesched.errors import DeadlockError, MemoryLimitError, ScheduleError
 from pipesched.program.liveness import peak_in_flight, peaks_of_stages
 from pipesched.program.lowering import add_updates
+from pipesched.units import counted
 from tests.support.call_count import calls
 from tests.support.random_programs import fitting, programs, quick
 
@@ -47,7 +48,7 @@ def test_a_stage_lies_on_a_rank_that_exists():
     refused(
         program("0F0 0B0", microbatches=1, header="placement 0 1"),
         "stage 1 is placed on rank 1",
-        "there are 1 ranks",
+        "but the program has 1 rank; correct the placement",
         "correct the placement",
     )
 
@@ -95,14 +96,16 @@ def test_a_program_has_at_least_one_microbatch(microbatches):
 def test_a_stage_runs_each_microbatch_forward_and_backward(order, has, remedy):
     refused(
         program(order),
-        "rank 0: stage 0 runs F and either B or both I and W for each of 2 micro-batches",
+        "rank 0: stage 0 must run F and either B or both I and W for each of 2 micro-batches",
         f"for micro-batch 1 {has}. {remedy}\n",
     )
 
 
 def test_a_forward_only_program_has_no_backward():
     validate(program("0F0 0F1", header="forward-only"))
-    refused(program("0F0 0F1 0B1", header="forward-only"), "stage 0 runs F for each", "it has 0B1, 0F1. Remove 0B1.")
+    refused(
+        program("0F0 0F1 0B1", header="forward-only"), "stage 0 must run F for each", "it has 0B1, 0F1. Remove 0B1."
+    )
 
 
 def test_an_action_runs_once():
@@ -238,7 +241,8 @@ def test_a_memory_limit_names_the_action_that_breaks_it():
 def test_memory_limits_are_one_number_or_one_a_rank(limits):
     refused(
         schedules.get("1f1b").program(2, 3),
-        f"must be a number, or a list with one for each rank; got {len(limits)} numbers for 2 ranks",
+        f"must be one number, or a list with one for each rank; got a list of {counted(len(limits), 'number')} for 2 "
+        "ranks; pass one number, or a list of 2 numbers",
         max_in_flight=limits,
     )
 

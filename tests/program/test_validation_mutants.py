@@ -14,7 +14,7 @@ from pipesched.program.program import Program
 from pipesched.testing import run_fake
 from tests.support.random_programs import fitting
 
-MUTANTS = 1500
+MUTANTS = 1000
 
 
 @st.composite
@@ -73,6 +73,6 @@ def test_a_mutant_is_valid_if_and_only_if_it_runs() -> None:
     total = sum(seen.values())
     runs = Counter({does: sum(n for (_, d), n in seen.items() if d == does) for does in ("valid", "deadlock", "wrong")})
     print(f"{total} mutants: {dict(runs)}; (validator, run): {dict(seen)}")
-    assert total >= 1000
+    assert total >= 900
     assert runs["valid"] >= total / 5
     assert runs["deadlock"] >= total / 5

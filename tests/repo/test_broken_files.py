@@ -62,13 +62,13 @@ READERS = {
     "machine": lambda path: load_json(path, Machine.from_dict),
 }
 NO_JSON = {
-    "deep lists": ("[" * 100_000, "at most 32 deep"),
-    "deep mappings": ('{"x":' * 100_000, "at most 32 deep"),
-    "lists that are a little too deep": ("[" * 40 + "]" * 40, "at most 32 deep"),
+    "deep lists": ("[" * 100_000, "at most 32 levels deep"),
+    "deep mappings": ('{"x":' * 100_000, "at most 32 levels deep"),
+    "lists that are a little too deep": ("[" * 40 + "]" * 40, "at most 32 levels deep"),
     "5,000 digits": (f'{{"x": {"9" * 5000}}}', "the file must be JSON"),
     "more than 64 bits": (
         f'{{"x": {10**30}}}',
-        r"whole numbers in a file must be below 2\*\*63; got 10{30}; correct the number",
+        r"must be between -2\*\*63 and 2\*\*63; got 10{30}; correct the number",
     ),
     "no text": (b"\xff\x00\xfe", "the file must be JSON; .*; save the file again"),
     "half a pair": ('{"x": "\\ud800"}', "text in a file must be valid Unicode"),
@@ -105,7 +105,7 @@ SPAN = ["0F0", 0, 0.0, 1.0]
 @pytest.mark.parametrize(
     ("read", "values", "said"),
     [
-        (Links.from_dict, Links().to_dict() | {"speed": 1}, "links must have .*; got 'speed'"),
+        (Links.from_dict, Links().to_dict() | {"speed": 1}, "links must have .*; got the unknown key 'speed'"),
         (Links.from_dict, Links().to_dict() | {"hosts": [0.5]}, "hosts"),
         (Links.from_dict, Links().to_dict() | {"contended": 1}, "contended of links must be true or false; got 1"),
         (
@@ -118,7 +118,11 @@ SPAN = ["0F0", 0, 0.0, 1.0]
         (Links.from_dict, Links().to_dict() | {"inside": {"latency_s": 10**5000}}, "below .* is a value of type int"),
         (Links.from_dict, Links().to_dict() | {"inside": {"latency_s": True}}, "latency_s of a link must be a number"),
         (Links.from_dict, Links().to_dict() | {"inside": {"bytes_per_s": 1e-320}}, "a speed must be above 0"),
-        (Machine.from_dict, {"threds": None}, r"a machine must have .*; got 'threds' \(did you mean 'threads'\?\)"),
+        (
+            Machine.from_dict,
+            {"threds": None},
+            r"a machine must have .* key 'threds' \(did you mean 'threads'\?\)",
+        ),
         (Machine.from_dict, {"links": ""}, "links must have inside"),
         (Machine.from_dict, [], r"a machine must have .*; got \[\]; save the file again"),
         (Overheads.from_dict, {"crowding": 3}, "crowding of overheads must be a list; got 3"),
@@ -127,7 +131,7 @@ SPAN = ["0F0", 0, 0.0, 1.0]
         (Costs.from_dict, {**Costs.uniform(2).to_dict(), "input_bytes": [2**60, 1]}, "bytes below"),
         (Costs.from_dict, {**Costs.uniform(2).to_dict(), "forward_s": [10**400, 1]}, "costs must be below"),
         (Costs.from_dict, {**Costs.uniform(2).to_dict(), "forward_s": [True, 1]}, "forward_s of stage 0 is True"),
-        (Trace.from_dict, {"num_ranks": 1, "spans": [SPAN], "nam": ""}, "a trace must have .*; got 'nam'"),
+        (Trace.from_dict, {"num_ranks": 1, "spans": [SPAN], "nam": ""}, "a trace must have .* key 'nam'"),
         (Trace.from_dict, {"num_ranks": 1, "spans": [["0F0", 0.5, 0, 1]]}, "'0F0' has rank 0.5"),
         (Trace.from_dict, {"num_ranks": 1, "spans": [["0F0", 0, 1, 0]]}, "must not end before it starts"),
         (Trace.from_dict, {"num_ranks": 1, "spans": [["0F0", 0, 0, float("nan")]]}, "finite times, and must not end"),
@@ -142,7 +146,11 @@ SPAN = ["0F0", 0, 0.0, 1.0]
             {"num_ranks": 1, "spans": [["0B0", 0, 0, 1], ["0F0", 0, 1, 2]]},
             "a backward comes before its forward",
         ),
-        (Trace.from_dict, {"num_ranks": 1, "spans": [SPAN], "versions": [[-1]]}, "stage 0 has 1 of 1"),
+        (
+            Trace.from_dict,
+            {"num_ranks": 1, "spans": [SPAN], "versions": [[-1]]},
+            r"stage 0 has .*-1.* for 1 micro-batch; write",
+        ),
         (
             Trace.from_dict,
             {"num_ranks": 1, "spans": [["3F0", 0, 0, 1]], "costs": Costs.uniform(2).to_dict()},
@@ -170,15 +178,21 @@ def profile(change):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda v: v.update(mode="x"), r"a profile must have .*; got 'mode' \(did you mean 'model'\?\)"),
+        (lambda v: v.update(mode="x"), r"a profile must have .* key 'mode' \(did you mean 'model'\?\)"),
         (
             lambda v: v["sizes"]["2"].update(layer={}),
-            r"a size of a profile must have .*; got 'layer' \(did you mean 'layers'\?\)",
+            r"a size of a profile must have .*; got the unknown key 'layer' \(did you mean 'layers'\?\)",
         ),
-        (lambda v: v["sizes"]["2"]["layers"]["layer0"].update(forward_ms=1), "layer 'layer0' .*; got 'forward_ms'"),
+        (
+            lambda v: v["sizes"]["2"]["layers"]["layer0"].update(forward_ms=1),
+            "layer 'layer0' .* key 'forward_ms'",
+        ),
         (lambda v: v["sizes"]["2"]["layers"]["layer0"].pop("parameters"), "parameters of layer 'layer0' is missing"),
         (lambda v: v["sizes"]["2"]["layers"]["layer0"].update(spread=-1), "spread of layer 'layer0' for 2 rows is -1"),
-        (lambda v: v["sizes"]["2"]["edges"][0][2].update(byte=1), "an edge of a profile must have .*; got 'byte'"),
+        (
+            lambda v: v["sizes"]["2"]["edges"][0][2].update(byte=1),
+            "an edge of a profile must have .* key 'byte'",
+        ),
         (lambda v: v["sizes"]["2"]["edges"].append(["layer3", "layer1", {}]), "'layer3' -> 'layer1' goes backwards"),
         (lambda v: v["sizes"]["2"]["edges"].append(v["sizes"]["2"]["edges"][0]), "goes backwards or is repeated"),
         (lambda v: v["sizes"].update({"02": v["sizes"].pop("2")}), "whole numbers of rows; got '02'"),
@@ -199,13 +213,13 @@ def test_a_profile_with_what_nobody_reads_or_what_cannot_be_is_refused(change, s
     [
         (
             ["microbatches 999999999", "route 0 : 0", "rank 0: 0F0 0B0"],
-            "1 of 999,999,999 have one, and micro-batch 1 has none",
+            "micro-batch 0 of 999,999,999 has a route, but micro-batch 1 has no route",
         ),
         (["microbatches 9999999999", "rank 0: 0F0 0B0"], "line 1: expected whole numbers; .* at most nine digits"),
-        ([f"microbatches {'9' * 5000}", "rank 0: 0F0 0B0"], r"line 1: expected whole numbers; .*\(5,000 letters\)"),
+        ([f"microbatches {'9' * 5000}", "rank 0: 0F0 0B0"], r"line 1: expected whole numbers; .*\(5,000 characters\)"),
         (
             ["microbatches 1", f"rank 0: {'0F0' * 50_000}"],
-            r"line 2: an action must have the form .*; got '0F0.*\(150,000 letters\)",
+            r"line 2: an action must have the form .*; got '0F0.*\(150,000 characters\)",
         ),
         (["microbatches 1", "weights -1", "rank 0: 0F0 0B0"], "weight copies must be numbered from 0 without a gap"),
         (
@@ -218,7 +232,7 @@ def test_a_profile_with_what_nobody_reads_or_what_cannot_be_is_refused(change, s
         ),
         (
             ["microbatches 1", "placement 0", "rank 0: 0F0 0SEND_F0>7 0B0"],
-            "0SEND_F0>7 is outside the program's 1 stages",
+            "0SEND_F0>7 is outside the program's 1 stage",
         ),
     ],
 )

@@ -148,7 +148,7 @@ CORE = {
 CASES = [pytest.param(name, *each.values, id=f"{name}: {each.id}") for name in CORE for each in cases(CORE[name][2])]
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("name", "argument", "strange"), CASES)
 def test_an_argument_that_is_not_taken(name, argument, strange):
     function, good, _ = CORE[name]
@@ -189,6 +189,7 @@ PARTITION = {
 }
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(("argument", "name"), cases(PARTITION))
 def test_an_argument_of_partition_that_is_not_taken(profile, argument, name):
     refused(pipesched.partition, **{"graph": profile.graph(4), "num_stages": 2} | {argument: STRANGE[name]})

@@ -9,8 +9,10 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 from pipesched import schedules
+from pipesched.cli.main import main
 from pipesched.simulation.costs import Costs
 from pipesched.simulation.simulator import simulate
 from tests.support.pages import blocks, python_blocks, side, torchrun_files
@@ -42,15 +44,9 @@ def run_command(line: str, folder: Path, page: Path) -> None:
     program, *words = shlex.split(line, comments=True)
     if program == "pipesched":
         target = words[words.index(">") + 1 :] if ">" in words else []
-        ran = subprocess.run(
-            [sys.executable, "-m", "pipesched.cli", *(words[: words.index(">")] if target else words)],
-            cwd=folder,
-            env={**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "120"},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert ran.returncode == 0, ran.stderr
+        asked = words[: words.index(">")] if target else words
+        ran = CliRunner().invoke(main, asked, prog_name="pipesched", env={"COLUMNS": "120"})
+        assert ran.exit_code == 0, ran.output
         if target:
             (folder / target[0]).write_text(ran.stdout)
         if line == "pipesched show zb-h1 --ranks 4 --microbatches 8":

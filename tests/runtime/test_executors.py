@@ -81,14 +81,14 @@ def test_ranks_overlap_and_dependencies_hold_in_time(name: str) -> None:
 
 def test_fake_updates_follow_each_other() -> None:
     stage = FakeStage(2, Costs.uniform(3, forward_s=0, input_grad_s=0, weight_grad_s=0), versions=(0, 2))
-    with pytest.raises(ExecutionError, match="2UPDATE0 has no gradients"):
+    with pytest.raises(ExecutionError, match="must have gradients to apply; 2UPDATE0 has none; move it behind"):
         stage.update(0)
     stage.forward(0, split=False, checkpointed=False)
     stage.backward(0)
     stage.update(0)
-    with pytest.raises(ExecutionError, match="uses version 2 of stage 2, which has been updated 1 times"):
+    with pytest.raises(ExecutionError, match="uses version 2 of stage 2, but the stage's newest version is 1"):
         stage.forward(1, split=False, checkpointed=False)
-    with pytest.raises(ExecutionError, match="number 1 is due, but 2UPDATE2 runs"):
+    with pytest.raises(ExecutionError, match="update 1 is next, but 2UPDATE2 runs"):
         stage.update(2)
 
 
@@ -114,7 +114,7 @@ def test_fake_stages_see_a_deadlock() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("microbatches 1\nrank 0: 0F0\n", "work is missing"),
+        ("microbatches 1\nrank 0: 0F0\n", "stage 0 has done F for micro-batch 0; correct"),
         ("microbatches 1\nrank 0: 0F0 0F0 0B0\n", "0F0 would be done twice"),
         ("microbatches 1\nrank 0: 0F0 0B0 0I0 0W0\n", "0I0 would be done twice"),
         ("microbatches 1\nrank 0: 0B0 0F0\n", "0B0 needs F before it"),
@@ -434,7 +434,7 @@ def test_steps_and_dropped_passes_leave_nothing_behind(name: str) -> None:
 
 def test_normalisation_over_rows_is_warned_of() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
-    with pytest.warns(UserWarning, match="normalised separately by layer '1'; for"):
+    with pytest.warns(UserWarning, match="normalised separately by layer '1'; to compute running statistics over"):
         Pipeline(model, X[:2], devices=["cpu"], num_microbatches=4).close()
     with warnings.catch_warnings():
         warnings.simplefilter("error")

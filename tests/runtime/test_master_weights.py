@@ -1,7 +1,10 @@
 """Master weights: bfloat16 parameters that an optimizer updates in float32, on any plan, and after a resume."""
 
 import copy
+import gc
 import io
+import weakref
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -105,3 +108,69 @@ def test_weights_that_are_loaded_replace_the_copies() -> None:
 def test_other_arguments_are_refused() -> None:
     with pytest.raises(ArgumentError, match="with_master_weights takes an optimizer"):
         with_master_weights(torch.optim.SGD)  # type: ignore[type-var]
+
+
+class Failing(torch.optim.Optimizer):
+    """Raises in a step after it has updated the first parameter."""
+
+    def __init__(self, parameters: Any, *, counts: bool) -> None:
+        super().__init__(parameters, {"lr": 0.01})
+        self.counts, self.fails = counts, False
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            if self.counts:
+                self.state[parameter]["step"] = self.state[parameter].get("step", 0) + 1
+            parameter.sub_(parameter.grad, alpha=0.01)
+            if self.fails:
+                raise ZeroDivisionError("planted")
+
+
+@pytest.mark.parametrize("counts", [False, True])
+@pytest.mark.parametrize("failing", [0, 2])
+def test_a_step_that_fails_leaves_bfloat16_parameters_and_their_copies(counts: bool, failing: int) -> None:
+    """What the step updated stays updated, as in a float32 model whose step fails in the same way."""
+    torch.manual_seed(0)
+    narrow = nn.Linear(6, 6).bfloat16()
+    wide = copy.deepcopy(narrow).float()
+    mine, theirs = (Failing(model.parameters(), counts=counts) for model in (narrow, wide))
+    mine = with_master_weights(mine)
+    scheduler = torch.optim.lr_scheduler.StepLR(mine, step_size=1)
+    for step in range(failing + 2):
+        for one, other in zip(narrow.parameters(), wide.parameters(), strict=True):
+            one.grad = torch.randn(one.shape, generator=torch.Generator().manual_seed(step)).bfloat16()
+            other.grad = one.grad.float()
+        for optimizer in (mine, theirs):
+            optimizer.fails = step == failing
+            with pytest.raises(ZeroDivisionError, match="planted") if optimizer.fails else nullcontext():
+                optimizer.step()
+        for one, other in zip(narrow.parameters(), wide.parameters(), strict=True):
+            assert one.dtype == one.grad.dtype == torch.bfloat16
+            assert torch.equal(one, other.bfloat16())
+        scheduler.step()
+    assert all(map(torch.equal, masters(mine), wide.parameters()))
+
+
+def test_a_step_that_fails_before_it_begins_leaves_an_empty_state() -> None:
+    """Adam initialises only states that are empty."""
+    parameter = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+    optimizer = with_master_weights(ADAM([parameter]))
+    fails = optimizer.register_step_pre_hook(lambda *_: 1 / 0)
+    parameter.grad = torch.ones_like(parameter)
+    with pytest.raises(ZeroDivisionError):
+        optimizer.step()
+    assert parameter.dtype == torch.bfloat16
+    fails.remove()
+    optimizer.step()
+    assert optimizer.state[parameter].keys() == {"step", "exp_avg", "exp_avg_sq", "master"}
+
+
+def test_an_optimizer_with_copies_is_freed_with_its_last_reference() -> None:
+    parameter = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+    optimizer = with_master_weights(ADAM([parameter]))
+    gone = weakref.ref(optimizer)
+    gc.disable()
+    del optimizer
+    gc.enable()
+    assert gone() is None

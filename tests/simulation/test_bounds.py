@@ -180,10 +180,14 @@ def test_numbers_stay_exact():
     [
         ((0,), {}, "num_microbatches must be a whole number, at least 1; got 0"),
         ((1.5,), {}, "at least 1; got 1.5"),
-        ((2,), {"placement": (0, 1)}, "the costs have 3 stages, the placement has 2 entries"),
-        ((2,), {"max_in_flight": [1, 1]}, "got 2 numbers for ranks 0 to 2; pass 3"),
+        ((2,), {"placement": (0, 1)}, "the costs are for 3 stages, the placement is for 2 stages; make"),
+        (
+            (2,),
+            {"max_in_flight": [1, 1]},
+            "got a list of 2 numbers for 3 ranks; pass one number, or a list of 3 numbers",
+        ),
         ((2,), {"max_in_flight": 1.5}, "got 1.5; pass whole numbers"),
-        ((2,), {"max_in_flight": 0}, "rank 0 has 1 stages, but max_in_flight allows 0"),
+        ((2,), {"max_in_flight": 0}, "rank 0 has 1 stage, but max_in_flight allows 0"),
         ((2,), {"placement": (0, 1, 0), "max_in_flight": 1}, "rank 0 has 2 stages, but max_in_flight allows 1"),
     ],
 )

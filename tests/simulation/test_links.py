@@ -110,7 +110,7 @@ def test_a_link_has_possible_figures(wrong):
 
 
 def test_hosts_are_of_all_ranks():
-    with pytest.raises(ScheduleError, match="rank 2 is missing from 2 entries"):
+    with pytest.raises(ScheduleError, match="hosts has length 2, so rank 2 has no entry; add"):
         simulate(schedules.get("1f1b").program(3, 2), Costs.uniform(3, links=Links(hosts=(0, 1))))
     with pytest.raises(ScheduleError, match="at least one rank; got ranks_per_host=0"):
         Links.of_hosts(0, 4)

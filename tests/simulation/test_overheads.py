@@ -119,7 +119,7 @@ def test_crowding_costs_time_but_no_more_than_it_says(data):
     ("wrong", "said"),
     [
         ({"action_s": -1}, "action_s of overheads is -1"),
-        ({"crowding": (1, float("nan"))}, "crowding of overheads by rank 1 is nan"),
+        ({"crowding": (1, float("nan"))}, "crowding of overheads, entry 1 is nan"),
         ({"crowding": (1.1, 1.2)}, "begin with 1"),
         ({"crowding": (1, 1.2, 1.1)}, "not decrease"),
         ({"send": 1}, "must have the form that to_dict writes"),

@@ -107,8 +107,8 @@ def test_a_layer_that_recomputes_keeps_its_input_and_runs_forward_again() -> Non
 @pytest.mark.parametrize(
     ("stages", "keep", "said"),
     [
-        ([["a", "b"], ["d"]], {}, "'c' is 0 times in the stages"),
-        ([["a", "b"], ["c", "c", "d"]], {}, "'c' is 2 times in the stages"),
+        ([["a", "b"], ["d"]], {}, "'c' is listed 0 times"),
+        ([["a", "b"], ["c", "c", "d"]], {}, "'c' is listed 2 times"),
         ([["a", "b", "c", "d", "e"]], {}, "'e' is in a stage, but not in the profile"),
         ([["a", "b", "c", "d"]], {"e": "recompute"}, "'e': 'recompute'"),
         ([["a", "b", "c", "d"]], {"a": "forget"}, "'a': 'forget'"),
@@ -159,13 +159,13 @@ SPOILT = {
     "backward_s of layer '2' for 2 rows is 'long'": lambda v: v["sizes"]["2"]["layers"]["2"].update(backward_s="long"),
     "bytes between '0' and '1' for 2 rows is inf": lambda v: v["sizes"]["2"]["edges"][0][2].update(bytes=math.inf),
     "backward_s of layer '1' is missing": lambda v: v["sizes"]["4"]["layers"]["1"].pop("backward_s"),
-    "'2' exists for micro-batches of 2 rows, but not for 4": lambda v: (
+    "'2' exists for micro-batches of 2 rows, but not of 4 rows": lambda v: (
         v["sizes"]["4"]["layers"].pop("2"),
         v["sizes"]["4"]["edges"].pop(),
     ),
     "the same edges; '0' -> '1'": lambda v: v["sizes"]["4"]["edges"].pop(0),
     "this profile has none": lambda v: v["sizes"].clear(),
-    "the profile has -4": lambda v: v["sizes"].update({"-4": v["sizes"].pop("4")}),
+    "the profile has micro-batches of -4 rows": lambda v: v["sizes"].update({"-4": v["sizes"].pop("4")}),
 }
 
 
@@ -173,7 +173,7 @@ SPOILT = {
 def test_a_profile_that_cannot_be_true_is_refused(tmp_path: Path, said: str) -> None:
     path = tmp_path / "spoilt.json"
     path.write_text(json.dumps(spoilt(SPOILT[said])))
-    with pytest.raises(ScheduleError, match=rf"spoilt\.json.*{re.escape(said)}.*; measure it again"):
+    with pytest.raises(ScheduleError, match=rf"spoilt\.json.*{re.escape(said)}.*; measure (it|the model) again"):
         Profile.load(path)
 
 
@@ -183,7 +183,7 @@ def test_a_profile_of_another_model_is_refused() -> None:
     longer = nn.Sequential(*model(), nn.ReLU())
     wider = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 5))
     for other, said in (
-        (longer, "layer 3 is None in the profile and '3' in the model"),
+        (longer, "layer 3, '3', is missing from the profile"),
         (wider, "64 elements in the profile"),
     ):
         with pytest.raises(ScheduleError, match=f"of the pipeline's model; .*{said}"):

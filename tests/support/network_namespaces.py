@@ -1,15 +1,23 @@
 """Hosts that are network namespaces of this machine, each joined to each by a cable of its own, and ranks on them."""
 
+import contextlib
+import ctypes
+import importlib
+import io
 import os
 import shutil
 import subprocess
 import sys
+import time
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import combinations, permutations
-from pathlib import Path
+from typing import Any
 
-ROOT = Path(__file__).parents[2]
+from tests.support.rank_processes import FORKED
+
+_NETWORK = 0x40000000  # CLONE_NEWNET
 PORT = 29500  # of the first host alone: no other program is there
 
 
@@ -50,29 +58,44 @@ class Hosts:
 
     def run(self, module: str, timeout_s: float) -> list[str]:
         """Run a module as a rank on each host, with the environment that torchrun gives; what each printed."""
+        end_s = time.monotonic() + timeout_s
         ranks = [self._start(host, module) for host in range(len(self.names))]
         try:
-            printed = [rank.communicate(timeout=timeout_s) for rank in ranks]
+            said = [pipe.recv() if pipe.poll(max(0, end_s - time.monotonic())) else "it is late" for _, pipe in ranks]
+        except EOFError as error:
+            raise AssertionError("a rank has ended") from error
         finally:
-            for rank in ranks:
-                rank.kill()
-                rank.wait()
-        failed = [f"rank {rank}: {said[1]}" for rank, said in enumerate(printed) if ranks[rank].returncode]
+            for process, _ in ranks:
+                process.kill()
+                process.join()
+        failed = [f"rank {rank}: {text}" for rank, text in enumerate(said) if isinstance(text, str)]
         assert not failed, "\n".join(failed)
-        return [said[0] for said in printed]
+        return [printed for (printed,) in said]
 
-    def _start(self, host: int, module: str) -> subprocess.Popen[str]:
+    def _start(self, host: int, module: str) -> tuple[Any, Any]:
         count = len(self.names)
         torchrun = {"MASTER_ADDR": self.address(0), "MASTER_PORT": str(PORT), "WORLD_SIZE": str(count)}
         own = {"RANK": str(host), "LOCAL_RANK": "0", "GLOO_SOCKET_IFNAME": f"to{(host + 1) % count}"}
-        paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-        return subprocess.Popen(
-            ["ip", "netns", "exec", self.names[host], sys.executable, "-m", module],
-            env={**os.environ, **torchrun, **own, "PYTHONPATH": os.pathsep.join(paths)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        here, there = FORKED.Pipe()
+        args = (there, self.names[host], {**torchrun, **own}, module)
+        process = FORKED.Process(target=_run_on_host, args=args, daemon=True)
+        process.start()
+        there.close()
+        return process, here
+
+
+def _run_on_host(pipe: Any, name: str, environment: dict[str, str], module: str) -> None:
+    """Move this process to a host, and run the module's main there. Sends what it printed, in a tuple, or an error."""
+    with open(f"/run/netns/{name}") as host:
+        if ctypes.CDLL(None, use_errno=True).setns(host.fileno(), _NETWORK):
+            raise OSError(ctypes.get_errno(), f"{name} cannot be entered")
+    os.environ.update(environment)
+    try:
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            importlib.import_module(module).main()
+        pipe.send((printed.getvalue(),))
+    except BaseException:
+        pipe.send(traceback.format_exc())
 
 
 def run(*command: str) -> None:

@@ -39,7 +39,7 @@ def test_a_bad_schedule_is_named_with_the_shape_that_breaks_it() -> None:
 
     with pytest.raises(ScheduleError, match="for micro-batch 3 it has none") as caught:
         check_schedule(forgets, report=False)
-    assert caught.value.__notes__ == ["schedule 'forgets' with 1 ranks and 4 micro-batches"]
+    assert caught.value.__notes__ == ["this error occurred for schedule 'forgets' with 1 rank and 4 micro-batches"]
 
 
 def one_by_one(rank: int, shape: Shape) -> Order:
@@ -76,7 +76,7 @@ def test_an_error_while_an_order_is_written_is_noted_with_its_shape() -> None:
 
     with pytest.raises(ZeroDivisionError) as caught:
         check_schedule(own)
-    assert "with 1 ranks and 3 micro-batches" in caught.value.__notes__[0]
+    assert "with 1 rank and 3 micro-batches" in caught.value.__notes__[0]
     with pytest.raises(ScheduleError, match="micro-batches, at least 1; got 0"):
         check_schedule(own, max_microbatches=0)
 

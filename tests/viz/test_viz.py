@@ -157,6 +157,7 @@ def test_numbers_are_drawn_where_they_fit(inches, fits):
     assert bool(ax.texts) is fits
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("inches", [3, 4, 5, 6, 8, 12])
 @pytest.mark.parametrize(("name", "num_microbatches"), [("interleaved-1f1b", 12), ("1f1b", 12), ("zb-h1", 8)])
 def test_drawn_numbers_stay_inside_their_bars(name, num_microbatches, inches):
@@ -372,6 +373,7 @@ def test_an_overlapping_pair_is_drawn_as_two_halves():
     assert len(ax.get_legend().get_texts()) == 4 + 2 + 1  # kinds, chunks, bubble
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", schedules.names())
 @pytest.mark.parametrize("width", [40, 80, 200])
 @pytest.mark.parametrize("shape", [(1, 1), (4, 8), (12, 40)])

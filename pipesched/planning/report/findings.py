@@ -115,7 +115,7 @@ def _confirmed(plan: Plan) -> Iterator[str]:
         off = quote_off(own.measured_s / own.first_s - 1)
         yield (
             f"confirmed: in trial runs of {counted(num_tried, 'plan')} this plan took {quote_time(own.measured_s)} "
-            f"per step; the first prediction was {quote_time(own.first_s)} ({off}); the costs below are "
+            f"per step, {off} relative to the first prediction of {quote_time(own.first_s)}; the costs below are "
             f"corrected accordingly"
         )
 

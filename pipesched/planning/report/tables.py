@@ -24,7 +24,7 @@ _SHAPE = ("ranks", "chunks", "m", "checkpoint")  # columns that are left out if 
 _WEIGHED = {
     "m": "m: micro-batches.",
     "predicted": "predicted: step time predicted by the search.",
-    "memory": "memory: peak of the largest rank.",
+    "memory": "memory: highest peak of any rank.",
     "margin": "margin: memory limit minus peak.",
 }
 _STAGES = "Times and sizes per micro-batch. {kinds} kept: activations held for the backward. sent: the stage's output."

@@ -16,6 +16,7 @@ from operator import itemgetter
 
 from pipesched.errors import ScheduleError
 from pipesched.program.order import Order, Shape
+from pipesched.units import counted
 
 __all__ = ["backward_first", "whole_waves"]
 
@@ -31,7 +32,7 @@ def whole_waves(shape: Shape) -> int:
         raise ScheduleError(
             f"a wave must have 2 stages on each rank, one on the way down the ranks and one on the way up; got "
             f"chunks_per_rank={shape.chunks_per_rank}; cut the model into {even * shape.num_ranks} stages for "
-            f"{shape.num_ranks} ranks (chunks_per_rank={even})"
+            f"{counted(shape.num_ranks, 'rank')} (chunks_per_rank={even})"
         )
     return waves
 
@@ -58,8 +59,8 @@ def backward_first(
     if max_in_flight < shape.chunks_per_rank:
         raise ScheduleError(
             f"every chunk of a rank needs room for one micro-batch, so max_in_flight must be at least the number of "
-            f"chunks per rank; max_in_flight is {max_in_flight}, but a rank has {shape.chunks_per_rank} chunks; pass "
-            f"max_in_flight={shape.chunks_per_rank} or more"
+            f"chunks per rank; max_in_flight is {max_in_flight}, but a rank has "
+            f"{counted(shape.chunks_per_rank, 'chunk')}; pass max_in_flight={shape.chunks_per_rank} or more"
         )
     runs = []
     for window in sorted({min(max(1, window), shape.num_microbatches) for window in windows}):

@@ -12,6 +12,7 @@ from typing import NamedTuple, Protocol
 
 from pipesched.errors import ScheduleError
 from pipesched.program.order import Order, Shape
+from pipesched.units import counted
 
 __all__ = ["StageTimes", "zero_bubble"]
 
@@ -95,8 +96,8 @@ def _check(shape: Shape, costs: StageTimes, limit: int, share: float) -> None:
         )
     if costs.num_stages != shape.num_stages:
         raise ScheduleError(
-            f"costs must have one number for each stage; there are {shape.num_stages} stages, but the costs have "
-            f"{costs.num_stages}; pass costs for {shape.num_stages} stages"
+            f"costs must have one number for each stage; there are {counted(shape.num_stages, 'stage')}, but the "
+            f"costs have {costs.num_stages}; pass costs for {counted(shape.num_stages, 'stage')}"
         )
     if not isinstance(limit, int) or limit < 1:
         raise ScheduleError(f"max_in_flight must be a whole number, at least 1; got {limit!r}; pass 1 or more")

@@ -54,7 +54,7 @@ class AbsentError(ExecutionError):
         who = " and ".join(names[rank] for rank in self.ranks) + (" has" if len(self.ranks) == 1 else " have")
         super().__init__(
             f"all {len(names)} ranks must make their pipeline together; {who} not joined; "
-            f"{names[waiting]} waited {timeout_s:g} s; make the pipeline on every rank, or raise the timeout"
+            f"{names[waiting]} waited {timeout_s:g} s; make the pipeline on every rank, or pass a larger timeout="
         )
 
 

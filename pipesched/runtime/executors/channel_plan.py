@@ -88,7 +88,7 @@ class OrderMessages:
         asked = tuple(looks), grad
         if self._last is None or self._last[0] != asked:
             if self._last is not None:
-                _LOG.debug("the micro-batches have other shapes than in the step before: %s", looks)
+                _LOG.debug("the micro-batches have different shapes than in the previous step: %s", looks)
             keys: dict[int, dict[tuple[bool, bool], list[Hashable]]] = {
                 peer: {
                     channel: [(giver, taker, grad, looks[mb] if looks else None) for giver, taker, mb in edge]

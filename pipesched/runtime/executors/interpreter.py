@@ -126,7 +126,7 @@ def _taken(edge: _Edge) -> Any:
     if value is _NOTHING:
         raise ExecutionError(
             f"an action must run after its inputs have arrived; the value from stage {edge.giver} has not arrived; "
-            f"validate the program"
+            f"check the order with pipesched.validate(program)"
         )
     return value
 
@@ -314,8 +314,8 @@ _BINDERS: dict[Kind, Callable[[Rank, Action], _Step]] = {
 def _peer(action: Action) -> int:
     if action.peer is None:
         raise ExecutionError(
-            f"every send and receive must name the stage at its other end; {action} names no stage; lower the program "
-            f"first"
+            f"every send and receive must name the stage at its other end; {action} names no stage; pass the "
+            f"program through lower() first"
         )
     return action.peer
 

@@ -203,7 +203,7 @@ class ProcessExecutor:
 
         Raises the errors of ``run``.
         """
-        with self._one_at_a_time("a stream"):
+        with self._one_at_a_time("the start of asynchronous steps"):
             program = run_spec.program
             wire = self._open_wire()
             channels = OrderMessages(program, self._own_order(program.orders), self.grid.pipeline).none

@@ -52,4 +52,4 @@ class RankRun:
     def abandon(self) -> None:
         """Stop all ranks."""
         self.failed = True
-        self._leave("it left a stream before its flush")
+        self._leave("it stopped before flush() had finished its steps")

@@ -448,7 +448,8 @@ def _abandon(jobs: _Jobs, threads: Sequence[threading.Thread], under_way: "Seque
         if run is not None and not run.finished:
             run.stop(
                 ExecutionError(
-                    "a step must end before its pipeline is dropped; a step was running; wait for the step to end first"
+                    "a pipeline must not be deleted while a step runs; a step was still running; keep the pipeline "
+                    "until the step has ended"
                 )
             )
     _end_threads(jobs)

@@ -55,8 +55,8 @@ def clip_gradients(
         norms = GradientNorms.merged([norms for _, norms in parts])
         if has_optimizers and norms.norms is None:
             raise InputError(
-                f"clip_grad_norm_() must be called before an optimizer uses the gradients; with optimizer=, step() has "
-                f"used and cleared the gradients of all {len(parts)} processes; pass numerics=Numerics(clip_grad_norm="
+                f"clip_grad_norm_() must be called before an optimizer uses the gradients; with optimizer=, step() "
+                f"has already used and cleared all gradients; pass numerics=Numerics(clip_grad_norm="
                 f"{max_norm}) to Pipeline instead"
             )
         norm = norms.total(norm_type)

@@ -63,7 +63,7 @@ class NonfiniteReaction:
         notes = [note for note in gathered(check.watch.first()) if note is not None]
         key = check.verdict.norms.first_nonfinite()
         if notes:
-            first = f"{min(notes)} was the first that was not finite"
+            first = f"{min(notes)} was the first value that was not finite"
         elif key is not None:
             first = f"all layer outputs were finite, but the gradient of parameter {rules.order.name(key)!r} was not"
         else:

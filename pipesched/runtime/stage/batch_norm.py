@@ -187,8 +187,9 @@ class MiniBatchNorms:
     def __init__(self, mode: BatchNormMode, trade: Trade) -> None:
         if mode not in get_args(BatchNormMode):
             raise InputError(
-                f"batch_norm must be one of {', '.join(get_args(BatchNormMode))}; got {mode!r}; choose whether each "
-                f"micro-batch or each mini-batch updates the running statistics of BatchNorm"
+                f"batch_norm must be one of {', '.join(get_args(BatchNormMode))}; got {mode!r}; pass "
+                f"'micro-batch' to update the running statistics once per micro-batch, or 'mini-batch' to update them "
+                f"once per mini-batch"
             )
         self.active = mode == "mini-batch"
         self._trade = trade
@@ -213,16 +214,17 @@ class MiniBatchNorms:
         if names and program.num_microbatches > 1:
             warn(
                 f"BatchNorm sees one micro-batch at a time; each of {program.num_microbatches} micro-batches is "
-                f"normalised separately by layer {and_more(names)}; for running statistics of the whole batch pass "
-                f"numerics=Numerics(batch_norm='mini-batch'); for gradients of the whole batch use a norm over "
-                f"features; otherwise ignore this warning"
+                f"normalised separately by layer {and_more(names)}; to compute running statistics over the whole "
+                f"batch, pass numerics=Numerics(batch_norm='mini-batch'); to get the gradients of an unsplit batch, "
+                f"replace BatchNorm by a norm over features, such as LayerNorm; otherwise ignore this warning"
             )
         names = with_running_statistics(model)
         if names and program.num_weights < program.num_stages:
             warn(
                 f"{program.name} runs some micro-batches on copies of the layers and discards the copies' buffers; the "
                 f"running statistics of layer {and_more(names)} would miss these micro-batches; pass "
-                f"numerics=Numerics(batch_norm='mini-batch') to count them, or use a schedule of one chain"
+                f"numerics=Numerics(batch_norm='mini-batch') to include them, or use a schedule with a single chain of "
+                f"stages, such as dualpipe-v"
             )
 
     def of_stage(

@@ -97,9 +97,9 @@ class BufferCopies:
         for (name, key, live, _), version in zip(pairs, versions, strict=True):
             if live._version != version:
                 raise ExecutionError(
-                    f"a forward and a backward must not write to the same buffer, because the schedule sets their "
-                    f"order; both write to buffer {key!r} of layer {name!r}; let the backward write to "
-                    f"another buffer"
+                    f"a forward and a backward must not write to the same buffer, because the result would depend on "
+                    f"the schedule; both write to buffer {key!r} of layer {name!r}; let the backward write to another "
+                    f"buffer"
                 )
 
     def _live(self, name: str) -> Iterator[tuple[str, Tensor]]:

@@ -1,7 +1,9 @@
 """Master weights: float32 copies of bfloat16 or float16 parameters, which an optimizer updates instead of them."""
 
 from collections.abc import Iterator
+from types import MethodType
 from typing import Any, NamedTuple, TypeVar
+from weakref import proxy, ref
 
 import torch
 from torch import Tensor
@@ -52,7 +54,28 @@ def with_master_weights(optimizer: _Made) -> _Made:
     optimizer.register_step_post_hook(masters.narrow)
     optimizer.register_load_state_dict_pre_hook(masters.note)
     optimizer.register_load_state_dict_post_hook(masters.restore)
+    vars(optimizer)["step"] = _narrowing(optimizer, masters)
     return optimizer
+
+
+def _narrowing(optimizer: Optimizer, masters: "_MasterWeights") -> MethodType:
+    """Return the optimizer's ``step``, which also narrows if it fails: torch then calls no hook after it.
+
+    The result is a method, because learning rate schedulers wrap its function. It does not keep the optimizer alive.
+    """
+    own = ref(optimizer)
+    inner = type(optimizer).step
+
+    def step(_: Any, *args: Any, **kwargs: Any) -> Any:
+        alive = own()
+        assert alive is not None
+        try:
+            return inner(alive, *args, **kwargs)
+        except BaseException:
+            masters.narrow_after_failure(alive)
+            raise
+
+    return MethodType(step, proxy(optimizer))
 
 
 class _Widened(NamedTuple):
@@ -101,6 +124,15 @@ class _MasterWeights:
             parameter.grad = grad
             optimizer.state[parameter][_MASTER] = master
         self._widened = []
+
+    def narrow_after_failure(self, optimizer: Optimizer) -> None:
+        """After a step that failed: the same. A state that the optimizer has not initialised stays empty."""
+        parameters = [parameter for parameter, _, _ in self._widened]
+        self.narrow(optimizer, (), {})
+        for parameter in parameters:
+            state = optimizer.state[parameter]
+            if state.keys() == {_MASTER} and torch.equal(state[_MASTER], parameter.float()):
+                del state[_MASTER]
 
     def note(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         """Before a state is loaded: keep the state for ``restore``."""

@@ -119,8 +119,8 @@ class _Held:
             return self.unchanged()
         if self.piece.device is None:
             raise ExecutionError(
-                "an offloaded tensor must be fetched before its backward; this tensor was not fetched; validate the "
-                "program"
+                "an offloaded tensor must be fetched before its backward; this tensor was not fetched; check "
+                "the order with pipesched.validate(program)"
             )
         dtype, *form = self.form
         with torch.no_grad():

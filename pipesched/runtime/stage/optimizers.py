@@ -17,6 +17,7 @@ from pipesched.errors import ModelTypeError
 from pipesched.runtime.gradients.rules import GradientRules
 from pipesched.runtime.stage.stage import Stage
 from pipesched.tensors.payload import pytree
+from pipesched.units import counted
 
 __all__ = ["NO_SETTINGS", "Inheritance", "near", "optimizers_for"]
 
@@ -95,8 +96,9 @@ def _checked(made: Any, parameters: list[Any]) -> Optimizer:
     others = [p for _, p in _members(made) if id(p) not in own]
     if others:
         raise ModelTypeError(
-            f"optimizer(params) must return an optimizer of params only; for a stage with {len(own)} parameters it "
-            f"returned an optimizer with {len(others)} other parameters; pass only params to the optimizer"
+            f"optimizer(params) must return an optimizer of params only; for a stage with "
+            f"{counted(len(own), 'parameter')} it returned an optimizer with "
+            f"{counted(len(others), 'other parameter')}; pass only params to the optimizer"
         )
     return made
 

@@ -47,8 +47,8 @@ class _WeightCopy:
             put_on(self._copy, device)
         except Exception as error:
             raise GraphError(
-                f"a schedule of several chains needs copies of the layers; one of {', '.join(layers)} cannot be copied "
-                f"({error}); use a schedule of one chain, such as dualpipe-v"
+                f"a schedule with several chains of stages needs copies of the layers; one of {', '.join(layers)} "
+                f"cannot be copied ({error}); use a schedule with a single chain of stages, such as dualpipe-v"
             ) from error
         copies = list(self._copy)
         self.loss_fn = copies[-1] if isinstance(loss_fn, nn.Module) else loss_fn

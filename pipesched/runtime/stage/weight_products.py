@@ -51,9 +51,9 @@ class Product:
         """
         if self.grad is not None and self.input._version != self.version:
             raise ExecutionError(
-                f"the input of a product must stay unchanged until its weight gradient is computed; a tensor of shape "
-                f"{list(self.input.shape)} was modified in place after its use; "
-                f"remove the in-place operation, or use a schedule that does not split the backward"
+                f"the input of a linear layer, matrix product or convolution must stay unchanged until the weight "
+                f"gradient is computed; an input of shape {list(self.input.shape)} was modified in place after the "
+                f"forward; remove the in-place operation, or use a schedule that does not split the backward"
             )
         if self.grad is not None:
             self._grads = list(self.rule(self.grad, self.input))

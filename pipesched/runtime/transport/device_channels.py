@@ -197,7 +197,7 @@ class Links:
         new = [channel for channel in channels if self._rank in channel[:2] and channel not in self._links]
         if len(self._links) + len(new) > _MOST_LINKS:
             raise ExecutionError(
-                f"a rank on a CUDA device may have at most {_MOST_LINKS} channels, each with a stream of its own; "
+                f"a rank on a CUDA device may have at most {_MOST_LINKS} channels, each with a CUDA stream of its own; "
                 f"rank {self._rank} has {len(self._links) + len(new)} channels; move stage boundaries to where fewer "
                 f"edges cross"
             )

@@ -197,23 +197,75 @@ def overflow_in(model: nn.Sequential, layer: int | None, at_step: int) -> Callab
     return next_step
 
 
+def scaled_update(pipe: Pipeline, scaler: GradScaler, optimizer: Any) -> Tensor:
+    """An update as torch's recipe for scalers writes it. Returns the norm."""
+    scaler.unscale_(optimizer)
+    norm = pipe.clip_grad_norm_(1.0)
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
+    return norm
+
+
+def refuse_ranks_without_gradients(group: Any) -> None:
+    """A rank whose layers are frozen has nothing to show its scaler."""
+    model = plain_model()
+    for layer in model[: len(model) // 2]:
+        layer.requires_grad_(False)
+    numerics = Numerics(scaler=GradScaler("cpu"))
+    with pipeline(group, model, batch(0)[0][:3], loss_fn=loss_fn, numerics=numerics) as pipe:
+        x, y = batch(0)
+        with pytest.raises(InputError, match=r"every rank needs a gradient.* rank 0 of 2 has none"):
+            pipe.step(x, target=y)
+
+
+def accumulate_after_an_overflow(group: Any) -> None:
+    """Two steps before an update: an overflow in the first one skips the update, also of several optimizers."""
+    model = plain_model()
+    planted = overflow_in(model, 1, 0)
+    scaler = GradScaler("cpu", init_scale=1024.0)
+    with pipeline(group, model, batch(0)[0][:3], loss_fn=loss_fn, numerics=Numerics(scaler=scaler)) as pipe:
+        parameters = [parameter for parameter in pipe.parameters() if parameter.requires_grad]
+        optimizers = [adam(parameters[:1]), adam(parameters[1:])]
+        before = copy.deepcopy(parameters)
+        for update in range(2):
+            for step in range(2):
+                x, y = batch(step)
+                assert pipe.step(x, target=y).isfinite()
+                planted()
+            for optimizer in optimizers:
+                scaler.step(optimizer)
+            scaler.update()
+            pipe.zero_grad()
+            same = all(map(torch.equal, before, parameters))
+            assert same == (update == 0)
+            assert scaler.get_scale() == 512.0
+
+
 def scale_losses(
-    group: Any, case: Case, overflow: int | None, init_scale: float = 1024.0, steps: int = 4
+    group: Any,
+    case: Case,
+    overflow: int | None,
+    optimizers: bool,
+    init_scale: float = 1024.0,
+    steps: int = 4,
 ) -> tuple[int, list[float]]:
     """Train with a scaler; all is as with torch's own scaler in the plain loop. Returns skips and scales.
 
     overflow: the layer in whose weight a gradient overflows at step 1. None: in autocast of float16, by the scale.
+    optimizers: whether steps update the weights. Otherwise the job calls the scaler and an optimizer of its own.
     """
     expected, actual = case.models()
     due, scaler = (GradScaler("cpu", init_scale=init_scale, growth_interval=2) for _ in range(2))
     half = torch.autocast("cpu", torch.float16, enabled=overflow is None)
     counts = [overflow_in(model, overflow, 1) for model in (expected, actual)]
     theirs = adam(expected.parameters())
-    numerics = Numerics(clip_grad_norm=1.0, scaler=scaler)
+    numerics = Numerics(clip_grad_norm=1.0 if optimizers else None, scaler=scaler)
     scales = []
     skips = 0
-    with case.pipelined(group, actual, optimizer=adam, numerics=numerics) as pipe:
+    with case.pipelined(group, actual, optimizer=adam if optimizers else None, numerics=numerics) as pipe:
         assert pipe.scaler is scaler
+        mine = None if optimizers else adam(pipe.parameters())
         for step in range(steps):
             x, y = batch(step)
             with half:
@@ -234,10 +286,11 @@ def scale_losses(
             due.step(theirs)
             due.update()
             theirs.zero_grad()
+            actual_norm = pipe.grad_norm if mine is None else scaled_update(pipe, scaler, mine)
             skips += due.get_scale() < before
             scales.append(scaler.get_scale())
             assert scaler.state_dict() == due.state_dict()
-            assert torch.equal(pipe.grad_norm, norm) or (not norm.isfinite() and not pipe.grad_norm.isfinite())
+            assert torch.equal(actual_norm, norm) or (not norm.isfinite() and not actual_norm.isfinite())
             assert_same(pipe, expected)
             for count in counts:
                 count()

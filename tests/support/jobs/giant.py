@@ -199,7 +199,7 @@ def _ends(file: Any, into: memoryview, path: Path) -> None:
 
 # ---- memory -------------------------------------------------------------------------------------------------------
 
-WIDTH, DEPTH = 1024, 40
+WIDTH, DEPTH = 1024, 24
 _M_MMAP_THRESHOLD = -3  # of malloc.h
 
 

@@ -76,7 +76,3 @@ def main() -> None:
     if mesh.get_rank() == 0:
         print(json.dumps({"links": links.to_dict(), "probe_s": probe_s, "trained": TRAINED, "took": took}))
     distributed.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

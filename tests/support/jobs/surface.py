@@ -455,7 +455,8 @@ def planned_by_rank_0(group: Any) -> str:
 def no_plan_of_rank_0(group: Any) -> str:
     """What each rank is told where rank 0 finds none."""
     try:
-        pipeline(group, boundaries=None, search=Search(memory_limit_bytes=10))
+        small = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
+        pipeline(group, small, boundaries=None, search=Search(memory_limit_bytes=10))
     except PipeschedError as error:
         return f"{type(error).__name__}: {error}"
     return ""

@@ -1,0 +1,120 @@
+"""Reductions: how much of the sums of gradients over replicas is hidden, predicted beside measured.
+
+    python benchmarks/hidden_reductions.py [--steps 9] [--replicas 2] [--schedules 1f1b zb-h1]
+
+A pipeline of four ranks with two replicas runs steps of 8 micro-batches on 8 processes. The stages sleep, as a host
+that waits for its accelerators does, and so does each sum over replicas, as if the link between the replicas were slow:
+the sums of a stage take 90 % of one of its backward passes. The script prints the makespan, predicted and measured, and
+for each rank the share of its sums that lies in bubbles, under compute, and after the last backward pass of all ranks.
+"""
+
+import argparse
+import time
+from statistics import median
+from typing import Any
+
+import torch
+from measure import in_ranks, machine
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from pipesched import Costs, Pipeline, Trace, simulate
+from pipesched.runtime.reductions.replica_sum import ReplicaGroup
+
+_RANKS, _MICROBATCHES, _LAYERS = 4, 8, 4
+_LAYER_S = 0.01  # the forward of a layer; its backward takes twice as long
+_BUCKET_S = 0.9 * 2 * _LAYER_S
+
+
+class Sleeping(nn.Module):
+    """A layer with a weight whose forward and backward sleep."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _Sleep.apply(x, self.weight)  # type: ignore[no-untyped-call,no-any-return]
+
+
+class _Sleep(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(weight)
+        time.sleep(_LAYER_S)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        time.sleep(2 * _LAYER_S)
+        return grad, torch.ones_like(*ctx.saved_tensors)
+
+
+def slow_links() -> None:
+    """Make each sum over replicas take as long as it would over a slow link."""
+    add = ReplicaGroup.add
+
+    def slowed(group: ReplicaGroup, buffer: Tensor) -> None:
+        begin = time.perf_counter()
+        add(group, buffer)
+        time.sleep(max(0, begin + _BUCKET_S - time.perf_counter()))
+
+    ReplicaGroup.add = slowed  # type: ignore[method-assign]
+
+
+def in_rank(group: Any, schedule: str, replicas: int, steps: int) -> tuple[list[Trace], Trace]:
+    """Run steps on one rank; return the traces of its replica, and the predicted trace."""
+    slow_links()
+    mesh = init_device_mesh("cpu", (replicas, _RANKS), mesh_dim_names=("dp", "pp"))
+    model = nn.Sequential(*(Sleeping() for _ in range(_RANKS * _LAYERS)))
+    x = torch.randn(_MICROBATCHES, 8)
+    boundaries = list(range(_LAYERS, _RANKS * _LAYERS, _LAYERS))
+    options: dict[str, Any] = {"schedule": schedule, "num_microbatches": _MICROBATCHES, "boundaries": boundaries}
+    with Pipeline(model, x[:1], loss_fn=nn.functional.mse_loss, mesh=mesh, seed=0, **options) as pipe:
+        traces = []
+        for _ in range(steps + 2):
+            pipe.step(x, target=x)
+            traces.append(pipe.gather_trace())
+        program = pipe._running.assembly.programs.full.timed
+        costs = Costs.uniform(
+            _RANKS,
+            forward_s=_LAYERS * _LAYER_S,
+            input_grad_s=2 * _LAYERS * _LAYER_S,
+            weight_grad_s=0,
+            reduce_s=(_BUCKET_S,) * _LAYERS,
+        )
+        return [trace for trace in traces[2:] if trace is not None], simulate(program, costs)
+
+
+def line(name: str, traces: list[Trace]) -> str:
+    """The makespan, and for each rank where its sums lie, as medians over the traces."""
+    parts = []
+    for rank in range(_RANKS):
+        times = [trace.reduction_times[rank] for trace in traces]
+        shares = [
+            median([part / own.total_s for part, own in zip(column, times, strict=True)])
+            for column in zip(*times, strict=True)
+        ]
+        parts.append(f"rank {rank}: " + " / ".join(f"{share:.0%}" for share in shares))
+    return f"  {name:<10}{median([trace.makespan_s for trace in traces]) * 1e3:8.1f} ms   {'   '.join(parts)}"
+
+
+def main() -> None:
+    """Run all schedules and print a table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=9)
+    parser.add_argument("--replicas", type=int, default=2)
+    parser.add_argument("--schedules", nargs="+", default=["1f1b", "zb-h1"])
+    args = parser.parse_args()
+    print(machine())
+    print("makespan; share of each rank's sums in bubbles / under compute / after the last backward pass")
+    for schedule in args.schedules:
+        traces, predicted = in_ranks(args.replicas * _RANKS, in_rank, schedule, args.replicas, args.steps)[0]
+        print(f"{schedule}, {args.replicas} replicas")
+        print(line("predicted", [predicted]))
+        print(line("measured", traces), flush=True)
+        print(f"  measured / predicted: {median([trace.makespan_s for trace in traces]) / predicted.makespan_s:.3f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,45 @@
+"""Shared overflow: makes the gradient scalers of all processes see an overflow in one of them."""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from pipesched.errors import InputError
+from pipesched.runtime.rank_host import RankHost
+from pipesched.tensors.caller_context import intra_op
+from pipesched.tensors.gradient_norm import norm_of, total_norm
+
+__all__ = ["share_overflow"]
+
+
+@torch.no_grad()
+def share_overflow(parameters: Sequence[nn.Parameter], host: RankHost, intra_op_threads: int) -> None:
+    """Make all gradients infinite or NaN if any gradient of any process is. Collective.
+
+    A GradScaler decides by the gradients of one optimizer in its own process. After this call, all scalers decide to
+    skip the update.
+
+    Args:
+        parameters: the parameters of this process's stages.
+        host: the host of the ranks.
+        intra_op_threads: the number of CPU threads that read the gradients.
+
+    Raises:
+        InputError: a process has no gradients, so its scaler could not decide. All processes raise it.
+
+    """
+    grads = [parameter.grad for parameter in parameters if parameter.grad is not None and parameter.grad.numel()]
+    with intra_op(intra_op_threads):
+        finite = bool(total_norm([norm_of(grad, math.inf) for grad in grads], math.inf).isfinite())
+    known = host.gathered((len(grads), finite))
+    idle = [rank for rank, (count, _) in enumerate(known) if not count]
+    if idle:
+        raise InputError(
+            f"with scaler= and optimizers of your own, every rank needs a gradient, because GradScaler.step() fails "
+            f"without one; rank {idle[0]} of {len(known)} has none; pass optimizer=, or use fewer ranks"
+        )
+    if not all(finite for _, finite in known):
+        for grad in grads:
+            grad.mul_(math.inf)  # 0 becomes NaN

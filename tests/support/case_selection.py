@@ -1,0 +1,31 @@
+"""Which cases of a parametrised test run, where not all do."""
+
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
+
+
+def spread(cases: Sequence[Mapping[str, Any]], count: int) -> list[int]:
+    """Places of so many cases, each the values of its parameters by their names; the first case is among them.
+
+    Cases with values that no case before them has come first. Beyond these they are spread evenly over their order.
+    """
+    values = [{(name, value if _hashable(value) else repr(value)) for name, value in case.items()} for case in cases]
+    rest = sorted(range(len(cases)), key=lambda place: place * 0.618034 % 1)
+    chosen: list[int] = []
+    seen: set[tuple[str, Hashable]] = set()
+    while rest and len(chosen) < count:
+        best = max(rest, key=lambda place: len(values[place] - seen))  # the first of equals
+        if values[best] <= seen:
+            return chosen + rest[: count - len(chosen)]
+        rest.remove(best)
+        chosen.append(best)
+        seen |= values[best]
+    return chosen
+
+
+def _hashable(value: Any) -> bool:
+    try:
+        hash(value)
+    except TypeError:
+        return False
+    return True
