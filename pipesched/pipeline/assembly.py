@@ -12,10 +12,11 @@ from torch.optim import Optimizer
 
 from pipesched.capture.layered_model import LayeredModel
 from pipesched.capture.stage_body import Body, Head
-from pipesched.capture.stage_module import Wrap, wrapped_bodies
+from pipesched.capture.stage_module import Wrap, WrappedBody, wrapped_bodies
 from pipesched.errors import GraphError
 from pipesched.model.initialization import Initial
 from pipesched.model.module_tree import Members
+from pipesched.model.sharded_modules import ShardedModules
 from pipesched.model.tied_weights import Ties
 from pipesched.model.weight_owners import Owners
 from pipesched.partitioning.partition import Partition
@@ -53,6 +54,7 @@ class AssemblySpec:
     batch_norm: BatchNormMode
     compiled: Callable[[torch.device], Compiled | None]  #: the compiler of layers on a device
     wrap: Wrap | None
+    gather_once: bool  #: whether a run gathers the weights of sharded modules once
     optimizer: Callable[[list[Any]], Optimizer] | None
     rules: GradientRules | None = None  #: how gradients are treated before an update
 
@@ -256,6 +258,8 @@ class Assembly:
             head = Head(loss_fn) if last else None
             compiled = self._spec.compiled(device)
             options: dict[str, Any] = {"ties": ties, "norms": norms, "compiled": compiled, "written": written[part]}
+            if isinstance(body, WrappedBody):
+                options["sharded"] = ShardedModules.of(body.module, device, once=self._spec.gather_once)
             stages[index] = Stage(body, device, head, **options, checkpoint_of_call=self.checkpoint_of_call)
         return dict(sorted(stages.items()))
 

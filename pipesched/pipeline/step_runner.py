@@ -15,6 +15,7 @@ from pipesched.pipeline.autograd_bridge import OpenPass, attach, deliver_input_g
 from pipesched.pipeline.memory_forecast import MemoryForecast
 from pipesched.pipeline.running_plan import RunningPlan
 from pipesched.pipeline.step_loss import explain_backward, without_attributes
+from pipesched.program.actions import Kind
 from pipesched.program.lowering import halves
 from pipesched.program.program import Program
 from pipesched.program.weight_versions import Uses
@@ -289,6 +290,8 @@ class StepRunner:
                 holder.refresh()
             for index, stage in stages.items():
                 stage.begin(step_data, uses.get(index))
+                if stage.sharded is not None and not step_data.outside_loss and index not in uses:
+                    stage.gather(_last_backward(program, index))
 
         def end(failed: bool) -> None:
             for stage in stages.values():
@@ -333,3 +336,10 @@ class StepRunner:
             return call.outputs(step_data, own_loss=own_loss)
         last = self._running.assembly.programs.of(len(call.batch.rows)).plain.output_rank
         return self._running.host.from_rank(last, lambda: call.outputs(step_data, own_loss=own_loss))
+
+
+def _last_backward(program: Program, stage: int) -> int | None:
+    """Return the micro-batch of a stage's last B or W; None for a program of forwards."""
+    order = program.orders[program.placement[stage]]
+    backwards = (one for one in reversed(order) if one.stage == stage and one.kind in (Kind.B, Kind.W))
+    return next((one.microbatch for one in backwards), None)

@@ -16,6 +16,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from pipesched.capture.stage_body import Body, Head, call_with
 from pipesched.errors import ExecutionError, InputError
+from pipesched.model.sharded_modules import ShardedModules
 from pipesched.program.checkpoint_options import LayerCheckpoint
 from pipesched.runtime.stage.added_losses import AddedLosses
 from pipesched.runtime.stage.batch_norm import Norms
@@ -58,6 +59,7 @@ class LayerRunner:
         compiled: calls layers through ``torch.compile``; None to call them eagerly.
         checkpoint_of_call: the option of each (layer, call number) whose activations are recomputed or offloaded.
         written: names of the model's buffers that forwards write to.
+        sharded: the modules whose weights are divided among several processes.
 
     """
 
@@ -72,6 +74,7 @@ class LayerRunner:
         compiled: Compiled | None,
         checkpoint_of_call: Mapping[tuple[str, int], LayerCheckpoint],
         written: Collection[str],
+        sharded: ShardedModules | None,
     ) -> None:
         self._body = body
         self._head = head
@@ -81,6 +84,7 @@ class LayerRunner:
         self._ties = ties
         self._norms = norms
         self._compiled = compiled
+        self._sharded = sharded
         self._copies = BufferCopies(self.modules, written, statistics_apart=norms is not None)
         self._moves_buffers = bool(self._copies)
         self._modifies_input: bool | None = None
@@ -170,10 +174,14 @@ class LayerRunner:
         return value
 
     def _may_split(self) -> bool:
-        """Return whether weight gradients can be deferred to W, which needs parameters of exactly type nn.Parameter."""
+        """Return whether weight gradients can be deferred to W.
+
+        All parameters must have exactly the type nn.Parameter, and those of sharded modules must stay gathered.
+        """
         if self._splits is None:
+            gathered = self._sharded is None or self._sharded.wait()
             parameters = [parameter for module in self.modules.values() for parameter in module.parameters()]
-            self._splits = all(type(parameter) is nn.Parameter for parameter in parameters)
+            self._splits = gathered and all(type(parameter) is nn.Parameter for parameter in parameters)
             self.deferral.begin(None if self._weights is None else self._weights.live)
         return self._splits
 
@@ -229,6 +237,8 @@ class LayerRunner:
         """Accumulate the weight gradients that an I has deferred to W."""
         with self._backward_mode:
             weight_grad(products)
+        if self._sharded is not None:
+            self._sharded.accumulate()
 
     def deliver(self, saved: MicrobatchState, weights: WeightStash) -> None:
         """End a micro-batch: accumulate all its gradients into the Parameters.
