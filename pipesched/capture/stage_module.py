@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pipesched.capture.stage_body import Body, CallLayer
 from pipesched.errors import ExecutionError, GraphError, ModelTypeError, ScheduleError
+from pipesched.model.sharded_modules import ShardedModules
 from pipesched.program.program import Program
 from pipesched.tensors.keyed_random import KeyedRandom
 from pipesched.tensors.meta_tensors import put_on
@@ -81,6 +82,7 @@ class WrappedBody:
         #: The module that the stage calls.
         self.module = module
         self.late_inputs = body.late_inputs
+        self.sharded: ShardedModules | None = None
 
     @property
     def layers(self) -> dict[str, nn.Module]:

@@ -32,11 +32,15 @@ class ShardedModules:
         self._device = device
         self._once = once
         #: All sharded modules, in the order of their gathers.
-        self._modules = [module for root in roots for module in root.modules() if isinstance(module, _sharded_type())]
+        self._modules: list[Any] = [
+            module for root in roots for module in root.modules() if isinstance(module, _sharded_type())
+        ]
         self._gathers: list[Any] = []
         self._gathering = False
         self._casts = False  # whether MixedPrecisionPolicy gathers the weights in another dtype
         self._failed = False
+        #: Whether a backward of this run has computed gradients.
+        self.has_gradients = False
         self._shards: dict[nn.Parameter, None] = {}
         for root in roots:
             root.pipesched_pass = torch.clone  # runs between the hooks of FSDP2; a view would make FSDP2 warn
@@ -68,10 +72,10 @@ class ShardedModules:
         if not self._once:
             return
         self._gathering = True
+        self.has_gradients = False
         self._shards = dict.fromkeys(self._parameters())
-        for root in self._roots:
-            _accumulate_only(root, True)
-            root.set_reshard_after_forward(False)
+        self._keep_in_backward(True)
+        self._keep_after_forward(True)
         self._gathers = [module.unshard(async_op=True) for module in self._modules]
 
     def wait(self) -> bool:
@@ -97,10 +101,14 @@ class ShardedModules:
         """
         if not self._gathering:
             return
+        if not self.has_gradients:  # all losses here have weight 0, but perhaps not those of the other processes
+            self.wait()
+            for weight in self._gathered():
+                weight.grad = torch.zeros_like(weight) if weight.requires_grad else None
+        self._keep_in_backward(False)
         for root in reversed(self._roots):
-            _accumulate_only(root, False)
             self._pass(root)
-        if any(parameter not in self._shards for parameter in self._parameters()):
+        if self._gathered():
             raise ExecutionError(
                 f"fully_shard must reduce the gradients of all modules at the end of a step; at least one of "
                 f"{len(self._modules)} modules was not reduced; pass Distributed(gather_once=False)"
@@ -113,11 +121,25 @@ class ShardedModules:
         if not failed:  # a failed process could wait forever
             self.wait()  # for modules that the run did not use
         if self._once:
-            for root in self._roots:
-                _accumulate_only(root, False)
-                root.set_reshard_after_forward(True)
+            self._keep_in_backward(False)
+            self._keep_after_forward(False)
         for module in self._modules:
             module.reshard()
+
+    def _keep_after_forward(self, keep: bool) -> None:
+        """Set whether forwards keep the gathered weights."""
+        for module in self._modules:
+            module.set_reshard_after_forward(not keep, recurse=False)
+
+    def _keep_in_backward(self, keep: bool) -> None:
+        """Set whether backwards keep the gathered weights and the whole gradients, or free and reduce them."""
+        for module in self._modules:
+            module.set_reshard_after_backward(not keep, recurse=False)
+            module.set_requires_gradient_sync(not keep, recurse=False)
+
+    def _gathered(self) -> list[nn.Parameter]:
+        """The weights that are gathered now."""
+        return [parameter for parameter in self._parameters() if parameter not in self._shards]
 
     def _parameters(self) -> Iterator[nn.Parameter]:
         return (parameter for root in self._roots for parameter in root.parameters())
@@ -126,12 +148,6 @@ class ShardedModules:
         """Run a backward through a module's hooks that computes nothing. Its end makes FSDP2 look at all gradients."""
         start: Tensor = torch.zeros((), device=self._device, requires_grad=True)
         root.pipesched_pass(start).backward()
-
-
-def _accumulate_only(root: Any, accumulate: bool) -> None:
-    """Set whether backwards keep gradients and weights as they are, or reduce the gradients and free the weights."""
-    root.set_requires_gradient_sync(not accumulate)
-    root.set_reshard_after_backward(not accumulate)
 
 
 def _fsdp() -> Any:

@@ -16,7 +16,6 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from pipesched.capture.stage_body import Body, Head, call_with
 from pipesched.errors import ExecutionError, InputError
-from pipesched.model.sharded_modules import ShardedModules
 from pipesched.program.checkpoint_options import LayerCheckpoint
 from pipesched.runtime.stage.added_losses import AddedLosses
 from pipesched.runtime.stage.batch_norm import Norms
@@ -59,7 +58,6 @@ class LayerRunner:
         compiled: calls layers through ``torch.compile``; None to call them eagerly.
         checkpoint_of_call: the option of each (layer, call number) whose activations are recomputed or offloaded.
         written: names of the model's buffers that forwards write to.
-        sharded: the modules whose weights are divided among several processes.
 
     """
 
@@ -74,7 +72,6 @@ class LayerRunner:
         compiled: Compiled | None,
         checkpoint_of_call: Mapping[tuple[str, int], LayerCheckpoint],
         written: Collection[str],
-        sharded: ShardedModules | None,
     ) -> None:
         self._body = body
         self._head = head
@@ -84,7 +81,7 @@ class LayerRunner:
         self._ties = ties
         self._norms = norms
         self._compiled = compiled
-        self._sharded = sharded
+        self._sharded = body.sharded
         self._copies = BufferCopies(self.modules, written, statistics_apart=norms is not None)
         self._moves_buffers = bool(self._copies)
         self._modifies_input: bool | None = None
@@ -231,6 +228,8 @@ class LayerRunner:
                 torch.autograd.backward(edges, grads)
             else:
                 self._weights.during(saved.weights, lambda: torch.autograd.backward(edges, grads))
+        if self._sharded is not None:
+            self._sharded.has_gradients = True
         self._added.saved = None
 
     def weight_grad(self, products: Sequence[Product]) -> None:

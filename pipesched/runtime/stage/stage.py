@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from pipesched.capture.stage_body import Body, Chain, Head
 from pipesched.errors import ExecutionError, InputError
-from pipesched.model.sharded_modules import ShardedModules
 from pipesched.program.checkpoint_options import LayerCheckpoint
 from pipesched.program.weight_versions import Uses
 from pipesched.runtime.stage.batch_norm import Norms
@@ -48,7 +47,6 @@ class Stage:
         checkpoint_of_call: the checkpoint option of each (layer, call number) whose activations are not kept. Default:
             all are kept.
         written: names of the model's buffers that forwards write to. Default: none.
-        sharded: the modules whose weights are divided among several processes. Default: none.
 
     """
 
@@ -63,7 +61,6 @@ class Stage:
         compiled: Compiled | None = None,
         checkpoint_of_call: Mapping[tuple[str, int], LayerCheckpoint] | None = None,
         written: Collection[str] = (),
-        sharded: ShardedModules | None = None,
     ) -> None:
         self.body = Chain(body) if isinstance(body, Mapping) else body
         self.layers = self.body.layers
@@ -73,8 +70,9 @@ class Stage:
         self._saved: dict[int, MicrobatchState] = {}
         self._step_data = StepData(0, 0, [])
         options: Any = {"ties": ties or {}, "norms": norms, "compiled": compiled, "written": written}
-        options |= {"checkpoint_of_call": checkpoint_of_call or {}, "sharded": sharded}
-        self.sharded = sharded
+        options["checkpoint_of_call"] = checkpoint_of_call or {}
+        #: The modules whose weights are divided among several processes; None if there are none.
+        self.sharded = self.body.sharded
         self._last_backward: int | None = None
         self._runner = LayerRunner(self.body, device, head, **options)
         self.modules = self._runner.modules
