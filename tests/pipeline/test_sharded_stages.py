@@ -1,7 +1,6 @@
 """Stages that ``fully_shard`` divides among replicas: one gather and one reduction a module and step, W with work."""
 
 import copy
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -20,6 +19,7 @@ from pipesched.runtime.stage import layer_runner
 from pipesched.testing import clip_grad_norm_
 from tests.support import places
 from tests.support.branching_models import Looped, square
+from tests.support.collectives import counted
 from tests.support.rank_processes import Ranks
 
 pytestmark = pytest.mark.timeout(60)
@@ -55,19 +55,6 @@ def sharded(mesh: DeviceMesh, each: str, **options: Any) -> Callable[[nn.Module,
         return module
 
     return wrap
-
-
-@contextmanager
-def counted() -> Iterator[Counter[str]]:
-    """Counts the collectives of FSDP2, by the names that they have in this version of torch and in older ones."""
-    calls: Counter[str] = Counter()
-    names = {"all_gather_single": "gather", "all_gather_into_tensor": "gather", "all_reduce": "all-reduce"}
-    names |= {"reduce_scatter_single": "reduce", "reduce_scatter_tensor": "reduce"}
-    with pytest.MonkeyPatch.context() as patch:
-        for name in names.keys() & vars(distributed).keys():
-            plain = getattr(distributed, name)
-            patch.setattr(distributed, name, lambda *a, n=names[name], p=plain, **k: (calls.update([n]), p(*a, **k))[1])
-        yield calls
 
 
 @contextmanager
