@@ -13,6 +13,7 @@ from pipesched.capture.stage_body import CallLayer
 from pipesched.capture.stage_parts import Part
 from pipesched.errors import GraphError
 from pipesched.model.containers import Twin
+from pipesched.model.sharded_modules import ShardedModules
 from pipesched.model.tied_weights import Ties
 from pipesched.tensors.keyed_random import KeyedRandom
 from pipesched.tensors.payload import PerConsumer, pytree
@@ -48,6 +49,7 @@ class ReplayedBody:
         self._givers = [giver for giver, taker in edges if taker == stage]
         self._takers = [taker for giver, taker in edges if giver == stage]
         self.late_inputs = True
+        self.sharded: ShardedModules | None = None
         self._next = stage + 1
         self._last = last
         calls = captured.captures[captured.model.training].calls

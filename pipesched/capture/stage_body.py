@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from pipesched.errors import InputError
+from pipesched.model.sharded_modules import ShardedModules
 from pipesched.tensors.keyed_random import KeyedRandom, outside_state
 from pipesched.user_warning import warn
 
@@ -25,6 +26,8 @@ class Body(Protocol):
 
     #: Whether the stage needs the model's inputs even if it receives values from other stages.
     late_inputs: bool
+    #: The modules whose weights are divided among several processes; None if there are none.
+    sharded: ShardedModules | None
 
     @property
     def layers(self) -> dict[str, nn.Module]:
@@ -65,6 +68,7 @@ class Chain:
         self.layers = dict(layers)
         self._watched = watched
         self.late_inputs = False
+        self.sharded: ShardedModules | None = None
 
     def begin(self) -> None:
         """Do nothing, because the layers run in their own modes."""

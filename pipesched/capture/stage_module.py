@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pipesched.capture.stage_body import Body, CallLayer
 from pipesched.errors import ExecutionError, GraphError, ModelTypeError, ScheduleError
+from pipesched.model.sharded_modules import ShardedModules
 from pipesched.program.program import Program
 from pipesched.tensors.keyed_random import KeyedRandom
 from pipesched.tensors.meta_tensors import put_on
@@ -21,7 +22,7 @@ from pipesched.tensors.payload import PerConsumer, pytree
 from pipesched.tensors.tree_structure import Pattern, tensors_in
 from pipesched.units import and_more
 
-__all__ = ["StageModule", "Wrap", "wrapped_bodies"]
+__all__ = ["StageModule", "Wrap", "WrappedBody", "wrapped_bodies"]
 
 #: (stage module, stage number) -> the module to run
 Wrap = Callable[[nn.Module, int], nn.Module]
@@ -72,14 +73,16 @@ class StageModule(nn.Module):
         return output
 
 
-class _Wrapped:
+class WrappedBody:
     """A stage body that calls the module returned by ``wrap``, which in turn runs the stage's layers."""
 
     def __init__(self, body: Body, inner: StageModule, module: nn.Module) -> None:
         self._body = body
         self._inner = inner
-        self._module = module
+        #: The module that the stage calls.
+        self.module = module
         self.late_inputs = body.late_inputs
+        self.sharded: ShardedModules | None = None
 
     @property
     def layers(self) -> dict[str, nn.Module]:
@@ -103,7 +106,7 @@ class _Wrapped:
         if not self._body.late_inputs:
             args, kwargs = (arrived, {}) if inputs is None else inputs
             return self._inner.run(
-                self._module, lambda *args, **kwargs: self._body.run((args, kwargs), (), call, random), args, kwargs
+                self.module, lambda *args, **kwargs: self._body.run((args, kwargs), (), call, random), args, kwargs
             )
         leaves, spec = pytree.tree_flatten((inputs, arrived))
         places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and not leaf.is_meta]
@@ -121,7 +124,7 @@ class _Wrapped:
             pattern = Pattern(output)
             return tuple(tensors_in(output))
 
-        given = self._inner.run(self._module, turn, [leaves[place] for place in places], {})
+        given = self._inner.run(self.module, turn, [leaves[place] for place in places], {})
         output = pattern.build(iter(given))
         return PerConsumer(output) if apart else output
 
@@ -219,7 +222,7 @@ def _wrapped(
                 layers[name] = now
             holder, _, last = name.rpartition(".")
             model.get_submodule(holder).add_module(last, now)
-    return _Wrapped(body, inner, module)
+    return WrappedBody(body, inner, module)
 
 
 def _parts(layer: nn.Module) -> list[int]:

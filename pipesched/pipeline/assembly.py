@@ -12,10 +12,11 @@ from torch.optim import Optimizer
 
 from pipesched.capture.layered_model import LayeredModel
 from pipesched.capture.stage_body import Body, Head
-from pipesched.capture.stage_module import Wrap, wrapped_bodies
-from pipesched.errors import GraphError
+from pipesched.capture.stage_module import Wrap, WrappedBody, wrapped_bodies
+from pipesched.errors import GraphError, ScheduleError
 from pipesched.model.initialization import Initial
 from pipesched.model.module_tree import Members
+from pipesched.model.sharded_modules import ShardedModules
 from pipesched.model.tied_weights import Ties
 from pipesched.model.weight_owners import Owners
 from pipesched.partitioning.partition import Partition
@@ -55,6 +56,7 @@ class AssemblySpec:
     batch_norm: BatchNormMode
     compiled: Callable[[torch.device], Compiled | None]  #: the compiler of layers on a device
     wrap: Wrap | None
+    gather_once: bool  #: whether a run gathers the weights of sharded modules once
     optimizer: Callable[[list[Any]], Optimizer] | None
     rules: GradientRules | None = None  #: how gradients are treated before an update
 
@@ -261,9 +263,29 @@ class Assembly:
             head = Head(loss_fn) if last else None
             compiled = self._spec.compiled(device)
             options: dict[str, Any] = {"ties": ties, "norms": norms, "compiled": compiled, "written": written[part]}
+            if isinstance(body, WrappedBody):
+                body.sharded = ShardedModules.of(body.module, device, once=self._spec.gather_once)
             stages[index] = Stage(body, device, head, **options, checkpoint_of_call=self.checkpoint_of_call)
             stages[index].gradients = self._gradients(index, modules)
+        self._check_sharded({index: stage.sharded for index, stage in stages.items() if stage.sharded is not None})
         return dict(sorted(stages.items()))
+
+    def _check_sharded(self, sharded: Mapping[int, ShardedModules]) -> None:
+        """Check that the program can run stages whose weights are divided among several processes."""
+        program = self.program
+        if sharded and program.has_updates:
+            raise ScheduleError(
+                f"a stage that wrap= shards by fully_shard must not be updated while micro-batches are in flight, "
+                f"because fully_shard keeps one version of the weights; schedule {program.name!r} does so; choose "
+                f"another schedule, such as 1f1b or zb-v"
+            )
+        ranks = {program.placement[index] for index, one in sharded.items() if one.num_shards > 1}
+        if isinstance(self._host, ThreadRanks) and len(ranks) > 1:
+            raise GraphError(
+                f"ranks whose stages wrap= shards by fully_shard must be separate processes, because collectives of "
+                f"several threads can meet in the wrong order; {len(ranks)} ranks of this process have such stages; "
+                f"pass mesh= instead of devices="
+            )
 
     def put_back(self) -> None:
         """Move the layers back to the devices of this assembly's ranks, after another assembly has failed."""

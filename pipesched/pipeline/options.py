@@ -209,11 +209,16 @@ class Distributed:
             rank passes a batch; the others call ``step()``, ``evaluate()`` and ``forward()`` without one. Default:
             "all".
         timeout: the number of seconds that a rank waits for another rank. Default: 60.
+        gather_once: whether a step gathers the weights of modules that ``wrap=`` shards by ``fully_shard`` once, keeps
+            them until the last backward of their stage, and then reduces their gradients once. If False, the modules'
+            own flags decide; by default each forward and backward of a micro-batch then gathers the weights, and each
+            backward reduces the gradients, which takes longer but needs less memory. Default: True.
 
     """
 
     inputs: Inputs = "all"
     timeout: float | None = None
+    gather_once: bool = True
 
 
 def as_options(given: _Options | None, kind: type[_Options]) -> _Options:

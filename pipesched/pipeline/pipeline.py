@@ -167,7 +167,7 @@ class Pipeline(SavingInterface):
             run_seed = host.agreed(lambda: own_seed)
             module = built(chain, run_seed)
             shared: dict[str, Any] = {"seed": seed, "loss_fn": loss_fn, "optimizer": optimizer, "wrap": wrap}
-            shared |= {"numerics": numerics, "inputs": distributed.inputs}
+            shared |= {"numerics": numerics, "inputs": distributed.inputs, "gather_once": distributed.gather_once}
             host.agree_on(lambda: facts_of(module, call, shared), "make the same pipeline on every rank")
             layers = layered(module, call, whole_layers)
             initial = Initial(module, init, run_seed, loss_fn)
@@ -184,6 +184,7 @@ class Pipeline(SavingInterface):
                 batch_norm=numerics.batch_norm,
                 compiled=compiler(compile, numerics.batch_norm),
                 wrap=wrap,
+                gather_once=distributed.gather_once,
                 optimizer=optimizer,
                 rules=numerics.gradient_rules(
                     self._parameter_order,

@@ -15,6 +15,7 @@ from pipesched.pipeline.autograd_bridge import OpenPass, attach, deliver_input_g
 from pipesched.pipeline.memory_forecast import MemoryForecast
 from pipesched.pipeline.running_plan import RunningPlan
 from pipesched.pipeline.step_loss import explain_backward, without_attributes
+from pipesched.program.actions import Kind
 from pipesched.program.lowering import halves
 from pipesched.program.program import Program
 from pipesched.program.weight_versions import Uses
@@ -23,7 +24,7 @@ from pipesched.runtime.executors.threads import RunSpec
 from pipesched.runtime.gradients.nonfinite_reaction import NonfiniteReaction
 from pipesched.runtime.gradients.nonfinite_watch import NonfiniteWatch
 from pipesched.runtime.gradients.rules import GradientRules
-from pipesched.runtime.microbatches import Batch, GivenBatch, Weighting
+from pipesched.runtime.microbatches import Batch, GivenBatch
 from pipesched.runtime.rank_host import ThreadRanks
 from pipesched.runtime.stage.output_metrics import Metrics
 from pipesched.runtime.stage.stage import Stage
@@ -86,8 +87,9 @@ class StepRunner:
                     "call evaluate() instead"
                 )
             batch = self._batch("step", given)
-            groups = running.assembly.programs.of(len(batch.rows)).groups
-            return StepCall("step", batch, self._weighting(batch, groups), **wanted)
+            groups = running.assembly.programs.of(len(batch.rows) // running.host.replicas_per_batch).groups
+            across = self._across if running.host.sums is not None else None
+            return StepCall("step", batch, running.splitter.weighting(batch, groups, across), **wanted)
 
         call = self._called("step", given, make)
         if running.step == 0 or self._memory.limits is not None:
@@ -103,10 +105,12 @@ class StepRunner:
             if rules.on_nonfinite is not None:
                 step_data.watch = NonfiniteWatch(assembly.layer_names)
         run_spec = self._run_spec(programs.training, step_data, assembly.stages, programs.uses)
-        assembly.begin_reductions()
+        if running.host.sums is not None:
+            assembly.begin_reductions()
         with assembly.delivering(), assembly.norms.counting():
             running.runs.append(running.host.run(run_spec, call.batch, grad=True))
-        assembly.reduce_late()
+        if running.host.sums is not None:
+            assembly.reduce_late()
         if assembly.updates_late:
             assembly.update_late(self._intra_op_threads, step_data.losses.values())
         running.step += 1
@@ -136,9 +140,11 @@ class StepRunner:
 
         def make() -> StepCall:
             batch = self._batch("evaluate", given)
-            return StepCall("evaluate", batch, self._weighting(batch), **wanted)
+            across = self._across if running.host.sums is not None else None
+            return StepCall("evaluate", batch, running.splitter.weighting(batch, (), across), **wanted)
 
-        self._running.flush()
+        running = self._running
+        running.flush()
         call = self._called("evaluate", given, make)
         return self._result(call, self._infer(call, metrics))
 
@@ -155,7 +161,8 @@ class StepRunner:
                     "call forward() under no_grad, or make the pipeline with devices= instead of mesh="
                 )
             batch = running.splitter.batch(args, kwargs, num_replicas=host.replicas_per_batch)
-            self._across([1] * len(batch.rows))
+            if host.sums is not None:
+                self._across([1] * len(batch.rows))
             weighting = None if self._has_loss_fn else running.splitter.weighting_of_outputs(batch)
             return StepCall("forward", batch, weighting, return_outputs=True, gather=gather)
 
@@ -232,10 +239,6 @@ class StepRunner:
                 "computes its own loss; pass loss_fn= to Pipeline, or leave target= out"
             )
         return self._running.splitter.batch(args, kwargs, target, num_replicas=self._running.host.replicas_per_batch)
-
-    def _weighting(self, batch: Batch, groups: Sequence[Sequence[int]] = ()) -> Weighting:
-        """Return the weights of a batch's losses, which add up to 1 over the micro-batches of all replicas."""
-        return self._running.splitter.weighting(batch, groups, self._across)
 
     def _across(self, weights: Sequence[float]) -> list[Sequence[float]]:
         """Return the weights of all replicas' micro-batches, unless the batch contains these micro-batches itself."""
@@ -317,6 +320,8 @@ class StepRunner:
                 holder.refresh()
             for index, stage in stages.items():
                 stage.begin(step_data, uses.get(index))
+                if stage.sharded is not None and not step_data.outside_loss and index not in uses:
+                    stage.gather(_last_backward(program, index))
 
         def end(failed: bool) -> None:
             for stage in stages.values():
@@ -361,3 +366,10 @@ class StepRunner:
             return call.outputs(step_data, own_loss=own_loss)
         last = self._running.assembly.programs.of(len(call.batch.rows)).plain.output_rank
         return self._running.host.from_rank(last, lambda: call.outputs(step_data, own_loss=own_loss))
+
+
+def _last_backward(program: Program, stage: int) -> int | None:
+    """Return the micro-batch of a stage's last B or W; None for a program of forwards."""
+    order = program.orders[program.placement[stage]]
+    backwards = (one for one in reversed(order) if one.stage == stage and one.kind in (Kind.B, Kind.W))
+    return next((one.microbatch for one in backwards), None)

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from torch import distributed
@@ -39,22 +40,22 @@ class RankGrid:
         """The grid of one replica that uses all ranks of a process group."""
         return cls(rows=(tuple(range(group.size())),), rank=group.rank())
 
-    @property
+    @cached_property
     def replica(self) -> int:
         """The replica of this process."""
         return next(index for index, row in enumerate(self.rows) if self.rank in row)
 
-    @property
+    @cached_property
     def position(self) -> int:
         """The rank of this process within its replica's pipeline."""
         return self.pipeline.index(self.rank)
 
-    @property
+    @cached_property
     def pipeline(self) -> tuple[int, ...]:
         """The group ranks of this process's replica, in pipeline order."""
         return self.rows[self.replica]
 
-    @property
+    @cached_property
     def peers(self) -> tuple[int, ...]:
         """The group ranks that hold the same stages as this process, including its own, in replica order."""
         return tuple(row[self.position] for row in self.rows)

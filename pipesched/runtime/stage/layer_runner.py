@@ -81,6 +81,7 @@ class LayerRunner:
         self._ties = ties
         self._norms = norms
         self._compiled = compiled
+        self._sharded = body.sharded
         self._copies = BufferCopies(self.modules, written, statistics_apart=norms is not None)
         self._moves_buffers = bool(self._copies)
         self._modifies_input: bool | None = None
@@ -170,10 +171,14 @@ class LayerRunner:
         return value
 
     def _may_split(self) -> bool:
-        """Return whether weight gradients can be deferred to W, which needs parameters of exactly type nn.Parameter."""
+        """Return whether weight gradients can be deferred to W.
+
+        All parameters must have exactly the type nn.Parameter, and those of sharded modules must stay gathered.
+        """
         if self._splits is None:
+            gathered = self._sharded is None or self._sharded.wait()
             parameters = [parameter for module in self.modules.values() for parameter in module.parameters()]
-            self._splits = all(type(parameter) is nn.Parameter for parameter in parameters)
+            self._splits = gathered and all(type(parameter) is nn.Parameter for parameter in parameters)
             self.deferral.begin(None if self._weights is None else self._weights.live)
         return self._splits
 
@@ -223,12 +228,16 @@ class LayerRunner:
                 torch.autograd.backward(edges, grads)
             else:
                 self._weights.during(saved.weights, lambda: torch.autograd.backward(edges, grads))
+        if self._sharded is not None:
+            self._sharded.has_gradients = True
         self._added.saved = None
 
     def weight_grad(self, products: Sequence[Product]) -> None:
         """Accumulate the weight gradients that an I has deferred to W."""
         with self._backward_mode:
             weight_grad(products)
+        if self._sharded is not None:
+            self._sharded.accumulate()
 
     def deliver(self, saved: MicrobatchState, weights: WeightStash) -> None:
         """End a micro-batch: accumulate all its gradients into the Parameters.

@@ -75,6 +75,9 @@ class Stage:
         self._step_data = StepData(0, 0, [])
         options: Any = {"ties": ties or {}, "norms": norms, "compiled": compiled, "written": written}
         options["checkpoint_of_call"] = checkpoint_of_call or {}
+        #: The modules whose weights are divided among several processes; None if there are none.
+        self.sharded = self.body.sharded
+        self._last_backward: int | None = None
         self._runner = LayerRunner(self.body, device, head, **options)
         self.modules = self._runner.modules
         self.optimizer = StageOptimizer(self.modules, self.layers)
@@ -92,9 +95,21 @@ class Stage:
         self.weights = None if uses is None else WeightStash(self.modules, uses)
         self._runner.begin(step_data, self.weights)
 
+    def gather(self, last_backward: int | None) -> None:
+        """Gather the weights of sharded modules for this run.
+
+        ``last_backward`` is the micro-batch of the stage's last B or W, which then reduces the gradients; None if the
+        run has no backward.
+        """
+        self._last_backward = last_backward
+        if self.sharded is not None:
+            self.sharded.gather()
+
     def end(self, failed: bool) -> None:
         """End a step and release its state. After a failed step, also clear the optimizer's gradients."""
         self.begin(StepData(0, 0, []))
+        if self.sharded is not None:
+            self.sharded.release(failed=failed)
         if failed:
             self.optimizer.drop_gradients()
 
@@ -162,6 +177,8 @@ class Stage:
         self._runner.backward(saved, grads)
         if self.weights is not None:
             self._runner.deliver(saved, self.weights)
+        if microbatch == self._last_backward and self.sharded is not None:
+            self.sharded.reduce()
         return self._input_grads(microbatch, saved)
 
     def input_grad(self, microbatch: int, *grads: Gradients) -> PerConsumer:
@@ -183,6 +200,8 @@ class Stage:
             self._runner.weight_grad(saved.products)
         if self.weights is not None:
             self._runner.deliver(saved, self.weights)
+        if microbatch == self._last_backward and self.sharded is not None:
+            self.sharded.reduce()
 
     def offload(self, microbatch: int) -> None:
         """OFFLOAD: start copying the activations of offloaded layers to the host, except memory used elsewhere."""

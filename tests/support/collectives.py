@@ -1,0 +1,37 @@
+"""Collectives: counts those that FSDP2 starts in this process."""
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+from torch import distributed
+
+#: Functions of torch.distributed, by the names of new and older versions of torch -> what they do.
+NAMES = {
+    "all_gather_single": "gather",
+    "all_gather_into_tensor": "gather",
+    "reduce_scatter_single": "reduce",
+    "reduce_scatter_tensor": "reduce",
+    "all_reduce": "all-reduce",
+}
+
+
+@contextmanager
+def counted() -> Iterator[Counter[str]]:
+    """The number of gathers, reductions (reduce-scatters) and all-reduces that begin in this context."""
+    calls: Counter[str] = Counter()
+    with ExitStack() as stack:
+        for name, kind in NAMES.items():
+            if plain := getattr(distributed, name, None):
+                stack.enter_context(mock.patch.object(distributed, name, _noting(plain, kind, calls)))
+        yield calls
+
+
+def _noting(plain: Any, kind: str, calls: Counter[str]) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        calls[kind] += 1
+        return plain(*args, **kwargs)
+
+    return call
