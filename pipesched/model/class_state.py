@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from pipesched.errors import GraphError
 from pipesched.model.state_guard import GROWING, attributes_of, has_attributes, is_of_user, same_bits, unchanged
 from pipesched.tensors.payload import pytree
-from pipesched.units import counted
 
 __all__ = ["ClassAttribute", "ClassState", "changed_classes", "check_class_state", "class_state", "set_class_state"]
 
@@ -160,10 +159,16 @@ def check_class_state(
         }
         if len(homes) == 1 and (home := homes.pop()) and list(calls).count(home) == 1:
             continue
+        example = users[0] or type(model).__name__
+        modules = (
+            f"its only module ({example!r}) is"
+            if len(users) == 1
+            else f"all {len(users)} of its modules (such as {example!r}) are"
+        )
         raise GraphError(
             f"layers must not share state through their class, because the schedule determines the order in which they "
-            f"run; forwards change {owner.__name__}.{name}, but the {counted(len(users), 'module')} of class "
-            f"{owner.__name__} (such as {users[0] or type(model).__name__!r}) {'is' if len(users) == 1 else 'are'} not "
-            f"inside a single layer that is called only once; keep the state on the instance, as self.{name} or a "
-            f"buffer, or pass whole_layers=[...] with the name of a module that contains all of these modules"
+            f"run; the forward of class {owner.__name__} changes the class attribute {owner.__name__}.{name}, which "
+            f"works only if {modules} inside one layer that is called once; keep the state on the instance, as "
+            f"self.{name} or a buffer, or pass whole_layers=[...] with the name of a module that contains every module "
+            f"of this class"
         )

@@ -56,7 +56,7 @@ def with_copies(forward: Any, ticks: Any, copies: Any) -> Any:
 
     Args:
         forward: the ticks of the layers' forwards, as a number or an array.
-        ticks: the ticks of all compute: forwards, backwards and recomputation.
+        ticks: the ticks of all compute actions: forward passes, backward passes and recomputation.
         copies: the ticks of the copies to the host. The copies back take the same time.
 
     """

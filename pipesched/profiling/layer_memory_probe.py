@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# As in tensors/memory_tracker.py: no public mode sees the operations of backwards.
+# As in tensors/memory_tracker.py: no public mode sees the operations of backward passes.
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipesched.runtime.stage.recompute import is_dear
@@ -47,7 +47,7 @@ class Sizes:
 
 
 def sizes_of(layer: Layer, arrived: Payload) -> Sizes:
-    """Measure a layer's memory with whole and split backwards, on copies of its input. Frees the layer's gradients."""
+    """Measure a layer's memory with B and with I and W, on copies of its input. Frees the layer's gradients."""
     books = books_of(layer.stage.device)
     for weight in layer.weights:
         weight.grad = None

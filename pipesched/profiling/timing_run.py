@@ -1,4 +1,4 @@
-"""Timing run: times layers together, forwards in order and then backwards in reverse order.
+"""Timing run: times layers together, first their forwards in order, then their backward passes in reverse order.
 
 The caches are then in the same state as in a step: a layer's input has just been written, and its weights were last
 used in the previous round. One backward runs through all layers and records when it reaches each layer, so work
@@ -52,9 +52,9 @@ class Subject:
 
 @dataclass(eq=False, kw_only=True)
 class Run:
-    """The state of a round between its forwards and its backwards; each list has one entry for each layer."""
+    """The state of a round between its forwards and its backward passes; each list has one entry for each layer."""
 
-    #: Whether the backwards leave weight gradients to W.
+    #: Whether the backward passes leave weight gradients to W.
     deferred: bool
     #: The output of the last measured layer.
     output: Any = None
@@ -113,7 +113,7 @@ class TimingRun(nn.Module):
     # ---- rounds, each of which adds its times to the subjects ------------------------------------------------------
 
     def round(self, *, split: bool = False, clock: "Clock | None" = None) -> Run:
-        """Run all forwards, and then all whole backwards or, with ``split``, all input gradients."""
+        """Run F of all layers, and then B of all layers or, with ``split``, I of all layers."""
         own = clock or Clock(self._device)
         self._deferral.begin()
         run = Run(deferred=split and self._deferral.decide(0, lambda: None))
@@ -211,7 +211,7 @@ class TimingRun(nn.Module):
         return unchanged(given.with_wanted(enter(given.wanted) if given.wanted else ()))
 
     def backwards(self, run: Run, clock: "Clock", column: str) -> None:
-        """Run the whole backwards, or the input gradients, of all layers, the last layer first."""
+        """Run the B or I of all layers, the last layer first."""
         with self._backward_mode[run.deferred], self._deferral.unnoted():
             if run.roots:
                 with _naming_turn(run.turns, self._device):
@@ -222,7 +222,7 @@ class TimingRun(nn.Module):
             end = turn.note(column, end)
 
     def weight_grads(self, products: Sequence[Product]) -> None:
-        """Compute the weight gradients that the split backwards have deferred."""
+        """Compute the weight gradients that I has deferred."""
         with self._backward_mode[False]:
             weight_grad(products)
 

@@ -224,7 +224,7 @@ def dropping_bytes(layers: Sequence[LayerMemory]) -> int:
 
 
 def _backwards(layers: Sequence[LayerMemory]) -> dict[str, int]:
-    """Return the transient memory of the stage's backwards, keyed by the field names of `LayerMemory`.
+    """Return the transient memory of the stage's backward passes, keyed by the field names of `LayerMemory`.
 
     Transient memory is the memory that a backward needs in addition to the stage's activations.
 

@@ -249,7 +249,7 @@ def _is_quiet(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 class InBackward:
-    """Provides handlers for backwards. Recomputation repeats the forward's draws; any other draw is an error."""
+    """Handlers for backward passes. Recomputation repeats the forward's random numbers; any others are an error."""
 
     def __init__(self, random: KeyedRandom) -> None:
         self._random = random

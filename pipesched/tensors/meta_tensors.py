@@ -103,9 +103,9 @@ class Beside(TorchFunctionMode):
             return _apply(func, args, kwargs, [tensor for tensor in tensors if not tensor.is_meta])
         except (RuntimeError, TypeError) as error:
             raise GraphError(
-                f"a model on the meta device must run without the contents of its weights; the model's code calls "
+                f"a model on the meta device must run without the values of its weights; the model's code calls "
                 f"{getattr(func, '__name__', func)} on a value computed from the weights ({error}); move that code "
-                f"into a layer, or build the model with contents"
+                f"into a layer, or build the model on a real device instead of meta"
             ) from error
 
 

@@ -331,7 +331,9 @@ class Alarm:
 
         Args:
             text: the description of the failure.
-            doing: "raised" if the cause is an error of this rank; otherwise the alarm searches for the rank to blame.
+            doing: the activity of this rank when it failed: "raised" if it raised an error itself, "waits" if it was
+                waiting for another rank, "collective" if a collective of torch.distributed raised. Unless "raised",
+                the alarm searches for the rank to blame.
             ended: the rank of this pipeline that ended its connection with this rank, if known.
 
         Returns:

@@ -90,7 +90,7 @@ class AddedLosses:
 
 
 class _InBackward:
-    """Provides the handler of `add_loss` for backwards, which ignores the losses that recomputed layers add again."""
+    """Provides the handler of `add_loss` in backward passes. It ignores losses that recomputed layers add again."""
 
     def __init__(self, added: AddedLosses) -> None:
         self._added = added

@@ -47,7 +47,7 @@ _NO_CONTEXT = nullcontext()
 
 
 class LayerRunner:
-    """Runs the layers of a stage forward, and again in backwards that recompute them. Not thread-safe.
+    """Runs the layers of a stage in F, and again in backward passes that recompute them. Not thread-safe.
 
     Args:
         body: the layers and the order in which they run.
@@ -170,7 +170,10 @@ class LayerRunner:
         return value
 
     def _may_split(self) -> bool:
-        """Return whether weight gradients can be deferred to W, which needs parameters of exactly type nn.Parameter."""
+        """Return whether weight gradients can be deferred to W.
+
+        This requires every parameter to be exactly an nn.Parameter, not an object of a subclass.
+        """
         if self._splits is None:
             parameters = [parameter for module in self.modules.values() for parameter in module.parameters()]
             self._splits = all(type(parameter) is nn.Parameter for parameter in parameters)

@@ -286,7 +286,11 @@ class Incoming:
         layout = MessageLayout.read(self._receive_aside(layout_bytes).numpy().tobytes(), self._encoding)
         if layout.nbytes != data_bytes:
             raise lost(
-                self._peer, RuntimeError(f"{data_bytes} bytes were announced for a layout of {layout.nbytes} bytes")
+                self._peer,
+                RuntimeError(
+                    f"the message header announced {data_bytes} bytes of data, but the layout describes "
+                    f"{layout.nbytes} bytes"
+                ),
             )
         return layout, self._receive_aside(data_bytes)
 
