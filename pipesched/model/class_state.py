@@ -39,7 +39,7 @@ ClassState = Mapping[ClassAttribute, _Held]
 
 
 class _Contents:
-    """A tensor's contents, compared by version and bits. Writes through ``.data`` do not change the version."""
+    """A tensor's values, compared by version and bits. Writes through ``.data`` do not change the version."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor
@@ -108,8 +108,8 @@ def changed_classes(
 ) -> tuple[ClassState, tuple[ClassAttribute, ...]]:
     """Find the class attributes that forwards change.
 
-    If a forward changed any, a second forward runs with other tensor contents. Attributes that are set only once, or
-    always to the same value, do not count as changed by each forward.
+    If a forward changed any, a second forward runs with other values in its tensors. Attributes that are set only once,
+    or always to the same value, do not count as changed by each forward.
 
     Args:
         model: the user's module.
@@ -127,14 +127,14 @@ def changed_classes(
     if not changed:
         return made, ()
     for inputs in (pytree.tree_map_only(Tensor, _other, sample), sample):
-        with suppress(Exception):  # the model may not accept these contents
+        with suppress(Exception):  # the model may not accept these values
             forward(*unchanged(inputs))
             return made, _differing(first, class_state(model))
     return made, changed
 
 
 def _other(tensor: Tensor) -> Tensor:
-    """Return a tensor of the same type and shape with different contents. Numbers from 0 to 1 stay in that range."""
+    """Return a tensor of the same type and shape with different values. Numbers from 0 to 1 stay in that range."""
     rows = tensor.detach().flip(0) if tensor.dim() else tensor.detach().clone()
     return rows * 0.5 + 0.25 if rows.is_floating_point() else rows
 

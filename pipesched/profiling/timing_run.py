@@ -1,7 +1,7 @@
 """Timing run: times layers together, first their forwards in order, then their backward passes in reverse order.
 
 The caches are then in the same state as in a step: a layer's input has just been written, and its weights were last
-used in the previous round. One backward runs through all layers and records when it reaches each layer, so work
+used in the previous round. One backward pass runs through all layers and records when it reaches each layer, so work
 between layers is not counted. Layers run on copies of their weights.
 """
 
@@ -151,7 +151,7 @@ class TimingRun(nn.Module):
     def correct(self) -> None:
         """Correct the times for effects of the measurement.
 
-        - Recording the start of a backward takes time. Therefore the time of a layer without work is subtracted.
+        - Recording the start of a backward pass takes time. Therefore the time of a layer without work is subtracted.
         - Computing weight gradients layer by layer takes longer than one call for all layers. Therefore the time of
           that call is divided among the layers.
         - Short disturbances occur in every step, but a layer's median contains none. Therefore the layers' times are
@@ -228,7 +228,7 @@ class TimingRun(nn.Module):
 
 
 class _AddedLosses:
-    """Collects the losses that a layer adds. Their backward counts as part of the layer's backward."""
+    """Collects the losses that a layer adds. Their backward pass counts as part of the layer's backward pass."""
 
     def __init__(self) -> None:
         self._losses: list[Tensor] = []
@@ -282,7 +282,7 @@ class Clock:
 
 
 class _Turn:
-    """The start of one layer's backward, with the shapes and types of the gradients that it receives."""
+    """The start of one layer's backward pass, with the shapes and types of the gradients that it receives."""
 
     def __init__(self, subject: Subject, clock: Clock, leaves: Sequence[Tensor]) -> None:
         self.subject = subject
@@ -300,7 +300,7 @@ class _Turn:
         return ones
 
     def note(self, column: str, end: Any) -> Any:
-        """Record that the layer's backward ended at ``end``. Returns the time at which the previous backward ended."""
+        """Record that the layer's backward pass ended at ``end``. Return the end of the previous backward pass."""
         if self.came is None:
             self._clock.note(self.subject, column, end, end)
             return end
@@ -309,7 +309,7 @@ class _Turn:
 
 
 class _Begin(torch.autograd.Function):
-    """Marks the start of a layer's backward.
+    """Marks the start of a layer's backward pass.
 
     The _Turn must not hold the graph, because the garbage collector cannot find a reference cycle through the graph.
     """
@@ -335,7 +335,7 @@ def _naming(subject: Subject, device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def _naming_turn(turns: Sequence[_Turn], device: torch.device) -> Iterator[None]:
-    """Add a note to exceptions that names the layer whose backward was running."""
+    """Add a note to exceptions that names the layer whose backward pass was running."""
     try:
         yield
     except Exception as error:

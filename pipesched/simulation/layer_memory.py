@@ -226,10 +226,10 @@ def dropping_bytes(layers: Sequence[LayerMemory]) -> int:
 def _backwards(layers: Sequence[LayerMemory]) -> dict[str, int]:
     """Return the transient memory of the stage's backward passes, keyed by the field names of `LayerMemory`.
 
-    Transient memory is the memory that a backward needs in addition to the stage's activations.
+    Transient memory is the memory that a backward pass needs in addition to the stage's activations.
 
-    The weight gradients (W) need the inputs of matrix products. Until the previous layer's backward has run, such an
-    input can also be held as that layer's output. This memory is counted only once.
+    The weight gradients (W) need the inputs of matrix products. Until the previous layer's backward pass has run, such
+    an input can also be held as that layer's output. This memory is counted only once.
     """
     freed = made = left = whole = first = split = twice = received = 0
     for layer, shared in zip(reversed(layers), reversed(_shared(layers)), strict=True):

@@ -198,7 +198,7 @@ class LayerRunner:
         return value
 
     def backward(self, saved: MicrobatchState, arrived: Sequence[Gradients]) -> None:
-        """Run the backward of a forward. Recomputed layers use the forward's random numbers, weights and buffers."""
+        """Run a backward pass. Recomputed layers use the forward's random numbers, weights and buffers."""
         edges = saved.edges
         saved.edges = ()
         if self.offloads is not None:
@@ -247,7 +247,7 @@ class LayerRunner:
         weights.ended(saved.microbatch)
 
     def held_by_others(self, saved: MicrobatchState) -> frozenset[int]:
-        """Return the addresses of memory that must not be offloaded, because it is also used outside the backward."""
+        """Return the addresses of memory that must not be offloaded, because other code also uses this memory."""
         own = [tensor for module in self.modules.values() for tensor in (*module.parameters(), *module.buffers())]
         return saved.staying | addresses(tensors_in((saved.weights, list(self._ties.values()), own)))
 
@@ -375,7 +375,7 @@ class LayerRunner:
 
 
 def _roots(saved: MicrobatchState, value: Any) -> list[Tensor]:
-    """Return the tensors of a stage's output that require a gradient. The backward starts from them.
+    """Return the tensors of a stage's output that require a gradient. The backward pass starts from them.
 
     Raises InputError if the value is a loss that depends on no trainable parameter.
     """

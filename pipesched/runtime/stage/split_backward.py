@@ -274,7 +274,7 @@ def _bind(names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any])
 
 
 def _reached(outputs: Sequence[GradientEdge]) -> tuple[set[Node], Counter[Tensor]]:
-    """Return the nodes that a backward reaches, and the number of uses of each leaf.
+    """Return the nodes that a backward pass reaches, and the number of uses of each leaf.
 
     Uses of a view or a cast of a weight, such as the transposed weight of a linear layer, count as uses of the weight.
     """

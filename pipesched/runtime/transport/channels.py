@@ -149,7 +149,7 @@ class Outgoing:
     def _send_unforeseen(self, layout: MessageLayout, leaves: tuple[Any, ...], foreseen: int) -> None:
         """Send a message with an unpredicted layout: the header on the channel, layout and data on the side channel.
 
-        ``foreseen`` is the predicted number of bytes, which decides the port of the header.
+        ``foreseen`` is the predicted number of bytes, which determines the port of the header.
         """
         written = layout.written()
         announced = Packed(None, _HEADER)
