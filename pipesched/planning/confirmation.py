@@ -263,7 +263,7 @@ def _stage_times(
 ) -> list[StageTimes]:
     """Return the times of each stage per micro-batch, corrected by the measured steps.
 
-    Each time is the sum over the layers of the stage x the ratio of measured to predicted time.
+    Each time is the sum of the layers' known times, multiplied by the stage's ratio of measured to predicted time.
     """
     stages: dict[int, list[StageComparison]] = {}
     for step in steps:

@@ -191,7 +191,7 @@ class _Stage:
 
     @property
     def backward(self) -> float:
-        """The shortest time of the whole backward."""
+        """The shortest time of a whole backward pass."""
         return self.gradient + self.rest
 
     @property
