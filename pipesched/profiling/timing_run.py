@@ -59,7 +59,7 @@ class Run:
     #: The output of the last measured layer.
     output: Any = None
     turns: list["_Turn"] = field(default_factory=list)
-    #: For each layer with a backward, the tensor from which this backward starts.
+    #: For each layer with a backward pass, the tensor from which it starts.
     roots: list[Tensor] = field(default_factory=list)
     #: The deferred weight gradients.
     products: list[list[Product]] = field(default_factory=list)

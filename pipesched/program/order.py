@@ -155,7 +155,7 @@ class Order:
         self._add(stage, _B)
 
     def I(self, stage: int) -> None:  # noqa: E743
-        """Append the input gradients of a backward. A W for the same micro-batch must follow."""
+        """Append the input gradients (I) of the next micro-batch. A W for the same micro-batch must follow."""
         if self._add(stage, _B):
             self._numbers[-1] += (_I - _B) * self._limit
             self._owed.setdefault(stage, deque()).append(self._numbers[-1] + (_W - _I) * self._limit)

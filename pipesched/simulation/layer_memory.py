@@ -156,7 +156,7 @@ class LossMemory:
         """Return the loss as a layer whose input has ``output_bytes`` bytes. The scalars of a step are included.
 
         A loss that was not measured is assumed to be cross entropy: the loss holds a tensor of the output's size, and
-        the backward of the loss creates two gradients of that size.
+        the backward pass of the loss creates two gradients of that size.
         """
         measured = self.backward_bytes > 0
         backward = self.backward_bytes if measured else 2 * output_bytes

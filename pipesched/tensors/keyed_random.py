@@ -116,7 +116,7 @@ class KeyedRandom:
         self._call = 0
         self._op = 0
         self._outside: str | None = None
-        self.again = False  # True while a layer is recomputed in a backward
+        self.again = False  # True while a layer is recomputed in a backward pass
 
     def enter(self, key: Key, layer: str, call: int = 0, op: int = 0) -> None:
         """Set the place of the next random call; ``op`` is the number of earlier ones in this call of the layer."""

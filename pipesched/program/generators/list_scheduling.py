@@ -50,7 +50,7 @@ def backward_first(
             its oldest unfinished micro-batch. The window with the shortest makespan is used, because running ahead as
             far as memory allows can be slower.
         forward_time: the time of a forward, the same for all stages, in any unit.
-        backward_time: the time of a backward, the same for all stages, in the same unit.
+        backward_time: the time of a B, the same for all stages, in the same unit.
 
     Raises:
         ScheduleError: ``max_in_flight`` is less than the number of chunks per rank.

@@ -161,7 +161,7 @@ _GROUP_BYTES = DELIVERED_BYTES
 def weight_grad(products: Sequence[Product]) -> None:
     """W: compute the weight gradients, sum them over each weight's uses, and accumulate them through autograd."""
     uses: _Uses = {}
-    for product in reversed(products):  # the order of a backward
+    for product in reversed(products):  # the order of a backward pass
         for index, weight in enumerate(product.weights):
             uses.setdefault(weight, []).append((product, index))
     roots = [_Delivery.apply(group, *group) for group in _groups(uses)]  # type: ignore[no-untyped-call]
