@@ -161,14 +161,13 @@ def check_class_state(
             continue
         example = users[0] or type(model).__name__
         modules = (
-            f"its only module ({example!r}) is"
+            f"the only module of class {owner.__name__} ({example!r}) is"
             if len(users) == 1
-            else f"all {len(users)} of its modules (such as {example!r}) are"
+            else f"all {len(users)} modules of class {owner.__name__} (such as {example!r}) are"
         )
         raise GraphError(
             f"layers must not share state through their class, because the schedule determines the order in which they "
-            f"run; the forward of class {owner.__name__} changes the class attribute {owner.__name__}.{name}, which "
-            f"works only if {modules} inside one layer that is called once; keep the state on the instance, as "
-            f"self.{name} or a buffer, or pass whole_layers=[...] with the name of a module that contains every module "
-            f"of this class"
+            f"run; forwards change the class attribute {owner.__name__}.{name}, which works only if {modules} inside "
+            f"one layer that is called once; keep the state on the instance, as self.{name} or a buffer, or pass "
+            f"whole_layers=[...] with the name of a module that contains every module of this class"
         )
