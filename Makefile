@@ -30,7 +30,7 @@ test-all: $(VENV)/develop ## Run all tests with every case of them, also those t
 test-fast: $(VENV)/develop ## Run the tests of schedules, simulation, partitioning and pictures, in about a minute.
 	$(BIN)/python -m pytest -n 2 --dist worksteal $(addprefix tests/,$(FAST)) $(ARGS)
 
-check: $(VENV)/develop ## Check lint, format, types, package layers, private imports and the gallery.
+check: $(VENV)/develop ## Check lint, format, types, imports between packages, uses of torch's private API, and the gallery.
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy

@@ -1,10 +1,10 @@
-"""Strangers: connects other programs to the ranks of a job, and checks whether the job survives.
+"""Strangers: connects rogue clients to the ranks of a job, and checks whether the job survives.
 
     python benchmarks/strangers.py [--only flood drip] [--ranks 3] [--steps 5] [--timeout 6]
 
-Each kind of stranger attacks one job: a pipeline over spawned ranks is built while the strangers are connected, runs
-steps with different batch sizes and an evaluation, and collects the weights. Every loss must be bit-identical to that
-of a plain loop. The exit code is the number of failed jobs.
+Each kind of client attacks one job. The job builds a pipeline over spawned ranks while the clients are connected, runs
+steps with different batch sizes and an evaluation, and collects the weights. Every loss must be bit-identical to the
+loss of a plain loop. The exit code is the number of failed jobs.
 """
 
 import argparse
@@ -34,7 +34,7 @@ from pipesched.runtime.transport import sockets
 from pipesched.runtime.transport.sockets import SocketPort
 from pipesched.testing import reference_step
 
-PATIENCE_S = 20.0  # for strangers to connect
+PATIENCE_S = 20.0  # for clients to connect
 GREETING_BYTES = 32
 NOBODY = 65534
 
@@ -42,7 +42,7 @@ Address = str | tuple[str, int]
 Say = Callable[[int], bytes]
 
 
-# ---- strangers ----------------------------------------------------------------------------------------------------
+# ---- rogue clients ------------------------------------------------------------------------------------------------
 
 
 def dial(address: Address, *, receive_bytes: int = 0) -> socket.socket | None:
@@ -220,7 +220,7 @@ class Overheard:
 def meeting(
     rank: int, kinds: list[str], folders: list[Path], num_steps: int, timeout_s: float
 ) -> list[tuple[float, str]]:
-    """Run in each rank: the seconds and the error of a job under each kind of stranger."""
+    """Run in each rank: the seconds and the error of the job under each kind of client."""
     heard = sockets._GREETING = Overheard(sockets._GREETING)
     make, SocketPort._connect = SocketPort.__init__, heard.connected(SocketPort._connect)
     results = []
@@ -277,7 +277,7 @@ def job(rank: int, kind: str, folder: Path, num_steps: int, timeout_s: float) ->
 
 
 def main() -> int:
-    """Print a row for each kind of stranger; returns the number of failed jobs."""
+    """Print a row for each kind of client; returns the number of failed jobs."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--only", nargs="*", choices=KINDS, default=list(KINDS))
     parser.add_argument("--ranks", type=int, default=3)
@@ -289,7 +289,7 @@ def main() -> int:
         folders = [Path(place) / kind for kind in options.only]
         for folder in folders:
             folder.mkdir()
-            folder.chmod(0o777)  # so that the stranger with another user can write
+            folder.chmod(0o777)  # so that the client with another user can write
         context = multiprocessing.get_context("fork")
         guard = context.Process(target=one_by_one, args=(options.only, folders, options.ranks), daemon=False)
         guard.start()
@@ -299,7 +299,7 @@ def main() -> int:
             guard.terminate()
             guard.join()
     print(f"{machine()}; {options.ranks} ranks, timeout={options.timeout:g}\n")
-    print("| stranger | what it does | job | s |\n|---|---|---|---|")
+    print("| client | what it does | job | s |\n|---|---|---|---|")
     died = 0
     for kind, *own in zip(options.only, *results, strict=True):
         texts = [text for _, text in own if text]
@@ -311,7 +311,7 @@ def main() -> int:
 
 
 def one_by_one(kinds: list[str], folders: list[Path], num_ranks: int) -> None:
-    """Run in a process without torch's threads: start each kind of stranger in turn, until its job is over."""
+    """Run in a process without torch's threads: start each kind of client in turn, until its job is over."""
     for kind, folder in zip(kinds, folders, strict=True):
         stranger = multiprocessing.get_context("fork").Process(target=attack, args=(kind, folder, num_ranks))
         stranger.start()

@@ -283,19 +283,26 @@ with {machine}, transformers {transformers}.
 - **pipesched**: the result of one training step with `Pipeline(model, sample)`, without any changes
   to the model. *same bits*: loss, gradients and buffers are bit-identical to those of the
   unpipelined loop over the same micro-batches, under `1f1b` and `zb-h1`.
-- **work %**: each stage's share of the counted work (floating-point operations, plus ten for each
-  byte of results) if the cut balances this work, as in the tests. **time %**: each stage's share of
-  the measured time if the cut balances this time, as `Pipeline` does by default. With four stages,
-  25 for each stage would be perfectly balanced. For these layers, no other cut makes the largest
-  share smaller.
-- **torch, loss outside**: torch's tracer, on the model without labels; a loss function is applied
-  to the output. **torch, own loss**: torch's tracer, on the model with labels, which computes its
-  own loss. Both use `Schedule1F1B` and the cut by counted work. Decoders get `use_cache=False`,
-  because torch cannot trace any of them otherwise. Each rank receives the inputs that its stage
-  takes, as keyword arguments. *works*: a step succeeds and, in a repetition without dropout, all
-  gradients equal those of the plain loop within rounding. Otherwise the cell lists the gradients
-  that are wrong, or shows the first line of the error. An empty cell means that the model cannot
-  run without labels, or does not compute a loss itself.
+- **work %**: each stage's share of the work if the cut balances the work, as in the tests. Work is
+  the number of floating-point operations, plus ten for each byte of results.
+- **time %**: each stage's share of the measured time if the cut balances the time, as `Pipeline`
+  does by default.
+- **torch, loss outside**: torch's tracer, on the model without labels. A loss function is applied
+  to the model's output.
+- **torch, own loss**: torch's tracer, on the model with labels. The model computes its own loss.
+
+In the two columns of shares, four perfectly balanced stages would have 25 each. No other cut of
+these layers has a smaller largest share.
+
+In the two columns for torch, the schedule is `Schedule1F1B`, and the cut balances the work. Each
+rank receives the inputs of its stage as keyword arguments. Decoders get `use_cache=False`, because
+torch cannot trace any of them otherwise. The cells contain:
+
+- *works*: a step succeeds, and in a repetition without dropout all gradients equal those of the
+  plain loop within rounding;
+- *wrong gradients*: a parameter whose gradient differs, and the number of other such parameters;
+- any other text: the first line of the error;
+- nothing: the model cannot run without labels, or does not compute a loss itself.
 
 Wav2Vec2, OPT, BART and Whisper run with `layerdrop=0`. Otherwise they would skip layers at random,
 but the stages of a pipeline always run the layers that ran for the sample. Mamba and ResNet have no

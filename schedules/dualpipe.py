@@ -6,7 +6,7 @@ from pipesched.program.generators.dual_pipe import eight_steps
 
 @schedule("dualpipe", placement=v, num_chains=2)
 def dualpipe(rank: int, shape: Shape) -> Order:
-    """Micro-batches start at both ends; forwards of one direction overlap backwards of the other. DeepSeek-AI 2024.
+    """Micro-batches start at both ends; each F in one direction overlaps with a B in the other. DeepSeek-AI 2024.
 
     Each rank holds one stage of each direction, so there are two copies of each stage's weights, on different ranks;
     their gradients are summed after the step. In an overlapping pair, the communication of one action is hidden behind

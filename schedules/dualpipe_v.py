@@ -6,7 +6,7 @@ from pipesched.program.generators.dual_pipe import eight_steps
 
 @schedule("dualpipe-v", placement=v, chunks_per_rank=2)
 def dualpipe_v(rank: int, shape: Shape) -> Order:
-    """Two chunks per rank, down the ranks and up again; forwards of one chunk overlap backwards of the other.
+    """Two chunks per rank, down the ranks and up again; each F of one chunk overlaps with a B of the other.
 
     DeepSeek-AI 2025 (github.com/deepseek-ai/DualPipe): the V placement of Qi et al. 2023 with the order of DualPipe,
     arXiv:2412.19437. In an overlapping pair, the communication of one action is hidden behind the computation of the

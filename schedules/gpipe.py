@@ -1,11 +1,11 @@
-"""GPipe: all forwards, then all backwards (Huang et al. 2019, arXiv:1811.06965)."""
+"""GPipe: all forward passes, then all backward passes (Huang et al. 2019, arXiv:1811.06965)."""
 
 from pipesched.order import Order, Shape, schedule
 
 
 @schedule("gpipe")
 def gpipe(rank: int, shape: Shape) -> Order:
-    """All forwards, then all backwards. GPipe, Huang et al. 2019.
+    """All forward passes, then all backward passes. GPipe, Huang et al. 2019.
 
     rank 0 | F0 F1 F2 F3             B0 B1 B2 B3
     rank 1 |    F0 F1 F2 F3       B0 B1 B2 B3

@@ -9,8 +9,8 @@ from pipesched.order import Order, Shape, loop, schedule
 def interleaved_1f1b(rank: int, shape: Shape) -> Order:
     """1F1B over v chunks per rank, to make the bubble v times smaller. Megatron-LM, Narayanan et al. 2021.
 
-    Micro-batches run in groups of p or more. The forwards of a group run chunk by chunk; its backwards run in the
-    reverse order of chunks.
+    Micro-batches run in groups of p or more. The forward passes of a group run chunk by chunk; its backward passes
+    run in the reverse order of chunks.
 
     Bubble (p-1)(F+B)/v; rank 0 holds p + (p-1)/v micro-batches.
     """

@@ -9,7 +9,7 @@ from pipesched.order import Order, Shape, loop, schedule
 def interleaved_zb(rank: int, shape: Shape) -> Order:
     """Interleaved 1F1B with a cool-down filled by weight gradients. Qi et al. 2023.
 
-    On rank r, the weight gradients run r backwards later than the input gradients.
+    On rank r, each weight gradient is computed r backward passes after the corresponding input gradient.
 
     Bubble (p-1)(F+I-min(F,W))/v if m is a multiple of p; every rank holds at most p micro-batches.
     """

@@ -109,7 +109,7 @@ class Capture:
     output_form: Any = None
     #: Names of modules that must not be cut because of their own code.
     indivisible: set[str] = field(default_factory=set)
-    #: Modules whose own code reads the contents of tensors and then calls layers inside the module.
+    #: Modules whose own code reads the values of tensors and then calls layers inside the module.
     deciding: set[str] = field(default_factory=set)
     #: Class attributes that each forward changes; see ``class_state``.
     changed_classes: tuple[ClassAttribute, ...] = ()

@@ -311,7 +311,7 @@ class _Run(TorchFunctionMode):
             if tensor.is_meta:
                 self._error = GraphError(
                     f"a call may only take the model's inputs and tensors that other calls returned; {call} takes a "
-                    f"tensor of another origin, and that tensor has no contents in this stage; create that tensor "
+                    f"tensor of another origin, and that tensor has no values in this stage; create that tensor "
                     f"with torch functions (not inside vmap or another library), or in a layer"
                 )
                 raise self._error

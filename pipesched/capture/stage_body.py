@@ -40,7 +40,7 @@ class Body(Protocol):
         """Return a stage body that runs copies of the layers, for another thread."""
 
     def inputs(self, inputs: Any) -> Any:
-        """Return the model's inputs (args, kwargs) without the contents of tensors that this stage does not need."""
+        """Return the model's inputs (args, kwargs), with meta tensors for the tensors that this stage does not need."""
 
     def run(self, inputs: Any, arrived: tuple[Any, ...], call: CallLayer, random: KeyedRandom) -> Any:
         """Compute the stage's output.

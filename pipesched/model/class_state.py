@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from pipesched.errors import GraphError
 from pipesched.model.state_guard import GROWING, attributes_of, has_attributes, is_of_user, same_bits, unchanged
 from pipesched.tensors.payload import pytree
-from pipesched.units import counted
 
 __all__ = ["ClassAttribute", "ClassState", "changed_classes", "check_class_state", "class_state", "set_class_state"]
 
@@ -40,7 +39,7 @@ ClassState = Mapping[ClassAttribute, _Held]
 
 
 class _Contents:
-    """A tensor's contents, compared by version and bits. Writes through ``.data`` do not change the version."""
+    """A tensor's values, compared by version and bits. Writes through ``.data`` do not change the version."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor
@@ -109,8 +108,8 @@ def changed_classes(
 ) -> tuple[ClassState, tuple[ClassAttribute, ...]]:
     """Find the class attributes that forwards change.
 
-    If a forward changed any, a second forward runs with other tensor contents. Attributes that are set only once, or
-    always to the same value, do not count as changed by each forward.
+    If a forward changed any, a second forward runs with other values in its tensors. Attributes that are set only once,
+    or always to the same value, do not count as changed by each forward.
 
     Args:
         model: the user's module.
@@ -128,14 +127,14 @@ def changed_classes(
     if not changed:
         return made, ()
     for inputs in (pytree.tree_map_only(Tensor, _other, sample), sample):
-        with suppress(Exception):  # the model may not accept these contents
+        with suppress(Exception):  # the model may not accept these values
             forward(*unchanged(inputs))
             return made, _differing(first, class_state(model))
     return made, changed
 
 
 def _other(tensor: Tensor) -> Tensor:
-    """Return a tensor of the same type and shape with different contents. Numbers from 0 to 1 stay in that range."""
+    """Return a tensor of the same type and shape with different values. Numbers from 0 to 1 stay in that range."""
     rows = tensor.detach().flip(0) if tensor.dim() else tensor.detach().clone()
     return rows * 0.5 + 0.25 if rows.is_floating_point() else rows
 
@@ -160,10 +159,15 @@ def check_class_state(
         }
         if len(homes) == 1 and (home := homes.pop()) and list(calls).count(home) == 1:
             continue
+        example = users[0] or type(model).__name__
+        modules = (
+            f"the only module of class {owner.__name__} ({example!r}) is"
+            if len(users) == 1
+            else f"all {len(users)} modules of class {owner.__name__} (such as {example!r}) are"
+        )
         raise GraphError(
             f"layers must not share state through their class, because the schedule determines the order in which they "
-            f"run; forwards change {owner.__name__}.{name}, but the {counted(len(users), 'module')} of class "
-            f"{owner.__name__} (such as {users[0] or type(model).__name__!r}) {'is' if len(users) == 1 else 'are'} not "
-            f"inside a single layer that is called only once; keep the state on the instance, as self.{name} or a "
-            f"buffer, or pass whole_layers=[...] with the name of a module that contains all of these modules"
+            f"run; forwards change the class attribute {owner.__name__}.{name}, which works only if {modules} inside "
+            f"one layer that is called once; keep the state on the instance, as self.{name} or a buffer, or pass "
+            f"whole_layers=[...] with the name of a module that contains every module of this class"
         )

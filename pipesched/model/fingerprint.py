@@ -22,7 +22,7 @@ def fingerprint(*parts: Any) -> str:
 def form_of(value: Any) -> list[Any]:
     """Return the properties of a module or a sample on which the measured costs depend.
 
-    For modules these are classes, code and settings; for tensors they are shapes and types, but not contents.
+    For modules these are classes, code and settings; for tensors they are shapes and types, but not values.
     """
     if isinstance(value, nn.Module):
         return list(_of_module(value))

@@ -1,8 +1,8 @@
 """Initialization: fills a model on the meta device; each rank creates only the weights of its own stages.
 
-A model of any size is built and captured without contents, and cut. Then each rank creates the weights of its own
-stages. The random numbers for a module's weights are seeded with the seed and the module's name. The weights are
-therefore bit-identical for every cut, whichever rank creates them.
+A model of any size is built and captured on the meta device, and cut into stages. Then each rank creates the weights of
+its own stages. The random numbers for a module's weights are seeded with the seed and the module's name. The weights
+are therefore bit-identical for every cut, whichever rank creates them.
 """
 
 import hashlib
@@ -38,7 +38,7 @@ _RESET = "reset"
 _SHOWN = 5
 
 
-# ---- building without contents ----------------------------------------------------------------------------------
+# ---- building without weights -----------------------------------------------------------------------------------
 
 
 def check_model(model: Any) -> None:
@@ -117,7 +117,7 @@ class Initial:
 
     Raises:
         InputError: there is nothing to fill, or names or shapes do not fit the model.
-        GraphError: parameters without contents have hooks, or the loss module has no contents.
+        GraphError: parameters on the meta device have hooks, or the loss module is on the meta device.
 
     """
 
@@ -127,7 +127,7 @@ class Initial:
         self._empty = lacks_contents(model)
         if init is not None and not self._empty:
             raise InputError(
-                f"init= requires a model on the meta device; every weight of this {type(model).__name__} has contents; "
+                f"init= requires a model on the meta device; no weight of this {type(model).__name__} is on it; "
                 f"build the model under torch.device('meta'), pass a function that builds it, or use load_state_dict"
             )
         if isinstance(loss_fn, nn.Module) and lacks_contents(loss_fn):
@@ -163,7 +163,7 @@ class Initial:
         """Fill the tensors that ranks of this process hold, and the buffers that belong to no layer.
 
         Raises:
-            GraphError: some tensors have no source of contents. All ranks of a mesh raise it.
+            GraphError: nothing fills some of the tensors. All ranks of a mesh raise it.
 
         """
         if not self._empty:
@@ -213,12 +213,12 @@ class Initial:
             raise
 
     def _drawn(self, unit: "_Unit") -> list[tuple[str, Tensor, Tensor]]:
-        """Run the initialization code of a unit's modules, while only the tensors of this unit have contents.
+        """Run the initialization code of a unit's modules, while all other tensors are on the meta device.
 
         The random numbers therefore do not depend on which other units this rank fills.
 
         Returns:
-            (name, tensor, contents) for each tensor of the unit.
+            (name, tensor, values) for each tensor of the unit.
 
         """
         held = [(place, tensor, _unwritten(tensor)) for place, tensor in unit.empty]
@@ -243,8 +243,8 @@ def _check_hooks(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if parameter.is_meta and (parameter._backward_hooks or parameter._post_accumulate_grad_hooks):
             raise GraphError(
-                f"hooks may only be registered on parameters with contents; {name!r} has hooks and is on the meta "
-                f"device; register them after building the pipeline"
+                f"parameters on the meta device must not have hooks; {name!r} is on the meta device and has hooks; "
+                f"register the hooks after building the pipeline"
             )
 
 
@@ -273,8 +273,8 @@ def _check_form(given: Mapping[str, Tensor], name: str, tensor: Tensor) -> None:
     files = isinstance(given, WeightFiles)
     if not files and (not isinstance(given[name], Tensor) or given[name].is_meta):
         raise InputError(
-            f"weights must be a mapping from names to tensors with contents; {name!r} is {shown(given[name])}; pass "
-            f"the state_dict of a filled model"
+            f"weights must be a mapping from names to tensors that are not on the meta device; {name!r} is "
+            f"{shown(given[name])}; pass the state_dict of a model with weights"
         )
     shape = given.shape(name) if isinstance(given, WeightFiles) else tuple(given[name].shape)
     dtype = given.dtype(name) if isinstance(given, WeightFiles) else given[name].dtype

@@ -340,7 +340,7 @@ def set_aside(*roots: Any) -> Iterator[None]:
 
 @contextmanager
 def no_graph(model: nn.Module) -> Iterator[None]:
-    """Enable grad mode while no parameter requires a gradient, so that forwards keep nothing for a backward."""
+    """Enable grad mode while no parameter requires a gradient, so that forwards keep nothing for a backward pass."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     try:
         for parameter in trained:

@@ -50,13 +50,13 @@ class ActivationOption:
 def with_copies(forward: Any, ticks: Any, copies: Any) -> Any:
     """Return the ticks that a stage takes for one micro-batch, including copies to the host and back.
 
-    Each copy overlaps with one compute action. In 1F1B the copy to the host overlaps with a backward and the copy back
+    Each copy overlaps with one compute action. In 1F1B the copy to the host overlaps with a B and the copy back
     with a forward; in GPipe it is the other way round. An action takes at least as long as the copy that overlaps with
     it.
 
     Args:
         forward: the ticks of the layers' forwards, as a number or an array.
-        ticks: the ticks of all compute: forwards, backwards and recomputation.
+        ticks: the ticks of all compute actions: forward passes, backward passes and recomputation.
         copies: the ticks of the copies to the host. The copies back take the same time.
 
     """

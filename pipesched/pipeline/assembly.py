@@ -52,7 +52,7 @@ class AssemblySpec:
     loss_fn: Callable[[Any, Any], Any] | None
     layered: LayeredModel
     layers: dict[str, nn.Module]  #: name -> layer; ``wrap`` may replace some
-    initial: Initial  #: fills a model built without contents
+    initial: Initial  #: fills a model built on the meta device
     batch_norm: BatchNormMode
     compiled: Callable[[torch.device], Compiled | None]  #: the compiler of layers on a device
     wrap: Wrap | None

@@ -17,7 +17,7 @@ __all__ = ["OpenPass", "attach", "deliver_input_grads"]
 
 @dataclass
 class OpenPass:
-    """A forward pass of a batch whose backwards have not run yet."""
+    """The forward pass of a batch; its backward passes have not run yet."""
 
     batch: Batch
     step_data: StepData
@@ -25,7 +25,7 @@ class OpenPass:
     weighting: Weighting | None = None  #: the weighting of the loss, if the loss is among the outputs
 
     def backward(self, grads: tuple[Tensor | None, ...]) -> list[Tensor | None]:
-        """Run the pipeline's backwards, given the gradients of the whole batch's outputs.
+        """Run the pipeline's backward passes, given the gradients of the whole batch's outputs.
 
         Returns the gradients of the inputs that require one, ordered by micro-batch.
         """
@@ -108,7 +108,7 @@ def deliver_input_grads(batch: Batch, step_data: StepData) -> None:
 class _Through(torch.autograd.Function):
     """The autograd node between the caller's graph before the inputs and the caller's graph after the outputs.
 
-    The backward of this node runs the backwards of the pipeline.
+    The backward of this node runs the backward passes of the pipeline.
     """
 
     @staticmethod

@@ -98,9 +98,9 @@ class Numerics:
             are scaled down before the update, as ``Pipeline.clip_grad_norm_`` does. Default: None (not clipped).
         norm_type: the order of the norm that ``clip_grad_norm`` limits; ``math.inf`` for the largest absolute value.
             Default: 2.
-        scaler: a ``torch.amp.GradScaler``, for training in float16 under autocast. Backwards start from the scaled
-            loss, and ``step`` returns the unscaled loss. If a gradient of any stage overflows, no stage is updated.
-            Without ``optimizer=``, call ``scaler.unscale_(optimizer)``, ``scaler.step(optimizer)`` and
+        scaler: a ``torch.amp.GradScaler``, for training in float16 under autocast. Backward passes start from the
+            scaled loss, and ``step`` returns the unscaled loss. If a gradient of any stage overflows, no stage is
+            updated. Without ``optimizer=``, call ``scaler.unscale_(optimizer)``, ``scaler.step(optimizer)`` and
             ``scaler.update()`` after each step, on every rank. Default: None (the loss is not scaled).
         on_nonfinite: the reaction of a step to a loss or gradient that is infinite or NaN: "raise" an ExecutionError
             before the update, "skip" the update on all ranks and warn (requires ``optimizer=``), or only "warn". The

@@ -447,7 +447,7 @@ class Pipeline(SavingInterface):
             loss.backward()
 
         In training mode with gradients enabled, the output can be differentiated once, in one process. ``backward()``
-        then runs the stages' backwards in GPipe's order and adds the gradients of parameters to ``.grad``, but
+        then runs the stages' backward passes in GPipe's order and adds the gradients of parameters to ``.grad``, but
         never updates weights: with ``optimizer=``, step the optimizers in ``pipe.optimizers`` yourself.
         ``torch.autograd.grad`` returns gradients of inputs only. Under ``no_grad`` or in evaluation mode only forwards
         run.
@@ -558,8 +558,9 @@ class Pipeline(SavingInterface):
         """The optimizers that ``optimizer=`` created, keyed by stage number.
 
         Use them to save optimizer states or to attach learning rate schedulers. Reading this property calls
-        ``flush()``. If you keep an optimizer or a scheduler, call ``flush()`` before each change to it: otherwise an
-        update of an asynchronous schedule that is under way may use either the old or the new learning rate.
+        ``flush()``. If you hold a reference to an optimizer or scheduler, call ``flush()`` before you change it.
+        Otherwise, with an asynchronous schedule, an update already in progress may use either the old or the new
+        learning rate.
         """
         self.flush()
         return self._running.assembly.optimizers

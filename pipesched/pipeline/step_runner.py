@@ -174,7 +174,7 @@ class StepRunner:
         return self._differentiable(call, host)
 
     def _differentiable(self, call: StepCall, host: ThreadRanks) -> Any:
-        """Run the forwards now. The backwards run when the caller differentiates the output."""
+        """Run the forward passes now. The backward passes run when the caller differentiates the output."""
         assembly = self._running.assembly
         program = assembly.programs.of(len(call.batch.rows)).open_pass
         forwards, backwards = halves(program)

@@ -41,7 +41,7 @@ class Candidate:
     schedule: Schedule
     num_ranks: int
     num_microbatches: int
-    #: Whether the schedule splits backwards into I and W.
+    #: Whether the schedule splits each B into I and W.
     splits: bool
     checkpoint: Checkpoint = "never"
 
@@ -57,7 +57,7 @@ class Candidate:
 
     @property
     def order(self) -> tuple[int, bool, bool, str, int, int]:
-        """Sort key that puts simpler candidates first: fewer chunks, whole backwards, schedules that need no search."""
+        """Sort key that puts simpler candidates first: fewer chunks, no split of B, schedules that need no search."""
         return (
             self.schedule.chunks_per_rank,
             self.splits,
@@ -139,7 +139,7 @@ def candidates(
 
 
 def _variants(schedule: Schedule, *, chosen: bool) -> Iterator[tuple[Schedule, bool]]:
-    """Yield the schedule with each number of chunks to try, and whether this variant splits backwards."""
+    """Yield the schedule with each number of chunks to try, and whether this variant splits each B into I and W."""
     if "chunks_per_rank" not in schedule.options:
         variants = [schedule]
     else:

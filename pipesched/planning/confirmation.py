@@ -263,7 +263,7 @@ def _stage_times(
 ) -> list[StageTimes]:
     """Return the times of each stage per micro-batch, corrected by the measured steps.
 
-    Each time is the sum over the layers of the stage x the ratio of measured to predicted time.
+    Each time is the sum of the layers' known times, multiplied by the stage's ratio of measured to predicted time.
     """
     stages: dict[int, list[StageComparison]] = {}
     for step in steps:
@@ -286,10 +286,10 @@ def _slower(steps: Sequence[StageComparison]) -> dict[str, float]:
 
 
 def _ratio(steps: Sequence[Mapping[Kind, Pair]], kinds: Sequence[Kind], others: Sequence[Kind]) -> float:
-    """Return the ratio of measured to predicted time of some kinds of actions, as the median over steps.
+    """Return the median over all steps of measured time / predicted time, for the actions of ``kinds``.
 
-    For a step without actions of ``kinds``, its actions of ``others`` are used instead. The ratio is 1 for a step with
-    neither, and if the predicted time is 0.
+    If a step has no such actions, its actions of ``others`` are used. If it has neither, or if the predicted time is 0,
+    the step's ratio is 1.
     """
     ratios = []
     for seconds in steps:

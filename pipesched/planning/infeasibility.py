@@ -202,7 +202,7 @@ class FittingPlans:
     def others(self, search: SearchRequest) -> list[Candidate]:
         """Return all candidates, starting with the candidates that are likely to need the least memory.
 
-        Also starts the effort budget that ``has_time`` checks.
+        Also sets the effort budget that ``has_time`` checks.
         """
         lean = self.lean(search)
         self._until = self._effort.left - _A_PASS * lean.effort_in_need

@@ -110,7 +110,7 @@ class LeanCandidates:
 
     @cached_property
     def _kept_bytes(self) -> tuple[int, int]:
-        """Returns the bytes that the layers hold throughout a step, and the bytes of their gradients."""
+        """Return the bytes that the layers hold throughout a step, and the bytes of their gradients."""
         profile = self._search.profile
         whole = profile.costs([list(self._search.pins.layers)], min(profile.graphs))
         return whole.weight_bytes[0] + whole.buffer_bytes[0] + whole.optimizer_bytes[0], whole.gradient_bytes[0]

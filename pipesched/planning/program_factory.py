@@ -266,7 +266,7 @@ class StepPrograms:
 
     @cached_property
     def open_pass(self) -> Program:
-        """The program with all forwards, then all backwards, and transfers between ranks."""
+        """The program that runs all forwards and then all backward passes, with transfers between ranks."""
         return lower(add_recompute(forward_then_backward(self.plain), self._factory.checkpoint))
 
 
@@ -347,6 +347,7 @@ def _fixed(program: Program, num_devices: int, request: PlanRequest) -> Program:
     if not program.is_chains or program.forward_only:
         raise ScheduleError(
             "a pipeline can only train a chain of stages, or several chains over the same weights; this program has a "
-            "different stage graph, or no backwards; pass a program with such a stage graph and with backwards"
+            "different stage graph, or no backward passes; pass a program with such a stage graph and with backward "
+            "passes"
         )
     return program

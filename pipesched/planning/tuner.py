@@ -195,9 +195,10 @@ class Tuner:
 
         The bound is the time of evenly divided work or, if longer, of the slowest layer.
 
-        With one stage per rank and whole backwards, each rank's time is its work on all micro-batches, plus the work of
-        all earlier ranks on one micro-batch, for which it waits. The longest of these times is smallest if the work per
-        micro-batch decreases by a factor of 1 - 1/count from rank to rank, where count is the number of micro-batches.
+        With one stage per rank and B instead of I and W, each rank's time is its work on all micro-batches, plus the
+        work of all earlier ranks on one micro-batch, for which it waits. The longest of these times is smallest if the
+        work per micro-batch decreases by a factor of 1 - 1/count from rank to rank, where count is the number of
+        micro-batches.
         """
         count = candidate.num_microbatches
         if count not in self._work:
@@ -314,8 +315,8 @@ class Tuner:
 def _work(graph: "nx.DiGraph[str]") -> tuple[float, float, float]:
     """Return three times in seconds, each for one micro-batch on all layers or on one layer.
 
-    The first is the sum over all layers, with the faster of a whole and a split backward for each layer. The second is
-    the sum with whole backwards only. The third is the time of the slowest layer, with the faster of its backwards.
+    The first is the sum over all layers, with the faster of B and I + W for each layer. The second is the sum with B
+    only. The third is the time of the slowest layer, with the faster of B and I + W.
     """
     layers = [costs_of(graph, name) for name in graph]
     each = [own.forward_s + min(own.backward_s, own.input_grad_s + own.weight_grad_s) for own in layers]

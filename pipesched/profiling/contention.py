@@ -67,7 +67,7 @@ def crowd(
 
 
 def _round(lap: TimingRun) -> float:
-    """Return the seconds that the layers take in two forwards, one whole backward and one split backward.
+    """Return the seconds that the layers take in two F, one B, one I and one W.
 
     Work between layers that only serves the measurement is not included, because it slows other threads down more than
     layers do.

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# As in tensors/memory_tracker.py: no public mode sees the operations of backwards.
+# As in tensors/memory_tracker.py: no public mode sees the operations of backward passes.
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipesched.runtime.stage.recompute import is_dear
@@ -23,7 +23,7 @@ __all__ = ["Layer", "Sizes", "sizes_of"]
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
-    """A layer as a stage of its own, or a whole stage, after a first run with a split backward."""
+    """A single layer that runs as a stage, or a whole stage, after a first run of F, I and W."""
 
     stage: Stage
     #: (input, whether to leave weight gradients to W) -> output, as a PerConsumer if consumers get different values.
@@ -47,7 +47,7 @@ class Sizes:
 
 
 def sizes_of(layer: Layer, arrived: Payload) -> Sizes:
-    """Measure a layer's memory with whole and split backwards, on copies of its input. Frees the layer's gradients."""
+    """Measure a layer's memory with B and with I and W, on copies of its input. Frees the layer's gradients."""
     books = books_of(layer.stage.device)
     for weight in layer.weights:
         weight.grad = None
@@ -102,7 +102,7 @@ class _Dear(_Notes, TorchDispatchMode):
 
 
 class _Pass:
-    """Measures one forward and one backward, whole or split.
+    """Measures one forward, and either B or I and W.
 
     Input and output are counted only to the extent that the stage keeps them. F, B, I and W are the forward, the whole
     backward, the input gradient and the weight gradient. The attributes hold bytes:

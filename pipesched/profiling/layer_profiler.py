@@ -341,7 +341,7 @@ class _Held(nn.Module):
 
 
 class _Alone:
-    """A layer as a stage that has already run once with a split backward. ``caller`` holds the autocast settings."""
+    """A layer that runs as a stage, after a first run of F, I and W. ``caller`` holds the autocast settings."""
 
     def __init__(self, lap: TimingRun, subject: Subject, device: torch.device, caller: Caller) -> None:
         self._lap = lap

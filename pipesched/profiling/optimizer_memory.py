@@ -17,7 +17,7 @@ from pipesched.tensors.memory_tracker import Ledger
 
 __all__ = ["Upkeep", "another", "upkeep_of"]
 
-_SMALL = 8  # the largest dimension of a stand-in with contents
+_SMALL = 8  # the largest dimension of a stand-in that is not on the meta device
 
 
 class Upkeep(NamedTuple):

@@ -126,7 +126,7 @@ class Run(Protocol):
 
 
 def _chains(over: Sequence[tuple[int, ...]], num_ranks: int, num_microbatches: int = _MICROBATCHES) -> Program:
-    """Return a program of parallel chains of stages, each over the given ranks: all forwards, then all backwards."""
+    """Return a program of parallel chains of stages, each over the given ranks: all F, then all B."""
     orders: list[list[Action]] = [[] for _ in range(num_ranks)]
     placement = tuple(rank for ranks in over for rank in ranks)
     for stage, rank in enumerate(placement):

@@ -14,8 +14,8 @@ __all__ = ["Measured", "doubt", "doubt_of_sum"]
 
 _HEAVY = 0.05  # a layer is checked if it takes more than this fraction of all layers' time
 _LEAST_S = 2e-4  # seconds; shorter layers are too noisy to check
-_BACKWARD = 1, 4  # least and most time of a backward, as a multiple of the forward
-_BYTES_PER_S = 1e9  # slowest rate at which a backward writes large gradients
+_BACKWARD = 1, 4  # least and most time of a backward pass, as a multiple of the forward
+_BYTES_PER_S = 1e9  # slowest rate at which a backward pass writes large gradients
 _ALIKE = 2  # the largest ratio between the times of identical layers
 _SUM = 0.1  # tolerated difference from the model's time, as a fraction of it
 

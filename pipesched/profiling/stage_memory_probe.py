@@ -40,7 +40,7 @@ class StageSizes:
     """The memory needs of a stage."""
 
     memory: LayerMemory
-    #: The peak bytes of a forward that keeps nothing for a backward, without the input of the forward.
+    #: The peak bytes of a forward that keeps nothing for a backward pass, without the input of the forward.
     dropping_bytes: int
     #: Parameter name -> the parameter's size in bytes.
     parameters: Mapping[str, int]

@@ -1,7 +1,7 @@
-"""Timing run: times layers together, forwards in order and then backwards in reverse order.
+"""Timing run: times layers together, first their forwards in order, then their backward passes in reverse order.
 
 The caches are then in the same state as in a step: a layer's input has just been written, and its weights were last
-used in the previous round. One backward runs through all layers and records when it reaches each layer, so work
+used in the previous round. One backward pass runs through all layers and records when it reaches each layer, so work
 between layers is not counted. Layers run on copies of their weights.
 """
 
@@ -52,14 +52,14 @@ class Subject:
 
 @dataclass(eq=False, kw_only=True)
 class Run:
-    """The state of a round between its forwards and its backwards; each list has one entry for each layer."""
+    """The state of a round between its forwards and its backward passes; each list has one entry for each layer."""
 
-    #: Whether the backwards leave weight gradients to W.
+    #: Whether the backward passes leave weight gradients to W.
     deferred: bool
     #: The output of the last measured layer.
     output: Any = None
     turns: list["_Turn"] = field(default_factory=list)
-    #: For each layer with a backward, the tensor from which this backward starts.
+    #: For each layer with a backward pass, the tensor from which it starts.
     roots: list[Tensor] = field(default_factory=list)
     #: The deferred weight gradients.
     products: list[list[Product]] = field(default_factory=list)
@@ -113,7 +113,7 @@ class TimingRun(nn.Module):
     # ---- rounds, each of which adds its times to the subjects ------------------------------------------------------
 
     def round(self, *, split: bool = False, clock: "Clock | None" = None) -> Run:
-        """Run all forwards, and then all whole backwards or, with ``split``, all input gradients."""
+        """Run F of all layers, and then B of all layers or, with ``split``, I of all layers."""
         own = clock or Clock(self._device)
         self._deferral.begin()
         run = Run(deferred=split and self._deferral.decide(0, lambda: None))
@@ -151,7 +151,7 @@ class TimingRun(nn.Module):
     def correct(self) -> None:
         """Correct the times for effects of the measurement.
 
-        - Recording the start of a backward takes time. Therefore the time of a layer without work is subtracted.
+        - Recording the start of a backward pass takes time. Therefore the time of a layer without work is subtracted.
         - Computing weight gradients layer by layer takes longer than one call for all layers. Therefore the time of
           that call is divided among the layers.
         - Short disturbances occur in every step, but a layer's median contains none. Therefore the layers' times are
@@ -211,7 +211,7 @@ class TimingRun(nn.Module):
         return unchanged(given.with_wanted(enter(given.wanted) if given.wanted else ()))
 
     def backwards(self, run: Run, clock: "Clock", column: str) -> None:
-        """Run the whole backwards, or the input gradients, of all layers, the last layer first."""
+        """Run the B or I of all layers, the last layer first."""
         with self._backward_mode[run.deferred], self._deferral.unnoted():
             if run.roots:
                 with _naming_turn(run.turns, self._device):
@@ -222,13 +222,13 @@ class TimingRun(nn.Module):
             end = turn.note(column, end)
 
     def weight_grads(self, products: Sequence[Product]) -> None:
-        """Compute the weight gradients that the split backwards have deferred."""
+        """Compute the weight gradients that I has deferred."""
         with self._backward_mode[False]:
             weight_grad(products)
 
 
 class _AddedLosses:
-    """Collects the losses that a layer adds. Their backward counts as part of the layer's backward."""
+    """Collects the losses that a layer adds. Their backward pass counts as part of the layer's backward pass."""
 
     def __init__(self) -> None:
         self._losses: list[Tensor] = []
@@ -282,7 +282,7 @@ class Clock:
 
 
 class _Turn:
-    """The start of one layer's backward, with the shapes and types of the gradients that it receives."""
+    """The start of one layer's backward pass, with the shapes and types of the gradients that it receives."""
 
     def __init__(self, subject: Subject, clock: Clock, leaves: Sequence[Tensor]) -> None:
         self.subject = subject
@@ -300,7 +300,7 @@ class _Turn:
         return ones
 
     def note(self, column: str, end: Any) -> Any:
-        """Record that the layer's backward ended at ``end``. Returns the time at which the previous backward ended."""
+        """Record that the layer's backward pass ended at ``end``. Return the end of the previous backward pass."""
         if self.came is None:
             self._clock.note(self.subject, column, end, end)
             return end
@@ -309,7 +309,7 @@ class _Turn:
 
 
 class _Begin(torch.autograd.Function):
-    """Marks the start of a layer's backward.
+    """Marks the start of a layer's backward pass.
 
     The _Turn must not hold the graph, because the garbage collector cannot find a reference cycle through the graph.
     """
@@ -335,7 +335,7 @@ def _naming(subject: Subject, device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def _naming_turn(turns: Sequence[_Turn], device: torch.device) -> Iterator[None]:
-    """Add a note to exceptions that names the layer whose backward was running."""
+    """Add a note to exceptions that names the layer whose backward pass was running."""
     try:
         yield
     except Exception as error:

@@ -171,7 +171,7 @@ def add_recompute(program: Program, mode: Checkpoint) -> Program:
 
 
 def _next_back(program: Program) -> Mask:
-    """Return a mask of the backwards without another B, I, W or R between forward and backward."""
+    """Return a mask of the actions B and I that have no other B, I, W or R between them and their forward."""
     columns = program.columns
     rows = np.flatnonzero(columns.are(*BACKWARDS, Kind.W, Kind.R))
     forwards = program.index.rows(Kind.F, columns.stage[rows], columns.microbatch[rows])
@@ -315,7 +315,7 @@ def _last_of_stages(columns: Columns, *kinds: Kind) -> tuple[Ints, Ints]:
 
 
 def forward_then_backward(program: Program) -> Program:
-    """Return a program with all forwards first, then all full backwards, each in the program's order, and no updates.
+    """Return a program with all F first, then all B, each in the program's order, and no updates.
 
     The result is GPipe over the same placement. It is valid if the program is: removing actions and moving forwards to
     the front adds no dependency cycle.

@@ -83,8 +83,8 @@ class Shape:
     def interleaved(self, rank: int) -> tuple[list[int], list[int]]:
         """Return the order of a rank's chunks in interleaved 1F1B (Megatron-LM, Narayanan et al. 2021).
 
-        Micro-batches run group by group (see `groups`). In a group, forwards run chunk by chunk, and backwards run from
-        the last chunk to the first.
+        Micro-batches run group by group (see `groups`). In a group, forward passes run chunk by chunk, and backward
+        passes run from the last chunk to the first.
 
         Returns:
             The stage of each forward, and the stage of each backward.
@@ -155,7 +155,7 @@ class Order:
         self._add(stage, _B)
 
     def I(self, stage: int) -> None:  # noqa: E743
-        """Append the input gradients of a backward. A W for the same micro-batch must follow."""
+        """Append the input gradients (I) of the next micro-batch. A W for the same micro-batch must follow."""
         if self._add(stage, _B):
             self._numbers[-1] += (_I - _B) * self._limit
             self._owed.setdefault(stage, deque()).append(self._numbers[-1] + (_W - _I) * self._limit)
@@ -223,7 +223,7 @@ class Order:
         return columns
 
     def _last_slice_first(self, numbers: Ints) -> Ints:
-        """Reverse the slices of each micro-batch: backwards start with the last slice, which uses all others."""
+        """Reverse the slices of each micro-batch: its backward starts with the last slice, which uses all others."""
         whole, part = np.divmod(numbers, self._shape.slices_per_microbatch)
         slices: Ints = (whole + 1) * self._shape.slices_per_microbatch - 1 - part
         return slices

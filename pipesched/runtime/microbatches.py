@@ -133,7 +133,7 @@ def loss_places(output: Any) -> list[int]:
 
 
 class Weighting(NamedTuple):
-    """The weights of the micro-batches' losses, for their backwards and for the mini-batch's loss.
+    """The weights of the micro-batches' losses, for their backward passes and for the mini-batch's loss.
 
     None leaves a loss unscaled. A factor of 0 replaces the loss with zero, even if the loss is NaN.
     """
@@ -308,8 +308,8 @@ class Splitter:
             strange = [name for name in dims if name not in known]
             if strange:
                 raise InputError(
-                    f"split_dims may only name arguments of the call, 'target' and 'output'; the call has no argument "
-                    f"{strange[0]!r}; correct the name"
+                    f"the keys of split_dims must be arguments of the call, or 'target' or 'output'; the call has no "
+                    f"argument {strange[0]!r}; correct the key"
                 )
         elif isinstance(dims, Sequence) and len(dims) < num_args:
             raise InputError(

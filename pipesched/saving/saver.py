@@ -167,8 +167,8 @@ class Saver:
                 missing = [name for name in _PARTS if name not in part]
                 if missing:
                     raise CheckpointError(
-                        f"a training state must be the dict that training_state returned; it has no {missing[0]!r}; "
-                        f"pass it unchanged"
+                        f"a training state must be the dict that training_state returned; the dict that was "
+                        f"passed has no {missing[0]!r}; pass the returned dict unchanged"
                     )
             saved = given_state(parts)
             return saved, Restoring(saved, run, *states)

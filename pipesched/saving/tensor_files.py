@@ -61,14 +61,14 @@ def dtype_of(name: str) -> torch.dtype:
 
 
 def plain(tensor: Tensor, place: str) -> Tensor:
-    """Return the tensor detached. Raises CheckpointError unless it is a dense torch.Tensor with contents."""
+    """Return the tensor detached. Raises CheckpointError unless it is a dense torch.Tensor on a real device."""
     tensor = tensor.detach()
     is_dense = tensor.layout == torch.strided and not tensor.is_quantized
     if type(tensor) is not Tensor or tensor.is_meta or not is_dense:
         how = "on the meta device" if tensor.is_meta else f"a {type(tensor).__name__} of layout {tensor.layout}"
         raise CheckpointError(
-            f"a checkpoint can hold only dense torch.Tensors with contents; {place} is {how}; save this tensor "
-            "separately"
+            f"a checkpoint can hold only dense torch.Tensors that are not on the meta device; {place} is {how}; save "
+            f"this tensor separately"
         )
     return tensor
 

@@ -87,8 +87,8 @@ def lower_bound(
 def program_bound(program: Program, costs: Costs) -> float | None:
     """Return a lower bound on the makespan of all programs with this program's stages, placement and micro-batches.
 
-    The bound holds for whole and split backwards. It is weaker if the stages are not a single chain. Returns the bound
-    in seconds, or None for a forward-only program.
+    The bound holds whether or not B is split into I and W. It is weaker if the stages are not a single chain. Returns
+    the bound in seconds, or None for a forward-only program.
     """
     if program.forward_only:
         return None
@@ -191,7 +191,7 @@ class _Stage:
 
     @property
     def backward(self) -> float:
-        """The shortest time of the whole backward."""
+        """The shortest time of a whole backward pass."""
         return self.gradient + self.rest
 
     @property

@@ -40,7 +40,7 @@ class StageComparison:
 
     @property
     def work_s(self) -> Pair:
-        """The stage's total time in a step in seconds, taking for each action the median time of the action's kind."""
+        """The stage's total time per step, in seconds. Each action counts with the median time of its kind."""
         return Pair(*(sum(count * self.seconds[kind][side] for kind, count in self.counts.items()) for side in (0, 1)))
 
 
@@ -104,9 +104,9 @@ def compared(predicted: Trace, measured: Trace) -> Comparison:
 def measured_costs(traces: Sequence[Trace], num_stages: int, profiled: Costs | None = None) -> Costs:
     """Compute costs from measured traces: times are medians over each stage's actions, sizes come from ``profiled``.
 
-    If a stage ran only whole backwards, their time is split into input and weight gradients in the ratio of
-    ``profiled``; without ``profiled`` the whole time is assigned to the input gradients. If a stage ran only split
-    backwards, the time of a whole backward is the sum of the two parts. Kinds of action that did not run cost 0.
+    If a stage ran B but not I and W, the time of B is divided into I and W in the ratio of ``profiled``. Without
+    ``profiled``, the whole time counts as I. If a stage ran I and W but not B, the time of B is the sum of I and W.
+    Kinds of action that did not run cost 0.
 
     Args:
         traces: the measured steps.

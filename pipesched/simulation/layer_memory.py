@@ -156,7 +156,7 @@ class LossMemory:
         """Return the loss as a layer whose input has ``output_bytes`` bytes. The scalars of a step are included.
 
         A loss that was not measured is assumed to be cross entropy: the loss holds a tensor of the output's size, and
-        the backward of the loss creates two gradients of that size.
+        the backward pass of the loss creates two gradients of that size.
         """
         measured = self.backward_bytes > 0
         backward = self.backward_bytes if measured else 2 * output_bytes
@@ -224,12 +224,12 @@ def dropping_bytes(layers: Sequence[LayerMemory]) -> int:
 
 
 def _backwards(layers: Sequence[LayerMemory]) -> dict[str, int]:
-    """Return the transient memory of the stage's backwards, keyed by the field names of `LayerMemory`.
+    """Return the transient memory of the stage's backward passes, keyed by the field names of `LayerMemory`.
 
-    Transient memory is the memory that a backward needs in addition to the stage's activations.
+    Transient memory is the memory that a backward pass needs in addition to the stage's activations.
 
-    The weight gradients (W) need the inputs of matrix products. Until the previous layer's backward has run, such an
-    input can also be held as that layer's output. This memory is counted only once.
+    The weight gradients (W) need the inputs of matrix products. Until the previous layer's backward pass has run, such
+    an input can also be held as that layer's output. This memory is counted only once.
     """
     freed = made = left = whole = first = split = twice = received = 0
     for layer, shared in zip(reversed(layers), reversed(_shared(layers)), strict=True):

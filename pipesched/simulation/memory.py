@@ -198,7 +198,7 @@ def _holding(program: Program, costs: Costs, *wanted: Holding) -> _Around:
 
 
 def _met(program: Program, buffer_bytes: Ints) -> _Around:
-    """Return the bytes of the buffer copies that checkpointed forwards keep for their backwards."""
+    """Return the bytes of the buffer copies that each checkpointed F keeps for its backward pass."""
     columns = program.columns
     recomputed = np.isin(columns.pair, columns.pair[columns.are(Kind.R)])
     size = np.where(recomputed, buffer_bytes[columns.stage], 0)

@@ -441,8 +441,8 @@ def _from_chrome(values: Any) -> Any:
         return {"num_ranks": max(ranks, default=-1) + 1, "spans": spans}
     except (KeyError, TypeError) as error:
         raise ScheduleError(
-            f"Chrome's trace events must have ph and pid, and for actions name, ts and dur; reading them raised "
-            f"{error!r}; write them with to_chrome"
+            f"every Chrome trace event must have 'ph' and 'pid', and an action's event must also have 'name', 'ts' and "
+            f"'dur'; reading the events raised {error!r}; write the file with to_chrome"
         ) from error
 
 

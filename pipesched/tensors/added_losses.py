@@ -135,7 +135,7 @@ def collect_losses() -> Iterator[dict[str, Tensor]]:
 
 
 def _recomputes() -> bool:
-    """Return whether torch.utils.checkpoint is running a forward for the second time, in a backward."""
+    """Return whether torch.utils.checkpoint is running a forward for the second time, in a backward pass."""
     frame = currentframe()
     while frame is not None:
         code = frame.f_code

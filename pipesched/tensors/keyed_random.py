@@ -52,13 +52,13 @@ class Key(NamedTuple):
 
 
 class Place(NamedTuple):
-    """The place of a draw: the layer call in which it occurs, and the number of earlier draws in that call."""
+    """The place of a random function's call: the call of a layer, and the number of earlier random calls in it."""
 
     key: Key
     layer: str
     call: int = 0
     op: int = 0
-    #: The key of draws from the generators of Python and numpy; None if the code does not use them.
+    #: The key for the generators of Python and numpy; None if the code does not use them.
     outside: str | None = None
 
 
@@ -82,7 +82,7 @@ def draws(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
 
 
 def outside_state() -> Hashable:
-    """Return the state of Python's and numpy's global generators. Every draw changes this state."""
+    """Return the state of Python's and numpy's global generators. Each number drawn changes this state."""
     _, numbers, *rest = np.random.get_state(legacy=True)
     return random.getstate(), np.asarray(numbers).tobytes(), *rest
 
@@ -91,7 +91,7 @@ def outside_state() -> Hashable:
 def outside_kept(seed: int | None = None, *, alone: bool = True) -> Iterator[None]:
     """Seed Python's and numpy's global generators if a seed is given, and restore their states afterwards.
 
-    With ``alone``, other threads that make keyed draws from these generators wait until the ``with`` block ends.
+    With ``alone``, other threads that draw keyed numbers from these generators wait until the ``with`` block ends.
     """
     with _OUTSIDE if alone else nullcontext():
         states = random.getstate(), np.random.get_state()
@@ -116,10 +116,10 @@ class KeyedRandom:
         self._call = 0
         self._op = 0
         self._outside: str | None = None
-        self.again = False  # True while a layer is recomputed in a backward
+        self.again = False  # True while a layer is recomputed in a backward pass
 
     def enter(self, key: Key, layer: str, call: int = 0, op: int = 0) -> None:
-        """Set the place of the next draw; ``op`` is the number of earlier draws in this call of the layer."""
+        """Set the place of the next random call; ``op`` is the number of earlier ones in this call of the layer."""
         self.key = key
         self._layer = layer
         self._call = call
@@ -127,12 +127,12 @@ class KeyedRandom:
 
     @property
     def place(self) -> Place:
-        """The place of the next draw, for ``repeated``."""
+        """The place of the next random call, for ``repeated``."""
         return Place(self.key, self._layer, self._call, self._op, self._outside)
 
     @contextmanager
     def repeated(self, place: Place) -> Iterator[None]:
-        """Make draws repeat the numbers that were drawn at ``place`` and after it, during the ``with`` block."""
+        """During the ``with`` block, repeat the random numbers that were drawn at ``place`` and after it."""
         before = self.place
         again = self.again
         self.enter(*place[:-1])
@@ -146,7 +146,7 @@ class KeyedRandom:
 
     @property
     def op(self) -> int:
-        """The number of draws in the current call of the layer, including the earlier draws passed to ``enter``."""
+        """The number of random calls in the current call of the layer, including the ``op`` passed to ``enter``."""
         return self._op
 
     def handler_for(self, function: Callable[..., Any]) -> Handler | None:
@@ -202,7 +202,7 @@ class KeyedRandom:
 
     @contextmanager
     def _default_generators(self) -> Iterator[list[torch.Generator]]:
-        """Seed the default generators with the key of the next draw, while other threads cannot draw from them."""
+        """Seed the default generators with the key of the next random call, while other threads cannot use them."""
         generators = [torch.default_generator]
         if self._device.type == "cuda":
             generators.append(torch.cuda.default_generators[self._device.index or 0])
@@ -249,7 +249,7 @@ def _is_quiet(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 class InBackward:
-    """Provides handlers for backwards. Recomputation repeats the forward's draws; any other draw is an error."""
+    """Handlers for backward passes. Recomputation repeats the forward's random numbers; any others are an error."""
 
     def __init__(self, random: KeyedRandom) -> None:
         self._random = random

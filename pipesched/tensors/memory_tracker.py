@@ -1,7 +1,7 @@
 """Memory tracker: counts the exact bytes of live tensors, per thread on a CPU, or by the allocator on a GPU.
 
-On a CPU a dispatch mode sees every operation of the thread, including operations in backwards. Each storage that an
-operation creates is counted until any thread frees it. Memory that a kernel allocates and frees internally is not
+On a CPU a dispatch mode sees every operation of the thread, including operations in backward passes. Each storage that
+an operation creates is counted until any thread frees it. Memory that a kernel allocates and frees internally is not
 counted, and neither are storages that are only read.
 """
 
@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-# Public modes do not see the operations of backwards. Torch's guide to extending it names this mode, which has no
+# Public modes do not see the operations of backward passes. Torch's guide to extending it names this mode, which has no
 # public module.
 from torch.utils._python_dispatch import TorchDispatchMode
 

@@ -1,7 +1,7 @@
-"""Meta tensors: runs code in which some tensors are on the meta device and have no contents.
+"""Meta tensors: runs code in which some tensors are on the meta device, that is, have no values.
 
-Results computed only from the model's inputs have contents; results computed with meta weights have none. Code that
-reads masks or lengths therefore runs as usual.
+Results computed only from the model's inputs have values; results computed with meta weights have none. Code that reads
+masks or lengths therefore runs as usual.
 """
 
 from collections.abc import Callable, Iterable
@@ -36,7 +36,7 @@ def is_expanded(tensor: Tensor) -> bool:
 
 
 def give_contents(tensor: Tensor, full: Tensor) -> None:
-    """Give a meta tensor the contents of ``full``. The meta tensor stays the same object with the same attributes."""
+    """Give a meta tensor the values of ``full``. The meta tensor stays the same object with the same attributes."""
     full.__class__ = type(tensor)
     full.__dict__.update(tensor.__dict__)
     full.requires_grad_(tensor.requires_grad)
@@ -66,7 +66,7 @@ def put_on(module: nn.Module, device: torch.device) -> None:
 
 
 def stand_in(tensor: Tensor, device: torch.device | str = "cpu", *, weight: bool = False) -> Tensor:
-    """Replace a meta tensor with a tensor with harmless contents; any other tensor is returned unchanged.
+    """Replace a meta tensor with a tensor of harmless values; any other tensor is returned unchanged.
 
     Weights get small positive numbers, and integer tensors get zeros, which are valid indices. All rows of other
     floating-point tensors are identical.
@@ -85,7 +85,7 @@ def stand_in(tensor: Tensor, device: torch.device | str = "cpu", *, weight: bool
 class Beside(TorchFunctionMode):
     """Lets functions take meta tensors together with other tensors, by converting the others to meta tensors.
 
-    ``claimed`` is the device that a meta tensor reports. Raises GraphError if code reads the contents of a meta tensor.
+    ``claimed`` is the device that a meta tensor reports. Raises GraphError if code reads the values of a meta tensor.
     """
 
     def __init__(self, claimed: torch.device) -> None:
@@ -103,9 +103,9 @@ class Beside(TorchFunctionMode):
             return _apply(func, args, kwargs, [tensor for tensor in tensors if not tensor.is_meta])
         except (RuntimeError, TypeError) as error:
             raise GraphError(
-                f"a model on the meta device must run without the contents of its weights; the model's code calls "
+                f"a model on the meta device must run without the values of its weights; the model's code calls "
                 f"{getattr(func, '__name__', func)} on a value computed from the weights ({error}); move that code "
-                f"into a layer, or build the model with contents"
+                f"into a layer, or build the model on a real device instead of meta"
             ) from error
 
 
@@ -119,25 +119,25 @@ def _apply(func: Callable[..., Any], args: Any, kwargs: Any, full: list[Tensor])
     there = pytree.tree_map_only(Tensor, lambda tensor: copies.get(id(tensor), tensor), (args, kwargs))
     try:
         result = func(*there[0], **there[1])
-    except NotImplementedError:  # the result's shape depends on contents that exist, such as a mask
+    except NotImplementedError:  # the result's shape depends on values that exist, such as a mask
         return func(*args, **kwargs)
     changed = [(tensor, copies[id(tensor)]) for tensor in full if copies[id(tensor)]._version != versions[id(tensor)]]
     return _with_changes(result, changed)
 
 
 def _with_changes(result: Any, changed: Iterable[tuple[Tensor, Tensor]]) -> Any:
-    """Turn tensors that the call changed in place into meta tensors, because their new contents are unknown."""
+    """Turn tensors that the call changed in place into meta tensors, because their new values are unknown."""
     back = {}
     for tensor, copy in changed:
         if tensor._base is not None:
-            raise RuntimeError("the tensor's contents would be lost by writing unknown values to a view of it")
+            raise RuntimeError("the tensor's values would be lost by writing unknown values to a view of it")
         torch.utils.swap_tensors(tensor, copy)
         back[id(copy)] = tensor
     return pytree.tree_map_only(Tensor, lambda tensor: back.get(id(tensor), tensor), result) if back else result
 
 
 def _transferred(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Convert a tensor's dtype, but keep the device: the tensor keeps its contents or stays a meta tensor."""
+    """Convert a tensor's dtype, but keep the device: the tensor keeps its values or stays a meta tensor."""
     tensor = args[0]
     if func is not Tensor.to:
         return tensor
@@ -154,7 +154,7 @@ def _transferred(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 def call_beside(
     layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], again: Callable[[], tuple[Any, Any]]
 ) -> Any:
-    """Call a layer that may use meta tensors. If the layer reads their contents, call the layer with stand-ins.
+    """Call a layer that may use meta tensors. If the layer reads their values, call the layer with stand-ins.
 
     ``again`` returns the arguments as they were before the call.
     """

@@ -1,4 +1,4 @@
-"""Torch functions: tables and checks of functions that read contents, change tensors in place, or differentiate."""
+"""Torch functions: tables and checks of functions that read values, change tensors in place, or differentiate."""
 
 from collections.abc import Callable, Sequence
 from inspect import currentframe
@@ -25,7 +25,7 @@ __all__ = [
 ]
 
 READS = {"item", "tolist", "numpy", "equal", "allclose", "is_nonzero", "__bool__", "__int__", "__float__", "__index__"}
-READS |= {"__complex__", "__contains__", "__array__", "__format__", "__repr__"}  # contents as plain Python values
+READS |= {"__complex__", "__contains__", "__array__", "__format__", "__repr__"}  # values as plain Python objects
 _SHAPED = {"nonzero", "argwhere", "masked_select", "unique", "unique_consecutive"}
 #: Queries that cannot be answered for a tensor that is in another stage.
 ASKS = {"is_contiguous", "stride", "storage_offset", "torch.Tensor.requires_grad.__get__"}
@@ -41,7 +41,7 @@ def name_of(function: Callable[..., Any]) -> str:
 
 
 def is_shaped_by_contents(name: str, args: Sequence[Any]) -> bool:
-    """Return whether the shape of a function's result depends on the contents of tensors."""
+    """Return whether the shape of a function's result depends on the values of tensors."""
     if name == "__getitem__":
         return any(tensor.dtype is torch.bool for tensor in tensors_in(args[1:]))
     return name in _SHAPED or (name == "where" and len(args) == 1)

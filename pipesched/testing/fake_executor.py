@@ -179,8 +179,8 @@ class FakeStage:
         action = Action(self.index, Kind.NORM, number)
         if number != len(self.updates) or not self._gradients:
             raise ExecutionError(
-                f"norms must be measured in order, from gradients that an update has not used; {action} runs, but "
-                f"update {len(self.updates)} is next, with gradients of "
+                f"norms must be measured in order, and only of gradients that have not been applied yet; {action} was "
+                f"called, but update {len(self.updates)} is next, and it applies the gradients of "
                 f"{counted(len(self._gradients), 'micro-batch')}; correct the order"
             )
         self._pass(action)
@@ -191,7 +191,8 @@ class FakeStage:
         action = Action(self.index, Kind.UPDATE, number)
         if number != len(self.updates):
             raise ExecutionError(
-                f"updates must run in order; update {len(self.updates)} is next, but {action} runs; correct the order"
+                f"updates must run in order; update {len(self.updates)} is next, but {action} was called; correct the "
+                f"order"
             )
         if not self._gradients:
             raise ExecutionError(

@@ -245,7 +245,7 @@ class _Unpipelined:
 
 @contextmanager
 def _without_autocast() -> Iterator[None]:
-    """Switch autocast off, because a backward uses the dtypes of the forward."""
+    """Switch autocast off, because the backward pass uses the dtypes of the forward."""
     with ExitStack() as stack:
         for kind in ("cpu", "cuda"):
             if torch.is_autocast_enabled(kind):

@@ -87,9 +87,9 @@ def check_schedule(
         max_microbatches: the largest number of micro-batches. Default: 16.
         exact: whether to also require ascending micro-batch order; see ``Program.exact``. Schedules with several chains
             of stages are never exact and are exempt. Default: True.
-        report: whether to print, for some shapes, the makespan, the bubble, the excess over ``lower_bound`` (for whole
-            or split backwards and unlimited memory) and the peak in flight. Each rank has unit costs, so one of its v
-            chunks costs 1/v. Default: True.
+        report: whether to print, for some shapes, the makespan, the bubble, the excess over ``lower_bound`` and the
+            peak in flight. The bound is for unlimited memory, and holds whether or not B is split into I and W. Each
+            rank has unit costs, so one of its v chunks costs 1/v. Default: True.
 
     Raises:
         ScheduleError: a program is not valid (a note names its shape), or ``schedule`` is not a schedule. Errors of the

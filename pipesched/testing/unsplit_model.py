@@ -69,7 +69,7 @@ class Unsplit:
         self.added.step_data = step_data or StepData(0, 0, [])
         own = self._random, self.added
         self._intercept = Intercept(*own) if norms is None else Intercept(*own, norms)
-        #: For backwards, which must draw no new random numbers.
+        #: For backward passes, which must draw no new random numbers.
         self.in_backward = Intercept(InBackward(self._random), self.added.in_backward)
         self._key = Key(0, 0, 0)
         self._counts: dict[str, int] = {}

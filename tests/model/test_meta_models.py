@@ -247,7 +247,7 @@ def empty_gpt() -> jobs.GPT:
 @pytest.mark.parametrize(
     ("model", "init", "kind", "text"),
     [
-        (jobs.row, "reset", InputError, "every weight of this Sequential has contents"),
+        (jobs.row, "reset", InputError, "no weight of this Sequential is on it"),
         (
             jobs.empty_row,
             without("4.bias"),

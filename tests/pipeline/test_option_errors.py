@@ -334,7 +334,7 @@ STATE = linears().state_dict()
         (
             STATE | {"0.weight": None},
             InputError,
-            r"a mapping from names to tensors with contents; '0\.weight' is None; pass the state",
+            r"from names to tensors that are not on the meta device; '0\.weight' is None; pass the state",
         ),
         (STATE | {"0.weight": [1.0]}, InputError, r"'0\.weight' is \[1\.0\]"),
         (
@@ -342,7 +342,7 @@ STATE = linears().state_dict()
             InputError,
             r"shape \[3, 3\] in the model, but torch\.float32 of shape \[2, 3\] in the given weights; use",
         ),
-        (STATE | {"0.weight": torch.ones(3, 3, device="meta")}, InputError, r"tensors with contents"),
+        (STATE | {"0.weight": torch.ones(3, 3, device="meta")}, InputError, r"tensors that are not on the meta device"),
         (
             STATE | {3: torch.ones(3)},
             InputError,

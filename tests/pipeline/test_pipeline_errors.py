@@ -185,7 +185,9 @@ def test_choices_beside_a_program_of_another_shape(choices, match):
 
 def test_a_program_without_backwards():
     program = schedules.get("1f1b").program(2, 3).forward()
-    refused(ScheduleError, ValueError, r"this program has a different stage graph, or no backwards", schedule=program)
+    refused(
+        ScheduleError, ValueError, r"this program has a different stage graph, or no backward passes", schedule=program
+    )
 
 
 def test_a_short_batch_for_a_program_names_drop_last():
@@ -387,7 +389,7 @@ def test_a_target_without_a_loss_function(counted_model, calls):
             r"argument 0 is split along dim 5, but has a tensor of shape \[4, 3\]; .* to None to pass the tensor whole",
         ),
         (-3, r"split along dim -3, but has a tensor of shape \[4, 3\]"),
-        ({"maskk": 1}, r"the call, 'target' and 'output'; the call has no argument 'maskk'; correct the name"),
+        ({"maskk": 1}, r"the call, or 'target' or 'output'; the call has no argument 'maskk'; correct the key"),
         ({0: 1, "target": 0}, r"argument 0 has 3 rows, the target has 4"),
         (
             [],

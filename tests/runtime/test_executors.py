@@ -88,7 +88,7 @@ def test_fake_updates_follow_each_other() -> None:
     stage.update(0)
     with pytest.raises(ExecutionError, match="uses version 2 of stage 2, but the stage's newest version is 1"):
         stage.forward(1, split=False, checkpointed=False)
-    with pytest.raises(ExecutionError, match="update 1 is next, but 2UPDATE2 runs"):
+    with pytest.raises(ExecutionError, match="update 1 is next, but 2UPDATE2 was called"):
         stage.update(2)
 
 

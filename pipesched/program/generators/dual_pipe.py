@@ -8,7 +8,7 @@ __all__ = ["eight_steps"]
 
 
 def eight_steps(order: Order, near: int, far: int, *, depth: int, place: int, count: int) -> Order:
-    """Write the order of one rank, in which forwards of one stage overlap with backwards of the other.
+    """Write the order of one rank, in which each F of one stage overlaps with a B of the other.
 
     The eight steps are those of DeepSeek-V3 (arXiv:2412.19437) and its published code.
 
@@ -35,7 +35,7 @@ def eight_steps(order: Order, near: int, far: int, *, depth: int, place: int, co
         left.I(far)
         left.W()
         order.F(far)
-    for round_ in range(count - 2 * depth + place + 1):  # 4: overlapping forwards and backwards
+    for round_ in range(count - 2 * depth + place + 1):  # 4: each F overlaps with a B
         if round_ or ahead:
             order.overlap(near, far)
         else:  # not overlapped: this makes the bubble smaller
@@ -45,7 +45,7 @@ def eight_steps(order: Order, near: int, far: int, *, depth: int, place: int, co
     for _ in range(ahead):  # 5: the last forwards
         order.B(far)
         order.overlap(far, near)
-    for back in range(2 * (place + 1)):  # 6: backwards of both stages, the second half split
+    for back in range(2 * (place + 1)):  # 6: B of both stages; the second half is split into I and W
         stage = near if back % 2 else far
         (left.I if back > place else order.B)(stage)
     for _ in range(ahead):  # 7: zero bubble

@@ -1,8 +1,8 @@
 """List scheduling: writes the orders of all ranks while a virtual clock runs (Graham 1969).
 
 List scheduling is for placements without a known closed-form order. A free rank starts the ready action of the highest
-priority: backwards come before forwards, and of several backwards (or forwards), the action of the micro-batch with the
-fewest remaining stages comes first.
+priority: B comes before F, and of several ready B (or several ready F), the action of the micro-batch with the fewest
+remaining stages comes first.
 
 With a memory limit, this rule alone could deadlock: later micro-batches could fill the memory of a rank, so that the
 oldest micro-batch, for which all others wait, does not fit. Therefore a forward starts only if its rank could then
@@ -40,7 +40,7 @@ def whole_waves(shape: Shape) -> int:
 def backward_first(
     shape: Shape, *, max_in_flight: int, windows: Iterable[int], forward_time: int = 1, backward_time: int = 2
 ) -> list[Order]:
-    """Write the orders of a chain of stages by greedy list scheduling, with full backwards. The program is exact.
+    """Write the orders of a chain of stages by greedy list scheduling, without splitting B. The program is exact.
 
     Args:
         shape: the ranks, micro-batches and placement.
@@ -50,7 +50,7 @@ def backward_first(
             its oldest unfinished micro-batch. The window with the shortest makespan is used, because running ahead as
             far as memory allows can be slower.
         forward_time: the time of a forward, the same for all stages, in any unit.
-        backward_time: the time of a backward, the same for all stages, in the same unit.
+        backward_time: the time of a B, the same for all stages, in the same unit.
 
     Raises:
         ScheduleError: ``max_in_flight`` is less than the number of chunks per rank.
@@ -83,7 +83,7 @@ def _run(clock: "_Clock", ranks: list["_Rank"], forward_time: int, backward_time
 
 @dataclass
 class _Clock:
-    """The virtual clock: the current time, and the ends of forwards and backwards, indexed by stage and micro-batch."""
+    """The virtual clock: the current time, and the end times of F and B, indexed by stage and micro-batch."""
 
     shape: Shape
     now: int = 0

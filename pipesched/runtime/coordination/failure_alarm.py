@@ -73,7 +73,7 @@ class _Listener:
         self._gone = ""  # the name of the watched rank if it has ended without a message
 
     def hear(self, fault: Fault, own: State | None = None) -> None:
-        """Record a fault. The first settled fault replaces any earlier guess, and is never replaced itself.
+        """Record a fault. The first fault with a certain cause replaces any earlier guess, and is never replaced.
 
         ``own`` is this rank's state if this rank reports the fault. Default: the current state.
         """
@@ -281,7 +281,7 @@ class Alarm:
         return asked(lambda: [Address(*json.loads(store.get(key))) for key in keys], self._timeout_s)
 
     def look_around(self) -> None:
-        """Read the addresses of other pipelines' ranks from the job's store, for notices of later failures."""
+        """Read the addresses of other pipelines' ranks from the job's store, to notify them of later failures."""
         if self._job is None or self._store_is_lost:
             return
         try:
@@ -331,7 +331,9 @@ class Alarm:
 
         Args:
             text: the description of the failure.
-            doing: "raised" if the cause is an error of this rank; otherwise the alarm searches for the rank to blame.
+            doing: the activity of this rank when it failed: "raised" if it raised an error itself, "waits" if it was
+                waiting for another rank, "collective" if a collective of torch.distributed raised. Unless "raised",
+                the alarm searches for the rank to blame.
             ended: the rank of this pipeline that ended its connection with this rank, if known.
 
         Returns:

@@ -47,7 +47,7 @@ class StoreLostError(RuntimeError):
 def asked(ask: Callable[[], T], limit_s: float, given_up: threading.Event | None = None) -> T:
     """Call a function that uses a store, with a time limit.
 
-    The function runs in a thread of its own. A thread that gets no reply is abandoned, because torch cannot interrupt a
+    The function runs in a separate thread. A thread that gets no reply is abandoned, because torch cannot interrupt a
     wait for a store.
 
     Args:

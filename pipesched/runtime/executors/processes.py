@@ -261,9 +261,10 @@ class ProcessExecutor:
         return RankTimeline(all_stamps, [self._streams.reader(start_s)] * size, start_s + self._clock_s)
 
     def _rank_of(self, run_spec: RunSpec, messages: OrderMessages) -> Rank:
-        """Return the Rank bound to a run's stages.
+        """Return the Rank for a run's stages.
 
-        Later runs reuse this Rank, except after a run of partial orders, because later runs then have other stages.
+        Later runs reuse it, unless this run executed only part of each rank's order: the next run then has different
+        stages.
         """
         rank = messages.rank
         if rank is None or rank.stages is not run_spec.stages:

@@ -93,7 +93,7 @@ class GradientRules:
             clip_to_norm_(parameters, self.max_norm, verdict.norm)
 
     def loss_scale(self, device: torch.device) -> Tensor | None:
-        """Return the initial gradient of a step's backwards as a tensor on ``device``; None stands for 1."""
+        """Return the gradient that starts each backward pass of a step, as a tensor on ``device``; None means 1."""
         return None if self.scale is None else self.scale.on(device)
 
     def finish(self, verdict: Verdict | None) -> None:

@@ -37,7 +37,7 @@ class AddedLosses:
         self.grad = torch.is_grad_enabled()
 
     def edges(self) -> list[GradientEdge]:
-        """Return the graph edges from which to run the backward of the losses added since ``begin``."""
+        """Return the graph edges from which to run the backward pass of the losses added since ``begin``."""
         return [] if self.saved is None or self.saved.added is None else self.saved.added.edges
 
     def handler_for(self, function: Callable[..., Any]) -> Handler | None:
@@ -90,7 +90,7 @@ class AddedLosses:
 
 
 class _InBackward:
-    """Provides the handler of `add_loss` for backwards, which ignores the losses that recomputed layers add again."""
+    """Provides the handler of `add_loss` in backward passes. It ignores losses that recomputed layers add again."""
 
     def __init__(self, added: AddedLosses) -> None:
         self._added = added

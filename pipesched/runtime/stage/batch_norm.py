@@ -62,7 +62,7 @@ class Norms:
         self._index: dict[int, int] = {}
         self._seen: _Seen = {}
         self.microbatch = 0  # the micro-batch whose forward is running
-        self.uncounted = _Uncounted(self)  # replaces this object in backwards, which may recompute layers
+        self.uncounted = _Uncounted(self)  # replaces this object in backward passes, which may recompute layers
 
     def begin(self) -> None:
         """Start a run: find the BatchNorm layers and save their batch counters (``num_batches_tracked``)."""

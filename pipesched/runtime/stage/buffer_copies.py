@@ -1,4 +1,4 @@
-"""Buffer copies: copies of the buffers that forwards write to, so that a backward uses the buffers of its own forward.
+"""Buffer copies: copies of the buffers that forwards write to, so that each B uses the buffers of its own forward.
 
 Several micro-batches are in flight, and autograd saves buffers that the next forward would overwrite. Therefore each
 forward writes to copies, which autograd saves. The values of the copies are then written back to the buffers.

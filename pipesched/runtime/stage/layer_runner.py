@@ -47,7 +47,7 @@ _NO_CONTEXT = nullcontext()
 
 
 class LayerRunner:
-    """Runs the layers of a stage forward, and again in backwards that recompute them. Not thread-safe.
+    """Runs the layers of a stage in F, and again in backward passes that recompute them. Not thread-safe.
 
     Args:
         body: the layers and the order in which they run.
@@ -173,7 +173,8 @@ class LayerRunner:
     def _may_split(self) -> bool:
         """Return whether weight gradients can be deferred to W.
 
-        All parameters must have exactly the type nn.Parameter, and those of sharded modules must stay gathered.
+        This requires every parameter to be exactly an nn.Parameter, not an object of a subclass. Those of sharded
+        modules must stay gathered.
         """
         if self._splits is None:
             gathered = self._sharded is None or self._sharded.wait()
@@ -200,7 +201,7 @@ class LayerRunner:
         return value
 
     def backward(self, saved: MicrobatchState, arrived: Sequence[Gradients]) -> None:
-        """Run the backward of a forward. Recomputed layers use the forward's random numbers, weights and buffers."""
+        """Run a backward pass. Recomputed layers use the forward's random numbers, weights and buffers."""
         edges = saved.edges
         saved.edges = ()
         if self.offloads is not None:
@@ -253,7 +254,7 @@ class LayerRunner:
         weights.ended(saved.microbatch)
 
     def held_by_others(self, saved: MicrobatchState) -> frozenset[int]:
-        """Return the addresses of memory that must not be offloaded, because it is also used outside the backward."""
+        """Return the addresses of memory that must not be offloaded, because other code also uses this memory."""
         own = [tensor for module in self.modules.values() for tensor in (*module.parameters(), *module.buffers())]
         return saved.staying | addresses(tensors_in((saved.weights, list(self._ties.values()), own)))
 
@@ -381,7 +382,7 @@ class LayerRunner:
 
 
 def _roots(saved: MicrobatchState, value: Any) -> list[Tensor]:
-    """Return the tensors of a stage's output that require a gradient. The backward starts from them.
+    """Return the tensors of a stage's output that require a gradient. The backward pass starts from them.
 
     Raises InputError if the value is a loss that depends on no trainable parameter.
     """

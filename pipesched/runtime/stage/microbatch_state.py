@@ -49,7 +49,7 @@ class MicrobatchState:
     weights: Tensors
     #: The target and the factor of the loss, if this stage computes the loss.
     loss_inputs: tuple[Any, float | None] | None
-    #: Whether I defers the weight gradients of large products to W.
+    #: Whether I defers the weight gradients of large matrix products and convolutions to W.
     deferred: bool = field(default=False, init=False)
     #: Addresses of the memory of the batch and of the outputs, which must stay on the device.
     staying: frozenset[int] = field(default=frozenset(), init=False)

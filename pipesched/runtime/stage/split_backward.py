@@ -1,11 +1,12 @@
-"""Split backward: F records products with weights, so that the backward can be split into I and W.
+"""Split backward: F records operations with weights, so that the backward can be split into I and W.
 
 I computes the input gradients, and W the weight gradients (Qi et al. 2023, arXiv:2401.10241). No computation runs
-twice. During F, each product with a weight, such as ``linear(x, w)``, is called with ``w`` detached, so autograd
-propagates to ``x`` only. I is an ordinary backward over that graph: it also computes cheap weight gradients (norms,
-biases, embeddings) and those that cannot be separated (custom functions, recurrent nets), and a hook stores the
-gradient ``gy`` of each product's output. W computes ``gy^T x`` with the operations that autograd itself would have
-used, so the result is bit-identical. W then passes this weight gradient to autograd, which runs all hooks.
+twice. During F, each linear layer, matrix product or convolution, such as ``linear(x, w)``, is called with ``w``
+detached, so autograd propagates to ``x`` only. I is an ordinary backward pass over that graph. It also computes cheap
+weight gradients (norms, biases, embeddings) and weight gradients that cannot be separated (custom functions, recurrent
+nets). A hook stores the gradient ``gy`` of each operation's output. W computes ``gy^T x`` with the operations that
+autograd itself would have used, so the result is bit-identical. W then passes this weight gradient to autograd, which
+runs all hooks.
 """
 
 from collections import Counter
@@ -34,7 +35,7 @@ __all__ = ["PAYS_FLOPS", "Deferral"]
 
 
 class _WeightUses:
-    """Records the products with each weight in one forward: count, floating-point operations and autograd nodes."""
+    """Records the operations that use each weight in one forward: their number, their cost and their autograd nodes."""
 
     def __init__(self, live: Callable[[Tensor], Tensor]) -> None:
         self._live = live
@@ -43,18 +44,19 @@ class _WeightUses:
         self._nodes: dict[Tensor, list[Node | None]] = {}
 
     def note(self, weights: Iterable[Tensor], flops: int, output: Tensor) -> None:
-        """Record a product with these weights. Autograd computes the weights' gradients as usual."""
+        """Record an operation with these weights. Autograd computes the weights' gradients as usual."""
         for weight in map(self._live, weights):
             self._uses[weight] += 1
             self._flops[weight] += flops
             self._nodes.setdefault(weight, []).append(output.grad_fn)
 
     def deferrable(self, outputs: Sequence[GradientEdge]) -> frozenset[Tensor]:
-        """Return the weights that are used only in products that the backward reaches, and whose deferral saves time.
+        """Return the weights whose gradients can be deferred to W and whose deferral saves time.
 
-        The gradient of a weight that is also used in other ways is a sum over all uses. W could not reproduce this sum
-        bit by bit. A product that the backward does not reach was computed for differentiation within the layer, or
-        without gradients.
+        All uses of such a weight must be recorded operations that the backward pass reaches. If a weight is also used
+        in another way, its gradient is a sum over all uses, which W could not reproduce bit by bit. If the backward
+        pass does not reach an operation, the layer differentiates inside its own forward, or computes without
+        gradients.
         """
         passed, reached = _reached(outputs)
         uses = Counter({self._live(leaf): count for leaf, count in reached.items()})
@@ -72,12 +74,12 @@ def _itself(tensor: Tensor) -> Tensor:
 
 
 class Deferral:
-    """Intercepts one stage's products with weights, detaches the weights and records the products for W.
+    """Intercepts one stage's operations with weights, detaches the weights and records the operations for W.
 
     The deferrable weights are learned from the first micro-batch of each kind (input shapes, trainable parameters), and
     the backward of that micro-batch is not split. The decision for a step's first micro-batch holds for the whole step.
-    The backwards of earlier micro-batches are not split either, even if those micro-batches are recomputed after the
-    micro-batch used for learning, so that gradients are always summed in the same order.
+    The backward passes of earlier micro-batches are not split either, even if those micro-batches are recomputed after
+    the micro-batch used for learning, so that gradients are always summed in the same order.
     """
 
     def __init__(self) -> None:
@@ -121,11 +123,11 @@ class Deferral:
 
     @property
     def num_noted(self) -> int:
-        """The number of products recorded so far in this forward."""
+        """The number of operations recorded so far in this forward."""
         return len(self._products)
 
     def finish(self, outputs: Sequence[GradientEdge]) -> list[Product]:
-        """End a forward and return its products; a forward used for learning has none."""
+        """End a forward and return its recorded operations. A forward that finds the weights to defer has none."""
         if self._weight_uses is not None:
             self._deferrable = self._learned[self._kind] = self._weight_uses.deferrable(outputs)
             self._weight_uses = None
@@ -135,9 +137,9 @@ class Deferral:
 
     @contextmanager
     def saving(self, *, again: bool = False) -> Iterator[None]:
-        """A context for recomputed or offloaded layers, in which products save their inputs through autograd.
+        """A context for recomputed or offloaded layers: autograd saves the inputs of operations with weights.
 
-        ``again`` states whether the layer is being recomputed; its products are then not recorded a second time.
+        ``again`` states whether the layer is being recomputed. If so, its operations are not recorded a second time.
         """
         before = self._saving, self._noting
         self._saving = True
@@ -149,10 +151,10 @@ class Deferral:
 
     @contextmanager
     def unnoted(self) -> Iterator[None]:
-        """A context for the backward of I: weights are detached, but no products are recorded.
+        """A context for the backward pass of I: weights are detached, but no operations are recorded.
 
         Layers that are recomputed in the backward then build the same autograd graph as in F. F has already recorded
-        their products.
+        their operations.
         """
         self._noting = False
         try:
@@ -219,7 +221,7 @@ class Deferral:
         return torch.is_grad_enabled() and all(self._live(weight) in self._deferrable for weight in weights)
 
     def _learn(self, output: Tensor, x: Tensor, *weights: Tensor, channels: int = -1) -> Tensor:
-        """While learning, record a product that is not deferred. The product sums over the dim ``channels`` of x."""
+        """While finding the weights to defer, record an operation that sums over the dim ``channels`` of x."""
         if self._weight_uses is not None and self._noting:
             self._weight_uses.note(weights, 2 * weights[0].numel() * x.numel() // max(1, x.shape[channels]), output)
         return output
@@ -241,8 +243,8 @@ class Deferral:
         return output
 
 
-#: The smallest number of floating-point operations for which a weight gradient is deferred. Deferring a product costs
-#: about 20 us of host time, which is longer than a smaller product takes.
+#: The smallest number of floating-point operations for which a weight gradient is deferred. Deferring it costs
+#: about 20 us of host time, which is longer than a smaller gradient takes to compute.
 PAYS_FLOPS = 2_000_000
 
 _PLAIN = (Tensor, nn.Parameter)
@@ -272,7 +274,7 @@ def _bind(names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any])
 
 
 def _reached(outputs: Sequence[GradientEdge]) -> tuple[set[Node], Counter[Tensor]]:
-    """Return the nodes that a backward reaches, and the number of uses of each leaf.
+    """Return the nodes that a backward pass reaches, and the number of uses of each leaf.
 
     Uses of a view or a cast of a weight, such as the transposed weight of a linear layer, count as uses of the weight.
     """

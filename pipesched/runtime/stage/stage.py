@@ -114,7 +114,7 @@ class Stage:
             self.optimizer.drop_gradients()
 
     def products(self, microbatch: int) -> Sequence[Product]:
-        """Return the products whose weight gradients I has deferred to W."""
+        """Return the operations whose weight gradients I has deferred to W."""
         return self._saved[microbatch].products
 
     def forward(self, microbatch: int, *arrived: Payload, split: bool = False, checkpointed: bool = False) -> Any:

@@ -20,12 +20,15 @@ __all__ = [
     "weight_grad",
 ]
 
-#: (gradient of the product's output, the product's input) -> the gradients of the product's weights
+#: (gradient of the operation's output, input of the operation) -> the gradients of its weights
 WeightRule = Callable[[Tensor, Tensor], Sequence[Tensor]]
 
 
 class Product:
-    """One product with a deferred weight gradient: its input, its weights and, after I, the gradient of its output."""
+    """A matrix product or convolution whose weight gradient is deferred to W.
+
+    Holds its input, its weights and, after I, the gradient of its output.
+    """
 
     __slots__ = ("_grads", "grad", "input", "rule", "version", "weights")
 
@@ -36,18 +39,18 @@ class Product:
         self._grads: list[Tensor | None] = [None] * len(weights)
 
     def take(self, input: Tensor) -> None:
-        """Store the product's input."""
+        """Store the input of the operation."""
         self.input = input
         self.version = input._version
 
     def keep(self, grads: Sequence[Tensor | None]) -> None:
-        """Store the gradient of the output. Called as a hook of the product's autograd node."""
+        """Store the gradient of the output. Called as a hook of the operation's autograd node."""
         self.grad = grads[0]
 
     def weight_grad(self, index: int) -> Tensor | None:
         """Return the gradient of ``weights[index]``; None if no gradient arrived, and on every call after the first.
 
-        Raises ExecutionError if the input was modified in place after the product ran.
+        Raises ExecutionError if the input was modified in place after the operation ran.
         """
         if self.grad is not None and self.input._version != self.version:
             raise ExecutionError(
@@ -64,16 +67,16 @@ class Product:
 
 
 def saving_input(x: Tensor, product: Product) -> Tensor:
-    """Save a product's input through autograd, so that saved-tensor hooks apply to it. Return the tensor to use in F.
+    """Save an operation's input through autograd, so that saved-tensor hooks apply. Return the tensor to use in F.
 
-    The backward passes the saved input to ``product``.
+    During the backward pass, autograd passes the saved input to ``product``.
     """
     saved: Tensor = _SavedInput.apply(x, (x.detach(),), product)  # type: ignore[no-untyped-call]
     return saved
 
 
 class _SavedInput(torch.autograd.Function):
-    """An autograd node in front of a product. The output is the tensor in ``again``, a detached alias of the input."""
+    """An autograd node before an operation. The output is the tensor in ``again``, a detached alias of the input."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, again: tuple[Tensor], product: Product) -> Tensor:
@@ -158,7 +161,7 @@ _GROUP_BYTES = DELIVERED_BYTES
 def weight_grad(products: Sequence[Product]) -> None:
     """W: compute the weight gradients, sum them over each weight's uses, and accumulate them through autograd."""
     uses: _Uses = {}
-    for product in reversed(products):  # the order of a backward
+    for product in reversed(products):  # the order of a backward pass
         for index, weight in enumerate(product.weights):
             uses.setdefault(weight, []).append((product, index))
     roots = [_Delivery.apply(group, *group) for group in _groups(uses)]  # type: ignore[no-untyped-call]

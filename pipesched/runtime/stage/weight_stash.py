@@ -64,7 +64,7 @@ class WeightStash:
         return self._held[self._uses.version(microbatch)]
 
     def during(self, weights: Tensors, act: Callable[[], None]) -> None:
-        """Call ``act``, which runs a backward, while the modules hold ``weights``.
+        """Call ``act``, which runs a backward pass, while the modules hold ``weights``.
 
         Layers that use torch.utils.checkpoint then recompute with ``weights``.
         """
@@ -93,7 +93,7 @@ class WeightStash:
             torch.autograd.backward([self._live[tensor] for tensor, _ in arrived], [grad for _, grad in arrived])
 
     def ended(self, microbatch: int) -> None:
-        """Record that a micro-batch's backward is done, and drop versions that no micro-batch needs."""
+        """Record that a micro-batch's backward pass is done, and drop versions that no micro-batch needs."""
         version = self._uses.version(microbatch)
         self._waiting[version].discard(microbatch)
         self._drop_unused()

@@ -149,7 +149,7 @@ class Outgoing:
     def _send_unforeseen(self, layout: MessageLayout, leaves: tuple[Any, ...], foreseen: int) -> None:
         """Send a message with an unpredicted layout: the header on the channel, layout and data on the side channel.
 
-        ``foreseen`` is the predicted number of bytes, which decides the port of the header.
+        ``foreseen`` is the predicted number of bytes, which determines the port of the header.
         """
         written = layout.written()
         announced = Packed(None, _HEADER)
@@ -286,7 +286,11 @@ class Incoming:
         layout = MessageLayout.read(self._receive_aside(layout_bytes).numpy().tobytes(), self._encoding)
         if layout.nbytes != data_bytes:
             raise lost(
-                self._peer, RuntimeError(f"{data_bytes} bytes were announced for a layout of {layout.nbytes} bytes")
+                self._peer,
+                RuntimeError(
+                    f"the message header announced {data_bytes} bytes of data, but the layout describes "
+                    f"{layout.nbytes} bytes"
+                ),
             )
         return layout, self._receive_aside(data_bytes)
 
