@@ -296,7 +296,9 @@ class Incoming:
 
     def _receive_aside(self, nbytes: int) -> Tensor:
         if not 0 <= nbytes <= _MOST_BYTES:
-            raise lost(self._peer, RuntimeError(f"a message of {nbytes} bytes was announced"))
+            raise lost(
+                self._peer, RuntimeError(f"the message header announced {nbytes} bytes, which is not a possible size")
+            )
         memory = torch.empty(nbytes, dtype=torch.uint8)
         if nbytes:
             self._ports.receive(memory, self._peer, self._tag + 1)
