@@ -38,6 +38,7 @@ _WAITING = {
     for folder, name in (
         ("coordination", "failure_alarm"),
         ("coordination", "stores"),
+        ("reductions", "collective_lane"),
         ("transport", "channels"),
         ("transport", "clock_sync"),
         ("transport", "device_channels"),
