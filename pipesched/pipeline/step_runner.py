@@ -101,7 +101,8 @@ class StepRunner:
         if rules is not None:
             step_data.loss_scale = rules.loss_scale(running.host.devices[programs.plain.output_rank])
             if rules.on_nonfinite is not None:
-                step_data.watch = NonfiniteWatch(assembly.layer_names)
+                first = running.host.grid.replica * len(call.batch.rows)
+                step_data.watch = NonfiniteWatch(assembly.layer_names, first)
         run_spec = self._run_spec(programs.training, step_data, assembly.stages, programs.uses)
         assembly.begin_reductions()
         with assembly.delivering(), assembly.norms.counting():
@@ -127,7 +128,12 @@ class StepRunner:
             return
         if verdict is None:
             verdict = assembly.decide(self._intra_op_threads, step_data.losses.values())
-        self._nonfinite.react(step_data.step, verdict, step_data.watch, rules, self._running.host.gathered)
+        host = self._running.host
+
+        def gathered(value: Any) -> list[Any]:
+            return [one for replica in host.across(host.gathered(value)) for one in replica]
+
+        self._nonfinite.react(step_data.step, verdict, step_data.watch, rules, gathered)
 
     def evaluate(self, given: GivenBatch, metrics: Metrics | None = None, **wanted: bool) -> Any:
         """Run all micro-batches forward, and return what ``Pipeline.evaluate`` returns."""

@@ -329,6 +329,8 @@ class MeshRanks:
         self.executor = executor = connect()
         self.sums: ReplicaSums | None = None
         if len(self.grid.rows) > 1:
+            rows = str([[members[rank] for rank in row] for row in self.grid.rows])
+            executor.agree_on({"the ranks of the replicas": rows}, "pass the same mesh= and axes= on every rank")
             peers = ReplicaGroup(sums, timeout_s)
             self.sums = ReplicaSums(peers, CollectiveLane(device, executor.now), executor.check_peers)
 

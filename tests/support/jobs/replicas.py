@@ -7,12 +7,14 @@ from itertools import product
 from typing import Any, Literal, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
 
 from pipesched import Distributed, Numerics, Pipeline
 from pipesched.testing import clip_grad_norm_, reference_step
+from tests.support.added_losses import Experts
 
 ROWS, MICROBATCHES, STEPS, SEED = 16, 8, 2, 3  # rows and micro-batches of all replicas
 VOCABULARY = 11
@@ -114,9 +116,9 @@ def named_of(model: Any) -> list[tuple[str, nn.Parameter]]:
 
 
 def pipeline(mesh: DeviceMesh, model: nn.Module, sample: Any, **options: Any) -> Pipeline:
-    distributed = options.pop("distributed", Distributed(timeout=20))
+    given = options.pop("distributed", Distributed(timeout=20))
     with warnings.catch_warnings(action="ignore"):
-        return Pipeline(model, sample, mesh=mesh, seed=SEED, distributed=distributed, **options)
+        return Pipeline(model, sample, mesh=mesh, seed=SEED, distributed=given, **options)
 
 
 def trained(group: Any, case: Case) -> Trained:
@@ -193,3 +195,242 @@ def same(ours: tuple[Tensor, Tensor | None], theirs: tuple[Tensor, Tensor | None
 def close(ours: tuple[Tensor, Tensor | None], theirs: tuple[Tensor, Tensor | None]) -> bool:
     pairs = zip(ours, theirs, strict=True)
     return all(a is b if a is None or b is None else torch.allclose(a, b, rtol=1e-5, atol=1e-7) for a, b in pairs)
+
+
+def small_model(*layers: nn.Module) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 8), *layers, nn.Linear(8, 4))
+
+
+def small(mesh: DeviceMesh, model: nn.Module | None = None, **options: Any) -> Pipeline:
+    """A pipeline of a small model, in four micro-batches a replica."""
+    named: dict[str, Any] = {"schedule": "1f1b", "num_microbatches": 4, "loss_fn": functional.mse_loss}
+    x, _ = plain_batch()
+    return pipeline(mesh, small_model() if model is None else model, x[:2], **named | options)
+
+
+def own_batch(mesh: DeviceMesh) -> tuple[Tensor, Tensor]:
+    x, y = plain_batch()
+    own = own_rows(mesh.get_local_rank("dp"), mesh["dp"].size())
+    return x[own], y[own]
+
+
+def said(call: Callable[[], Any]) -> str:
+    """The error of a call."""
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def refused(group: Any) -> dict[str, str]:
+    """The errors of pipelines that replicas cannot have, and the warning about buffers."""
+    mesh = mesh_of((2, 2))
+    found = {
+        "BatchNorm": said(lambda: small(mesh, small_model(nn.BatchNorm1d(8)))),
+        "updates": said(lambda: small(mesh, schedule="pipedream", optimizer=sgd)),
+        "axes": said(lambda: small(mesh, axes={"pipeline": "pp", "replicate": "pp"})),
+        "names": said(lambda: small(mesh, axes={"pipeline": "pp", "replicate": "data"})),
+        "sparse": said(lambda: _sparse(mesh)),
+    }
+    odd = {"pipeline": "dp", "replicate": "pp"} if group.rank() == 2 else None
+    found["different axes"] = said(lambda: small(mesh, axes=odd))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        x, _ = plain_batch()
+        Pipeline(small_model(Counter()), x[:2], mesh=mesh, loss_fn=functional.mse_loss, schedule="1f1b").close()
+    found["buffers"] = "".join(str(one.message) for one in caught if "buffers" in str(one.message))
+    return found
+
+
+def _sparse(mesh: DeviceMesh) -> None:
+    tokens = torch.arange(8) % 4
+    model = nn.Sequential(nn.Embedding(4, 8, sparse=True), nn.Linear(8, 4))
+    pipe = pipeline(mesh, model, tokens[:2], loss_fn=nn.CrossEntropyLoss(), schedule="1f1b", num_microbatches=2)
+    pipe.step(tokens, target=tokens)
+
+
+class Counter(nn.Module):
+    """Counts rows in a buffer; another buffer and a weight have dtypes of their own."""
+
+    count: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("table", torch.zeros(3, 2, dtype=torch.complex64).T)
+        self.scale = nn.Parameter(torch.ones(8, dtype=torch.bfloat16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += len(x)
+        return x * self.scale
+
+
+def starts_equal(group: Any) -> bool:
+    """Whether replicas made with other weights hold those of replica 0."""
+    mesh = mesh_of((2, 2))
+    model = small_model(Counter())
+    expected = {name: value.clone() for name, value in model.state_dict().items()}
+    if mesh.get_local_rank("dp"):
+        with torch.no_grad():
+            for value in model.state_dict().values():
+                value.add_(1)
+    with small(mesh, model) as pipe:
+        return all(torch.equal(value, expected[name]) for name, value in pipe.state_dict().items())
+
+
+def bad_batches(group: Any) -> list[str]:
+    """The errors of calls with batches that do not fit, each followed by a step that runs."""
+    mesh = mesh_of((2, 2))
+    x, y = own_batch(mesh)
+    second = mesh.get_local_rank("dp") == 1
+    found = []
+    with small(mesh) as pipe:
+        expected = float(pipe.step(x, target=y))
+        short = slice(3) if second else slice(None)
+        for call in (
+            lambda: pipe.step(x[short], target=y[short]),
+            lambda: pipe.evaluate(x[short], target=y[short]),
+            lambda: pipe.step(x, target=y[:5] if second else y),
+            lambda: pipe.step(x, target=None if second else y),
+        ):
+            found.append(said(call))
+            pipe.step(x, target=y)
+        assert float(pipe.evaluate(x, target=y)) == expected
+        with torch.no_grad():
+            output = pipe.forward(x)
+            assert output is None or torch.equal(output, small_model()(x))
+            every_x, every_y = plain_batch()
+            error = (small_model()(every_x) - every_y).abs()
+            pipe.evaluate(x, target=y, metrics=scores)
+            assert torch.allclose(pipe.metrics["error"].float(), error.mean())
+            uneven = slice(7) if second else slice(8)
+            pipe.evaluate(x[uneven], target=y[uneven], metrics=scores)
+            assert torch.allclose(pipe.metrics["error"].float(), error[:15].mean())
+    return found
+
+
+def finds_nonfinite(group: Any, how: str, *, updates: bool, tied: bool = False) -> tuple[str, bool]:
+    """A loss that is NaN in one micro-batch of one replica, while all gradients are finite; whether weights change."""
+    mesh = mesh_of((2, 2))
+    x, y = own_batch(mesh)
+    if mesh.get_local_rank("dp"):
+        y[4] = 1e30
+    optimizer = sgd if updates else None
+    model = small_model(nn.Tanh())
+    if tied:
+        model = small_model(nn.Linear(8, 8))
+        model[1].weight = model[0].weight
+    options: dict[str, Any] = {"loss_fn": spoilt, "optimizer": optimizer}
+    with small(mesh, model, numerics=Numerics(on_nonfinite=how), **options) as pipe:
+        before = [parameter.detach().clone() for parameter in pipe.parameters()]
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            text = said(lambda: pipe.step(x, target=y))
+        text += "".join(str(one.message) for one in caught)
+        after = list(pipe.parameters())
+        return text, not all(torch.equal(old, new) for old, new in zip(before, after, strict=True))
+
+
+def spoilt(output: Tensor, target: Tensor) -> Tensor:
+    """The mean output; plus NaN, which is constant, where a target is very large."""
+    return output.mean() + (torch.nan if target.max() > 1e29 else 0.0)
+
+
+class Rare(nn.Module):
+    """A layer with a weight that is used if a flag is set, one that is frozen, and one that nothing uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rare, self.frozen, self.idle = nn.Linear(8, 8), nn.Linear(8, 8).requires_grad_(False), nn.Linear(8, 8)
+        self.uses = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.frozen(x)
+        return self.rare(x) if self.uses else x
+
+
+def uses_some_weights(group: Any) -> list[str]:
+    """The parameters of this rank that get a gradient if only one replica uses a weight."""
+    mesh = mesh_of((2, 2))
+    x, y = own_batch(mesh)
+    model = small_model(Rare())
+    with small(mesh, model, schedule="zb-h1", boundaries=[2]) as pipe:
+        model[1].uses = mesh.get_local_rank("dp") == 1
+        for _ in range(2):
+            pipe.step(x, target=y)
+        return sorted(name for name, parameter in pipe.named_parameters() if parameter.grad is not None)
+
+
+def scores(outputs: Tensor, target: Tensor) -> dict[str, Any]:
+    return {"error": (outputs - target).abs().mean(), "largest": outputs.max()}
+
+
+def adds_and_measures(group: Any) -> list[dict[str, float]]:
+    """The metrics of a step whose layers add losses, by two pipelines at once; gradients are those of the loop."""
+    mesh = mesh_of((2, 2))
+    x, y = own_batch(mesh)
+    expected = small_model(Experts())
+    whole_x, whole_y = plain_batch()
+    loop: dict[str, Any] = {"loss_fn": functional.mse_loss, "num_microbatches": 4, "num_replicas": 2, "seed": SEED}
+    models = [small_model(Experts()) for _ in range(2)]
+    found = []
+    with small(mesh, models[0]) as first, small(mesh, models[1], schedule="auto") as second:
+        for step in range(2):
+            due = reference_step(expected, whole_x, target=whole_y, step=step, **loop)
+            for pipe in (first, second):
+                assert torch.equal(pipe.step(x, target=y, metrics=scores), due)
+                found.append({name: float(value) for name, value in pipe.metrics.items()})
+        for pipe in (first, second):
+            norm = pipe.clip_grad_norm_(0.1)
+            assert norm == clip_grad_norm_(with_grad(expected), 0.1)
+        assert len({str(text) for text in group_values(group, str(second.plan.program))}) == 1
+    return found
+
+
+def with_grad(model: nn.Module) -> list[nn.Parameter]:
+    """Copies of a model's parameters with their gradients."""
+    made = [nn.Parameter(parameter.detach().clone()) for parameter in model.parameters()]
+    for new, parameter in zip(made, model.parameters(), strict=True):
+        new.grad = None if parameter.grad is None else parameter.grad.clone()
+    return made
+
+
+def group_values(group: Any, value: Any) -> list[Any]:
+    values: list[Any] = [None] * group.size()
+    distributed.all_gather_object(values, value, group=group)
+    return values
+
+
+def overflows(group: Any) -> list[tuple[float, bool]]:
+    """After each step, the scale of the loss and whether weights changed; gradients overflow in one replica once."""
+    mesh = mesh_of((2, 2))
+    x, y = own_batch(mesh)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
+    found = []
+    with small(mesh, optimizer=sgd, numerics=Numerics(scaler=scaler)) as pipe:
+        for step in range(3):
+            before = [parameter.detach().clone() for parameter in pipe.parameters()]
+            factor = torch.inf if step == 1 and mesh.get_local_rank("dp") else 1.0
+            pipe.step(x * factor, target=y)
+            changed = not all(torch.equal(old, new) for old, new in zip(before, pipe.parameters(), strict=True))
+            found.append((scaler.get_scale(), changed))
+    return found
+
+
+def sharded(group: Any) -> None:
+    """Stages sharded by fully_shard over a third dimension; the gradients are those of the loop within rounding."""
+    mesh = mesh_of((2, 2, 1), ("dp", "fsdp", "pp"))
+    x, y = plain_batch()
+    own = own_rows(mesh.get_local_rank("dp"), 2)
+    expected = small_model()
+    loop: dict[str, Any] = {"loss_fn": functional.mse_loss, "num_microbatches": 4, "num_replicas": 2, "seed": SEED}
+    axes = {"pipeline": "pp", "replicate": "dp"}
+    with small(mesh, axes=axes, wrap=lambda module, stage: fully_shard(module, mesh=mesh["fsdp"])) as pipe:
+        for step in range(2):
+            due = reference_step(expected, x, target=y, step=step, **loop)
+            assert torch.allclose(pipe.step(x[own], target=y[own]), due)
+            for name, parameter in pipe.named_parameters():
+                grad: Any = parameter.grad
+                assert torch.allclose(grad.full_tensor(), expected.get_parameter(name).grad, atol=1e-6)  # type: ignore[arg-type]
