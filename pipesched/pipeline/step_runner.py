@@ -23,7 +23,7 @@ from pipesched.runtime.executors.threads import RunSpec
 from pipesched.runtime.gradients.nonfinite_reaction import NonfiniteReaction
 from pipesched.runtime.gradients.nonfinite_watch import NonfiniteWatch
 from pipesched.runtime.gradients.rules import GradientRules
-from pipesched.runtime.microbatches import Batch, GivenBatch, Weighting
+from pipesched.runtime.microbatches import Batch, GivenBatch
 from pipesched.runtime.rank_host import ThreadRanks
 from pipesched.runtime.stage.output_metrics import Metrics
 from pipesched.runtime.stage.stage import Stage
@@ -72,6 +72,8 @@ class StepRunner:
         self._memory = memory
         self._intra_op_threads = intra_op_threads
         self._nonfinite = NonfiniteReaction()
+        #: Returns the loss weights of all replicas; None if there is one replica.
+        self._across = None if running.host.sums is None else self._weights_across
         #: The named scalars of the last step or evaluation; ``metrics.last`` is a dict.
         self.metrics = StepMetrics()
 
@@ -87,7 +89,7 @@ class StepRunner:
                 )
             batch = self._batch("step", given)
             groups = running.assembly.programs.of(len(batch.rows)).groups
-            return StepCall("step", batch, self._weighting(batch, groups), **wanted)
+            return StepCall("step", batch, running.splitter.weighting(batch, groups, self._across), **wanted)
 
         call = self._called("step", given, make)
         if running.step == 0 or self._memory.limits is not None:
@@ -104,10 +106,13 @@ class StepRunner:
                 first = running.host.grid.replica * len(call.batch.rows)
                 step_data.watch = NonfiniteWatch(assembly.layer_names, first)
         run_spec = self._run_spec(programs.training, step_data, assembly.stages, programs.uses)
-        assembly.begin_reductions()
+        has_replicas = running.host.sums is not None
+        if has_replicas:
+            assembly.begin_reductions()
         with assembly.delivering(), assembly.norms.counting():
             running.runs.append(running.host.run(run_spec, call.batch, grad=True))
-        assembly.reduce_late()
+        if has_replicas:
+            assembly.reduce_late()
         if assembly.updates_late:
             assembly.update_late(self._intra_op_threads, step_data.losses.values())
         running.step += 1
@@ -140,7 +145,7 @@ class StepRunner:
 
         def make() -> StepCall:
             batch = self._batch("evaluate", given)
-            return StepCall("evaluate", batch, self._weighting(batch), **wanted)
+            return StepCall("evaluate", batch, self._running.splitter.weighting(batch, across=self._across), **wanted)
 
         self._running.flush()
         call = self._called("evaluate", given, make)
@@ -159,7 +164,8 @@ class StepRunner:
                     "call forward() under no_grad, or make the pipeline with devices="
                 )
             batch = running.splitter.batch(args, kwargs, num_replicas=host.replicas_per_batch)
-            self._across([1] * len(batch.rows))
+            if self._across is not None:
+                self._across([1] * len(batch.rows))
             weighting = None if self._has_loss_fn else running.splitter.weighting_of_outputs(batch)
             return StepCall("forward", batch, weighting, return_outputs=True, gather=gather)
 
@@ -237,11 +243,7 @@ class StepRunner:
             )
         return self._running.splitter.batch(args, kwargs, target, num_replicas=self._running.host.replicas_per_batch)
 
-    def _weighting(self, batch: Batch, groups: Sequence[Sequence[int]] = ()) -> Weighting:
-        """Return the weights of a batch's losses, which add up to 1 over the micro-batches of all replicas."""
-        return self._running.splitter.weighting(batch, groups, self._across)
-
-    def _across(self, weights: Sequence[float]) -> list[Sequence[float]]:
+    def _weights_across(self, weights: Sequence[float]) -> list[Sequence[float]]:
         """Return the weights of all replicas' micro-batches, unless the batch contains these micro-batches itself."""
         host = self._running.host
         if host.replicas_per_batch > 1:

@@ -358,7 +358,7 @@ class Splitter:
         self,
         batch: Batch,
         groups: Sequence[Sequence[int]] = (),
-        across: Callable[[Any], list[Any]] = lambda weights: [weights],
+        across: Callable[[Any], list[Any]] | None = None,
     ) -> "Weighting":
         """Return the weights of a batch's losses. Raises InputError if the weights' sum is not finite and above 0.
 
@@ -371,10 +371,12 @@ class Splitter:
 
         """
         if self.loss_reduction == "sum":
-            across([1] * len(batch.rows))
+            if across is not None:
+                across([1] * len(batch.rows))
             return Weighting([None] * len(batch.rows), [None] * len(batch.rows))
         weights = batch.rows if self.loss_weight is None else _weights(batch, self.loss_weight)
-        total = sum(weight for own in across(weights) for weight in own)
+        every = [weights] if across is None else across(weights)
+        total = sum(weight for own in every for weight in own)
         if not 0 < total < inf:
             remedy = getattr(self.loss_weight, "remedy", "check loss_weight, or skip this batch")
             raise InputError(f"the sum of the loss weights must be finite and above 0; got {total}; {remedy}")

@@ -301,8 +301,8 @@ class MeshRanks:
         inputs: Inputs = "all",
         axes: Axes | None = None,
     ) -> None:
-        group, self.grid, sums = grid_of(mesh, axes)
         timeout_s = as_timeout(timeout_s)
+        group, self.grid, sums = grid_of(mesh, axes, timeout_s)
         device = torch.device(mesh.device_type)
         if device.type == "cuda":
             device = torch.device("cuda", torch.cuda.current_device())

@@ -29,9 +29,9 @@ def test_losses_gradients_weights_and_buffers_are_those_of_the_loop(ranks: Ranks
 
 def test_replicas_that_would_not_stay_equal_are_refused_by_name(ranks: Ranks) -> None:
     for found in ranks.run(4, jobs.refused):
-        assert found["BatchNorm"].startswith("InputError: with replicas, the running statistics of BatchNorm must be")
+        assert "InputError: with replicas, the running statistics of BatchNorm must be" in found["BatchNorm"]
         assert "in layer '1'; pass numerics=Numerics(batch_norm='mini-batch')" in found["BatchNorm"]
-        assert found["updates"].startswith("ScheduleError: with replicas, a step must update the weights once")
+        assert "ScheduleError: with replicas, a step must update the weights once" in found["updates"]
         assert "'pipedream' contains updates" in found["updates"]
         assert "different mesh dimensions; both are 'pp'" in found["axes"]
         assert "'replicate' is 'data', but the mesh has the dimensions ('dp', 'pp')" in found["names"]
@@ -85,3 +85,17 @@ def test_an_overflow_in_one_replica_skips_the_update_in_all(ranks: Ranks) -> Non
 
 def test_replicas_of_sharded_stages(ranks: Ranks) -> None:
     ranks.run(4, jobs.sharded)
+
+
+def test_the_dimensions_of_a_mesh_are_recognised_or_named(ranks: Ranks) -> None:
+    for rank, found in enumerate(ranks.run(4, jobs.grids)):
+        assert found["by names"] == found["any names"] == ((0, 1), (2, 3))
+        assert found["pipelines first"] == ((0, 2), (1, 3))
+        assert found["one dimension"] == ((0, 1),)
+        assert "waited 1 s for the group of ranks [" in found["of a larger mesh, with unequal groups"]
+        assert "the dimensions of this mesh are ('a', 'b'); pass one dimension of the mesh" in found["unknown names"]
+        assert "the dimensions of this mesh are ('dp', 'tp', 'pp')" in found["one more dimension"]
+        assert "the dimensions of this mesh are 2, without names" in found["no names"]
+        assert "axes= must map 'pipeline', and 'replicate' if there are replicas" in found["other axes"]
+        assert "got 'pp'" in found["no mapping"]
+        assert "mesh= must be a DeviceMesh" in found["no mesh"], rank

@@ -6,7 +6,6 @@ its algorithm, which depends on the number of bytes and the topology.
 """
 
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -36,7 +35,7 @@ class ReplicaGroup:
         ranks = next(ranks for ranks in groups if distributed.get_rank() in ranks)
         self.size = len(ranks)
         self._first = ranks[0]
-        self._group: Any = own_group(groups, timeout=timedelta(seconds=timeout_s))
+        self._group: Any = own_group(groups, timeout_s, new=True)
         members = distributed.get_process_group_ranks(self._group)
         #: For each member of the group, its replica; and for each replica, its place in the group.
         self._replicas = [list(ranks).index(rank) for rank in members]

@@ -13,6 +13,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
 
 from pipesched import Distributed, Numerics, Pipeline
+from pipesched.errors import PipeschedError
+from pipesched.runtime.rank_grid import grid_of
 from pipesched.testing import clip_grad_norm_, reference_step
 from tests.support.added_losses import Experts
 
@@ -434,3 +436,28 @@ def sharded(group: Any) -> None:
             for name, parameter in pipe.named_parameters():
                 grad: Any = parameter.grad
                 assert torch.allclose(grad.full_tensor(), expected.get_parameter(name).grad, atol=1e-6)  # type: ignore[arg-type]
+
+
+def grids(group: Any) -> dict[str, Any]:
+    """The rows of the grids of some meshes, or why there is none."""
+
+    def rows(mesh: Any, axes: Any = None) -> Any:
+        try:
+            return grid_of(mesh, axes, 1.0)[1].rows
+        except PipeschedError as error:
+            return str(error)
+
+    mesh = mesh_of((2, 2))
+    return {
+        "by names": rows(mesh_of((2, 2), ("dp_replicate", "pp"))),
+        "pipelines first": rows(mesh_of((2, 2), ("pp", "dp"))),
+        "one dimension": rows(mesh["pp"]),
+        "of a larger mesh, with unequal groups": rows(mesh_of((1, 2, 2), ("dp", "pp", "tp"))["dp", "pp"]),
+        "any names": rows(mesh_of((2, 2), ("a", "b")), {"pipeline": "b", "replicate": "a"}),
+        "unknown names": rows(mesh_of((2, 2), ("a", "b"))),
+        "one more dimension": rows(mesh_of((2, 1, 2), ("dp", "tp", "pp"))),
+        "no names": rows(init_device_mesh("cpu", (2, 2))),
+        "other axes": rows(mesh, {"pipeline": "pp", "data": "dp"}),
+        "no mapping": rows(mesh, "pp"),
+        "no mesh": rows(group),
+    }
