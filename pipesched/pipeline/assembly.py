@@ -21,13 +21,14 @@ from pipesched.model.tied_weights import Ties
 from pipesched.model.weight_owners import Owners
 from pipesched.partitioning.partition import Partition
 from pipesched.partitioning.result import StageLayers
+from pipesched.pipeline.replica_checks import check_replicas, warn_of_written
 from pipesched.planning.alternatives import Alternative
 from pipesched.planning.program_factory import ProgramFactory
 from pipesched.planning.stage_partitioner import StagePartitioner
 from pipesched.profiling.stage_memory_probe import StageSizes
 from pipesched.program.checkpoint_options import checkpoint_by_layer, offloading
 from pipesched.program.program import Program
-from pipesched.runtime.gradients.buckets import GradientBuckets
+from pipesched.runtime.gradients.buckets import GradientBuckets, local
 from pipesched.runtime.gradients.rules import GradientRules, Verdict
 from pipesched.runtime.rank_host import RankHost, ThreadRanks
 from pipesched.runtime.shared_overflow import share_overflow
@@ -115,6 +116,8 @@ class Assembly:
         ranks = [program.placement[index] for index in range(program.num_weights)]
         self.ties = Ties(spec.model, spec.layered.uses(self.cut, ranks), host)
         self._weight_copies = WeightCopies(host, self.ties.own)
+        if host.sums is not None:
+            check_replicas(spec.model, programs, spec.batch_norm)
         programs.reduce([] if host.sums is None else self._bucket_layers())
         self.norms = MiniBatchNorms(spec.batch_norm, host)
         self.norms.check(spec.model, program, streams=programs.streams)
@@ -131,6 +134,8 @@ class Assembly:
         self._check_reached()
         #: Stage number -> stage, for the stages of this process.
         self.stages = self._stages()
+        if host.sums is not None:
+            host.sums.copy_from_first(self._held_tensors())
         #: Adds the gradients over replicas that are complete only after a run; None if there is one replica.
         self._late_sums = self._late() if host.sums is not None else None
         #: The holders of weight copies. A step refreshes the copies before it starts.
@@ -234,7 +239,10 @@ class Assembly:
         spec = self._spec
         written = spec.layered.written_by(self.cut) if any(own_buffers(spec.model)) else [()] * len(self.cut)
         of_loss = list(own_buffers(spec.loss_fn)) if isinstance(spec.loss_fn, nn.Module) else []
-        return [{*names, *(f"loss_fn.{key}" for key, *_ in of_loss)} for names in written]
+        every = [{*names, *(f"loss_fn.{key}" for key, *_ in of_loss)} for names in written]
+        if self._host.sums is not None:
+            warn_of_written(spec.model, set().union(*every))
+        return every
 
     def _stages(self) -> dict[int, Stage]:
         program = self.program
@@ -286,6 +294,12 @@ class Assembly:
                 f"several threads can meet in the wrong order; {len(ranks)} ranks of this process have such stages; "
                 f"pass mesh= instead of devices="
             )
+
+    def _held_tensors(self) -> list[Tensor]:
+        """Return the parameters and buffers of the stages of this process, without copies of other ranks' weights."""
+        own = [stage for index, stage in self.stages.items() if index == self.program.weights[index]]
+        modules = [module for stage in own for module in stage.modules.values()]
+        return [local(tensor) for module in modules for tensor in (*module.parameters(), *module.buffers())]
 
     def put_back(self) -> None:
         """Move the layers back to the devices of this assembly's ranks, after another assembly has failed."""
@@ -376,7 +390,10 @@ class Assembly:
         """
         assert self.rules is not None
         with intra_op(intra_op_threads):
-            return self.rules.decide(self._host.gathered(self.rules.measure(self._parameters(), losses)))
+            norms = self.rules.measure(self._parameters(), losses)
+            if self._late_sums is not None:
+                norms = self._late_sums.common(norms)
+            return self.rules.decide(self._host.gathered(norms))
 
     def _parameters(self) -> list[nn.Parameter]:
         return [parameter for stage in self.stages.values() for parameter in stage.optimizer.parameters]

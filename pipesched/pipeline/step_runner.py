@@ -73,6 +73,8 @@ class StepRunner:
         self._memory = memory
         self._intra_op_threads = intra_op_threads
         self._nonfinite = NonfiniteReaction()
+        #: Returns the loss weights of all replicas; None if there is one replica.
+        self._across = None if running.host.sums is None else self._weights_across
         #: The named scalars of the last step or evaluation; ``metrics.last`` is a dict.
         self.metrics = StepMetrics()
 
@@ -88,8 +90,7 @@ class StepRunner:
                 )
             batch = self._batch("step", given)
             groups = running.assembly.programs.of(len(batch.rows) // running.host.replicas_per_batch).groups
-            across = self._across if running.host.sums is not None else None
-            return StepCall("step", batch, running.splitter.weighting(batch, groups, across), **wanted)
+            return StepCall("step", batch, running.splitter.weighting(batch, groups, self._across), **wanted)
 
         call = self._called("step", given, make)
         if running.step == 0 or self._memory.limits is not None:
@@ -103,13 +104,15 @@ class StepRunner:
         if rules is not None:
             step_data.loss_scale = rules.loss_scale(running.host.devices[programs.plain.output_rank])
             if rules.on_nonfinite is not None:
-                step_data.watch = NonfiniteWatch(assembly.layer_names)
+                first = running.host.grid.replica * len(call.batch.rows)
+                step_data.watch = NonfiniteWatch(assembly.layer_names, first)
         run_spec = self._run_spec(programs.training, step_data, assembly.stages, programs.uses)
-        if running.host.sums is not None:
+        has_replicas = running.host.sums is not None
+        if has_replicas:
             assembly.begin_reductions()
         with assembly.delivering(), assembly.norms.counting():
             running.runs.append(running.host.run(run_spec, call.batch, grad=True))
-        if running.host.sums is not None:
+        if has_replicas:
             assembly.reduce_late()
         if assembly.updates_late:
             assembly.update_late(self._intra_op_threads, step_data.losses.values())
@@ -133,15 +136,19 @@ class StepRunner:
             return
         if verdict is None:
             verdict = assembly.decide(self._intra_op_threads, step_data.losses.values())
-        self._nonfinite.react(step_data.step, verdict, step_data.watch, rules, self._running.host.gathered)
+        host = self._running.host
+
+        def gathered(value: Any) -> list[Any]:
+            return [one for replica in host.across(host.gathered(value)) for one in replica]
+
+        self._nonfinite.react(step_data.step, verdict, step_data.watch, rules, gathered)
 
     def evaluate(self, given: GivenBatch, metrics: Metrics | None = None, **wanted: bool) -> Any:
         """Run all micro-batches forward, and return what ``Pipeline.evaluate`` returns."""
 
         def make() -> StepCall:
             batch = self._batch("evaluate", given)
-            across = self._across if running.host.sums is not None else None
-            return StepCall("evaluate", batch, running.splitter.weighting(batch, (), across), **wanted)
+            return StepCall("evaluate", batch, running.splitter.weighting(batch, across=self._across), **wanted)
 
         running = self._running
         running.flush()
@@ -161,7 +168,7 @@ class StepRunner:
                     "call forward() under no_grad, or make the pipeline with devices= instead of mesh="
                 )
             batch = running.splitter.batch(args, kwargs, num_replicas=host.replicas_per_batch)
-            if host.sums is not None:
+            if self._across is not None:
                 self._across([1] * len(batch.rows))
             weighting = None if self._has_loss_fn else running.splitter.weighting_of_outputs(batch)
             return StepCall("forward", batch, weighting, return_outputs=True, gather=gather)
@@ -240,7 +247,7 @@ class StepRunner:
             )
         return self._running.splitter.batch(args, kwargs, target, num_replicas=self._running.host.replicas_per_batch)
 
-    def _across(self, weights: Sequence[float]) -> list[Sequence[float]]:
+    def _weights_across(self, weights: Sequence[float]) -> list[Sequence[float]]:
         """Return the weights of all replicas' micro-batches, unless the batch contains these micro-batches itself."""
         host = self._running.host
         if host.replicas_per_batch > 1:

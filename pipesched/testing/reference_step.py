@@ -82,7 +82,7 @@ def reference_step(
             Default: None (the mini-batch is split).
         num_replicas: the number of replicas of the pipeline. The mini-batch is split into ``num_replicas`` times
             ``num_microbatches`` parts. The gradients of each replica's parts are added first, then the sums of the
-            replicas, in replica order. Default: 1.
+            replicas, in replica order, and last this sum to the gradients from before the step. Default: 1.
         **kwargs: the model's keyword inputs, for the whole mini-batch.
 
     Returns:

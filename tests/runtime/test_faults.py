@@ -37,6 +37,11 @@ CASES = {
         Case("SIGSTOP", "before construction", 0, "rank 0"),
     ],
     "more of 2x2 with fully_shard": [Case("SIGSTOP", "later forward", 0, "rank 0", 4, 2)],
+    "of 2x2 replicas": [
+        Case("raise", "first backward", 3, num_ranks=4, replicas=2, by="replicate"),
+        Case("SIGKILL", "later forward", 2, "of its own", 4, 2, "replicate"),
+        Case("hang", "first backward", 0, "of its own", 4, 2, "replicate"),
+    ],
 }
 
 

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from pipesched.errors import ExecutionError
+from pipesched.runtime.gradients.norms import GradientNorms
 
-__all__ = ["GradientBuckets", "Sums", "Ticket"]
+__all__ = ["GradientBuckets", "Sums", "Ticket", "local"]
 
 
 class Ticket(Protocol):
@@ -31,6 +32,9 @@ class Sums(Protocol):
 
     def start(self, buffers: Sequence[Tensor]) -> Ticket:
         """Start to replace buffers by their sums over replicas."""
+
+    def any(self, flag: Tensor) -> Tensor:
+        """Return whether a 0-d flag is set in any replica. Waits for all replicas."""
 
     def check(self) -> None:
         """Raise an exception if another rank has failed."""
@@ -96,6 +100,10 @@ class GradientBuckets:
             for hook in hooks:
                 hook.remove()
 
+    def common(self, norms: GradientNorms) -> GradientNorms:
+        """Return norms that are nonfinite if they are in any replica, so that all replicas decide alike."""
+        return norms if norms.nonfinite is None else norms._replace(nonfinite=self._sums.any(norms.nonfinite))
+
     def start(self, bucket: int) -> None:
         """Start the sum of a bucket, unless it has been started. Raises ExecutionError for a sparse gradient."""
         if bucket < self._next:
@@ -140,15 +148,15 @@ class _Copies:
         """Copy the sums into the parameters' gradients, and add the gradients in ``before``, which are removed."""
         for buffer, parameters in zip(self.buffers, self._groups.values(), strict=True):
             start = 0
-            count = sum(_local(parameter).numel() for parameter in parameters)
+            count = sum(local(parameter).numel() for parameter in parameters)
             for place, parameter in enumerate(parameters):
-                shape = _local(parameter)
+                shape = local(parameter)
                 total = buffer[start : start + shape.numel()].view(shape.shape)
                 start += shape.numel()
                 if parameter.grad is None and parameter.requires_grad and buffer[count + place].item():
                     parameter.grad = torch.empty_like(parameter)  # used in other replicas only
                 if parameter.grad is not None:
-                    _local(parameter.grad).copy_(total)
+                    local(parameter.grad).copy_(total)
                 old = before.pop(parameter, None)
                 if old is not None:
                     parameter.grad = old if parameter.grad is None else old.add_(parameter.grad)
@@ -157,19 +165,19 @@ class _Copies:
 @torch.no_grad()
 def _flat(dtype: torch.dtype, parameters: Sequence[nn.Parameter], length: Callable[[int], int]) -> Tensor:
     """Return a buffer with the parameters' gradients, followed by whether each parameter has one."""
-    shapes = [_local(parameter) for parameter in parameters]
+    shapes = [local(parameter) for parameter in parameters]
     count = sum(shape.numel() for shape in shapes)
     buffer = torch.zeros(length(count + len(parameters)), dtype=dtype, device=shapes[0].device)
     start = 0
     for place, (parameter, shape) in enumerate(zip(parameters, shapes, strict=True)):
         if parameter.grad is not None:
-            buffer[start : start + shape.numel()].view(shape.shape).copy_(_local(parameter.grad))
+            buffer[start : start + shape.numel()].view(shape.shape).copy_(local(parameter.grad))
             buffer[count + place] = 1
         start += shape.numel()
     return buffer
 
 
-def _local(tensor: Tensor) -> Tensor:
+def local(tensor: Tensor) -> Tensor:
     """Return the part of a tensor that this process holds: the shard of a DTensor, otherwise the tensor."""
     to_local = getattr(tensor, "to_local", None)
     return tensor if to_local is None else to_local()

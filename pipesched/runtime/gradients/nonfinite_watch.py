@@ -31,9 +31,16 @@ class Nonfinite(NamedTuple):
 
 
 class NonfiniteWatch:
-    """The records of one step in one process. ``layers`` are the names of all layers of the model, in order."""
+    """The records of one step in one process.
 
-    def __init__(self, layers: Sequence[str]) -> None:
+    Args:
+        layers: the names of all layers of the model, in order.
+        first: the number of this replica's first micro-batch among those of all replicas. Default: 0.
+
+    """
+
+    def __init__(self, layers: Sequence[str], first: int = 0) -> None:
+        self._first = first
         self._places = {name: place for place, name in enumerate(layers)}
         self._notes: list[tuple[Nonfinite, Tensor]] = []
 
@@ -42,9 +49,10 @@ class NonfiniteWatch:
         place = self._places.get(layer, len(self._places))
         for tensor in tensors_in(value):
             if tensor.is_floating_point() and tensor.numel():
-                self._note(Nonfinite(False, microbatch, place, layer), tensor.detach())
+                number = self._first + microbatch
+                self._note(Nonfinite(False, number, place, layer), tensor.detach())
                 if tensor.requires_grad and torch.is_grad_enabled():
-                    note = Nonfinite(True, microbatch, -place, layer)
+                    note = Nonfinite(True, number, -place, layer)
                     tensor.register_hook(lambda grad, note=note: self._note(note, grad))
 
     def _note(self, note: Nonfinite, tensor: Tensor) -> None:

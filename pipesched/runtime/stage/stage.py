@@ -237,7 +237,10 @@ class Stage:
 
     def norm(self, number: int) -> GradientNorms:
         """NORM: return the norms of the gradients accumulated since the last update."""
-        return self.optimizer.norm(self._step_data.losses.values() if self.head is not None else ())
+        if self.head is None:
+            return self.optimizer.norm(())
+        norms = self.optimizer.norm(self._step_data.losses.values())
+        return norms if self.gradients is None else self.gradients.common(norms)
 
     def update(self, number: int, norms: Sequence[GradientNorms] = ()) -> None:
         """UPDATE: step the optimizer with the gradients accumulated since the last update, then clear them.

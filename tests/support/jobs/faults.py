@@ -38,7 +38,7 @@ PHASES = (
 
 
 class Case(NamedTuple):
-    """rank: the one that fails. replicas: how many pipelines, whose stages are sharded over them by fully_shard."""
+    """rank: the one that fails. replicas: how many, by fully_shard of pipelines, or of one pipeline with replicas."""
 
     fault: str
     phase: str
@@ -46,6 +46,7 @@ class Case(NamedTuple):
     store: str = "of its own"
     num_ranks: int = 3
     replicas: int = 1
+    by: str = "fully_shard"
 
 
 class Fuse:
@@ -125,7 +126,8 @@ def run_rank(case: Case, rank: int, port: int, timeout_s: float, said: Path) -> 
     choices: dict[str, Any] = {}
     if case.replicas > 1:  # which are cut alike, whatever each of them measures
         choices["boundaries"] = list(range(2, 2 * num_stages, 2))
-        choices["wrap"] = lambda module, stage: fully_shard(module, mesh=mesh["dp"])
+        if case.by == "fully_shard":
+            choices["wrap"] = lambda module, stage: fully_shard(module, mesh=mesh["dp"])
 
     def name(forward: str, backward: str = "") -> None:
         for layer in layers:
@@ -146,7 +148,7 @@ def run_rank(case: Case, rank: int, port: int, timeout_s: float, said: Path) -> 
         model,
         x[: ROWS // MICROBATCHES],
         loss_fn=nn.functional.mse_loss,
-        mesh=mesh["pp"],
+        mesh=mesh["pp"] if case.by == "fully_shard" else mesh,
         schedule="1f1b",
         num_stages=num_stages,
         num_microbatches=MICROBATCHES,

@@ -1,0 +1,56 @@
+"""Replicas: training in replicas of a pipeline, compared bit by bit with a plain loop over all micro-batches.
+
+    python benchmarks/replicas.py [--schedules 1f1b zb-v]
+
+Four processes train two models for two steps: one with dropout, and one with dropout, a tied weight, BatchNorm and
+unequal numbers of labels in the replicas. The cases are all combinations of model, mesh (2 replicas of 2 ranks, 4 of 1,
+1 of 4), schedule, optimizer (the pipeline's, with clipping; or none, so that gradients accumulate over the steps) and
+``inputs=``. The losses, and all weights, gradients and buffers must be bit-identical to those of
+``reference_step(num_replicas=)``; those of chimera, whose weights lie on several ranks, agree within rounding. Prints
+the differing values of each case, and the number of REDUCE actions of a step.
+"""
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+from measure import machine
+
+sys.path.append(str(Path(__file__).parents[1]))
+from tests.support.jobs import replicas
+from tests.support.rank_processes import Ranks
+
+_PATIENCE_S = 300.0
+
+
+def main() -> None:
+    """Run all cases, and print a line for each."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--schedules", nargs="+", default=replicas.SCHEDULES, choices=replicas.SCHEDULES)
+    schedules = parser.parse_args().schedules
+    print(machine())
+    cases = [case for case in replicas.cases() if case.schedule in schedules]
+    ranks = Ranks(4)
+    start = time.perf_counter()
+    failures = values = 0
+    for case in cases:
+        try:
+            results = ranks.run(4, replicas.trained, case, timeout_s=_PATIENCE_S)
+        except AssertionError as error:
+            failures += 1
+            print(f"{case}: {str(error).splitlines()[-1]}", flush=True)
+            continue
+        odd = replicas.differing(case, results)
+        values += len(replicas.looped(case.model, case.mesh[0], case.updates).state)
+        failures += bool(odd)
+        count = sum(own.num_reductions for own in results)
+        print(f"{case}: {', '.join(odd) or 'equal'}; {count} REDUCE", flush=True)
+    ranks.close()
+    seconds = time.perf_counter() - start
+    print(f"{len(cases)} cases with {values} values, {failures} cases differ, {seconds:.0f} s")
+    sys.exit(failures > 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,62 @@
+"""Replica checks: refuse or warn about models and programs whose replicas would not stay equal."""
+
+from collections.abc import Collection
+
+from torch import Tensor, nn
+
+from pipesched.errors import InputError, ScheduleError
+from pipesched.planning.program_factory import ProgramFactory
+from pipesched.runtime.stage.batch_norm import BatchNormMode
+from pipesched.runtime.stage.buffer_copies import own_buffers
+from pipesched.units import and_more
+from pipesched.user_warning import warn
+
+__all__ = ["check_replicas", "warn_of_written"]
+
+
+def check_replicas(model: nn.Module, programs: ProgramFactory, batch_norm: BatchNormMode) -> None:
+    """Check that replicas of a model end every step with equal weights and running statistics.
+
+    Raises ScheduleError if the program updates weights before its last backward, and InputError if each replica would
+    keep running statistics of its own rows.
+    """
+    program = programs.full.plain
+    if program.has_updates:
+        raise ScheduleError(
+            f"with replicas, a step must update the weights once, after its last backward, because gradients are added "
+            f"over the replicas first; {program.name!r} contains updates of its own; choose a synchronous schedule, "
+            f"such as 1f1b, or a mesh without replicas"
+        )
+    names = [name for name, module in model.named_modules() if _normalises(module)]
+    if names and batch_norm == "micro-batch":
+        raise InputError(
+            f"with replicas, the running statistics of BatchNorm must be those of all replicas; with "
+            f"batch_norm='micro-batch' each replica would keep statistics of its own rows in layer {and_more(names)}; "
+            f"pass numerics=Numerics(batch_norm='mini-batch')"
+        )
+
+
+def warn_of_written(model: nn.Module, written: Collection[str]) -> None:
+    """Warn about buffers that forwards write to, because they are not combined over replicas.
+
+    ``written`` holds the names of these buffers; buffers of torch's own layers may be missing.
+    """
+    own = {name for name, part, _ in own_buffers(model) if not _normalises(part)}
+    known = {name for name in written if name in own or name.startswith("loss_fn.")}
+    modules = model.named_modules()
+    names = [*sorted(known), *(name for name, part in modules if _tracks(part) and not _normalises(part))]
+    if names:
+        warn(
+            f"buffers that forwards write to are not combined over replicas, so that each replica keeps the values of "
+            f"its own rows; this model may write to {and_more(names)}; combine them after each step if the replicas "
+            f"must be equal, or ignore this warning"
+        )
+
+
+def _normalises(module: nn.Module) -> bool:
+    """Whether a module has running statistics of batches, which the mode "mini-batch" combines."""
+    return _tracks(module) and not isinstance(module, nn.InstanceNorm1d | nn.InstanceNorm2d | nn.InstanceNorm3d)
+
+
+def _tracks(module: nn.Module) -> bool:
+    return isinstance(getattr(module, "running_mean", None), Tensor)
