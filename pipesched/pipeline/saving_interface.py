@@ -197,7 +197,7 @@ class SavingInterface(ModuleInterface):
         """
         run = self._live_run()
         weights = {**run.parameters, **run.buffers}
-        own = {name: tensor for name, tensor in weights.items() if name not in run.caches}
+        own = {name: weights[name] for name in weights if name not in run.caches and run.process in run.writers}
         if len(self._roots) > 1:
             own = {name: tensor for name, tensor in own.items() if not name.startswith("loss_fn.")}
         export_weights(as_path(folder), own, self.model, run.host, run.process)
@@ -279,8 +279,10 @@ class SavingInterface(ModuleInterface):
                 options=programs.options,
             )
             self._described = assembly, plan.to_dict()
+        num_replicas = len(running.host.grid.rows)
         settings = {
-            "num_microbatches": assembly.programs.num_microbatches,
+            "num_microbatches": assembly.programs.num_microbatches * num_replicas,  # of all replicas
+            "num_replicas": num_replicas,
             "loss": described_loss(self.loss_fn),
             "loss_reduction": running.splitter.loss_reduction,
             "batch_norm": self._numerics.batch_norm,
