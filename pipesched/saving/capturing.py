@@ -7,7 +7,7 @@ from pipesched.saving.common_values import encode
 from pipesched.saving.extra_states import as_extra, capture_extra, encoded_extra
 from pipesched.saving.live_run import LiveRun
 from pipesched.saving.optimizer_states import GivenOptimizers, as_optimizers, capture_optimizers
-from pipesched.saving.replica_states import check_replicas
+from pipesched.saving.replica_states import check_equal_states
 from pipesched.saving.saved_run import Part
 from pipesched.saving.scheduler_states import as_schedulers, capture_schedulers, encoded_schedulers
 from pipesched.saving.tensor_files import plain
@@ -45,5 +45,5 @@ def capture(run: LiveRun, optimizer: GivenOptimizers | None, scheduler: Any, ext
     schedulers, extras = agreed(run.host, own)
     capture_schedulers(part, schedulers, run)
     capture_extra(part, extras, run)
-    check_replicas(part, run.host)
+    check_equal_states(part, run.host)
     return part if run.process in run.writers else Part()

@@ -13,13 +13,13 @@ from pipesched.saving.saved_run import Part
 from pipesched.saving.tensor_files import bytes_of
 from pipesched.saving.together import agreed
 
-__all__ = ["check_replicas", "fingerprint"]
+__all__ = ["check_equal_states", "fingerprint"]
 
 _COLUMNS = 4096
 _WORD = 8  # bytes
 
 
-def check_replicas(part: Part, host: RankHost) -> None:
+def check_equal_states(part: Part, host: RankHost) -> None:
     """Check that the parts of the ranks with the same stages are identical in all replicas. Collective.
 
     Raises:
