@@ -74,7 +74,7 @@ def gather_model(
         guard: the StaleGuard, which refuses reads of the model while its weights are stale.
         host: the host of the ranks.
         assembly: the stages, which determine the rank of each weight.
-        rank: the rank that gathers; None for every rank.
+        rank: the rank that gathers, among the ranks of all replicas; None for every rank.
 
     """
     if not isinstance(host, MeshRanks):
@@ -88,16 +88,19 @@ def gather_model(
             if host.holds(assembly.owners.rank(name))
         }
         extra = {name: value for name, value in state.items() if name.endswith(_EXTRA)}
-        asked, shares, extras = zip(*executor.exchange((rank, share, extra)), strict=True)
-        targets = _check_target(rank, asked, executor.num_ranks)
-        misfit = _misfit(executor.rank, tensors, shares) if executor.rank in targets else None
-        _check_fits(executor.exchange(misfit))
-        _collect(executor, targets, tensors, shares)
-        if executor.rank in targets:
+        targets = _check_target(rank, executor.exchange_in_all(rank), executor.num_ranks)
+        shares, extras = zip(*executor.exchange((share, extra)), strict=True)
+        gathers = executor.rank in targets
+        _check_fits(
+            executor.exchange_in_all(_misfit(executor.rank, tensors, shares, host.grid.pipeline) if gathers else None)
+        )
+        in_replica = [position for position, member in enumerate(host.grid.pipeline) if member in targets]
+        _collect(executor, host.rank, in_replica, tensors, shares)
+        if gathers:
             for states in extras:
                 for name, value in states.items():
                     _holder(roots, name).set_extra_state(value)
-    if executor.rank in targets:
+    if gathers:
         guard.release()
 
 
@@ -131,9 +134,9 @@ def _check_target(rank: Any, asked: Sequence[Any], num_ranks: int) -> range:
     return range(num_ranks) if rank is None else range(rank, rank + 1)
 
 
-def _misfit(rank: int, tensors: Mapping[str, Tensor], shares: Sequence[_Share]) -> str | None:
-    """Return the reason why the tensors of all ranks do not fit the model of ``rank``; None if the tensors fit."""
-    sent = {name: (source, shape) for source, share in enumerate(shares) for name, (shape, _) in share.items()}
+def _misfit(rank: int, tensors: Mapping[str, Tensor], shares: Sequence[_Share], ranks: Sequence[int]) -> str | None:
+    """Return the reason why the tensors of ``ranks`` do not fit the model of ``rank``; None if the tensors fit."""
+    sent = {name: (own, shape) for own, share in zip(ranks, shares, strict=True) for name, (shape, _) in share.items()}
     for name, (source, shape) in sent.items():
         if name not in tensors:
             return f"rank {rank}'s model has no tensor {name!r}, which rank {source} sent"
@@ -155,17 +158,24 @@ def _check_fits(misfits: Sequence[str | None]) -> None:
 
 
 def _collect(
-    executor: ProcessExecutor, targets: Collection[int], tensors: Mapping[str, Tensor], shares: Sequence[_Share]
+    executor: ProcessExecutor,
+    here: int,
+    targets: Collection[int],
+    tensors: Mapping[str, Tensor],
+    shares: Sequence[_Share],
 ) -> None:
-    """Send the tensors of each rank in turn to the ranks that gather, in groups of limited size."""
+    """Send the tensors of each rank in turn to the ranks that gather, in groups of limited size.
+
+    Ranks are numbered within this replica; ``here`` is this process's rank.
+    """
     for source, share in enumerate(shares):
         takers = [rank for rank in targets if rank != source]
         for names in _batches(share) if takers else ():
-            if executor.rank == source:
+            if here == source:
                 with executor.collective("gather_model"):
                     values = [_whole(tensors[name]).detach().cpu() for name in names]
                 executor.trade("weights", dict.fromkeys(takers, values), ())
-            elif executor.rank in takers:
+            elif here in takers:
                 for name, value in zip(names, executor.trade("weights", {}, (source,))[source], strict=True):
                     _take(tensors[name], value)
 

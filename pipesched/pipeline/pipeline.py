@@ -739,7 +739,8 @@ class Pipeline(SavingInterface):
         filled on the CPU. Gradients and optimizer states are not copied.
 
         Args:
-            rank: the rank of the mesh to gather on. Default: None (every rank).
+            rank: the rank of the mesh to gather on; with several replicas, the ranks of all replicas are numbered
+                together. Default: None (every rank).
 
         Raises:
             InputError: the rank does not exist, ranks pass different values, or ``wrap=`` replaced parameters, so that

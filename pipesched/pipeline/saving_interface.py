@@ -56,22 +56,24 @@ class SavingInterface(ModuleInterface):
         safetensors and JSON files with hashes. Gradients are not saved, so save between ``optimizer.step()`` and the
         next ``step()``. A checkpoint that is already at ``path`` stays usable until the new one is complete, even if
         the save is killed or the disk is full. Under a mesh, every rank must call this method. Each rank writes its own
-        stages to a file system that all ranks share.
+        stages to a file system that all ranks share. With several replicas, every rank of every replica must call this
+        method; the ranks of replica 0 write.
 
         Args:
             path: the folder of the checkpoint. With ``keep``, the folder that contains the checkpoints' folders.
             optimizer: the optimizer of ``pipe.parameters()``, or a list or dict of several. Default: None. A pipeline
                 with ``optimizer=`` saves its own optimizers.
             scheduler: the learning rate scheduler, or a list or a dict by stage. Default: None.
-            extra: objects with ``state_dict()``, or values of plain types, tensors and numpy numbers, by name. Default:
-                None.
+            extra: objects with ``state_dict()``, or values of plain types, tensors and numpy numbers, by name. They
+                must be identical on all ranks. Default: None.
             asynchronous: copy the tensors to host memory and return while a thread writes the files. The next ``save``,
                 ``load`` or ``close`` waits for the thread and raises its error. Default: False.
             keep: the number of checkpoints to keep in ``path``. Default: None (``path`` itself is the only checkpoint).
 
         Raises:
             InputError: an argument is wrong.
-            CheckpointError: something cannot be saved, or writing failed. Every rank raises it.
+            CheckpointError: something cannot be saved, differs between replicas, or writing failed. Every rank raises
+                it.
 
         """
         self._saver.save(
@@ -98,7 +100,9 @@ class SavingInterface(ModuleInterface):
 
         Weights, buffers and optimizer states are loaded by name. The number of steps and the seed are set to the
         saved values, and gradients are cleared. Everything is checked first: if anything does not fit, nothing changes.
-        Under a mesh, every rank must call this method, and reads only the files that it needs.
+        Under a mesh, every rank must call this method, and reads only the files that it needs. The number of replicas
+        can change if the number of micro-batches in all replicas stays the same; the continued run then differs in
+        rounding, and a warning says so.
 
         Args:
             path: the folder of a checkpoint, or a folder in which ``keep`` made several; then the newest undamaged
@@ -139,7 +143,8 @@ class SavingInterface(ModuleInterface):
 
         Returns:
             A dict of plain values and tensors that ``torch.load`` can read with ``weights_only=True``. Under a mesh, it
-            is this rank's part. The tensors share memory with the pipeline, so copy them before the next step.
+            is this rank's part; with several replicas, only the ranks of replica 0 get tensors. The tensors share
+            memory with the pipeline, so copy them before the next step.
 
         Raises:
             CheckpointError: something cannot be saved.
@@ -183,7 +188,8 @@ class SavingInterface(ModuleInterface):
             model = AutoModelForCausalLM.from_pretrained("gpt")
             pipe = Pipeline(build, sample, init="gpt", devices=devices)
 
-        Each process writes its own weights to a safetensors file such as ``model-00001-of-00002.safetensors``. The
+        Each process writes its own weights to a safetensors file such as ``model-00001-of-00002.safetensors``; with
+        several replicas, those of replica 0 write. The
         first process also writes the index and, if the model has one, its configuration. The names are the keys of
         the model's ``state_dict``. Tied weights are written once, and the weights of a loss module are left out.
         Weights that the folder already contains are replaced.
@@ -197,7 +203,7 @@ class SavingInterface(ModuleInterface):
         """
         run = self._live_run()
         weights = {**run.parameters, **run.buffers}
-        own = {name: tensor for name, tensor in weights.items() if name not in run.caches}
+        own = {name: weights[name] for name in weights if name not in run.caches and run.process in run.writers}
         if len(self._roots) > 1:
             own = {name: tensor for name, tensor in own.items() if not name.startswith("loss_fn.")}
         export_weights(as_path(folder), own, self.model, run.host, run.process)
@@ -279,8 +285,10 @@ class SavingInterface(ModuleInterface):
                 options=programs.options,
             )
             self._described = assembly, plan.to_dict()
+        num_replicas = len(running.host.grid.rows)
         settings = {
-            "num_microbatches": assembly.programs.num_microbatches,
+            "num_microbatches": assembly.programs.num_microbatches * num_replicas,  # of all replicas
+            "num_replicas": num_replicas,
             "loss": described_loss(self.loss_fn),
             "loss_reduction": running.splitter.loss_reduction,
             "batch_norm": self._numerics.batch_norm,

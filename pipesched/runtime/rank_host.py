@@ -191,6 +191,9 @@ class RankHost(Protocol):
     def gathered(self, value: Any) -> list[Any]:
         """Return the values of this replica's processes, pytrees of tensors and plain values, in rank order."""
 
+    def gathered_in_all(self, value: Any) -> list[Any]:
+        """Return the values of all replicas' processes, pytrees of tensors and plain values, in rank order."""
+
     def across(self, value: Any) -> list[Any]:
         """Return the plain values of the ranks with this rank's stages in all replicas, in replica order.
 
@@ -264,6 +267,9 @@ class ThreadRanks:
         return make()
 
     def gathered(self, value: Any) -> list[Any]:
+        return [value]
+
+    def gathered_in_all(self, value: Any) -> list[Any]:
         return [value]
 
     def across(self, value: Any) -> list[Any]:
@@ -491,6 +497,9 @@ class MeshRanks:
 
     def gathered(self, value: Any) -> list[Any]:
         return self.executor.exchange(value)
+
+    def gathered_in_all(self, value: Any) -> list[Any]:
+        return self.executor.exchange_in_all(value)
 
     def across(self, value: Any) -> list[Any]:
         self._crossings += 1

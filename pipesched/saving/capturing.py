@@ -7,6 +7,7 @@ from pipesched.saving.common_values import encode
 from pipesched.saving.extra_states import as_extra, capture_extra, encoded_extra
 from pipesched.saving.live_run import LiveRun
 from pipesched.saving.optimizer_states import GivenOptimizers, as_optimizers, capture_optimizers
+from pipesched.saving.replica_states import check_equal_states
 from pipesched.saving.saved_run import Part
 from pipesched.saving.scheduler_states import as_schedulers, capture_schedulers, encoded_schedulers
 from pipesched.saving.tensor_files import plain
@@ -16,12 +17,12 @@ __all__ = ["capture"]
 
 
 def capture(run: LiveRun, optimizer: GivenOptimizers | None, scheduler: Any, extra: Mapping[str, Any] | None) -> Part:
-    """Return the part of a run that this process saves. Collective.
+    """Return the part of a run that this process saves, which is empty in all replicas but the first. Collective.
 
     The tensors in the part share memory with the run's tensors.
 
     Raises:
-        CheckpointError: something cannot be saved; the error names it.
+        CheckpointError: something cannot be saved, or differs between replicas; the error names it.
         InputError: an argument is wrong.
 
     """
@@ -36,7 +37,7 @@ def capture(run: LiveRun, optimizer: GivenOptimizers | None, scheduler: Any, ext
             part.add("module state", name, encoded.tensors)
         if modules:
             part.values["modules"] = {name: encoded.value for name, encoded in modules.items()}
-        if run.scaler is not None and run.process == 0:
+        if run.scaler is not None and run.rank == 0:
             part.values["scaler"] = run.scaler.state_dict()
         capture_optimizers(part, as_optimizers(optimizer, run), run)
         return encoded_schedulers(as_schedulers(scheduler, run)), encoded_extra(as_extra(extra), run)
@@ -44,4 +45,5 @@ def capture(run: LiveRun, optimizer: GivenOptimizers | None, scheduler: Any, ext
     schedulers, extras = agreed(run.host, own)
     capture_schedulers(part, schedulers, run)
     capture_extra(part, extras, run)
-    return part
+    check_equal_states(part, run.host)
+    return part if run.process in run.writers else Part()

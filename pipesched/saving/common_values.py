@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +12,7 @@ from pipesched.errors import CheckpointError
 from pipesched.runtime.rank_host import RankHost
 from pipesched.saving.state_encoding import Encoder
 from pipesched.saving.tensor_files import bytes_of
+from pipesched.saving.together import agreed
 
 __all__ = ["Encoded", "encode", "kept_here"]
 
@@ -52,41 +53,63 @@ def encode(value: Any, prefix: str) -> Encoded:
     return Encoded(encoder.encoded(value), encoder.tensors)
 
 
-def kept_here(host: RankHost, process: int, what: str, items: Mapping[str, Encoded], *, everywhere: bool) -> set[str]:
+def kept_here(host: RankHost, rank: int, what: str, items: Mapping[str, Encoded], *, everywhere: bool) -> set[str]:
     """Return the names of the values that this process saves: the first process that has a value saves it. Collective.
 
     Args:
         host: the host of the ranks.
-        process: the number of this process.
+        rank: the rank of this process within its replica.
         what: the kind of values, as a plural noun for error messages.
         items: the values of this process, keyed by name.
         everywhere: whether every process must have every value.
 
     Raises:
-        CheckpointError: a value differs between processes. All processes raise it.
+        CheckpointError: a value differs between processes of a replica. All processes raise it.
 
     """
     digests = host.gathered({name: item.digests() for name, item in items.items()})
     first: dict[str, int] = {}
-    for rank, own in enumerate(digests):
+    for giver, own in enumerate(digests):
         for name in own:
-            first.setdefault(name, rank)
+            first.setdefault(name, giver)
+    agreed(host, lambda: _check_identical(what, digests, first, host.grid.pipeline, everywhere=everywhere))
+    return {name for name in items if first[name] == rank}
+
+
+def _check_identical(
+    what: str,
+    digests: Sequence[Mapping[str, Mapping[str, str]]],
+    first: Mapping[str, int],
+    ranks: Sequence[int],
+    *,
+    everywhere: bool,
+) -> None:
+    """Raise CheckpointError unless all processes of a replica have the same values.
+
+    Args:
+        what: the kind of values, as a plural noun.
+        digests: the digests of each process's values.
+        first: the index of the first process that has each value.
+        ranks: the ranks of the processes, for the message.
+        everywhere: whether every process must have every value.
+
+    """
     for name, giver in first.items():
-        for rank, own in enumerate(digests):
-            if name not in own:
+        theirs = digests[giver][name]
+        for rank, every in zip(ranks, digests, strict=False):
+            own = every.get(name)
+            if own is None:
                 if everywhere:
                     raise CheckpointError(
-                        f"every rank must pass the same {what}; {name!r} was passed on rank {giver}, but not on rank "
-                        f"{rank}; pass it on every rank"
+                        f"every rank must pass the same {what}; {name!r} was passed on rank {ranks[giver]}, but not on "
+                        f"rank {rank}; pass it on every rank"
                     )
                 continue
-            theirs = digests[giver][name]
-            other = next((path for path in {**theirs, **own[name]} if theirs.get(path) != own[name].get(path)), None)
+            other = next((path for path in {**theirs, **own} if theirs.get(path) != own.get(path)), None)
             if other is not None:
                 raise CheckpointError(
                     f"{what} must be identical on all ranks, except tensors that have the name of a parameter or "
-                    f"buffer of the model; {name!r} differs between rank {giver} and rank {rank} at "
+                    f"buffer of the model; {name!r} differs between rank {ranks[giver]} and rank {rank} at "
                     f"{name}{other.removesuffix('()')}; to save state that differs by rank, gather the states of all "
                     f"ranks, and pass the gathered state on every rank"
                 )
-    return {name for name in items if first[name] == process}

@@ -23,11 +23,12 @@ _METADATA = {"format": "pt"}  # required by transformers
 
 
 def export_weights(folder: Path, weights: Mapping[str, Tensor], model: nn.Module, host: RankHost, process: int) -> None:
-    """Write an index and one file of weights per process to a folder. Collective.
+    """Write an index and one file for each process with weights to a folder. Collective.
 
     Args:
         folder: the folder. Weights that are already in the folder are replaced.
-        weights: the parameters and buffers of this process, keyed by their names in the model's ``state_dict``.
+        weights: the parameters and buffers that this process writes, keyed by their names in the model's
+            ``state_dict``.
         model: the model. Its configuration is also saved if the configuration has a ``save_pretrained`` method.
         host: the host of the ranks.
         process: the number of this process.
@@ -43,7 +44,7 @@ def export_weights(folder: Path, weights: Mapping[str, Tensor], model: nn.Module
         tensors = {name: plain(tensor, repr(name)) for name, tensor in weights.items()}
         return list(tensors), sum(tensor.nbytes for tensor in tensors.values())
 
-    shares = host.gathered(agreed(host, begin))
+    shares = host.gathered_in_all(agreed(host, begin))
     givers = [rank for rank, (names, _) in enumerate(shares) if names]
     files = {rank: f"model-{at:05}-of-{len(givers):05}.safetensors" for at, rank in enumerate(givers, 1)}
 

@@ -84,7 +84,7 @@ def encoded_extra(extra: Mapping[str, Any], run: LiveRun) -> dict[str, _Extra]:
 def capture_extra(part: Part, extras: Mapping[str, _Extra], run: LiveRun) -> None:
     """Add to a checkpoint part the extra values that this process saves. Collective."""
     encoded = {name: extra.encoded for name, extra in extras.items()}
-    own = kept_here(run.host, run.process, "extra values", encoded, everywhere=True)
+    own = kept_here(run.host, run.rank, "extra values", encoded, everywhere=True)
     saved = _leaves_saved(extras, run)
     if extras:
         part.values["extra"] = {name: encoded[name].value["dict"] for name in extras if name in own}
@@ -109,7 +109,7 @@ def _leaves_saved(extras: Mapping[str, _Extra], run: LiveRun) -> set[Any]:
     mine = {(name, leaf.path, leaf.key): leaf for name, extra in extras.items() for leaf in extra.leaves}
     known = run.host.gathered({place: run.is_own(leaf.name) for place, leaf in mine.items()})
     givers = {place: min((not own[place], rank) for rank, own in enumerate(known) if place in own)[1] for place in mine}
-    return {place for place, giver in givers.items() if giver == run.process}
+    return {place for place, giver in givers.items() if giver == run.rank}
 
 
 class ExtraChanges:

@@ -53,13 +53,23 @@ class LiveRun:
 
     @property
     def process(self) -> int:
-        """The rank of this process in the mesh; 0 without a mesh."""
-        return self.host.rank if isinstance(self.host, MeshRanks) else 0
+        """The rank of this process among the ranks of all replicas; 0 without a mesh."""
+        return self.host.executor.rank if isinstance(self.host, MeshRanks) else 0
 
     @property
     def num_processes(self) -> int:
-        """The number of processes."""
-        return len(self.host.all_devices) if isinstance(self.host, MeshRanks) else 1
+        """The number of processes of all replicas."""
+        return self.host.executor.num_ranks if isinstance(self.host, MeshRanks) else 1
+
+    @property
+    def writers(self) -> tuple[int, ...]:
+        """The processes that write a checkpoint: those of replica 0."""
+        return self.host.grid.rows[0] if isinstance(self.host, MeshRanks) else (0,)
+
+    @property
+    def rank(self) -> int:
+        """The rank of this process within its replica; 0 without a mesh."""
+        return self.host.rank if isinstance(self.host, MeshRanks) else 0
 
     def is_own(self, name: str) -> bool:
         """Return whether this process saves the parameter or buffer with this name."""

@@ -96,13 +96,29 @@ class Restoring:
     def _check_settings(self) -> None:
         saved = self._saved.facts.settings
         for name, own in self._run.facts.settings.items():
-            if name in saved and saved[name] != own:
+            if name in saved and saved[name] != own and name != "num_replicas":
                 remedy = _REMEDIES.get(name, f"pass the same {name}").format(saved[name])
+                place = ""
+                if name == "num_microbatches" and self._replicas != (1, 1):
+                    remedy, place = self._remedy_of_microbatches(saved[name]), " of all replicas"
                 raise CheckpointError(
-                    f"a run can continue only with its original settings; {name} is {saved[name]!r} in "
+                    f"a run can continue only with its original settings; {name}{place} is {saved[name]!r} in "
                     f"{self._saved.where}, but {own!r} in this pipeline; {remedy} to Pipeline, or load only the "
                     f"weights with load_state_dict"
                 )
+
+    @property
+    def _replicas(self) -> tuple[int, int]:
+        """The numbers of replicas of the saved run and of this one."""
+        settings = (self._saved.facts.settings, self._run.facts.settings)
+        saved, own = (one.get("num_replicas", 1) for one in settings)
+        return saved, own
+
+    def _remedy_of_microbatches(self, total: int) -> str:
+        saved, own = self._replicas
+        if total % own == 0:
+            return f"pass num_microbatches={total // own}, the number in each of {own} replicas,"
+        return f"pass a mesh of {saved} replicas and num_microbatches={total // saved}"
 
     def _tensors_of(self, kind: str) -> dict[str, Tensor]:
         """Return the tensors of one kind that this process loads, keyed as in the checkpoint.
@@ -165,8 +181,16 @@ class Restoring:
             left.append("the state of the scaler (Numerics(scaler=))")
         return left + [f"the state of {name!r} (extra=)" for name in self._extra.left]
 
-    def warn_of_left(self) -> None:
-        """Warn about saved states for which no argument was passed."""
+    def warn(self) -> None:
+        """Warn about saved states for which no argument was passed, and about another number of replicas."""
+        saved, own = self._replicas
+        if saved != own:
+            warn(
+                f"gradients are added within each replica and then over replicas, so the bits of a run depend on their "
+                f"number; {self._saved.where} was saved with {saved} replica{'s' * (saved > 1)}, and this pipeline has "
+                f"{own}; the run continues with the same micro-batches and random numbers, but differs in rounding; "
+                f"for identical bits use a mesh of {saved} replica{'s' * (saved > 1)}, or else ignore this warning"
+            )
         if self.left:
             warn(
                 f"a run that continues needs all saved states; {self._saved.where} also holds {', '.join(self.left)}; "

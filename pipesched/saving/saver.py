@@ -53,7 +53,7 @@ class Saver:
                 f"keep= must be the number of checkpoints to keep, at least 1; got {shown(keep)}; pass a number such "
                 f"as 3, or leave keep= out for one checkpoint"
             )
-        asked = host.gathered((asynchronous, keep))
+        asked = host.gathered_in_all((asynchronous, keep))
         if any(other != asked[0] for other in asked):
             raise InputError(
                 f"every rank must pass the same asynchronous= and keep= to save; ranks 0 to {len(asked) - 1} passed "
@@ -64,10 +64,11 @@ class Saver:
         target = Target(
             path=path,
             folder=path if keep is None else path / f"step-{run.facts.step:08}",
-            data=host.gathered(begun)[0],
+            data=host.gathered_in_all(begun)[0],
             keep=keep,
             process=run.process,
             num_processes=run.num_processes,
+            writers=run.writers,
         )
         agreed(host, lambda: check_shared(target))
         hurry = self._hurry = Event()
@@ -114,7 +115,7 @@ class Saver:
         """Load the newest undamaged checkpoint at a path. ``states`` holds (optimizer, scheduler, extra)."""
         self.finish(run)
         path = as_path(path)
-        folders = run.host.gathered(agreed(run.host, lambda: [str(one) for one in _folders(path, run)]))[0]
+        folders = run.host.gathered_in_all(agreed(run.host, lambda: [str(one) for one in _folders(path, run)]))[0]
         damage: DamagedCheckpointError | None = None
         for folder in folders:
             try:
@@ -192,7 +193,7 @@ def _prepared(
         return checkpoint, restoring
 
     checkpoint, restoring = in_all(run.host, prepare)
-    digests = run.host.gathered(hashlib.sha256(checkpoint.text).hexdigest())
+    digests = run.host.gathered_in_all(hashlib.sha256(checkpoint.text).hexdigest())
     others = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
     if others:
         raise CheckpointError(
@@ -203,7 +204,7 @@ def _prepared(
 
 
 def _apply(run: LiveRun, saved: SavedRun, restoring: Restoring) -> Restored:
-    restoring.warn_of_left()
+    restoring.warn()
     states = in_all(run.host, lambda: restoring.extra_states(saved.read))
     agreed(run.host, lambda: restoring.load_objects(states))  # first, because this user code may raise
 

@@ -55,7 +55,7 @@ def encoded_schedulers(schedulers: Mapping[str, Any]) -> dict[str, Encoded]:
 
 def capture_schedulers(part: Part, encoded: Mapping[str, Encoded], run: LiveRun) -> None:
     """Add to a checkpoint part the scheduler states that this process saves. Collective."""
-    own = kept_here(run.host, run.process, "schedulers", encoded, everywhere=False)
+    own = kept_here(run.host, run.rank, "schedulers", encoded, everywhere=False)
     if encoded:
         part.values["schedulers"] = {name: encoded[name].value["dict"] for name in encoded if name in own}
     for name in own:

@@ -29,7 +29,7 @@ def agreed(host: RankHost, make: Callable[[], T]) -> T:
     """
     work = Work(make)
     work.run()
-    _raise_any(host.gathered(work.outcome), work)
+    _raise_any(host.gathered_in_all(work.outcome), work)
     return work.result
 
 
@@ -102,7 +102,7 @@ def together(host: RankHost, work: Work[T], hurry: Event | None = None) -> T:
     try:
         while True:
             done = work.ended(pause_s)
-            outcomes = host.gathered(work.outcome if done else None)
+            outcomes = host.gathered_in_all(work.outcome if done else None)
             if None not in outcomes:
                 break
             if hurry is not None and any(outcome is not None and outcome[0] for outcome in outcomes):

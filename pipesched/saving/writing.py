@@ -1,8 +1,8 @@
 """Writing: writes the files of a checkpoint in all processes, and then its manifest in the first process.
 
-Each process writes its tensors, and then its values as a sign that it is done. The first process waits until the
-values of all processes exist, and then replaces the manifest. Processes therefore exchange no messages while they
-write, and a save can continue during the next steps.
+Each process of replica 0 writes its tensors, and then its values as a sign that it is done. The first process waits
+until the values of all these processes exist, and then replaces the manifest. Processes therefore exchange no messages
+while they write, and a save can continue during the next steps.
 """
 
 import errno
@@ -50,6 +50,8 @@ class Target:
     #: The number of this process, and the number of processes.
     process: int
     num_processes: int
+    #: The processes that write a part.
+    writers: tuple[int, ...]
 
     @property
     def data_folder(self) -> Path:
@@ -76,7 +78,7 @@ def check_shared(target: Target) -> None:
 
 
 def write(target: Target, part: Part, facts: Facts, hurry: Event) -> None:
-    """Write this process's files. The first process then waits for the other processes, and replaces the manifest.
+    """Write this process's files. The first process then waits for the other writers, and replaces the manifest.
 
     Args:
         target: the paths and processes of the save.
@@ -92,8 +94,9 @@ def write(target: Target, part: Part, facts: Facts, hurry: Event) -> None:
     """
     name = _name(target.process)
     try:
-        with explained(target.folder):
-            _write_part(target, name, part)
+        if target.process in target.writers:
+            with explained(target.folder):
+                _write_part(target, name, part)
     except CheckpointError as error:
         _report(target, error)
         if target.process:
@@ -158,7 +161,7 @@ def _parts(target: Target, hurry: Event) -> dict[str, tuple[FileEntry, Any]]:
     """
     found: dict[str, tuple[FileEntry, Any]] = {}
     failed: list[str] = []
-    waiting = {_name(process): process for process in range(target.num_processes)}
+    waiting = {_name(process): process for process in target.writers}
     pause_s = _FIRST_PAUSE_S
     progress: Any = None
     since_s = time.monotonic()

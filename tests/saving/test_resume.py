@@ -1,21 +1,15 @@
 """Runs that stop and continue under another plan have the bits of the run that never stopped."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from tests.support import places
 from tests.support.rank_processes import Ranks
-from tests.support.resumed_runs import FACTORS, Half, differences, never_stopped, pairwise_cases
+from tests.support.resumed_runs import FACTORS, Half, differences, never_stopped, pairwise_cases, replica_cases, runs
 
 pytestmark = pytest.mark.timeout(90)
-
-
-@pytest.fixture(scope="module")
-def expected() -> Any:
-    return never_stopped()
 
 
 @pytest.mark.parametrize(
@@ -26,16 +20,14 @@ def expected() -> Any:
         (Half(2, "interleaved-1f1b", "mesh", checkpoint="by layer"), Half(3, "1f1b", "mesh", "pipeline")),
         (Half(2, "zb-v", "mesh", "pipeline"), Half(1)),
         (Half(1), Half(2, "zb-h1", "mesh", "user", "always")),
+        replica_cases()[9],  # benchmarks/resume.py runs all
     ],
     ids=str,
 )
 def test_a_resumed_run_has_the_bits_of_one_that_never_stopped(
-    before: Half, after: Half, expected: Any, ranks: Ranks, tmp_path: Path
+    before: Half, after: Half, ranks: Ranks, tmp_path: Path
 ) -> None:
-    def run(half: Half, job: Any, path: str) -> list[Any]:
-        return (places.run_here if half.place == "process" else ranks.run)(half.ranks, job, half, path)
-
-    assert differences(run, before, after, str(tmp_path / "checkpoint"), expected) == []
+    assert differences(runs(ranks), before, after, str(tmp_path / "checkpoint")) == []
 
 
 def test_the_pairwise_cases_cover_every_pair() -> None:
@@ -50,7 +42,7 @@ def test_the_pairwise_cases_cover_every_pair() -> None:
                         assert len(found) == len(values) * len(others), (name, other)
 
 
-def test_torch_reads_what_the_user_writes_himself(tmp_path: Path, expected: Any) -> None:
+def test_torch_reads_what_the_user_writes_himself(tmp_path: Path) -> None:
     """training_state, written with torch.save and read with weights_only."""
     from tests.support.resumed_runs import HALF, STEPS, Net, Trainer
 
@@ -64,5 +56,6 @@ def test_torch_reads_what_the_user_writes_himself(tmp_path: Path, expected: Any)
         assert second.pipe.load_training_state(state, **second.states).step == HALF
         losses = second.train(range(HALF, STEPS))
         tensors = dict(second.tensors())
+    expected = never_stopped()
     assert all(map(torch.equal, losses, expected[0][HALF:]))
     assert all(torch.equal(tensors[name], value) for name, value in expected[1].items())

@@ -5,9 +5,11 @@ Its job takes the group of its ranks; in one process ``OneProcess`` stands for t
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any, Protocol
 
 import pytest
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -54,6 +56,13 @@ def place(group: Any, inputs: Inputs = "all") -> dict[str, Any]:
         return {"devices": ["cpu"] * group.size()}
     distributed = Distributed(inputs=inputs, timeout=600)  # a test's own limit comes first
     return {"mesh": DeviceMesh.from_group(group, "cpu"), "distributed": distributed}
+
+
+@lru_cache
+def mesh_of(replicas: int, ranks: int) -> DeviceMesh:
+    """A mesh of all processes: so many replicas of so many ranks. Collective."""
+    members = torch.arange(replicas * ranks).view(replicas, ranks)
+    return DeviceMesh("cpu", members, mesh_dim_names=("dp", "pp"))
 
 
 def even_boundaries(num_layers: int, num_stages: int) -> list[int]:

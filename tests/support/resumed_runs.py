@@ -1,8 +1,12 @@
 """Runs that stop after half of their steps and continue under another plan, and the run that never stopped."""
 
+import json
+import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 from itertools import combinations, product
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,8 +15,10 @@ from torch.nn import functional
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from pipesched import Numerics, Pipeline, schedules
+from pipesched.runtime.stage.batch_norm import BatchNormMode
 from pipesched.testing import clip_grad_norm_, reference_step
-from tests.support.places import Group, place
+from tests.support.places import Group, mesh_of, place, run_here
+from tests.support.rank_processes import Ranks
 
 STEPS, HALF, MICROBATCHES, SEED, WIDTH, BLOCKS = 20, 10, 4, 11, 8, 8
 CLIP = 0.4  # most steps have a larger norm
@@ -62,6 +68,8 @@ class Half:
     #: Who makes the optimizer: the "user" or the "pipeline".
     optimizer: str = "user"
     checkpoint: str = "never"
+    #: Over a mesh; "ranks" are those of each replica.
+    replicas: int = 1
 
 
 FACTORS: dict[str, tuple[Any, ...]] = {
@@ -114,8 +122,30 @@ def adam(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=0.02)
 
 
-def pipeline(group: Group, half: Half, model: nn.Module, seed: int = SEED) -> Pipeline:
+def replica_cases() -> list[tuple[Half, Half]]:
+    """Cases that begin or end with replicas, or both."""
+    two, four = Half(2, place="mesh", replicas=2), Half(1, place="mesh", replicas=4)
+    return [
+        (two, Half(2, "zb-h1", "mesh", "pipeline", replicas=2)),
+        (Half(2, "zb-v", "mesh", "pipeline", "by layer", replicas=2), Half(1, place="mesh", replicas=2)),
+        (Half(1, "1f1b", "mesh", "pipeline", "always", replicas=2), replace(two, schedule="interleaved-1f1b")),
+        (two, Half(4, place="mesh")),
+        (Half(4, "zb-h1", "mesh", "pipeline"), two),
+        (two, four),
+        (replace(four, optimizer="pipeline"), two),
+        (two, Half(1)),
+        (Half(2, "interleaved-1f1b"), two),
+        (four, Half(2, "zb-v")),
+    ]
+
+
+def pipeline(
+    group: Group, half: Half, model: nn.Module, seed: int = SEED, batch_norm: BatchNormMode = "micro-batch"
+) -> Pipeline:
     """A pipeline of the model, cut evenly."""
+    where = place(group)
+    if half.replicas > 1:
+        where["mesh"] = mesh_of(half.replicas, half.ranks)
     num_stages = half.ranks * schedules.get(half.schedule).chunks_per_rank
     layers = ["first", *(f"blocks.{index}" for index in range(BLOCKS)), "last"]
     by_layer = {"blocks.1": "recompute", "blocks.4": "recompute-cheap", "blocks.6": "recompute"}
@@ -124,21 +154,24 @@ def pipeline(group: Group, half: Half, model: nn.Module, seed: int = SEED) -> Pi
         batch(0)[0][:3],
         loss_fn=functional.mse_loss,
         schedule=half.schedule,
-        num_microbatches=MICROBATCHES,
+        num_microbatches=MICROBATCHES // half.replicas,
         boundaries=[layers[len(layers) * stage // num_stages] for stage in range(1, num_stages)],
         checkpoint=by_layer if half.checkpoint == "by layer" else half.checkpoint,
         optimizer=adam if half.optimizer == "pipeline" else None,
-        numerics=Numerics(clip_grad_norm=CLIP) if half.optimizer == "pipeline" else None,
+        numerics=Numerics(batch_norm=batch_norm, clip_grad_norm=CLIP if half.optimizer == "pipeline" else None),
         seed=seed,
-        **place(group),
+        **where,
     )
 
 
 class Trainer:
     """A pipeline with its optimizer and its learning rate schedulers."""
 
-    def __init__(self, group: Group, half: Half, model: nn.Module, seed: int = SEED) -> None:
-        self.pipe = pipeline(group, half, model, seed)
+    def __init__(
+        self, group: Group, half: Half, model: nn.Module, seed: int = SEED, *, replicated: bool = False
+    ) -> None:
+        self.pipe = pipeline(group, half, model, seed, "mini-batch" if replicated else "micro-batch")
+        self.replica = 0 if half.replicas == 1 else mesh_of(half.replicas, half.ranks)["dp"].get_local_rank()
         self.states: dict[str, Any] = {}
         self.optimizers = list(self.pipe.optimizers.values())
         if half.optimizer == "user":
@@ -152,7 +185,7 @@ class Trainer:
         """Train; return the losses."""
         losses = []
         for step in steps:
-            x, y = batch(step)
+            x, y = (rows.chunk(self.half.replicas)[self.replica] for rows in batch(step))
             losses.append(self.pipe.step(x, target=y).clone())
             if self.half.optimizer == "user":
                 self.pipe.clip_grad_norm_(CLIP)
@@ -180,36 +213,54 @@ def named_states(optimizers: list[Any], names: dict[Any, str]) -> Iterator[tuple
                         yield f"{names[parameter]}: {key}", value
 
 
-def first_half(group: Group, half: Half, path: str, **options: Any) -> list[Tensor]:
+def first_half(group: Group, half: Half, path: str, replicated: bool = False, **options: Any) -> list[Tensor]:
     """Train half of the steps and save."""
-    trainer = Trainer(group, half, Net())
+    trainer = Trainer(group, half, Net(), replicated=replicated)
     with trainer.pipe:
         losses = trainer.train(range(HALF))
         trainer.pipe.save(path, **trainer.states, **options)
     return losses
 
 
-def second_half(group: Group, half: Half, path: str) -> tuple[list[Tensor], dict[str, Tensor]]:
+def second_half(
+    group: Group, half: Half, path: str, replicated: bool = False
+) -> tuple[list[Tensor], dict[str, Tensor]]:
     """Load into a model with other weights and train the other half of the steps; return losses and tensors."""
-    trainer = Trainer(group, half, Net(seed=7), seed=99)
-    with trainer.pipe as pipe:
+    trainer = Trainer(group, half, Net(seed=7), seed=99, replicated=replicated)
+    with trainer.pipe as pipe, warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
         restored = pipe.load(path, **trainer.states)
+        saved_replicas = json.loads((Path(path) / "manifest.json").read_text())["settings"]["num_replicas"]
+        assert any("differs in rounding" in str(one.message) for one in said) == (saved_replicas != half.replicas)
         assert restored.step == HALF
         losses = trainer.train(range(restored.step, STEPS))
         return losses, {name: tensor.clone() for name, tensor in trainer.tensors()}
 
 
-def never_stopped() -> tuple[list[Tensor], dict[str, Tensor]]:
-    """The losses and tensors of a plain loop over all steps."""
+@cache
+def never_stopped(replicas: tuple[int, int] | None = None) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """The losses and tensors of a plain loop over all steps.
+
+    ``replicas`` are the numbers of replicas of both halves, for runs with replicas.
+    """
     model = Net()
     optimizer = adam(model.parameters())
     scheduler = CosineAnnealingLR(optimizer, STEPS)
     losses = []
     for step in range(STEPS):
         x, y = batch(step)
+        num_replicas = 1 if replicas is None else replicas[step >= HALF]
         losses.append(
             reference_step(
-                model, x, target=y, loss_fn=functional.mse_loss, num_microbatches=MICROBATCHES, seed=SEED, step=step
+                model,
+                x,
+                target=y,
+                loss_fn=functional.mse_loss,
+                num_microbatches=MICROBATCHES // num_replicas,
+                num_replicas=num_replicas,
+                batch_norm="mini-batch" if replicas else "micro-batch",
+                seed=SEED,
+                step=step,
             )
         )
         clip_grad_norm_(model.parameters(), CLIP)
@@ -221,11 +272,29 @@ def never_stopped() -> tuple[list[Tensor], dict[str, Tensor]]:
     return losses, {name: value.detach() for name, value in (*tensors.items(), *named_states([optimizer], names))}
 
 
-def differences(run: Any, before: Half, after: Half, path: str, expected: Any) -> list[str]:
+def runs(ranks: Ranks) -> Any:
+    """Return a function that runs a job where a half of a run runs. Its results are those of all processes."""
+
+    def run(half: Half, job: Any, *args: Any) -> list[Any]:
+        if half.place == "process":
+            return run_here(half.ranks, job, half, *args)
+        if half.replicas == 1 or half.replicas * half.ranks == len(ranks.processes):
+            return ranks.run(half.replicas * half.ranks, job, half, *args)
+        fewer = Ranks(half.replicas * half.ranks)
+        try:
+            return fewer.run(half.replicas * half.ranks, job, half, *args)
+        finally:
+            fewer.close()
+
+    return run
+
+
+def differences(run: Any, before: Half, after: Half, path: str) -> list[str]:
     """Where a run that stopped differs from the one that never stopped; ``run(half, job, *args)`` runs a job."""
-    losses, tensors = expected
-    first = run(before, first_half, path)
-    second = run(after, second_half, path)
+    replicated = before.replicas * after.replicas > 1
+    losses, tensors = never_stopped((before.replicas, after.replicas) if replicated else None)
+    first = run(before, first_half, path, replicated)
+    second = run(after, second_half, path, replicated)
     found: dict[str, Tensor] = {}
     different = []
     for own, _ in second:

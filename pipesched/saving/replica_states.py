@@ -1,0 +1,91 @@
+"""Replica states: checks that all replicas hold the same state, of which only one is saved."""
+
+import hashlib
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from pipesched.errors import CheckpointError
+from pipesched.runtime.rank_host import RankHost
+from pipesched.saving.manifest import dumped
+from pipesched.saving.saved_run import Part
+from pipesched.saving.tensor_files import bytes_of
+from pipesched.saving.together import agreed
+
+__all__ = ["check_equal_states", "fingerprint"]
+
+_COLUMNS = 4096
+_WORD = 8  # bytes
+
+
+def check_equal_states(part: Part, host: RankHost) -> None:
+    """Check that the parts of the ranks with the same stages are identical in all replicas. Collective.
+
+    Raises:
+        CheckpointError: a tensor or another value differs. All processes raise it.
+
+    """
+    if len(host.grid.rows) == 1:
+        return
+    states = host.across(agreed(host, lambda: dict(_fingerprints(part))))
+
+    def compare() -> None:
+        for replica, (rank, own) in enumerate(zip(host.grid.peers, states, strict=True)):
+            first = states[0]
+            name = next((name for name in {**first, **own} if first.get(name) != own.get(name)), None)
+            if name is not None:
+                raise CheckpointError(
+                    f"replicas must have the same state, because a checkpoint holds the state of one; {name} differs "
+                    f"between replica 0 (rank {host.grid.peers[0]}) and replica {replica} (rank {rank}); make it equal "
+                    f"on all replicas; if it belongs to each replica, such as the state of a data loader, gather it "
+                    f"on every rank and pass the gathered state in extra="
+                )
+
+    agreed(host, compare)
+
+
+def _fingerprints(part: Part) -> Iterator[tuple[str, str]]:
+    """Yield the name and the fingerprint of each value and each tensor of a part.
+
+    The entries of optimizer states, buffers and so on come before the tensors inside them.
+    """
+    for word, value in part.values.items():
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        for name, own in items:
+            yield f"{_NAMES.get(word, word)} {name!r}", hashlib.sha256(dumped(own)).hexdigest()
+    for key, tensor in part.tensors.items():
+        yield f"{part.entries[key].kind} {key.partition('/')[2]!r}", fingerprint(tensor)
+
+
+#: Key of a part's values -> what its entries are called in messages.
+_NAMES = {
+    "modules": "module state",
+    "groups": "group of the optimizers",
+    "parameters": "optimizer state",
+    "schedulers": "scheduler",
+    "extra": "extra value",
+    "extra leaves": "extra value",
+}
+
+
+def fingerprint(tensor: Tensor) -> str:
+    """Return a fingerprint of a tensor's dtype, shape and bits.
+
+    It is computed on the tensor's device, at the speed of its memory: the bits are arranged as a matrix of 64-bit
+    words, and the sums of its rows and columns are hashed. Any change of one word is detected.
+    """
+    digest = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
+    if tensor.numel():
+        bits = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+        size = len(bits) // _WORD * _WORD
+        words = (bits[:size] if bits.data_ptr() % _WORD == 0 else bits[:size].clone()).view(torch.int64)
+        if len(words) > _COLUMNS:
+            rows = len(words) // _COLUMNS
+            matrix = words[: rows * _COLUMNS].view(rows, _COLUMNS)
+            for sums in (matrix.sum(0), matrix.sum(1)):
+                digest.update(bytes_of(sums))
+            words = words[rows * _COLUMNS :]
+        digest.update(bytes_of(words))
+        digest.update(bytes_of(bits[size:]))
+    return digest.hexdigest()
