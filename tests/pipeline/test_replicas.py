@@ -63,7 +63,7 @@ def test_a_loss_that_is_nan_in_one_replica_stops_all_replicas(
     ranks: Ranks, how: str, updates: bool, tied: bool
 ) -> None:
     for text, changed in ranks.run(4, partial(jobs.finds_nonfinite, updates=updates, tied=tied), how):
-        assert "the loss for micro-batch 6 was the first that was not finite" in text
+        assert "the loss for micro-batch 6 was the first value that was not finite" in text
         assert not changed
 
 
