@@ -2,13 +2,15 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
+from functools import cached_property
 from typing import Any
 
 from torch import distributed
 from torch.distributed.device_mesh import DeviceMesh
 
 from pipesched.checks import check_type, shown
-from pipesched.errors import DeviceCountError
+from pipesched.errors import DeviceCountError, ExecutionError
 
 __all__ = ["Axes", "RankGrid", "grid_of", "own_group"]
 
@@ -39,17 +41,17 @@ class RankGrid:
         """The grid of one replica that uses all ranks of a process group."""
         return cls(rows=(tuple(range(group.size())),), rank=group.rank())
 
-    @property
+    @cached_property
     def replica(self) -> int:
         """The replica of this process."""
         return next(index for index, row in enumerate(self.rows) if self.rank in row)
 
-    @property
+    @cached_property
     def position(self) -> int:
         """The rank of this process within its replica's pipeline."""
         return self.pipeline.index(self.rank)
 
-    @property
+    @cached_property
     def pipeline(self) -> tuple[int, ...]:
         """The group ranks of this process's replica, in pipeline order."""
         return self.rows[self.replica]
@@ -60,7 +62,7 @@ class RankGrid:
         return tuple(row[self.position] for row in self.rows)
 
 
-def grid_of(mesh: DeviceMesh, axes: Axes | None) -> tuple[Any, RankGrid, list[list[int]]]:
+def grid_of(mesh: DeviceMesh, axes: Axes | None, timeout_s: float) -> tuple[Any, RankGrid, list[list[int]]]:
     """Return a process group, the arrangement of its ranks, and the ranks of all sums over replicas. Collective.
 
     The ranks of the sums are global ranks: for each sum in the mesh, the processes with the same stages, in replica
@@ -70,10 +72,12 @@ def grid_of(mesh: DeviceMesh, axes: Axes | None) -> tuple[Any, RankGrid, list[li
         mesh: the mesh.
         axes: the mesh dimensions of the pipeline and of the replicas; other dimensions are ignored. Default: a mesh of
             one dimension is a pipeline; otherwise the dimensions are recognised by their names.
+        timeout_s: how long a process waits for another one, in seconds.
 
     Raises:
         ModelTypeError: mesh is not a DeviceMesh.
         DeviceCountError: the mesh has no such dimensions.
+        ExecutionError: a process does not join.
 
     """
     check_type(mesh, DeviceMesh, "mesh= must be a DeviceMesh", "pass one dimension of a DeviceMesh, such as mesh['pp']")
@@ -90,7 +94,7 @@ def grid_of(mesh: DeviceMesh, axes: Axes | None) -> tuple[Any, RankGrid, list[li
     kept = dims["replicate"], dims["pipeline"]
     size = [mesh.mesh.shape[dim] for dim in kept]
     grids = mesh.mesh.permute(*(dim for dim in range(mesh.ndim) if dim not in kept), *kept).reshape(-1, *size)
-    group = own_group(grids.flatten(1).sort().values.tolist())
+    group = own_group(grids.flatten(1).sort().values.tolist(), timeout_s)
     members = distributed.get_process_group_ranks(group)
     ranks = next(grid for grid in grids.tolist() if {*members} == {rank for row in grid for rank in row})
     rows = tuple(tuple(members.index(rank) for rank in row) for row in ranks)
@@ -98,20 +102,37 @@ def grid_of(mesh: DeviceMesh, axes: Axes | None) -> tuple[Any, RankGrid, list[li
     return group, RankGrid(rows=rows, rank=members.index(distributed.get_rank())), sums
 
 
-def own_group(groups: Sequence[Sequence[int]], **options: Any) -> Any:
+def own_group(groups: Sequence[Sequence[int]], timeout_s: float, *, new: bool = False) -> Any:
     """Make process groups of global ranks, and return the group of this process. Collective over all these ranks.
 
     If the groups contain every process, all processes make all groups, because torch names a group by a count that
     only such calls keep equal in all processes. Otherwise each process makes its own group only.
+
+    Args:
+        groups: the ranks of each group.
+        timeout_s: how long a process waits for another one, in seconds.
+        new: whether a group of all processes must be new. Default: False (it may be the default group).
+
+    Raises:
+        ExecutionError: a process of this group does not join it.
+
     """
     world = distributed.get_world_size()
     here = distributed.get_rank()
-    if any(len(ranks) == world for ranks in groups) and not options:
+    limit = timedelta(seconds=timeout_s)
+    if any(len(ranks) == world for ranks in groups) and not new:
         return distributed.group.WORLD
     if sum(map(len, groups)) < world:
         own = next(ranks for ranks in groups if here in ranks)
-        return distributed.new_group(sorted(own), use_local_synchronization=True, **options)
-    made = [distributed.new_group(sorted(ranks), **options) for ranks in groups]
+        try:
+            return distributed.new_group(sorted(own), limit, use_local_synchronization=True)
+        except distributed.DistError as error:
+            raise ExecutionError(
+                f"the processes of a mesh must make its process groups together; global rank {here} waited "
+                f"{timeout_s:g} s for the group of ranks {sorted(own)} ({error}); pass the whole mesh with axes= "
+                f"instead of a part of it, and make the same process groups in all processes before"
+            ) from None
+    made = [distributed.new_group(sorted(ranks), limit) for ranks in groups]
     return next(group for group, ranks in zip(made, groups, strict=True) if here in ranks)
 
 

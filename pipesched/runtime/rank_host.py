@@ -307,8 +307,8 @@ class MeshRanks:
         inputs: Inputs = "all",
         axes: Axes | None = None,
     ) -> None:
-        group, self.grid, sums = grid_of(mesh, axes)
         timeout_s = as_timeout(timeout_s)
+        group, self.grid, sums = grid_of(mesh, axes, timeout_s)
         device = torch.device(mesh.device_type)
         if device.type == "cuda":
             device = torch.device("cuda", torch.cuda.current_device())
@@ -335,6 +335,8 @@ class MeshRanks:
         self.executor = executor = connect()
         self.sums: ReplicaSums | None = None
         if len(self.grid.rows) > 1:
+            rows = str([[members[rank] for rank in row] for row in self.grid.rows])
+            executor.agree_on({"the ranks of the replicas": rows}, "pass the same mesh= and axes= on every rank")
             peers = ReplicaGroup(sums, timeout_s)
             self.sums = ReplicaSums(peers, CollectiveLane(device, executor.now), executor.check_peers)
 

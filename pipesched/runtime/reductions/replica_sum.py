@@ -6,7 +6,6 @@ its algorithm, which depends on the number of bytes and the topology.
 """
 
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -35,7 +34,8 @@ class ReplicaGroup:
     def __init__(self, groups: Sequence[Sequence[int]], timeout_s: float) -> None:
         ranks = next(ranks for ranks in groups if distributed.get_rank() in ranks)
         self.size = len(ranks)
-        self._group: Any = own_group(groups, timeout=timedelta(seconds=timeout_s))
+        self._first = ranks[0]
+        self._group: Any = own_group(groups, timeout_s, new=True)
         members = distributed.get_process_group_ranks(self._group)
         #: For each member of the group, its replica; and for each replica, its place in the group.
         self._replicas = [list(ranks).index(rank) for rank in members]
@@ -54,6 +54,13 @@ class ReplicaGroup:
         for replica in range(1, self.size):
             total = total.add_(of_member[replica])
         _all_gather(buffer, total, group=self._group)
+
+    @torch.no_grad()
+    def copy_from_first(self, tensor: Tensor) -> None:
+        """Replace a tensor with that of replica 0. Blocks the thread."""
+        flat = tensor.detach().flatten().contiguous()
+        distributed.broadcast(flat.view(torch.uint8), src=self._first, group=self._group)  # a copy of any dtype
+        tensor.copy_(flat.view(tensor.shape))
 
     def close(self) -> None:
         """Release the group's connections."""
@@ -87,6 +94,23 @@ class ReplicaSums:
                 add(buffer)
 
         return self._lane.start(run)
+
+    def any(self, flag: Tensor) -> Tensor:
+        """Return whether a 0-d flag is set in any replica. Waits for all replicas."""
+        buffer = flag.new_zeros(self.length(1), dtype=torch.float32)
+        buffer[0] = flag
+        self.start([buffer]).wait(self.check)
+        return buffer[0] > 0
+
+    def copy_from_first(self, tensors: Sequence[Tensor]) -> None:
+        """Replace tensors with those of replica 0. Waits for all replicas."""
+        copy = self._group.copy_from_first
+
+        def run() -> None:
+            for tensor in tensors:
+                copy(tensor)
+
+        self._lane.start(run).wait(self.check)
 
     def close(self) -> None:
         """End the lane, and release the group's connections."""
