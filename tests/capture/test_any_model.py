@@ -92,7 +92,12 @@ def test_inputs_go_where_they_are_used() -> None:
         sent = [[type(value) for value in message[3][0][1].values()] for message in messages]
         late = (), {"left": FLOATS, "right": FLOATS.clone().requires_grad_()}
         with pytest.raises(InputError, match=r"requires a gradient may be used on rank 0 only; rank 1 also uses"):
-            dealt(StepCall("forward", Splitter(3, fixed=False).batch(*late)), program, pipe._running.assembly.bodies, [range(3)])
+            dealt(
+                StepCall("forward", Splitter(3, fixed=False).batch(*late)),
+                program,
+                pipe._running.assembly.bodies,
+                [range(3)],
+            )
     assert [[kind is Tensor for kind in kinds] for kinds in sent] == [[True, False], [False, True], [False, False]]
 
 
