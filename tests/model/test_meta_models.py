@@ -274,7 +274,7 @@ def empty_gpt() -> jobs.GPT:
         ),
         (jobs.empty_row, 7, InputError, "init= must be 'reset', a function that fills a given module.* got int"),
         (jobs.empty_row, "nowhere.safetensors", InputError, "nowhere.safetensors does not exist"),
-        (empty_hooked, None, GraphError, r"'0\.weight' has hooks"),
+        (empty_hooked, None, GraphError, r"'0\.weight' is on the meta device and has hooks"),
         (empty_custom, None, GraphError, r"nothing fills 0\.shift\. Give the modules a reset_parameters method"),
         (
             lambda: 3,

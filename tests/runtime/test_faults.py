@@ -30,17 +30,16 @@ CASES = {
         Case("SIGKILL", "first backward", 2),
         Case("raise", "update", 2, "rank 0"),
         Case("raise", "first backward", 3, num_ranks=4, replicas=2),
+        Case("SIGKILL", "later forward", 2, num_ranks=4, replicas=2, by="replicate"),
     ],
     "more of 3 ranks": [
         Case("sys.exit(3)", "before construction", 1),
         Case("hang", "first forward", 0),
         Case("SIGSTOP", "before construction", 0, "rank 0"),
     ],
-    "more of 2x2 with fully_shard": [Case("SIGSTOP", "later forward", 0, "rank 0", 4, 2)],
-    "of 2x2 replicas": [
-        Case("raise", "first backward", 3, num_ranks=4, replicas=2, by="replicate"),
-        Case("SIGKILL", "later forward", 2, "of its own", 4, 2, "replicate"),
-        Case("hang", "first backward", 0, "of its own", 4, 2, "replicate"),
+    "more of 2x2": [
+        Case("SIGSTOP", "later forward", 0, "rank 0", 4, 2),
+        Case("hang", "first backward", 0, num_ranks=4, replicas=2, by="replicate"),
     ],
 }
 

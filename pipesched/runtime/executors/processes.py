@@ -20,13 +20,15 @@ The proof does not cover faults, such as a rank that raises, dies or blocks. Aft
 seconds, or at the latest after ``timeout_s``.
 """
 
+import atexit
 import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any, NoReturn
-from weakref import finalize
+from weakref import WeakMethod, finalize
 
 import torch
 
@@ -122,6 +124,11 @@ class ProcessExecutor:
         with self._one_at_a_time("the construction of a pipeline"):
             self._clock_s = clock_offset(connections.port, self.rank, self.num_ranks)
         end_in_children(self)
+        if len(self.grid.rows) > 1:
+            receive = WeakMethod(self._receive_last)
+            at_exit = partial(_call, receive)
+            atexit.register(at_exit)
+            finalize(self, atexit.unregister, at_exit).atexit = False
         _LOG.info("rank %d of %d is connected", self.rank, self.num_ranks)
 
     def end_in_child(self) -> None:
@@ -454,6 +461,16 @@ class ProcessExecutor:
         with self._one_at_a_time(what):
             raise error
 
+    def _receive_last(self) -> None:
+        """At the exit of a script that has not closed the pipeline: receive the last broadcast.
+
+        Another replica may still have to send it, and would find that this process has left the pipeline.
+        """
+        shared = self._shared
+        if shared is not None and not self.closed and not self._alarm.bell.rung:
+            with suppress(Exception):
+                shared()
+
     def _read(self, shared: Shared) -> Any:
         if not shared.arrived:
             self._forked.check()
@@ -556,6 +573,13 @@ class ProcessExecutor:
             self._drop()
         finally:
             self._busy.release()
+
+
+def _call(method: WeakMethod[Callable[[], None]]) -> None:
+    """Call a method, if its object still exists."""
+    own = method()
+    if own is not None:
+        own()
 
 
 class _DifferentError(ExecutionError):
