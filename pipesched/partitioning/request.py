@@ -53,7 +53,7 @@ class Request:
         if not is_whole(self.num_stages) or self.num_stages < 1 or (self._all_used and self.num_stages > count):
             raise PartitionError(
                 f"every stage must hold at least one layer; there are {counted(self.num_stages, 'stage')} and "
-                f"{counted(count, 'layer')}; use 1 to {counted(count, 'stage')}: fewer devices, or fewer chunks per "
+                f"{counted(count, 'layer')}; use at most {counted(count, 'stage')}: fewer devices, or fewer chunks per "
                 f"rank"
             )
         if self.communication not in get_args(Communication):

@@ -103,7 +103,7 @@ def test_many_layers_are_cut_in_no_time():
 @pytest.mark.parametrize(("count", "num_stages"), [(1, 0), (1, -1), (1, 2), (3, 4), (0, 2)])
 def test_too_many_or_no_stages(count, num_stages):
     with pytest.raises(
-        PartitionError, match=rf"there are {num_stages} stages and {count} layers; .*fewer devices, or fewer chunks"
+        PartitionError, match=rf"there are {num_stages} stages? and {count} layers?; .*fewer devices, or fewer chunks"
     ):
         balance([1] * count, num_stages)
 
@@ -183,7 +183,7 @@ def test_a_graph_with_a_cycle_or_bad_times(graph, match):
 
 @pytest.mark.parametrize("num_stages", [0, -2, 1.5, "2", True])
 def test_a_partition_has_a_whole_number_of_stages_at_least_one(num_stages):
-    with pytest.raises(PartitionError, match=rf"there are {num_stages} stages and 3 layers; use 1 to 3"):
+    with pytest.raises(PartitionError, match=rf"there are {num_stages} stages? and 3 layers; use at most 3"):
         partition(chain([1, 2, 3]), num_stages)
 
 
