@@ -45,7 +45,7 @@ def test_any_number_of_microbatches_goes_both_ways(name, p):
 @pytest.mark.parametrize("name", ["chimera", "dualpipe"])
 @pytest.mark.parametrize(("p", "nearest"), [(1, [2]), (3, [2, 4]), (7, [6, 8])])
 def test_an_odd_number_of_ranks_is_refused_with_the_nearest_even_ones(name, p, nearest):
-    said = f"got {p}; use {' or '.join(map(str, nearest))}, with any number of micro-batches"
+    said = f"got {p}; use {' or '.join(map(str, nearest))} ranks, with any number of micro-batches"
     with pytest.raises(ScheduleError, match=said):
         schedules.get(name).program(p, 8)
     for count in nearest:
