@@ -28,11 +28,13 @@ from pipesched.program.checkpoint_options import checkpoint_by_layer, offloading
 from pipesched.program.program import Program
 from pipesched.runtime.gradients.buckets import GradientBuckets
 from pipesched.runtime.gradients.rules import GradientRules, Verdict
+from pipesched.runtime.gradients.shards import Shards
 from pipesched.runtime.rank_host import RankHost, ThreadRanks
 from pipesched.runtime.stage.batch_norm import BatchNormMode, MiniBatchNorms
 from pipesched.runtime.stage.buffer_copies import own_buffers
 from pipesched.runtime.stage.compiled_layers import Compiled
 from pipesched.runtime.stage.optimizers import Inheritance, optimizers_for
+from pipesched.runtime.stage.sharded_update import ShardedUpdate, is_elementwise
 from pipesched.runtime.stage.stage import Stage
 from pipesched.runtime.stage.weight_copies import WeightCopies
 from pipesched.tensors.caller_context import intra_op
@@ -56,6 +58,7 @@ class AssemblySpec:
     wrap: Wrap | None
     optimizer: Callable[[list[Any]], Optimizer] | None
     rules: GradientRules | None = None  #: how gradients are treated before an update
+    zero: int = 0  #: 1: the optimizer states are divided over replicas
 
     @property
     def updates_by_rules(self) -> bool:
@@ -159,6 +162,21 @@ class Assembly:
             self.optimizers = self._inheritance.take()
             for index, optimizer in self.optimizers.items():
                 self.stages[index].optimizer.wrapped = optimizer
+                if self._spec.zero:
+                    self.stages[index].optimizer.sharded = self._sharded(index, optimizer)
+
+    def _sharded(self, stage: int, optimizer: Optimizer) -> ShardedUpdate:
+        """Let an optimizer update this replica's part of a stage's parameters."""
+        sums = self._host.sums
+        gradients = self.stages[stage].gradients
+        assert sums is not None
+        assert gradients is not None
+        held = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+        parameters = [parameter for parameter in self.stages[stage].optimizer.parameters if parameter in held]
+        grid = self._host.grid
+        shards = Shards(parameters, grid.replica, len(grid.rows), cuts=is_elementwise(optimizer))
+        late = [parameter for parameter in parameters if parameter not in {*gradients.parameters}]
+        return ShardedUpdate(optimizer, shards, [*gradients.buckets, late], sums)
 
     @property
     def undriven(self) -> list[int]:
@@ -342,6 +360,8 @@ class Assembly:
         with intra_op(intra_op_threads):
             for stage in self.stages.values():
                 stage.optimizer.update_late(verdict)
+            for stage in self.stages.values():
+                stage.optimizer.wait()
 
     def decide(self, intra_op_threads: int, losses: Iterable[Tensor]) -> Verdict:
         """Measure the gradients of the stages of all processes, and return the decision on them. Collective.

@@ -164,10 +164,11 @@ class Pipeline(SavingInterface):
         own_seed = torch.initial_seed() if seed is None else as_seed(seed)
         host = host_for(devices, mesh, threads, distributed.timeout, distributed.inputs, axes)
         with ending_on_error(host):
+            distributed.check_zero(num_replicas=len(host.grid.rows), has_optimizers=optimizer is not None)
             run_seed = host.agreed(lambda: own_seed)
             module = built(chain, run_seed)
             shared: dict[str, Any] = {"seed": seed, "loss_fn": loss_fn, "optimizer": optimizer, "wrap": wrap}
-            shared |= {"numerics": numerics, "inputs": distributed.inputs}
+            shared |= {"numerics": numerics, "inputs": distributed.inputs, "zero": distributed.zero}
             host.agree_on(lambda: facts_of(module, call, shared), "make the same pipeline on every rank")
             layers = layered(module, call, whole_layers)
             initial = Initial(module, init, run_seed, loss_fn)
@@ -190,6 +191,7 @@ class Pipeline(SavingInterface):
                     has_optimizers=optimizer is not None,
                     lags=mesh is None and any(device.type != "cpu" for device in host.all_devices),
                 ),
+                zero=distributed.zero,
             )
             self._book = CostBook(
                 model=module,

@@ -48,7 +48,8 @@ class GradientBuckets:
     """
 
     def __init__(self, buckets: Iterable[Sequence[nn.Parameter]], sums: Sums) -> None:
-        self._buckets = [list(bucket) for bucket in buckets]
+        #: The parameters of each bucket.
+        self.buckets = [list(bucket) for bucket in buckets]
         self._sums = sums
         self._before: dict[nn.Parameter, Any] = {}
         self._started: list[tuple[_Copies, Ticket]] = []
@@ -60,7 +61,7 @@ class GradientBuckets:
     @property
     def parameters(self) -> list[nn.Parameter]:
         """The parameters of all buckets."""
-        return [parameter for bucket in self._buckets for parameter in bucket]
+        return [parameter for bucket in self.buckets for parameter in bucket]
 
     def begin(self) -> None:
         """Before a step: set the gradients of earlier steps aside."""
@@ -71,7 +72,7 @@ class GradientBuckets:
                 self._before[parameter] = parameter.grad
                 parameter.grad = None
         self._next = 0
-        self._missing = [{parameter for parameter in bucket if parameter.requires_grad} for bucket in self._buckets]
+        self._missing = [{parameter for parameter in bucket if parameter.requires_grad} for bucket in self.buckets]
 
     @contextmanager
     def completing(self, *, starts: bool) -> Iterator[None]:
@@ -94,7 +95,7 @@ class GradientBuckets:
 
     def _completed(self, missing: set[nn.Parameter], starts: bool, parameter: nn.Parameter) -> None:
         missing.discard(parameter)
-        while starts and self._next < len(self._buckets) and not self._missing[self._next]:
+        while starts and self._next < len(self.buckets) and not self._missing[self._next]:
             self.start(self._next)
 
     def start(self, bucket: int) -> None:
@@ -102,7 +103,7 @@ class GradientBuckets:
         if bucket < self._next:
             return
         self._next = bucket + 1
-        copies = _Copies(bucket, self._buckets[bucket], self._sums.length)
+        copies = _Copies(bucket, self.buckets[bucket], self._sums.length)
         self._started.append((copies, self._sums.start(copies.buffers)))
 
     def wait(self) -> None:

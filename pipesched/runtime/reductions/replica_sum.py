@@ -5,8 +5,9 @@ back. A reduce-scatter or all-reduce of a library would send as many bytes, but 
 its algorithm, which depends on the number of bytes and the topology.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,6 +37,7 @@ class ReplicaGroup:
         members = distributed.get_process_group_ranks(self._group)
         #: For each member of the group, its replica; and for each replica, its place in the group.
         self._replicas = [list(ranks).index(rank) for rank in members]
+        self._replica = list(ranks).index(distributed.get_rank())
 
     def length(self, numbers: int) -> int:
         """Return the length of a buffer for this many numbers: the next multiple of the number of replicas."""
@@ -51,6 +53,22 @@ class ReplicaGroup:
         for replica in range(1, self.size):
             total = total.add_(of_member[replica])
         _all_gather(buffer, total, group=self._group)
+
+    @torch.no_grad()
+    def spread(self, parts: Sequence[Sequence[Tensor]]) -> None:
+        """Copy the tensors in ``parts[i]`` from replica i to all others. All have one dtype. Blocks the thread."""
+        own = parts[self._replica]
+        length = max(sum(tensor.numel() for tensor in tensors) for tensors in parts)
+        like = next(tensor for tensors in parts for tensor in tensors)
+        sent = like.new_empty(length)
+        for tensor, place in _places(own, sent):
+            place.copy_(tensor)
+        received = like.new_empty(self.size * length)
+        _all_gather(received, sent, group=self._group)
+        for replica, buffer in zip(self._replicas, received.view(self.size, length), strict=True):
+            if replica != self._replica:
+                for tensor, place in _places(parts[replica], buffer):
+                    tensor.copy_(place)
 
     def close(self) -> None:
         """Release the group's connections."""
@@ -77,15 +95,26 @@ class ReplicaSums:
 
     def start(self, buffers: Sequence[Tensor]) -> Ticket:
         """Replace buffers by their sums over replicas. Returns a ticket to wait for."""
-        add = self._group.add
+        return self._lane.start(partial(_each, self._group.add, buffers))
 
-        def run() -> None:
-            for buffer in buffers:
-                add(buffer)
-
-        return self._lane.start(run)
+    def spread(self, parts: Sequence[Sequence[Sequence[Tensor]]]) -> Ticket:
+        """Copy tensors from each replica to all others: for each entry, list i is sent by replica i."""
+        return self._lane.start(partial(_each, self._group.spread, parts))
 
     def close(self) -> None:
         """End the lane, and release the group's connections."""
         self._lane.close()
         self._group.close()
+
+
+def _each(run: Callable[[Any], None], items: Iterable[Any]) -> None:
+    for item in items:
+        run(item)
+
+
+def _places(tensors: Sequence[Tensor], buffer: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield each tensor with its place in a flat buffer, a view of the tensor's shape."""
+    start = 0
+    for tensor in tensors:
+        yield tensor, buffer[start : start + tensor.numel()].view(tensor.shape)
+        start += tensor.numel()
