@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from pipesched.capture.layered_model import LayeredModel
 from pipesched.capture.stage_body import Body, Head
 from pipesched.capture.stage_module import Wrap, wrapped_bodies
-from pipesched.errors import GraphError
+from pipesched.errors import GraphError, ModelTypeError
 from pipesched.model.initialization import Initial
 from pipesched.model.module_tree import Members
 from pipesched.model.tied_weights import Ties
@@ -27,6 +27,7 @@ from pipesched.profiling.stage_memory_probe import StageSizes
 from pipesched.program.checkpoint_options import checkpoint_by_layer, offloading
 from pipesched.program.program import Program
 from pipesched.runtime.gradients.buckets import GradientBuckets
+from pipesched.runtime.gradients.norms import GradientNorms
 from pipesched.runtime.gradients.rules import GradientRules, Verdict
 from pipesched.runtime.gradients.shards import Shards
 from pipesched.runtime.rank_host import RankHost, ThreadRanks
@@ -58,7 +59,7 @@ class AssemblySpec:
     wrap: Wrap | None
     optimizer: Callable[[list[Any]], Optimizer] | None
     rules: GradientRules | None = None  #: how gradients are treated before an update
-    zero: int = 0  #: 1: the optimizer states are divided over replicas
+    zero: int = 0  #: 1: optimizer states are divided over replicas; 2: summed gradients are, too
 
     @property
     def updates_by_rules(self) -> bool:
@@ -156,6 +157,11 @@ class Assembly:
             spec.updates_by_rules and bool(self.ties.parameters)
         )
 
+    @property
+    def zero(self) -> int:
+        """1 if optimizer states are divided over replicas, 2 if summed gradients are, too; otherwise 0."""
+        return self._spec.zero
+
     def take_over(self) -> None:
         """Let this assembly's optimizers update the parameters from now on, instead of the previous assembly's."""
         if self._inheritance is not None:
@@ -165,12 +171,24 @@ class Assembly:
                 if self._spec.zero:
                     self.stages[index].optimizer.sharded = self._sharded(index, optimizer)
 
+        if self._spec.zero == 2 and self._late_sums is not None:
+            sharded = [stage.optimizer.sharded for stage in self.stages.values() if stage.optimizer.sharded is not None]
+            divided = {parameter: update for update in sharded for parameter in update.parameters}
+            for gradients in (self._late_sums, *(stage.gradients for stage in self.stages.values())):
+                if gradients is not None:
+                    gradients.divided = divided
+
     def _sharded(self, stage: int, optimizer: Optimizer) -> ShardedUpdate:
         """Let an optimizer update this replica's part of a stage's parameters."""
         sums = self._host.sums
         gradients = self.stages[stage].gradients
         assert sums is not None
         assert gradients is not None
+        if sharded := [one for one in self.stages[stage].optimizer.parameters if hasattr(one, "full_tensor")]:
+            raise ModelTypeError(
+                f"zero= divides plain parameters over replicas; stage {stage} has {len(sharded)} parameters that are "
+                f"already sharded, for example by fully_shard; leave zero= out, or do not shard them"
+            )
         held = {parameter for group in optimizer.param_groups for parameter in group["params"]}
         parameters = [parameter for parameter in self.stages[stage].optimizer.parameters if parameter in held]
         grid = self._host.grid
@@ -281,6 +299,7 @@ class Assembly:
             options: dict[str, Any] = {"ties": ties, "norms": norms, "compiled": compiled, "written": written[part]}
             stages[index] = Stage(body, device, head, **options, checkpoint_of_call=self.checkpoint_of_call)
             stages[index].gradients = self._gradients(index, modules)
+            stages[index].optimizer.gathered = None if host.sums is None else host.sums.gathered
         return dict(sorted(stages.items()))
 
     def put_back(self) -> None:
@@ -370,6 +389,9 @@ class Assembly:
         """
         assert self.rules is not None
         with intra_op(intra_op_threads):
+            if self._host.sums is not None:
+                measured = [stage.optimizer.measure(self.rules, losses) for stage in self.stages.values()]
+                return self.rules.decide(self._host.gathered(GradientNorms.merged(measured)))
             own = [parameter for stage in self.stages.values() for parameter in stage.optimizer.parameters]
             return self.rules.decide(self._host.gathered(self.rules.measure(own, losses)))
 

@@ -203,7 +203,8 @@ class Distributed:
         timeout: the number of seconds that a rank waits for another rank. Default: 60.
         zero: with ``optimizer=`` and several replicas, the data that replicas divide among them instead of each
             holding all of it. With 1, each replica updates a part of every stage's weights and holds the optimizer
-            states of this part only. Default: 0 (nothing is divided).
+            states of this part only. With 2, it also keeps only this part of the gradients once they are summed.
+            Default: 0 (nothing is divided).
 
     Raises:
         InputError: zero is unknown.
@@ -215,10 +216,10 @@ class Distributed:
     zero: int = 0
 
     def __post_init__(self) -> None:
-        if isinstance(self.zero, bool) or self.zero not in (0, 1):
+        if isinstance(self.zero, bool) or self.zero not in (0, 1, 2):
             raise InputError(
-                f"zero= must be 0 (nothing is divided over replicas) or 1 (optimizer states are); got "
-                f"{shown(self.zero)}; pass one of them"
+                f"zero= must be 0 (nothing is divided over replicas), 1 (optimizer states are) or 2 (summed gradients "
+                f"are, too); got {shown(self.zero)}; pass one of them"
             )
 
     def check_zero(self, *, num_replicas: int, has_optimizers: bool) -> None:

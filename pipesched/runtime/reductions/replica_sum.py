@@ -46,13 +46,31 @@ class ReplicaGroup:
     @torch.no_grad()
     def add(self, buffer: Tensor) -> None:
         """Replace a flat buffer with the sum of the replicas' buffers, added in replica order. Blocks the thread."""
+        _all_gather(buffer, self._sum_of_own(buffer), group=self._group)
+
+    @torch.no_grad()
+    def scatter(self, buffer: Tensor) -> Tensor:
+        """Return the sum of this replica's row of all replicas' buffers, added in replica order. Blocks the thread.
+
+        ``buffer`` has a row for each replica.
+        """
+        if buffer.is_cuda:
+            buffer.record_stream(torch.cuda.current_stream(buffer.device))
+        in_order = self._replicas == sorted(self._replicas)
+        return self._sum_of_own((buffer if in_order else buffer[self._replicas]).view(-1)).clone()
+
+    def _sum_of_own(self, buffer: Tensor) -> Tensor:
+        """Return the sum of all members' shards for this process, added in replica order.
+
+        ``buffer`` holds this process's shard for each member, in the order of the group.
+        """
         shards = torch.empty_like(buffer)
         distributed.all_to_all_single(shards, buffer, group=self._group)
         of_member = dict(zip(self._replicas, shards.view(self.size, -1), strict=True))
-        total = of_member[0]
+        total: Tensor = of_member[0]
         for replica in range(1, self.size):
             total = total.add_(of_member[replica])
-        _all_gather(buffer, total, group=self._group)
+        return total
 
     @torch.no_grad()
     def spread(self, parts: Sequence[Sequence[Tensor]]) -> None:
@@ -97,9 +115,25 @@ class ReplicaSums:
         """Replace buffers by their sums over replicas. Returns a ticket to wait for."""
         return self._lane.start(partial(_each, self._group.add, buffers))
 
+    def scatter(self, buffers: list[Tensor]) -> Ticket:
+        """Replace each buffer, which has a row for each replica, by the sum of this replica's row."""
+        scatter = self._group.scatter
+
+        def run() -> None:
+            for place, buffer in enumerate(buffers):
+                buffers[place] = scatter(buffer)
+
+        return self._lane.start(run)
+
     def spread(self, parts: Sequence[Sequence[Sequence[Tensor]]]) -> Ticket:
         """Copy tensors from each replica to all others: for each entry, list i is sent by replica i."""
         return self._lane.start(partial(_each, self._group.spread, parts))
+
+    def gathered(self, tensor: Tensor) -> list[Tensor]:
+        """Return the tensors of all replicas, in replica order. Waits for them."""
+        every = [tensor.clone() for _ in range(self._group.size)]
+        self.spread([[[one] for one in every]]).wait(self.check)
+        return every
 
     def close(self) -> None:
         """End the lane, and release the group's connections."""

@@ -13,7 +13,10 @@ from torch.optim import Optimizer
 
 from pipesched.errors import ExecutionError, ModelTypeError
 from pipesched.runtime.gradients.buckets import Ticket
+from pipesched.runtime.gradients.norms import GradientNorms
+from pipesched.runtime.gradients.rules import GradientRules
 from pipesched.runtime.gradients.shards import Shards
+from pipesched.tensors.gradient_norm import combined_norms, norm_of
 
 __all__ = ["ShardedUpdate", "Spread", "is_elementwise"]
 
@@ -33,7 +36,7 @@ _ELEMENTWISE = (
 
 
 class Spread(Protocol):
-    """Sends tensors to all replicas."""
+    """Sends tensors between replicas."""
 
     def spread(self, parts: Sequence[Sequence[Sequence[Tensor]]]) -> Ticket:
         """Start to copy tensors between replicas, one collective for each entry of ``parts``.
@@ -41,6 +44,9 @@ class Spread(Protocol):
         An entry holds a list of tensors for each replica: replica i sends the tensors of list i, and the others
         receive them into their tensors of list i.
         """
+
+    def gathered(self, tensor: Tensor) -> list[Tensor]:
+        """Return the tensors of all replicas, in replica order. Waits for them."""
 
     def check(self) -> None:
         """Raise an exception if another rank has failed."""
@@ -78,9 +84,10 @@ class ShardedUpdate:
         self._spread = spread
         self._ticket: Ticket | None = None
         self._checked = False
+        self._taken: set[nn.Parameter] = set()  # the parameters whose gradients are divided
         #: The parameters that this replica updates, in part or whole -> the local parameter.
         self.local: dict[nn.Parameter, nn.Parameter] = {}
-        for parameter in (parameter for bucket in self._buckets for parameter in bucket):
+        for parameter in self.parameters:
             rows = shards.own(parameter, parameter.detach())
             if rows is not None:
                 local = self.local[parameter] = nn.Parameter(rows, requires_grad=parameter.requires_grad)
@@ -113,13 +120,38 @@ class ShardedUpdate:
             )
         return rows.clone()
 
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """The stage's parameters that the optimizers of all replicas update."""
+        return [parameter for bucket in self._buckets for parameter in bucket]
+
+    @property
+    def divided(self) -> list[nn.Parameter]:
+        """The local parameters whose gradients are divided."""
+        return [local for parameter, local in self.local.items() if parameter in self._taken]
+
+    def parts(self, parameter: nn.Parameter, tensor: Tensor) -> list[Tensor | None]:
+        """Return each replica's rows of a tensor of the parameter's shape; None for a replica without rows."""
+        return self._shards.parts(parameter, tensor)
+
+    def own(self, parameter: nn.Parameter, tensor: Tensor) -> Tensor | None:
+        """Return this replica's rows of a tensor of the parameter's shape; None if it has no rows."""
+        return self._shards.own(parameter, tensor)
+
+    def take(self, parameter: nn.Parameter, grad: Tensor | None) -> None:
+        """Take this replica's rows of the parameter's summed gradient; None if it has no rows."""
+        self._taken.add(parameter)
+        if grad is not None:
+            self.local[parameter].grad = grad
+
     def step(self) -> None:
         """Step the optimizer with this replica's rows of the gradients, and start to send the rows to all replicas."""
         for parameter, local in self.local.items():
             values = self._shards.own(parameter, parameter.detach())
             assert values is not None
             local.data = values  # the parameter may have moved, for example by pipe.to(dtype)
-            local.grad = None if parameter.grad is None else self._shards.own(parameter, parameter.grad)
+            if parameter.grad is not None:
+                local.grad = self._shards.own(parameter, parameter.grad)
         self._optimizer.step()
         if not self._checked:
             self._check_states()
@@ -142,7 +174,7 @@ class ShardedUpdate:
         for bucket in self._buckets:
             by_dtype: dict[torch.dtype, list[list[Tensor]]] = {}
             for parameter in bucket:
-                if parameter.grad is not None:
+                if parameter.grad is not None or parameter in self._taken:
                     empty: list[list[Tensor]] = [[] for _ in range(self._shards.num_replicas)]
                     lists = by_dtype.setdefault(parameter.dtype, empty)
                     for own, rows in zip(lists, self._shards.parts(parameter, parameter.detach()), strict=True):
@@ -150,6 +182,27 @@ class ShardedUpdate:
             parts.extend(by_dtype.values())
         if parts:
             self._ticket = self._spread.spread(parts)
+
+    def measure(self, rules: GradientRules) -> GradientNorms:
+        """Unscale the divided gradients, and return their norms over all replicas, as `combined_norms` defines them.
+
+        Collective over the replicas.
+        """
+        measured = [parameter for parameter in self.parameters if parameter in self._taken]
+        if not measured:
+            return GradientNorms("", None)
+        nonfinite = rules.unscale(self.divided)
+        own = torch.zeros(len(measured) + 1, dtype=torch.float64, device=measured[0].device)
+        for place, parameter in enumerate(measured):
+            grad = self.local[parameter].grad if parameter in self.local else None
+            if grad is not None:
+                own[place] = norm_of(grad, rules.norm_type)
+        if nonfinite is not None:
+            own[-1] = nonfinite
+        pieces = torch.stack(self._spread.gathered(own))
+        norms = combined_norms(pieces[:, :-1], rules.norm_type, [parameter.dtype for parameter in measured])
+        overflow = None if rules.scale is None else pieces[:, -1].any()
+        return GradientNorms.named(measured, norms, rules.order, overflow)
 
     def wait(self) -> None:
         """Wait for the rows of the other replicas."""
@@ -160,6 +213,6 @@ class ShardedUpdate:
     def zero_grad(self) -> None:
         """Clear the gradients of the parameters that the optimizers of all replicas update."""
         self._optimizer.zero_grad(set_to_none=True)
-        for bucket in self._buckets:
-            for parameter in bucket:
-                parameter.grad = None
+        self._taken.clear()
+        for parameter in self.parameters:
+            parameter.grad = None

@@ -1,7 +1,8 @@
 """Stage optimizer: updates the parameters of one stage, during the run or after it."""
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -24,6 +25,8 @@ class StageOptimizer:
         self.wrapped: Optimizer | None = None
         #: Updates this replica's part of the parameters; None if every replica updates all of them.
         self.sharded: ShardedUpdate | None = None
+        #: Returns the tensors of all replicas; None if there is one replica.
+        self.gathered: Callable[[Tensor], list[Tensor]] | None = None
         #: Tied parameters that another stage updates.
         self.elsewhere: Collection[nn.Parameter] = ()
         #: Whether updates wait for the gradients of tied parameters, which are summed after the run.
@@ -47,7 +50,16 @@ class StageOptimizer:
         """
         if self.late or self.rules is None:
             return GradientNorms("", None)
-        return self.rules.measure(self.parameters, losses)
+        return self.measure(self.rules, losses)
+
+    def measure(self, rules: GradientRules, losses: Iterable[Tensor]) -> GradientNorms:
+        """Unscale the gradients and return their norms. Collective over replicas if these hold different data."""
+        norms = rules.measure(self.parameters, losses)
+        if self.sharded is not None:
+            norms = GradientNorms.merged([norms, self.sharded.measure(rules)])
+        if norms.nonfinite is None or rules.on_nonfinite is None or self.gathered is None:
+            return norms
+        return norms._replace(nonfinite=torch.stack(self.gathered(norms.nonfinite)).any())  # losses differ by replica
 
     def update(self, weights: WeightStash | None, norms: Sequence[GradientNorms] = ()) -> None:
         """Step the optimizer with the gradients accumulated since the last update.
@@ -89,7 +101,8 @@ class StageOptimizer:
     def _step(self) -> None:
         if self.wrapped is not None:
             if self.rules is not None and self.verdict is not None:
-                self.rules.prepare(self.parameters, self.verdict)
+                divided = [] if self.sharded is None else self.sharded.divided
+                self.rules.prepare([*self.parameters, *divided], self.verdict)
             optimizer = self.wrapped if self.sharded is None else self.sharded
             if self.verdict is None or not self.verdict.skips:
                 optimizer.step()
