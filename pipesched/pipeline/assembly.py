@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from pipesched.capture.layered_model import LayeredModel
 from pipesched.capture.stage_body import Body, Head
 from pipesched.capture.stage_module import Wrap, wrapped_bodies
-from pipesched.errors import GraphError, ModelTypeError
+from pipesched.errors import GraphError
 from pipesched.model.initialization import Initial
 from pipesched.model.module_tree import Members
 from pipesched.model.tied_weights import Ties
@@ -29,13 +29,12 @@ from pipesched.program.program import Program
 from pipesched.runtime.gradients.buckets import GradientBuckets
 from pipesched.runtime.gradients.norms import GradientNorms
 from pipesched.runtime.gradients.rules import GradientRules, Verdict
-from pipesched.runtime.gradients.shards import Shards
 from pipesched.runtime.rank_host import RankHost, ThreadRanks
 from pipesched.runtime.stage.batch_norm import BatchNormMode, MiniBatchNorms
 from pipesched.runtime.stage.buffer_copies import own_buffers
 from pipesched.runtime.stage.compiled_layers import Compiled
+from pipesched.runtime.stage.divided_stage import divided_update
 from pipesched.runtime.stage.optimizers import Inheritance, optimizers_for
-from pipesched.runtime.stage.sharded_update import ShardedUpdate, is_elementwise
 from pipesched.runtime.stage.stage import Stage
 from pipesched.runtime.stage.weight_copies import WeightCopies
 from pipesched.tensors.caller_context import intra_op
@@ -168,33 +167,23 @@ class Assembly:
             self.optimizers = self._inheritance.take()
             for index, optimizer in self.optimizers.items():
                 self.stages[index].optimizer.wrapped = optimizer
-                if self._spec.zero:
-                    self.stages[index].optimizer.sharded = self._sharded(index, optimizer)
+            if self._spec.zero:
+                self._divide()
 
-        if self._spec.zero == 2 and self._late_sums is not None:
-            sharded = [stage.optimizer.sharded for stage in self.stages.values() if stage.optimizer.sharded is not None]
-            divided = {parameter: update for update in sharded for parameter in update.parameters}
+    def _divide(self) -> None:
+        """Divide the updates over the replicas and, with zero=2, the summed gradients."""
+        assert self._host.sums is not None
+        grid = self._host.grid
+        updates = [
+            divided_update(stage, self._host.sums, grid.replica, len(grid.rows))
+            for stage in self.stages.values()
+            if stage.optimizer.wrapped is not None
+        ]
+        if self._spec.zero == 2:
+            divided = {parameter: update for update in updates for parameter in update.parameters}
             for gradients in (self._late_sums, *(stage.gradients for stage in self.stages.values())):
                 if gradients is not None:
                     gradients.divided = divided
-
-    def _sharded(self, stage: int, optimizer: Optimizer) -> ShardedUpdate:
-        """Let an optimizer update this replica's part of a stage's parameters."""
-        sums = self._host.sums
-        gradients = self.stages[stage].gradients
-        assert sums is not None
-        assert gradients is not None
-        if sharded := [one for one in self.stages[stage].optimizer.parameters if hasattr(one, "full_tensor")]:
-            raise ModelTypeError(
-                f"zero= divides plain parameters over replicas; stage {stage} has {len(sharded)} parameters that are "
-                f"already sharded, for example by fully_shard; leave zero= out, or do not shard them"
-            )
-        held = {parameter for group in optimizer.param_groups for parameter in group["params"]}
-        parameters = [parameter for parameter in self.stages[stage].optimizer.parameters if parameter in held]
-        grid = self._host.grid
-        shards = Shards(parameters, grid.replica, len(grid.rows), cuts=is_elementwise(optimizer))
-        late = [parameter for parameter in parameters if parameter not in {*gradients.parameters}]
-        return ShardedUpdate(optimizer, shards, [*gradients.buckets, late], sums)
 
     @property
     def undriven(self) -> list[int]:

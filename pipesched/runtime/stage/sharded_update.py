@@ -18,21 +18,7 @@ from pipesched.runtime.gradients.rules import GradientRules
 from pipesched.runtime.gradients.shards import Shards
 from pipesched.tensors.gradient_norm import combined_norms, norm_of
 
-__all__ = ["ShardedUpdate", "Spread", "is_elementwise"]
-
-_ELEMENTWISE = (
-    torch.optim.ASGD,
-    torch.optim.Adadelta,
-    torch.optim.Adagrad,
-    torch.optim.Adam,
-    torch.optim.AdamW,
-    torch.optim.Adamax,
-    torch.optim.NAdam,
-    torch.optim.RAdam,
-    torch.optim.RMSprop,
-    torch.optim.Rprop,
-    torch.optim.SGD,
-)
+__all__ = ["ShardedUpdate", "Spread"]
 
 
 class Spread(Protocol):
@@ -50,15 +36,6 @@ class Spread(Protocol):
 
     def check(self) -> None:
         """Raise an exception if another rank has failed."""
-
-
-def is_elementwise(optimizer: Optimizer) -> bool:
-    """Whether an optimizer updates each number of a parameter independently of the others, so that rows suffice.
-
-    Only torch's own classes are known to do so. A subclass, or an optimizer such as Muon or Adafactor, gets whole
-    parameters.
-    """
-    return type(optimizer) in _ELEMENTWISE
 
 
 class ShardedUpdate:
