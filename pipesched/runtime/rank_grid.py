@@ -1,6 +1,6 @@
 """Rank grid: the ranks of a mesh as replicas of one pipeline."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from pipesched.checks import check_type, shown
 from pipesched.errors import DeviceCountError
 
-__all__ = ["Axes", "RankGrid", "grid_of"]
+__all__ = ["Axes", "RankGrid", "grid_of", "own_group"]
 
 #: Maps "pipeline" and "replicate" to names of mesh dimensions.
 Axes = Mapping[str, str]
@@ -60,8 +60,11 @@ class RankGrid:
         return tuple(row[self.position] for row in self.rows)
 
 
-def grid_of(mesh: DeviceMesh, axes: Axes | None) -> tuple[Any, RankGrid]:
-    """Return a process group and the arrangement of its ranks. Collective over the ranks of the grid.
+def grid_of(mesh: DeviceMesh, axes: Axes | None) -> tuple[Any, RankGrid, list[list[int]]]:
+    """Return a process group, the arrangement of its ranks, and the ranks of all sums over replicas. Collective.
+
+    The ranks of the sums are global ranks: for each sum in the mesh, the processes with the same stages, in replica
+    order. They are empty if there are no replicas.
 
     Args:
         mesh: the mesh.
@@ -77,24 +80,39 @@ def grid_of(mesh: DeviceMesh, axes: Axes | None) -> tuple[Any, RankGrid]:
     dims = _dims(mesh, axes)
     if dims["replicate"] is None:
         own = mesh.get_group(dims["pipeline"])
-        return own, RankGrid.single(own)
+        return own, RankGrid.single(own), []
     here = mesh.get_coordinate()
     if here is None:
         raise DeviceCountError(
             f"every process that makes the pipeline must be in the mesh; global rank {distributed.get_rank()} is not "
             f"in {mesh}; make the pipeline in the processes of the mesh only"
         )
-    kept = [dims["replicate"], dims["pipeline"]]
-    ranks = mesh.mesh[tuple(slice(None) if dim in kept else at for dim, at in enumerate(here))]
-    if dims["pipeline"] < dims["replicate"]:
-        ranks = ranks.T
-    members = sorted(ranks.flatten().tolist())
-    if len(members) == distributed.get_world_size():
-        group: Any = distributed.group.WORLD
-    else:
-        group = distributed.new_group(members, use_local_synchronization=True)
-    rows = tuple(tuple(members.index(rank) for rank in row) for row in ranks.tolist())
-    return group, RankGrid(rows=rows, rank=members.index(distributed.get_rank()))
+    kept = dims["replicate"], dims["pipeline"]
+    size = [mesh.mesh.shape[dim] for dim in kept]
+    grids = mesh.mesh.permute(*(dim for dim in range(mesh.ndim) if dim not in kept), *kept).reshape(-1, *size)
+    group = own_group(grids.flatten(1).sort().values.tolist())
+    members = distributed.get_process_group_ranks(group)
+    ranks = next(grid for grid in grids.tolist() if {*members} == {rank for row in grid for rank in row})
+    rows = tuple(tuple(members.index(rank) for rank in row) for row in ranks)
+    sums = grids.transpose(1, 2).flatten(0, 1).tolist()
+    return group, RankGrid(rows=rows, rank=members.index(distributed.get_rank())), sums
+
+
+def own_group(groups: Sequence[Sequence[int]], **options: Any) -> Any:
+    """Make process groups of global ranks, and return the group of this process. Collective over all these ranks.
+
+    If the groups contain every process, all processes make all groups, because torch names a group by a count that
+    only such calls keep equal in all processes. Otherwise each process makes its own group only.
+    """
+    world = distributed.get_world_size()
+    here = distributed.get_rank()
+    if any(len(ranks) == world for ranks in groups) and not options:
+        return distributed.group.WORLD
+    if sum(map(len, groups)) < world:
+        own = next(ranks for ranks in groups if here in ranks)
+        return distributed.new_group(sorted(own), use_local_synchronization=True, **options)
+    made = [distributed.new_group(sorted(ranks), **options) for ranks in groups]
+    return next(group for group, ranks in zip(made, groups, strict=True) if here in ranks)
 
 
 def _dims(mesh: DeviceMesh, axes: Axes | None) -> dict[str, Any]:

@@ -301,7 +301,7 @@ class MeshRanks:
         inputs: Inputs = "all",
         axes: Axes | None = None,
     ) -> None:
-        group, self.grid = grid_of(mesh, axes)
+        group, self.grid, sums = grid_of(mesh, axes)
         timeout_s = as_timeout(timeout_s)
         device = torch.device(mesh.device_type)
         if device.type == "cuda":
@@ -329,7 +329,7 @@ class MeshRanks:
         self.executor = executor = connect()
         self.sums: ReplicaSums | None = None
         if len(self.grid.rows) > 1:
-            peers = ReplicaGroup([members[rank] for rank in self.grid.peers], timeout_s)
+            peers = ReplicaGroup(sums, timeout_s)
             self.sums = ReplicaSums(peers, CollectiveLane(device, executor.now), executor.check_peers)
 
     @property

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
+from pipesched.runtime.rank_grid import own_group
 from pipesched.runtime.reductions.collective_lane import CollectiveLane, Ticket
 
 __all__ = ["ReplicaGroup", "ReplicaSums"]
@@ -22,18 +23,20 @@ _all_gather: Any = getattr(distributed, "all_gather_single", None) or distribute
 
 
 class ReplicaGroup:
-    """The processes that hold the same stages in all replicas. The constructor and ``add`` are collective over them.
+    """The processes that hold the same stages in all replicas. ``add`` is collective over them.
+
+    The constructor is collective over the processes of all groups.
 
     Args:
-        ranks: the global ranks, in replica order.
+        groups: the global ranks of all such groups in the mesh, each in replica order.
         timeout_s: how long a process waits for another one, in seconds.
 
     """
 
-    def __init__(self, ranks: Sequence[int], timeout_s: float) -> None:
+    def __init__(self, groups: Sequence[Sequence[int]], timeout_s: float) -> None:
+        ranks = next(ranks for ranks in groups if distributed.get_rank() in ranks)
         self.size = len(ranks)
-        limit = timedelta(seconds=timeout_s)
-        self._group: Any = distributed.new_group(sorted(ranks), timeout=limit, use_local_synchronization=True)
+        self._group: Any = own_group(groups, timeout=timedelta(seconds=timeout_s))
         members = distributed.get_process_group_ranks(self._group)
         #: For each member of the group, its replica; and for each replica, its place in the group.
         self._replicas = [list(ranks).index(rank) for rank in members]
