@@ -288,7 +288,6 @@ class Assembly:
             options: dict[str, Any] = {"ties": ties, "norms": norms, "compiled": compiled, "written": written[part]}
             stages[index] = Stage(body, device, head, **options, checkpoint_of_call=self.checkpoint_of_call)
             stages[index].gradients = self._gradients(index, modules)
-            stages[index].optimizer.gathered = None if host.sums is None else host.sums.gathered
         return dict(sorted(stages.items()))
 
     def put_back(self) -> None:
@@ -378,7 +377,7 @@ class Assembly:
         """
         assert self.rules is not None
         with intra_op(intra_op_threads):
-            if self._host.sums is not None:
+            if self._spec.zero:
                 measured = [stage.optimizer.measure(self.rules, losses) for stage in self.stages.values()]
                 return self.rules.decide(self._host.gathered(GradientNorms.merged(measured)))
             own = [parameter for stage in self.stages.values() for parameter in stage.optimizer.parameters]

@@ -164,12 +164,12 @@ class Pipeline(SavingInterface):
         own_seed = torch.initial_seed() if seed is None else as_seed(seed)
         host = host_for(devices, mesh, threads, distributed.timeout, distributed.inputs, axes)
         with ending_on_error(host):
-            distributed.check_zero(num_replicas=len(host.grid.rows), has_optimizers=optimizer is not None)
             run_seed = host.agreed(lambda: own_seed)
             module = built(chain, run_seed)
             shared: dict[str, Any] = {"seed": seed, "loss_fn": loss_fn, "optimizer": optimizer, "wrap": wrap}
             shared |= {"numerics": numerics, "inputs": distributed.inputs, "zero": distributed.zero}
             host.agree_on(lambda: facts_of(module, call, shared), "make the same pipeline on every rank")
+            distributed.check_zero(num_replicas=len(host.grid.rows), has_optimizers=optimizer is not None)
             layers = layered(module, call, whole_layers)
             initial = Initial(module, init, run_seed, loss_fn)
             super().__init__(module, loss_fn)

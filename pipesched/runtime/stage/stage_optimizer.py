@@ -1,8 +1,7 @@
 """Stage optimizer: updates the parameters of one stage, during the run or after it."""
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -25,8 +24,6 @@ class StageOptimizer:
         self.wrapped: Optimizer | None = None
         #: Updates this replica's part of the parameters; None if every replica updates all of them.
         self.sharded: ShardedUpdate | None = None
-        #: Returns the tensors of all replicas; None if there is one replica.
-        self.gathered: Callable[[Tensor], list[Tensor]] | None = None
         #: Tied parameters that another stage updates.
         self.elsewhere: Collection[nn.Parameter] = ()
         #: Whether updates wait for the gradients of tied parameters, which are summed after the run.
@@ -53,13 +50,9 @@ class StageOptimizer:
         return self.measure(self.rules, losses)
 
     def measure(self, rules: GradientRules, losses: Iterable[Tensor]) -> GradientNorms:
-        """Unscale the gradients and return their norms. Collective over replicas if these hold different data."""
+        """Unscale the gradients and return their norms. Collective over replicas with zero=2."""
         norms = rules.measure(self.parameters, losses)
-        if self.sharded is not None:
-            norms = GradientNorms.merged([norms, self.sharded.measure(rules)])
-        if norms.nonfinite is None or rules.on_nonfinite is None or self.gathered is None:
-            return norms
-        return norms._replace(nonfinite=torch.stack(self.gathered(norms.nonfinite)).any())  # losses differ by replica
+        return norms if self.sharded is None else GradientNorms.merged([norms, self.sharded.measure(rules)])
 
     def update(self, weights: WeightStash | None, norms: Sequence[GradientNorms] = ()) -> None:
         """Step the optimizer with the gradients accumulated since the last update.
