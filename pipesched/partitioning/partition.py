@@ -154,8 +154,8 @@ def balance(times: Sequence[float], num_stages: int) -> list[int]:
     if not 1 <= num_stages <= max(1, len(times)):
         raise PartitionError(
             f"every stage must hold at least one layer; there are {counted(num_stages, 'stage')} and "
-            f"{counted(len(times), 'layer')}; use at most {counted(len(times), 'stage')}: fewer devices, or fewer chunks "
-            f"per rank"
+            f"{counted(len(times), 'layer')}; use at most {counted(len(times), 'stage')}: fewer devices, or fewer "
+            f"chunks per rank"
         )
     if not len(seconds):
         return [0]

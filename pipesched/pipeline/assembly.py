@@ -29,12 +29,14 @@ from pipesched.profiling.stage_memory_probe import StageSizes
 from pipesched.program.checkpoint_options import checkpoint_by_layer, offloading
 from pipesched.program.program import Program
 from pipesched.runtime.gradients.buckets import GradientBuckets, local
+from pipesched.runtime.gradients.norms import GradientNorms
 from pipesched.runtime.gradients.rules import GradientRules, Verdict
 from pipesched.runtime.rank_host import RankHost, ThreadRanks
 from pipesched.runtime.shared_overflow import share_overflow
 from pipesched.runtime.stage.batch_norm import BatchNormMode, MiniBatchNorms
 from pipesched.runtime.stage.buffer_copies import own_buffers
 from pipesched.runtime.stage.compiled_layers import Compiled
+from pipesched.runtime.stage.divided_stage import divided_update
 from pipesched.runtime.stage.optimizers import Inheritance, optimizers_for
 from pipesched.runtime.stage.stage import Stage
 from pipesched.runtime.stage.weight_copies import WeightCopies
@@ -60,6 +62,7 @@ class AssemblySpec:
     gather_once: bool  #: whether a run gathers the weights of sharded modules once
     optimizer: Callable[[list[Any]], Optimizer] | None
     rules: GradientRules | None = None  #: how gradients are treated before an update
+    zero: int = 0  #: 1: optimizer states are divided over replicas; 2: summed gradients are, too
 
     @property
     def updates_by_rules(self) -> bool:
@@ -160,12 +163,34 @@ class Assembly:
             spec.updates_by_rules and bool(self.ties.parameters)
         )
 
+    @property
+    def zero(self) -> int:
+        """1 if optimizer states are divided over replicas, 2 if summed gradients are, too; otherwise 0."""
+        return self._spec.zero
+
     def take_over(self) -> None:
         """Let this assembly's optimizers update the parameters from now on, instead of the previous assembly's."""
         if self._inheritance is not None:
             self.optimizers = self._inheritance.take()
             for index, optimizer in self.optimizers.items():
                 self.stages[index].optimizer.wrapped = optimizer
+            if self._spec.zero:
+                self._divide()
+
+    def _divide(self) -> None:
+        """Divide the updates over the replicas and, with zero=2, the summed gradients."""
+        assert self._host.sums is not None
+        grid = self._host.grid
+        updates = [
+            divided_update(stage, self._host.sums, grid.replica, len(grid.rows))
+            for stage in self.stages.values()
+            if stage.optimizer.wrapped is not None
+        ]
+        if self._spec.zero == 2:
+            divided = {parameter: update for update in updates for parameter in update.parameters}
+            for gradients in (self._late_sums, *(stage.gradients for stage in self.stages.values())):
+                if gradients is not None:
+                    gradients.divided = divided
 
     @property
     def undriven(self) -> list[int]:
@@ -378,6 +403,8 @@ class Assembly:
         with intra_op(intra_op_threads):
             for stage in self.stages.values():
                 stage.optimizer.update_late(verdict)
+            for stage in self.stages.values():
+                stage.optimizer.wait()
 
     def share_overflow(self, intra_op_threads: int) -> None:
         """Make all gradients infinite or NaN if any gradient of any process is. Collective."""
@@ -390,7 +417,11 @@ class Assembly:
         """
         assert self.rules is not None
         with intra_op(intra_op_threads):
-            norms = self.rules.measure(self._parameters(), losses)
+            if self._spec.zero:
+                measured = [stage.optimizer.measure(self.rules, losses) for stage in self.stages.values()]
+                norms = GradientNorms.merged(measured)
+            else:
+                norms = self.rules.measure(self._parameters(), losses)
             if self._late_sums is not None:
                 norms = self._late_sums.common(norms)
             return self.rules.decide(self._host.gathered(norms))

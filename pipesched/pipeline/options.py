@@ -209,16 +209,40 @@ class Distributed:
             rank passes a batch; the others call ``step()``, ``evaluate()`` and ``forward()`` without one. Default:
             "all".
         timeout: the number of seconds that a rank waits for another rank. Default: 60.
+        zero: with ``optimizer=`` and several replicas, the data that replicas divide among them instead of each
+            holding all of it. With 1, each replica updates a part of every stage's weights and holds the optimizer
+            states of this part only. With 2, it also keeps only this part of the gradients once they are summed.
+            Default: 0 (nothing is divided).
         gather_once: whether a step gathers the weights of modules that ``wrap=`` shards by ``fully_shard`` once, keeps
             them until the last backward of their stage, and then reduces their gradients once. If False, the modules'
             own flags decide; by default each forward and backward of a micro-batch then gathers the weights, and each
             backward reduces the gradients, which takes longer but needs less memory. Default: True.
 
+    Raises:
+        InputError: zero is unknown.
+
     """
 
     inputs: Inputs = "all"
     timeout: float | None = None
+    zero: int = 0
     gather_once: bool = True
+
+    def __post_init__(self) -> None:
+        if isinstance(self.zero, bool) or self.zero not in (0, 1, 2):
+            raise InputError(
+                f"zero= must be 0 (nothing is divided over replicas), 1 (optimizer states are) or 2 (summed gradients "
+                f"are, too); got {shown(self.zero)}; pass one of them"
+            )
+
+    def check_zero(self, *, num_replicas: int, has_optimizers: bool) -> None:
+        """Raise InputError if ``zero`` has nothing to divide."""
+        if self.zero and (num_replicas == 1 or not has_optimizers):
+            has = f"{num_replicas} replica{'s' * (num_replicas > 1)} and {'an' if has_optimizers else 'no'} optimizer="
+            raise InputError(
+                f"zero={self.zero} divides the optimizer states of a pipeline over its replicas, so it needs several "
+                f"replicas and optimizer=; this pipeline has {has}; pass both, or leave zero= out"
+            )
 
 
 def as_options(given: _Options | None, kind: type[_Options]) -> _Options:

@@ -168,7 +168,9 @@ class Pipeline(SavingInterface):
             module = built(chain, run_seed)
             shared: dict[str, Any] = {"seed": seed, "loss_fn": loss_fn, "optimizer": optimizer, "wrap": wrap}
             shared |= {"numerics": numerics, "inputs": distributed.inputs, "gather_once": distributed.gather_once}
+            shared |= {"zero": distributed.zero}
             host.agree_on(lambda: facts_of(module, call, shared), "make the same pipeline on every rank")
+            distributed.check_zero(num_replicas=len(host.grid.rows), has_optimizers=optimizer is not None)
             layers = layered(module, call, whole_layers)
             initial = Initial(module, init, run_seed, loss_fn)
             super().__init__(module, loss_fn)
@@ -191,6 +193,7 @@ class Pipeline(SavingInterface):
                     has_optimizers=optimizer is not None,
                     lags=mesh is None and any(device.type != "cpu" for device in host.all_devices),
                 ),
+                zero=distributed.zero,
             )
             self._book = CostBook(
                 model=module,

@@ -76,6 +76,7 @@ class SavingInterface(ModuleInterface):
                 it.
 
         """
+        self._check_states()
         self._saver.save(
             self._live_run(), path, (optimizer, scheduler, extra), asynchronous=bool(asynchronous), keep=keep
         )
@@ -150,6 +151,7 @@ class SavingInterface(ModuleInterface):
             CheckpointError: something cannot be saved.
 
         """
+        self._check_states()
         return self._saver.training_state(self._live_run(), (optimizer, scheduler, extra))
 
     def load_training_state(
@@ -208,7 +210,16 @@ class SavingInterface(ModuleInterface):
             own = {name: tensor for name, tensor in own.items() if not name.startswith("loss_fn.")}
         export_weights(as_path(folder), own, self.model, run.host, run.process)
 
+    def _check_states(self) -> None:
+        zero = self._running.assembly.zero
+        if zero:
+            raise CheckpointError(
+                f"checkpoints cannot yet hold optimizer states that are divided over replicas; this pipeline has "
+                f"zero={zero}; leave zero= out, or call save_weights, which writes the weights only"
+            )
+
     def _loaded(self, load: Callable[[LiveRun], Restored]) -> Restored:
+        self._check_states()
         run = self._live_run()
         self._guard.check(changes=False)
         restored = load(run)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from pipesched.checks import shown
 from pipesched.errors import InputError
 
-__all__ = ["as_max_norm", "as_norm_type", "clip_to_norm_", "norm_of", "total_norm"]
+__all__ = ["as_max_norm", "as_norm_type", "clip_to_norm_", "combined_norms", "norm_of", "total_norm"]
 
 _Number = TypeVar("_Number", bound=Any)
 
@@ -31,6 +31,24 @@ def norm_of(grad: Tensor, norm_type: float) -> Tensor:
     norm: Tensor = torch.linalg.vector_norm(grad, norm_type, dtype=torch.promote_types(grad.dtype, torch.float32))
     whole = getattr(norm, "full_tensor", None)  # of a DTensor, whose import takes a second
     return norm if whole is None else cast(Tensor, whole())
+
+
+@torch.no_grad()
+def combined_norms(pieces: Tensor, norm_type: float, dtypes: Sequence[torch.dtype]) -> Tensor:
+    """Return the norms of gradients that are divided into pieces.
+
+    ``pieces`` holds the norms of the pieces in float64: a row for each piece, a column for each gradient. Their powers
+    are added in the order of the pieces, and the root is rounded to the precision that `norm_of` has for the dtype.
+    """
+    if math.isinf(norm_type):
+        norms = pieces.amax(0)
+    else:
+        total = torch.zeros_like(pieces[0])
+        for piece in pieces:
+            total = total + piece**norm_type
+        norms = total.sqrt() if norm_type == 2 else total ** (1 / norm_type)
+    rounded = [torch.promote_types(dtype, torch.float32) for dtype in dtypes]
+    return torch.stack([norm.to(dtype) for norm, dtype in zip(norms, rounded, strict=True)])
 
 
 @torch.no_grad()

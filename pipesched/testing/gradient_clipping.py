@@ -2,17 +2,31 @@
 
 from collections.abc import Iterable
 
+import torch
 from torch import Tensor, nn
 
 from pipesched.tensors.caller_context import intra_op
-from pipesched.tensors.gradient_norm import as_max_norm, as_norm_type, clip_to_norm_, norm_of, total_norm
+from pipesched.tensors.gradient_norm import (
+    as_max_norm,
+    as_norm_type,
+    clip_to_norm_,
+    combined_norms,
+    norm_of,
+    total_norm,
+)
+from pipesched.tensors.row_cuts import row_cuts
 from pipesched.torch_checks import as_threads
 
 __all__ = ["clip_grad_norm_"]
 
 
 def clip_grad_norm_(
-    parameters: Iterable[nn.Parameter], max_norm: float, norm_type: float = 2.0, *, intra_op_threads: int = 1
+    parameters: Iterable[nn.Parameter],
+    max_norm: float,
+    norm_type: float = 2.0,
+    *,
+    intra_op_threads: int = 1,
+    num_shards: int = 1,
 ) -> Tensor:
     """Clip the gradients of a model without a pipeline, bit-identically to ``Pipeline.clip_grad_norm_``.
 
@@ -32,6 +46,8 @@ def clip_grad_norm_(
             down.
         norm_type: the order of the norm, above 0; ``math.inf`` for the largest absolute value. Default: 2.
         intra_op_threads: the number of threads of each operation on a CPU. Default: 1.
+        num_shards: the number of replicas over which ``Distributed(zero=2)`` divides gradients. The norm of a gradient
+            is then combined from the norms of the rows of each replica. Default: 1 (gradients are whole).
 
     Returns:
         The norm before clipping, a 0-d tensor.
@@ -44,7 +60,18 @@ def clip_grad_norm_(
     norm_type = as_norm_type(norm_type)
     own = list(parameters)
     with intra_op(as_threads(intra_op_threads)):
-        norms = [norm_of(parameter.grad, norm_type) for parameter in own if parameter.grad is not None]
+        grads = [parameter.grad for parameter in own if parameter.grad is not None]
+        norms = [_norm(grad, norm_type, num_shards) for grad in grads]
         norm = total_norm(norms, norm_type)
         clip_to_norm_(own, max_norm, norm)
     return norm
+
+
+def _norm(grad: Tensor, norm_type: float, num_shards: int) -> Tensor:
+    """Return the norm of a gradient, combined from the norms of its shards if it has several."""
+    cuts = row_cuts(grad.shape, num_shards) if num_shards > 1 else None
+    if cuts is None:
+        return norm_of(grad, norm_type)
+    shards = [grad[start:end] for start, end in cuts]
+    pieces = torch.stack([norm_of(shard, norm_type).double() for shard in shards])
+    return combined_norms(pieces[:, None], norm_type, [grad.dtype])[0]

@@ -87,8 +87,8 @@ class MemoryMeter:
             assert isinstance(host, MeshRanks)
             own = host.executor
             streams = host.executor._streams
-            self._books[own.rank] = books_of(own.device)
-            own._streams = _Metered(streams, self._books[own.rank], copies=False)
+            self._books[host.rank] = books_of(own.device)
+            own._streams = _Metered(streams, self._books[host.rank], copies=False)
             self._put_back.append(lambda: setattr(own, "_streams", streams))
 
     @property

@@ -7,9 +7,10 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from pipesched import Kind, schedules
+from pipesched import Kind, Pipeline, schedules
 from pipesched.errors import ExecutionError
 from tests.support.async_replay import (
     ASYNCHRONOUS,
@@ -136,3 +137,23 @@ def test_a_layer_that_runs_again_in_its_backward_meets_the_same_weights(name: st
     assert set(seen[0]) == set(seen[1])
     assert len(seen[0]) == 2 * 6 * 3
     assert len(seen[1]) == 3 * 6 * 3
+
+
+def test_an_optimizer_keeps_the_states_that_it_begins_with() -> None:
+    class Counting(torch.optim.SGD):
+        def __init__(self, params: list) -> None:
+            super().__init__(params, lr=0.1)
+            for parameter in params:
+                self.state[parameter]["steps"] = torch.zeros(())
+
+        def step(self, closure: None = None) -> None:
+            super().step()
+            for state in self.state.values():
+                state["steps"] += 1
+
+    x = torch.randn(4, 8)
+    with Pipeline(
+        nn.Linear(8, 8), x[:2], loss_fn=functional.mse_loss, devices=["cpu"], schedule="1f1b", optimizer=Counting
+    ) as pipe:
+        pipe.step(x, target=x)
+        assert [state["steps"].item() for state in pipe.optimizers[0].state.values()] == [1, 1]

@@ -38,7 +38,7 @@ def test_a_checkpoint_of_another_format_names_its_version(tmp_path: Path) -> Non
     values = json.loads((FOLDER / "checkpoint" / "manifest.json").read_text()) | {"version": 2}
     del values["digest"]
     (tmp_path / "manifest.json").write_bytes(dumped({**values, "digest": hashlib.sha256(dumped(values)).hexdigest()}))
-    with pytest.raises(CheckpointError, match=r"reads checkpoints of format 1; .*manifest.json has format 2, and was written"):
+    with pytest.raises(CheckpointError, match=r"of format 1; .*manifest.json has format 2, and was written"):
         Manifest.read(tmp_path)
     values["step"] = 3
     (tmp_path / "manifest.json").write_bytes(dumped({**values, "digest": "0" * 64}))

@@ -57,7 +57,10 @@ class StageLike(Protocol):
         """REDUCE: start adding the gradients of a bucket over replicas."""
 
     def reduced(self) -> Mapping[int, tuple[Any, Any]]:
-        """Wait until the gradients of all started buckets are added; return the start and the end of each bucket."""
+        """Wait for the sums over replicas, and for weights that other replicas update.
+
+        Returns the start and the end of each bucket's sum.
+        """
 
     def norm(self, number: int) -> Any:
         """NORM: return the norms of the gradients since the last update."""

@@ -1,6 +1,6 @@
 """Gradient buckets: adds the gradients of parameters over replicas, bucket by bucket, while the rank computes."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Protocol
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from pipesched.errors import ExecutionError
+from pipesched.runtime.gradients.divided_copies import Divided, DividedCopies
 from pipesched.runtime.gradients.norms import GradientNorms
 
 __all__ = ["GradientBuckets", "Sums", "Ticket", "local"]
@@ -36,6 +37,9 @@ class Sums(Protocol):
     def any(self, flag: Tensor) -> Tensor:
         """Return whether a 0-d flag is set in any replica. Waits for all replicas."""
 
+    def scatter(self, buffers: list[Tensor]) -> Ticket:
+        """Start to replace each buffer, which has a row for each replica, by the sum of this replica's row."""
+
     def check(self) -> None:
         """Raise an exception if another rank has failed."""
 
@@ -52,10 +56,13 @@ class GradientBuckets:
     """
 
     def __init__(self, buckets: Iterable[Sequence[nn.Parameter]], sums: Sums) -> None:
-        self._buckets = [list(bucket) for bucket in buckets]
+        #: The parameters of each bucket.
+        self.buckets = [list(bucket) for bucket in buckets]
         self._sums = sums
+        #: Parameters of whose sums each replica keeps a part only, with the object that takes this part.
+        self.divided: Mapping[nn.Parameter, Divided] = {}
         self._before: dict[nn.Parameter, Any] = {}
-        self._started: list[tuple[_Copies, Ticket]] = []
+        self._started: list[tuple[int, _Copies | DividedCopies, Ticket]] = []
         self._next = 0  # the first bucket that has not been started
         #: The start and the end of each bucket's last sum, on the clock of the rank's executor.
         self.spans: dict[int, tuple[Any, Any]] = {}
@@ -63,7 +70,7 @@ class GradientBuckets:
     @property
     def parameters(self) -> list[nn.Parameter]:
         """The parameters of all buckets."""
-        return [parameter for bucket in self._buckets for parameter in bucket]
+        return [parameter for bucket in self.buckets for parameter in bucket]
 
     def begin(self) -> None:
         """Before a step: set the gradients of earlier steps aside."""
@@ -82,7 +89,7 @@ class GradientBuckets:
         A bucket starts after all earlier buckets. So all replicas start their sums in the same order, even if a
         parameter is unused in some of them.
         """
-        missing = [{parameter for parameter in bucket if parameter.requires_grad} for bucket in self._buckets]
+        missing = [{parameter for parameter in bucket if parameter.requires_grad} for bucket in self.buckets]
 
         def completed(own: set[nn.Parameter], parameter: nn.Parameter) -> None:
             own.discard(parameter)
@@ -109,18 +116,25 @@ class GradientBuckets:
         if bucket < self._next:
             return
         self._next = bucket + 1
-        copies = _Copies(bucket, self._buckets[bucket], self._sums.length)
-        self._started.append((copies, self._sums.start(copies.buffers)))
+        parameters = self.buckets[bucket]
+        _check_dense(parameters)
+        whole = [parameter for parameter in parameters if parameter not in self.divided]
+        if whole:
+            copies = _Copies(whole, self._sums.length)
+            self._started.append((bucket, copies, self._sums.start(copies.buffers)))
+        if len(whole) < len(parameters):
+            parts = DividedCopies({p: self.divided[p] for p in parameters if p in self.divided})
+            self._started.append((bucket, parts, self._sums.scatter(parts.buffers)))
 
     def wait(self) -> None:
         """Wait for the sums that were started, and store them in the parameters' gradients."""
         started = self._started
         self._started = []
-        for copies, ticket in started:
+        for bucket, copies, ticket in started:
             ticket.wait(self._sums.check)
             copies.deliver(self._before)
             if ticket.span is not None:
-                self.spans[copies.bucket] = ticket.span
+                self.spans[bucket] = ticket.span
 
 
 class _Copies:
@@ -130,16 +144,10 @@ class _Copies:
     in some replicas.
     """
 
-    def __init__(self, bucket: int, parameters: Sequence[nn.Parameter], length: Callable[[int], int]) -> None:
-        self.bucket = bucket
+    def __init__(self, parameters: Sequence[nn.Parameter], length: Callable[[int], int]) -> None:
         self._groups: dict[torch.dtype, list[nn.Parameter]] = {}
         for parameter in parameters:
             grad = parameter.grad
-            if grad is not None and grad.is_sparse:
-                raise ExecutionError(
-                    f"gradients must be dense to be added over replicas; a parameter of shape "
-                    f"{tuple(parameter.shape)} has a sparse gradient; make its layer with sparse=False"
-                )
             self._groups.setdefault(parameter.dtype if grad is None else grad.dtype, []).append(parameter)
         self.buffers = [_flat(dtype, own, length) for dtype, own in self._groups.items()]
 
@@ -160,6 +168,15 @@ class _Copies:
                 old = before.pop(parameter, None)
                 if old is not None:
                     parameter.grad = old if parameter.grad is None else old.add_(parameter.grad)
+
+
+def _check_dense(parameters: Sequence[nn.Parameter]) -> None:
+    for parameter in parameters:
+        if parameter.grad is not None and parameter.grad.is_sparse:
+            raise ExecutionError(
+                f"gradients must be dense to be added over replicas; a parameter of shape "
+                f"{tuple(parameter.shape)} has a sparse gradient; make its layer with sparse=False"
+            )
 
 
 @torch.no_grad()

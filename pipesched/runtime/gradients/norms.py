@@ -33,6 +33,15 @@ class GradientNorms(NamedTuple):
         return cls(_BETWEEN.join(order.keys(with_grad)), torch.stack(here) if here else None)
 
     @classmethod
+    def named(
+        cls, parameters: Sequence[nn.Parameter], norms: Tensor, order: ParameterOrder, nonfinite: Tensor | None
+    ) -> "GradientNorms":
+        """Return the given norms of these parameters' gradients, in the order of their keys."""
+        keys = order.keys(parameters)
+        places = sorted(range(len(keys)), key=keys.__getitem__)
+        return cls(_BETWEEN.join(keys[place] for place in places), norms[places], nonfinite)
+
+    @classmethod
     def merged(cls, parts: Sequence["GradientNorms"]) -> "GradientNorms":
         """Merge the norms of several stages or ranks, in the model's order. All must be on one device."""
         found = sorted((part for part in parts if part.norms is not None), key=lambda part: part.keys)

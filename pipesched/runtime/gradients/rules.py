@@ -65,14 +65,20 @@ class GradientRules:
 
         ``losses`` are the micro-batches' losses, if the stage computes them.
         """
-        if self.scale is not None:
-            grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
-            nonfinite = _nonfinite([norm_of(grad, math.inf) for grad in grads])
-            self.scale.unscale_(grads)
-        else:
-            nonfinite = _nonfinite([loss.detach() for loss in losses]) if self.on_nonfinite else None
+        nonfinite = self.unscale(parameters)
+        if self.scale is None and self.on_nonfinite:
+            nonfinite = _nonfinite([loss.detach() for loss in losses])
         norms = GradientNorms.of(parameters, self.order, self.norm_type)._replace(nonfinite=nonfinite)
         return norms if norms.norms is None else norms.on(norms.norms.device)  # a loss may lie on another device
+
+    def unscale(self, parameters: Sequence[nn.Parameter]) -> Tensor | None:
+        """Unscale gradients if the loss was scaled. Returns whether one was infinite or NaN; None if not checked."""
+        if self.scale is None:
+            return None
+        grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        nonfinite = _nonfinite([norm_of(grad, math.inf) for grad in grads])
+        self.scale.unscale_(grads)
+        return nonfinite
 
     def decide(self, parts: Sequence[GradientNorms]) -> Verdict:
         """Decide on an update from the norms of all stages. Waits for a GPU if the update could be skipped."""

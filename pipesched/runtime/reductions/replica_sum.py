@@ -5,7 +5,8 @@ back. A reduce-scatter or all-reduce of a library would send as many bytes, but 
 its algorithm, which depends on the number of bytes and the topology.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,6 +40,7 @@ class ReplicaGroup:
         members = distributed.get_process_group_ranks(self._group)
         #: For each member of the group, its replica; and for each replica, its place in the group.
         self._replicas = [list(ranks).index(rank) for rank in members]
+        self._replica = list(ranks).index(distributed.get_rank())
 
     def length(self, numbers: int) -> int:
         """Return the length of a buffer for this many numbers: the next multiple of the number of replicas."""
@@ -47,13 +49,47 @@ class ReplicaGroup:
     @torch.no_grad()
     def add(self, buffer: Tensor) -> None:
         """Replace a flat buffer with the sum of the replicas' buffers, added in replica order. Blocks the thread."""
+        _all_gather(buffer, self._sum_of_own(buffer), group=self._group)
+
+    @torch.no_grad()
+    def scatter(self, buffer: Tensor) -> Tensor:
+        """Return the sum of this replica's row of all replicas' buffers, added in replica order. Blocks the thread.
+
+        ``buffer`` has a row for each replica.
+        """
+        if buffer.is_cuda:
+            buffer.record_stream(torch.cuda.current_stream(buffer.device))
+        in_order = self._replicas == sorted(self._replicas)
+        return self._sum_of_own((buffer if in_order else buffer[self._replicas]).view(-1)).clone()
+
+    def _sum_of_own(self, buffer: Tensor) -> Tensor:
+        """Return the sum of all members' shards for this process, added in replica order.
+
+        ``buffer`` holds this process's shard for each member, in the order of the group.
+        """
         shards = torch.empty_like(buffer)
         distributed.all_to_all_single(shards, buffer, group=self._group)
         of_member = dict(zip(self._replicas, shards.view(self.size, -1), strict=True))
-        total = of_member[0]
+        total: Tensor = of_member[0]
         for replica in range(1, self.size):
             total = total.add_(of_member[replica])
-        _all_gather(buffer, total, group=self._group)
+        return total
+
+    @torch.no_grad()
+    def spread(self, parts: Sequence[Sequence[Tensor]]) -> None:
+        """Copy the tensors in ``parts[i]`` from replica i to all others. All have one dtype. Blocks the thread."""
+        own = parts[self._replica]
+        length = max(sum(tensor.numel() for tensor in tensors) for tensors in parts)
+        like = next(tensor for tensors in parts for tensor in tensors)
+        sent = like.new_empty(length)
+        for tensor, place in _places(own, sent):
+            place.copy_(tensor)
+        received = like.new_empty(self.size * length)
+        _all_gather(received, sent, group=self._group)
+        for replica, buffer in zip(self._replicas, received.view(self.size, length), strict=True):
+            if replica != self._replica:
+                for tensor, place in _places(parts[replica], buffer):
+                    tensor.copy_(place)
 
     @torch.no_grad()
     def copy_from_first(self, tensor: Tensor) -> None:
@@ -87,11 +123,15 @@ class ReplicaSums:
 
     def start(self, buffers: Sequence[Tensor]) -> Ticket:
         """Replace buffers by their sums over replicas. Returns a ticket to wait for."""
-        add = self._group.add
+        return self._lane.start(partial(_each, self._group.add, buffers))
+
+    def scatter(self, buffers: list[Tensor]) -> Ticket:
+        """Replace each buffer, which has a row for each replica, by the sum of this replica's row."""
+        scatter = self._group.scatter
 
         def run() -> None:
-            for buffer in buffers:
-                add(buffer)
+            for place, buffer in enumerate(buffers):
+                buffers[place] = scatter(buffer)
 
         return self._lane.start(run)
 
@@ -112,7 +152,30 @@ class ReplicaSums:
 
         self._lane.start(run).wait(self.check)
 
+    def spread(self, parts: Sequence[Sequence[Sequence[Tensor]]]) -> Ticket:
+        """Copy tensors from each replica to all others: for each entry, list i is sent by replica i."""
+        return self._lane.start(partial(_each, self._group.spread, parts))
+
+    def gathered(self, tensor: Tensor) -> list[Tensor]:
+        """Return the tensors of all replicas, in replica order. Waits for them."""
+        every = [tensor.clone() for _ in range(self._group.size)]
+        self.spread([[[one] for one in every]]).wait(self.check)
+        return every
+
     def close(self) -> None:
         """End the lane, and release the group's connections."""
         self._lane.close()
         self._group.close()
+
+
+def _each(run: Callable[[Any], None], items: Iterable[Any]) -> None:
+    for item in items:
+        run(item)
+
+
+def _places(tensors: Sequence[Tensor], buffer: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield each tensor with its place in a flat buffer, a view of the tensor's shape."""
+    start = 0
+    for tensor in tensors:
+        yield tensor, buffer[start : start + tensor.numel()].view(tensor.shape)
+        start += tensor.numel()

@@ -68,7 +68,8 @@ class Inheritance:
                 continue
             group_of = {p: group for group, p in (_members(made) if made else ())}
             group_of |= {p: held[p][1] for p in parameters if p in held}
-            states = {p: held[p][0].state for p in parameters if p in held and p in held[p][0].state}
+            states = {p: made.state for p in own if made is not None and p in made.state}  # some begin with states
+            states |= {p: held[p][0].state for p in parameters if p in held and p in held[p][0].state}
             placed: dict[Tensor, Any] = {p: near(state[p], p, group_of[p]) for p, state in states.items()}
             self._heirs[index] = _Heir(optimizer, _regrouped(optimizer, parameters, group_of), placed)
         #: Stages with a new optimizer that no learning rate scheduler controls, although a scheduler controls the old

@@ -229,10 +229,14 @@ class Stage:
             return self.backward(microbatch, *grads)
 
     def reduced(self) -> Mapping[int, tuple[Any, Any]]:
-        """Wait until the gradients of all started buckets are added; return the start and the end of each bucket."""
+        """Wait for the sums over replicas, and for weights that other replicas update.
+
+        Returns the start and the end of each bucket's sum.
+        """
         if self.gradients is None:
             return {}
         self.gradients.wait()
+        self.optimizer.wait()
         return self.gradients.spans
 
     def norm(self, number: int) -> GradientNorms:

@@ -8,6 +8,7 @@ from torch.optim import Optimizer
 from pipesched.errors import ExecutionError
 from pipesched.runtime.gradients.norms import GradientNorms
 from pipesched.runtime.gradients.rules import GradientRules, Verdict
+from pipesched.runtime.stage.sharded_update import ShardedUpdate
 from pipesched.runtime.stage.weight_stash import WeightStash
 
 __all__ = ["StageOptimizer"]
@@ -21,6 +22,8 @@ class StageOptimizer:
         self._layers = layers
         #: The user's optimizer; None if the stage had no trainable parameter when the pipeline was made.
         self.wrapped: Optimizer | None = None
+        #: Updates this replica's part of the parameters; None if every replica updates all of them.
+        self.sharded: ShardedUpdate | None = None
         #: Tied parameters that another stage updates.
         self.elsewhere: Collection[nn.Parameter] = ()
         #: Whether updates wait for the gradients of tied parameters, which are summed after the run.
@@ -44,7 +47,12 @@ class StageOptimizer:
         """
         if self.late or self.rules is None:
             return GradientNorms("", None)
-        return self.rules.measure(self.parameters, losses)
+        return self.measure(self.rules, losses)
+
+    def measure(self, rules: GradientRules, losses: Iterable[Tensor]) -> GradientNorms:
+        """Unscale the gradients and return their norms. Collective over replicas with zero=2."""
+        norms = rules.measure(self.parameters, losses)
+        return norms if self.sharded is None else GradientNorms.merged([norms, self.sharded.measure(rules)])
 
     def update(self, weights: WeightStash | None, norms: Sequence[GradientNorms] = ()) -> None:
         """Step the optimizer with the gradients accumulated since the last update.
@@ -72,19 +80,26 @@ class StageOptimizer:
             self.verdict = verdict
             self._step()
 
+    def wait(self) -> None:
+        """Wait for the weights that other replicas update."""
+        if self.sharded is not None:
+            self.sharded.wait()
+
     def drop_gradients(self) -> None:
         """Clear the gradients of a failed run, so that the next update does not use them."""
         if self.wrapped is not None:
             self._waiting = False
-            self.wrapped.zero_grad(set_to_none=True)
+            (self.sharded or self.wrapped).zero_grad()
 
     def _step(self) -> None:
         if self.wrapped is not None:
             if self.rules is not None and self.verdict is not None:
-                self.rules.prepare(self.parameters, self.verdict)
+                divided = [] if self.sharded is None else self.sharded.divided
+                self.rules.prepare([*self.parameters, *divided], self.verdict)
+            optimizer = self.wrapped if self.sharded is None else self.sharded
             if self.verdict is None or not self.verdict.skips:
-                self.wrapped.step()
-            self.wrapped.zero_grad(set_to_none=True)
+                optimizer.step()
+            optimizer.zero_grad()
         elif any(parameter.requires_grad and parameter.grad is not None for parameter in self.parameters):
             raise ExecutionError(
                 f"a stage whose parameters were all frozen when the pipeline was made has no optimizer; parameters of "

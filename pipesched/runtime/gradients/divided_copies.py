@@ -1,0 +1,86 @@
+"""Divided copies: the gradients of a bucket, arranged so that each replica receives the sum of its own part."""
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["Divided", "DividedCopies"]
+
+
+class Divided(Protocol):
+    """Takes this replica's part of a parameter's gradient."""
+
+    def parts(self, parameter: nn.Parameter, tensor: Tensor) -> list[Tensor | None]:
+        """Return each replica's rows of a tensor of the parameter's shape; None for a replica without rows."""
+
+    def own(self, parameter: nn.Parameter, tensor: Tensor) -> Tensor | None:
+        """Return this replica's rows, as ``parts`` does."""
+
+    def take(self, parameter: nn.Parameter, grad: Tensor | None) -> None:
+        """Take this replica's rows of the parameter's gradient; None if it has no rows."""
+
+
+class DividedCopies:
+    """The gradients of a bucket in buffers with a row for each replica, one buffer for each dtype.
+
+    The row of a replica holds its part of each gradient. Like the buffers of undivided gradients, it ends with the
+    number of replicas that have a gradient, for each parameter. The parameters' own gradients are released.
+
+    Args:
+        divided: the bucket's parameters, with the objects that take the sums.
+
+    """
+
+    def __init__(self, divided: Mapping[nn.Parameter, Divided]) -> None:
+        self._divided = divided
+        self._groups: dict[torch.dtype, list[nn.Parameter]] = {}
+        for parameter in divided:
+            dtype = parameter.dtype if parameter.grad is None else parameter.grad.dtype
+            self._groups.setdefault(dtype, []).append(parameter)
+        #: The parameters that have a gradient in this replica.
+        self._given = {parameter for parameter in divided if parameter.grad is not None}
+        self.buffers = [self._arranged(dtype, parameters) for dtype, parameters in self._groups.items()]
+        for parameter in divided:
+            parameter.grad = None
+
+    @torch.no_grad()
+    def _arranged(self, dtype: torch.dtype, parameters: list[nn.Parameter]) -> Tensor:
+        parts = [
+            self._divided[parameter].parts(parameter, parameter if parameter.grad is None else parameter.grad)
+            for parameter in parameters
+        ]
+        sizes = [sum(0 if part is None else part.numel() for part in own) for own in zip(*parts, strict=True)]
+        buffer = torch.zeros(len(sizes), max(sizes) + len(parameters), dtype=dtype, device=parameters[0].device)
+        buffer[:, -len(parameters) :] = buffer.new_tensor([parameter in self._given for parameter in parameters])
+        for row, own in zip(buffer, zip(*parts, strict=True), strict=True):
+            start = 0
+            for parameter, part in zip(parameters, own, strict=True):
+                if part is not None:
+                    if parameter in self._given:
+                        row[start : start + part.numel()].view(part.shape).copy_(part)
+                    start += part.numel()
+        return buffer
+
+    @torch.no_grad()
+    def deliver(self, before: dict[nn.Parameter, Any]) -> None:
+        """Hand over the sums, with the gradients in ``before`` added, which are removed."""
+        for buffer, parameters in zip(self.buffers, self._groups.values(), strict=True):
+            if buffer.is_cuda:
+                buffer.record_stream(torch.cuda.current_stream(buffer.device))  # it was made on the lane's stream
+            start = 0
+            counts = buffer[-len(parameters) :]
+            for parameter, count in zip(parameters, counts, strict=True):
+                rows = self._divided[parameter].own(parameter, parameter.detach())
+                total = None
+                if rows is not None:
+                    total = buffer[start : start + rows.numel()].view(rows.shape)
+                    start += rows.numel()
+                old = before.pop(parameter, None)
+                if old is not None:
+                    own = self._divided[parameter].own(parameter, old)
+                    total = None if own is None or total is None else own + total
+                used = parameter in self._given or old is not None
+                if used or (parameter.requires_grad and count.item()):
+                    self._divided[parameter].take(parameter, total)

@@ -1,0 +1,60 @@
+"""Shards: divides parameters among replicas, so that each replica updates its part of them."""
+
+from collections.abc import Sequence
+
+from torch import Tensor, nn
+
+from pipesched.tensors.row_cuts import row_cuts
+
+__all__ = ["Shards"]
+
+
+class Shards:
+    """The rows of each parameter that each replica updates.
+
+    A parameter is cut along its first dimension. One with few rows is updated whole by one replica. So is every
+    parameter if ``cuts`` is False, and a parameter that is not contiguous. Whole parameters, the largest first, go to
+    the replica with the fewest numbers.
+
+    Args:
+        parameters: the parameters of one stage.
+        replica: the replica of this process.
+        num_replicas: the number of replicas.
+        cuts: whether parameters may be cut.
+
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], replica: int, num_replicas: int, *, cuts: bool) -> None:
+        self.num_replicas = num_replicas
+        self._replica = replica
+        self._rows: dict[nn.Parameter, list[tuple[int, int]]] = {}
+        held = [0] * num_replicas  # the numbers that each replica updates
+        for parameter in parameters:
+            rows = row_cuts(parameter.shape, num_replicas) if cuts and parameter.is_contiguous() else None
+            self._rows[parameter] = rows or []
+            if rows is not None and parameter.requires_grad:
+                size = parameter[:1].numel()
+                held = [had + size * (end - start) for had, (start, end) in zip(held, rows, strict=True)]
+        whole = [parameter for parameter in parameters if not self._rows[parameter]]
+        for parameter in sorted(whole, key=lambda one: (not one.requires_grad, -one.numel())):
+            owner = held.index(min(held))
+            held[owner] += parameter.numel()
+            length = len(parameter) if parameter.dim() else 1
+            self._rows[parameter] = [(0, length if replica == owner else 0) for replica in range(num_replicas)]
+
+    def __contains__(self, parameter: nn.Parameter) -> bool:
+        return parameter in self._rows
+
+    def parts(self, parameter: nn.Parameter, tensor: Tensor) -> list[Tensor | None]:
+        """Return the rows of each replica in ``tensor``: the parameter, or a tensor of its shape. None: no rows."""
+        return [_part(tensor, *rows) for rows in self._rows[parameter]]
+
+    def own(self, parameter: nn.Parameter, tensor: Tensor) -> Tensor | None:
+        """Return the rows of this process's replica in ``tensor``, as ``parts`` does."""
+        return _part(tensor, *self._rows[parameter][self._replica])
+
+
+def _part(tensor: Tensor, start: int, end: int) -> Tensor | None:
+    if start == end:
+        return None
+    return tensor[start:end] if tensor.dim() else tensor

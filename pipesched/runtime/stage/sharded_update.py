@@ -1,0 +1,195 @@
+"""Sharded update: an optimizer that updates one replica's part of a stage's parameters.
+
+The optimizer holds a local parameter for each part that this replica updates: a view of rows of the stage's parameter.
+So the optimizer has states for these rows only. After its step, each replica sends its rows to all others.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from pipesched.errors import ExecutionError, ModelTypeError
+from pipesched.runtime.gradients.buckets import Ticket
+from pipesched.runtime.gradients.norms import GradientNorms
+from pipesched.runtime.gradients.rules import GradientRules
+from pipesched.runtime.gradients.shards import Shards
+from pipesched.tensors.gradient_norm import combined_norms, norm_of
+
+__all__ = ["ShardedUpdate", "Spread"]
+
+
+class Spread(Protocol):
+    """Sends tensors between replicas."""
+
+    def spread(self, parts: Sequence[Sequence[Sequence[Tensor]]]) -> Ticket:
+        """Start to copy tensors between replicas, one collective for each entry of ``parts``.
+
+        An entry holds a list of tensors for each replica: replica i sends the tensors of list i, and the others
+        receive them into their tensors of list i.
+        """
+
+    def gathered(self, tensor: Tensor) -> list[Tensor]:
+        """Return the tensors of all replicas, in replica order. Waits for them."""
+
+    def check(self) -> None:
+        """Raise an exception if another rank has failed."""
+
+
+class ShardedUpdate:
+    """The update of one replica's part of a stage's parameters.
+
+    Args:
+        optimizer: the stage's optimizer. From now on it holds local parameters.
+        shards: the part of each replica.
+        buckets: the stage's parameters, in groups whose rows are sent together.
+        spread: sends rows to all replicas.
+
+    Raises:
+        ModelTypeError: the optimizer has a state that cannot be divided by rows.
+
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, shards: Shards, buckets: Iterable[Sequence[nn.Parameter]], spread: Spread
+    ) -> None:
+        self._optimizer = optimizer
+        self._shards = shards
+        self._buckets = [[parameter for parameter in bucket if parameter in shards] for bucket in buckets]
+        self._spread = spread
+        self._ticket: Ticket | None = None
+        self._checked = False
+        self._taken: set[nn.Parameter] = set()  # the parameters whose gradients are divided
+        #: The parameters that this replica updates, in part or whole -> the local parameter.
+        self.local: dict[nn.Parameter, nn.Parameter] = {}
+        for parameter in self.parameters:
+            rows = shards.own(parameter, parameter.detach())
+            if rows is not None:
+                local = self.local[parameter] = nn.Parameter(rows, requires_grad=parameter.requires_grad)
+                vars(local).update(vars(parameter))  # such as marks that an optimizer reads
+        self._localize()
+
+    def _localize(self) -> None:
+        """Replace the parameters of the optimizer with local parameters, and cut their states."""
+        optimizer = self._optimizer
+        for group in optimizer.param_groups:
+            kept = [place for place, parameter in enumerate(group["params"]) if parameter in self.local]
+            for key in {"params", "param_names"} & group.keys():
+                group[key] = [group[key][place] for place in kept]
+            group["params"] = [self.local[parameter] for parameter in group["params"]]
+        for parameter in [key for key in optimizer.state if isinstance(key, nn.Parameter)]:
+            state = optimizer.state.pop(parameter)
+            if parameter in self.local:
+                own = {name: self._own_rows(parameter, name, value) for name, value in state.items()}
+                optimizer.state[self.local[parameter]] = own
+
+    def _own_rows(self, parameter: nn.Parameter, name: str, value: Any) -> Any:
+        if not isinstance(value, Tensor) or not value.dim() or self.local[parameter].shape == parameter.shape:
+            return value
+        rows = self._shards.own(parameter, value) if value.shape == parameter.shape else None
+        if rows is None:
+            raise ModelTypeError(
+                f"with zero=, the states of an optimizer must have the shape of their parameter, or be scalars; state "
+                f"{name!r} of {type(self._optimizer).__name__} has shape {list(value.shape)} for a parameter of shape "
+                f"{list(parameter.shape)}; leave zero= out"
+            )
+        return rows.clone()
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """The stage's parameters that the optimizers of all replicas update."""
+        return [parameter for bucket in self._buckets for parameter in bucket]
+
+    @property
+    def divided(self) -> list[nn.Parameter]:
+        """The local parameters whose gradients are divided."""
+        return [local for parameter, local in self.local.items() if parameter in self._taken]
+
+    def parts(self, parameter: nn.Parameter, tensor: Tensor) -> list[Tensor | None]:
+        """Return each replica's rows of a tensor of the parameter's shape; None for a replica without rows."""
+        return self._shards.parts(parameter, tensor)
+
+    def own(self, parameter: nn.Parameter, tensor: Tensor) -> Tensor | None:
+        """Return this replica's rows of a tensor of the parameter's shape; None if it has no rows."""
+        return self._shards.own(parameter, tensor)
+
+    def take(self, parameter: nn.Parameter, grad: Tensor | None) -> None:
+        """Take this replica's rows of the parameter's summed gradient; None if it has no rows."""
+        self._taken.add(parameter)
+        if grad is not None:
+            self.local[parameter].grad = grad
+
+    def step(self) -> None:
+        """Step the optimizer with this replica's rows of the gradients, and start to send the rows to all replicas."""
+        for parameter, local in self.local.items():
+            values = self._shards.own(parameter, parameter.detach())
+            assert values is not None
+            local.data = values  # the parameter may have moved, for example by pipe.to(dtype)
+            if parameter.grad is not None:
+                local.grad = self._shards.own(parameter, parameter.grad)
+        self._optimizer.step()
+        if not self._checked:
+            self._check_states()
+        self._send()
+
+    def _check_states(self) -> None:
+        """After the first step: check that the optimizer has used the local parameters."""
+        self._checked = True
+        held = {*self.local.values()}
+        if others := [key for key in self._optimizer.state if isinstance(key, nn.Parameter) and key not in held]:
+            raise ExecutionError(
+                f"with zero=, an optimizer must update the parameters in its param_groups, which hold the rows of this "
+                f"replica; {type(self._optimizer).__name__} has states for {len(others)} other parameters; leave zero= "
+                f"out"
+            )
+
+    def _send(self) -> None:
+        """Start to send the updated rows to all replicas."""
+        parts: list[list[list[Tensor]]] = []
+        for bucket in self._buckets:
+            by_dtype: dict[torch.dtype, list[list[Tensor]]] = {}
+            for parameter in bucket:
+                if parameter.grad is not None or parameter in self._taken:
+                    empty: list[list[Tensor]] = [[] for _ in range(self._shards.num_replicas)]
+                    lists = by_dtype.setdefault(parameter.dtype, empty)
+                    for own, rows in zip(lists, self._shards.parts(parameter, parameter.detach()), strict=True):
+                        own.extend([] if rows is None else [rows])
+            parts.extend(by_dtype.values())
+        if parts:
+            self._ticket = self._spread.spread(parts)
+
+    def measure(self, rules: GradientRules) -> GradientNorms:
+        """Unscale the divided gradients, and return their norms over all replicas, as `combined_norms` defines them.
+
+        Collective over the replicas.
+        """
+        measured = [parameter for parameter in self.parameters if parameter in self._taken]
+        if not measured:
+            return GradientNorms("", None)
+        nonfinite = rules.unscale(self.divided)
+        own = torch.zeros(len(measured) + 1, dtype=torch.float64, device=measured[0].device)
+        for place, parameter in enumerate(measured):
+            grad = self.local[parameter].grad if parameter in self.local else None
+            if grad is not None:
+                own[place] = norm_of(grad, rules.norm_type)
+        if nonfinite is not None:
+            own[-1] = nonfinite
+        pieces = torch.stack(self._spread.gathered(own))
+        norms = combined_norms(pieces[:, :-1], rules.norm_type, [parameter.dtype for parameter in measured])
+        overflow = None if rules.scale is None else pieces[:, -1].any()
+        return GradientNorms.named(measured, norms, rules.order, overflow)
+
+    def wait(self) -> None:
+        """Wait for the rows of the other replicas."""
+        if self._ticket is not None:
+            ticket, self._ticket = self._ticket, None
+            ticket.wait(self._spread.check)
+
+    def zero_grad(self) -> None:
+        """Clear the gradients of the parameters that the optimizers of all replicas update."""
+        self._optimizer.zero_grad(set_to_none=True)
+        self._taken.clear()
+        for parameter in self.parameters:
+            parameter.grad = None

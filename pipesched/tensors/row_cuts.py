@@ -1,0 +1,27 @@
+"""Row cuts: divides a tensor along its first dimension, so that an elementwise update of the pieces has the same bits.
+
+A CPU kernel processes most numbers in groups with vector instructions, and the last ones one by one, which can round
+differently. So every piece starts at a multiple of 64 numbers, which is a multiple of the size of all such groups.
+"""
+
+import math
+from collections.abc import Sequence
+
+__all__ = ["row_cuts"]
+
+_ALIGNED = 64  # numbers
+
+
+def row_cuts(shape: Sequence[int], num_pieces: int) -> list[tuple[int, int]] | None:
+    """Return the first row of each piece and the row after its last; None if the tensor has too few rows to be cut.
+
+    The pieces are near-equal, and the longer ones come last.
+    """
+    if not shape or 0 in shape:
+        return None
+    step = _ALIGNED // math.gcd(_ALIGNED, math.prod(shape[1:]))
+    steps = shape[0] // step
+    if steps < num_pieces:
+        return None
+    starts = [steps * piece // num_pieces * step for piece in range(num_pieces)]
+    return list(zip(starts, [*starts[1:], shape[0]], strict=True))
