@@ -147,7 +147,7 @@ def test_the_command_cuts_a_model_explains_and_draws(tmp_path, monkeypatch):
     assert (tmp_path / "own.png").read_bytes().startswith(b"\x89PNG")
     for target, said in (
         ("own_model.py:wrong", "own_model.py:wrong returned int; return (model, sample)"),
-        ("own_model.py:none", "has no attribute 'none'; correct the path or the name"),
+        ("own_model.py:none", "has no attribute 'none'); correct the path or the name"),
         ("nowhere.py:small", "No such file or directory"),
         (
             "own_model",
