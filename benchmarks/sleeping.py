@@ -8,8 +8,8 @@ after they began (a whole backward: 20 ms); in the meantime the processor is fre
 - "layers": modules with a small product, run by Pipeline(mesh=...).
 - "bare": stages that only sleep and pass on a tensor of the same size, to measure the executor alone: order,
   interpreter and messages.
-- "floor": processes that follow the same orders with a sleep for each action and a socket for each message, and nothing
-  else, to measure the machine alone.
+- "floor": processes that run the same orders without pipesched's executor, to measure the machine alone. Each process
+  only sleeps for each action and sends each message over a plain socket.
 
 The simulation uses the nominal times and assumes that messages take no time.
 
@@ -222,7 +222,7 @@ class BareStages:
 
 
 class Floor:
-    """A sleep for each action and a socket for each message; the executor only collects the spans."""
+    """Sleeps for each action and sends each message over a plain socket; the executor only collects the spans."""
 
     def __init__(self, name: str, num_ranks: int) -> None:
         self.program = lower(schedules.get(name).program(num_ranks, 2 * num_ranks))

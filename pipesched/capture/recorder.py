@@ -170,8 +170,8 @@ class _Recorder(TorchFunctionMode):
             raise GraphError(
                 f"a stage may only differentiate through layers that it runs itself; the model's own code calls "
                 f"{func.__name__} after {counted(len(layers), 'layer')} ({', '.join(layers[:2])}"
-                f"{', ...' * (len(layers) > 2)}); move that code and the layers that it differentiates into one "
-                f"submodule, so that they stay in one stage"
+                f"{', ...' * (len(layers) > 2)}); put that code, and the layers that it differentiates "
+                f"through, into one submodule, so that they stay in one stage"
             )
         self._capture.indivisible.add(container)
 

@@ -1,8 +1,8 @@
 """Sharded modules: the modules of a stage whose weights ``fully_shard`` (FSDP2) has divided among several processes.
 
-By itself, FSDP2 gathers the weights for each forward and backward, and reduces the gradients in each backward, so a
-step of m micro-batches does so about m times. Here a run gathers each module once, before its first forward, and a step
-reduces each module once, after the last backward of the stage.
+By itself, FSDP2 gathers the weights for each forward and backward, and reduces the gradients in each backward. A step
+of m micro-batches then gathers each module about 2m times, and reduces its gradients m times. Here a run gathers each
+module once, before its first forward, and a step reduces each module once, after the last backward of the stage.
 """
 
 import sys

@@ -196,7 +196,10 @@ class Lattice:
         raise RuntimeError(f"no stage leads to state {state}")  # an internal error
 
     def _below(self, ideal: int, least: int, index: int) -> Bools:
-        """Return a mask of the smaller ideals in ``ideal`` that have enough work for a stage to start at them."""
+        """Return a mask of the ideals contained in ``ideal`` whose work is at least ``least``.
+
+        A stage from any other one to ``ideal`` would exceed the limit.
+        """
         ideals = self._ideals
         ends = self._ends[self._kind[index]]
         below = np.zeros(len(ideals), bool)

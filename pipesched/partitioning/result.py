@@ -95,7 +95,10 @@ class Partition:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "Partition":
-        """Make a partition from the values of ``to_dict`` and ``stages``. Raises ScheduleError for invalid values."""
+        """Make a partition from the dict that ``to_dict`` returned, with ``stages``.
+
+        Raises ScheduleError for invalid values.
+        """
 
         def summaries(rows: Any) -> tuple[StageSummary, ...]:
             return tuple(read_fields(StageSummary, row, "the summary of a stage must have") for row in rows)

@@ -315,9 +315,9 @@ class Assembly:
         ranks = {program.placement[index] for index, one in sharded.items() if one.num_shards > 1}
         if isinstance(self._host, ThreadRanks) and len(ranks) > 1:
             raise GraphError(
-                f"ranks whose stages wrap= shards by fully_shard must be separate processes, because collectives of "
-                f"several threads can meet in the wrong order; {len(ranks)} ranks of this process have such stages; "
-                f"pass mesh= instead of devices="
+                f"if wrap= applies fully_shard to stages of several ranks, each of these ranks must run in its own "
+                f"process, because threads can issue their collectives in different orders; {len(ranks)} ranks of this "
+                f"process have such stages; pass mesh= instead of devices="
             )
 
     def _held_tensors(self) -> list[Tensor]:

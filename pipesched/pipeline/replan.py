@@ -46,7 +46,7 @@ _COPIED = 1 << 22  # bytes of the copy that measures the speed between devices
 
 
 class _Place(NamedTuple):
-    """The device of a parameter or buffer, and the total bytes of the tensor with gradient and optimizer state."""
+    """The device of a parameter or buffer, and the total bytes of the tensor with its gradient and optimizer state."""
 
     device: torch.device
     nbytes: int

@@ -54,7 +54,7 @@ class Alternative:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "Alternative":
-        """Make an alternative from the values of ``to_dict``. Raises ScheduleError for invalid values."""
+        """Make an alternative from the dict that ``to_dict`` returned. Raises ScheduleError for invalid values."""
         return read_fields(
             cls, {"checkpoint": "", **values} if isinstance(values, Mapping) else values, "an alternative must have"
         )

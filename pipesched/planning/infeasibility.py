@@ -210,7 +210,7 @@ class FittingPlans:
 
     @property
     def has_time(self) -> bool:
-        """Whether enough effort is left to try another candidate."""
+        """Whether enough of the search's effort budget is left to try another candidate."""
         return self._effort.left >= self._until
 
     def lean(self, search: SearchRequest) -> LeanCandidates:

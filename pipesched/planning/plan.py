@@ -192,7 +192,7 @@ class Plan:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "Plan":
-        """Make a plan from the values of ``to_dict``, and validate its program.
+        """Make a plan from the dict that ``to_dict`` returned, and validate its program.
 
         ``"program"`` can be text lines even where ``to_dict`` writes a digest. If the stages were edited, costs, ties
         and alternatives are dropped, because they describe the stages before the edit.
@@ -311,8 +311,8 @@ def _read_program(values: Mapping[str, Any]) -> Program:
         raise ScheduleError(
             f"a plan's schedule must generate the program that was saved; {name!r} for {num_ranks} ranks and "
             f"{num_microbatches} micro-batches generates a program with digest {own!r}, but the plan has the digest "
-            f"{given['digest']!r}: the plan was made by another version of pipesched, or edited; make a new plan, or "
-            f"remove the digest from the plan to use the program that the schedule generates now"
+            f"{given['digest']!r}: the plan was made by another version of pipesched, or it was edited; make a new "
+            f"plan, or remove the digest from the plan to use the program that the schedule generates now"
         )
     return program
 

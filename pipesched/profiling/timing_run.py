@@ -293,7 +293,7 @@ class _Turn:
         self._begin: Any = None
 
     def come(self) -> list[Tensor]:
-        """Return new gradients for the layer's output. Writing them fills the cache, as a later layer would do."""
+        """Return new gradients for the layer's output. Writing them fills the CPU cache, as a later layer would."""
         self.came = self._clock.now()
         ones = [torch.ones_like(form, device=self._device) for form in self._forms]
         self._begin = self._clock.now()

@@ -364,8 +364,8 @@ class Schedule:
         )
         if steps > 1 and not program.has_updates:
             raise ScheduleError(
-                f"only a schedule with updates can run several steps without draining; {self.name!r} has no updates; "
-                f"use one step"
+                f"steps= must be 1 for a schedule without UPDATE actions; {self.name!r} has none, and steps={steps} "
+                f"was passed; pass steps=1"
             )
         return program if self.num_chains == 1 else _with_chains(program, shape)
 

@@ -101,7 +101,7 @@ def _misplaced(program: Program, row: int, rule: str, end: Action) -> ScheduleEr
     action = program.columns.action(row)
     return ScheduleError(
         f"{_place(program, row)}: {rule}; {action} comes before {end}, at position {program.place(end)[1]}. Move "
-        f"{action} behind {end}.\n" + marked_grid(program, dict([program.orders.place(row)]))
+        f"{action} after {end}.\n" + marked_grid(program, dict([program.orders.place(row)]))
     )
 
 

@@ -161,8 +161,8 @@ def _updated(program: Program, stage: int, actions: list[tuple[int, Action]]) ->
             if action.microbatch != len(groups) or not open_group:
                 due = f"{stage}UPDATE{len(groups)}, after a backward"
                 raise ScheduleError(
-                    f"rank {rank}, position {position}: updates must be numbered from 0, each after the backward "
-                    f"passes whose gradients it applies; got {action}, expected {due}.\n"
+                    f"rank {rank}, position {position}: updates must be numbered from 0, and each must come after "
+                    f"the backward passes whose gradients it applies; got {action}, expected {due}.\n"
                     + marked_grid(program, {rank: position})
                 )
             groups.append(tuple(sorted(open_group)))

@@ -139,7 +139,7 @@ class ExtraChanges:
                 )
             if not callable(getattr(value, "load_state_dict", None)):
                 raise ArgumentError(
-                    f"every object in the extra= of load must have a load_state_dict method; {name!r} is "
+                    f"every object that is passed to load(extra=...) must have a load_state_dict method; {name!r} is "
                     f"{shown(value)}; leave it out, and read the saved value from the result: load(...).extra[{name!r}]"
                 )
         self._leaves = {

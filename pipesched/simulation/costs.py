@@ -238,7 +238,10 @@ class Costs:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "Costs":
-        """Make costs from the values of ``to_dict``. Raises ScheduleError for wrong fields and invalid numbers."""
+        """Make costs from the dict that ``to_dict`` returned.
+
+        Raises ScheduleError for wrong fields and invalid numbers.
+        """
         check_type(values, Mapping, "costs must be read from a mapping of field names", "pass the result of to_dict")
         known = [field.name for field in fields(cls)]
         wrong = sorted(set(values) - set(known)) + sorted({"forward_s", "input_grad_s", "weight_grad_s"} - set(values))

@@ -62,7 +62,7 @@ class Link:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "Link":
-        """Make a link from the values of ``asdict``. Raises ScheduleError for invalid values."""
+        """Make a link from the dict that ``asdict`` returned. Raises ScheduleError for invalid values."""
         return read_fields(cls, values, "a link must have")
 
     @property

@@ -29,7 +29,7 @@ __all__ = ["Span", "Spans", "Trace", "check_trace", "chrome_json"]
 Times = NDArray[Any]
 _MOST_RANKS = 100_000  # the largest number of ranks in a trace
 _SPANS = "a trace must have num_ranks and spans, each [action, rank, start_s, end_s]"
-_TO_DICT = "write the trace with to_dict"
+_TO_DICT = "write the dict that to_dict returns"
 
 
 class Span(NamedTuple):
@@ -349,7 +349,7 @@ class Trace:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "Trace":
-        """Make a trace from the values of ``to_dict``. Raises ScheduleError for invalid values."""
+        """Make a trace from the dict that ``to_dict`` returned. Raises ScheduleError for invalid values."""
         if not isinstance(values, Mapping) or not {"num_ranks", "spans"} <= values.keys():
             raise ScheduleError(f"{_SPANS}; got {shown(values)}; {_TO_DICT}")
         made = read_fields(
@@ -408,9 +408,9 @@ class Trace:
 
     @classmethod
     def load(cls, path: str | PathLike[str]) -> "Trace":
-        """Read a trace from a JSON file that ``to_dict`` or ``to_chrome`` has written.
+        """Read a trace from a JSON file.
 
-        A file from ``to_chrome`` contains spans only.
+        The file contains either the JSON of ``to_dict``, or it was written by ``to_chrome`` and contains spans only.
 
         Raises:
             ScheduleError: with the file's name, for an invalid trace.
@@ -430,7 +430,7 @@ def chrome_json(events: list[dict[str, Any]]) -> str:
 
 
 def _from_chrome(values: Any) -> Any:
-    """Convert Chrome trace events to the values of ``to_dict``. Other values are returned unchanged."""
+    """Convert Chrome trace events to a dict like that of ``to_dict``. Other values are returned unchanged."""
     if not isinstance(values, dict) or "traceEvents" not in values:
         return values
     try:

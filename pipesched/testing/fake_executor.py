@@ -102,7 +102,7 @@ class FakeStage:
             raise ExecutionError(
                 f"a micro-batch must use a weight version that exists; micro-batch {microbatch} uses version "
                 f"{self._versions[microbatch]} of stage {self.index}, but the stage's newest version is "
-                f"{len(self.updates)}; move the forward behind the update"
+                f"{len(self.updates)}; move the forward after the update"
             )
         self._run(Kind.F, microbatch, after=())
         self._check(arrived, Kind.F, microbatch)
@@ -196,7 +196,7 @@ class FakeStage:
             )
         if not self._gradients:
             raise ExecutionError(
-                f"an update must have gradients to apply; {action} has none; move it behind a backward of its stage"
+                f"an update must have gradients to apply; {action} has none; move it after a backward of its stage"
             )
         self.updates.append(sorted(self._gradients))
         self._gradients.clear()

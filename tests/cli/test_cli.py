@@ -357,7 +357,7 @@ def test_show_runs_steps_of_an_asynchronous_schedule_into_each_other():
     *_, headline, figures = lines("show", "pipedream", "--ranks", 2, "--microbatches", 2, "--steps", 3, "--width", 120)
     assert headline.startswith("pipedream: makespan 21 s")
     assert figures.endswith("peak in flight per rank: 2 1; weight versions per stage: 2 1")
-    assert "has no updates; use one step" in run("show", "1f1b", "--steps", 2).stderr
+    assert "steps=2 was passed; pass steps=1" in run("show", "1f1b", "--steps", 2).stderr
 
 
 def test_show_counts_a_slice_as_its_share():

@@ -115,7 +115,7 @@ def test_a_wrong_number_of_buckets_is_refused(buckets):
         ("0REDUCE1", "0REDUCE0", "0REDUCE0 must run exactly once; it occurs 2 times"),
         ("0REDUCE0 0REDUCE1", "0REDUCE1 0REDUCE0", "position 3: .* ascending order; 0REDUCE0 comes after 0REDUCE1, at"),
         ("0B0 0REDUCE0", "0REDUCE0 0B0", "position 1: a REDUCE must .*; 0REDUCE0 comes before 0B0, at position 2"),
-        ("1W0 1REDUCE0", "1REDUCE0 1W0", "1REDUCE0 comes before 1W0, at position 3. Move 1REDUCE0 behind 1W0"),
+        ("1W0 1REDUCE0", "1REDUCE0 1W0", "1REDUCE0 comes before 1W0, at position 3. Move 1REDUCE0 after 1W0"),
         ("0REDUCE1 0NORM0", "0NORM0 0REDUCE1", "0NORM0 needs 0REDUCE1 before it on this rank, but 0REDUCE1 is at"),
         ("0REDUCE1 0NORM0 0UPDATE0", "0NORM0 0UPDATE0 0REDUCE1", "0NORM0 needs 0REDUCE1 before it"),
         ("1F0", "0REDUCE2 1F0", "0REDUCE2 belongs to rank 0"),

@@ -119,7 +119,7 @@ def test_memory_of_older_versions_is_held_from_their_update_to_their_last_use():
 
 
 def test_steps_are_for_schedules_that_update():
-    with pytest.raises(ScheduleError, match="'1f1b' has no updates; use one step"):
+    with pytest.raises(ScheduleError, match="'1f1b' has none, and steps=2 was passed; pass steps=1"):
         schedules.get("1f1b").program(2, 4, steps=2)
     with pytest.raises(ScheduleError, match="whole number of steps, at least 1; got 0"):
         schedules.get("pipedream").program(2, 4, steps=0)

@@ -232,7 +232,10 @@ class MessageLayout:
 
     @cached_property
     def lies_as_sent(self) -> bool:
-        """Whether all received tensors are views of the message, so that the value can be built before bytes arrive."""
+        """Whether every received tensor is a view of the message buffer.
+
+        If so, the value can be built before the message's bytes arrive.
+        """
         return not any(one is not None and one.gapped for one in self._layout[1])
 
     def restore(self, message: Tensor, start: int) -> Any:
