@@ -25,6 +25,7 @@ pytestmark = pytest.mark.timeout(60)
                 Case(2, zero.tied, "interleaved-1f1b", zero.momentum, clips=True),
                 Case(2, zero.plain, "zb-h1", zero.fused),
                 Case(2, zero.in_halves, "1f1b", zero.momentum),
+                Case(1, zero.in_halves, "zb-v", zero.masters),
             ],
         ),
         ((4, 1), [Case(1, zero.plain, "1f1b", zero.adafactor), Case(2, zero.plain, "1f1b", zero.by_layer, clips=True)]),

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional
 from torch.optim import Optimizer
 
-from pipesched import Distributed, Numerics, Pipeline
+from pipesched import Distributed, Numerics, Pipeline, with_master_weights
 from pipesched.errors import CheckpointError, PipeschedError
 from pipesched.testing import MemoryMeter, clip_grad_norm_, reference_step
 
@@ -86,6 +86,10 @@ def adamw(parameters: list[Any]) -> Optimizer:
 
 def fused(parameters: list[Any]) -> Optimizer:
     return torch.optim.AdamW(parameters, lr=0.01, fused=True)
+
+
+def masters(parameters: list[Any]) -> Optimizer:
+    return with_master_weights(torch.optim.AdamW(parameters, lr=0.01))
 
 
 def momentum(parameters: list[Any]) -> Optimizer:
