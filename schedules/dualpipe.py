@@ -13,7 +13,8 @@ def dualpipe(rank: int, shape: Shape) -> Order:
     the computation of the other.
 
     Bubble (p/2-1)(F&B + B - 3W) for F = I >= W and even m >= 2p; every rank then holds at most p + 1 micro-batches.
-    The number of ranks must be even. With an odd number of micro-batches or fewer than 2p, the same order has gaps.
+    The number of ranks must be even. With an odd number of micro-batches, or fewer than 2p, the order is that of the
+    next valid number without the actions of the extra micro-batches, so ranks idle more.
     """
     half = shape.even_ranks() // 2
     down, up = shape.chunks(rank)

@@ -111,11 +111,11 @@ class Problem:
         return [{int(self.blocks.block_of[layer]) for layer in group} for group in groups]
 
     def lattice(self, ideals: Ideals, ceiling: int) -> Lattice:
-        """Return the search over all orders of the blocks.
+        """Return a Lattice, which searches the partitions over all orders of the blocks.
 
         Args:
-            ideals: the order ideals, enumerated with the sets of `counted`.
-            ceiling: the bottleneck of a known partition.
+            ideals: all order ideals of the blocks, with the number of blocks of each set in `counted`.
+            ceiling: the bottleneck of a partition that is already known, an upper bound on the result.
 
         """
         allowed: dict[int, NDArray[np.bool_]] = {}

@@ -252,9 +252,9 @@ class Plan:
 def _check_stages(stages: Sequence[tuple[str, ...]], program: Program) -> None:
     if len(stages) != program.num_weights:
         raise ScheduleError(
-            f"a plan must have one stage for each weight copy of its program; the plan lists "
-            f"{counted(len(stages), 'stage')}, but the program has {counted(program.num_weights, 'weight copy')}; "
-            f"correct one of them"
+            f"a plan must have one stage for each part of the model; the plan lists "
+            f"{counted(len(stages), 'stage')}, but its program cuts the model into "
+            f"{counted(program.num_weights, 'part')}; correct one of them"
         )
     if () in stages:
         raise ScheduleError(

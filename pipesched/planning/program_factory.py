@@ -152,9 +152,9 @@ class ProgramFactory:
             )
         if self.norms and program.has_updates and (not program.has_norms or len(self.full.groups) > 1):
             raise ScheduleError(
-                f"clip_grad_norm=, scaler= and on_nonfinite= need all gradients of a step before its only update; "
-                f"schedule {program.name!r} updates the weights while micro-batches are in flight; leave these options "
-                f"out, or choose a synchronous schedule, such as 1f1b"
+                f"clip_grad_norm=, scaler= and on_nonfinite= need a single update per step, after all gradients of the "
+                f"step; schedule {program.name!r} updates the weights while micro-batches are in flight; leave these "
+                f"options out, or choose a synchronous schedule, such as 1f1b"
             )
         if program.has_norms and not self.norms:
             raise ScheduleError(

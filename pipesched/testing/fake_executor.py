@@ -378,6 +378,6 @@ def _drive(ranks: list[Iterator[Action]], mail: _Mail) -> None:
         if not moved:
             waits = ", ".join(f"rank {index} at {action}" for index, action in enumerate(at) if action is not None)
             raise DeadlockError(
-                f"some rank must always be able to continue (deadlock); waiting are {waits}; validate the program to "
-                f"see the cycle"
+                f"some rank must always be able to continue, but every unfinished rank waits (deadlock): {waits}; "
+                f"validate the program to see the cycle"
             )

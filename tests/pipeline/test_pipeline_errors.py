@@ -243,7 +243,7 @@ def test_a_sample_that_does_not_fit_names_the_layer_that_refused_it():
 
 @pytest.mark.parametrize("count", [0, -1, 1.5, None, True])
 def test_a_bad_number_of_intra_op_threads(count):
-    with pytest.raises(InputError, match=rf"at least one thread; got intra_op_threads={count}; pass 1"):
+    with pytest.raises(InputError, match=rf"at least one thread; got intra_op_threads={count}; pass a number from 1"):
         Numerics(intra_op_threads=count)
 
 

@@ -76,8 +76,9 @@ class GradientBuckets:
         """Before a step: set the gradients of earlier steps aside."""
         self._started.clear()
         self._before.clear()
+        self.spans.clear()
         for parameter in self.parameters:
-            if parameter.grad is not None:
+            if parameter.requires_grad and parameter.grad is not None:
                 self._before[parameter] = parameter.grad
                 parameter.grad = None
         self._next = 0
@@ -116,7 +117,7 @@ class GradientBuckets:
         if bucket < self._next:
             return
         self._next = bucket + 1
-        parameters = self.buckets[bucket]
+        parameters = [parameter for parameter in self.buckets[bucket] if parameter.requires_grad]
         _check_dense(parameters)
         whole = [parameter for parameter in parameters if parameter not in self.divided]
         if whole:

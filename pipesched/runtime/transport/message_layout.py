@@ -163,8 +163,8 @@ class MessageLayout:
             is_valid = False
         if not is_valid:
             raise ExecutionError(
-                f"a message must be announced by its layout; these {len(written)} bytes are not a layout; run the same "
-                f"versions and the same model on every rank"
+                f"a message must be preceded by a description of its layout; the {len(written)} bytes received are not "
+                f"a valid description; run the same versions of pipesched and torch, and the same model, on every rank"
             )
         return layout
 

@@ -187,7 +187,7 @@ def links_of_programs(group: Any, names: list[str]) -> list[list[tuple[int, ...]
 def too_many_links(group: Any) -> str:
     links = Links(StandIns(torch.device("cpu"), 10), None, 0)
     program = lower(schedules.get("1f1b").program(2, 2))
-    (one, *_) = channels_of(program)
+    (one, *_) = channels_of(program, range(2))
     try:
         links.connect(one._replace(giver=0, taker=peer) for peer in range(1, 34))
     except Exception as error:
