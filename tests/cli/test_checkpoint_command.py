@@ -27,7 +27,7 @@ def test_a_checkpoint_is_printed(tmp_path: Path) -> None:
     assert lines[2:8] == [
         "plan: 1f1b, 2 ranks, 2 stages, checkpoint 'never'",
         "settings: batch_norm 'micro-batch', intra_op_threads 1, loss 'mse_loss', loss_reduction 'mean', "
-        "num_microbatches 4",
+        "num_microbatches 4, num_replicas 1",
         "parameter: 8 tensors, 80 elements",
         "optimizer state: 16 tensors, 160 elements",
         "optimizer: Adam of 4 parameters, lr 0.001",

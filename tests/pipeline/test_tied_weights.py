@@ -263,7 +263,7 @@ def test_a_plan_holds_each_part_once_and_runs_again(name, tmp_path):
         pipe.step(X[:5], target=Y[:5])  # a short batch: the schedule is known by its name
     values = own.to_dict()
     values["stages"] = values["stages"] * 2
-    with pytest.raises(ScheduleError, match="the plan lists 8 stages, but the program has 4 weight copies"):
+    with pytest.raises(ScheduleError, match="the plan lists 8 stages, but its program cuts the model into 4 parts"):
         Plan.from_dict(values)
 
 

@@ -44,7 +44,7 @@ def test_what_differs_between_replicas_is_named(ranks: Ranks, tmp_path: Path) ->
         "extra": "extra value 'loader' differs between replica 0 (rank 0) and replica 1 (rank 2)",
         "ranks": "at loader['value']['place']; to save state that differs by rank, gather the states",
         "given": "extra value 'loader' differs",
-        "keep": "ranks 0 to 3 passed (False, 1), (False, 1), (False, 2), (False, 2)",
+        "keep": "ranks 0 to 3 passed (asynchronous, keep) = (False, 1), (False, 1), (False, 2), (False, 2)",
         "path": "which rank 0 made, does not exist on rank",
         "rank": "rank 0 of 4 passed 4",
         "options": "group of the optimizers 0 differs",
