@@ -1,11 +1,13 @@
 """Reductions: how much of the sums of gradients over replicas is hidden, predicted beside measured.
 
-    python benchmarks/hidden_reductions.py [--steps 9] [--replicas 2] [--schedules 1f1b zb-h1]
+    python benchmarks/hidden_reductions.py [--steps 14] [--replicas 2] [--schedules 1f1b zb-h1]
 
 A pipeline of four ranks with two replicas runs steps of 8 micro-batches on 8 processes. The stages sleep, as a host
 that waits for its accelerators does, and so does each sum over replicas, as if the link between the replicas were slow:
-the sums of a stage take 90 % of one of its backward passes. The script prints the makespan, predicted and measured, and
-for each rank the share of its sums that lies in bubbles, under compute, and after the last backward pass of all ranks.
+the sums of a stage take 90 % of one of its backward passes. The prediction simulates the program with the times of each
+kind of action in the first half of the steps; the other half is measured. The script prints the makespan, predicted and
+measured, and for each rank the share of its sums that lies in bubbles, under compute, and after the last backward pass
+of all ranks.
 """
 
 import argparse
@@ -18,8 +20,9 @@ from measure import in_ranks, machine
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from pipesched import Costs, Pipeline, Trace, simulate
+from pipesched import Pipeline, Trace, simulate
 from pipesched.runtime.reductions.replica_sum import ReplicaGroup
+from pipesched.simulation.comparison import measured_costs
 
 _RANKS, _MICROBATCHES, _LAYERS = 4, 8, 4
 _LAYER_S = 0.01  # the forward of a layer; its backward takes twice as long
@@ -75,15 +78,9 @@ def in_rank(group: Any, schedule: str, replicas: int, steps: int) -> tuple[list[
         for _ in range(steps + 2):
             pipe.step(x, target=x)
             traces.append(pipe.gather_trace())
-        program = pipe._running.assembly.programs.full.timed
-        costs = Costs.uniform(
-            _RANKS,
-            forward_s=_LAYERS * _LAYER_S,
-            input_grad_s=2 * _LAYERS * _LAYER_S,
-            weight_grad_s=0,
-            reduce_s=(_BUCKET_S,) * _LAYERS,
-        )
-        return [trace for trace in traces[2:] if trace is not None], simulate(program, costs)
+        warm = [trace for trace in traces[2:] if trace is not None]
+        costs = measured_costs(warm[: steps // 2], _RANKS)
+        return warm[steps // 2 :], simulate(pipe._running.assembly.programs.full.timed, costs)
 
 
 def line(name: str, traces: list[Trace]) -> str:
@@ -102,7 +99,7 @@ def line(name: str, traces: list[Trace]) -> str:
 def main() -> None:
     """Run all schedules and print a table."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=9)
+    parser.add_argument("--steps", type=int, default=14)
     parser.add_argument("--replicas", type=int, default=2)
     parser.add_argument("--schedules", nargs="+", default=["1f1b", "zb-h1"])
     args = parser.parse_args()
