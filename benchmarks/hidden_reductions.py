@@ -1,4 +1,4 @@
-"""Reductions: how much of the sums of gradients over replicas is hidden, predicted beside measured.
+"""Hidden reductions: how much of the gradient sums over replicas bubbles and compute hide, predicted and measured.
 
     python benchmarks/hidden_reductions.py [--steps 14] [--replicas 2] [--schedules 1f1b zb-h1]
 

@@ -28,7 +28,7 @@ _LINES = 10
 
 
 class Usage(NamedTuple):
-    """What a process holds."""
+    """The memory, objects, threads and open files of a process."""
 
     kib: int
     objects: int

@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import platform
 import random
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,18 @@ from torch import distributed
 
 from pipesched import Program, Trace
 
-__all__ = ["Delays", "Ratio", "delays", "elsewhere", "in_ranks", "keep_freed_memory", "machine", "paired", "ratio"]
+__all__ = [
+    "Delays",
+    "Ratio",
+    "delays",
+    "elsewhere",
+    "in_ranks",
+    "keep_freed_memory",
+    "machine",
+    "paired",
+    "ratio",
+    "slowest_s",
+]
 
 
 @dataclass(frozen=True)
@@ -63,6 +75,16 @@ def _in_rank(rank: int, count: int, port: int, job: Callable[..., Any], args: tu
         return job(rank, *args)
     finally:
         distributed.destroy_process_group()
+
+
+def slowest_s(step: Callable[[], Any]) -> float:
+    """The seconds that a step takes on the slowest rank. Collective over the default group."""
+    distributed.barrier()
+    start = time.perf_counter()
+    step()
+    took = torch.tensor(time.perf_counter() - start, dtype=torch.float64)
+    distributed.all_reduce(took, distributed.ReduceOp.MAX)
+    return float(took)
 
 
 def elsewhere(job: Callable[..., Any], *args: Any) -> Any:

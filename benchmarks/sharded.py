@@ -13,14 +13,13 @@ timing.
 
 import argparse
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from measure import in_ranks, machine, ratio
-from torch import Tensor, distributed, nn
+from measure import in_ranks, machine, ratio, slowest_s
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, schedules
@@ -115,16 +114,6 @@ def shards_of(modules: list[nn.Module]) -> list[Tensor]:
     return sorted(grads, key=lambda grad: (grad.numel(), float(grad.abs().sum())))
 
 
-def seconds(step: Callable[[], Any]) -> float:
-    """The seconds of a step, on the slowest rank."""
-    distributed.barrier()
-    start = time.perf_counter()
-    step()
-    took = torch.tensor(time.perf_counter() - start, dtype=torch.float64)
-    distributed.all_reduce(took, distributed.ReduceOp.MAX)
-    return float(took)
-
-
 def weight_gradient_s(pipe: Pipeline) -> float:
     """The seconds of the W actions of a rank in the last step, on average."""
     spans = pipe.gather_trace().spans
@@ -173,7 +162,7 @@ def compare(rank: int, name: str, pairs: int, width: int, tokens: int) -> str:
             for variant, step in steps.items():
                 for module in modules[variant]:
                     module.zero_grad()
-                times[variant].append(seconds(step))
+                times[variant].append(slowest_s(step))
         for variant, pipe in (("once", once), ("flags", flags)):
             w_s[variant] = weight_gradient_s(pipe)
     lines = []

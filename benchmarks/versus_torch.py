@@ -23,7 +23,7 @@ from statistics import median
 from typing import Any
 
 import torch
-from measure import machine, ratio
+from measure import machine, ratio, slowest_s
 from torch import Tensor, distributed, multiprocessing, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage, schedules
@@ -102,16 +102,6 @@ def bare_step(layers: Sequence[nn.Module], m: int) -> Any:
     return step
 
 
-def seconds(step: Callable[[], Any]) -> float:
-    """The seconds of a step, on the slower rank."""
-    distributed.barrier()
-    start = time.perf_counter()
-    step()
-    took = torch.tensor(time.perf_counter() - start, dtype=torch.float64)
-    distributed.all_reduce(took, distributed.ReduceOp.MAX)
-    return float(took)
-
-
 def processor_seconds(step: Callable[[], Any]) -> float:
     """The processor seconds of a step, over all threads."""
     start = time.process_time()
@@ -166,11 +156,11 @@ def compare(rank: int, ranks: int, name: str, options: argparse.Namespace) -> No
         for number in range(options.pairs + 1):
             for model in (ours, theirs):
                 model.zero_grad()
-            one = seconds(lambda: pipe.step(x, target=y))
+            one = slowest_s(lambda: pipe.step(x, target=y))
             theory = simulated(pipe)
-            other = seconds(lambda: rival(x, y))
+            other = slowest_s(lambda: rival(x, y))
             theirs.zero_grad()
-            run = one, other, seconds(lambda: ideal(x, y)), theory
+            run = one, other, slowest_s(lambda: ideal(x, y)), theory
             runs += [run] if number else []  # the first round is a warm-up
     if rank:
         return

@@ -27,7 +27,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of a test marked ``one_in(n)``, keep one case in n: each value of each parameter, as far as so many can.
+    """Of a test marked ``one_in(n)``, keep one case in n, so that as many values of its parameters as possible occur.
 
     A test marked ``exhaustive`` is left out. It repeats, with a whole script or with ranks that are started in another
     way, a behaviour that a test which always runs checks as well.

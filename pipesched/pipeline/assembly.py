@@ -364,10 +364,9 @@ class Assembly:
     def _late(self) -> GradientBuckets:
         """Return one bucket with this process's parameters that are in no bucket of a stage."""
         assert self._host.sums is not None
-        own = [name for name, _ in self._named_parameters() if self._host.holds(self.owners.rank(name))]
-        named = dict(self._named_parameters())
         early = {p for stage in self.stages.values() if stage.gradients is not None for p in stage.gradients.parameters}
-        late = [parameter for parameter in dict.fromkeys(named[name] for name in own) if parameter not in early]
+        own = [p for name, p in self._named_parameters() if self._host.holds(self.owners.rank(name))]
+        late = [parameter for parameter in dict.fromkeys(own) if parameter not in early]
         return GradientBuckets([late] if late else [], self._host.sums)
 
     def _named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:

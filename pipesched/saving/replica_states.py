@@ -1,4 +1,4 @@
-"""Replica states: checks that all replicas hold the same state, of which only one is saved."""
+"""Replica states: checks that all replicas hold the same state. A checkpoint holds the state of one replica."""
 
 import hashlib
 from collections.abc import Iterator

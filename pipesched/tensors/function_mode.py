@@ -79,7 +79,7 @@ class Intercept(TorchFunctionMode):
         return self._copies[func]
 
     def _within(self, func: types.FunctionType, other: Any) -> Any:
-        """Return what a copy of ``func`` calls in place of ``other``."""
+        """Return the function that a copy of ``func`` calls instead of ``other``."""
         handler = self._find(other)
         if handler is not None:
             return lambda *args, **kwargs: handler(other, args, kwargs)

@@ -129,7 +129,7 @@ class Failing(torch.optim.Optimizer):
 @pytest.mark.parametrize("counts", [False, True])
 @pytest.mark.parametrize("failing", [0, 2])
 def test_a_step_that_fails_leaves_bfloat16_parameters_and_their_copies(counts: bool, failing: int) -> None:
-    """What the step updated stays updated, as in a float32 model whose step fails in the same way."""
+    """Parameters that the failed step had updated stay updated, as in a float32 model."""
     torch.manual_seed(0)
     narrow = nn.Linear(6, 6).bfloat16()
     wide = copy.deepcopy(narrow).float()

@@ -5,7 +5,7 @@ from typing import Any
 
 
 def spread(cases: Sequence[Mapping[str, Any]], count: int) -> list[int]:
-    """Places of so many cases, each the values of its parameters by their names; the first case is among them.
+    """Return the indices of ``count`` cases, each a dict of its parameters; the first case is always chosen.
 
     Cases with values that no case before them has come first. Beyond these they are spread evenly over their order.
     """

@@ -8,7 +8,7 @@ from unittest import mock
 
 from torch import distributed
 
-#: Functions of torch.distributed, by the names of new and older versions of torch -> what they do.
+#: The collectives of torch.distributed, by their names in new and older versions of torch -> the name to count.
 NAMES = {
     "all_gather_single": "gather",
     "all_gather_into_tensor": "gather",

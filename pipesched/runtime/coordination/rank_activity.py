@@ -1,4 +1,4 @@
-"""Rank activity: tracks what a rank is doing, and decides from all ranks' activities which rank caused a failure."""
+"""Rank activity: tracks the current action of each rank, to decide which rank caused a failure."""
 
 import os
 import sys

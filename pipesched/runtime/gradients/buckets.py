@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from pipesched.errors import ExecutionError
 from pipesched.runtime.gradients.divided_copies import Divided, DividedCopies
 from pipesched.runtime.gradients.norms import GradientNorms
+from pipesched.tensors.flat_buffers import by_gradient_dtype, places
 
 __all__ = ["GradientBuckets", "Sums", "Ticket", "local"]
 
@@ -146,23 +147,17 @@ class _Copies:
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], length: Callable[[int], int]) -> None:
-        self._groups: dict[torch.dtype, list[nn.Parameter]] = {}
-        for parameter in parameters:
-            grad = parameter.grad
-            self._groups.setdefault(parameter.dtype if grad is None else grad.dtype, []).append(parameter)
+        self._groups = by_gradient_dtype(parameters)
         self.buffers = [_flat(dtype, own, length) for dtype, own in self._groups.items()]
 
     @torch.no_grad()
     def deliver(self, before: dict[nn.Parameter, Any]) -> None:
         """Copy the sums into the parameters' gradients, and add the gradients in ``before``, which are removed."""
         for buffer, parameters in zip(self.buffers, self._groups.values(), strict=True):
-            start = 0
-            count = sum(local(parameter).numel() for parameter in parameters)
-            for place, parameter in enumerate(parameters):
-                shape = local(parameter)
-                total = buffer[start : start + shape.numel()].view(shape.shape)
-                start += shape.numel()
-                if parameter.grad is None and parameter.requires_grad and buffer[count + place].item():
+            shapes = [local(parameter) for parameter in parameters]
+            users = buffer[sum(shape.numel() for shape in shapes) :]
+            for place, (parameter, (_, total)) in enumerate(zip(parameters, places(shapes, buffer), strict=True)):
+                if parameter.grad is None and parameter.requires_grad and users[place].item():
                     parameter.grad = torch.empty_like(parameter)  # used in other replicas only
                 if parameter.grad is not None:
                     local(parameter.grad).copy_(total)
@@ -186,12 +181,10 @@ def _flat(dtype: torch.dtype, parameters: Sequence[nn.Parameter], length: Callab
     shapes = [local(parameter) for parameter in parameters]
     count = sum(shape.numel() for shape in shapes)
     buffer = torch.zeros(length(count + len(parameters)), dtype=dtype, device=shapes[0].device)
-    start = 0
-    for place, (parameter, shape) in enumerate(zip(parameters, shapes, strict=True)):
+    for place, (parameter, (_, own)) in enumerate(zip(parameters, places(shapes, buffer), strict=True)):
         if parameter.grad is not None:
-            buffer[start : start + shape.numel()].view(shape.shape).copy_(local(parameter.grad))
+            own.copy_(local(parameter.grad))
             buffer[count + place] = 1
-        start += shape.numel()
     return buffer
 
 

@@ -6,6 +6,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from pipesched.tensors.flat_buffers import by_gradient_dtype, places
+
 __all__ = ["Divided", "DividedCopies"]
 
 
@@ -35,10 +37,7 @@ class DividedCopies:
 
     def __init__(self, divided: Mapping[nn.Parameter, Divided]) -> None:
         self._divided = divided
-        self._groups: dict[torch.dtype, list[nn.Parameter]] = {}
-        for parameter in divided:
-            dtype = parameter.dtype if parameter.grad is None else parameter.grad.dtype
-            self._groups.setdefault(dtype, []).append(parameter)
+        self._groups = by_gradient_dtype(divided)
         #: The parameters that have a gradient in this replica.
         self._given = {parameter for parameter in divided if parameter.grad is not None}
         self.buffers = [self._arranged(dtype, parameters) for dtype, parameters in self._groups.items()]
@@ -55,12 +54,10 @@ class DividedCopies:
         buffer = torch.zeros(len(sizes), max(sizes) + len(parameters), dtype=dtype, device=parameters[0].device)
         buffer[:, -len(parameters) :] = buffer.new_tensor([parameter in self._given for parameter in parameters])
         for row, own in zip(buffer, zip(*parts, strict=True), strict=True):
-            start = 0
-            for parameter, part in zip(parameters, own, strict=True):
-                if part is not None:
-                    if parameter in self._given:
-                        row[start : start + part.numel()].view(part.shape).copy_(part)
-                    start += part.numel()
+            held = [(parameter, part) for parameter, part in zip(parameters, own, strict=True) if part is not None]
+            for (parameter, _), (part, place) in zip(held, places([part for _, part in held], row), strict=True):
+                if parameter in self._given:
+                    place.copy_(part)
         return buffer
 
     @torch.no_grad()
@@ -69,14 +66,14 @@ class DividedCopies:
         for buffer, parameters in zip(self.buffers, self._groups.values(), strict=True):
             if buffer.is_cuda:
                 buffer.record_stream(torch.cuda.current_stream(buffer.device))  # it was made on the lane's stream
-            start = 0
             counts = buffer[-len(parameters) :]
+            rows = {parameter: self._divided[parameter].own(parameter, parameter.detach()) for parameter in parameters}
+            held = {parameter: own for parameter, own in rows.items() if own is not None}
+            totals = {
+                parameter: place for parameter, (_, place) in zip(held, places(held.values(), buffer), strict=True)
+            }
             for parameter, count in zip(parameters, counts, strict=True):
-                rows = self._divided[parameter].own(parameter, parameter.detach())
-                total = None
-                if rows is not None:
-                    total = buffer[start : start + rows.numel()].view(rows.shape)
-                    start += rows.numel()
+                total = totals.get(parameter)
                 old = before.pop(parameter, None)
                 if old is not None:
                     own = self._divided[parameter].own(parameter, old)

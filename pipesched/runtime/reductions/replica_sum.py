@@ -5,7 +5,7 @@ back. A reduce-scatter or all-reduce of a library would send as many bytes, but 
 its algorithm, which depends on the number of bytes and the topology.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch import Tensor, distributed
 
 from pipesched.runtime.rank_grid import own_group
 from pipesched.runtime.reductions.collective_lane import CollectiveLane, Ticket
+from pipesched.tensors.flat_buffers import places
 
 __all__ = ["ReplicaGroup", "ReplicaSums"]
 
@@ -38,7 +39,7 @@ class ReplicaGroup:
         self._first = ranks[0]
         self._group: Any = own_group(groups, timeout_s, new=True)
         members = distributed.get_process_group_ranks(self._group)
-        #: For each member of the group, its replica; and for each replica, its place in the group.
+        #: The replica of each member of the group.
         self._replicas = [list(ranks).index(rank) for rank in members]
         self._replica = list(ranks).index(distributed.get_rank())
 
@@ -82,13 +83,13 @@ class ReplicaGroup:
         length = max(sum(tensor.numel() for tensor in tensors) for tensors in parts)
         like = next(tensor for tensors in parts for tensor in tensors)
         sent = like.new_empty(length)
-        for tensor, place in _places(own, sent):
+        for tensor, place in places(own, sent):
             place.copy_(tensor)
         received = like.new_empty(self.size * length)
         _all_gather(received, sent, group=self._group)
         for replica, buffer in zip(self._replicas, received.view(self.size, length), strict=True):
             if replica != self._replica:
-                for tensor, place in _places(parts[replica], buffer):
+                for tensor, place in places(parts[replica], buffer):
                     tensor.copy_(place)
 
     @torch.no_grad()
@@ -171,11 +172,3 @@ class ReplicaSums:
 def _each(run: Callable[[Any], None], items: Iterable[Any]) -> None:
     for item in items:
         run(item)
-
-
-def _places(tensors: Sequence[Tensor], buffer: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield each tensor with its place in a flat buffer, a view of the tensor's shape."""
-    start = 0
-    for tensor in tensors:
-        yield tensor, buffer[start : start + tensor.numel()].view(tensor.shape)
-        start += tensor.numel()

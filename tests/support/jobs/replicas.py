@@ -1,4 +1,4 @@
-"""What the ranks of the tests of replicas run: training in replicas, which the plain loop over all parts repeats."""
+"""Jobs of ranks for the tests of replicas: they train beside a plain loop, which gives the expected bits."""
 
 import warnings
 from collections.abc import Callable
@@ -59,7 +59,7 @@ def plain_batch() -> tuple[Tensor, Tensor]:
 
 
 def tied_batch() -> tuple[Tensor, Tensor]:
-    """Tokens and labels, of which the replicas have unequal numbers."""
+    """Tokens and labels; the replicas have different numbers of labels that are not -100."""
     generator = torch.Generator().manual_seed(5)
     labels = torch.randint(0, VOCABULARY, (ROWS,), generator=generator)
     labels[:5] = labels[9] = -100

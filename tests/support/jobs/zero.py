@@ -1,4 +1,4 @@
-"""What the ranks of the tests of zero= run: training in replicas whose optimizer states are divided."""
+"""Jobs of ranks for the tests of zero=: they train replicas that divide the optimizer states."""
 
 import warnings
 from collections.abc import Callable
