@@ -107,14 +107,18 @@ def _measured(calls: Calls, device: torch.device, threads: int, effort: Effort) 
     """Measure in a new thread, like the thread of a rank, because a memory allocator may treat threads differently."""
     caller = replace(Caller.here([device.type], grad=True), inference=False)
     layers = [layer for layer, _ in calls.values()]
+    survey = _Survey(device, caller, threads, effort)
 
     def run() -> dict[str, LayerCosts]:
         generators = torch.random.fork_rng([device] if device.type == "cuda" else [])
         with intra_op(threads), caller.held(), _training(layers), generators, outside_kept():
-            return _Survey(device, caller, threads, effort).of(calls)
+            return survey.of(calls)
 
     with ThreadPoolExecutor(1, "pipesched-profiler") as pool:
-        return pool.submit(run).result()
+        costs = pool.submit(run).result()
+    for warning in survey.warnings:  # issued in the caller's thread, so that they point at the user's line
+        warn(warning)
+    return costs
 
 
 def _as_given(tensor: Tensor) -> Tensor:
@@ -212,6 +216,8 @@ class _Survey:
         self._effort = effort
         self._kinds: dict[Any, _Kind] = {}
         self._laps: list[Sequence[Subject]] = []
+        #: Warnings about implausible measurements.
+        self.warnings: list[str] = []
 
     def of(self, calls: Calls) -> dict[str, LayerCosts]:
         """Measure the calls in order, in groups whose weights and activations exceed the CPU's caches."""
@@ -256,7 +262,7 @@ class _Survey:
             if self._doubts(kinds).keys() & {subject.name for subject in lap}:
                 self._time(lap, known=True)
         for name, why in self._doubts(kinds).items():
-            warn(
+            self.warnings.append(
                 f"layer times must be measured on an idle machine; two measurements of layer {name!r} are implausible: "
                 f"{why}; measure again when the machine is idle, or ignore this warning if the layer really takes this "
                 f"long"
