@@ -92,6 +92,7 @@ def _serve(pipe: Any, rank: int, count: int, port: int) -> None:
             size, job, args = pipe.recv()
         except EOFError:
             os._exit(0)
+        torch.manual_seed(0)  # a job's random numbers do not depend on the jobs before it
         try:
             answer = True, job(groups[size], *args)
         except BaseException:

@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from itertools import product
 from typing import Any, Literal, NamedTuple
 
@@ -199,9 +199,10 @@ def close(ours: tuple[Tensor, Tensor | None], theirs: tuple[Tensor, Tensor | Non
     return all(a is b if a is None or b is None else torch.allclose(a, b, rtol=1e-5, atol=1e-7) for a, b in pairs)
 
 
-def small_model(*layers: nn.Module) -> nn.Sequential:
+def small_model(*layers: Callable[[], nn.Module]) -> nn.Sequential:
+    """Equal weights at each call: the layers between the first and the last are made after the seed is set."""
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(8, 8), *layers, nn.Linear(8, 4))
+    return nn.Sequential(nn.Linear(8, 8), *(make() for make in layers), nn.Linear(8, 4))
 
 
 def small(mesh: DeviceMesh, model: nn.Module | None = None, **options: Any) -> Pipeline:
@@ -230,7 +231,7 @@ def refused(group: Any) -> dict[str, str]:
     """The errors of pipelines that replicas cannot have, and the warning about buffers."""
     mesh = mesh_of((2, 2))
     found = {
-        "BatchNorm": said(lambda: small(mesh, small_model(nn.BatchNorm1d(8)))),
+        "BatchNorm": said(lambda: small(mesh, small_model(partial(nn.BatchNorm1d, 8)))),
         "updates": said(lambda: small(mesh, schedule="pipedream", optimizer=sgd)),
         "axes": said(lambda: small(mesh, axes={"pipeline": "pp", "replicate": "pp"})),
         "names": said(lambda: small(mesh, axes={"pipeline": "pp", "replicate": "data"})),
@@ -241,7 +242,7 @@ def refused(group: Any) -> dict[str, str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         x, _ = plain_batch()
-        Pipeline(small_model(Counter()), x[:2], mesh=mesh, loss_fn=functional.mse_loss, schedule="1f1b").close()
+        Pipeline(small_model(Counter), x[:2], mesh=mesh, loss_fn=functional.mse_loss, schedule="1f1b").close()
     found["buffers"] = "".join(str(one.message) for one in caught if "buffers" in str(one.message))
     return found
 
@@ -272,7 +273,7 @@ class Counter(nn.Module):
 def starts_equal(group: Any) -> bool:
     """Whether replicas made with other weights hold those of replica 0."""
     mesh = mesh_of((2, 2))
-    model = small_model(Counter())
+    model = small_model(Counter)
     expected = {name: value.clone() for name, value in model.state_dict().items()}
     if mesh.get_local_rank("dp"):
         with torch.no_grad():
@@ -320,9 +321,9 @@ def finds_nonfinite(group: Any, how: str, *, updates: bool, tied: bool = False) 
     if mesh.get_local_rank("dp"):
         y[4] = 1e30
     optimizer = sgd if updates else None
-    model = small_model(nn.Tanh())
+    model = small_model(nn.Tanh)
     if tied:
-        model = small_model(nn.Linear(8, 8))
+        model = small_model(partial(nn.Linear, 8, 8))
         model[1].weight = model[0].weight
     options: dict[str, Any] = {"loss_fn": spoilt, "optimizer": optimizer}
     with small(mesh, model, numerics=Numerics(on_nonfinite=how), **options) as pipe:
@@ -357,7 +358,7 @@ def uses_some_weights(group: Any) -> list[str]:
     """The parameters of this rank that get a gradient if only one replica uses a weight."""
     mesh = mesh_of((2, 2))
     x, y = own_batch(mesh)
-    model = small_model(Rare())
+    model = small_model(Rare)
     with small(mesh, model, schedule="zb-h1", boundaries=[2]) as pipe:
         model[1].uses = mesh.get_local_rank("dp") == 1
         for _ in range(2):
@@ -373,10 +374,10 @@ def adds_and_measures(group: Any) -> list[dict[str, float]]:
     """The metrics of a step whose layers add losses, by two pipelines at once; gradients are those of the loop."""
     mesh = mesh_of((2, 2))
     x, y = own_batch(mesh)
-    expected = small_model(Experts())
+    expected = small_model(Experts)
     whole_x, whole_y = plain_batch()
     loop: dict[str, Any] = {"loss_fn": functional.mse_loss, "num_microbatches": 4, "num_replicas": 2, "seed": SEED}
-    models = [small_model(Experts()) for _ in range(2)]
+    models = [small_model(Experts) for _ in range(2)]
     found = []
     with small(mesh, models[0]) as first, small(mesh, models[1], schedule="auto") as second:
         for step in range(2):
