@@ -1,28 +1,31 @@
-"""Sharded: steps of 2x2 gloo ranks (2 replicas of 2 ranks), 8 blocks that fully_shard divides, and 8 micro-batches.
+"""Sharded: steps of 2x2 gloo ranks (2 replicas of 2 ranks), 8 blocks divided over the replicas, and 8 micro-batches.
 
     python benchmarks/sharded.py [--pairs 15] [--schedules 1f1b interleaved-1f1b zb-h1 zb-v] [--width 256] [--tokens 8]
 
-"once": a step gathers and reduces each block once. "flags": ``Distributed(gather_once=False)``, where fully_shard
-gathers for each forward and backward and reduces in each backward, as pipesched did before it had the option. "torch":
-torch.distributed.pipelining with fully_shard and reshard_after_forward=False, in the same four processes. The variants
-run in turn (A B C A B C ...); every step begins with a barrier, and the time of the slowest rank is used. The script
-prints the gathers and reductions of each rank in a step, the median times, the milliseconds of a rank's W actions, and
-the medians of the paired ratios with a 95 % bootstrap interval. Gradients of all variants are compared before any
-timing.
+"once": fully_shard divides the blocks, and a step gathers and reduces each block once. "flags":
+``Distributed(gather_once=False)``, where fully_shard gathers for each forward and backward and reduces in each
+backward, as pipesched did before it had the option. "zero2": ``Distributed(zero=2)`` without fully_shard. "torch":
+torch.distributed.pipelining with fully_shard and reshard_after_forward=False, in the same four processes.
+
+All variants update the weights with AdamW in each step. They run in turn (A B C A B C ...); every step begins with a
+barrier, and the time of the slowest rank is used. The script prints the gathers and reductions of each rank in a step,
+the median times, the milliseconds of a rank's W actions, and the medians of the paired ratios with a 95 % bootstrap
+interval. The weights of all variants are compared after two steps, before any timing.
 """
 
 import argparse
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import torch
 from measure import in_ranks, machine, ratio, slowest_s
-from torch import Tensor, nn
+from torch import Tensor, nn, optim
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, schedules
+from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 from pipesched import Distributed, Pipeline
@@ -69,49 +72,97 @@ def sharded(module: nn.Module, shards: DeviceMesh, **options: Any) -> nn.Module:
     return fully_shard(module, mesh=shards, **options)
 
 
-def own(name: str, width: int, meshes: tuple[DeviceMesh, DeviceMesh], gather_once: bool, rows: int) -> Pipeline:
-    """Make a pipeline."""
-    shards, ranks = meshes
+class Variant(NamedTuple):
+    """A way to train: a step with its update, the modules with the weights, and the pipeline if it is ours."""
+
+    step: Callable[[], Any]
+    modules: list[nn.Module]
+    pipe: Pipeline | None = None
+
+
+def adamw(parameters: Iterable[nn.Parameter]) -> optim.AdamW:
+    """The optimizer of all variants."""
+    return optim.AdamW(parameters, lr=1e-3, foreach=False)
+
+
+def pipeline(name: str, width: int, mesh: DeviceMesh, rows: int, **options: Any) -> Pipeline:
+    """Make a pipeline of the blocks."""
     count = RANKS * CHUNKS[name]
     return Pipeline(
         blocks(width),
         torch.ones(rows, width),
         loss_fn=functional.mse_loss,
-        mesh=ranks,
+        mesh=mesh,
         schedule=name,
         num_microbatches=M,
         boundaries=[BLOCKS * stage // count for stage in range(1, count)],
-        wrap=lambda module, _: sharded(module, shards),
-        distributed=Distributed(gather_once=gather_once),
+        **options,
     )
 
 
-def rival(name: str, width: int, meshes: tuple[DeviceMesh, DeviceMesh]) -> tuple[Callable[..., None], list[nn.Module]]:
-    """Make a function that runs a step of torch's pipeline, and its stages."""
+def own(name: str, mesh: DeviceMesh, batch: tuple[Tensor, Tensor], gather_once: bool) -> Variant:
+    """Our pipeline over stages that fully_shard divides."""
+    x, y = batch
+    shards = mesh["shard"]
+    pipe = pipeline(
+        name,
+        x.shape[-1],
+        mesh["pp"],
+        len(x) // M,
+        wrap=lambda module, _: sharded(module, shards),
+        distributed=Distributed(gather_once=gather_once),
+    )
+    optimizer = adamw(pipe.parameters())
+
+    def step() -> None:
+        pipe.step(x, target=y)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return Variant(step, [pipe], pipe)
+
+
+def divided(name: str, mesh: DeviceMesh, batch: tuple[Tensor, Tensor], zero: Literal[1, 2]) -> Variant:
+    """Our pipeline, which divides the update over the replicas."""
+    x, y = batch
+    axes = {"pipeline": "pp", "replicate": "shard"}
+    pipe = pipeline(
+        name, x.shape[-1], mesh, len(x) // M, axes=axes, optimizer=adamw, distributed=Distributed(zero=zero)
+    )
+    return Variant(lambda: pipe.step(x, target=y), [pipe], pipe)
+
+
+def rival(name: str, mesh: DeviceMesh, batch: tuple[Tensor, Tensor]) -> Variant:
+    """The pipeline of torch over stages that fully_shard divides."""
+    x, y = batch
     made, chunks, in_a_v = RIVALS[name]
-    shards, ranks = meshes
+    ranks = mesh["pp"]
     rank, count = ranks.get_local_rank(), RANKS * chunks
     size = BLOCKS // count
     numbers = [rank, count - 1 - rank] if in_a_v else [rank + RANKS * chunk for chunk in range(chunks)]
-    model = blocks(width)
-    parts = [sharded(model[n * size : (n + 1) * size], shards, reshard_after_forward=False) for n in numbers]
+    model = blocks(x.shape[-1])
+    parts = [sharded(model[n * size : (n + 1) * size], mesh["shard"], reshard_after_forward=False) for n in numbers]
     stages = [
         PipelineStage(part, number, count, torch.device("cpu"), group=ranks.get_group())
         for part, number in zip(parts, numbers, strict=True)
     ]
     schedule = made(stages[0] if chunks == 1 else stages, M, loss_fn=functional.mse_loss)
     last = rank == (0 if in_a_v else RANKS - 1)
+    optimizer = adamw(parameter for part in parts for parameter in part.parameters())
 
-    def step(x: Tensor, target: Tensor) -> None:
-        schedule.step(*([x] if rank == 0 else []), **({"target": target} if last else {}))
+    def step() -> None:
+        schedule.step(*([x] if rank == 0 else []), **({"target": y} if last else {}))
+        optimizer.step()
+        optimizer.zero_grad()
 
-    return step, parts
+    return Variant(step, parts)
 
 
-def shards_of(modules: list[nn.Module]) -> list[Tensor]:
-    """The gradients of this process, sorted, because chunks lie in different orders."""
-    grads = [p.grad.to_local() for module in modules for p in module.parameters()]
-    return sorted(grads, key=lambda grad: (grad.numel(), float(grad.abs().sum())))
+def weights_of(variant: Variant) -> list[Tensor]:
+    """The whole weights of this rank, sorted, because chunks lie in different orders."""
+    held = [parameter.detach() for module in variant.modules for parameter in module.parameters()]
+    whole = [weight.full_tensor() if isinstance(weight, DTensor) else weight for weight in held]
+    return sorted((weight.clone() for weight in whole), key=lambda weight: (weight.numel(), float(weight.abs().sum())))
 
 
 def weight_gradient_s(pipe: Pipeline) -> float:
@@ -123,57 +174,52 @@ def weight_gradient_s(pipe: Pipeline) -> float:
 def compare(rank: int, name: str, pairs: int, width: int, tokens: int) -> str:
     """Compare the variants under one schedule; returns the lines to print."""
     mesh = init_device_mesh("cpu", (REPLICAS, RANKS), mesh_dim_names=("shard", "pp"))
-    meshes = mesh["shard"], mesh["pp"]
     torch.manual_seed(1 + mesh["shard"].get_local_rank())
     x, y = torch.randn(2, M * tokens, width)
-    with own(name, width, meshes, True, tokens) as once, own(name, width, meshes, False, tokens) as flags:
-        modules: dict[str, list[nn.Module]] = {"once": [once], "flags": [flags]}
-        steps = {"once": lambda: once.step(x, target=y), "flags": lambda: flags.step(x, target=y)}
-        failed = ""
-        if name in RIVALS:
-            theirs, modules["torch"] = rival(name, width, meshes)
-            steps["torch"] = lambda: theirs(x, y)
-        counts = {}
-        for variant in list(steps):
-            try:
-                for _ in range(2):  # the first one sets up
-                    for module in modules[variant]:
-                        module.zero_grad()
-                    with counted() as calls:
-                        steps[variant]()
-            except Exception as error:
-                if variant != "torch":
-                    raise
-                failed = f"torch fails: {type(error).__name__}: {str(error).splitlines()[0]}"
-                del steps[variant]
-                continue
-            counts[variant] = f"{calls['gather']} + {calls['reduce']}"
-        due = shards_of(modules["once"])
-        equal = {
-            variant: all(
-                torch.allclose(a, b, rtol=1e-4, atol=1e-6)
-                for a, b in zip(due, shards_of(modules[variant]), strict=True)
-            )
-            for variant in steps
-        }
-        times: dict[str, list[float]] = {variant: [] for variant in steps}
-        w_s: dict[str, float] = {}
-        for _ in range(pairs):
-            for variant, step in steps.items():
-                for module in modules[variant]:
-                    module.zero_grad()
-                times[variant].append(slowest_s(step))
-        for variant, pipe in (("once", once), ("flags", flags)):
-            w_s[variant] = weight_gradient_s(pipe)
+    batch = x, y
+    variants = {
+        "once": own(name, mesh, batch, True),
+        "flags": own(name, mesh, batch, False),
+        "zero2": divided(name, mesh, batch, 2),
+    }
+    if name in RIVALS:
+        variants["torch"] = rival(name, mesh, batch)
+    counts = {}
+    failed = ""
+    for label, variant in list(variants.items()):
+        try:
+            for _ in range(2):  # the first one sets up
+                with counted() as calls:
+                    variant.step()
+        except Exception as error:
+            if label != "torch":
+                raise
+            failed = f"torch fails: {type(error).__name__}: {str(error).splitlines()[0]}"
+            del variants[label]
+            continue
+        counts[label] = f"{calls['gather']} + {calls['reduce']}" if label != "zero2" else ""
+    due = weights_of(variants["once"])
+    equal = {
+        label: all(torch.allclose(a, b, rtol=1e-4, atol=1e-5) for a, b in zip(due, weights_of(variant), strict=True))
+        for label, variant in variants.items()
+    }
+    times: dict[str, list[float]] = {label: [] for label in variants}
+    for _ in range(pairs):
+        for label, variant in variants.items():
+            times[label].append(slowest_s(variant.step))
     lines = []
-    for variant in steps:
-        compared = ratio(times["once"], times[variant])
-        w = f"{w_s[variant] * 1e3:.1f}" if variant in w_s else ""
-        against = "" if variant == "once" else f"{compared!s}"
+    for label, variant in variants.items():
+        w = "" if variant.pipe is None else f"{weight_gradient_s(variant.pipe) * 1e3:.1f}"
+        once = ratio(times["once"], times[label])
+        zero = ratio(times["zero2"], times[label])
         lines.append(
-            f"| {name} | {variant} | {counts[variant]} | {compared.second * 1e3:.0f} | {w} | {against} | "
-            f"{'yes' if equal[variant] else 'NO'} |"
+            f"| {name} | {label} | {counts[label]} | {once.second * 1e3:.0f} | {w} | "
+            f"{once if label != 'once' else ''} | {zero if label != 'zero2' else ''} | "
+            f"{'yes' if equal[label] else 'NO'} |"
         )
+    for variant in variants.values():
+        if variant.pipe is not None:
+            variant.pipe.close()
     return "\n".join(lines + ([f"| {name} | {failed} |"] if failed else []))
 
 
@@ -188,8 +234,10 @@ def main() -> None:
     print(
         f"{machine()}; {BLOCKS} blocks of width {options.width}, {options.tokens} rows in each of {M} micro-batches\n"
     )
-    print("| schedule | variant | gathers + reductions | ms | W, ms | once / variant | same gradients |")
-    print("|---|---|---|---|---|---|---|")
+    print(
+        "| schedule | variant | gathers + reductions | ms | W, ms | once / variant | zero2 / variant | same weights |"
+    )
+    print("|---|---|---|---|---|---|---|---|")
     for name in options.schedules:
         print(in_ranks(REPLICAS * RANKS, compare, name, options.pairs, options.width, options.tokens)[0], flush=True)
 
