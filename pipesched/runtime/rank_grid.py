@@ -61,6 +61,16 @@ class RankGrid:
         """The group ranks that hold the same stages as this process, including its own, in replica order."""
         return tuple(row[self.position] for row in self.rows)
 
+    def named(self, names: Sequence[str]) -> list[str]:
+        """Return the names of the group's ranks, each with its replica and its rank there if there are replicas."""
+        if len(self.rows) == 1:
+            return [*names]
+        places = {rank: (replica, place) for replica, row in enumerate(self.rows) for place, rank in enumerate(row)}
+        return [
+            f"{name} (replica {places[rank][0]}, rank {places[rank][1]} of its pipeline)"
+            for rank, name in enumerate(names)
+        ]
+
 
 def grid_of(mesh: DeviceMesh, axes: Axes | None, timeout_s: float) -> tuple[Any, RankGrid, list[list[int]]]:
     """Return a process group, the arrangement of its ranks, and the ranks of all sums over replicas. Collective.

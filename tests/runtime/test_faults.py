@@ -170,7 +170,7 @@ def test_a_stranger_rings_no_alarm_and_holds_none_up() -> None:
     alarms: list[Alarm] = []
 
     def make(rank: int) -> None:
-        alarm = Alarm(_Group(rank, 2), "127.0.0.1", 30.0)
+        alarm = Alarm(_Group(rank, 2), ["rank 0", "rank 1"], "127.0.0.1", 30.0)
         alarm.meet(store)
         alarms.append(alarm)
 

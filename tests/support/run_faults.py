@@ -30,7 +30,7 @@ from tests.support.jobs.faults import Case, as_script, run_rank
 ROOT = Path(__file__).parents[2]
 SPARE_S = 5.0  # beyond the timeout, in which survivors are to end
 PATIENCE_S = 40.0  # beyond the timeout, until all survivors of a case are killed
-_RANK = r"rank \d+(?: \(global rank \d+\))?"
+_RANK = r"rank \d+(?: \([^)]*\))?"
 _BLAME = re.compile(rf"({_RANK}(?:, {_RANK})*) (?:failed:|ha(?:s|ve) not joined)")
 
 
@@ -88,7 +88,7 @@ def _judged(case: Case, said: Sequence[Path], ended: dict[int, float], timeout_s
         if "ended_s" not in own:
             failed += 1
             error = str(own.get("error") or text[text.rfind("pipesched: ") :])
-            if _named(error) != {case.rank}:
+            if _named(error) != {case.rank} or ("of its pipeline)" in error) != (case.by == "replicate"):
                 wrong.append(f"rank {rank}: {error[:600] or 'nothing'}")
     return Outcome(case, fault_s > 0, round(slowest, 2), failed, late, wrong)
 
@@ -98,7 +98,8 @@ def _named(error: str) -> set[int]:
     found = _BLAME.search(error)
     if not found:
         return set()
-    return {int(re.findall(r"\d+", one)[-1]) for one in re.findall(_RANK, found[1])}
+    names = re.findall(_RANK, found[1])
+    return {int(re.findall(r"global rank (\d+)", name)[0] if "global" in name else name.split()[1]) for name in names}
 
 
 # ---- processes ------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import secrets
 import selectors
 import socket
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from multiprocessing.util import Finalize
 from typing import Any
@@ -22,7 +22,7 @@ from torch import distributed
 
 from pipesched.runtime.coordination.failure_notices import LONGEST, Address, Fault, told
 from pipesched.runtime.coordination.rank_activity import ENDED, Activity, Doing, State, blamed
-from pipesched.runtime.coordination.rendezvous import AbsentError, names_of, ranks_of
+from pipesched.runtime.coordination.rendezvous import AbsentError, ranks_of
 from pipesched.runtime.coordination.stores import Store, StoreLostError, asked, missing
 from pipesched.runtime.coordination.stuck_collectives import Stuck
 
@@ -190,6 +190,7 @@ class Alarm:
 
     Args:
         group: the process group of the pipeline's ranks.
+        names: the names of the group's ranks.
         host: this rank's address.
         timeout_s: how long to wait for other ranks and the store, in seconds.
 
@@ -198,11 +199,11 @@ class Alarm:
 
     """
 
-    def __init__(self, group: Any, host: str, timeout_s: float) -> None:
+    def __init__(self, group: Any, names: Sequence[str], host: str, timeout_s: float) -> None:
         self.rank: int = group.rank()
         self._timeout_s = timeout_s
         self._job, ranks = _job_of(group)
-        self._names = names_of(group)
+        self._names = names
         self._own_ranks = set(ranks)
         self.activity = Activity(self._names)
         self._listener = _Listener(host, self.activity, self.name)

@@ -38,6 +38,7 @@ from pipesched.program.actions import Action, Kind, Lane
 from pipesched.program.program import Program
 from pipesched.runtime.coordination.forked_process import Forked, end_in_children, forget
 from pipesched.runtime.coordination.rank_activity import COLLECTIVE, doing_at, said
+from pipesched.runtime.coordination.rendezvous import names_of
 from pipesched.runtime.executors.channel_plan import ChannelEnds, OrderMessages, channels_of, digest_of
 from pipesched.runtime.executors.device_streams import streams_for
 from pipesched.runtime.executors.interpreter import Rank, Stamps, interpret
@@ -112,7 +113,7 @@ class ProcessExecutor:
         self._courier = Courier(self.device)
         #: Encodes values other than tensors; decodes only types that were registered.
         self.encoding = Encoding((Action, Kind, Lane, Span))
-        self._alarm, connections = met(group, self.device, timeout_s)
+        self._alarm, connections = met(group, self.grid.named(names_of(group)), self.device, timeout_s)
         self._activity = self._alarm.activity
         with self._stopping_all("the construction of a pipeline"):
             connections.connect()

@@ -1,5 +1,6 @@
 """Connections: all connections of one rank to the other ranks, created and closed together."""
 
+from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -9,7 +10,7 @@ from torch import distributed
 
 from pipesched.errors import ExecutionError
 from pipesched.runtime.coordination.failure_alarm import Alarm
-from pipesched.runtime.coordination.rendezvous import AbsentError, Rendezvous, names_of
+from pipesched.runtime.coordination.rendezvous import AbsentError, Rendezvous
 from pipesched.runtime.coordination.stores import StoreLostError, asked
 from pipesched.runtime.transport.device_channels import Links, links_for
 from pipesched.runtime.transport.ports import ConnectionLostError
@@ -28,10 +29,10 @@ class Connections:
     constructor raises ExecutionError if a rank does not join, and StoreLostError if the store does not reply.
     """
 
-    def __init__(self, group: Any, device: torch.device, timeout_s: float) -> None:
+    def __init__(self, group: Any, names: Sequence[str], device: torch.device, timeout_s: float) -> None:
         self.rank: int = group.rank()
         self.num_ranks: int = group.size()
-        rendezvous = Rendezvous(group.get_group_store(), self.rank, names_of(group))
+        rendezvous = Rendezvous(group.get_group_store(), self.rank, names)
         self.store = asked(lambda: rendezvous.meet(timeout_s), timeout_s + _PATIENCE_S)
         self._device = device
         self._timeout_s = timeout_s
@@ -70,16 +71,18 @@ class Connections:
         self.sockets.close()
 
 
-def met(group: Any, device: torch.device, timeout_s: float) -> tuple[Alarm, Connections]:
+def met(group: Any, names: Sequence[str], device: torch.device, timeout_s: float) -> tuple[Alarm, Connections]:
     """Wait until all ranks of the group have joined; return this rank's alarm and its unconnected Connections.
+
+    ``names`` holds the names of the group's ranks.
 
     Raises ExecutionError if a rank does not join. The alarm then also reports the missing ranks to the ranks of other
     pipelines.
     """
     try:
-        alarm = Alarm(group, own_host(group.get_group_store()), timeout_s)
+        alarm = Alarm(group, names, own_host(group.get_group_store()), timeout_s)
         try:
-            connections = Connections(group, device, timeout_s)
+            connections = Connections(group, names, device, timeout_s)
             alarm.meet(connections.store)
         except BaseException as error:
             if isinstance(error, AbsentError | StoreLostError):
