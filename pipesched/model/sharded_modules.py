@@ -58,6 +58,12 @@ class ShardedModules:
         meshes = [getattr(p, "device_mesh", None) for root in self._roots for p in root.parameters()]
         return max((mesh.size() for mesh in meshes if mesh is not None), default=1)
 
+    def sum_gradients(self) -> None:
+        """Let FSDP2 add the gradients of the processes instead of averaging them."""
+        for module in self._modules:
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)  # gloo cannot scale while it reduces
+
     def gather(self) -> None:
         """Start a run: begin to gather all weights, unless each module's flags decide. Does not wait for the weights.
 

@@ -135,10 +135,16 @@ class Assembly:
         self.bodies = self._bodies()
         self.owners = self._owners(self.bodies)
         self._check_reached()
+        #: The parameters of this process that replicas divide among them.
+        self._sharded = self._sharded_parameters()
         #: Stage number -> stage, for the stages of this process.
         self.stages = self._stages()
         if host.sums is not None:
-            host.sums.copy_from_first(self._held_tensors())
+            held = self._held_tensors()
+            shards = [tensor for tensor in held if tensor in self._sharded]
+            host.sums.copy_from_first(
+                [local(tensor) for tensor in held if tensor not in self._sharded], [local(shard) for shard in shards]
+            )
         #: Adds the gradients over replicas that are complete only after a run; None if there is one replica.
         self._late_sums = self._late() if host.sums is not None else None
         #: The holders of weight copies. A step refreshes the copies before it starts.
@@ -298,6 +304,8 @@ class Assembly:
             options: dict[str, Any] = {"ties": ties, "norms": norms, "compiled": compiled, "written": written[part]}
             if isinstance(body, WrappedBody):
                 body.sharded = ShardedModules.of(body.module, device, once=self._spec.gather_once)
+                if body.sharded is not None and not self._sharded.isdisjoint(body.module.parameters()):
+                    body.sharded.sum_gradients()
             stages[index] = Stage(body, device, head, **options, checkpoint_of_call=self.checkpoint_of_call)
             stages[index].gradients = self._gradients(index, modules)
         self._check_sharded({index: stage.sharded for index, stage in stages.items() if stage.sharded is not None})
@@ -324,7 +332,7 @@ class Assembly:
         """Return the parameters and buffers of the stages of this process, without copies of other ranks' weights."""
         own = [stage for index, stage in self.stages.items() if index == self.program.weights[index]]
         modules = [module for stage in own for module in stage.modules.values()]
-        return [local(tensor) for module in modules for tensor in (*module.parameters(), *module.buffers())]
+        return [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
 
     def put_back(self) -> None:
         """Move the layers back to the devices of this assembly's ranks, after another assembly has failed."""
@@ -359,7 +367,8 @@ class Assembly:
             return None
         tied = self.ties.parameters
         layers = self.programs.buckets[stage] if self.programs.buckets else []
-        return GradientBuckets([[p for p in modules[name].parameters() if p not in tied] for name in layers], sums)
+        buckets = [[p for p in modules[name].parameters() if p not in tied] for name in layers]
+        return GradientBuckets(buckets, sums, self._sharded)
 
     def _late(self) -> GradientBuckets:
         """Return one bucket with this process's parameters that are in no bucket of a stage."""
@@ -367,7 +376,14 @@ class Assembly:
         early = {p for stage in self.stages.values() if stage.gradients is not None for p in stage.gradients.parameters}
         own = [p for name, p in self._named_parameters() if self._host.holds(self.owners.rank(name))]
         late = [parameter for parameter in dict.fromkeys(own) if parameter not in early]
-        return GradientBuckets([late] if late else [], self._host.sums)
+        return GradientBuckets([late] if late else [], self._host.sums, self._sharded)
+
+    def _sharded_parameters(self) -> set[nn.Parameter]:
+        sums = self._host.sums
+        if sums is None:
+            return set()
+        own = [(name, p) for name, p in self._named_parameters() if self._host.holds(self.owners.rank(name))]
+        return {parameter for name, parameter in own if sums.is_sharded(name, parameter)}
 
     def _named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         loss_fn = self._spec.loss_fn

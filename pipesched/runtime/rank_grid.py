@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import distributed
 from torch.distributed.device_mesh import DeviceMesh
@@ -12,12 +12,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from pipesched.checks import check_type, shown
 from pipesched.errors import DeviceCountError, ExecutionError
 
-__all__ = ["Axes", "RankGrid", "grid_of", "own_group"]
+__all__ = ["Axes", "RankGrid", "SumRanks", "grid_of", "own_group"]
 
-#: Maps "pipeline" and "replicate" to names of mesh dimensions.
+#: Maps "pipeline", "replicate" and "shard" to names of mesh dimensions.
 Axes = Mapping[str, str]
 
-_KNOWN = {"pipeline": ("pp", "pipeline"), "replicate": ("dp", "dp_replicate", "replicate")}
+_KNOWN = {
+    "pipeline": ("pp", "pipeline"),
+    "replicate": ("dp", "dp_replicate", "replicate"),
+    "shard": ("fsdp", "dp_shard", "shard"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,16 +29,18 @@ class RankGrid:
     """The ranks of a process group, arranged by replica and by rank within the replica's pipeline.
 
     All replicas run the same program, each on its own micro-batches. The ranks with the same position in all replicas
-    hold the same stages.
+    hold the same stages. Groups of ``num_shards`` consecutive replicas may divide weights among them.
 
     Args:
         rows: for each replica, the group ranks of its pipeline, in pipeline order.
         rank: the group rank of this process.
+        num_shards: the size of the mesh dimension "shard". Default: 1.
 
     """
 
     rows: tuple[tuple[int, ...], ...]
     rank: int
+    num_shards: int = 1
 
     @classmethod
     def single(cls, group: Any) -> "RankGrid":
@@ -61,6 +67,12 @@ class RankGrid:
         """The group ranks that hold the same stages as this process, including its own, in replica order."""
         return tuple(row[self.position] for row in self.rows)
 
+    @cached_property
+    def shard_peers(self) -> tuple[int, ...]:
+        """The group ranks among ``peers`` that may divide weights with this process, including its own."""
+        first = self.replica // self.num_shards * self.num_shards
+        return self.peers[first : first + self.num_shards]
+
     def named(self, names: Sequence[str]) -> list[str]:
         """Return the names of the group's ranks, each with its replica and its rank there if there are replicas."""
         if len(self.rows) == 1:
@@ -72,16 +84,27 @@ class RankGrid:
         ]
 
 
-def grid_of(mesh: DeviceMesh, axes: Axes | None, timeout_s: float) -> tuple[Any, RankGrid, list[list[int]]]:
-    """Return a process group, the arrangement of its ranks, and the ranks of all sums over replicas. Collective.
+class SumRanks(NamedTuple):
+    """The global ranks of all sums over replicas in a mesh: for each sum, its processes in replica order.
 
-    The ranks of the sums are global ranks: for each sum in the mesh, the processes with the same stages, in replica
-    order. They are empty if there are no replicas.
+    Attributes:
+        whole: the processes with the same stages in all replicas.
+        shards: the processes with the same shards of these stages.
+
+    """
+
+    whole: list[list[int]]
+    shards: list[list[int]]
+
+
+def grid_of(mesh: DeviceMesh, axes: Axes | None, timeout_s: float) -> tuple[Any, RankGrid, SumRanks]:
+    """Return a process group, the arrangement of its ranks, and the ranks of all sums over replicas. Collective.
 
     Args:
         mesh: the mesh.
-        axes: the mesh dimensions of the pipeline and of the replicas; other dimensions are ignored. Default: a mesh of
-            one dimension is a pipeline; otherwise the dimensions are recognised by their names.
+        axes: the mesh dimensions of the pipeline, of the replicas, and of replicas that divide weights among them;
+            other dimensions are ignored. Default: a mesh of one dimension is a pipeline; otherwise the dimensions are
+            recognised by their names.
         timeout_s: how long a process waits for another one, in seconds.
 
     Raises:
@@ -92,24 +115,27 @@ def grid_of(mesh: DeviceMesh, axes: Axes | None, timeout_s: float) -> tuple[Any,
     """
     check_type(mesh, DeviceMesh, "mesh= must be a DeviceMesh", "pass one dimension of a DeviceMesh, such as mesh['pp']")
     dims = _dims(mesh, axes)
-    if dims["replicate"] is None:
+    if len(dims) == 1:
         own = mesh.get_group(dims["pipeline"])
-        return own, RankGrid.single(own), []
+        return own, RankGrid.single(own), SumRanks([], [])
     here = mesh.get_coordinate()
     if here is None:
         raise DeviceCountError(
             f"every process that makes the pipeline must be in the mesh; global rank {distributed.get_rank()} is not "
             f"in {mesh}; make the pipeline in the processes of the mesh only"
         )
-    kept = dims["replicate"], dims["pipeline"]
-    size = [mesh.mesh.shape[dim] for dim in kept]
+    kept = [dims[axis] for axis in ("replicate", "shard", "pipeline") if axis in dims]
+    size = [mesh.mesh.shape[dims[axis]] if axis in dims else 1 for axis in ("replicate", "shard", "pipeline")]
     grids = mesh.mesh.permute(*(dim for dim in range(mesh.ndim) if dim not in kept), *kept).reshape(-1, *size)
     group = own_group(grids.flatten(1).sort().values.tolist(), timeout_s)
     members = distributed.get_process_group_ranks(group)
-    ranks = next(grid for grid in grids.tolist() if {*members} == {rank for row in grid for rank in row})
+    ranks = next(grid for grid in grids.flatten(1, 2).tolist() if {*members} == {rank for row in grid for rank in row})
     rows = tuple(tuple(members.index(rank) for rank in row) for row in ranks)
-    sums = grids.transpose(1, 2).flatten(0, 1).tolist()
-    return group, RankGrid(rows=rows, rank=members.index(distributed.get_rank())), sums
+    sums = SumRanks(
+        whole=grids.flatten(1, 2).transpose(1, 2).flatten(0, 1).tolist(),
+        shards=grids.permute(0, 2, 3, 1).flatten(0, 2).tolist(),
+    )
+    return group, RankGrid(rows=rows, rank=members.index(distributed.get_rank()), num_shards=size[1]), sums
 
 
 def own_group(groups: Sequence[Sequence[int]], timeout_s: float, *, new: bool = False) -> Any:
@@ -146,23 +172,23 @@ def own_group(groups: Sequence[Sequence[int]], timeout_s: float, *, new: bool = 
     return next(group for group, ranks in zip(made, groups, strict=True) if here in ranks)
 
 
-def _dims(mesh: DeviceMesh, axes: Axes | None) -> dict[str, Any]:
-    """Return the index of the mesh dimension of each axis; None for "replicate" if there are no replicas."""
+def _dims(mesh: DeviceMesh, axes: Axes | None) -> dict[str, int]:
+    """Return the index of the mesh dimension of each axis that there is."""
     names = mesh.mesh_dim_names or ()
     if axes is None and mesh.ndim == 1:
-        return {"pipeline": 0, "replicate": None}
+        return {"pipeline": 0}
     if axes is None:
         axes = {axis: name for axis, known in _KNOWN.items() for name in names if name in known}
         if "pipeline" not in axes or len(axes) < mesh.ndim:
             raise DeviceCountError(
-                f"a pipeline needs the mesh dimension of its ranks, and may have a dimension of replicas; the "
+                f"a pipeline needs the mesh dimension of its ranks, and may have dimensions of replicas; the "
                 f"dimensions of this mesh are {names or f'{mesh.ndim}, without names'}; pass one dimension of the "
                 f"mesh, such as mesh['pp'], or for example axes={{'pipeline': 'pp', 'replicate': 'dp'}}"
             )
     if not isinstance(axes, Mapping) or "pipeline" not in axes or not set(axes) <= set(_KNOWN):
         raise DeviceCountError(
-            f"axes= must map 'pipeline', and 'replicate' if there are replicas, to names of mesh dimensions; got "
-            f"{shown(axes)}; pass for example axes={{'pipeline': 'pp', 'replicate': 'dp'}}"
+            f"axes= must map 'pipeline', and 'replicate' or 'shard' if there are replicas, to names of mesh "
+            f"dimensions; got {shown(axes)}; pass for example axes={{'pipeline': 'pp', 'replicate': 'dp'}}"
         )
     for axis, name in axes.items():
         if name not in names:
@@ -170,9 +196,8 @@ def _dims(mesh: DeviceMesh, axes: Axes | None) -> dict[str, Any]:
                 f"axes= must name dimensions of the mesh; {axis!r} is {name!r}, but the mesh has the dimensions "
                 f"{names}; correct the name"
             )
-    if axes["pipeline"] == axes.get("replicate"):
+    if len({*axes.values()}) < len(axes):
         raise DeviceCountError(
-            f"the pipeline and its replicas need different mesh dimensions; both are {axes['pipeline']!r}; "
-            f"correct axes="
+            f"the axes of a pipeline need different mesh dimensions; got {shown(axes)}; correct axes="
         )
-    return {axis: names.index(axes[axis]) if axis in axes else None for axis in _KNOWN}
+    return {axis: names.index(axes[axis]) for axis in _KNOWN if axis in axes}

@@ -296,7 +296,8 @@ class MeshRanks:
         intra_op_threads: the number of CPU threads per rank.
         timeout_s: how long a rank waits for another rank, in seconds.
         inputs: the ranks that pass a batch.
-        axes: the mesh dimensions of the pipeline and of its replicas. Default: recognised by their names.
+        axes: the mesh dimensions of the pipeline, of its replicas, and of replicas that divide weights. Default:
+            recognised by their names.
 
     """
 
@@ -338,8 +339,9 @@ class MeshRanks:
         if len(self.grid.rows) > 1:
             rows = str([[members[rank] for rank in row] for row in self.grid.rows])
             executor.agree_on({"the ranks of the replicas": rows}, "pass the same mesh= and axes= on every rank")
-            peers = ReplicaGroup(sums, timeout_s)
-            self.sums = ReplicaSums(peers, CollectiveLane(device, executor.now), executor.check_peers)
+            whole = ReplicaGroup(sums.whole, timeout_s)
+            shards = whole if self.grid.num_shards == 1 else ReplicaGroup(sums.shards, timeout_s)
+            self.sums = ReplicaSums(whole, shards, CollectiveLane(device, executor.now), executor.check_peers)
 
     @property
     def rank(self) -> int:

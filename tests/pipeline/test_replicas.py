@@ -33,7 +33,9 @@ def test_replicas_that_would_not_stay_equal_are_refused_by_name(ranks: Ranks) ->
         assert "in layer '1'; pass numerics=Numerics(batch_norm='mini-batch')" in found["BatchNorm"]
         assert "ScheduleError: with replicas, a step must update the weights once" in found["updates"]
         assert "'pipedream' contains updates" in found["updates"]
-        assert "different mesh dimensions; both are 'pp'" in found["axes"]
+        assert "different mesh dimensions; got {'pipeline': 'pp', 'replicate': 'pp'}" in found["axes"]
+        assert "the mesh dimension that axes= maps to 'shard'; parameter '" in found["shards"]
+        assert "is divided among global ranks [0, 2]" in found["shards"] or "ranks [1, 3]" in found["shards"]
         assert "'replicate' is 'data', but the mesh has the dimensions ('dp', 'pp')" in found["names"]
         assert "sparse" in found["sparse"]
         assert "rank 2 differs from rank 0: the ranks of the replicas is [[0, 2], [1, 3]]" in found["different axes"]
@@ -87,15 +89,27 @@ def test_replicas_of_sharded_stages(ranks: Ranks) -> None:
     ranks.run(4, jobs.sharded)
 
 
+@pytest.mark.parametrize(
+    ("shape", "schedule", "part"), [((2, 2, 1), "interleaved-1f1b", False), ((1, 2, 2), "zb-h1", True)]
+)
+def test_replicas_that_divide_weights_train_as_the_loop(
+    ranks: Ranks, shape: tuple[int, int, int], schedule: str, part: bool
+) -> None:
+    """benchmarks/hybrid_sharding.py runs all cases."""
+    for errors in ranks.run(4, partial(jobs.hybrid, part=part), shape, schedule):
+        assert max(errors) <= 1e-6
+
+
 def test_the_dimensions_of_a_mesh_are_recognised_or_named(ranks: Ranks) -> None:
     for rank, found in enumerate(ranks.run(4, jobs.grids)):
         assert found["by names"] == found["any names"] == ((0, 1), (2, 3))
         assert found["pipelines first"] == ((0, 2), (1, 3))
+        assert found["two kinds of replicas"] == ((0,), (1,), (2,), (3,))
         assert found["one dimension"] == ((0, 1),)
         assert "waited 1 s for the group of ranks [" in found["of a larger mesh, with unequal groups"]
         assert "the dimensions of this mesh are ('a', 'b'); pass one dimension of the mesh" in found["unknown names"]
         assert "the dimensions of this mesh are ('dp', 'tp', 'pp')" in found["one more dimension"]
         assert "the dimensions of this mesh are 2, without names" in found["no names"]
-        assert "axes= must map 'pipeline', and 'replicate' if there are replicas" in found["other axes"]
+        assert "axes= must map 'pipeline', and 'replicate' or 'shard' if there are replicas" in found["other axes"]
         assert "got 'pp'" in found["no mapping"]
         assert "mesh= must be a DeviceMesh" in found["no mesh"], rank

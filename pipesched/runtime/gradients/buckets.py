@@ -1,6 +1,6 @@
 """Gradient buckets: adds the gradients of parameters over replicas, bucket by bucket, while the rank computes."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Protocol
@@ -32,8 +32,8 @@ class Sums(Protocol):
     def length(self, numbers: int) -> int:
         """Return the length of a buffer for this many numbers."""
 
-    def start(self, buffers: Sequence[Tensor]) -> Ticket:
-        """Start to replace buffers by their sums over replicas."""
+    def start(self, buffers: Sequence[Tensor], *, of_shards: bool = False) -> Ticket:
+        """Start to replace buffers by their sums over replicas, or over the replicas with the same shards."""
 
     def any(self, flag: Tensor) -> Tensor:
         """Return whether a 0-d flag is set in any replica. Waits for all replicas."""
@@ -53,13 +53,17 @@ class GradientBuckets:
     Args:
         buckets: the parameters of each bucket.
         sums: adds buffers over replicas.
+        sharded: the parameters that replicas divide among them.
 
     """
 
-    def __init__(self, buckets: Iterable[Sequence[nn.Parameter]], sums: Sums) -> None:
+    def __init__(
+        self, buckets: Iterable[Sequence[nn.Parameter]], sums: Sums, sharded: Collection[nn.Parameter] = ()
+    ) -> None:
         #: The parameters of each bucket.
         self.buckets = [list(bucket) for bucket in buckets]
         self._sums = sums
+        self._sharded = sharded
         #: Parameters of whose sums each replica keeps a part only, with the object that takes this part.
         self.divided: Mapping[nn.Parameter, Divided] = {}
         self._before: dict[nn.Parameter, Any] = {}
@@ -121,9 +125,11 @@ class GradientBuckets:
         parameters = [parameter for parameter in self.buckets[bucket] if parameter.requires_grad]
         _check_dense(parameters)
         whole = [parameter for parameter in parameters if parameter not in self.divided]
-        if whole:
-            copies = _Copies(whole, self._sums.length)
-            self._started.append((bucket, copies, self._sums.start(copies.buffers)))
+        for of_shards in (False, True):
+            added = [parameter for parameter in whole if (parameter in self._sharded) is of_shards]
+            if added:
+                copies = _Copies(added, self._sums.length)
+                self._started.append((bucket, copies, self._sums.start(copies.buffers, of_shards=of_shards)))
         if len(whole) < len(parameters):
             parts = DividedCopies({p: self.divided[p] for p in parameters if p in self.divided})
             self._started.append((bucket, parts, self._sums.scatter(parts.buffers)))

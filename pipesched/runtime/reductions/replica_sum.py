@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
+from pipesched.errors import ModelTypeError
 from pipesched.runtime.rank_grid import own_group
 from pipesched.runtime.reductions.collective_lane import CollectiveLane, Ticket
 from pipesched.tensors.flat_buffers import places
@@ -35,6 +36,8 @@ class ReplicaGroup:
 
     def __init__(self, groups: Sequence[Sequence[int]], timeout_s: float) -> None:
         ranks = next(ranks for ranks in groups if distributed.get_rank() in ranks)
+        #: The global ranks of the group, in replica order.
+        self.ranks = tuple(ranks)
         self.size = len(ranks)
         self._first = ranks[0]
         self._group: Any = own_group(groups, timeout_s, new=True)
@@ -111,20 +114,50 @@ class ReplicaSums:
 
     Args:
         group: the processes with the same stages in all replicas.
+        shards: the processes with the same shards of these stages; ``group`` if replicas divide no weights.
         lane: the lane.
         check: raises an exception if another rank has failed; called while a sum is awaited.
 
     """
 
-    def __init__(self, group: ReplicaGroup, lane: CollectiveLane, check: Callable[[], None]) -> None:
+    def __init__(
+        self, group: ReplicaGroup, shards: ReplicaGroup, lane: CollectiveLane, check: Callable[[], None]
+    ) -> None:
         self.length = group.length
         self.check = check
         self._group = group
+        self._shards = shards
         self._lane = lane
 
-    def start(self, buffers: Sequence[Tensor]) -> Ticket:
-        """Replace buffers by their sums over replicas. Returns a ticket to wait for."""
-        return self._lane.start(partial(_each, self._group.add, buffers))
+    def is_sharded(self, name: str, parameter: Tensor) -> bool:
+        """Return whether replicas divide a parameter among them, as the mesh dimension "shard" says.
+
+        Raises ModelTypeError if other replicas divide it.
+        """
+        mesh = getattr(parameter, "device_mesh", None)
+        own = distributed.get_rank()
+        holders = set() if mesh is None else {*mesh.mesh.flatten().tolist()} & {*self._group.ranks}
+        if holders <= {own}:
+            return False
+        num_shards = self._group.size // self._shards.size
+        first = self._group.ranks.index(own) // num_shards * num_shards
+        due = {*self._group.ranks[first : first + num_shards]}
+        if holders != due:
+            raise ModelTypeError(
+                f"wrap= may divide weights among replicas only over the mesh dimension that axes= maps to 'shard'; "
+                f"parameter {name!r} is divided among global ranks {sorted(holders)}, but the ranks of that dimension "
+                f"are {sorted(due)}; pass for example axes={{'pipeline': 'pp', 'shard': 'fsdp'}} and "
+                f"fully_shard(..., mesh=mesh['fsdp'])"
+            )
+        return True
+
+    def start(self, buffers: Sequence[Tensor], *, of_shards: bool = False) -> Ticket:
+        """Replace buffers by their sums over replicas. Returns a ticket to wait for.
+
+        With ``of_shards``, only the replicas with the same shards add their buffers.
+        """
+        group = self._shards if of_shards else self._group
+        return self._lane.start(partial(_each, group.add, buffers))
 
     def scatter(self, buffers: list[Tensor]) -> Ticket:
         """Replace each buffer, which has a row for each replica, by the sum of this replica's row."""
@@ -143,13 +176,14 @@ class ReplicaSums:
         self.start([buffer]).wait(self.check)
         return buffer[0] > 0
 
-    def copy_from_first(self, tensors: Sequence[Tensor]) -> None:
-        """Replace tensors with those of replica 0. Waits for all replicas."""
+    def copy_from_first(self, tensors: Sequence[Tensor], shards: Sequence[Tensor]) -> None:
+        """Replace tensors, and shards of tensors, with those of the first replica that has them. Waits for all."""
         copy = self._group.copy_from_first
+        copy_shard = self._shards.copy_from_first
 
         def run() -> None:
-            for tensor in tensors:
-                copy(tensor)
+            _each(copy, tensors)
+            _each(copy_shard, shards)
 
         self._lane.start(run).wait(self.check)
 
@@ -167,6 +201,7 @@ class ReplicaSums:
         """End the lane, and release the group's connections."""
         self._lane.close()
         self._group.close()
+        self._shards.close()
 
 
 def _each(run: Callable[[Any], None], items: Iterable[Any]) -> None:

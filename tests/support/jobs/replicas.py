@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 from pipesched import Distributed, Numerics, Pipeline
@@ -120,7 +121,7 @@ def named_of(model: Any) -> list[tuple[str, nn.Parameter]]:
 def pipeline(mesh: DeviceMesh, model: nn.Module, sample: Any, **options: Any) -> Pipeline:
     given = options.pop("distributed", Distributed(timeout=20))
     with warnings.catch_warnings(action="ignore"):
-        return Pipeline(model, sample, mesh=mesh, seed=SEED, distributed=given, **options)
+        return Pipeline(model, sample, mesh=mesh, distributed=given, **{"seed": SEED, **options})
 
 
 def trained(group: Any, case: Case) -> Trained:
@@ -235,6 +236,7 @@ def refused(group: Any) -> dict[str, str]:
         "updates": said(lambda: small(mesh, schedule="pipedream", optimizer=sgd)),
         "axes": said(lambda: small(mesh, axes={"pipeline": "pp", "replicate": "pp"})),
         "names": said(lambda: small(mesh, axes={"pipeline": "pp", "replicate": "data"})),
+        "shards": said(lambda: small(mesh, wrap=lambda module, stage: fully_shard(module, mesh=mesh["dp"]))),
         "sparse": said(lambda: _sparse(mesh)),
     }
     odd = {"pipeline": "dp", "replicate": "pp"} if group.rank() == 2 else None
@@ -439,6 +441,54 @@ def sharded(group: Any) -> None:
                 assert torch.allclose(grad.full_tensor(), expected.get_parameter(name).grad, atol=1e-6)  # type: ignore[arg-type]
 
 
+def hybrid(group: Any, shape: tuple[int, int, int], schedule: str, *, part: bool = False) -> list[float]:
+    """The relative errors of losses, gradients, norms and weights if fully_shard divides stages over a mesh dimension.
+
+    Each replica has rows of its own, with dropout and unequal numbers of labels. ``part``: whether only some layers are
+    sharded.
+    """
+    mesh = mesh_of(shape, ("dp", "fsdp", "pp"))
+    replicas = shape[0] * shape[1]
+    replica = mesh.get_local_rank("dp") * shape[1] + mesh.get_local_rank("fsdp")
+    x, _ = plain_batch()
+    labels = tied_batch()[1] % 4
+    labels[:5] = labels[9] = -100
+    own = own_rows(replica, replicas)
+    expected = plain_model()
+    count = MICROBATCHES // replicas
+
+    def shard(module: nn.Module, stage: int) -> nn.Module:
+        linears = [layer for layer in module.modules() if isinstance(layer, nn.Linear)]
+        for layer in linears[:1] if part else [*linears, module]:
+            fully_shard(layer, mesh=mesh["fsdp"])
+        return module
+
+    shared: dict[str, Any] = {"num_microbatches": count, "seed": SEED}
+    loop = {"loss_fn": nn.CrossEntropyLoss(), "num_replicas": replicas, **shared}
+    with pipeline(
+        mesh, plain_model(), x[:2], loss_fn=nn.CrossEntropyLoss(), schedule=schedule, wrap=shard, **shared
+    ) as pipe:
+        optimizers = [torch.optim.AdamW(held.parameters(), lr=0.01) for held in (pipe, expected)]
+        errors = []
+        for step in range(STEPS):
+            due = reference_step(expected, x, target=labels, step=step, **loop)
+            errors.append(float((pipe.step(x[own], target=labels[own]) - due).abs() / due))
+            for name, parameter in pipe.named_parameters():
+                mine: Any = parameter.grad
+                grad = expected.get_parameter(name).grad
+                assert grad is not None
+                whole = mine.full_tensor() if isinstance(mine, DTensor) else mine
+                errors.append(float((whole - grad).norm() / grad.norm()))
+            norm = nn.utils.clip_grad_norm_(expected.parameters(), 0.1)
+            errors.append(float((pipe.clip_grad_norm_(0.1) - norm).abs() / norm))
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        state = pipe.full_state_dict()
+        errors += [float((state[name] - value).norm() / value.norm()) for name, value in expected.state_dict().items()]
+        return errors
+
+
 def grids(group: Any) -> dict[str, Any]:
     """The rows of the grids of some meshes, or why there is none."""
 
@@ -458,6 +508,7 @@ def grids(group: Any) -> dict[str, Any]:
         "unknown names": rows(mesh_of((2, 2), ("a", "b"))),
         "one more dimension": rows(mesh_of((2, 1, 2), ("dp", "tp", "pp"))),
         "no names": rows(init_device_mesh("cpu", (2, 2))),
+        "two kinds of replicas": rows(mesh_of((2, 2, 1), ("dp_replicate", "dp_shard", "pp"))),
         "other axes": rows(mesh, {"pipeline": "pp", "data": "dp"}),
         "no mapping": rows(mesh, "pp"),
         "no mesh": rows(group),
