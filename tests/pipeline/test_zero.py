@@ -38,12 +38,14 @@ def test_weights_are_the_loops_and_states_are_divided(ranks: Ranks, dims: tuple[
         assert max(held) < whole
 
 
-def test_memory_falls_by_the_states_and_by_the_gradients(ranks: Ranks):
+def test_memory_falls_by_the_states_the_gradients_and_the_weights(ranks: Ranks):
     """Four layers a rank: weights and gradients of 4, states of 8 without zero=, 2 of them with 4 replicas."""
-    plain, states, gradients = (ranks.run(4, zero.measure, (4, 1), level)[0] for level in range(3))
-    assert (plain[1], states[1], gradients[1]) == (8, 2, 2)
-    assert states[0] <= plain[0] - 6 + 0.1
-    assert gradients[0] < states[0] - 1
+    plain, states, gradients, weights = (ranks.run(4, zero.measure, (4, 1), level)[0] for level in range(4))
+    assert [one.states for one in (plain, states, gradients, weights)] == [8, 2, 2, 2]
+    assert [one.weights for one in (plain, states, gradients, weights)] == [4, 4, 4, 1]
+    assert states.peak <= plain.peak - 6 + 0.1
+    assert gradients.peak < states.peak - 1
+    assert weights.peak <= gradients.peak + 0.1  # a step holds the whole weights
 
 
 @pytest.mark.parametrize("level", [1, 2])

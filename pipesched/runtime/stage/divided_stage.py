@@ -87,12 +87,10 @@ def divided_weights(stage: Stage, spread: Spread, replica: int, num_replicas: in
         units.append([parameter for parameter in dict.fromkeys(bucket) if parameter not in seen])
         seen.update(bucket)
     shards.add([parameter for parameter in chain(*units) if parameter not in shards], cuts=True)
-    weights = DividedWeights(units, shards, () if update is None else update.parameters, spread)
-    weights.divide()
+    stage.divided_weights = weights = DividedWeights(units, shards, update, spread)
     if update is not None:
         update.unsent = weights
-        update.follow()
-    stage.divided_weights = weights
+    weights.divide()
     return weights
 
 

@@ -5,7 +5,7 @@ stage's gradients are complete. The optimizer updates the rows, so nothing is se
 the updated rows.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from pipesched.runtime.gradients.buckets import Ticket
 from pipesched.runtime.gradients.shards import Shards
-from pipesched.runtime.stage.sharded_update import Spread
+from pipesched.runtime.stage.sharded_update import ShardedUpdate, Spread
 
 __all__ = ["DividedWeights"]
 
@@ -32,7 +32,7 @@ class DividedWeights:
     Args:
         units: the parameters, in groups that are gathered together, in the order of their use.
         shards: the rows of each replica.
-        updated: the parameters that the optimizers of all replicas update.
+        update: the update of this replica's rows; None if the stage has no optimizer.
         spread: sends rows to all replicas.
 
     """
@@ -41,17 +41,18 @@ class DividedWeights:
         self,
         units: Iterable[Sequence[nn.Parameter]],
         shards: Shards,
-        updated: Collection[nn.Parameter],
+        update: ShardedUpdate | None,
         spread: Spread,
     ) -> None:
         self._units = [list(unit) for unit in units]
         self._shards = shards
-        self._updated = {*updated}
+        self._update = update
+        self._updated = {*(() if update is None else update.parameters)}
         self._spread = spread
         self._divided: set[nn.Parameter] = set()
         #: The whole tensors that are being gathered.
         self.arriving: dict[nn.Parameter, Tensor] = {}
-        self._rows: dict[nn.Parameter, Tensor] = {}  # of the parameters that are whole for a run
+        self._gathered: list[nn.Parameter] = []  # the divided parameters that are whole for a run
         self._ticket: Ticket | None = None
 
     def __contains__(self, parameter: object) -> bool:
@@ -66,15 +67,22 @@ class DividedWeights:
         """Keep only this replica's rows of the parameters that are whole."""
         for parameter in chain(*self._units):
             if parameter not in self._divided and parameter.is_contiguous() and not self._stays_whole(parameter):
-                rows = self._shards.own(parameter, parameter.detach())
-                parameter.data = self._no_rows(parameter) if rows is None else rows.clone()
                 self._divided.add(parameter)
+                self._cut(parameter)
+        self._follow()
+
+    def _cut(self, parameter: nn.Parameter) -> None:
+        """Replace the whole tensor by this replica's rows."""
+        rows = self._shards.own(parameter, parameter.detach())
+        none = (0, *self._shards.shape(parameter)[1:])
+        parameter.data = parameter.detach().new_empty(none) if rows is None else rows.clone()
+
+    def _follow(self) -> None:
+        if self._update is not None:
+            self._update.follow()
 
     def _stays_whole(self, parameter: nn.Parameter) -> bool:
         return parameter.requires_grad and parameter not in self._updated
-
-    def _no_rows(self, parameter: nn.Parameter) -> Tensor:
-        return parameter.detach().new_empty((0, *self._shards.shape(parameter)[1:]))
 
     @torch.no_grad()
     def gather(self) -> None:
@@ -111,11 +119,12 @@ class DividedWeights:
             return
         self._wait()
         for parameter, whole in self.arriving.items():
-            self._rows[parameter] = parameter.detach()
             parameter.data = whole
             if whole.is_cuda:
                 whole.record_stream(torch.cuda.current_stream(whole.device))  # another stream has allocated it
+        self._gathered = [*self.arriving]
         self.arriving = {}
+        self._follow()  # frees the rows
 
     def _wait(self) -> None:
         if self._ticket is not None:
@@ -124,23 +133,23 @@ class DividedWeights:
 
     @torch.no_grad()
     def release(self, *, failed: bool = False) -> None:
-        """Free the whole weights, and keep this replica's rows, with changes that forwards have made to the weights.
+        """End the use of the whole weights in a run: free them, and keep this replica's rows.
 
-        After a failed run, the rows are those before the run.
+        Does nothing if this has been done. ``failed`` states whether the run has failed.
         """
         if self.arriving and not failed:  # a run that did not use the stage
             self._wait()
         self._ticket = None
         self.arriving = {}
-        rows_of, self._rows = self._rows, {}
-        for parameter, rows in rows_of.items():
+        if not self._gathered:
+            return
+        for parameter in self._gathered:
             if self._stays_whole(parameter):  # it was frozen when it was divided
                 self._divided.discard(parameter)
-                continue
-            own = self._shards.own(parameter, parameter.detach())
-            if own is not None and not failed:
-                rows.copy_(own)
-            parameter.data = rows
+            else:
+                self._cut(parameter)
+        self._gathered = []
+        self._follow()
 
     @torch.no_grad()
     def assemble(self, exchange: _Exchange) -> None:

@@ -178,8 +178,16 @@ def _size(optimizer: Optimizer) -> int:
     return sum(value.numel() for value in tensors if value.dim())
 
 
-def measure(group: Any, dims: tuple[int, int], zero: int) -> tuple[float, float]:
-    """Train four equal layers a rank; the peak and the optimizer's states in multiples of a layer's weight."""
+class Held(NamedTuple):
+    """The memory of a rank, in multiples of a layer's weight."""
+
+    peak: float  #: of a step
+    states: float
+    weights: float  #: between steps
+
+
+def measure(group: Any, dims: tuple[int, int], zero: int) -> Held:
+    """Train four equal layers a rank, and measure the memory of the second step."""
     torch.manual_seed(0)
     count = 4 * dims[1]
     model = nn.Sequential(*[nn.Linear(256, 256, bias=False) for _ in range(count)])
@@ -203,7 +211,8 @@ def measure(group: Any, dims: tuple[int, int], zero: int) -> tuple[float, float]
         pipe.step(x, target=y)
         (peak,) = meter.peak_bytes.values()
         states = sum(4 * _size(one) for one in pipe.optimizers.values())
-    return peak / weight, states / weight
+        own = [parameter.untyped_storage().nbytes() for parameter in pipe.parameters()]
+    return Held(peak / weight, states / weight, sum(own) / weight)
 
 
 def overflow(group: Any, zero: int) -> None:
