@@ -91,6 +91,8 @@ class StaleHook:
                     self._removals.append(module.register_state_dict_pre_hook(self.saved).remove)
                 if module is root or (away and module not in own):
                     self._removals.append(module.register_forward_pre_hook(self.called).remove)
+        if self.placement.divided:
+            self._removals.append(model.register_load_state_dict_pre_hook(self.loading).remove)
         self._removals.append(model.register_load_state_dict_post_hook(self.loaded).remove)
 
     def remove(self) -> None:
@@ -112,6 +114,11 @@ class StaleHook:
         if not self._warned:
             self._warned = True
             warn(self._said(f"state_dict() of {type(module).__name__} was called"))
+
+    def loading(self, module: nn.Module, *given: Any) -> None:
+        """Hook before load_state_dict(): raises ExecutionError, because divided weights cannot take whole ones."""
+        if not self._passes():
+            self.refuse(f"load_state_dict() of {type(module).__name__} was called, and not that of the pipeline")
 
     def loaded(self, module: nn.Module, incompatible: Any) -> None:
         """Hook after load_state_dict(): removes the hooks if a complete state dict was loaded.

@@ -121,7 +121,7 @@ class Assembly:
         self.ties = Ties(spec.model, spec.layered.uses(self.cut, ranks), host)
         self._weight_copies = WeightCopies(host, self.ties.own)
         if host.sums is not None:
-            check_replicas(spec.model, programs, spec.batch_norm, zero=spec.zero)
+            check_replicas(spec.model, programs, spec.batch_norm)
         programs.reduce([] if host.sums is None else self._bucket_layers())
         self.norms = MiniBatchNorms(spec.batch_norm, host)
         self.norms.check(spec.model, program, streams=programs.streams)

@@ -14,11 +14,11 @@ from pipesched.user_warning import warn
 __all__ = ["check_replicas", "warn_of_written"]
 
 
-def check_replicas(model: nn.Module, programs: ProgramFactory, batch_norm: BatchNormMode, *, zero: int = 0) -> None:
+def check_replicas(model: nn.Module, programs: ProgramFactory, batch_norm: BatchNormMode) -> None:
     """Check that replicas of a model end every step with equal weights and running statistics.
 
-    Raises ScheduleError if the program updates weights before its last backward, or if with ``zero=3`` several stages
-    share weights; and InputError if each replica would keep running statistics of its own rows.
+    Raises ScheduleError if the program updates weights before its last backward, and InputError if each replica would
+    keep running statistics of its own rows.
     """
     program = programs.full.plain
     if program.has_updates:
@@ -26,12 +26,6 @@ def check_replicas(model: nn.Module, programs: ProgramFactory, batch_norm: Batch
             f"with replicas, a step must update the weights once, after its last backward, because gradients are added "
             f"over the replicas first; {program.name!r} contains updates of its own; choose a synchronous schedule, "
             f"such as 1f1b, or a mesh without replicas"
-        )
-    if zero == 3 and program.num_weights < program.num_stages:
-        raise ScheduleError(
-            f"with zero=3, each stage must have weights of its own, because it gathers and frees them by itself; the "
-            f"{program.num_stages} stages of {program.name!r} share the weights of {program.num_weights}; choose a "
-            f"schedule such as 1f1b or dualpipe-v, or pass zero=2"
         )
     names = [name for name, module in model.named_modules() if _normalises(module)]
     if names and batch_norm == "micro-batch":

@@ -26,9 +26,18 @@ pytestmark = pytest.mark.timeout(60)
                 Case(2, zero.plain, "zb-h1", zero.fused),
                 Case(2, zero.in_halves, "1f1b", zero.momentum),
                 Case(1, zero.in_halves, "zb-v", zero.masters),
+                Case(3, zero.tied, "dualpipe-v", zero.adamw, clips=True),
+                Case(3, zero.in_halves, "interleaved-1f1b", zero.masters),
             ],
         ),
-        ((4, 1), [Case(1, zero.plain, "1f1b", zero.adafactor), Case(2, zero.plain, "1f1b", zero.by_layer, clips=True)]),
+        (
+            (4, 1),
+            [
+                Case(1, zero.plain, "1f1b", zero.adafactor),
+                Case(2, zero.plain, "1f1b", zero.by_layer, clips=True),
+                Case(3, zero.plain, "1f1b", zero.adafactor),
+            ],
+        ),
     ],
 )
 def test_weights_are_the_loops_and_states_are_divided(ranks: Ranks, dims: tuple[int, int], cases: list[Case]):
@@ -48,12 +57,12 @@ def test_memory_falls_by_the_states_the_gradients_and_the_weights(ranks: Ranks):
     assert weights.peak <= gradients.peak + 0.1  # a step holds the whole weights
 
 
-@pytest.mark.parametrize("level", [1, 2])
+@pytest.mark.parametrize("level", [1, 2, 3])
 def test_an_overflow_in_one_replicas_rows_skips_all_updates(ranks: Ranks, level: int):
     ranks.run(4, zero.overflow, level)
 
 
-@pytest.mark.parametrize("level", [1, 2])
+@pytest.mark.parametrize("level", [1, 2, 3])
 def test_a_layer_used_in_one_replica_is_updated_in_all(ranks: Ranks, level: int):
     ranks.run(4, zero.use_in_one_replica, level)
 
