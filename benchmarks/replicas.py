@@ -1,13 +1,13 @@
 """Replicas: training in replicas of a pipeline, compared bit by bit with a plain loop over all micro-batches.
 
-    python benchmarks/replicas.py [--schedules 1f1b zb-v]
+    python benchmarks/replicas.py [--schedules 1f1b zb-v] [--zero 3]
 
 Four processes train two models for two steps: one with dropout, and one with dropout, a tied weight, BatchNorm and
 unequal numbers of labels in the replicas. The cases are all combinations of model, mesh (2 replicas of 2 ranks, 4 of 1,
-1 of 4), schedule, optimizer (the pipeline's, with clipping; or none, so that gradients accumulate over the steps) and
-``inputs=``. The losses, and all weights, gradients and buffers must be bit-identical to those of
-``reference_step(num_replicas=)``; those of chimera, whose weights lie on several ranks, agree within rounding. Prints
-the differing values of each case, and the number of REDUCE actions of a step.
+1 of 4), schedule, optimizer (the pipeline's, with clipping; or none, so that gradients accumulate over the steps),
+``inputs=`` and, with several replicas and an optimizer, ``zero=``. The losses, and all weights, gradients and buffers
+must be bit-identical to those of ``reference_step(num_replicas=)``; those of chimera, whose weights lie on several
+ranks, agree within rounding. Prints the differing values of each case, and the number of REDUCE actions of a step.
 """
 
 import argparse
@@ -28,9 +28,10 @@ def main() -> None:
     """Run all cases, and print a line for each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--schedules", nargs="+", default=replicas.SCHEDULES, choices=replicas.SCHEDULES)
-    schedules = parser.parse_args().schedules
+    parser.add_argument("--zero", nargs="+", type=int, default=range(4), choices=range(4))
+    args = parser.parse_args()
     print(machine())
-    cases = [case for case in replicas.cases() if case.schedule in schedules]
+    cases = [case for case in replicas.cases() if case.schedule in args.schedules and case.zero in args.zero]
     ranks = Ranks(4)
     start = time.perf_counter()
     failures = values = 0
@@ -42,7 +43,7 @@ def main() -> None:
             print(f"{case}: {str(error).splitlines()[-1]}", flush=True)
             continue
         odd = replicas.differing(case, results)
-        values += len(replicas.looped(case.model, case.mesh[0], case.updates).state)
+        values += len(replicas.looped(case.model, case.mesh[0], case.updates, case.num_parts).state)
         failures += bool(odd)
         count = sum(own.num_reductions for own in results)
         print(f"{case}: {', '.join(odd) or 'equal'}; {count} REDUCE", flush=True)

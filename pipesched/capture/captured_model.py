@@ -202,14 +202,14 @@ class CapturedModel:
                 names.update(*(calls[index].uses for index in part.own if calls[index].layer or calls[index].changes))
         return [names & self.written for names in found]
 
-    def reached(self, cut: StageLayers) -> list[tuple[str, str, int]]:
+    def reached(self, cut: StageLayers, *, frozen: bool = False) -> list[tuple[str, str, int]]:
         """Return (layer, parameter, stage of the layer) for each use of another layer's trained parameter.
 
-        Considers only the capture in the model's current mode.
+        Considers only the capture in the model's current mode. ``frozen`` adds parameters that are not trained.
         """
         parts = self.parts(cut)[self.model.training]
         calls = self.captures[self.model.training].calls
-        trained = {name for name, parameter in self.model.named_parameters() if parameter.requires_grad}
+        trained = {name for name, parameter in self.model.named_parameters() if frozen or parameter.requires_grad}
         return [
             (calls[index].layer, name, stage)
             for stage, part in enumerate(parts)

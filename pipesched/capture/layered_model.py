@@ -51,8 +51,12 @@ class LayeredModel(Protocol):
     def written_by(self, cut: StageLayers) -> Sequence[Collection[str]]:
         """Return, for each stage, the names of weights and buffers that the calls of this stage write to."""
 
-    def reached(self, cut: StageLayers) -> Sequence[tuple[str, str, int]]:
+    def reached(self, cut: StageLayers, *, frozen: bool = False) -> Sequence[tuple[str, str, int]]:
         """Return the layers that use another layer's parameter without getting it as an argument.
+
+        Args:
+            cut: the layers of each stage.
+            frozen: whether to include parameters that are not trained. Default: False.
 
         Returns:
             A list of (layer, parameter, stage of the layer).
@@ -253,7 +257,7 @@ class LayersInARow:
     def written_by(self, cut: StageLayers) -> Sequence[Collection[str]]:
         return [self.written] * len(cut)
 
-    def reached(self, cut: StageLayers) -> Sequence[tuple[str, str, int]]:
+    def reached(self, cut: StageLayers, *, frozen: bool = False) -> Sequence[tuple[str, str, int]]:
         """Return an empty list, because the use of parameters is not recorded for an nn.Sequential."""
         return []
 

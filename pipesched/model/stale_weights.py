@@ -1,8 +1,9 @@
-"""Stale weights: raises an error if a model over a mesh is read or saved while other ranks hold newer weights.
+"""Stale weights: raises an error if a model over a mesh is read or saved while other ranks hold its latest weights.
 
 Each rank trains the weights of its own stages, in its copy of the user's model. The other weights in that copy are not
 updated. From the first step until the weights are gathered, hooks on the modules with stale weights raise if the model
-is called, copied or saved outside the pipeline. The hooks exist only during that time.
+is called, copied or saved outside the pipeline. The hooks exist only during that time. Weights that are divided over
+replicas count as stale from the start.
 """
 
 from collections import OrderedDict
@@ -44,11 +45,13 @@ class Placement:
     here: int = 0
     #: Name of a parameter or buffer -> the mesh rank that holds it.
     homes: Mapping[str, int] = field(default_factory=dict)
+    #: The names of parameters of which this process holds some rows only, because replicas divide them.
+    divided: frozenset[str] = frozenset()
 
     @cached_property
     def away(self) -> list[str]:
-        """The names of parameters and buffers that other ranks hold."""
-        return [name for name, rank in self.homes.items() if rank != self.here]
+        """The names of parameters and buffers that other ranks hold, at least in part."""
+        return [name for name, rank in self.homes.items() if rank != self.here or name in self.divided]
 
 
 class StaleHook:
@@ -88,6 +91,8 @@ class StaleHook:
                     self._removals.append(module.register_state_dict_pre_hook(self.saved).remove)
                 if module is root or (away and module not in own):
                     self._removals.append(module.register_forward_pre_hook(self.called).remove)
+        if self.placement.divided:
+            self._removals.append(model.register_load_state_dict_pre_hook(self.loading).remove)
         self._removals.append(model.register_load_state_dict_post_hook(self.loaded).remove)
 
     def remove(self) -> None:
@@ -109,6 +114,11 @@ class StaleHook:
         if not self._warned:
             self._warned = True
             warn(self._said(f"state_dict() of {type(module).__name__} was called"))
+
+    def loading(self, module: nn.Module, *given: Any) -> None:
+        """Hook before load_state_dict(): raises ExecutionError, because divided weights cannot take whole ones."""
+        if not self._passes():
+            self.refuse(f"load_state_dict() of {type(module).__name__} was called, and not that of the pipeline")
 
     def loaded(self, module: nn.Module, incompatible: Any) -> None:
         """Hook after load_state_dict(): removes the hooks if a complete state dict was loaded.
@@ -145,6 +155,13 @@ class StaleHook:
     def _said(self, event: str) -> str:
         place = self.placement
         away = self.placement.away
+        if self.placement.divided:
+            return (
+                f"the model of a pipeline with zero=3 must not be used while its weights are divided, because each "
+                f"replica holds only its rows of them; on rank {place.here} {event}, but {len(away)} of "
+                f"{len(place.homes)} parameters and buffers are divided or belong to other ranks, such as {away[0]!r}; "
+                f"call the pipeline's gather_model() on every rank, before or after close()"
+            )
         return (
             f"the model of a pipeline over a mesh must not be used while its weights are stale, because each rank "
             f"trains only the weights of its own stages; on rank {place.here} {event}, but {len(away)} of "

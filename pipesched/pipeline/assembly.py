@@ -36,7 +36,8 @@ from pipesched.runtime.shared_overflow import share_overflow
 from pipesched.runtime.stage.batch_norm import BatchNormMode, MiniBatchNorms
 from pipesched.runtime.stage.buffer_copies import own_buffers
 from pipesched.runtime.stage.compiled_layers import Compiled
-from pipesched.runtime.stage.divided_stage import divided_update
+from pipesched.runtime.stage.divided_stage import divided_update, divided_weights
+from pipesched.runtime.stage.divided_weights import DividedWeights
 from pipesched.runtime.stage.optimizers import Inheritance, optimizers_for
 from pipesched.runtime.stage.stage import Stage
 from pipesched.runtime.stage.weight_copies import WeightCopies
@@ -62,7 +63,7 @@ class AssemblySpec:
     gather_once: bool  #: whether a run gathers the weights of sharded modules once
     optimizer: Callable[[list[Any]], Optimizer] | None
     rules: GradientRules | None = None  #: how gradients are treated before an update
-    zero: int = 0  #: 1: optimizer states are divided over replicas; 2: summed gradients are, too
+    zero: int = 0  #: 1: optimizer states are divided over replicas; 2: summed gradients are, too; 3: weights are, too
 
     @property
     def updates_by_rules(self) -> bool:
@@ -159,6 +160,8 @@ class Assembly:
         self.most_rows = 0
         #: Stage number -> optimizer; empty until ``take_over``.
         self.optimizers: dict[int, Optimizer] = {}
+        #: The weights of this process's stages if they are divided over replicas (zero=3); otherwise empty.
+        self.divided_weights: list[DividedWeights] = []
         self._inheritance: Inheritance | None = None
         if spec.optimizer is not None:
             tied = self.ties.parameters
@@ -171,7 +174,7 @@ class Assembly:
 
     @property
     def zero(self) -> int:
-        """1 if optimizer states are divided over replicas, 2 if summed gradients are, too; otherwise 0."""
+        """1 if optimizer states are divided over replicas, 2 if summed gradients are, too, 3 if weights are; else 0."""
         return self._spec.zero
 
     def take_over(self) -> None:
@@ -184,19 +187,33 @@ class Assembly:
                 self._divide()
 
     def _divide(self) -> None:
-        """Divide the updates over the replicas and, with zero=2, the summed gradients."""
+        """Divide the updates over the replicas, with zero=2 also the summed gradients, and with zero=3 the weights."""
         assert self._host.sums is not None
         grid = self._host.grid
+        place = self._host.sums, grid.replica, len(grid.rows)
         updates = [
-            divided_update(stage, self._host.sums, grid.replica, len(grid.rows))
-            for stage in self.stages.values()
-            if stage.optimizer.wrapped is not None
+            divided_update(stage, *place) for stage in self.stages.values() if stage.optimizer.wrapped is not None
         ]
-        if self._spec.zero == 2:
+        if self._spec.zero >= 2:
             divided = {parameter: update for update in updates for parameter in update.parameters}
             for gradients in (self._late_sums, *(stage.gradients for stage in self.stages.values())):
                 if gradients is not None:
                     gradients.divided = divided
+        if self._spec.zero == 3:
+            self._check_uses()
+            self.divided_weights = [divided_weights(stage, *place) for stage in self.stages.values()]
+
+    def _check_uses(self) -> None:
+        """Raise GraphError if a layer uses a weight of another stage, which may not be gathered at that time."""
+        for layer, name, stage in self._spec.layered.reached(self.cut, frozen=True):
+            home = self.owners.stage(self._spec.model.get_parameter(name))
+            if home != stage:
+                raise GraphError(
+                    f"with zero=3, a layer may use only weights of its own stage and weights passed to it as tensors, "
+                    f"because each stage gathers its own weights; layer {layer!r} (stage {stage}) uses {name!r} of "
+                    f"stage {home} through a module or a reference; pass the weight to the layer as an argument, keep "
+                    f"this layer and the weight's layer in one stage with together=, or pass zero=2"
+                )
 
     @property
     def undriven(self) -> list[int]:

@@ -160,8 +160,8 @@ def start(
         pins = Pins(pins.layers, starts, request.together)
     stage_cut = book.cut_stages(host, pins, programs, plan)
     host.check(program, (stage_cut.cut, repr(pins), repr(programs.checkpoint), *agreed))
-    if spec.wrap is not None:
-        book.layers = host.agreed(book.measured)  # measure the layers now, because wrap may shard them
+    if spec.wrap is not None or spec.zero == 3:
+        book.layers = host.agreed(book.measured)  # measure the layers now, because their weights may be divided next
     assembly = Assembly(spec, host, programs, stage_cut)
     assembly.take_over()
     splitter = replace(splitter, num_microbatches=programs.num_microbatches, fixed=programs.fixed)

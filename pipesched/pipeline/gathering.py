@@ -34,11 +34,15 @@ def place_weights(roots: Mapping[str, nn.Module], guard: StaleGuard, host: RankH
 
     """
     if isinstance(host, MeshRanks):
-        names = (name for name, _ in named_tensors(roots, duplicates=True))
-        homes = {name: assembly.owners.rank(name) for name in names}
+        tensors = dict(named_tensors(roots, duplicates=True))
+        homes = {name: assembly.owners.rank(name) for name in tensors}
+        kept = {parameter for weights in assembly.divided_weights for parameter in weights}
+        divided = frozenset(name for name, tensor in tensors.items() if tensor in kept)
         layers = [layer for stage in assembly.stages.values() for layer in stage.modules.values()]
         run_here = [module for layer in layers for module in layer.modules()]
-        guard.place(Placement(host.group, host.rank, homes), run_here, host.executor)
+        guard.place(Placement(host.group, host.rank, homes, divided), run_here, host.executor)
+        if divided:
+            guard.check(changes=True)
 
 
 def merged_state(state: Mapping[str, Any], names: Iterable[str], host: MeshRanks) -> dict[str, Any]:
@@ -65,8 +69,10 @@ def gather_model(
     host: RankHost,
     assembly: Assembly,
     rank: int | None,
-) -> None:
+) -> bool:
     """Copy the weights and buffers of all ranks into the model of one rank, or of every rank. Collective under a mesh.
+
+    Returns whether this rank has gathered.
 
     Args:
         roots: the model and the loss module, keyed by the prefix of their parameters' names.
@@ -79,7 +85,7 @@ def gather_model(
     """
     if not isinstance(host, MeshRanks):
         _check_target(rank, [rank], 1)
-        return
+        return True
     with host.connected() as executor, guard.lifted():
         tensors = dict(named_tensors(roots))
         share = {
@@ -102,6 +108,7 @@ def gather_model(
                     _holder(roots, name).set_extra_state(value)
     if gathers:
         guard.release()
+    return gathers
 
 
 def _holder(roots: Mapping[str, nn.Module], name: str) -> nn.Module:

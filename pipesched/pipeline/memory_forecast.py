@@ -123,6 +123,8 @@ class MemoryForecast:
         now = running.assembly
         if not isinstance(layered, CapturedModel) or spec.wrap is not None or lacks_contents(layered.model):
             return ()
+        if running.assembly.divided_weights:
+            return ()
         if now.sizes is None:
             running.flush()
             devices = [running.host.devices[now.program.placement[part]] for part in range(now.program.num_weights)]

@@ -1,6 +1,7 @@
 """Module interface: the nn.Module methods of a pipeline, for the pipeline's model and loss module."""
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from itertools import islice
 from typing import Any, Self
 
@@ -55,6 +56,10 @@ class ModuleInterface:
         """Return the model and the loss module with their latest weights, keyed by the prefix of tensor names."""
         return self._roots
 
+    def _whole_weights(self, method: str) -> AbstractContextManager[None]:
+        """Return a context in which the weights of this process's stages are whole, for a public ``method``."""
+        return nullcontext()
+
     def named_modules(self) -> Iterator[tuple[str, nn.Module]]:
         """Iterate over the modules of the model and the loss module with their names, as nn.Module does.
 
@@ -79,8 +84,9 @@ class ModuleInterface:
         """
         here = set(self.modules())
         self._guard.check(changes=True)
-        for module in self._modules().values():
-            module.apply(lambda each: function(each) if each in here else None)
+        with self._whole_weights("apply"):
+            for module in self._modules().values():
+                module.apply(lambda each: function(each) if each in here else None)
         return self
 
     def _is_here(self, name: str, module: nn.Module) -> bool:
@@ -139,7 +145,8 @@ class ModuleInterface:
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
         """Load a ``state_dict`` of this pipeline or of the bare model.
 
-        Under a mesh a rank needs only the state of its own stages, and ignores the rest of a complete state.
+        Under a mesh a rank needs only the state of its own stages, and ignores the rest of a complete state. With
+        ``Distributed(zero=3)`` every rank must call this method.
 
         Args:
             state: a dict of tensors, keyed by name.
@@ -149,6 +156,10 @@ class ModuleInterface:
             RuntimeError: keys or shapes do not match the model (torch's own error).
 
         """
+        with self._whole_weights("load_state_dict"):
+            self._load_state(state, strict)
+
+    def _load_state(self, state: Mapping[str, Any], strict: bool) -> None:
         known = self._all_state()
         whole = all(name in state and not _is_empty(value) for name, value in known.items() if not self._is_own(name))
         state = {name: value for name, value in state.items() if name in known or self._is_own(name)}
@@ -200,8 +211,9 @@ class ModuleInterface:
                     f"to() may only change the dtype, because a pipeline's stages stay on their devices; got {got}; "
                     f"leave the call out, or make a new Pipeline with other devices="
                 )
-        for module in self._modules().values():
-            module.to(*args, **kwargs)
+        with self._whole_weights("to"):
+            for module in self._modules().values():
+                module.to(*args, **kwargs)
         return self
 
     def half(self) -> Self:

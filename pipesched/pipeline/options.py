@@ -211,15 +211,16 @@ class Distributed:
         timeout: the number of seconds that a rank waits for another rank. Default: 60.
         zero: with ``optimizer=`` and several replicas, the data that replicas divide among them instead of each
             holding all of it. With 1, each replica updates a part of every stage's weights and holds the optimizer
-            states of this part only. With 2, it also keeps only this part of the gradients once they are summed.
-            Default: 0 (nothing is divided).
+            states of this part only. With 2, it also keeps only this part of the gradients once they are summed. With
+            3, it also holds only this part of the weights between steps; a step gathers the weights of a stage once
+            and frees them after the stage's last backward. Default: 0 (nothing is divided).
         gather_once: whether a step gathers the weights of modules that ``wrap=`` shards by ``fully_shard`` once, keeps
             them until the last backward of their stage, and then reduces their gradients once. If False, the modules'
             own flags decide; by default each forward and backward of a micro-batch then gathers the weights, and each
             backward reduces the gradients, which takes longer but needs less memory. Default: True.
 
     Raises:
-        InputError: zero is unknown.
+        InputError: zero is unknown, or zero=3 is combined with gather_once=False.
 
     """
 
@@ -229,10 +230,15 @@ class Distributed:
     gather_once: bool = True
 
     def __post_init__(self) -> None:
-        if isinstance(self.zero, bool) or self.zero not in (0, 1, 2):
+        if isinstance(self.zero, bool) or self.zero not in (0, 1, 2, 3):
             raise InputError(
-                f"zero= must be 0 (nothing is divided over replicas), 1 (optimizer states are) or 2 (summed gradients "
-                f"are, too); got {shown(self.zero)}; pass one of them"
+                f"zero= must be 0 (nothing is divided over replicas), 1 (optimizer states are), 2 (summed gradients "
+                f"are, too) or 3 (weights are, too); got {shown(self.zero)}; pass one of them"
+            )
+        if self.zero == 3 and not self.gather_once:
+            raise InputError(
+                "zero=3 gathers the weights once in a step; got zero=3 with gather_once=False, which is for modules "
+                "that wrap= shards by fully_shard; leave gather_once= out"
             )
 
     def check_zero(self, *, num_replicas: int, has_optimizers: bool) -> None:

@@ -1,8 +1,8 @@
 """Pipeline: wraps a model and trains it across several devices with a pipeline schedule."""
 
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any, Literal, Self, overload
 
 import torch
@@ -718,11 +718,53 @@ class Pipeline(SavingInterface):
 
     # ---- weights ----------------------------------------------------------------------------------------------
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state under the model's own keys; under a mesh only the state of this rank's stages.
+
+        Raises ExecutionError if replicas divide the weights (``Distributed(zero=3)``).
+        """
+        if count := sum(len(list(weights)) for weights in self._running.assembly.divided_weights):
+            raise ExecutionError(
+                f"state_dict() needs whole weights, but with zero=3 each replica holds only its rows of them; "
+                f"{count} parameters of this rank are divided; call full_state_dict() or save_weights() on every rank, "
+                f"or gather_model() first"
+            )
+        return super().state_dict()
+
     def full_state_dict(self) -> dict[str, Any]:
         """Return the state of the whole model on every rank, including sharded tensors. Collective under a mesh."""
-        state = self.state_dict()
+        with self._whole_weights("full_state_dict"):
+            state = self.state_dict()
+            host = self._running.host
+            return merged_state(state, self._all_state(), host) if isinstance(host, MeshRanks) else state
+
+    @contextmanager
+    def _whole_weights(self, method: str) -> Iterator[None]:
+        self._gather_rows(method)
+        try:
+            yield
+        finally:
+            self._divide_weights()
+
+    def _gather_rows(self, method: str) -> None:
+        """Make the weights of this rank's stages whole if replicas divide them. Collective over the replicas then.
+
+        ``method`` is the public method that needs the weights.
+        """
+        divided = self._running.assembly.divided_weights
         host = self._running.host
-        return merged_state(state, self._all_state(), host) if isinstance(host, MeshRanks) else state
+        if divided and isinstance(host, MeshRanks):
+            with host.connected(method) as executor:
+                for weights in divided:
+                    weights.assemble(executor.exchange_with_peers)
+
+    def _divide_weights(self) -> None:
+        """Keep only this replica's rows of the weights if replicas divide them."""
+        divided = self._running.assembly.divided_weights
+        for weights in divided:
+            weights.divide()
+        if divided:
+            self._guard.check(changes=True)
 
     def gather_model(self, rank: int | None = None) -> None:
         """Copy the latest weights and buffers of all ranks into the model itself. Collective under a mesh.
@@ -738,6 +780,9 @@ class Pipeline(SavingInterface):
         ExecutionError until this method has run or a complete state has been loaded. The next step makes the model
         stale again. In one process the model is always complete, and this method does nothing.
 
+        With ``Distributed(zero=3)`` each replica holds only rows of its weights, also before the first step and after
+        ``close()``; the model can then be used only after this method has run.
+
         Every rank of the mesh must call this method, even after ``close()``. A rank that gathers needs memory for the
         whole model. Parameters stay the same objects on the same devices, except that parameters on the meta device are
         filled on the CPU. Gradients and optimizer states are not copied.
@@ -752,14 +797,20 @@ class Pipeline(SavingInterface):
             ExecutionError: a rank fails or does not call the method.
 
         """
-        gather_model(
-            self._roots,
-            self.state_dict(),
-            guard=self._guard,
-            host=self._running.host,
-            assembly=self._running.assembly,
-            rank=rank,
-        )
+        self._gather_rows("gather_model")
+        gathers = False
+        try:
+            gathers = gather_model(
+                self._roots,
+                self.state_dict(),
+                guard=self._guard,
+                host=self._running.host,
+                assembly=self._running.assembly,
+                rank=rank,
+            )
+        finally:
+            if not gathers:
+                self._divide_weights()
 
     def _is_own(self, name: str) -> bool:
         """Return whether this process trains the parameter or buffer of this name. Always True without a mesh."""

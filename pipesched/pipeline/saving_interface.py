@@ -203,12 +203,13 @@ class SavingInterface(ModuleInterface):
             CheckpointError: writing failed.
 
         """
-        run = self._live_run()
-        weights = {**run.parameters, **run.buffers}
-        own = {name: weights[name] for name in weights if name not in run.caches and run.process in run.writers}
-        if len(self._roots) > 1:
-            own = {name: tensor for name, tensor in own.items() if not name.startswith("loss_fn.")}
-        export_weights(as_path(folder), own, self.model, run.host, run.process)
+        with self._whole_weights("save_weights"):
+            run = self._live_run()
+            weights = {**run.parameters, **run.buffers}
+            own = {name: weights[name] for name in weights if name not in run.caches and run.process in run.writers}
+            if len(self._roots) > 1:
+                own = {name: tensor for name, tensor in own.items() if not name.startswith("loss_fn.")}
+            export_weights(as_path(folder), own, self.model, run.host, run.process)
 
     def _check_states(self) -> None:
         zero = self._running.assembly.zero

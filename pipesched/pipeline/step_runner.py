@@ -327,7 +327,8 @@ class StepRunner:
                 holder.refresh()
             for index, stage in stages.items():
                 stage.begin(step_data, uses.get(index))
-                if stage.sharded is not None and not step_data.outside_loss and index not in uses:
+                divided = stage.sharded is not None or stage.divided_weights is not None
+                if divided and not step_data.outside_loss and index not in uses:
                     stage.gather(_last_backward(program, index))
 
         def end(failed: bool) -> None:

@@ -549,9 +549,12 @@ class MeshRanks:
         return self.executor.trade(what, given, sources) if given or sources else {}
 
     @contextmanager
-    def connected(self) -> Iterator[ProcessExecutor]:
-        """A context that yields the executor, or a temporary new one if the executor is closed. Collective."""
-        self.executor.check_outside("gather_model")
+    def connected(self, method: str = "gather_model") -> Iterator[ProcessExecutor]:
+        """A context that yields the executor, or a temporary new one if the executor is closed. Collective.
+
+        ``method`` is the name of the called method, for the error in a running step.
+        """
+        self.executor.check_outside(method)
         if not self.executor.closed:
             yield self.executor
             return

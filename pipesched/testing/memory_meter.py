@@ -88,8 +88,14 @@ class MemoryMeter:
             own = host.executor
             streams = host.executor._streams
             self._books[host.rank] = books_of(own.device)
-            own._streams = _Metered(streams, self._books[host.rank], copies=False)
+            own._streams = _Metered(streams, self._books[host.rank], copies=False, arriving=self._arriving)
             self._put_back.append(lambda: setattr(own, "_streams", streams))
+
+    def _arriving(self) -> list[Tensor]:
+        """Return the weights that the stages are gathering from other replicas."""
+        stages = self._pipe._running.assembly.stages.values()
+        divided = [stage.divided_weights for stage in stages if stage.divided_weights is not None]
+        return [whole for weights in divided for whole in weights.arriving.values()]
 
     @property
     def peak_bytes(self) -> dict[int, int]:
@@ -120,10 +126,16 @@ def _own(stage: Stage) -> Iterable[Tensor]:
 
 
 class _Metered:
-    """Wraps the DeviceStreams of a rank, to count the allocations that this rank makes."""
+    """Wraps the DeviceStreams of a rank, to count the allocations that this rank makes.
 
-    def __init__(self, streams: DeviceStreams, books: Books, *, copies: bool) -> None:
+    ``arriving`` returns tensors that were allocated for the run before the rank started.
+    """
+
+    def __init__(
+        self, streams: DeviceStreams, books: Books, *, copies: bool, arriving: Callable[[], list[Tensor]] = list
+    ) -> None:
         self._streams = streams
+        self._arriving = arriving
         self._books = books
         self._copies = copies
 
@@ -132,6 +144,8 @@ class _Metered:
 
     @contextmanager
     def entered(self) -> Iterator[None]:
+        if isinstance(self._books, Ledger):
+            self._books.add(self._arriving())
         with self._streams.entered(), self._books.watching():
             yield
 

@@ -26,9 +26,18 @@ pytestmark = pytest.mark.timeout(60)
                 Case(2, zero.plain, "zb-h1", zero.fused),
                 Case(2, zero.in_halves, "1f1b", zero.momentum),
                 Case(1, zero.in_halves, "zb-v", zero.masters),
+                Case(3, zero.tied, "dualpipe-v", zero.adamw, clips=True),
+                Case(3, zero.in_halves, "interleaved-1f1b", zero.masters),
             ],
         ),
-        ((4, 1), [Case(1, zero.plain, "1f1b", zero.adafactor), Case(2, zero.plain, "1f1b", zero.by_layer, clips=True)]),
+        (
+            (4, 1),
+            [
+                Case(1, zero.plain, "1f1b", zero.adafactor),
+                Case(2, zero.plain, "1f1b", zero.by_layer, clips=True),
+                Case(3, zero.plain, "1f1b", zero.adafactor),
+            ],
+        ),
     ],
 )
 def test_weights_are_the_loops_and_states_are_divided(ranks: Ranks, dims: tuple[int, int], cases: list[Case]):
@@ -38,20 +47,22 @@ def test_weights_are_the_loops_and_states_are_divided(ranks: Ranks, dims: tuple[
         assert max(held) < whole
 
 
-def test_memory_falls_by_the_states_and_by_the_gradients(ranks: Ranks):
+def test_memory_falls_by_the_states_the_gradients_and_the_weights(ranks: Ranks):
     """Four layers a rank: weights and gradients of 4, states of 8 without zero=, 2 of them with 4 replicas."""
-    plain, states, gradients = (ranks.run(4, zero.measure, (4, 1), level)[0] for level in range(3))
-    assert (plain[1], states[1], gradients[1]) == (8, 2, 2)
-    assert states[0] <= plain[0] - 6 + 0.1
-    assert gradients[0] < states[0] - 1
+    plain, states, gradients, weights = (ranks.run(4, zero.measure, (4, 1), level)[0] for level in range(4))
+    assert [one.states for one in (plain, states, gradients, weights)] == [8, 2, 2, 2]
+    assert [one.weights for one in (plain, states, gradients, weights)] == [4, 4, 4, 1]
+    assert states.peak <= plain.peak - 6 + 0.1
+    assert gradients.peak < states.peak - 1
+    assert max(gradients.peak, weights.peak) <= 11.1  # it depends on when sums of gradients end
 
 
-@pytest.mark.parametrize("level", [1, 2])
+@pytest.mark.parametrize("level", [1, 2, 3])
 def test_an_overflow_in_one_replicas_rows_skips_all_updates(ranks: Ranks, level: int):
     ranks.run(4, zero.overflow, level)
 
 
-@pytest.mark.parametrize("level", [1, 2])
+@pytest.mark.parametrize("level", [1, 2, 3])
 def test_a_layer_used_in_one_replica_is_updated_in_all(ranks: Ranks, level: int):
     ranks.run(4, zero.use_in_one_replica, level)
 
@@ -60,7 +71,7 @@ def test_what_cannot_be_divided_is_refused(ranks: Ranks):
     ranks.run(4, zero.refuse)
 
 
-@pytest.mark.parametrize("level", [3, -1, True, "1"])
+@pytest.mark.parametrize("level", [4, -1, True, "1"])
 def test_only_known_levels_are_accepted(level):
     with pytest.raises(InputError, match=r"zero= must be 0 .*; got .*; pass one of them"):
         Distributed(zero=level)

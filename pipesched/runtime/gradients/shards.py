@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor, nn
 
 from pipesched.tensors.row_cuts import row_cuts
@@ -28,13 +29,21 @@ class Shards:
         self.num_replicas = num_replicas
         self._replica = replica
         self._rows: dict[nn.Parameter, list[tuple[int, int]]] = {}
-        held = [0] * num_replicas  # the numbers that each replica updates
+        self._shapes: dict[nn.Parameter, torch.Size] = {}
+        self._held = [0] * num_replicas  # the numbers that each replica updates
+        self.add(parameters, cuts=cuts)
+
+    def add(self, parameters: Sequence[nn.Parameter], *, cuts: bool) -> None:
+        """Divide further parameters. The arguments are those of the constructor."""
+        num_replicas = self.num_replicas
+        held = self._held
         for parameter in parameters:
+            self._shapes[parameter] = parameter.shape
             rows = row_cuts(parameter.shape, num_replicas) if cuts and parameter.is_contiguous() else None
             self._rows[parameter] = rows or []
             if rows is not None and parameter.requires_grad:
                 size = parameter[:1].numel()
-                held = [had + size * (end - start) for had, (start, end) in zip(held, rows, strict=True)]
+                held[:] = [had + size * (end - start) for had, (start, end) in zip(held, rows, strict=True)]
         whole = [parameter for parameter in parameters if not self._rows[parameter]]
         for parameter in sorted(whole, key=lambda one: (not one.requires_grad, -one.numel())):
             owner = held.index(min(held))
@@ -45,12 +54,22 @@ class Shards:
     def __contains__(self, parameter: nn.Parameter) -> bool:
         return parameter in self._rows
 
+    def shape(self, parameter: nn.Parameter) -> torch.Size:
+        """Return the shape of the whole parameter."""
+        return self._shapes[parameter]
+
     def parts(self, parameter: nn.Parameter, tensor: Tensor) -> list[Tensor | None]:
         """Return the rows of each replica in ``tensor``: the parameter, or a tensor of its shape. None: no rows."""
         return [_part(tensor, *rows) for rows in self._rows[parameter]]
 
     def own(self, parameter: nn.Parameter, tensor: Tensor) -> Tensor | None:
-        """Return the rows of this process's replica in ``tensor``, as ``parts`` does."""
+        """Return the rows of this process's replica in ``tensor``, as ``parts`` does.
+
+        A tensor of another shape than the parameter's contains only these rows, and is returned if there are any.
+        """
+        if tensor.shape != self._shapes[parameter]:
+            start, end = self._rows[parameter][self._replica]
+            return tensor if end > start else None
         return _part(tensor, *self._rows[parameter][self._replica])
 
 

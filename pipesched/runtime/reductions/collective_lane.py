@@ -46,7 +46,7 @@ class Ticket:
             check()
         if self._error is not None:
             check()
-            raise ConnectionLostError(f"gradients were not added over replicas ({self._error})") from self._error
+            raise ConnectionLostError(f"a collective over replicas failed ({self._error})") from self._error
         if self._ended is not None:
             torch.cuda.current_stream().wait_event(self._ended)
 

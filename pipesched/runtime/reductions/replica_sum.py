@@ -94,6 +94,8 @@ class ReplicaGroup:
             if replica != self._replica:
                 for tensor, place in places(parts[replica], buffer):
                     tensor.copy_(place)
+                    if tensor.is_cuda:
+                        tensor.record_stream(torch.cuda.current_stream(tensor.device))  # another stream may free it
 
     @torch.no_grad()
     def copy_from_first(self, tensor: Tensor) -> None:

@@ -1,14 +1,18 @@
-"""Divided stage: divides the updates of a stage's parameters over the replicas."""
+"""Divided stage: divides the updates of a stage's parameters, or the parameters themselves, over the replicas."""
+
+from itertools import chain
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
 from pipesched.errors import ModelTypeError
 from pipesched.runtime.gradients.shards import Shards
+from pipesched.runtime.stage.divided_weights import DividedWeights
 from pipesched.runtime.stage.sharded_update import ShardedUpdate, Spread
 from pipesched.runtime.stage.stage import Stage
 
-__all__ = ["divided_update"]
+__all__ = ["divided_update", "divided_weights"]
 
 #: The optimizers known to update each number of a parameter independently of the others.
 _ELEMENTWISE = (
@@ -46,11 +50,7 @@ def divided_update(stage: Stage, spread: Spread, replica: int, num_replicas: int
     gradients = stage.gradients
     assert optimizer is not None
     assert gradients is not None
-    if sharded := [parameter for parameter in stage.optimizer.parameters if hasattr(parameter, "full_tensor")]:
-        raise ModelTypeError(
-            f"zero= divides plain parameters over replicas; the layers {', '.join(stage.layers)} have {len(sharded)} "
-            f"parameters that are already sharded, for example by fully_shard; leave zero= out, or do not shard them"
-        )
+    _check_plain(stage)
     held = {parameter for group in optimizer.param_groups for parameter in group["params"]}
     parameters = [parameter for parameter in stage.optimizer.parameters if parameter in held]
     shards = Shards(parameters, replica, num_replicas, cuts=_is_elementwise(optimizer))
@@ -59,6 +59,47 @@ def divided_update(stage: Stage, spread: Spread, replica: int, num_replicas: int
     update = ShardedUpdate(optimizer, shards, [*gradients.buckets, late], spread)
     stage.optimizer.sharded = update
     return update
+
+
+def divided_weights(stage: Stage, spread: Spread, replica: int, num_replicas: int) -> DividedWeights:
+    """Let this replica hold only its rows of a stage's weights between runs, except those of tied weights.
+
+    A replica holds the rows that it updates. Weights that no optimizer updates are cut by rows. If the stage has an
+    optimizer, ``divided_update`` comes first.
+
+    Args:
+        stage: a stage with several replicas.
+        spread: sends rows to all replicas.
+        replica: the replica of this process.
+        num_replicas: the number of replicas.
+
+    Raises:
+        ModelTypeError: a parameter is already sharded.
+
+    """
+    assert stage.gradients is not None
+    _check_plain(stage)
+    update = stage.optimizer.sharded
+    shards = Shards([], replica, num_replicas, cuts=True) if update is None else update.shards
+    units: list[list[nn.Parameter]] = []
+    seen: set[nn.Parameter] = set()
+    for bucket in reversed(stage.gradients.buckets):  # the first layer's comes first
+        units.append([parameter for parameter in dict.fromkeys(bucket) if parameter not in seen])
+        seen.update(bucket)
+    shards.add([parameter for parameter in chain(*units) if parameter not in shards], cuts=True)
+    stage.divided_weights = weights = DividedWeights(units, shards, update, spread)
+    if update is not None:
+        update.unsent = weights
+    weights.divide()
+    return weights
+
+
+def _check_plain(stage: Stage) -> None:
+    if sharded := [parameter for parameter in stage.optimizer.parameters if hasattr(parameter, "full_tensor")]:
+        raise ModelTypeError(
+            f"zero= divides plain parameters over replicas; the layers {', '.join(stage.layers)} have {len(sharded)} "
+            f"parameters that are already sharded, for example by fully_shard; leave zero= out, or do not shard them"
+        )
 
 
 def _is_elementwise(optimizer: Optimizer) -> bool:

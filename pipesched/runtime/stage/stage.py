@@ -20,6 +20,7 @@ from pipesched.runtime.gradients.buckets import GradientBuckets
 from pipesched.runtime.gradients.norms import GradientNorms
 from pipesched.runtime.stage.batch_norm import Norms
 from pipesched.runtime.stage.compiled_layers import Compiled
+from pipesched.runtime.stage.divided_weights import DividedWeights
 from pipesched.runtime.stage.layer_runner import LayerRunner, StandIns
 from pipesched.runtime.stage.microbatch_state import MicrobatchState
 from pipesched.runtime.stage.stage_optimizer import StageOptimizer
@@ -77,6 +78,8 @@ class Stage:
         options["checkpoint_of_call"] = checkpoint_of_call or {}
         #: The modules whose weights are divided among several processes; None if there are none.
         self.sharded = self.body.sharded
+        #: The weights that are divided over replicas between runs; None if each replica holds all weights.
+        self.divided_weights: DividedWeights | None = None
         self._last_backward: int | None = None
         self._runner = LayerRunner(self.body, device, head, **options)
         self.modules = self._runner.modules
@@ -96,7 +99,7 @@ class Stage:
         self._runner.begin(step_data, self.weights)
 
     def gather(self, last_backward: int | None) -> None:
-        """Gather the weights of sharded modules for this run.
+        """Begin to gather weights that are divided among processes, for this run.
 
         ``last_backward`` is the micro-batch of the stage's last B or W, which then reduces the gradients; None if the
         run has no backward.
@@ -104,12 +107,16 @@ class Stage:
         self._last_backward = last_backward
         if self.sharded is not None:
             self.sharded.gather()
+        if self.divided_weights is not None:
+            self.divided_weights.gather()
 
     def end(self, failed: bool) -> None:
         """End a step and release its state. After a failed step, also clear the optimizer's gradients."""
         self.begin(StepData(0, 0, []))
         if self.sharded is not None:
             self.sharded.release(failed=failed)
+        if self.divided_weights is not None:
+            self.divided_weights.release(failed=failed)
         if failed:
             self.optimizer.drop_gradients()
 
@@ -125,6 +132,8 @@ class Stage:
             the loss if ``StepData.factors`` is set.
 
         """
+        if self.divided_weights is not None:
+            self.divided_weights.wait()
         step_data = self._step_data
         payload, takes_inputs = self._body_inputs(microbatch, arrived)
         saved = MicrobatchState(
@@ -236,6 +245,8 @@ class Stage:
         if self.gradients is None:
             return {}
         self.gradients.wait()
+        if self.divided_weights is not None:
+            self.divided_weights.release()
         self.optimizer.wait()
         return self.gradients.spans
 

@@ -77,22 +77,33 @@ SCHEDULES = "1f1b", "interleaved-1f1b", "zb-h1", "zb-v", "dualpipe-v", "chimera"
 
 
 class Case(NamedTuple):
-    """A way to train. The optimizer of ``updates`` is the pipeline's, and clips; otherwise gradients accumulate."""
+    """A way to train. The optimizer of ``updates`` is the pipeline's, and clips; otherwise gradients accumulate.
+
+    With ``zero``, replicas divide optimizer states (1), gradients (2) and weights (3).
+    """
 
     model: str
     mesh: tuple[int, int]
     schedule: str
     updates: bool
     inputs: Literal["all", "first"]
+    zero: int = 0
 
     def __str__(self) -> str:
         size = "x".join(map(str, self.mesh))
-        return f"{self.model} {size} {self.schedule} {'optimizer' if self.updates else 'gradients'} {self.inputs}"
+        kept = "optimizer" if self.updates else "gradients"
+        return f"{self.model} {size} {self.schedule} {kept} {self.inputs} zero={self.zero}"
+
+    @property
+    def num_parts(self) -> int:
+        """The number of parts from which the norm of a gradient is combined."""
+        return self.mesh[0] if self.zero >= 2 else 1
 
 
 def cases() -> list[Case]:
-    every = map(Case._make, product(MODELS, MESHES, SCHEDULES, (False, True), ("all", "first")))
-    return [case for case in every if case.schedule != "chimera" or not (case.updates or case.mesh[1] == 1)]
+    every = map(Case._make, product(MODELS, MESHES, SCHEDULES, (False, True), ("all", "first"), range(4)))
+    shared = [case for case in every if case.schedule != "chimera" or not (case.updates or case.mesh[1] == 1)]
+    return [case for case in shared if not case.zero or (case.updates and case.mesh[0] > 1)]
 
 
 class Trained(NamedTuple):
@@ -139,7 +150,7 @@ def trained(group: Any, case: Case) -> Trained:
         num_microbatches=MICROBATCHES // replicas,
         optimizer=sgd if case.updates else None,
         numerics=Numerics(batch_norm="mini-batch", clip_grad_norm=0.5 if case.updates else None),
-        distributed=Distributed(inputs=case.inputs, timeout=20),
+        distributed=Distributed(inputs=case.inputs, timeout=20, zero=case.zero),
     )
     own = own_rows(mesh.get_local_rank("dp"), replicas)
     with pipe:
@@ -152,6 +163,8 @@ def trained(group: Any, case: Case) -> Trained:
             else:
                 losses.append(float(pipe.step(x, target=y)))
         reductions = sum(str(span.action.kind) == "REDUCE" for span in pipe.trace.spans)
+        if case.zero == 3:
+            pipe.gather_model()
         return Trained(losses, state_of(pipe), reductions)
 
 
@@ -160,7 +173,7 @@ def own_rows(replica: int, replicas: int) -> slice:
 
 
 @cache
-def looped(name: str, replicas: int, updates: bool) -> Trained:
+def looped(name: str, replicas: int, updates: bool, num_parts: int = 1) -> Trained:
     """The same training in a plain loop over the micro-batches of all replicas."""
     make, make_batch, make_loss = MODELS[name]
     model = make()
@@ -172,7 +185,7 @@ def looped(name: str, replicas: int, updates: bool) -> Trained:
         options: dict[str, Any] = {**shape, "seed": SEED, "step": step, "batch_norm": "mini-batch"}
         losses.append(float(reference_step(model, x, loss_fn=make_loss(), target=y, **options)))
         if updates:
-            clip_grad_norm_(list(model.parameters()), 0.5)
+            clip_grad_norm_(list(model.parameters()), 0.5, num_shards=num_parts)
             optimizer.step()
             optimizer.zero_grad()
     return Trained(losses, state_of(model))
@@ -183,7 +196,7 @@ def differing(case: Case, results: list[Trained]) -> list[str]:
 
     Bits are compared, except for chimera, whose gradients are those of the loop within rounding.
     """
-    expected = looped(case.model, case.mesh[0], case.updates)
+    expected = looped(case.model, case.mesh[0], case.updates, case.num_parts)
     equal = close if case.schedule == "chimera" else same
     odd = ["the loss"] * any(own.losses != expected.losses for own in results)
     odd += sorted({name for own in results for name in own.state if not equal(own.state[name], expected.state[name])})

@@ -1,0 +1,235 @@
+"""Jobs of ranks for the tests of zero=3: they train replicas that hold their rows of the weights between steps."""
+
+import copy
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor, distributed, nn
+from torch.optim import Optimizer
+
+from pipesched import Distributed, Pipeline
+from pipesched.errors import ExecutionError, GraphError
+from pipesched.runtime.reductions import replica_sum
+from pipesched.runtime.stage import split_backward
+from pipesched.testing import reference_step
+from tests.support.jobs.zero import MICROBATCHES, ROWS, batch, made, momentum, plain, tied
+
+
+class Loop:
+    """The same training in a plain loop."""
+
+    def __init__(self, model: nn.Module, optimizer: Callable[[list[Any]], Optimizer], num_replicas: int = 2) -> None:
+        self.model = model
+        self._optimizer = optimizer(list(model.parameters()))
+        self._num_replicas = num_replicas
+
+    def step(self, step: int) -> Tensor:
+        x, y = batch(step)
+        options: dict[str, Any] = {"num_replicas": self._num_replicas, "seed": 3, "step": step}
+        options["num_microbatches"] = MICROBATCHES // self._num_replicas
+        loss = reference_step(self.model, x, loss_fn=nn.CrossEntropyLoss(), target=y, **options)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        return loss
+
+
+def divided(group: Any, model: Any, dims: tuple[int, int] = (2, 2), **options: Any) -> tuple[Pipeline, int]:
+    """A pipeline with zero=3, and the replica of this process."""
+    warnings.simplefilter("ignore")
+    usual = {"optimizer": momentum, "distributed": Distributed(zero=3, timeout=20)}
+    return made(group, dims, model, **{**usual, **options})
+
+
+def own_batch(step: int, replica: int, num_replicas: int = 2) -> dict[str, Any]:
+    x, y = batch(step)
+    rows = slice(replica * ROWS // num_replicas, (replica + 1) * ROWS // num_replicas)
+    return {"input": x[rows], "target": y[rows]}
+
+
+def run(call: Callable[..., Any], step: int, replica: int) -> Any:
+    given = own_batch(step, replica)
+    return call(given["input"], target=given["target"])
+
+
+def check_state(state: dict[str, Tensor], model: nn.Module) -> None:
+    expected = model.state_dict()
+    assert state.keys() == expected.keys()
+    assert [name for name, value in state.items() if not torch.equal(value, expected[name])] == []
+
+
+def trained_only(parameters: list[Any]) -> Optimizer:
+    """An optimizer without the frozen parameters."""
+    return momentum([parameter for parameter in parameters if parameter.requires_grad])
+
+
+class Numbers(NamedTuple):
+    """Of one rank."""
+
+    weights: int  #: held between steps
+    whole: int  #: of this rank's stages
+    gathers: int  #: in a step
+    reductions: int
+
+
+def count(group: Any, schedule: str) -> Numbers:
+    """Train, and count the numbers of the weights that this rank holds, and its collectives in a step."""
+    pipe, replica = divided(group, plain(), schedule=schedule)
+    with pipe:
+        run(pipe.step, 0, replica)
+        gather, scatter = replica_sum._all_gather, distributed.all_to_all_single
+        with (
+            patch.object(replica_sum, "_all_gather", side_effect=gather) as gathers,
+            patch.object(distributed, "all_to_all_single", side_effect=scatter) as reductions,
+        ):
+            run(pipe.step, 1, replica)
+        held = sum(one.numel() for one in pipe.parameters())
+        stored = sum(one.untyped_storage().nbytes() // one.element_size() for one in pipe.parameters())
+        assert stored == held
+        names = [name for name, _ in pipe.named_parameters()]
+        whole = pipe.full_state_dict()
+        assert sum(one.numel() for one in pipe.parameters()) == held
+        return Numbers(held, sum(whole[name].numel() for name in names), gathers.call_count, reductions.call_count)
+
+
+def train(group: Any, **options: Any) -> None:
+    """Evaluate, load, change and train; the model has a tied weight and a frozen layer outside the optimizer."""
+    model = tied()
+    pipe, replica = divided(group, model, optimizer=trained_only, boundaries=["narrow"], **options)
+    loop = Loop(tied(), trained_only)
+    with pipe:
+        for step in range(2):
+            assert torch.equal(run(pipe.step, step, replica), loop.step(step))
+            loss = run(pipe.evaluate, 2, replica)
+            with torch.inference_mode():
+                assert torch.equal(run(pipe.evaluate, 2, replica), loss)
+        halves = {name: value / 2 for name, value in pipe.full_state_dict().items()}
+        halves["head.weight"] = halves["embedding.weight"]
+        pipe.load_state_dict(halves)
+        loop.model.load_state_dict(halves)
+        with torch.no_grad():
+            for parameter in (*pipe.parameters(), *loop.model.parameters()):
+                parameter.mul_(1.5)
+        assert torch.equal(run(pipe.step, 2, replica), loop.step(2))
+        pipe.apply(widths)
+        loop.model.apply(widths)
+        check_state(pipe.full_state_dict(), loop.model)
+        pipe.gather_model(rank=0)
+        if group.rank() == 0:
+            check_state(model.state_dict(), loop.model)
+        pipe.to(torch.float64)
+        loop.model.double()
+        assert torch.equal(run(pipe.step, 3, replica), loop.step(3))
+    pipe.gather_model()
+    check_state(model.state_dict(), loop.model)
+
+
+def widths(module: nn.Module) -> None:
+    """Set the weights of a linear layer to its number of outputs."""
+    if isinstance(module, nn.Linear):
+        nn.init.constant_(module.weight, len(module.weight))
+
+
+def split(group: Any, schedule: str) -> None:
+    """Weight gradients are deferred to W, or layers recomputed; the weights are those of the loop."""
+    options = {"checkpoint": "always"} if schedule == "1f1b" else {}
+    with patch.object(split_backward, "PAYS_FLOPS", 0):
+        pipe, replica = divided(group, plain(), schedule=schedule, **options)
+        loop = Loop(plain(), momentum)
+        with pipe:
+            for step in range(2):
+                assert torch.equal(run(pipe.step, step, replica), loop.step(step))
+            check_state(pipe.full_state_dict(), loop.model)
+            kinds = {str(span.action.kind) for span in pipe.trace.spans}
+            assert kinds >= ({"R"} if options else {"I", "W"})
+
+
+def hooks(group: Any) -> list[tuple[str, bool]]:
+    """The hooks of this rank's parameters that ran in a step, and whether they saw whole tensors; two pipelines."""
+    pipe, replica = divided(group, plain())
+    other, _ = divided(group, plain(), schedule="zb-v")
+    seen = []
+    for name, parameter in pipe.named_parameters():
+        parameter.register_hook(lambda grad, name=name: seen.append((name, tuple(grad.shape))) and None)
+        parameter.register_post_accumulate_grad_hook(
+            lambda one, name=name: seen.append((name, tuple(one.grad.shape)))  # type: ignore[union-attr]
+        )
+    with pipe, other:
+        for step in range(2):
+            assert torch.equal(run(pipe.step, step, replica), run(other.step, step, replica))
+        shapes = {name: tuple(value.shape) for name, value in pipe.full_state_dict().items()}
+        return sorted({(name, shape == shapes[name]) for name, shape in seen})
+
+
+def refuse(group: Any, folder: Path) -> None:
+    """Uses of divided weights that are refused; saved weights are whole."""
+    model = plain()
+    x, _ = batch(0)
+    pipe, replica = divided(group, model)
+    again: dict[str, Any] = {"loss_fn": nn.CrossEntropyLoss(), "schedule": "1f1b"}
+    with pipe:
+        for call in (
+            lambda: model(x),
+            model.state_dict,
+            lambda: copy.deepcopy(model),
+            lambda: model.load_state_dict(plain().state_dict()),
+            lambda: Pipeline(model, x[:2], devices=["cpu"] * 2, **again),
+        ):
+            with pytest.raises(ExecutionError, match=r"with zero=3 must not be used while its weights are divided, .*"):
+                call()
+        with pytest.raises(ExecutionError, match=r"state_dict\(\) needs whole weights, .* call full_state_dict\(\)"):
+            pipe.state_dict()
+        before = {name: value.clone() for name, value in pipe.full_state_dict().items()}
+        pipe.save_weights(folder)
+        distributed.barrier(group)
+        loaded, _ = divided(group, plain, init=str(folder))
+        with loaded:
+            check = loaded.full_state_dict()
+            assert all(torch.equal(check[name], before[name]) for name in before)
+        x, y = own_batch(0, replica).values()
+        failing = torch.full_like(x, 10**6) if group.rank() == 3 or replica else x
+        with pytest.raises((ExecutionError, IndexError)):
+            pipe.step(failing, target=y)
+    pipe.gather_model()  # a failed step has changed no weight
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    with pytest.raises(GraphError, match=r"layer 'second' \(stage 1\) uses 'first.weight' of stage 0 .* pass zero=2"):
+        divided(group, Reaching(), (4, 1), sample=torch.ones(2, 64), schedule="interleaved-1f1b", boundaries=["second"])
+
+
+class Scaled(nn.Module):
+    """Uses a weight of another layer through a reference."""
+
+    def __init__(self, other: nn.Linear) -> None:
+        super().__init__()
+        self.own = nn.Parameter(torch.ones(64))
+        self.others = [other]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.own * self.others[0].weight.sum()
+
+
+class Reaching(nn.Module):
+    """A frozen layer, and a layer that uses its weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(64, 64).requires_grad_(False)
+        self.second = Scaled(self.first)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x))
+
+
+def start_empty(group: Any) -> None:
+    """A function that builds the model; the weights are those of zero=0 after a step."""
+    pipes = [divided(group, plain, distributed=Distributed(zero=zero, timeout=20)) for zero in (0, 3)]
+    states = []
+    for pipe, replica in pipes:
+        with pipe:
+            run(pipe.step, 0, replica)
+            states.append(pipe.full_state_dict())
+    assert all(torch.equal(value, states[1][name]) for name, value in states[0].items())
