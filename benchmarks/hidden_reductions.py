@@ -87,7 +87,7 @@ def line(name: str, traces: list[Trace]) -> str:
     """The makespan, and for each rank where its sums lie, as medians over the traces."""
     parts = []
     for rank in range(_RANKS):
-        times = [trace.reduction_times[rank] for trace in traces]
+        times = [trace.communication_times[rank] for trace in traces]
         shares = [
             median([part / own.total_s for part, own in zip(column, times, strict=True)])
             for column in zip(*times, strict=True)

@@ -65,7 +65,7 @@ def rows(ranks: int, microbatches: int, replicas: int) -> Iterator[str]:
         without = simulate(plain, costs(plain.num_stages, replicas)).makespan_s
         traces = [simulated(name, ranks, microbatches, replicas, rule) for rule in RULES.values()]
         times = [f"{trace.makespan_s * 1e3:.0f} ms" for trace in traces]
-        parts = [sum(part) for part in zip(*traces[-1].reduction_times, strict=True)]
+        parts = [sum(part) for part in zip(*traces[-1].communication_times, strict=True)]
         shares = [f"{part / sum(parts):.1%}" for part in parts]
         yield f"| {' | '.join([name, f'{without * 1e3:.0f} ms', *times, *shares])} |"
 
@@ -81,7 +81,7 @@ def main() -> None:
     shape = options.ranks, options.microbatches, options.replicas
     print(*rows(*shape), sep="\n")
     trace = simulated("1f1b", *shape, early_stages)
-    for rank, own in enumerate(trace.reduction_times):
+    for rank, own in enumerate(trace.communication_times):
         print(
             f"1f1b, rank {rank}: {own.total_s * 1e3:.1f} ms, {own.in_bubbles_s / own.total_s:.1%} in bubbles, "
             f"{own.under_compute_s / own.total_s:.1%} under compute, {own.exposed_s / own.total_s:.1%} exposed"

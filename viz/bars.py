@@ -8,18 +8,18 @@ from typing import NamedTuple
 from pipesched.program.actions import Kind
 from pipesched.simulation.trace import Span, Trace
 
-__all__ = ["Bar", "bars", "chunks_visited", "gaps", "kinds", "num_chunks", "reduction_bars"]
+__all__ = ["Bar", "bars", "chunks_visited", "collective_bars", "gaps", "kinds", "num_chunks"]
 
 
 class Bar(NamedTuple):
-    """One bar of a timeline: a compute span or a reduction."""
+    """One bar of a timeline: a compute span or a collective (a reduction or a gather)."""
 
     rank: int
     #: The position of the stage among the stages of the rank.
     chunk: int
     kind: Kind
     stage: int
-    microbatch: int  # of a reduction, the bucket
+    microbatch: int  # of a reduction, the bucket; of a gather, its number
     start_s: float
     end_s: float
     #: In an overlapping pair, -1 for the forward (upper half) and 1 for the backward (lower half); otherwise 0.
@@ -46,13 +46,13 @@ def bars(trace: Trace) -> Iterator[Bar]:
             )
 
 
-def reduction_bars(trace: Trace) -> Iterator[Bar]:
-    """Yield a bar for each gradient reduction, rank by rank in time order."""
+def collective_bars(trace: Trace) -> Iterator[Bar]:
+    """Yield a bar for each reduction (REDUCE) and each gather (UNSHARD), rank by rank in time order."""
     zero = trace.start_s
-    for rank, row in enumerate(trace.reductions_by_rank):
+    for rank, row in enumerate(trace.collectives_by_rank):
         chunk = {stage: k for k, stage in enumerate(sorted({span.action.stage for span in trace.by_rank[rank]}))}
-        for (stage, kind, bucket, _), _, start, end, _ in row:
-            yield Bar(rank, chunk.get(stage, 0), kind, stage, bucket, start - zero, end - zero)
+        for (stage, kind, number, _), _, start, end, _ in row:
+            yield Bar(rank, chunk.get(stage, 0), kind, stage, number, start - zero, end - zero)
 
 
 def _overlap(one: Span, other: Span) -> bool:
@@ -76,8 +76,8 @@ def gaps(trace: Trace, rank: int) -> list[tuple[float, float]]:
 
 
 def kinds(*traces: Trace) -> list[Kind]:
-    """Return the kinds that a timeline shows, compute kinds and reductions, in the order of `Kind`."""
-    rows = (row for trace in traces for row in (*trace.by_rank, *trace.reductions_by_rank))
+    """Return the kinds that a timeline shows, compute kinds and collectives, in the order of `Kind`."""
+    rows = (row for trace in traces for row in (*trace.by_rank, *trace.collectives_by_rank))
     present = {span.action.kind for row in rows for span in row}
     return [kind for kind in Kind if kind in present]
 

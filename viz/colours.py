@@ -1,6 +1,7 @@
 """Colours: one for each kind of action, from the colour-blind-safe palette of Okabe and Ito (2008).
 
-All colours are light enough for dark numbers on them. The later chunks of a rank have lighter shades.
+The colours of compute actions are light enough for dark numbers on them. The later chunks of a rank have lighter
+shades.
 """
 
 from pipesched.program.actions import Kind
@@ -20,6 +21,7 @@ _COLOURS = {
     Kind.R: "#cc79a7",
     Kind.NORM: "#f0e442",
     Kind.REDUCE: "#0072b2",
+    Kind.UNSHARD: "#000000",
 }
 _LIGHTEST = 0.55  # fraction of white in the last chunk's colour
 

@@ -1,5 +1,6 @@
 """Headline: the title of a timeline, with the trace's key figures."""
 
+from pipesched.program.actions import Kind
 from pipesched.simulation.trace import Trace
 from pipesched.units import quote_time
 from pipesched.viz.bars import chunks_visited
@@ -15,9 +16,14 @@ def headline(trace: Trace, label: str | None = None) -> str:
         f"makespan {quote_time(trace.makespan_s)}, bubble {trace.bubble_ratio:.1%}, {_above_bound(trace)}"
         f"peak in flight {max(trace.peak_in_flight, default=0)}"
         + (f" / {chunks} chunks" if chunks > 1 else "")  # divide the peak by the chunks to compare schedules
-        + ("" if trace.hidden_reductions is None else f", reductions {trace.hidden_reductions:.1%} hidden")
+        + ("" if trace.hidden_communication is None else f", {_communication(trace)} hidden")
     )
     return f"{name}: {figures}" if name else figures
+
+
+def _communication(trace: Trace) -> str:
+    """Return the hidden fraction of the time of reductions or, if there are gathers, of both."""
+    return f"{'communication' if Kind.UNSHARD in trace.kinds else 'reductions'} {trace.hidden_communication:.1%}"
 
 
 def _above_bound(trace: Trace) -> str:

@@ -26,6 +26,7 @@ KIND_NAMES = {
     Kind.R: "recompute",
     Kind.NORM: "gradient norm",
     Kind.REDUCE: "gradient reduction",
+    Kind.UNSHARD: "weight gather",
     Kind.UPDATE: "optimizer step",
     Kind.OFFLOAD: "copy to the host",
     Kind.FETCH: "copy from the host",

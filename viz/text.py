@@ -6,9 +6,10 @@ from typing import NamedTuple
 
 from pipesched.checks import is_whole, shown
 from pipesched.errors import InputError
+from pipesched.program.actions import Kind
 from pipesched.simulation.trace import Trace, check_trace
 from pipesched.units import quote_time
-from pipesched.viz.bars import Bar, bars, num_chunks, reduction_bars
+from pipesched.viz.bars import Bar, bars, collective_bars, num_chunks
 from pipesched.viz.headline import headline
 
 __all__ = ["text_timeline"]
@@ -36,8 +37,8 @@ def text_timeline(trace: Trace, width: int = 120) -> str:
     ``F3`` is the forward of micro-batch 3, ``2F3`` the same in stage 2 (if ranks have several stages), ``F4&B2`` an
     overlapping pair (shortened to ``F4`` if it does not fit), and ``.`` is bubble. If all times are multiples of one
     unit, every unit is drawn as a cell of fixed width. If such cells do not fit into ``width``, time is scaled: each
-    column shows the action at its middle, and numbers that do not fit are left out. A rank with gradient reductions has
-    a second line, with the numbers of the buckets.
+    column shows the action at its middle, and numbers that do not fit are left out. A rank with collectives has a
+    second line: a number is the bucket of a gradient reduction (REDUCE), ``U0`` the first gather of weights (UNSHARD).
 
         >>> print(pipesched.viz.text_timeline(trace))
         rank 0 | F0 F1 .. .. B0--- F2 B1--- .. B2---
@@ -65,23 +66,25 @@ def text_timeline(trace: Trace, width: int = 120) -> str:
             texts = _label(bar, scale.with_stage), _label(bar)[:1]
             pair = f"{texts[0]}&{_label(after, scale.with_stage)}" if bar.half else ""
             _write(rows[bar.rank], bar, scale, (pair, *texts))
-    lanes = _reductions(trace, scale)
+    lanes = _collectives(trace, scale)
+    lane = "comm" if Kind.UNSHARD in trace.kinds else "reduce"
     lines = []
     for rank, (name, row) in enumerate(zip(names, rows, strict=True)):
         lines.append((name + "".join(row)).rstrip())
-        lines += [("reduce".ljust(len(name) - 3) + " | " + "".join(lanes[rank])).rstrip()] if rank in lanes else []
+        lines += [(lane.ljust(len(name) - 3) + " | " + "".join(lanes[rank])).rstrip()] if rank in lanes else []
     notes = ["lower case: odd chunks"] if several and not scale.with_stage else []
     return "\n".join([*lines, "; ".join([headline(trace), *_scale_note(scale), *notes])])
 
 
-def _reductions(trace: Trace, scale: _Scale) -> dict[int, list[str]]:
-    """Return a row for the reductions of each rank that has any, keyed by rank."""
+def _collectives(trace: Trace, scale: _Scale) -> dict[int, list[str]]:
+    """Return a row for the collectives of each rank that has any, keyed by rank."""
     lanes: dict[int, list[str]] = {}
-    for bar in reduction_bars(trace):
+    for bar in collective_bars(trace):
         row = lanes.setdefault(bar.rank, [" "] * scale.columns)
         first, last = _reach(bar, scale)
         end = " " if scale.separated else ""
-        row[first:last] = (str(bar.microbatch).ljust(last - first - len(end), "-") + end)[: last - first]
+        text = f"{'U' if bar.kind is Kind.UNSHARD else ''}{bar.microbatch}"
+        row[first:last] = (text.ljust(last - first - len(end), "-") + end)[: last - first]
     return lanes
 
 

@@ -7,7 +7,7 @@ from pipesched.checks import shown
 from pipesched.errors import ArgumentError
 from pipesched.simulation.trace import Trace, check_trace
 from pipesched.units import Unit, time_unit
-from pipesched.viz.bars import Bar, bars, gaps, num_chunks, reduction_bars
+from pipesched.viz.bars import Bar, bars, collective_bars, gaps, num_chunks
 from pipesched.viz.colours import BUBBLE, HATCH, INK, colour
 from pipesched.viz.headline import headline
 from pipesched.viz.legend import MOST_IN_A_ROW, patches
@@ -34,7 +34,7 @@ class _Band(NamedTuple):
 
 
 _WHOLE = _Band(-_HEIGHT / 2, _HEIGHT)
-# In a trace with reductions, the bars of compute actions leave room for those of reductions below them.
+# In a trace with collectives, the bars of compute actions leave room for those of collectives below them.
 _COMPUTE = _Band(-_HEIGHT / 2, 0.74 * _HEIGHT)
 _COLLECTIVE = _Band(-_HEIGHT / 2 + 0.8 * _HEIGHT, 0.2 * _HEIGHT)
 
@@ -44,8 +44,8 @@ def plot_timeline(trace: Trace, ax: "Axes | None" = None) -> "Axes":
 
     Colours show the kinds of actions, lighter shades show later chunks, and the bubble is hatched. The numbers in the
     bars are micro-batches. If a forward and a backward overlap, the forward is the upper half of the bar. Gradient
-    reductions are narrow bars below the compute actions of their rank. The title gives the makespan, the bubble (idle
-    time / (ranks x makespan)) and the peak number of micro-batches in flight.
+    reductions and weight gathers are narrow bars below the compute actions of their rank. The title gives the makespan,
+    the bubble (idle time / (ranks x makespan)) and the peak number of micro-batches in flight.
 
         pipesched.viz.plot_timeline(pipe.trace).figure.savefig("step.png")
 
@@ -103,12 +103,12 @@ def draw_timeline(ax: "Axes", trace: Trace, unit: Unit, until_s: float) -> None:
     ax.set_yticks(range(0, trace.num_ranks, every), [f"rank {rank}" for rank in range(0, trace.num_ranks, every)])
     ax.tick_params(axis="y", length=0)
     ax.spines[["top", "right", "left"]].set_visible(False)
-    reductions = list(reduction_bars(trace))
-    band = _COMPUTE if reductions else _WHOLE
+    collectives = list(collective_bars(trace))
+    band = _COMPUTE if collectives else _WHOLE
     _draw_bubble(ax, trace, unit, band)
     drawn = list(bars(trace))
     _draw_bars(ax, drawn, unit, num_chunks(trace), band)
-    _draw_bars(ax, reductions, unit, num_chunks(trace), _COLLECTIVE)
+    _draw_bars(ax, collectives, unit, num_chunks(trace), _COLLECTIVE)
     _draw_numbers(ax, drawn, unit, band)
 
 

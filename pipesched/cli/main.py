@@ -1,8 +1,9 @@
 """The command ``pipesched``, and its subcommands for schedules. These subcommands run without torch."""
 
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import click
@@ -11,6 +12,7 @@ from pipesched import __version__, schedules
 from pipesched.cli.checkpoint_command import checkpoint
 from pipesched.cli.model_commands import graph, report, tune
 from pipesched.cli.options import FILE, INPUT, MICROBATCHES, RANKS, read_links, write
+from pipesched.cli.replicas import Replicas, replica_options
 from pipesched.errors import PipeschedError, ScheduleError
 from pipesched.program.liveness import peak_in_flight
 from pipesched.program.loading import load_program
@@ -103,9 +105,18 @@ def _cost_options(command: _Command) -> _Command:
 
 
 def _simulate(
-    program: Program, *, transfer_s: float, links: Path | None, output_bytes: int, **rank_costs_s: float
+    program: Program,
+    *,
+    transfer_s: float,
+    links: Path | None,
+    output_bytes: int,
+    collectives: Mapping[str, Any] = MappingProxyType({}),
+    **rank_costs_s: float,
 ) -> Trace:
-    """Simulate a program with the costs of whole ranks, divided equally among the chunks that a micro-batch visits."""
+    """Simulate a program with the costs of whole ranks, divided equally among the chunks that a micro-batch visits.
+
+    ``collectives`` holds the costs of reductions and gathers, as fields of Costs.
+    """
     stage_costs: dict[str, Any] = {
         name: tuple(cost / share for share in program.shares) for name, cost in rank_costs_s.items()
     }
@@ -114,6 +125,7 @@ def _simulate(
         transfer_s=transfer_s,
         output_bytes=(output_bytes,) * program.num_stages,
         links=None if links is None else read_links(links),
+        **collectives,
     )
     return simulate(program, costs)
 
@@ -177,6 +189,7 @@ def list_() -> None:
     "--steps", type=click.IntRange(min=1), help="Number of consecutive steps of an asynchronous schedule.  [default: 1]"
 )
 @_cost_options
+@replica_options
 @click.option(
     "--text",
     is_flag=True,
@@ -198,7 +211,7 @@ def show(  # noqa: PLR0913  # one parameter for each option
     png: Path | None,
     chrome: Path | None,
     as_program: bool,
-    **costs: Any,
+    **others: Any,
 ) -> None:
     """Simulate SCHEDULE and draw its timeline.
 
@@ -210,9 +223,14 @@ def show(  # noqa: PLR0913  # one parameter for each option
     longest time from first start to last end on one rank; and the peak number of (stage, micro-batch) pairs in flight
     on each rank. Several outputs can be combined.
 
+    With --replicas, the timeline also shows how each rank sums gradients over the replicas in 4 buckets per stage, and,
+    with --zero 3, how it gathers weights. The figures then include the bytes that a rank sends to other replicas in a
+    step, and how much of this time lies in bubbles, under compute, or is exposed.
+
     \b
     Examples:
       pipesched show zb-h1 --ranks 4 --microbatches 8
+      pipesched show 1f1b --ranks 4 --replicas 8 --zero 2
       pipesched show interleaved-1f1b --chunks 4 --png interleaved.png
       pipesched show 1f1b --program > mine.txt
     """
@@ -221,13 +239,14 @@ def show(  # noqa: PLR0913  # one parameter for each option
             f"a program in a file already has a number of ranks, micro-batches, chunks and steps; got such an option "
             f"with the file {schedule}; leave out --ranks, --microbatches, --chunks and --steps"
         )
-    program = _program(schedule, ranks, microbatches, chunks, steps or 1)
-    trace = _simulate(program, **costs)
+    replicas = Replicas.taken_from(others)
+    program = replicas.add_collectives(_program(schedule, ranks, microbatches, chunks, steps or 1))
+    trace = _simulate(program, collectives=replicas.costs(program), **others)
     if as_program:
         click.echo(str(program), nl=False)
     if text or not (as_program or png or chrome):
         width = width or shutil.get_terminal_size((120, 24)).columns
-        lines = f"{text_timeline(trace, width)}\n{_figures(trace)}"
+        lines = "\n".join([text_timeline(trace, width), _figures(trace), *replicas.lines(program, trace)])
         # After a program the text is a comment, so that the whole output can be parsed as a program.
         click.echo("# " + lines.replace("\n", "\n# ") if as_program else lines)
     if png:

@@ -9,6 +9,7 @@ from typing import Any
 from pipesched import schedules
 from pipesched.errors import DeviceCountError, PartitionError, ScheduleError
 from pipesched.planning.plan_request import PlanRequest
+from pipesched.program.actions import Kind
 from pipesched.program.checkpoint_options import Checkpoint
 from pipesched.program.dependencies import StageGraph
 from pipesched.program.lowering import (
@@ -349,5 +350,11 @@ def _fixed(program: Program, num_devices: int, request: PlanRequest) -> Program:
             "a pipeline can only train a chain of stages, or several chains over the same weights; this program has a "
             "different stage graph, or no backward passes; pass a program with such a stage graph and with backward "
             "passes"
+        )
+    if program.has_gathers:
+        raise ScheduleError(
+            f"a program that a pipeline runs must not have UNSHARD and RESHARD actions; program {program.name!r} has "
+            f"{int(program.columns.are(Kind.UNSHARD).sum())} UNSHARDs; pass the program without them, and simulate the "
+            f"gathers with simulate"
         )
     return program

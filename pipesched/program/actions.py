@@ -12,7 +12,7 @@ from typing import NamedTuple
 from pipesched.checks import shown
 from pipesched.errors import ScheduleError
 
-__all__ = ["KINDS", "OTHER_END", "Action", "Holding", "Kind", "Lane"]
+__all__ = ["KINDS", "NUMBERED", "OTHER_END", "Action", "Holding", "Kind", "Lane"]
 
 
 class Lane(StrEnum):
@@ -41,10 +41,12 @@ class Kind(StrEnum):
     FREE = "FREE"  # wait for the end of the copy, then free the activations on the device
     FETCH = "FETCH"  # start copying the activations back to the device
     REDUCE = "REDUCE"  # sum a bucket of a stage's gradients over all replicas; the bucket replaces the micro-batch
+    UNSHARD = "UNSHARD"  # gather a stage's weights, which are divided over replicas; numbered from 0 in a step
+    RESHARD = "RESHARD"  # free the weights that the UNSHARD of this number gathered
 
 
 class Holding(StrEnum):
-    """A kind of memory that a rank holds: for a (stage, micro-batch) pair, an old weight version or a bucket."""
+    """A kind of memory that a rank holds: for a (stage, micro-batch) pair, for a weight version, bucket or gather."""
 
     INPUT = "input"  # the stage's input; a checkpointed forward keeps nothing else
     ACTIVATIONS = "activations"  # the tensors saved for the backward
@@ -52,6 +54,7 @@ class Holding(StrEnum):
     WEIGHT_GRAD = "weight_grad"  # the tensors that W needs, held from the I to the W
     REDUCTION = "reduction"  # a flat copy of a bucket of gradients, while its REDUCE runs
     WEIGHTS = "weights"  # an old version of a stage's weights that micro-batches in flight still use
+    GATHERED = "gathered"  # the whole weights of a stage, from the UNSHARD to the RESHARD
 
 
 class _KindRow(NamedTuple):
@@ -83,7 +86,12 @@ KINDS: dict[Kind, _KindRow] = {
     Kind.FREE: _KindRow(Lane.COPY, gives=(Holding.OFFLOADED,)),
     Kind.FETCH: _KindRow(Lane.COPY, takes=Holding.OFFLOADED),
     Kind.REDUCE: _KindRow(Lane.COLLECTIVE, takes=Holding.REDUCTION, gives=(Holding.REDUCTION,)),
+    Kind.UNSHARD: _KindRow(Lane.COLLECTIVE, takes=Holding.GATHERED),
+    Kind.RESHARD: _KindRow(Lane.COPY, gives=(Holding.GATHERED,)),
 }
+
+#: The kinds that are numbered by stage, from 0 without a gap, and not by micro-batch: buckets and gathers.
+NUMBERED = (Kind.REDUCE, Kind.UNSHARD, Kind.RESHARD)
 
 #: The kind of the matching receive for each kind of send, and the reverse.
 OTHER_END: dict[Kind, Kind] = {
@@ -100,7 +108,8 @@ _TEXT = re.compile(r"([0-9]{1,9})([A-Z_]+)([0-9]{1,9})(?:([<>])([0-9]{1,9}))?")
 class Action(NamedTuple):
     """An operation of one stage on one micro-batch. ``peer`` is the other stage of a transfer, otherwise None.
 
-    In place of a micro-batch, UPDATE and NORM have the number of the update, and REDUCE the number of the bucket.
+    In place of a micro-batch, UPDATE and NORM have the number of the update, REDUCE the number of the bucket, and
+    UNSHARD and RESHARD the number of the gather.
     """
 
     stage: int

@@ -16,14 +16,17 @@ import numpy as np
 
 from pipesched.checks import shown
 from pipesched.errors import ScheduleError
-from pipesched.program.action_arrays import CODES, MOST_SLOTS, NUM_KINDS, Columns, Ints
-from pipesched.program.actions import OTHER_END, Action, Kind
+from pipesched.program.action_arrays import CODES, MOST_SLOTS, NUM_KINDS, Columns, Ints, Mask
+from pipesched.program.actions import NUMBERED, OTHER_END, Action, Kind
 from pipesched.units import counted
 
-__all__ = ["BACKWARDS", "Index", "StageGraph", "chain", "needs", "requirements"]
+__all__ = ["BACKWARDS", "WEIGHT_USES", "Index", "StageGraph", "chain", "needs", "requirements"]
 
 #: The kinds that yield the gradient of a stage's input.
 BACKWARDS = (Kind.B, Kind.I)
+#: The kinds that use the whole weights of their stage. A W of a convolution reads the weights. Every W accumulates
+#: gradients in the shape of the whole weights, and hooks that run during a W see the whole Parameter.
+WEIGHT_USES = (Kind.F, Kind.B, Kind.I, Kind.W, Kind.R)
 
 
 @dataclass(frozen=True)
@@ -75,8 +78,9 @@ def chain(num_stages: int, num_chains: int = 1) -> StageGraph:
 class _At(Enum):
     """Where a needed action is: on the same stage, on its producers, on its consumers, or on the peer of a transfer.
 
-    EVERY: on every stage, but only if the action's own stage has such an action. BUCKETS: on the same stage, one action
-    for each bucket of its gradients.
+    EVERY: on every stage, but only if the action's own stage has such an action. NUMBERED: on the same stage, all
+    actions of a kind that is numbered from 0, such as the REDUCEs of all buckets. GATHER: on the same stage, the
+    UNSHARD whose weights the action uses. Its number is the number of RESHARDs of the stage before the action.
     """
 
     OWN = auto()
@@ -84,7 +88,8 @@ class _At(Enum):
     CONSUMERS = auto()
     PEER = auto()
     EVERY = auto()
-    BUCKETS = auto()
+    NUMBERED = auto()
+    GATHER = auto()
 
 
 class _Need(NamedTuple):
@@ -99,19 +104,21 @@ class _Need(NamedTuple):
     kinds: tuple[Kind, ...]
 
 
+_GATHERED = _Need(_At.GATHER, (Kind.UNSHARD,))
 _BACKWARD = (
     _Need(_At.OWN, (Kind.FETCH, Kind.R, Kind.F)),
     _Need(_At.CONSUMERS, (Kind.RECV_B, Kind.I, Kind.B)),
+    _GATHERED,
 )
-_REDUCED = _Need(_At.BUCKETS, (Kind.REDUCE,))
+_REDUCED = _Need(_At.NUMBERED, (Kind.REDUCE,))
 NEEDS: dict[Kind, tuple[_Need, ...]] = {
-    Kind.F: (_Need(_At.PRODUCERS, (Kind.RECV_F, Kind.F)),),
+    Kind.F: (_Need(_At.PRODUCERS, (Kind.RECV_F, Kind.F)), _GATHERED),
     Kind.B: _BACKWARD,
     Kind.I: _BACKWARD,
-    Kind.W: (_Need(_At.OWN, (Kind.I,)),),
-    Kind.R: (_Need(_At.OWN, (Kind.F,)),),
+    Kind.W: (_Need(_At.OWN, (Kind.I,)), _GATHERED),
+    Kind.R: (_Need(_At.OWN, (Kind.F,)), _GATHERED),
     Kind.NORM: (_REDUCED,),
-    Kind.UPDATE: (_REDUCED, _Need(_At.EVERY, (Kind.NORM,))),
+    Kind.UPDATE: (_REDUCED, _Need(_At.NUMBERED, (Kind.RESHARD,)), _Need(_At.EVERY, (Kind.NORM,))),
     Kind.SEND_F: (_Need(_At.OWN, (Kind.F,)),),
     Kind.SEND_B: (_Need(_At.OWN, (Kind.I, Kind.B)),),
     Kind.RECV_F: (_Need(_At.PEER, (Kind.SEND_F,)),),
@@ -119,6 +126,7 @@ NEEDS: dict[Kind, tuple[_Need, ...]] = {
     Kind.OFFLOAD: (_Need(_At.OWN, (Kind.F,)),),
     Kind.FREE: (_Need(_At.OWN, (Kind.OFFLOAD,)),),
     Kind.FETCH: (_Need(_At.OWN, (Kind.FREE,)),),
+    Kind.RESHARD: (_Need(_At.OWN, (Kind.UNSHARD,)),),
 }
 
 
@@ -126,14 +134,19 @@ def needs(action: Action, graph: StageGraph, present: Container[Action]) -> Iter
     """Yield the actions that must have ended before ``action`` starts.
 
     A dependency may have alternatives, such as I and B. The first alternative in ``present`` (the program's actions) is
-    yielded; if there is none, the last alternative.
+    yielded; if there is none, the last alternative. If ``present`` is an Index, the UNSHARD that ``action`` needs is
+    yielded too, which depends on the order.
     """
     for need in NEEDS.get(action.kind, ()):
         if need.at is _At.EVERY and action._replace(kind=need.kinds[0]) not in present:
             continue
-        if need.at is _At.BUCKETS:
-            reductions = (Action(action.stage, need.kinds[0], bucket) for bucket in count())
-            yield from takewhile(present.__contains__, reductions)
+        if need.at is _At.NUMBERED:
+            numbered = (Action(action.stage, need.kinds[0], number) for number in count())
+            yield from takewhile(present.__contains__, numbered)
+            continue
+        if need.at is _At.GATHER:
+            if isinstance(present, Index) and present.has_gathers[action.stage]:
+                yield Action(action.stage, need.kinds[0], present.gather_of(action))
             continue
         for end in _ends_of(action, need.at, graph):
             forms = [_form(action, need.at, kind, end) for kind in need.kinds]
@@ -165,8 +178,8 @@ def _form(action: Action, at: _At, kind: Kind, end: int) -> Action:
 class Index:
     """A lookup table from actions to their rows in a program's columns, with -1 for actions not in the program.
 
-    The table has a slot for each (kind, edge, micro-batch) of transfers, for each (stage, bucket) of REDUCE, and for
-    each (kind, stage, micro-batch) of other actions.
+    The table has a slot for each (kind, edge, micro-batch) of transfers, and for each (kind, stage, micro-batch) of
+    other actions. REDUCE, UNSHARD and RESHARD have the numbers of buckets and gathers in place of micro-batches.
     """
 
     def __init__(self, columns: Columns, graph: StageGraph, num_microbatches: int) -> None:
@@ -174,13 +187,15 @@ class Index:
         self._num_stages = len(graph.producers)
         self._num_microbatches = num_microbatches
         self._bases = np.full(NUM_KINDS, -1, np.int64)
-        #: The largest number of buckets that any stage reduces.
-        self.most_buckets = 1 + int(columns.microbatch[columns.are(Kind.REDUCE)].max(initial=-1))
         #: For each kind, the number of slots of a stage or an edge.
         self._widths = np.full(NUM_KINDS, max(0, num_microbatches), np.int64)
-        self._widths[CODES[Kind.REDUCE]] = self.most_buckets
+        counts = np.bincount(columns.kind, minlength=NUM_KINDS)
+        for kind in NUMBERED:
+            numbers = columns.microbatch[columns.are(kind)] if counts[CODES[kind]] else columns.microbatch[:0]
+            self._widths[CODES[kind]] = 1 + numbers.max(initial=-1)
+        self._same_width = not counts[[CODES[kind] for kind in NUMBERED]].any()
         size = 0
-        for code in np.flatnonzero(np.bincount(columns.kind, minlength=NUM_KINDS)):
+        for code in np.flatnonzero(counts):
             self._bases[code] = size
             rows = len(graph.edge_codes) if _CODE_IS_TRANSFER[code] else self._num_stages
             size += rows * int(self._widths[code])
@@ -198,7 +213,7 @@ class Index:
     def _slots(self, kind: Ints, stage: Ints, microbatch: Ints, peer: Ints) -> Ints:
         microbatch = microbatch.astype(np.int64)
         line = stage.astype(np.int64)
-        width = self._widths[kind] if self.most_buckets else self._num_microbatches
+        width = self._num_microbatches if self._same_width else self._widths[kind]
         good = (line >= 0) & (line < self._num_stages) & (microbatch >= 0) & (microbatch < width)
         transfer = _CODE_IS_TRANSFER[kind]
         if transfer.any():
@@ -249,6 +264,37 @@ class Index:
             return np.full(shape, -1, np.int32)
         return self._table[base : base + shape[0] * shape[1]].reshape(shape)
 
+    def most(self, kind: Kind) -> int:
+        """Return the largest number of slots of a stage for actions of this kind, such as buckets for REDUCE."""
+        return int(self._widths[CODES[kind]])
+
+    @cached_property
+    def has_gathers(self) -> Mask:
+        """For each stage, whether it has an UNSHARD."""
+        if not self.has(Kind.UNSHARD):
+            return np.zeros(self._num_stages, np.bool_)
+        return np.asarray((self._numbered(Kind.UNSHARD) >= 0).any(axis=1))
+
+    @cached_property
+    def _reshards(self) -> list[Ints]:
+        """For each stage, the rows of its RESHARDs in ascending order."""
+        return [np.sort(rows[rows >= 0]) for rows in self._numbered(Kind.RESHARD)]
+
+    def _numbered(self, kind: Kind) -> Ints:
+        stages = np.arange(self._num_stages)
+        return np.stack([self.rows(kind, stages, np.full(len(stages), n)) for n in range(self.most(kind))], axis=1)
+
+    def gather_of(self, action: Action) -> int:
+        """Return the number of the UNSHARD whose weights an action uses: the number of RESHARDs before the action."""
+        return int(self.gathers_of(np.array([self.row(action)]), np.array([action.stage]))[0])
+
+    def gathers_of(self, rows: Ints, stage: Ints) -> Ints:
+        """Return the number of the UNSHARD whose weights each row uses."""
+        numbers = np.zeros(len(rows), np.int64)
+        for own in np.unique(stage).tolist() if self.has(Kind.RESHARD) else ():
+            numbers[stage == own] = np.searchsorted(self._reshards[own], rows[stage == own])
+        return numbers
+
     def repeated(self) -> Ints:
         """Return the rows that a later row repeats, and the rows with an invalid stage, micro-batch or edge."""
         return np.flatnonzero(self._table[self.slots] != np.arange(len(self.slots)))
@@ -280,8 +326,11 @@ def requirements(columns: Columns, index: Index, graph: StageGraph) -> Requireme
         for need in rules:
             if need.at is _At.EVERY:
                 rows = rows[index.rows(need.kinds[0], columns.stage[rows], columns.microbatch[rows]) >= 0]
-            if need.at is _At.BUCKETS:
-                pairs += _reductions(rows, columns.stage[rows], index)
+            if need.at is _At.NUMBERED:
+                pairs += _numbered(need.kinds[0], rows, columns.stage[rows], index)
+                continue
+            if need.at is _At.GATHER:
+                pairs += _gathers(rows, columns.stage[rows], index)
                 continue
             stage = columns.stage[rows].astype(np.int64)
             for ends in _ends(need.at, stage, columns.peer[rows], producers, consumers, len(graph.producers)):
@@ -294,11 +343,20 @@ def requirements(columns: Columns, index: Index, graph: StageGraph) -> Requireme
     return Requirements(row, needed)
 
 
-def _reductions(rows: Ints, stage: Ints, index: Index) -> Iterator[tuple[Ints, Ints]]:
-    """Yield, for each bucket, the rows that need its REDUCE on their stage, and the rows of these REDUCEs."""
-    for bucket in range(index.most_buckets):
-        needed = index.rows(Kind.REDUCE, stage, np.full(len(stage), bucket))
+def _numbered(kind: Kind, rows: Ints, stage: Ints, index: Index) -> Iterator[tuple[Ints, Ints]]:
+    """Yield, for each number, the rows that need the action of this number on their stage, and the needed rows."""
+    for number in range(index.most(kind) if index.has(kind) else 0):
+        needed = index.rows(kind, stage, np.full(len(stage), number))
         yield rows[needed >= 0], needed[needed >= 0]
+
+
+def _gathers(rows: Ints, stage: Ints, index: Index) -> Iterator[tuple[Ints, Ints]]:
+    """Yield the rows that use gathered weights, and the rows of the UNSHARDs that gather them."""
+    if index.has(Kind.UNSHARD):
+        gathered = index.has_gathers[stage]
+        rows = rows[gathered]
+        stage = stage[gathered]
+        yield rows, index.rows(Kind.UNSHARD, stage, index.gathers_of(rows, stage))
 
 
 def _ends(

@@ -97,7 +97,7 @@ def bytes_held(
 
     Args:
         columns: the rank's order.
-        sizes: for each kind of memory, the bytes that one micro-batch (or one weight version) takes on each stage.
+        sizes: for each kind of memory, the bytes that one micro-batch (weight version, gather) takes on each stage.
         versions: the weight version of each micro-batch, indexed by stage, as in `Program`.
 
     """
@@ -118,6 +118,9 @@ def bytes_held(
     away = np.asarray(sizes[Holding.OFFLOADED], np.int64)[columns.stage]
     takes += np.where(columns.are(Kind.FETCH), away, 0)
     gives += np.where(columns.are(Kind.FREE), away, 0)
+    whole = np.asarray(sizes[Holding.GATHERED], np.int64)[columns.stage]
+    takes += np.where(columns.are(Kind.UNSHARD), whole, 0)
+    gives += np.where(columns.are(Kind.RESHARD), whole, 0)
     if columns.are(Kind.UPDATE).any():
         size = np.asarray(sizes[Holding.WEIGHTS], np.int64)
         for stage, begin, end in _stashes(columns, versions):

@@ -1,4 +1,4 @@
-"""Lowering: passes ``Program -> Program`` that add communication, recomputation, offloading, reductions, updates."""
+"""Lowering: passes ``Program -> Program`` that add communication, recomputation, offloading, updates, collectives."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
@@ -11,12 +11,14 @@ from pipesched.errors import ScheduleError
 from pipesched.program.action_arrays import CODES, Columns, Ints, Mask, Orders
 from pipesched.program.actions import OTHER_END, Action, Kind
 from pipesched.program.checkpoint_options import Checkpoint, as_checkpoint
-from pipesched.program.dependencies import BACKWARDS
+from pipesched.program.dependencies import BACKWARDS, WEIGHT_USES
+from pipesched.program.gathers import check_gathers
 from pipesched.program.program import Program, check_program
 from pipesched.program.reductions import check_reductions
 from pipesched.program.validation import check_places
 
 __all__ = [
+    "add_gathers",
     "add_norms",
     "add_offloading",
     "add_recompute",
@@ -247,7 +249,7 @@ def add_norms(program: Program) -> Program:
     if not program.has_updates or program.has_norms:
         return program
     columns = program.columns
-    stages, after = _last_of_stages(columns, Kind.B, Kind.W, Kind.REDUCE)
+    stages, after = _last_of_stages(columns, Kind.B, Kind.W, Kind.REDUCE, Kind.RESHARD)
     if any(program.buckets):
         order = np.argsort(after)
         stages = stages[order]
@@ -267,7 +269,7 @@ def add_reductions(program: Program, buckets: int | Sequence[int]) -> Program:
     several stages hold (chimera, dualpipe): such gradients are complete only after the step.
 
     Args:
-        program: the program of one replica, before or after `add_updates`, `add_norms` or `lower`.
+        program: the program of one replica, before or after `add_gathers`, `add_updates`, `add_norms` or `lower`.
         buckets: the number of buckets of a stage: one number for all stages, or one for each stage. A stage with 0
             buckets, such as a frozen one, gets no REDUCE.
 
@@ -285,7 +287,7 @@ def add_reductions(program: Program, buckets: int | Sequence[int]) -> Program:
         without = replace(program, orders=program.orders.where(~program.columns.are(Kind.NORM)))
         return add_norms(add_reductions(without, buckets))
     columns = program.columns
-    stages, after = _last_of_stages(columns, Kind.B, Kind.W)
+    stages, after = _last_of_stages(columns, Kind.B, Kind.W, Kind.RESHARD)
     count = counts[stages]
     numbers = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count)
     stages = np.repeat(stages, count)
@@ -294,6 +296,85 @@ def add_reductions(program: Program, buckets: int | Sequence[int]) -> Program:
     made = replace(program, orders=_inserted(program.orders, parts))
     check_reductions(made)
     return made
+
+
+def add_gathers(
+    program: Program, *, keep: bool = True, prefetch: int = 1, stages: Collection[int] | None = None
+) -> Program:
+    """Insert UNSHARD and RESHARD actions, for weights that are divided over replicas.
+
+        add_gathers(schedules.get("interleaved-1f1b").program(4, 8), keep=False)
+
+    The RESHARD directly follows the last use of the weights, before the REDUCEs of the stage. The copies that the
+    REDUCEs make then take the place of the whole weights, and the peak is lower. A program that already has UNSHARDs is
+    returned unchanged, and so is a program with weights that several stages hold (chimera, dualpipe).
+
+    Args:
+        program: the program of one replica, before or after `add_reductions`, `add_updates` or `add_norms`. Call
+            `add_recompute` and `lower` first or afterwards; both orders give valid programs.
+        keep: if True, each stage gathers its weights once, before its first forward, and keeps them until its last
+            backward. If False, a stage frees its weights once more than ``prefetch`` actions of other stages of its
+            rank follow, and gathers them again. A rank with a single stage then gathers once, too, because freeing
+            the weights would not lower its peak. Default: True.
+        prefetch: the number of compute actions of the rank that can run during a gather: the UNSHARD stands this many
+            actions before the first use. Two overlapping actions count as one. Default: 1.
+        stages: the stages whose weights are gathered. Default: all stages.
+
+    Returns:
+        The program with the actions ``<stage>UNSHARD<n>`` and ``<stage>RESHARD<n>``, numbered from 0 on each stage.
+
+    Raises:
+        ScheduleError: ``prefetch`` or a stage is wrong, or a stage has several updates, as in an asynchronous schedule.
+
+    """
+    chosen = _gathered_stages(program, prefetch, stages)
+    if program.has_gathers or program.num_weights < program.num_stages:
+        return program
+    columns = program.columns
+    rows = np.flatnonzero(columns.are(*WEIGHT_USES))
+    firsts = rows[~columns.overlapping[rows]]  # one row for each action or overlapping pair
+    turn = np.cumsum(~columns.overlapping[rows]) - 1  # the index in ``firsts`` of each use
+    begins = np.searchsorted(firsts, program.orders.offsets[:-1])[program.orders.rank_of[rows]]  # the rank's first turn
+    order = np.argsort(columns.stage[rows], kind="stable")[np.isin(np.sort(columns.stage[rows]), chosen)]
+    stage = columns.stage[rows][order]
+    turn = turn[order]
+    new = np.ones(len(order), np.bool_)  # whether the use is the first after an UNSHARD
+    new[1:] = stage[1:] != stage[:-1]
+    if not keep:
+        new[1:] |= np.diff(turn) > prefetch + 1
+    last = np.append(new[1:], True)[: len(new)]
+    issued = firsts[np.maximum(turn[new] - prefetch, begins[order][new])]
+    used = rows[order][last]
+    ends = used + columns.joined[used]
+    of = stage[new]
+    numbers = np.arange(len(of)) - np.searchsorted(of, of)
+
+    def made(kind: Kind, by: Ints) -> Columns:
+        return Columns.numbered(of[by], np.full(len(of), CODES[kind]), numbers[by])
+
+    in_use = np.argsort(turn[new], kind="stable")  # of several UNSHARDs at one place, the first needed comes first
+    parts = [
+        (issued[in_use], made(Kind.UNSHARD, in_use), 0),
+        (np.arange(len(columns)), columns, 1),
+        (ends, made(Kind.RESHARD, np.arange(len(of))), 2),
+    ]
+    gathered = replace(program, orders=_inserted(program.orders, parts))
+    check_gathers(gathered)
+    return gathered
+
+
+def _gathered_stages(program: Program, prefetch: int, stages: Collection[int] | None) -> Sequence[int]:
+    """Return the stages to gather. Raises ScheduleError for a wrong stage or a wrong ``prefetch``."""
+    if not is_count(prefetch, 0):
+        raise ScheduleError(
+            f"prefetch must be a whole number of actions, at least 0; got {shown(prefetch)}; pass for example 1"
+        )
+    every = range(program.num_stages)
+    rule = f"stages must be a list of stages, 0..{program.num_stages - 1}, or None for all"
+    chosen = every if stages is None else as_list(stages, rule, "pass for example [0, 1]")
+    if not all(is_count(stage, 0) and stage < program.num_stages for stage in chosen):
+        raise ScheduleError(f"{rule}; got {shown(stages)}; pass for example [0, 1]")
+    return chosen
 
 
 def _bucket_counts(buckets: int | Sequence[int], num_stages: int) -> Ints:

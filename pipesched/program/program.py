@@ -176,6 +176,11 @@ class Program:
         return tuple(np.bincount(reduced, minlength=self.num_stages).tolist())
 
     @cached_property
+    def has_gathers(self) -> bool:
+        """Whether the program has UNSHARD actions, because the weights are divided over replicas."""
+        return bool(self.columns.are(Kind.UNSHARD).any())
+
+    @cached_property
     def index(self) -> Index:
         """A lookup table from each action to its row in `columns`."""
         return Index(self.columns, self.graph, self.num_microbatches)

@@ -2,9 +2,9 @@
 
 Each replica runs the same program. The gradients of a stage are divided into buckets, and a REDUCE sums a bucket over
 the ranks that run the same orders in the other replicas. Every rank runs its REDUCEs one after the other, in the order
-of the program, in a lane of its own, so it computes meanwhile. Because these ranks all have the same order, their
-collectives cannot cross. A REDUCE waits for no other rank of its replica. So REDUCEs add no cycle to a program, and a
-program without deadlock stays so.
+of the program, in a lane that they share with the gathers of weights (`program.gathers`), so it computes meanwhile.
+Because these ranks all have the same order, their collectives cannot cross. A REDUCE waits for no other rank of its
+replica. So REDUCEs add no cycle to a program, and a program without deadlock stays so.
 """
 
 import numpy as np

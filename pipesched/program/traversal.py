@@ -63,8 +63,8 @@ def walk(program: Program, timing: Timing | None = None) -> Walked:  # noqa: PLR
 
     An action starts when its rank is free and the results that it needs have arrived. Only compute actions and FREE
     (which waits for a copy to the host) keep a rank busy. A transfer to another rank or to the host starts at its
-    position in the order and does not block its rank. A REDUCE does not block its rank either, and starts when the
-    rank's previous REDUCE has ended. Overlapping actions start together and end together.
+    position in the order and does not block its rank. A REDUCE or UNSHARD does not block its rank either, and starts
+    when the rank's previous collective has ended. Overlapping actions start together and end together.
     """
     orders = program.orders
     total = len(program.columns)
@@ -134,7 +134,7 @@ class _Links:
     def send(self, row: int, start: Any) -> tuple[Any, Any]:
         """Return the start and end of a transfer that is ready at ``start``, after earlier transfers on its link.
 
-        A REDUCE counts as a transfer on a link of its rank.
+        A REDUCE or UNSHARD counts as a transfer on a link of its rank.
         """
         link = self._link[row] if self._link else -1
         if link < 0:
@@ -156,7 +156,7 @@ def _arrivals(waits: list[tuple[int, Any]], ends: list[Any]) -> list[Any] | int:
 
 def _roles(columns: Columns) -> bytes:
     roles = np.full(len(columns), _COMPUTES, np.int8)
-    roles[columns.are(Kind.SEND_F, Kind.SEND_B, Kind.OFFLOAD, Kind.FETCH, Kind.REDUCE)] = _SENDS
+    roles[columns.are(Kind.SEND_F, Kind.SEND_B, Kind.OFFLOAD, Kind.FETCH, Kind.REDUCE, Kind.UNSHARD)] = _SENDS
     roles[columns.are(Kind.RECV_F, Kind.RECV_B)] = _RECEIVES
     roles[columns.overlapping] = _OVERLAPS
     return roles.tobytes()

@@ -1,8 +1,8 @@
 """Validation: proves that a program is complete, ordered and free of deadlock, with one function for each rule.
 
 Rules are checked in this order: places, routes, complete, slices, overlaps, offloads, dependencies, transfers,
-versions, reductions, deadlock, and on request memory and exactness. Errors name the rank, the position and the action,
-and show a grid of the orders with the action marked.
+versions, reductions, gathers, deadlock, and on request memory and exactness. Errors name the rank, the position and the
+action, and show a grid of the orders with the action marked.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,8 +11,9 @@ import numpy as np
 
 from pipesched.errors import DeadlockError, MemoryLimitError, ScheduleError
 from pipesched.program.action_arrays import Mask
-from pipesched.program.actions import OTHER_END, Action, Kind
+from pipesched.program.actions import NUMBERED, OTHER_END, Action, Kind
 from pipesched.program.dependencies import BACKWARDS
+from pipesched.program.gathers import check_gathers
 from pipesched.program.liveness import pairs_held, peak_in_flight, rank_limits
 from pipesched.program.program import Program, check_program, marked_grid
 from pipesched.program.reductions import check_reductions
@@ -65,6 +66,7 @@ def check_order(program: Program) -> None:
     check_transfers(program)
     check_versions(program)
     check_reductions(program)
+    check_gathers(program)
 
 
 def _place(program: Program, row: int) -> str:
@@ -105,12 +107,12 @@ def check_places(program: Program) -> None:
         stage_in
         & (columns.peer < program.num_stages)
         & (columns.microbatch >= 0)
-        & ((columns.microbatch < program.num_microbatches) | columns.are(Kind.REDUCE))
+        & ((columns.microbatch < program.num_microbatches) | columns.are(*NUMBERED))
     )
     home = np.asarray(program.placement)[np.where(stage_in, columns.stage, 0)]
     row = _first(~inside | (home != program.orders.rank_of))
     if row is None:
-        _check_buckets(program)
+        _check_numbered(program)
         return
     action = columns.action(row)
     if not inside[row]:
@@ -125,19 +127,21 @@ def check_places(program: Program) -> None:
     )
 
 
-def _check_buckets(program: Program) -> None:
-    """Check that the buckets of each stage are numbered from 0 without a gap."""
+def _check_numbered(program: Program) -> None:
+    """Check that the buckets and the gathers of each stage are numbered from 0 without a gap."""
     columns = program.columns
-    reductions = columns.are(Kind.REDUCE)
-    counts = np.asarray(program.buckets)
-    row = _first(reductions & (columns.microbatch >= counts[columns.stage]))
-    if row is not None:
-        action = columns.action(row)
-        raise ScheduleError(
-            f"{_place(program, row)}: the buckets of a stage must be numbered from 0 without a gap; got {action}, but "
-            f"stage {action.stage} has only {counts[action.stage]} REDUCEs. Renumber them, or add the missing REDUCEs."
-            + _grid(program, row)
-        )
+    for kind in NUMBERED:
+        of_kind = columns.are(kind)
+        counts = np.bincount(columns.stage[of_kind], minlength=program.num_stages)
+        row = _first(of_kind & (columns.microbatch >= counts[columns.stage]))
+        if row is not None:
+            action = columns.action(row)
+            units = "buckets" if kind is Kind.REDUCE else f"{kind}s"
+            raise ScheduleError(
+                f"{_place(program, row)}: the {units} of a stage must be numbered from 0 without a gap; got {action}, "
+                f"but stage {action.stage} has only {counts[action.stage]} {kind}s. Renumber them, or add the missing "
+                f"{kind}s." + _grid(program, row)
+            )
 
 
 def check_routes(program: Program) -> None:

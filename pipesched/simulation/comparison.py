@@ -141,6 +141,8 @@ def measured_costs(traces: Sequence[Trace], num_stages: int, profiled: Costs | N
     }
     if any(Kind.REDUCE in trace.kinds for trace in traces):
         times["reduce_s"] = _bucket_times(traces, num_stages)
+    if any(Kind.UNSHARD in trace.kinds for trace in traces):
+        times["unshard_s"] = _gather_times(traces, num_stages)
     if profiled is None:
         return Costs(**times)
     overheads = profiled.overheads and replace(profiled.overheads, crowding=())  # measured times include crowding
@@ -159,6 +161,15 @@ def _bucket_times(traces: Sequence[Trace], num_stages: int) -> list[list[float]]
         if span.action.kind is Kind.REDUCE:
             seen[span.action.stage].setdefault(span.action.microbatch, []).append(span.end_s - span.start_s)
     return [[median(times) for _, times in sorted(own.items())] for own in seen]
+
+
+def _gather_times(traces: Sequence[Trace], num_stages: int) -> list[float]:
+    """Return the median time of the gathers of each stage in seconds; 0 for a stage without gathers."""
+    seen: list[list[float]] = [[] for _ in range(num_stages)]
+    for span in chain.from_iterable(trace.spans for trace in traces):
+        if span.action.kind is Kind.UNSHARD:
+            seen[span.action.stage].append(span.end_s - span.start_s)
+    return [median(own) if own else 0.0 for own in seen]
 
 
 def _durations(*traces: Trace) -> dict[tuple[int, Kind], list[float]]:

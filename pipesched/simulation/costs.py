@@ -67,6 +67,9 @@ class Costs:
         reduce_s: time to sum the gradients of each bucket over the replicas (REDUCE): for each stage a tuple with one
             number per bucket, or a number for a single bucket. Default: 0 for any number of buckets.
         reduce_bytes: size of the flat copy that each REDUCE holds while it runs, in the form of ``reduce_s``.
+        unshard_s: time to gather the whole weights of a stage (UNSHARD).
+        gathered_bytes: size of the whole weights, held from UNSHARD to RESHARD in addition to ``weight_bytes``, which
+            is then the size of this replica's part.
 
     Raises:
         ScheduleError: for tuples of different lengths, and for negative, infinite, NaN or too large numbers.
@@ -107,6 +110,8 @@ class Costs:
     norm_s: tuple[float, ...] = ()
     reduce_s: tuple[tuple[float, ...], ...] = ()
     reduce_bytes: tuple[tuple[int, ...], ...] = ()
+    unshard_s: tuple[float, ...] = ()
+    gathered_bytes: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         for name in _COLUMNS:
@@ -213,6 +218,7 @@ class Costs:
             Holding.OFFLOADED: self.offload_bytes,
             Holding.WEIGHT_GRAD: self.weight_grad_bytes,
             Holding.WEIGHTS: self.weight_bytes,
+            Holding.GATHERED: self.gathered_bytes,
         }
 
     def scaled(self, factor: float) -> "Costs":
@@ -228,11 +234,14 @@ class Costs:
         return replace(self, transfer_s=self.transfer_s * factor, **times)
 
     def to_dict(self) -> dict[str, Any]:
-        """Convert to plain lists and numbers for JSON. Without reductions, their fields are left out."""
+        """Convert to plain lists and numbers for JSON. Without reductions or gathers, their fields are left out."""
         values: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
         for name in _BY_BUCKET:
             own = values.pop(name)
             values |= {name: [*map(list, own)]} if any(own) else {}
+        for name in _OF_GATHERS:
+            if not any(values[name]):
+                del values[name]
         parts = {name: values[name].to_dict() if values[name] else None for name in ("links", "overheads")}
         return {name: list(v) if isinstance(v, tuple) else v for name, v in values.items()} | parts
 
@@ -281,6 +290,7 @@ _TIME_OF = {
     Kind.UPDATE: "update_s",
     Kind.OFFLOAD: "offload_s",
     Kind.FETCH: "fetch_s",
+    Kind.UNSHARD: "unshard_s",
 }
 _GIVEN = ("forward_s", "input_grad_s", "weight_grad_s")
 _SUMS = {  # fields whose default is the sum of other fields
@@ -293,5 +303,6 @@ _SUMS = {  # fields whose default is the sum of other fields
 }
 _SCALARS = ("transfer_s", "overlap")
 _BY_BUCKET = ("reduce_s", "reduce_bytes")
+_OF_GATHERS = ("unshard_s", "gathered_bytes")
 _COLUMNS = [field.name for field in fields(Costs) if field.name not in (*_SCALARS, "links", "overheads")]
 _ZERO = [name for name in _COLUMNS if name not in (*_GIVEN, *_SUMS, *_BY_BUCKET)]

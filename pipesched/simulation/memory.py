@@ -51,6 +51,8 @@ class RankMemory:
     messages: int
     #: Flat copy of the bucket of gradients that is being reduced.
     reductions: int = 0
+    #: Whole weights that are gathered from all replicas, in addition to `parameters`, the rank's own parts.
+    gathered: int = 0
     #: Transient memory of the running action.
     transients: int
 
@@ -181,6 +183,7 @@ def _held(program: Program, costs: Costs, messages: _Sizes, posted: int) -> dict
         "stashed": _holding(program, costs, Holding.WEIGHTS).either,
         "messages": _waiting(program, messages, posted),
         "reductions": _reduced(program, costs),
+        "gathered": _holding(program, costs, Holding.GATHERED).either,
         "transients": _transients(columns, sizes, gradients),
     }
 

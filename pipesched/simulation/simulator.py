@@ -1,5 +1,6 @@
 """Simulator: computes the exact trace of a step from a program and its costs."""
 
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -7,7 +8,7 @@ from numpy.typing import NDArray
 
 from pipesched.errors import ScheduleError
 from pipesched.program.action_arrays import CODES, Ints
-from pipesched.program.actions import Kind
+from pipesched.program.actions import NUMBERED, Kind
 from pipesched.program.lowering import lower
 from pipesched.program.program import Program, check_program
 from pipesched.program.reductions import early_stages, last_gradients
@@ -31,8 +32,8 @@ def simulate(program: Program, costs: Costs) -> Trace:
 
     An action starts when its rank is free and its inputs have arrived. A message between ranks takes
     ``costs.transfer_s`` plus the time of its link, and occupies no rank. A program therefore has the same makespan with
-    and without explicit transfers. If links are contended, a message also occupies its link. A REDUCE occupies no rank,
-    but the REDUCEs of a rank run one after the other. ``costs.overheads`` makes actions longer: by the time to start
+    and without explicit transfers. If links are contended, a message also occupies its link. REDUCE and UNSHARD occupy
+    no rank, but those of a rank run one after the other. ``costs.overheads`` makes actions longer: by the time to start
     actions and to pass messages, and by the slowdown while several ranks of a host compute.
 
     ::
@@ -152,16 +153,17 @@ def _leads(program: Program, seconds: NDArray[Any]) -> dict[int, Any]:
 def _own_links(program: Program) -> Ints | None:
     """Return, for each action, the number of the link of its rank that it occupies, or -1. None if there are none.
 
-    Each rank has three links: two to the host, one per direction, and one for its reductions.
+    Each rank has three links: two to the host, one per direction, and one for its collectives.
     """
-    if not program.index.has(Kind.OFFLOAD, Kind.FETCH, Kind.REDUCE):
+    links = (Kind.OFFLOAD,), (Kind.FETCH,), (Kind.REDUCE, Kind.UNSHARD)
+    if not program.index.has(*chain.from_iterable(links)):
         return None
     occupied = np.full(len(program.columns), -1, np.int64)
-    for direction, kind in enumerate((Kind.OFFLOAD, Kind.FETCH, Kind.REDUCE)):
-        rows = program.columns.are(kind)
+    for number, kinds in enumerate(links):
+        rows = program.columns.are(*kinds)
         ranks = program.orders.rank_of[rows]
         # The numbers of these links follow those of the links between ranks.
-        occupied[rows] = (program.num_ranks + direction) * program.num_ranks + ranks
+        occupied[rows] = (program.num_ranks + number) * program.num_ranks + ranks
     return occupied
 
 
@@ -170,7 +172,7 @@ def _overheads(program: Program, costs: Costs, overheads: Overheads, messages: "
     columns = program.columns
     backward = columns.are(Kind.B, Kind.I, Kind.SEND_B, Kind.RECV_B)
     # A number for each combination of stage, micro-batch and direction.
-    microbatch = np.where(columns.are(Kind.REDUCE), 0, columns.microbatch)  # REDUCE has a bucket
+    microbatch = np.where(columns.are(*NUMBERED), 0, columns.microbatch)
     value = (columns.stage * program.num_microbatches + microbatch) * 2 + backward
     spent = np.zeros(2 * program.num_stages * program.num_microbatches)
     for end, rows in ((overheads.receive, program.requirements.row[messages.at]), (overheads.send, messages.send)):

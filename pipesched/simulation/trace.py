@@ -17,11 +17,11 @@ from pipesched.checks import LARGEST, as_list, as_path, check_number, check_type
 from pipesched.errors import ScheduleError
 from pipesched.json_files import load_json, maybe, read_fields
 from pipesched.program.action_arrays import CODES, Columns, Ints, Orders
-from pipesched.program.actions import KINDS, OTHER_END, Action, Kind, Lane
+from pipesched.program.actions import KINDS, NUMBERED, OTHER_END, Action, Kind, Lane
 from pipesched.program.liveness import Held, bytes_held, pairs_held, versions_held
+from pipesched.simulation.communication_time import CommunicationTime
 from pipesched.simulation.costs import Costs, check_costs
 from pipesched.simulation.links import plain
-from pipesched.simulation.reduction_time import ReductionTime
 from pipesched.units import counted, quote_time
 
 __all__ = ["Span", "Spans", "Trace", "check_trace", "chrome_json"]
@@ -135,7 +135,7 @@ def _times(values: list[Any]) -> Times:
 class Trace:
     """The times of a step's actions on all ranks, predicted or measured.
 
-    Bubble and busy times include compute spans only; the makespan includes compute spans and reductions.
+    Bubble and busy times include compute spans only; the makespan also includes collectives (REDUCE, UNSHARD).
 
     ::
 
@@ -203,9 +203,10 @@ class Trace:
         return tuple(kind for kind in Kind if counts[CODES[kind]])
 
     @cached_property
-    def _reductions(self) -> tuple[Spans, ...]:
-        """Each rank's reductions in time order; () if the trace has none."""
-        return self._of_ranks(Kind.REDUCE) if Kind.REDUCE in self.kinds else ()
+    def _collectives(self) -> tuple[Spans, ...]:
+        """Each rank's collectives in time order; () if the trace has none."""
+        kinds = [kind for kind in self.kinds if KINDS[kind].lane is Lane.COLLECTIVE]
+        return self._of_ranks(*kinds) if kinds else ()
 
     def _of_ranks(self, *kinds: Kind) -> tuple[Spans, ...]:
         spans = Spans.of(self.spans)
@@ -219,9 +220,9 @@ class Trace:
         return tuple(map(tuple, self._rows))
 
     @cached_property
-    def reductions_by_rank(self) -> tuple[tuple[Span, ...], ...]:
-        """Each rank's gradient reductions in time order; () if the trace has none."""
-        return tuple(map(tuple, self._reductions))
+    def collectives_by_rank(self) -> tuple[tuple[Span, ...], ...]:
+        """Each rank's reductions (REDUCE) and gathers (UNSHARD) in time order; () if the trace has none."""
+        return tuple(map(tuple, self._collectives))
 
     @property
     def num_microbatches(self) -> int:
@@ -231,13 +232,14 @@ class Trace:
     @property
     def start_s(self) -> float:
         """The earliest start on any rank, in seconds."""
-        return min((plain(row.start_s[0]) for row in self._filled), default=0)
+        return min((plain(row.start_s[0]) for row in (*self._filled, *self._collectives) if len(row)), default=0)
 
     @property
     def makespan_s(self) -> float:
         """The time of one isolated step in seconds, from the first start on any rank to the last end on any rank."""
         ends = [plain(row.end_s[-1]) for row in self._filled]
-        return max([*ends, *(plain(row.end_s.max()) for row in self._reductions if len(row))], default=0) - self.start_s
+        ends += [plain(row.end_s.max()) for row in self._collectives if len(row)]
+        return max(ends, default=0) - self.start_s
 
     @property
     def span_s(self) -> float:
@@ -265,22 +267,25 @@ class Trace:
         return max(0.0, 1 - sum(self.busy_s) / whole) if whole else 0.0  # rounding can make the sum exceed the whole
 
     @cached_property
-    def reduction_times(self) -> tuple[ReductionTime, ...]:
-        """For each rank, how much of its gradient reductions is hidden; () if the trace has no reductions."""
+    def communication_times(self) -> tuple[CommunicationTime, ...]:
+        """For each rank, how much of its reductions and gathers is hidden; () if the trace has none of them."""
         spans = Spans.of(self.spans)
         gradients = spans.end_s[spans.columns.are(Kind.F, Kind.B, Kind.I, Kind.W, Kind.R)]
         until_s = plain(gradients.max()) if len(gradients) else 0
         found = []
-        for own, row in zip(self._reductions, self._rows, strict=False):  # no reductions: no rows
+        for own, row in zip(self._collectives, self._rows, strict=False):  # no collectives: no rows
             late = row.at(row.end_s > own.start_s.min()) if len(own) else row.at(slice(0))
-            found.append(ReductionTime.of(own.intervals(), late.intervals(), until_s))
+            reductions = own.at(own.columns.are(Kind.REDUCE))
+            gathers = own.at(own.columns.are(Kind.UNSHARD))
+            times = CommunicationTime.of(reductions.intervals(), late.intervals(), until_s, gathers.intervals())
+            found.append(times)
         return tuple(found)
 
     @property
-    def hidden_reductions(self) -> float | None:
-        """The fraction of all ranks' reduction time that lies in bubbles or under compute. None: no reductions."""
-        total_s = sum(own.total_s for own in self.reduction_times)
-        return 1 - sum(own.exposed_s for own in self.reduction_times) / total_s if total_s else None
+    def hidden_communication(self) -> float | None:
+        """The fraction of all ranks' time of reductions and gathers in bubbles or under compute. None: no such time."""
+        total_s = sum(own.total_s for own in self.communication_times)
+        return 1 - sum(own.exposed_s for own in self.communication_times) / total_s if total_s else None
 
     @property
     def above_bound(self) -> float | None:
@@ -484,7 +489,7 @@ def _check_read(trace: Trace) -> None:
                 f"a backward must follow its forward; on rank {rank} of {trace.num_ranks} a backward comes before its "
                 f"forward; correct their times, or {_TO_DICT}"
             )
-    microbatches = spans.columns.microbatch[~spans.columns.are(Kind.REDUCE)]  # REDUCE has the number of a bucket
+    microbatches = spans.columns.microbatch[~spans.columns.are(*NUMBERED)]
     num_microbatches = int(microbatches.max(initial=-1)) + 1
     for stage, own in enumerate(trace.versions):
         if own and (len(own) < num_microbatches or not all(0 <= version < 2**31 for version in own)):

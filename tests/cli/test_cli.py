@@ -118,6 +118,49 @@ def test_show_program_with_text_still_is_a_program():
     assert "# 1f1b: makespan 33 s" in both
 
 
+def test_show_draws_reductions_over_replicas_and_counts_their_bytes():
+    """8 replicas, 8 GB a rank and GB/s: an all-reduce of 2 x 7/8 x 8 GB takes 14 s, a half of it 7 s."""
+    options = ["--ranks", 2, "--microbatches", 4, "--replicas", 8, "--weight-bytes", "8GiB", "--width", 200]
+    options += ["--replica-bandwidth", "1GiB"]
+    for zero, sent, total in (
+        (0, "14 GiB of gradients", "28 s"),
+        (1, "14 GiB of gradients; 7 GiB of updated weights, which are not drawn", "28 s"),
+        (2, "7 GiB of gradients; 7 GiB of updated weights, which are not drawn", "14 s"),
+        (3, "7 GiB of gradients; 7 GiB of weights", "28 s"),
+    ):
+        *drawn, axes, bytes_sent, hidden = lines("show", "1f1b", *options, "--zero", zero)
+        assert axes == "axes: pipeline 2 x replicate 8" + (f", zero={zero}" if zero else "")
+        assert bytes_sent == f"each rank sends to other replicas in a step: {sent}"
+        assert hidden.startswith(f"of {total} of collectives on 2 ranks: ")
+        assert hidden.endswith(" exposed")
+        assert drawn[1].startswith("comm" if zero == 3 else "reduce")
+    program = Program.parse(run("show", "1f1b", *options, "--zero", 3, "--program").stdout)
+    assert program.buckets == (4, 4)
+    assert program.has_gathers
+
+
+def test_show_gathers_the_weights_of_several_chunks_once_or_often():
+    shape = ["interleaved-1f1b", "--ranks", 2, "--replicas", 2, "--zero", 3, "--weight-bytes", "4GiB"]
+    assert "; 2 GiB of weights" in lines("show", *shape)[-2]
+    assert "of weights, in up to 6 gathers of a stage" in lines("show", *shape, "--gather-often")[-2]
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "said"),
+    [
+        (["1f1b", "--zero", 2], 2, "got --zero 2 and one replica; pass --replicas 2 or more"),
+        (["dualpipe", "--replicas", 2], 1, "has 8 stages but 4 weight copies; leave --replicas out"),
+        (["pipedream", "--replicas", 2], 1, "choose a schedule that updates once a step"),
+        (["1f1b", "--replicas", 2, "--weight-bytes", "much"], 2, "'much' is not a number of bytes"),
+        (["1f1b", "--replicas", 2, "--replica-bandwidth", "0"], 1, "bytes_per_s"),
+    ],
+)
+def test_replicas_that_show_refuses(args, code, said):
+    result = run("show", *args)
+    assert result.exit_code == code
+    assert said in result.stderr.replace("\n", " ")
+
+
 def test_show_writes_pictures_and_says_so(tmp_path):
     png, chrome = tmp_path / "a picture", tmp_path / "trace.json"
     result = run("show", "1f1b", "--png", png, "--chrome", chrome)

@@ -23,6 +23,7 @@ from pipesched.errors import (
     ScheduleError,
 )
 from pipesched.partitioning.partition import balance
+from pipesched.program.lowering import add_gathers
 from tests.support.refused_pipelines import ONES, build, linears, mse, refused
 
 # ---- boundaries and stages ------------------------------------------------------------------------------------------
@@ -188,6 +189,11 @@ def test_a_program_without_backwards():
     refused(
         ScheduleError, ValueError, r"this program has a different stage graph, or no backward passes", schedule=program
     )
+
+
+def test_a_program_with_gathers():
+    program = add_gathers(schedules.get("1f1b").program(2, 3))
+    refused(ScheduleError, ValueError, r"must not have UNSHARD .* '1f1b' has 2 UNSHARDs; pass", schedule=program)
 
 
 def test_a_short_batch_for_a_program_names_drop_last():

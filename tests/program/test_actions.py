@@ -42,7 +42,8 @@ def test_text_form(action, text):
 
 def test_a_kind_prints_as_its_text_form():
     computing, transfers = ["F", "B", "I", "W", "R", "NORM", "UPDATE"], ["SEND_F", "RECV_F", "SEND_B", "RECV_B"]
-    assert [str(kind) for kind in Kind] == [*computing, *transfers, "OFFLOAD", "FREE", "FETCH", "REDUCE"]
+    copies, collectives = ["OFFLOAD", "FREE", "FETCH"], ["REDUCE", "UNSHARD", "RESHARD"]
+    assert [str(kind) for kind in Kind] == [*computing, *transfers, *copies, *collectives]
 
 
 @pytest.mark.parametrize(
@@ -85,14 +86,14 @@ def test_every_kind_has_a_row():
 
 
 @pytest.mark.parametrize("kind", Kind)
-def test_transfers_and_host_copies_occupy_the_copy_lane_reductions_their_own_and_all_else_computes(kind):
-    copies = {*TRANSFERS, Kind.OFFLOAD, Kind.FREE, Kind.FETCH}
-    others = dict.fromkeys(copies, Lane.COPY) | {Kind.REDUCE: Lane.COLLECTIVE}
+def test_transfers_and_copies_occupy_the_copy_lane_collectives_their_own_and_all_else_computes(kind):
+    copies = {*TRANSFERS, Kind.OFFLOAD, Kind.FREE, Kind.FETCH, Kind.RESHARD}
+    others = dict.fromkeys(copies, Lane.COPY) | dict.fromkeys((Kind.REDUCE, Kind.UNSHARD), Lane.COLLECTIVE)
     assert Action(0, kind, 0).lane is others.get(kind, Lane.COMPUTE)
 
 
 def test_what_a_pair_holds_is_all_given_back_by_either_form_of_backward():
-    of_no_pair = {Holding.WEIGHTS, Holding.REDUCTION}
+    of_no_pair = {Holding.WEIGHTS, Holding.REDUCTION, Holding.GATHERED}
     of_a_pair = set(Holding) - of_no_pair - {Holding.OFFLOADED}  # the latter is a part of the activations
     assert set(KINDS[Kind.B].gives) == set(KINDS[Kind.W].gives) == of_a_pair
     assert Holding.WEIGHT_GRAD not in KINDS[Kind.I].gives

@@ -85,6 +85,7 @@ def test_held_bytes_of_a_stage():
         Holding.OFFLOADED: (0,),
         Holding.WEIGHT_GRAD: (3,),
         Holding.WEIGHTS: (0,),
+        Holding.GATHERED: (0,),
     }
 
 

@@ -13,10 +13,10 @@ from pipesched.errors import ScheduleError
 from pipesched.program.actions import Lane
 from pipesched.program.lowering import add_norms, add_reductions, add_updates
 from pipesched.program.reductions import early_stages
+from pipesched.simulation.communication_time import CommunicationTime
 from pipesched.simulation.comparison import measured_costs
 from pipesched.simulation.memory import rank_memory
 from pipesched.simulation.overheads import Overheads
-from pipesched.simulation.reduction_time import ReductionTime
 from pipesched.simulation.simulator import step_time
 from tests.support.random_programs import costs_for, programs, quick
 
@@ -34,12 +34,12 @@ def test_1f1b_hides_all_reductions_but_the_last_bucket_of_the_first_stage():
     trace = simulate(program, costs)
     plain = simulate(schedules.get("1f1b").program(4, 8), costs)
     half = Fraction(1, 2)
-    assert trace.reduction_times == (ReductionTime(0, 3 * half, half), *[ReductionTime(2, 0, 0)] * 3)
-    assert [own.in_bubbles_s / own.total_s for own in trace.reduction_times[1:]] == [1, 1, 1]
+    assert trace.communication_times == (CommunicationTime(0, 3 * half, half), *[CommunicationTime(2, 0, 0)] * 3)
+    assert [own.in_bubbles_s / own.total_s for own in trace.communication_times[1:]] == [1, 1, 1]
     assert trace.makespan_s == plain.makespan_s + half == 33 + half
-    assert trace.hidden_reductions == 1 - half / 8
+    assert trace.hidden_communication == 1 - half / 8
     assert trace.busy_s == plain.busy_s
-    assert (plain.reduction_times, plain.hidden_reductions) == ((), None)
+    assert (plain.communication_times, plain.hidden_communication) == ((), None)
     assert trace.bubble_ratio == pytest.approx(1 - 24 / 33.5)
 
 
@@ -90,11 +90,11 @@ def test_reductions_run_in_turn_after_their_place_or_inside_the_last_backward(da
             assert span.end_s == span.start_s + times[action.stage][action.microbatch]
             assert span.lane is Lane.COLLECTIVE
             free = span.end_s
-    for own, row in zip(trace.reduction_times, trace.by_rank, strict=False):
+    for own, row in zip(trace.communication_times, trace.by_rank, strict=False):
         assert min(own) >= 0
         assert own.under_compute_s <= sum(span.end_s - span.start_s for span in row)
     whole = sum(map(sum, times))
-    assert sum(own.total_s for own in trace.reduction_times) == pytest.approx(whole)
+    assert sum(own.total_s for own in trace.communication_times) == pytest.approx(whole)
 
 
 @pytest.mark.parametrize("name", sorted({*schedules.names()} - ASYNCHRONOUS))
@@ -130,13 +130,13 @@ def test_reductions_wait_for_no_contended_link_and_slow_no_rank():
             last = max(span.end_s for span in trace.spans if span.lane is Lane.COMPUTE)
             assert trace.makespan_s == pytest.approx(last + 0.5)
             assert trace.makespan_s == pytest.approx(step_time(program, both))
-            assert trace.reduction_times[0].under_compute_s == pytest.approx(0.5)
+            assert trace.communication_times[0].under_compute_s == pytest.approx(0.5)
 
 
 def test_more_buckets_than_microbatches_with_overheads():
     program = reduced("1f1b", 2, 1, 9)
     trace = simulate(program, Costs.uniform(2, reduce_s=(1,) * 9, overheads=Overheads(action_s=1)))
-    assert [own.total_s for own in trace.reduction_times] == [pytest.approx(9)] * 2
+    assert [own.total_s for own in trace.communication_times] == [pytest.approx(9)] * 2
 
 
 def test_costs_and_program_must_have_the_same_buckets():
@@ -169,8 +169,8 @@ def test_a_trace_keeps_its_reductions_in_files_and_draws_them_in_a_lane_of_chrom
     trace = simulate(reduced(buckets=2), Costs.uniform(4, reduce_s=(0.5, 0.5)))
     assert Trace.from_dict(json.loads(json.dumps(trace.to_dict()))) == trace
     trace.to_chrome(tmp_path / "step.json")
-    loaded = Trace.load(tmp_path / "step.json").reduction_times
-    assert [pytest.approx(own) for own in trace.reduction_times] == list(loaded)
+    loaded = Trace.load(tmp_path / "step.json").communication_times
+    assert [pytest.approx(own) for own in trace.communication_times] == list(loaded)
     events = trace.chrome_events()
     lanes = {e["args"]["name"]: e["tid"] for e in events if e["name"] == "thread_name"}
     assert {e["tid"] for e in events if e["ph"] == "X" and e["cat"] == "REDUCE"} == {lanes["collective"]}
@@ -189,10 +189,10 @@ def test_measured_reductions_become_costs():
 
 def test_reduction_time_by_hand():
     """Reductions of 0..4 and 6..12; compute 1..2, 2..3 and 8..9; the last backward ends at 7."""
-    found = ReductionTime.of([(0, 4), (6, 12)], [(1, 2), (2, 3), (8, 9)], 7)
-    assert found == ReductionTime(in_bubbles_s=2 + 1, under_compute_s=2 + 1, exposed_s=4)
+    found = CommunicationTime.of([(0, 4), (6, 12)], [(1, 2), (2, 3), (8, 9)], 7)
+    assert found == CommunicationTime(in_bubbles_s=2 + 1, under_compute_s=2 + 1, exposed_s=4)
     assert found.total_s == 10
-    assert ReductionTime.of([], [(0, 1)], 1) == ReductionTime(0, 0, 0)
+    assert CommunicationTime.of([], [(0, 1)], 1) == CommunicationTime(0, 0, 0)
 
 
 def test_a_rank_holds_one_bucket_at_a_time_until_its_update():

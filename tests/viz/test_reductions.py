@@ -7,7 +7,7 @@ from pipesched.planning.report.findings import findings
 from pipesched.program.actions import Kind
 from pipesched.program.lowering import add_reductions
 from pipesched.viz import plot_timeline, text_timeline
-from pipesched.viz.bars import bars, kinds, reduction_bars
+from pipesched.viz.bars import bars, collective_bars, kinds
 
 COSTS = Costs.uniform(2, reduce_s=(1, 1))
 PLAIN = schedules.get("1f1b").program(2, 2)
@@ -19,11 +19,11 @@ def trace():
 
 
 def test_bars_of_reductions_have_their_bucket_and_compute_bars_stay(trace):
-    found = [(bar.rank, bar.stage, bar.microbatch, bar.start_s, bar.end_s) for bar in reduction_bars(trace)]
+    found = [(bar.rank, bar.stage, bar.microbatch, bar.start_s, bar.end_s) for bar in collective_bars(trace)]
     assert found == [(0, 0, 0, 8, 9), (0, 0, 1, 9, 10), (1, 1, 0, 7, 8), (1, 1, 1, 8, 9)]
     plain = simulate(PLAIN, COSTS)
     assert list(bars(trace)) == list(bars(plain))
-    assert list(reduction_bars(plain)) == []
+    assert list(collective_bars(plain)) == []
     assert (kinds(trace), kinds(plain)) == ([Kind.F, Kind.B, Kind.REDUCE], [Kind.F, Kind.B])
 
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from pipesched.planning.alternatives import Alternative, fastest, taken
 from pipesched.planning.plan import Plan
+from pipesched.program.actions import Kind
 from pipesched.simulation.comparison import Comparison, measured_costs, quote_off
 from pipesched.simulation.trace import Trace
 from pipesched.units import counted, quote_speed, quote_time
@@ -36,7 +37,7 @@ def findings(
         *_step(predicted, comparison),
         *_causes(plan, measured, comparison),
         *_bubble(comparison),
-        *_reductions(predicted),
+        *_communication(predicted),
         *notes,
         *_searched(plan, predicted),
         *_confirmed(plan),
@@ -83,15 +84,16 @@ def _bubble(comparison: Comparison | None) -> Iterator[str]:
         yield f"bubble: predicted {bubble.predicted:.1%}, measured {bubble.measured:.1%}"
 
 
-def _reductions(predicted: Trace | None) -> Iterator[str]:
-    """Yield a sentence on how much of the gradient reductions is hidden, if there are any."""
-    if predicted is None or predicted.hidden_reductions is None:
+def _communication(predicted: Trace | None) -> Iterator[str]:
+    """Yield a sentence on how much of the communication between replicas is hidden, if there is any."""
+    if predicted is None or predicted.hidden_communication is None:
         return
-    parts = [sum(part) for part in zip(*predicted.reduction_times, strict=True)]
+    parts = [sum(part) for part in zip(*predicted.communication_times, strict=True)]
     in_bubbles, under_compute, exposed = (f"{part / sum(parts):.1%}" for part in parts)
+    gathers = Kind.UNSHARD in predicted.kinds
     yield (
-        f"of the time of gradient reductions, {in_bubbles} lies in bubbles, {under_compute} under compute, and "
-        f"{exposed} after the last backward"
+        f"of the time of gradient reductions{' and weight gathers' if gathers else ''}, {in_bubbles} lies in bubbles, "
+        f"{under_compute} under compute, and {exposed} {'is exposed' if gathers else 'after the last backward'}"
     )
 
 

@@ -1,20 +1,23 @@
-"""Reduction time: how much of a rank's reductions is hidden in its bubbles or under its compute."""
+"""Communication time: how much of a rank's collectives is hidden in its bubbles or under its compute."""
 
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-__all__ = ["ReductionTime"]
+__all__ = ["CommunicationTime"]
 
 _Interval = tuple[float, float]
+_SOON = 0.05  # an action that starts within this fraction of a gather's time after its end has waited for the gather
 
 
-class ReductionTime(NamedTuple):
-    """The time in seconds of a rank's gradient reductions (REDUCE), divided by what happens meanwhile.
+class CommunicationTime(NamedTuple):
+    """The time in seconds of a rank's reductions (REDUCE) and gathers (UNSHARD), divided by what happens meanwhile.
 
     Attributes:
-        in_bubbles_s: the rank is idle, and a rank of its pipeline still runs a forward or a backward.
+        in_bubbles_s: the rank is idle for another reason, and a rank of its pipeline still runs a forward or backward.
         under_compute_s: the rank computes.
-        exposed_s: the rank is idle, and no forward and no backward is left on any rank.
+        exposed_s: the rank is idle. During a reduction, no forward and no backward is left on any rank. During a
+            gather, the rank's next action starts when the gather ends. This is an upper bound: part of the time, the
+            rank may wait for a message as well.
 
     """
 
@@ -24,17 +27,24 @@ class ReductionTime(NamedTuple):
 
     @property
     def total_s(self) -> float:
-        """The total time of the rank's reductions."""
+        """The total time of the rank's collectives."""
         return self.in_bubbles_s + self.under_compute_s + self.exposed_s
 
     @classmethod
-    def of(cls, reductions: Iterable[_Interval], computes: Iterable[_Interval], until_s: float) -> "ReductionTime":
-        """Divide the time of a rank's reductions.
+    def of(
+        cls,
+        reductions: Iterable[_Interval],
+        computes: Iterable[_Interval],
+        until_s: float,
+        gathers: Iterable[_Interval] = (),
+    ) -> "CommunicationTime":
+        """Divide the time of a rank's collectives.
 
         Args:
             reductions: (start, end) of each reduction of the rank.
             computes: (start, end) of the rank's compute actions in time order. Those that overlap count once.
             until_s: the end of the last forward or backward of all ranks.
+            gathers: (start, end) of each gather of the rank. Default: none.
 
         """
         busy = _merged(computes)
@@ -45,6 +55,12 @@ class ReductionTime(NamedTuple):
             in_bubbles += _idle(start, min(end, until_s), busy)
             under_compute += _covered(start, end, busy)
             exposed += _idle(max(start, until_s), end, busy)
+        for start, end in gathers:
+            under_compute += _covered(start, end, busy)
+            if _is_awaited(start, end, busy):
+                exposed += _idle(start, end, busy)
+            else:
+                in_bubbles += _idle(start, end, busy)
         return cls(in_bubbles, under_compute, exposed)
 
 
@@ -66,3 +82,9 @@ def _covered(start: float, end: float, busy: Sequence[_Interval]) -> float:
 def _idle(start: float, end: float, busy: Sequence[_Interval]) -> float:
     """Return the time from ``start`` to ``end`` outside the busy intervals; 0 if the end comes before the start."""
     return max(0, end - start - _covered(start, end, busy)) if start < end else 0  # rounding can go below 0
+
+
+def _is_awaited(start: float, end: float, busy: Sequence[_Interval]) -> bool:
+    """Return whether the rank's next action starts when a gather ends, or hardly later."""
+    slack = (end - start) * _SOON
+    return any(end - slack <= first <= end + slack for first, _ in busy)

@@ -1,0 +1,157 @@
+"""Replicas: the options of ``pipesched show`` for data parallelism, and the figures that it prints about it."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import click
+
+from pipesched.cli.options import as_bytes
+from pipesched.errors import ScheduleError
+from pipesched.program.actions import Kind
+from pipesched.program.lowering import add_gathers, add_reductions
+from pipesched.program.program import Program
+from pipesched.simulation.links import Link, Links
+from pipesched.simulation.trace import Trace
+from pipesched.units import counted, quote_bytes, quote_time
+
+__all__ = ["Replicas", "replica_options"]
+
+_Command = TypeVar("_Command", bound=Callable[..., Any])
+_BUCKETS = 4  # buckets of a stage's gradients
+
+
+def replica_options(command: _Command) -> _Command:
+    """Add the options that `Replicas.taken_from` reads."""
+    for option in reversed(
+        (
+            click.option("--replicas", type=click.IntRange(min=1), default=1, help="Number of replicas.  [default: 1]"),
+            click.option(
+                "--zero",
+                type=click.IntRange(0, 3),
+                default=0,
+                show_default=True,
+                help="Divide over replicas: 1 optimizer states, 2 gradients too, 3 weights too.",
+            ),
+            click.option(
+                "--weight-bytes",
+                default="1GB",
+                show_default=True,
+                callback=as_bytes,
+                help="Bytes of the weights on a rank, and of their gradients, such as 2GB; used with --replicas.",
+            ),
+            click.option(
+                "--replica-bandwidth",
+                default="1GB",
+                show_default=True,
+                callback=as_bytes,
+                help="Bytes per second between two replicas, such as 25GB; used with --replicas.",
+            ),
+            click.option(
+                "--gather-once/--gather-often",
+                default=True,
+                help="With --zero 3: gather weights once in a step, or again after other stages of the rank have run."
+                "  [default: once]",
+            ),
+        )
+    ):
+        command = option(command)
+    return command
+
+
+@dataclass(frozen=True, kw_only=True)
+class Replicas:
+    """Replicas of a pipeline whose ranks hold equal weights and are connected by rings of equal links."""
+
+    count: int
+    zero: int
+    weight_bytes: int
+    bytes_per_s: int
+    gather_once: bool
+
+    @classmethod
+    def taken_from(cls, options: dict[str, Any]) -> "Replicas":
+        """Remove the values of `replica_options` from ``options``, and return them. Raises UsageError."""
+        made = cls(
+            count=options.pop("replicas"),
+            zero=options.pop("zero"),
+            weight_bytes=options.pop("weight_bytes"),
+            bytes_per_s=options.pop("replica_bandwidth"),
+            gather_once=options.pop("gather_once"),
+        )
+        if made.zero and made.count == 1:
+            raise click.UsageError(
+                f"--zero divides the state of a rank over replicas; got --zero {made.zero} and one replica; pass "
+                f"--replicas 2 or more"
+            )
+        return made
+
+    def add_collectives(self, program: Program) -> Program:
+        """Add the REDUCEs and, with zero=3, the UNSHARDs and RESHARDs to the program of a replica."""
+        if self.count == 1:
+            return program
+        if program.num_weights < program.num_stages or program.forward_only:
+            raise ScheduleError(
+                f"replicas reduce the gradients of weights that one stage holds; {program.name!r} has "
+                f"{counted(program.num_stages, 'stage')} but {program.num_weights} weight copies"
+                f"{', and no backward passes' if program.forward_only else ''}; leave --replicas out, or choose "
+                f"another schedule, such as 1f1b"
+            )
+        program = add_reductions(program, _BUCKETS)
+        return add_gathers(program, keep=self.gather_once) if self.zero == 3 else program
+
+    def costs(self, program: Program) -> dict[str, Any]:
+        """Return the times of the program's collectives, as fields of Costs."""
+        if self.count == 1:
+            return {}
+        links = Links(inside=Link(bytes_per_s=self.bytes_per_s))
+        ring = range(self.count)
+        reduce = links.all_reduce_s if self.zero < 2 else links.reduce_scatter_s
+        sizes = self._stage_bytes(program)
+        stages = zip(sizes, program.buckets, strict=True)
+        return {
+            "reduce_s": tuple((reduce(size / max(1, count), ring),) * count for size, count in stages),
+            "unshard_s": tuple(links.all_gather_s(size, ring) for size in sizes),
+        }
+
+    def lines(self, program: Program, trace: Trace) -> Iterator[str]:
+        """Yield the axes, the bytes that a rank sends to other replicas in a step, and how much of it is hidden."""
+        if self.count == 1:
+            return
+        yield f"axes: pipeline {program.num_ranks} x replicate {self.count}" + (f", zero={self.zero}" * bool(self.zero))
+        yield f"each rank sends to other replicas in a step: {'; '.join(self._sent(program))}"
+        parts = [sum(part) for part in zip(*trace.communication_times, strict=True)]
+        if total_s := sum(parts):
+            shares = (f"{part / total_s:.1%}" for part in parts)
+            names = ("in bubbles", "under compute", "exposed")
+            hidden = ", ".join(f"{share} {name}" for share, name in zip(shares, names, strict=True))
+            yield f"of {quote_time(total_s)} of collectives on {counted(program.num_ranks, 'rank')}: {hidden}"
+
+    def _sent(self, program: Program) -> Iterator[str]:
+        """Yield the bytes of each purpose. A rank sends (n - 1) / n of the bytes that n replicas gather or reduce."""
+        share = (self.count - 1) / self.count
+        ranks = range(program.num_ranks)
+        held = [[stage for stage in program.chunks(rank) if program.buckets[stage]] for rank in ranks]
+        sizes = self._stage_bytes(program)
+        reduced = [sum(sizes[stage] for stage in own) * share * (1 if self.zero >= 2 else 2) for own in held]
+        yield f"{_quoted(reduced)} of gradients"
+        columns = program.columns
+        counts = [int((columns.are(Kind.UNSHARD) & (columns.stage == s)).sum()) for s in range(program.num_stages)]
+        if any(counts):
+            gathered = [sum(counts[s] * sizes[s] for s in program.chunks(rank)) * share for rank in ranks]
+            most = max(counts)
+            often = "" if most == 1 else f", in up to {most} gathers of a stage"
+            yield f"{_quoted(gathered)} of weights{often}"
+        elif self.zero:
+            updated = [sum(sizes[stage] for stage in own) * share for own in held]
+            yield f"{_quoted(updated)} of updated weights, which are not drawn"
+
+    def _stage_bytes(self, program: Program) -> list[float]:
+        """Return the size of each stage's weights: that of its rank, divided equally among the rank's stages."""
+        return [self.weight_bytes / len(program.chunks(rank)) for rank in program.placement]
+
+
+def _quoted(sizes: list[float]) -> str:
+    """Return the sizes of all ranks as text: one size, or the smallest and the largest."""
+    least, most = (quote_bytes(round(size)) for size in (min(sizes), max(sizes)))
+    return least if least == most else f"{least} to {most}"
