@@ -76,7 +76,6 @@ class SavingInterface(ModuleInterface):
                 it.
 
         """
-        self._check_states()
         self._saver.save(
             self._live_run(), path, (optimizer, scheduler, extra), asynchronous=bool(asynchronous), keep=keep
         )
@@ -151,7 +150,6 @@ class SavingInterface(ModuleInterface):
             CheckpointError: something cannot be saved.
 
         """
-        self._check_states()
         return self._saver.training_state(self._live_run(), (optimizer, scheduler, extra))
 
     def load_training_state(
@@ -205,21 +203,12 @@ class SavingInterface(ModuleInterface):
         """
         run = self._live_run()
         weights = {**run.parameters, **run.buffers}
-        own = {name: weights[name] for name in weights if name not in run.caches and run.process in run.writers}
+        own = {name: weights[name] for name in weights if name not in run.caches and run.replica == 0}
         if len(self._roots) > 1:
             own = {name: tensor for name, tensor in own.items() if not name.startswith("loss_fn.")}
         export_weights(as_path(folder), own, self.model, run.host, run.process)
 
-    def _check_states(self) -> None:
-        zero = self._running.assembly.zero
-        if zero:
-            raise CheckpointError(
-                f"checkpoints cannot yet hold optimizer states that are divided over replicas; this pipeline has "
-                f"zero={zero}; leave zero= out, or call save_weights, which writes the weights only"
-            )
-
     def _loaded(self, load: Callable[[LiveRun], Restored]) -> Restored:
-        self._check_states()
         run = self._live_run()
         self._guard.check(changes=False)
         restored = load(run)
@@ -280,6 +269,8 @@ class SavingInterface(ModuleInterface):
                 if self._is_own(f"{name}._extra_state" if name else "_extra_state")
             },
             optimizers=running.assembly.optimizers if running.updates else None,
+            divided=running.assembly.divided_updates,
+            zero=running.assembly.zero,
             scaler=self._numerics.enabled_scaler,
         )
 

@@ -7,10 +7,11 @@ from typing import Any
 from torch import Tensor
 
 from pipesched.errors import CheckpointError
+from pipesched.saving.chunks import Rows
 from pipesched.saving.extra_states import ExtraChanges, as_extra
 from pipesched.saving.live_run import LiveRun
 from pipesched.saving.optimizer_states import GivenOptimizers, OptimizerChanges, as_optimizers
-from pipesched.saving.saved_run import SavedRun
+from pipesched.saving.saved_run import Read, SavedRun
 from pipesched.saving.scheduler_states import SchedulerChanges, as_schedulers
 from pipesched.saving.state_encoding import decoded, tensor_keys
 from pipesched.saving.tensor_files import dtype_name
@@ -81,12 +82,13 @@ class Restoring:
         self._optimizers = OptimizerChanges(saved, optimizers, run) if optimizers else None
         self._schedulers = SchedulerChanges(saved, schedulers) if schedulers else None
         self._extra = ExtraChanges(saved, as_extra(extra), run)
-        #: The keys of the tensors that this process needs to read.
-        self.keys = {*self._tensors, *self._extra.keys}
-        self.keys |= {key for _, value in self._modules for key in tensor_keys(value)}
-        self.keys |= self._optimizers.keys if self._optimizers else set()
-        self.keys |= self._schedulers.keys if self._schedulers else set()
-        unknown = next((key for key in self.keys if key not in saved.entries), None)
+        keys = {*self._tensors, *self._extra.keys}
+        keys |= {key for _, value in self._modules for key in tensor_keys(value)}
+        keys |= self._schedulers.keys if self._schedulers else set()
+        #: The keys of the tensors that this process needs to read, and the rows of each (None: all).
+        self.needed: dict[str, Rows | None] = dict.fromkeys(keys)
+        self.needed |= self._optimizers.needed if self._optimizers else {}
+        unknown = next((key for key in self.needed if key not in saved.entries), None)
         if unknown is not None:
             raise CheckpointError(
                 f"a checkpoint must hold every tensor that its values refer to; {saved.where} lacks {unknown!r}; "
@@ -210,7 +212,7 @@ class Restoring:
         """Load the states into the objects in ``extra``. This calls the user's code, which can raise any error."""
         self._extra.apply(states)
 
-    def apply(self, read: Callable[[str], Tensor]) -> None:
+    def apply(self, read: Read) -> None:
         """Load weights, buffers, module states, the scaler, optimizers and schedulers. Clears gradients."""
         for key, tensor in self._tensors.items():
             copy_into(tensor, read(key))
