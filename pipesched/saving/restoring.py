@@ -30,6 +30,9 @@ _REMEDIES = {
 }
 
 
+_ROUNDING = ("num_replicas", "num_shards")  # settings that only change how sums are rounded
+
+
 @dataclass(frozen=True, kw_only=True)
 class Restored:
     """The result of loading a checkpoint.
@@ -98,7 +101,7 @@ class Restoring:
     def _check_settings(self) -> None:
         saved = self._saved.facts.settings
         for name, own in self._run.facts.settings.items():
-            if name in saved and saved[name] != own and name != "num_replicas":
+            if name in saved and saved[name] != own and name not in _ROUNDING:
                 remedy = _REMEDIES.get(name, f"pass the same {name}").format(saved[name])
                 place = ""
                 if name == "num_microbatches" and self._replicas != (1, 1):
@@ -112,9 +115,11 @@ class Restoring:
     @property
     def _replicas(self) -> tuple[int, int]:
         """The numbers of replicas of the saved run and of this one."""
-        settings = (self._saved.facts.settings, self._run.facts.settings)
-        saved, own = (one.get("num_replicas", 1) for one in settings)
-        return saved, own
+        return self._both("num_replicas")
+
+    def _both(self, name: str) -> tuple[int, int]:
+        """A setting of the saved run and of this one; 1 where it is missing."""
+        return self._saved.facts.settings.get(name, 1), self._run.facts.settings.get(name, 1)
 
     def _remedy_of_microbatches(self, total: int) -> str:
         saved, own = self._replicas
@@ -184,14 +189,23 @@ class Restoring:
         return left + [f"the state of {name!r} (extra=)" for name in self._extra.left]
 
     def warn(self) -> None:
-        """Warn about saved states for which no argument was passed, and about another number of replicas."""
+        """Warn about saved states for which no argument was passed, and about sums that are rounded differently."""
         saved, own = self._replicas
+        shards = self._both("num_shards")
         if saved != own:
             warn(
                 f"gradients are added within each replica and then over replicas, so the bits of a run depend on their "
                 f"number; {self._saved.where} was saved with {saved} replica{'s' * (saved > 1)}, and this pipeline has "
                 f"{own}; the run continues with the same micro-batches and random numbers, but differs in rounding; "
                 f"for identical bits use a mesh of {saved} replica{'s' * (saved > 1)}, or else ignore this warning"
+            )
+        elif shards[0] != shards[1]:
+            warn(
+                f"zero=2 combines the norm that clips gradients from the norms of each replica's rows, which rounds "
+                f"differently; {self._saved.where} was saved with gradients in {counted(shards[0], 'part')}, and this "
+                f"pipeline has {counted(shards[1], 'part')}; the run continues, but differs in rounding; for identical "
+                f"bits pass {'Distributed(zero=2)' if shards[0] > 1 else 'zero=0 or zero=1'}, or else ignore this "
+                f"warning"
             )
         if self.left:
             warn(
