@@ -221,9 +221,9 @@ class OptimizerChanges:
                         f"from one"
                     )
                 taken |= {member.name for member in own}
-                self._check_class(optimizer, own)
+                self._check_class(optimizer, [one.name for one in own], run)
                 options = self._options([member.name for member in held], (index, at), type(optimizer).__name__)
-                states = [(one, self._parameters[one.name].get("state")) for one in own if one.key is not None]
+                states = [(one, self._parameters.get(one.name, {}).get("state")) for one in own if one.key is not None]
                 self._changes.append(_Change(optimizer, group, options, states))
         self._check_all_taken(optimizers, taken, run)
         #: The keys of the tensors that ``apply`` reads, and the rows that it needs (None: all).
@@ -245,9 +245,11 @@ class OptimizerChanges:
             )
         return member.rows
 
-    def _check_class(self, optimizer: Optimizer, own: Sequence[_Member]) -> None:
+    def _check_class(self, optimizer: Optimizer, names: Sequence[str], run: LiveRun) -> None:
         kind = type(optimizer).__qualname__
-        for name in (member.name for member in own):
+        for name in names:
+            if name not in self._parameters and not run.parameters[name].requires_grad:
+                continue  # saved under a plan with a stage of frozen layers, which has no optimizer
             if name not in self._parameters:
                 raise CheckpointError(
                     f"every parameter of an optimizer must have an entry in the checkpoint; {self._saved.where} has no "
@@ -283,7 +285,8 @@ class OptimizerChanges:
         return options[0] if options else None
 
     def _check_all_taken(self, optimizers: Sequence[Optimizer], taken: set[str], run: LiveRun) -> None:
-        left = [name for name in self._parameters if name in run.parameters and name not in taken]
+        own = [name for name in self._parameters if name in run.parameters and name not in taken]
+        left = [name for name in own if "state" in self._parameters[name] or run.parameters[name].requires_grad]
         if optimizers and left:
             raise CheckpointError(
                 f"every parameter with a saved optimizer state must be in an optimizer; these are not: "

@@ -112,7 +112,7 @@ def given_state(states: Iterable[Mapping[str, Any]]) -> SavedRun:
     def read(key: str, rows: Rows | None = None) -> Tensor:
         def piece(chunk: Chunk, own: Rows | None) -> Tensor:
             tensor: Tensor = states[int(chunk.file)]["tensors"][key]
-            return tensor if own is None else tensor[own.start : own.end]
+            return (tensor if own is None else tensor[own.start : own.end]).clone()  # training changes what is loaded
 
         return _assembled(entries[key], rows, piece)
 
