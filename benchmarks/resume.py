@@ -1,6 +1,6 @@
 """Resume: runs that stop after 10 steps and continue under another plan, compared bit by bit with 20 steps of a loop.
 
-    python benchmarks/resume.py [--most 50] [--replicas]
+    python benchmarks/resume.py [--most 50] [--only pairwise | replicas | zero]
 
 The plans before and after the stop vary in five factors: 1 to 4 ranks; 1f1b, interleaved-1f1b, zb-v or zb-h1; one
 process or a mesh; an optimizer of the user or ``optimizer=``; checkpointing "never", "always" or by layer. The cases
@@ -9,7 +9,9 @@ and dropout; AdamW has a learning rate scheduler. The script compares losses, we
 learning rates. All cases run in the same processes.
 
 Further cases begin or end with 2 or 4 replicas. Where the number of replicas changes, the loop adds the gradients as
-the replicas do: as before the stop in its first 10 steps, as after it in the others.
+the replicas do: as before the stop in its first 10 steps, as after it in the others. Then follow all pairs of 2
+replicas of 2 ranks and 4 replicas of 1 rank, each with zero=0, 1, 2 and 3, of one pipeline of 4 ranks, and of one process,
+where one of the two divides states over replicas.
 """
 
 import argparse
@@ -23,20 +25,21 @@ from measure import machine
 
 sys.path.append(str(Path(__file__).parents[1]))
 from tests.support.rank_processes import Ranks
-from tests.support.resumed_runs import differences, pairwise_cases, replica_cases, runs
+from tests.support.resumed_runs import differences, pairwise_cases, replica_cases, runs, zero_cases
+
+CASES = {"pairwise": pairwise_cases, "replicas": replica_cases, "zero": zero_cases}
 
 
 def main() -> None:
     """Run all cases and print their number and the differences."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--most", type=int, default=None, help="the most cases to run; default: all")
-    parser.add_argument("--replicas", action="store_true", help="run only the cases with replicas")
+    parser.add_argument("--only", choices=CASES, help="run only these cases; default: all")
     args = parser.parse_args()
     warnings.filterwarnings("ignore", message="BatchNorm sees one micro-batch")
     begin = time.perf_counter()
     ranks = Ranks(4)
-    cases = ([] if args.replicas else pairwise_cases()) + replica_cases()
-    cases = cases[: args.most]
+    cases = [case for name, make in CASES.items() if args.only in (None, name) for case in make()][: args.most]
     wrong = 0
     try:
         for number, (before, after) in enumerate(cases):

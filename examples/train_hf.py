@@ -2,11 +2,12 @@
 
     python examples/train_hf.py [--steps 2000] [--save-every 100] [--folder runs/train_hf]
     torchrun --nproc_per_node 2 examples/train_hf.py    # any number of ranks, also when it resumes
-    torchrun --nproc_per_node 4 examples/train_hf.py --replicas 2    # 2 pipelines of 2 ranks each
+    torchrun --nproc_per_node 4 examples/train_hf.py --replicas 2 --zero 2    # 2 pipelines of 2 ranks each
 
 The training text is the source code of Python's standard library, as bytes; nothing is downloaded. However
-often a run is interrupted, and on any number of ranks, its final weights are bit-identical. They depend on the
-number of replicas only, because each replica adds the gradients of its own micro-batches first.
+often a run is interrupted, and on any number of ranks, its final weights are bit-identical. They depend only on the
+number of replicas, because each replica adds the gradients of its own micro-batches first, and on whether the replicas
+divide the gradients (--zero 2), because the norm that clips them is then added in another order.
 """
 
 import argparse
@@ -119,6 +120,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--log-every", type=int, default=100, help="steps between lines of the log (default: 100)")
     parser.add_argument("--schedule", default="1f1b", help="a name from `pipesched list` (default: 1f1b)")
     parser.add_argument("--replicas", type=int, default=1, help="replicas of the pipeline (default: 1)")
+    parser.add_argument(
+        "--zero", type=int, default=0, choices=(0, 1, 2), help="divide optimizer states and gradients (default: 0)"
+    )
     parser.add_argument("--folder", type=Path, default=Path("runs/train_hf"), help="folder of the checkpoints")
     return parser.parse_args()
 
@@ -136,24 +140,32 @@ def main() -> None:
     sample = {name: value[: ROWS // MICROBATCHES] for name, value in Batches(text, "sample").next().items()}
     microbatches = MICROBATCHES // options.replicas
     pipe = pipesched.Pipeline(
-        model(), sample, schedule=options.schedule, num_microbatches=microbatches, seed=0, **where
+        model(),
+        sample,
+        schedule=options.schedule,
+        num_microbatches=microbatches,
+        optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=2e-3),  # one for each stage
+        numerics=pipesched.Numerics(clip_grad_norm=1.0),
+        distributed=pipesched.Distributed(zero=options.zero),
+        seed=0,
+        **where,
     )
-    optimizer = torch.optim.AdamW(pipe.parameters(), lr=2e-3)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rate(step, options.steps))
-    state = {"optimizer": optimizer, "scheduler": scheduler, "extra": {"training": training, "validation": validation}}
+    schedulers = [
+        torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rate(step, options.steps))
+        for optimizer in pipe.optimizers.values()
+    ]
+    state = {"scheduler": schedulers, "extra": {"training": training, "validation": validation}}
+    done = 0
     with suppress(pipesched.errors.MissingCheckpointError):  # there is none at the first start
-        pipe.load(options.folder, **state)
+        done = pipe.load(options.folder, **state).step
 
     first = int(os.environ.get("RANK", "0")) == 0
-    done = scheduler.last_epoch
     bar = tqdm(total=options.steps, initial=done, unit="step", disable=not first)
     log = pipesched.StepLog(pipe, every=options.log_every, tokens=ROWS * CONTEXT, show=bar.write)
     while done < options.steps and not stop.on_any_rank():
         log(pipe.step(**training.next()), step=done)
-        pipe.clip_grad_norm_(1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        scheduler.step()
+        for scheduler in schedulers:
+            scheduler.step()
         done += 1
         bar.update()
         if done % options.evaluate_every == 0:

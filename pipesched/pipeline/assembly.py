@@ -39,6 +39,7 @@ from pipesched.runtime.stage.compiled_layers import Compiled
 from pipesched.runtime.stage.divided_stage import divided_update, divided_weights
 from pipesched.runtime.stage.divided_weights import DividedWeights
 from pipesched.runtime.stage.optimizers import Inheritance, optimizers_for
+from pipesched.runtime.stage.sharded_update import ShardedUpdate
 from pipesched.runtime.stage.stage import Stage
 from pipesched.runtime.stage.weight_copies import WeightCopies
 from pipesched.tensors.caller_context import intra_op
@@ -176,6 +177,12 @@ class Assembly:
     def zero(self) -> int:
         """1 if optimizer states are divided over replicas, 2 if summed gradients are, too, 3 if weights are; else 0."""
         return self._spec.zero
+
+    @property
+    def divided_updates(self) -> dict[int, ShardedUpdate]:
+        """The updates of this process's stages that are divided over the replicas, keyed by stage."""
+        updates = {index: stage.optimizer.sharded for index, stage in self.stages.items()}
+        return {index: update for index, update in updates.items() if update is not None}
 
     def take_over(self) -> None:
         """Let this assembly's optimizers update the parameters from now on, instead of the previous assembly's."""

@@ -76,10 +76,10 @@ class SavingInterface(ModuleInterface):
                 it.
 
         """
-        self._check_states()
-        self._saver.save(
-            self._live_run(), path, (optimizer, scheduler, extra), asynchronous=bool(asynchronous), keep=keep
-        )
+        with self._whole_weights("save"):
+            self._saver.save(
+                self._live_run(), path, (optimizer, scheduler, extra), asynchronous=bool(asynchronous), keep=keep
+            )
 
     def load(
         self,
@@ -151,8 +151,8 @@ class SavingInterface(ModuleInterface):
             CheckpointError: something cannot be saved.
 
         """
-        self._check_states()
-        return self._saver.training_state(self._live_run(), (optimizer, scheduler, extra))
+        with self._whole_weights("training_state"):
+            return self._saver.training_state(self._live_run(), (optimizer, scheduler, extra))
 
     def load_training_state(
         self,
@@ -206,24 +206,15 @@ class SavingInterface(ModuleInterface):
         with self._whole_weights("save_weights"):
             run = self._live_run()
             weights = {**run.parameters, **run.buffers}
-            own = {name: weights[name] for name in weights if name not in run.caches and run.process in run.writers}
+            own = {name: weights[name] for name in weights if name not in run.caches and run.replica == 0}
             if len(self._roots) > 1:
                 own = {name: tensor for name, tensor in own.items() if not name.startswith("loss_fn.")}
             export_weights(as_path(folder), own, self.model, run.host, run.process)
 
-    def _check_states(self) -> None:
-        zero = self._running.assembly.zero
-        if zero:
-            raise CheckpointError(
-                f"checkpoints cannot yet hold optimizer states that are divided over replicas; this pipeline has "
-                f"zero={zero}; leave zero= out, or call save_weights, which writes the weights only"
-            )
-
     def _loaded(self, load: Callable[[LiveRun], Restored]) -> Restored:
-        self._check_states()
-        run = self._live_run()
         self._guard.check(changes=False)
-        restored = load(run)
+        with self._whole_weights("load"):
+            restored = load(self._live_run())
         self._guard.check(changes=True)
         self._running.step = restored.step
         self._running.seed = restored.seed
@@ -281,6 +272,8 @@ class SavingInterface(ModuleInterface):
                 if self._is_own(f"{name}._extra_state" if name else "_extra_state")
             },
             optimizers=running.assembly.optimizers if running.updates else None,
+            divided=running.assembly.divided_updates,
+            zero=running.assembly.zero,
             scaler=self._numerics.enabled_scaler,
         )
 
@@ -306,6 +299,8 @@ class SavingInterface(ModuleInterface):
             "batch_norm": self._numerics.batch_norm,
             "intra_op_threads": self._numerics.intra_op_threads,
         }
+        if assembly.zero == 2 and self._numerics.clip_grad_norm is not None:
+            settings["num_shards"] = num_replicas  # of the gradients whose norm clips
         return Facts(step=running.step, seed=running.seed, settings=settings, plan=self._described[1])
 
 

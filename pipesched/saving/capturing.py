@@ -17,7 +17,9 @@ __all__ = ["capture"]
 
 
 def capture(run: LiveRun, optimizer: GivenOptimizers | None, scheduler: Any, extra: Mapping[str, Any] | None) -> Part:
-    """Return the part of a run that this process saves, which is empty in all replicas but the first. Collective.
+    """Return the part of a run that this process saves. Collective.
+
+    Replica 0 saves the state that all replicas hold; each replica saves the state that only it holds.
 
     The tensors in the part share memory with the run's tensors.
 
@@ -26,7 +28,7 @@ def capture(run: LiveRun, optimizer: GivenOptimizers | None, scheduler: Any, ext
         InputError: an argument is wrong.
 
     """
-    part = Part()
+    part, divided = Part(), Part()
 
     def own() -> Any:
         for kind, tensors in (("parameter", run.parameters), ("buffer", run.buffers)):
@@ -39,11 +41,11 @@ def capture(run: LiveRun, optimizer: GivenOptimizers | None, scheduler: Any, ext
             part.values["modules"] = {name: encoded.value for name, encoded in modules.items()}
         if run.scaler is not None and run.rank == 0:
             part.values["scaler"] = run.scaler.state_dict()
-        capture_optimizers(part, as_optimizers(optimizer, run), run)
+        capture_optimizers(part, divided, as_optimizers(optimizer, run), run)
         return encoded_schedulers(as_schedulers(scheduler, run)), encoded_extra(as_extra(extra), run)
 
     schedulers, extras = agreed(run.host, own)
     capture_schedulers(part, schedulers, run)
     capture_extra(part, extras, run)
     check_equal_states(part, run.host)
-    return part if run.process in run.writers else Part()
+    return divided if run.replica else part.joined(divided)

@@ -9,6 +9,7 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from pipesched.runtime.rank_host import MeshRanks, RankHost
+from pipesched.runtime.stage.sharded_update import ShardedUpdate
 
 __all__ = ["Facts", "LiveRun"]
 
@@ -48,6 +49,10 @@ class LiveRun:
     modules: Mapping[str, nn.Module]
     #: The optimizers made by ``optimizer=``, keyed by stage; None without ``optimizer=``.
     optimizers: Mapping[int, Optimizer] | None
+    #: The updates that are divided over the replicas, keyed by stage; empty with ``zero=0``.
+    divided: Mapping[int, ShardedUpdate]
+    #: The option ``zero`` of the pipeline.
+    zero: int
     #: The gradient scaler. Every process has its own scaler, and all scalers have the same state.
     scaler: GradScaler | None
 
@@ -63,13 +68,25 @@ class LiveRun:
 
     @property
     def writers(self) -> tuple[int, ...]:
-        """The processes that write a checkpoint: those of replica 0."""
-        return self.host.grid.rows[0] if isinstance(self.host, MeshRanks) else (0,)
+        """The processes that write a checkpoint: those of replica 0, or all if replicas hold different states."""
+        if not isinstance(self.host, MeshRanks):
+            return (0,)
+        return tuple(range(self.num_processes)) if self.zero else self.host.grid.rows[0]
+
+    @property
+    def replica(self) -> int:
+        """The replica of this process."""
+        return self.host.grid.replica
 
     @property
     def rank(self) -> int:
         """The rank of this process within its replica; 0 without a mesh."""
         return self.host.rank if isinstance(self.host, MeshRanks) else 0
+
+    def division_of(self, optimizer: Optimizer) -> ShardedUpdate | None:
+        """Return the divided update that an optimizer is part of; None if the optimizer updates whole parameters."""
+        stages = [stage for stage, own in (self.optimizers or {}).items() if own is optimizer]
+        return self.divided.get(stages[0]) if stages else None
 
     def is_own(self, name: str) -> bool:
         """Return whether this process saves the parameter or buffer with this name."""

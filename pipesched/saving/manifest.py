@@ -2,23 +2,26 @@
 
 A checkpoint is a folder with ``manifest.json`` and one data folder. The data folder contains two files for each process
 that saved: its tensors (``part-00000.safetensors``) and its other values (``part-00000.json``). Nothing is pickled.
+
+Format 1 holds each tensor in one file. Format 2, which is used only where it is needed, divides tensors into chunks.
 """
 
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from pipesched.checks import shown
 from pipesched.errors import CheckpointError, DamagedCheckpointError, MissingCheckpointError, PipeschedError
 from pipesched.json_files import parse_json
+from pipesched.saving.chunks import Chunk, Rows, pieces
 
-__all__ = ["KINDS", "MANIFEST", "VERSION", "FileEntry", "Manifest", "TensorEntry", "dumped", "hash_of", "parsed"]
+__all__ = ["KINDS", "MANIFEST", "FileEntry", "Manifest", "TensorEntry", "dumped", "hash_of", "parsed"]
 
 MANIFEST = "manifest.json"
-VERSION = 1
+_WHOLE, _CHUNKED = 1, 2  # versions of the format
 #: The kinds of stored tensors.
 KINDS = ("parameter", "buffer", "module state", "optimizer state", "scheduler state", "extra state")
 _FORMAT = "pipesched checkpoint"
@@ -42,11 +45,37 @@ class TensorEntry:
     kind: str
     #: The name of the parameter, buffer, module, scheduler or extra object that the tensor belongs to.
     name: str
-    #: The name of the file in the data folder that holds the tensor.
+    #: The name of the file in the data folder that holds the tensor; empty if the tensor is divided into chunks.
     file: str
     shape: tuple[int, ...]
     #: The dtype as torch names it, such as "float32".
     dtype: str
+    #: The chunks in the order of their rows; empty if one file holds the tensor.
+    chunks: tuple[Chunk, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the entry as plain values."""
+        values = asdict(self)
+        return values if self.chunks else {name: value for name, value in values.items() if name != "chunks"}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "TensorEntry":
+        """Make the entry from the result of ``to_dict``, also after it was written as JSON."""
+        chunks = tuple(map(Chunk.from_dict, values.get("chunks", ())))
+        return cls(**{**values, "shape": tuple(values["shape"]), "chunks": chunks})
+
+    def in_file(self, file: str) -> "TensorEntry":
+        """Return the entry with the name of the file that holds the tensor, or its chunk."""
+        if self.chunks:
+            return replace(self, chunks=tuple(replace(chunk, file=file) for chunk in self.chunks))
+        return replace(self, file=file)
+
+    def pieces(self, rows: Rows | None = None) -> Iterator[tuple[Chunk, Rows | None]]:
+        """Yield each chunk that holds some of the tensor's rows (None: all), and the rows to read from the chunk."""
+        if self.chunks:
+            yield from pieces(self.chunks, rows)
+        else:
+            yield Chunk(file=self.file, offsets=(0,) * len(self.shape), sizes=self.shape), rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,8 +99,14 @@ class Manifest:
 
     def text(self) -> bytes:
         """Return the content of the manifest file. Equal manifests give identical bytes."""
-        values = {"format": _FORMAT, "version": VERSION, **asdict(self)}
+        tensors = {key: entry.to_dict() for key, entry in self.tensors.items()}
+        values = {"format": _FORMAT, "version": self.version, **asdict(self), "tensors": tensors}
         return dumped({**values, "digest": hashlib.sha256(dumped(values)).hexdigest()})
+
+    @property
+    def version(self) -> int:
+        """The version of the format."""
+        return _CHUNKED if any(entry.chunks for entry in self.tensors.values()) else _WHOLE
 
     @property
     def total_bytes(self) -> int:
@@ -116,9 +151,9 @@ class Manifest:
         digest = values.pop("digest", None)
         if digest != hashlib.sha256(dumped(values)).hexdigest() or data != dumped({**values, "digest": digest}):
             raise _damaged(path, "its content does not match its digest")
-        if values.get("version") != VERSION:
+        if values.get("version") not in (_WHOLE, _CHUNKED):
             raise CheckpointError(
-                f"this version of pipesched reads checkpoints of format {VERSION}; {path} has format "
+                f"this version of pipesched reads checkpoints of formats {_WHOLE} and {_CHUNKED}; {path} has format "
                 f"{shown(values.get('version'))}, and was written by pipesched {shown(values.get('pipesched'))}; load "
                 f"it with that version of pipesched"
             )
@@ -127,7 +162,7 @@ class Manifest:
         try:
             entries = {
                 "files": {name: FileEntry(**entry) for name, entry in values["files"].items()},
-                "tensors": {key: _tensor(entry) for key, entry in values["tensors"].items()},
+                "tensors": {key: TensorEntry.from_dict(entry) for key, entry in values["tensors"].items()},
             }
             plain = {key: value for key, value in values.items() if key not in ("format", "version")}
             return cls(**{**plain, **entries})
@@ -155,10 +190,6 @@ class Manifest:
         if hash_of(path) != self.files[name].sha256:
             raise _damaged(path, f"its content does not match its SHA-256 in {MANIFEST}")
         return path
-
-
-def _tensor(entry: Mapping[str, Any]) -> TensorEntry:
-    return TensorEntry(**{**entry, "shape": tuple(entry["shape"])})
 
 
 def dumped(values: Any) -> bytes:

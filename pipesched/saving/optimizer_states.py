@@ -1,7 +1,7 @@
 """Optimizer states: the optimizer state and options of each parameter, keyed by the parameter's name.
 
 Because the states are keyed by name, they do not depend on how parameters are distributed among optimizers. When a
-checkpoint is loaded, each optimizer takes the states of its own parameters.
+checkpoint is loaded, each optimizer takes the states of its own parameters, or of its own rows of a parameter.
 """
 
 import json
@@ -15,8 +15,9 @@ from torch.optim import Optimizer
 from pipesched.checks import check_type
 from pipesched.errors import CheckpointError, InputError
 from pipesched.runtime.stage.optimizers import NO_SETTINGS, near
+from pipesched.saving.chunks import Rows
 from pipesched.saving.live_run import LiveRun
-from pipesched.saving.saved_run import Part, SavedRun
+from pipesched.saving.saved_run import Part, Read, SavedRun
 from pipesched.saving.state_encoding import Encoder, decoded, tensor_keys
 from pipesched.units import and_more, counted
 
@@ -56,16 +57,40 @@ def as_optimizers(given: GivenOptimizers | None, run: LiveRun) -> list[Optimizer
     return own
 
 
-def _members(optimizer: Optimizer, run: LiveRun) -> Iterator[tuple[int, str, nn.Parameter]]:
-    """Yield (index of the group, name, parameter) for each parameter of the model in an optimizer.
+@dataclass(frozen=True)
+class _Member:
+    """A parameter of the model in an optimizer."""
+
+    #: The index of the parameter group.
+    group: int
+    name: str
+    #: The optimizer's key for the state: the parameter, or this replica's rows of it. None if another replica has it.
+    key: nn.Parameter | None
+    #: The rows that this replica updates; None if the parameter is not cut.
+    rows: Rows | None = None
+
+
+def _members(optimizer: Optimizer, run: LiveRun) -> Iterator[_Member]:
+    """Yield the parameters of the model in an optimizer, or in the optimizers of all replicas if these divide them.
 
     Skips the empty tensor that ``pipe.parameters()`` yields on a rank without parameters.
     """
-    for index, group in enumerate(optimizer.param_groups):
-        for parameter in group["params"]:
+    update = run.division_of(optimizer)
+    groups = [group["params"] for group in optimizer.param_groups] if update is None else update.groups
+    if len(groups) < len(optimizer.param_groups):
+        raise CheckpointError(
+            f"with zero=, the parameter groups of a saved or loaded optimizer must be those it was made with; "
+            f"{type(optimizer).__name__} was made with {counted(len(groups), 'group')}, and now has "
+            f"{len(optimizer.param_groups)}; make all groups in optimizer=, or leave zero= out"
+        )
+    for index, parameters in enumerate(groups):
+        for parameter in parameters:
             name = run.names.get(id(parameter))
-            if name is not None:
-                yield index, name, parameter
+            if name is not None and update is None:
+                yield _Member(index, name, parameter)
+            elif name is not None and update is not None:
+                rows = update.own_rows(parameter)
+                yield _Member(index, name, update.local.get(parameter), None if rows is None else Rows(*rows))
             elif parameter.numel():
                 raise CheckpointError(
                     f"an optimizer that is saved or loaded must hold only parameters of the pipeline; group {index} of "
@@ -86,10 +111,19 @@ def _check_states(optimizer: Optimizer) -> None:
         )
 
 
-def capture_optimizers(part: Part, optimizers: Sequence[Optimizer], run: LiveRun) -> None:
-    """Add to a checkpoint part the optimizer states of the parameters that this process trains."""
+def capture_optimizers(common: Part, own: Part, optimizers: Sequence[Optimizer], run: LiveRun) -> None:
+    """Add to checkpoint parts the optimizer states of the parameters that this process trains.
+
+    Args:
+        common: gets what all replicas hold.
+        own: gets what only this replica holds.
+        optimizers: the optimizers of this process.
+        run: the running pipeline.
+
+    """
     groups: list[Any] = []
     parameters: dict[str, Any] = {}
+    alone: dict[str, Any] = {}  # the parameters that only this replica updates
     for index, optimizer in enumerate(optimizers):
         _check_states(optimizer)
         first = len(groups)
@@ -98,23 +132,51 @@ def capture_optimizers(part: Part, optimizers: Sequence[Optimizer], run: LiveRun
             encoder = Encoder(f"options of optimizer {index}, group {at}", inline=True)
             options = {key: value for key, value in group.items() if key not in NO_SETTINGS}
             groups.append({"place": [index, at], "class": kind, "options": encoder.encoded(options)})
-        for at, name, parameter in _members(optimizer, run):
-            if name not in run.parameters:
-                continue  # another rank trains it
-            if name in parameters:
+        is_divided = run.division_of(optimizer) is not None
+        for member in _members(optimizer, run):
+            name = member.name
+            if name not in run.parameters or member.key is None:
+                continue  # another rank, or another replica, trains it
+            if name in parameters or name in alone:
                 raise CheckpointError(
                     f"a parameter must be in only one optimizer; {name!r} is in two optimizers; remove it from one"
                 )
             encoder = Encoder(f"optimizer/{name}")
-            state = optimizer.state.get(parameter)
-            entry: dict[str, Any] = {"group": first + at}
+            state = optimizer.state.get(member.key)
+            entry: dict[str, Any] = {"group": first + member.group}
             if state:
                 entry["state"] = encoder.encoded(state)
-            parameters[name] = entry
-            part.add("optimizer state", name, encoder.tensors)
+            if member.rows is not None:
+                parameters[name] = entry
+                _add_rows(common, own, member, encoder.tensors, run)
+            elif is_divided:
+                alone[name] = entry
+                own.add("optimizer state", name, encoder.tensors)
+            else:
+                parameters[name] = entry
+                common.add("optimizer state", name, encoder.tensors)
     if optimizers:
-        part.values["groups"] = groups
-        part.values["parameters"] = parameters
+        common.values |= {"groups": groups, "parameters": parameters}
+    if alone:
+        own.values |= {"groups": groups, "parameters": alone}
+
+
+def _add_rows(common: Part, own: Part, member: _Member, tensors: Mapping[str, Tensor], run: LiveRun) -> None:
+    """Add the states of this replica's rows of a parameter; all replicas hold the same scalars."""
+    assert member.rows is not None
+    assert member.key is not None
+    shape = run.shapes[member.name]
+    scalars = {key: tensor for key, tensor in tensors.items() if not tensor.dim()}
+    rows = {key: tensor for key, tensor in tensors.items() if tensor.dim()}
+    for key, tensor in rows.items():
+        if tensor.shape != member.key.shape:
+            raise CheckpointError(
+                f"with zero=, the states of an optimizer must have the shape of their parameter, or be scalars; "
+                f"{key!r} has shape {list(tensor.shape)} for {list(member.key.shape)} of a parameter of shape "
+                f"{list(shape)}; leave zero= out"
+            )
+    common.add("optimizer state", member.name, scalars)
+    own.add_rows("optimizer state", member.name, rows, member.rows, shape[0])
 
 
 @dataclass(frozen=True)
@@ -124,7 +186,7 @@ class _Change:
     optimizer: Optimizer
     group: dict[str, Any]
     options: Any
-    states: list[tuple[nn.Parameter, Any]]
+    states: list[tuple[_Member, Any]]
 
 
 class OptimizerChanges:
@@ -150,26 +212,44 @@ class OptimizerChanges:
             _check_states(optimizer)
             members = list(_members(optimizer, run))
             for at, group in enumerate(optimizer.param_groups):
-                held = [(name, parameter) for where, name, parameter in members if where == at]
-                own = [(name, parameter) for name, parameter in held if name in run.parameters]
-                twice = taken & {name for name, _ in own}
+                held = [member for member in members if member.group == at]
+                own = [member for member in held if member.name in run.parameters]
+                twice = taken & {member.name for member in own}
                 if twice:
                     raise CheckpointError(
                         f"a parameter must be in only one optimizer; {min(twice)!r} is in two optimizers; remove it "
                         f"from one"
                     )
-                taken |= {name for name, _ in own}
-                self._check_class(optimizer, own)
-                options = self._options([name for name, _ in held], (index, at), type(optimizer).__name__)
-                states = [(parameter, self._parameters[name].get("state")) for name, parameter in own]
+                taken |= {member.name for member in own}
+                self._check_class(optimizer, [one.name for one in own], run)
+                options = self._options([member.name for member in held], (index, at), type(optimizer).__name__)
+                states = [(one, self._parameters.get(one.name, {}).get("state")) for one in own if one.key is not None]
                 self._changes.append(_Change(optimizer, group, options, states))
         self._check_all_taken(optimizers, taken, run)
-        #: The keys of the tensors that ``apply`` reads.
-        self.keys = {key for change in self._changes for _, state in change.states for key in tensor_keys(state)}
+        #: The keys of the tensors that ``apply`` reads, and the rows that it needs (None: all).
+        self.needed: dict[str, Rows | None] = {}
+        for change in self._changes:
+            for member, state in change.states:
+                self.needed |= {key: self._rows(member, key, run) for key in tensor_keys(state)}
 
-    def _check_class(self, optimizer: Optimizer, own: Sequence[tuple[str, Any]]) -> None:
+    def _rows(self, member: _Member, key: str, run: LiveRun) -> Rows | None:
+        """Return the rows of a saved state that a member takes; None for the whole state."""
+        entry = self._saved.entries.get(key)
+        if member.rows is None or entry is None or not entry.shape:
+            return None
+        if entry.shape != run.shapes[member.name]:
+            raise CheckpointError(
+                f"with zero=, the states of an optimizer must have the shape of their parameter, or be scalars; "
+                f"{key!r} has shape {list(entry.shape)} in {self._saved.where}, for a parameter of shape "
+                f"{list(run.shapes[member.name])}; leave zero= out"
+            )
+        return member.rows
+
+    def _check_class(self, optimizer: Optimizer, names: Sequence[str], run: LiveRun) -> None:
         kind = type(optimizer).__qualname__
-        for name, _ in own:
+        for name in names:
+            if name not in self._parameters and not run.parameters[name].requires_grad:
+                continue  # saved under a plan with a stage of frozen layers, which has no optimizer
             if name not in self._parameters:
                 raise CheckpointError(
                     f"every parameter of an optimizer must have an entry in the checkpoint; {self._saved.where} has no "
@@ -205,7 +285,8 @@ class OptimizerChanges:
         return options[0] if options else None
 
     def _check_all_taken(self, optimizers: Sequence[Optimizer], taken: set[str], run: LiveRun) -> None:
-        left = [name for name in self._parameters if name in run.parameters and name not in taken]
+        own = [name for name in self._parameters if name in run.parameters and name not in taken]
+        left = [name for name in own if "state" in self._parameters[name] or run.parameters[name].requires_grad]
         if optimizers and left:
             raise CheckpointError(
                 f"every parameter with a saved optimizer state must be in an optimizer; these are not: "
@@ -213,7 +294,7 @@ class OptimizerChanges:
                 f"that holds them"
             )
 
-    def apply(self, read: Callable[[str], Tensor]) -> None:
+    def apply(self, read: Read) -> None:
         """Load the states and options into the optimizers. ``read(key)`` returns the tensor with that key."""
         for change in self._changes:
             if change.options is not None:
@@ -222,11 +303,12 @@ class OptimizerChanges:
                     if isinstance(value, Tensor) and isinstance(now, Tensor):
                         value = value.to(now.device)  # noqa: PLW2901  such as a learning rate that is a tensor
                     change.group[key] = value
-            for parameter, encoded in change.states:
-                change.optimizer.state.pop(parameter, None)
+            for member, encoded in change.states:
+                assert member.key is not None
+                change.optimizer.state.pop(member.key, None)
                 if encoded is not None:
-                    state = decoded(encoded, read)
-                    change.optimizer.state[parameter] = near(state, parameter, change.group)
+                    state = decoded(encoded, lambda key: read(key, self.needed[key]))
+                    change.optimizer.state[member.key] = near(state, member.key, change.group)
 
 
 def _same(one: Any) -> Callable[[Any], bool]:

@@ -1,16 +1,18 @@
 """Reading: finds a checkpoint, and checks its files against the hashes in its manifest before they are used."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from pipesched.errors import DamagedCheckpointError, MissingCheckpointError
+from pipesched.saving.chunks import Chunk, Rows
 from pipesched.saving.folders import checkpoints_in
 from pipesched.saving.live_run import Facts
 from pipesched.saving.manifest import MANIFEST, Manifest, TensorEntry, parsed
-from pipesched.saving.saved_run import SavedRun, merged
+from pipesched.saving.saved_run import SavedRun, merged, merged_entries
 from pipesched.saving.tensor_files import TensorFile, dtype_of
 
 __all__ = ["OpenCheckpoint", "checkpoint_folders", "given_state"]
@@ -75,25 +77,45 @@ class OpenCheckpoint:
         """The content of the manifest, identical in all processes that read the same checkpoint."""
         return self._manifest.text()
 
-    def check_files_of(self, keys: Iterable[str]) -> None:
-        """Check the hashes of the files that hold these tensors. Raises DamagedCheckpointError if one differs."""
-        for name in sorted({self._manifest.tensors[key].file for key in keys}):
+    def check_files_of(self, needed: Mapping[str, Rows | None]) -> None:
+        """Check the hashes of the files that hold these rows (None: all) of the tensors with these keys.
+
+        Raises DamagedCheckpointError if one differs.
+        """
+        entries = self._manifest.tensors
+        files = {chunk.file for key, rows in needed.items() for chunk, _ in entries[key].pieces(rows)}
+        for name in sorted(files):
             self._files[name] = TensorFile(self._manifest.check(self._folder, name))
 
-    def _read(self, key: str) -> Tensor:
+    def _read(self, key: str, rows: Rows | None = None) -> Tensor:
         entry = self._manifest.tensors[key]
-        return self._files[entry.file].read(key, dtype_of(entry.dtype), entry.shape)
+        dtype = dtype_of(entry.dtype)
+        return _assembled(entry, rows, lambda chunk, own: self._files[chunk.file].read(key, dtype, chunk.sizes, own))
+
+
+def _assembled(entry: TensorEntry, rows: Rows | None, read: Callable[[Chunk, Rows | None], Tensor]) -> Tensor:
+    """Return a saved tensor, or some of its rows. ``read`` returns a chunk, or some of the chunk's rows."""
+    found = [read(chunk, own) for chunk, own in entry.pieces(rows)]
+    return found[0] if len(found) == 1 else torch.cat(found)
 
 
 def given_state(states: Iterable[Mapping[str, Any]]) -> SavedRun:
     """Merge the states that ``training_state`` returned in all processes into a saved run."""
     states = list(states)
-    tensors: dict[str, Tensor] = {}
-    entries: dict[str, TensorEntry] = {}
-    for state in states:
-        tensors |= state["tensors"]
-        entries |= {key: TensorEntry(**entry) for key, entry in state["entries"].items()}
-    facts = Facts(**{name: states[0][name] for name in ("step", "seed", "settings", "plan")})
     where = "the given state"
+    parts = [
+        {key: TensorEntry.from_dict(entry).in_file(str(number)) for key, entry in state["entries"].items()}
+        for number, state in enumerate(states)
+    ]
+    entries = merged_entries(parts, where)
+
+    def read(key: str, rows: Rows | None = None) -> Tensor:
+        def piece(chunk: Chunk, own: Rows | None) -> Tensor:
+            tensor: Tensor = states[int(chunk.file)]["tensors"][key]
+            return (tensor if own is None else tensor[own.start : own.end]).clone()  # training changes what is loaded
+
+        return _assembled(entries[key], rows, piece)
+
+    facts = Facts(**{name: states[0][name] for name in ("step", "seed", "settings", "plan")})
     values = merged((state["values"] for state in states), where)
-    return SavedRun(where=where, facts=facts, entries=entries, values=values, read=tensors.__getitem__)
+    return SavedRun(where=where, facts=facts, entries=entries, values=values, read=read)

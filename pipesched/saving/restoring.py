@@ -7,10 +7,11 @@ from typing import Any
 from torch import Tensor
 
 from pipesched.errors import CheckpointError
+from pipesched.saving.chunks import Rows
 from pipesched.saving.extra_states import ExtraChanges, as_extra
 from pipesched.saving.live_run import LiveRun
 from pipesched.saving.optimizer_states import GivenOptimizers, OptimizerChanges, as_optimizers
-from pipesched.saving.saved_run import SavedRun
+from pipesched.saving.saved_run import Read, SavedRun
 from pipesched.saving.scheduler_states import SchedulerChanges, as_schedulers
 from pipesched.saving.state_encoding import decoded, tensor_keys
 from pipesched.saving.tensor_files import dtype_name
@@ -27,6 +28,9 @@ _REMEDIES = {
     "batch_norm": "pass numerics=Numerics(batch_norm={!r})",
     "intra_op_threads": "pass numerics=Numerics(intra_op_threads={})",
 }
+
+
+_ROUNDING = ("num_replicas", "num_shards")  # settings that only change how sums are rounded
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,12 +85,13 @@ class Restoring:
         self._optimizers = OptimizerChanges(saved, optimizers, run) if optimizers else None
         self._schedulers = SchedulerChanges(saved, schedulers) if schedulers else None
         self._extra = ExtraChanges(saved, as_extra(extra), run)
-        #: The keys of the tensors that this process needs to read.
-        self.keys = {*self._tensors, *self._extra.keys}
-        self.keys |= {key for _, value in self._modules for key in tensor_keys(value)}
-        self.keys |= self._optimizers.keys if self._optimizers else set()
-        self.keys |= self._schedulers.keys if self._schedulers else set()
-        unknown = next((key for key in self.keys if key not in saved.entries), None)
+        keys = {*self._tensors, *self._extra.keys}
+        keys |= {key for _, value in self._modules for key in tensor_keys(value)}
+        keys |= self._schedulers.keys if self._schedulers else set()
+        #: The keys of the tensors that this process needs to read, and the rows of each (None: all).
+        self.needed: dict[str, Rows | None] = dict.fromkeys(keys)
+        self.needed |= self._optimizers.needed if self._optimizers else {}
+        unknown = next((key for key in self.needed if key not in saved.entries), None)
         if unknown is not None:
             raise CheckpointError(
                 f"a checkpoint must hold every tensor that its values refer to; {saved.where} lacks {unknown!r}; "
@@ -96,7 +101,7 @@ class Restoring:
     def _check_settings(self) -> None:
         saved = self._saved.facts.settings
         for name, own in self._run.facts.settings.items():
-            if name in saved and saved[name] != own and name != "num_replicas":
+            if name in saved and saved[name] != own and name not in _ROUNDING:
                 remedy = _REMEDIES.get(name, f"pass the same {name}").format(saved[name])
                 place = ""
                 if name == "num_microbatches" and self._replicas != (1, 1):
@@ -110,9 +115,11 @@ class Restoring:
     @property
     def _replicas(self) -> tuple[int, int]:
         """The numbers of replicas of the saved run and of this one."""
-        settings = (self._saved.facts.settings, self._run.facts.settings)
-        saved, own = (one.get("num_replicas", 1) for one in settings)
-        return saved, own
+        return self._both("num_replicas")
+
+    def _both(self, name: str) -> tuple[int, int]:
+        """A setting of the saved run and of this one; 1 where it is missing."""
+        return self._saved.facts.settings.get(name, 1), self._run.facts.settings.get(name, 1)
 
     def _remedy_of_microbatches(self, total: int) -> str:
         saved, own = self._replicas
@@ -182,14 +189,23 @@ class Restoring:
         return left + [f"the state of {name!r} (extra=)" for name in self._extra.left]
 
     def warn(self) -> None:
-        """Warn about saved states for which no argument was passed, and about another number of replicas."""
+        """Warn about saved states for which no argument was passed, and about sums that are rounded differently."""
         saved, own = self._replicas
+        shards = self._both("num_shards")
         if saved != own:
             warn(
                 f"gradients are added within each replica and then over replicas, so the bits of a run depend on their "
                 f"number; {self._saved.where} was saved with {saved} replica{'s' * (saved > 1)}, and this pipeline has "
                 f"{own}; the run continues with the same micro-batches and random numbers, but differs in rounding; "
                 f"for identical bits use a mesh of {saved} replica{'s' * (saved > 1)}, or else ignore this warning"
+            )
+        elif shards[0] != shards[1]:
+            warn(
+                f"zero=2 combines the norm that clips gradients from the norms of each replica's rows, which rounds "
+                f"differently; {self._saved.where} was saved with gradients in {counted(shards[0], 'part')}, and this "
+                f"pipeline has {counted(shards[1], 'part')}; the run continues, but differs in rounding; for identical "
+                f"bits pass {'Distributed(zero=2)' if shards[0] > 1 else 'zero=0 or zero=1'}, or else ignore this "
+                f"warning"
             )
         if self.left:
             warn(
@@ -210,7 +226,7 @@ class Restoring:
         """Load the states into the objects in ``extra``. This calls the user's code, which can raise any error."""
         self._extra.apply(states)
 
-    def apply(self, read: Callable[[str], Tensor]) -> None:
+    def apply(self, read: Read) -> None:
         """Load weights, buffers, module states, the scaler, optimizers and schedulers. Clears gradients."""
         for key, tensor in self._tensors.items():
             copy_into(tensor, read(key))

@@ -1,17 +1,18 @@
 """Saved run: the content of a checkpoint, and the part of it that each process saves."""
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from pipesched.errors import CheckpointError
+from pipesched.saving.chunks import Chunk, Rows, fill
 from pipesched.saving.live_run import Facts
 from pipesched.saving.manifest import TensorEntry
 from pipesched.saving.tensor_files import dtype_name
 
-__all__ = ["Part", "SavedRun"]
+__all__ = ["Part", "Read", "SavedRun", "merged", "merged_entries"]
 
 
 @dataclass
@@ -25,13 +26,49 @@ class Part:
     def add(self, kind: str, name: str, tensors: Mapping[str, Tensor]) -> None:
         """Add tensors under their keys, with ``kind`` and ``name`` in the tensors' manifest entries."""
         for key, tensor in tensors.items():
-            if key in self.tensors:
-                raise CheckpointError(
-                    f"saved tensors must have different names; two are named {key!r}; rename a layer or a key of extra="
-                )
-            self.tensors[key] = tensor
             shape = tuple(tensor.shape)
-            self.entries[key] = TensorEntry(kind=kind, name=name, file="", shape=shape, dtype=dtype_name(tensor.dtype))
+            entry = TensorEntry(kind=kind, name=name, file="", shape=shape, dtype=dtype_name(tensor.dtype))
+            self._insert(key, tensor, entry)
+
+    def add_rows(self, kind: str, name: str, tensors: Mapping[str, Tensor], rows: Rows, num_rows: int) -> None:
+        """Add rows of tensors with ``num_rows`` rows. Other processes save the other rows under the same keys."""
+        for key, tensor in tensors.items():
+            sizes = tuple(tensor.shape)
+            self._insert(
+                key,
+                tensor,
+                TensorEntry(
+                    kind=kind,
+                    name=name,
+                    file="",
+                    shape=(num_rows, *sizes[1:]),
+                    dtype=dtype_name(tensor.dtype),
+                    chunks=(Chunk(file="", offsets=(rows.start, *[0] * (len(sizes) - 1)), sizes=sizes),),
+                ),
+            )
+
+    def _insert(self, key: str, tensor: Tensor, entry: TensorEntry) -> None:
+        if key in self.tensors:
+            raise CheckpointError(
+                f"saved tensors must have different names; two are named {key!r}; rename a layer or a key of extra="
+            )
+        self.tensors[key] = tensor
+        self.entries[key] = entry
+
+    def joined(self, other: "Part") -> "Part":
+        """Return a part with the content of both parts. The same word in both has a dict, or equal values."""
+        values = dict(self.values)
+        for word, value in other.values.items():
+            known = values.get(word)
+            values[word] = {**known, **value} if isinstance(known, dict) else value
+        return Part({**self.tensors, **other.tensors}, {**self.entries, **other.entries}, values)
+
+
+class Read(Protocol):
+    """Reads a saved tensor."""
+
+    def __call__(self, key: str, rows: Rows | None = None) -> Tensor:
+        """Return the tensor with this key, or some of its rows, from files (on the CPU) or from a training state."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,8 +80,40 @@ class SavedRun:
     facts: Facts
     entries: Mapping[str, TensorEntry]
     values: Mapping[str, Any]
-    #: Returns the tensor with a given key: read from a file to the CPU, or taken from a training state.
-    read: Callable[[str], Tensor]
+    read: Read
+
+
+def merged_entries(parts: Iterable[Mapping[str, TensorEntry]], where: str) -> dict[str, TensorEntry]:
+    """Merge the tensor entries of all processes, whose files are already set.
+
+    Raises CheckpointError if two processes saved the same tensor, or if chunks do not make up the whole tensor.
+    """
+    found: dict[str, TensorEntry] = {}
+    for part in parts:
+        for key, entry in part.items():
+            known = found.setdefault(key, entry)
+            if known is not entry:
+                found[key] = _with_chunks_of(known, entry, key, where)
+    for key, entry in found.items():
+        if entry.chunks:
+            chunks = tuple(sorted(entry.chunks, key=lambda chunk: chunk.offsets))
+            if not fill(chunks, entry.shape):
+                rows = ", ".join(f"{chunk.rows.start} to {chunk.rows.end - 1}" for chunk in chunks)
+                raise CheckpointError(
+                    f"the processes that save a tensor must together save each of its rows once; {key!r} in {where} "
+                    f"has {entry.shape[0]} rows, and the processes saved rows {rows}; pass the states of all ranks"
+                )
+            found[key] = replace(entry, chunks=chunks)
+    return found
+
+
+def _with_chunks_of(one: TensorEntry, other: TensorEntry, key: str, where: str) -> TensorEntry:
+    if not one.chunks or not other.chunks or replace(one, chunks=()) != replace(other, chunks=()):
+        raise CheckpointError(
+            f"saved tensors must have different names; {key!r} is saved by two processes in {where}; build the same "
+            f"model on every rank"
+        )
+    return replace(one, chunks=one.chunks + other.chunks)
 
 
 def merged(parts: Iterable[Mapping[str, Any]], where: str) -> dict[str, Any]:

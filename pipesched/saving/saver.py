@@ -2,7 +2,6 @@
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -135,7 +134,7 @@ class Saver:
     ) -> dict[str, Any]:
         """Return the part of a run that this process saves, as a dict of tensors and plain values."""
         part = capture(run, *states)
-        entries = {key: asdict(entry) for key, entry in part.entries.items()}
+        entries = {key: entry.to_dict() for key, entry in part.entries.items()}
         facts = run.facts
         return {
             "step": facts.step,
@@ -189,7 +188,7 @@ def _prepared(
     def prepare() -> tuple[OpenCheckpoint, Restoring]:
         checkpoint = OpenCheckpoint(folder)
         restoring = Restoring(checkpoint.saved, run, *states)
-        checkpoint.check_files_of(restoring.keys)
+        checkpoint.check_files_of(restoring.needed)
         return checkpoint, restoring
 
     checkpoint, restoring = in_all(run.host, prepare)

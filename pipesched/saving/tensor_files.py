@@ -6,6 +6,7 @@ tensor is copied at a time, and other threads can run meanwhile. The safetensors
 
 import hashlib
 import json
+import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,9 +17,19 @@ import torch
 from torch import Tensor
 
 from pipesched.errors import CheckpointError, DamagedCheckpointError
-from pipesched.saving.manifest import FileEntry
+from pipesched.saving.chunks import Rows
+from pipesched.saving.manifest import FileEntry, TensorEntry
 
-__all__ = ["TensorFile", "bytes_of", "dtype_name", "dtype_of", "from_bytes", "plain", "write_tensors"]
+__all__ = [
+    "TensorFile",
+    "bytes_of",
+    "dtype_name",
+    "dtype_of",
+    "from_bytes",
+    "plain",
+    "sharding_info",
+    "write_tensors",
+]
 
 _LENGTH = Struct("<Q")
 _ALIGNED = 8  # a header's length in bytes is a multiple of this
@@ -136,6 +147,17 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
     return FileEntry(_LENGTH.size + len(text) + end, digest.hexdigest())
 
 
+def sharding_info(entries: Mapping[str, TensorEntry]) -> dict[str, str]:
+    """Return the metadata with which torch's HuggingFaceStorageReader joins the chunks of several files.
+
+    Empty if no tensor of the file is a chunk.
+    """
+    if not any(entry.chunks for entry in entries.values()):
+        return {}
+    offsets = {key: {"saved_offsets": next(entry.pieces())[0].offsets} for key, entry in entries.items()}
+    return {"DCP_SHARDING_INFO": json.dumps(offsets, separators=(",", ":"))}
+
+
 class TensorFile:
     """Reads tensors of a safetensors file by key.
 
@@ -162,17 +184,31 @@ class TensorFile:
                 f"load another checkpoint"
             ) from error
 
-    def read(self, key: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-        """Read a tensor to the CPU. Raises DamagedCheckpointError if the file has no such tensor or is cut off."""
+    def read(self, key: str, dtype: torch.dtype, shape: tuple[int, ...], rows: Rows | None = None) -> Tensor:
+        """Read a tensor, or some of its rows, to the CPU.
+
+        Args:
+            key: the tensor's name in the file.
+            dtype: the tensor's dtype.
+            shape: the tensor's shape.
+            rows: the rows to read. Default: None (the whole tensor).
+
+        Raises:
+            DamagedCheckpointError: the file has no such tensor, or is cut off.
+
+        """
         begin, end = self._header.get(key, {}).get("data_offsets", (0, -1))
-        tensor = torch.empty(shape, dtype=dtype)
-        size = tensor.numel() * tensor.element_size()
+        size = math.prod(shape) * dtype.itemsize
         if end - begin != size:
             raise DamagedCheckpointError(
                 f"a checkpoint must hold every tensor that its manifest lists; {self._path} does not have tensor "
                 f"{key!r} of {size:,} bytes; load another checkpoint"
             )
-        if size:
+        if rows is not None:
+            begin += size // shape[0] * rows.start
+            shape = (rows.end - rows.start, *shape[1:])
+        tensor = torch.empty(shape, dtype=dtype)
+        if tensor.numel():
             view = _memory(tensor)
             with self._path.open("rb", buffering=0) as file:
                 file.seek(self._start + begin)

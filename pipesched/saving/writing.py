@@ -1,8 +1,9 @@
 """Writing: writes the files of a checkpoint in all processes, and then its manifest in the first process.
 
-Each process of replica 0 writes its tensors, and then its values as a sign that it is done. The first process waits
-until the values of all these processes exist, and then replaces the manifest. Processes therefore exchange no messages
-while they write, and a save can continue during the next steps.
+Each writer writes its tensors, and then its values as a sign that it is done. The writers are the processes of replica
+0, or all processes if replicas hold different states. The first process waits until the values of all writers exist,
+and then replaces the manifest. Processes therefore exchange no messages while they write, and a save can continue
+during the next steps.
 """
 
 import errno
@@ -12,7 +13,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -23,8 +24,8 @@ from pipesched.errors import CheckpointError, MissingCheckpointError
 from pipesched.saving.folders import commit, keep_newest, new_data_folder, write_whole
 from pipesched.saving.live_run import Facts
 from pipesched.saving.manifest import FileEntry, Manifest, TensorEntry, dumped, hash_of, parsed
-from pipesched.saving.saved_run import Part
-from pipesched.saving.tensor_files import write_tensors
+from pipesched.saving.saved_run import Part, merged_entries
+from pipesched.saving.tensor_files import sharding_info, write_tensors
 from pipesched.units import counted, quote_bytes
 
 __all__ = ["Target", "begin", "check_shared", "explained", "write"]
@@ -138,9 +139,13 @@ def _name(process: int) -> str:
 
 def _write_part(target: Target, name: str, part: Part) -> None:
     file = f"{name}.safetensors"
-    written = write_tensors(target.data_folder / file, part.tensors)
-    entries = {key: asdict(replace(entry, file=file)) for key, entry in part.entries.items()}
-    values = {"file": {file: asdict(written)}, "tensors": entries, "values": part.values}
+    entries = {key: entry.in_file(file) for key, entry in part.entries.items()}
+    written = write_tensors(target.data_folder / file, part.tensors, sharding_info(entries))
+    values = {
+        "file": {file: asdict(written)},
+        "tensors": {key: entry.to_dict() for key, entry in entries.items()},
+        "values": part.values,
+    }
     write_whole(target.data_folder / f"{name}.json", dumped(values))
 
 
@@ -211,17 +216,11 @@ def _sizes(folder: Path) -> list[tuple[str, int]]:
 
 def _manifest(target: Target, facts: Facts, parts: Mapping[str, tuple[FileEntry, Any]]) -> Manifest:
     files: dict[str, FileEntry] = {}
-    tensors: dict[str, TensorEntry] = {}
+    entries = []
     for name, (entry, content) in sorted(parts.items()):
         files[name] = entry
         files.update({file: FileEntry(**own) for file, own in content["file"].items()})
-        for key, own in content["tensors"].items():
-            if key in tensors:
-                raise CheckpointError(
-                    f"saved tensors must have different names; {key!r} is in {tensors[key].file} and in "
-                    f"{own['file']}; build the same model on every rank"
-                )
-            tensors[key] = TensorEntry(**own)
+        entries.append({key: TensorEntry.from_dict(own) for key, own in content["tensors"].items()})
     return Manifest(
         pipesched=sys.modules[__name__.partition(".")[0]].__version__,
         torch=torch.__version__,
@@ -231,7 +230,7 @@ def _manifest(target: Target, facts: Facts, parts: Mapping[str, tuple[FileEntry,
         settings=facts.settings,
         plan=facts.plan,
         files=files,
-        tensors=tensors,
+        tensors=merged_entries(entries, str(target.folder)),
     )
 
 

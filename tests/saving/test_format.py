@@ -35,10 +35,10 @@ def test_the_kept_checkpoint_of_format_1_loads_bit_for_bit() -> None:
 
 
 def test_a_checkpoint_of_another_format_names_its_version(tmp_path: Path) -> None:
-    values = json.loads((FOLDER / "checkpoint" / "manifest.json").read_text()) | {"version": 2}
+    values = json.loads((FOLDER / "checkpoint" / "manifest.json").read_text()) | {"version": 3}
     del values["digest"]
     (tmp_path / "manifest.json").write_bytes(dumped({**values, "digest": hashlib.sha256(dumped(values)).hexdigest()}))
-    with pytest.raises(CheckpointError, match=r"of format 1; .*manifest.json has format 2, and was written"):
+    with pytest.raises(CheckpointError, match=r"of formats 1 and 2; .*manifest.json has format 3, and was written"):
         Manifest.read(tmp_path)
     values["step"] = 3
     (tmp_path / "manifest.json").write_bytes(dumped({**values, "digest": "0" * 64}))

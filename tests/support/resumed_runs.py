@@ -2,11 +2,12 @@
 
 import json
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import combinations, product
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -14,13 +15,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
-from pipesched import Numerics, Pipeline, schedules
+from pipesched import Distributed, Numerics, Pipeline, schedules
 from pipesched.runtime.stage.batch_norm import BatchNormMode
 from pipesched.testing import clip_grad_norm_, reference_step
 from tests.support.places import Group, mesh_of, place, run_here
 from tests.support.rank_processes import Ranks
 
-STEPS, HALF, MICROBATCHES, SEED, WIDTH, BLOCKS = 20, 10, 4, 11, 8, 8
+STEPS, HALF, MICROBATCHES, SEED, WIDTH, BLOCKS = 20, 10, 4, 11, 16, 8
 CLIP = 0.4  # most steps have a larger norm
 SCHEDULES = ("1f1b", "interleaved-1f1b", "zb-v", "zb-h1")
 CHECKPOINTS = ("never", "always", "by layer")
@@ -70,6 +71,12 @@ class Half:
     checkpoint: str = "never"
     #: Over a mesh; "ranks" are those of each replica.
     replicas: int = 1
+    zero: int = 0
+
+    @property
+    def sums(self) -> tuple[int, int]:
+        """The numbers of replicas and of shards of a gradient, which determine how sums are rounded."""
+        return self.replicas, self.replicas if self.zero >= 2 else 1
 
 
 FACTORS: dict[str, tuple[Any, ...]] = {
@@ -139,6 +146,15 @@ def replica_cases() -> list[tuple[Half, Half]]:
     ]
 
 
+def zero_cases() -> list[tuple[Half, Half]]:
+    """Every pair of places and levels of zero= before and after the stop, where one of them divides."""
+    schedule = {0: "1f1b", 1: "zb-h1", 2: "interleaved-1f1b", 3: "zb-v"}
+    shapes = ((2, 2), (4, 1))
+    levels = [Half(ranks, schedule[z], "mesh", "pipeline", replicas=n, zero=z) for n, ranks in shapes for z in schedule]
+    halves = [*levels, Half(4, "zb-v", "mesh", "pipeline"), Half(2, "1f1b", optimizer="pipeline")]
+    return [(before, after) for before, after in product(halves, halves) if before.zero + after.zero]
+
+
 def pipeline(
     group: Group, half: Half, model: nn.Module, seed: int = SEED, batch_norm: BatchNormMode = "micro-batch"
 ) -> Pipeline:
@@ -146,6 +162,7 @@ def pipeline(
     where = place(group)
     if half.replicas > 1:
         where["mesh"] = mesh_of(half.replicas, half.ranks)
+        where["distributed"] = Distributed(timeout=600, zero=half.zero)
     num_stages = half.ranks * schedules.get(half.schedule).chunks_per_rank
     layers = ["first", *(f"blocks.{index}" for index in range(BLOCKS)), "last"]
     by_layer = {"blocks.1": "recompute", "blocks.4": "recompute-cheap", "blocks.6": "recompute"}
@@ -196,21 +213,30 @@ class Trainer:
         return losses
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Weights, buffers and optimizer states of this process, by name."""
+        """Weights, buffers and optimizer states of this process, by name. Rows of a state end in ``[first row]``."""
         names = {parameter: name for name, parameter in self.pipe.named_parameters()}
         yield from ((name, parameter.detach()) for parameter, name in names.items())
         yield from self.pipe.named_buffers()
-        yield from named_states(self.optimizers, names)
+        rows: dict[Any, int] = {}
+        for update in self.pipe._running.assembly.divided_updates.values():
+            for parameter, local in update.local.items():
+                names[local] = names[parameter]
+                if (own := update.own_rows(parameter)) is not None:
+                    rows[local] = own[0]
+        yield from named_states(self.optimizers, names, rows)
 
 
-def named_states(optimizers: list[Any], names: dict[Any, str]) -> Iterator[tuple[str, Tensor]]:
+def named_states(
+    optimizers: list[Any], names: dict[Any, str], rows: Mapping[Any, int] = MappingProxyType({})
+) -> Iterator[tuple[str, Tensor]]:
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if parameter in names:
                     yield f"{names[parameter]}: lr", torch.tensor(group["lr"], dtype=torch.float64)
                     for key, value in optimizer.state[parameter].items():
-                        yield f"{names[parameter]}: {key}", value
+                        place = f"[{rows[parameter]}]" if parameter in rows and value.dim() else ""
+                        yield f"{names[parameter]}: {key}{place}", value
 
 
 def first_half(group: Group, half: Half, path: str, replicated: bool = False, **options: Any) -> list[Tensor]:
@@ -230,18 +256,21 @@ def second_half(
     with trainer.pipe as pipe, warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         restored = pipe.load(path, **trainer.states)
-        saved_replicas = json.loads((Path(path) / "manifest.json").read_text())["settings"]["num_replicas"]
-        assert any("differs in rounding" in str(one.message) for one in said) == (saved_replicas != half.replicas)
+        saved = json.loads((Path(path) / "manifest.json").read_text())["settings"]
+        sums = saved["num_replicas"], saved.get("num_shards", 1)
+        assert any("differs in rounding" in str(one.message) for one in said) == (sums != half.sums)
         assert restored.step == HALF
         losses = trainer.train(range(restored.step, STEPS))
         return losses, {name: tensor.clone() for name, tensor in trainer.tensors()}
 
 
 @cache
-def never_stopped(replicas: tuple[int, int] | None = None) -> tuple[list[Tensor], dict[str, Tensor]]:
+def never_stopped(
+    sums: tuple[tuple[int, int], tuple[int, int]] | None = None,
+) -> tuple[list[Tensor], dict[str, Tensor]]:
     """The losses and tensors of a plain loop over all steps.
 
-    ``replicas`` are the numbers of replicas of both halves, for runs with replicas.
+    ``sums`` are the numbers of replicas and shards of both halves, for runs with replicas.
     """
     model = Net()
     optimizer = adam(model.parameters())
@@ -249,7 +278,7 @@ def never_stopped(replicas: tuple[int, int] | None = None) -> tuple[list[Tensor]
     losses = []
     for step in range(STEPS):
         x, y = batch(step)
-        num_replicas = 1 if replicas is None else replicas[step >= HALF]
+        num_replicas, num_shards = (1, 1) if sums is None else sums[step >= HALF]
         losses.append(
             reference_step(
                 model,
@@ -258,12 +287,12 @@ def never_stopped(replicas: tuple[int, int] | None = None) -> tuple[list[Tensor]
                 loss_fn=functional.mse_loss,
                 num_microbatches=MICROBATCHES // num_replicas,
                 num_replicas=num_replicas,
-                batch_norm="mini-batch" if replicas else "micro-batch",
+                batch_norm="mini-batch" if sums else "micro-batch",
                 seed=SEED,
                 step=step,
             )
         )
-        clip_grad_norm_(model.parameters(), CLIP)
+        clip_grad_norm_(model.parameters(), CLIP, num_shards=num_shards)
         optimizer.step()
         optimizer.zero_grad()
         scheduler.step()
@@ -289,10 +318,19 @@ def runs(ranks: Ranks) -> Any:
     return run
 
 
+def whole(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Join rows whose names end in their first row."""
+    rows: dict[str, dict[int, Tensor]] = {}
+    for name, value in tensors.items():
+        base, _, first = name.removesuffix("]").partition("[")
+        rows.setdefault(base, {})[int(first or 0)] = value
+    return {name: torch.cat([own[at] for at in sorted(own)]) if len(own) > 1 else own[0] for name, own in rows.items()}
+
+
 def differences(run: Any, before: Half, after: Half, path: str) -> list[str]:
     """Where a run that stopped differs from the one that never stopped; ``run(half, job, *args)`` runs a job."""
     replicated = before.replicas * after.replicas > 1
-    losses, tensors = never_stopped((before.replicas, after.replicas) if replicated else None)
+    losses, tensors = never_stopped((before.sums, after.sums) if replicated else None)
     first = run(before, first_half, path, replicated)
     second = run(after, second_half, path, replicated)
     found: dict[str, Tensor] = {}
@@ -303,6 +341,7 @@ def differences(run: Any, before: Half, after: Half, path: str) -> list[str]:
         different += [f"loss {at}" for at, (a, b) in enumerate(zip(own, losses)) if not torch.equal(a, b)]
     for _, own in second:
         found |= own
+    found = whole(found)
     different += list({*found} ^ {*tensors})
     same = {*found} & {*tensors}
     return different + [name for name in same if not torch.equal(found[name], tensors[name])]

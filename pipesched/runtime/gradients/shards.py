@@ -58,6 +58,15 @@ class Shards:
         """Return the shape of the whole parameter."""
         return self._shapes[parameter]
 
+    def own_rows(self, parameter: nn.Parameter) -> tuple[int, int] | None:
+        """Return the first row of this process's replica and the row after its last; None if the parameter is not cut.
+
+        The first replica has rows of every parameter that is cut.
+        """
+        rows = self._rows[parameter]
+        is_cut = sum(start < end for start, end in rows) > 1
+        return rows[self._replica] if is_cut else None
+
     def parts(self, parameter: nn.Parameter, tensor: Tensor) -> list[Tensor | None]:
         """Return the rows of each replica in ``tensor``: the parameter, or a tensor of its shape. None: no rows."""
         return [_part(tensor, *rows) for rows in self._rows[parameter]]

@@ -64,6 +64,8 @@ class ShardedUpdate:
         self._taken: set[nn.Parameter] = set()  # the parameters whose gradients are divided
         #: Parameters whose rows are not sent after an update, because the next run gathers them.
         self.unsent: Container[nn.Parameter] = ()
+        #: For each parameter group, the stage's parameters that the optimizers of all replicas update.
+        self.groups: list[list[nn.Parameter]] = [list(group["params"]) for group in optimizer.param_groups]
         #: The parameters that this replica updates, in part or whole -> the local parameter.
         self.local: dict[nn.Parameter, nn.Parameter] = {}
         for parameter in self.parameters:
@@ -108,6 +110,10 @@ class ShardedUpdate:
     def divided(self) -> list[nn.Parameter]:
         """The local parameters whose gradients are divided."""
         return [local for parameter, local in self.local.items() if parameter in self._taken]
+
+    def own_rows(self, parameter: nn.Parameter) -> tuple[int, int] | None:
+        """Return the first of this replica's rows and the row after the last; None if the parameter is not cut."""
+        return self.shards.own_rows(parameter)
 
     def parts(self, parameter: nn.Parameter, tensor: Tensor) -> list[Tensor | None]:
         """Return each replica's rows of a tensor of the parameter's shape; None for a replica without rows."""

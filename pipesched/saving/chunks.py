@@ -1,0 +1,66 @@
+"""Chunks: the pieces of a tensor that several processes save. A chunk consists of whole rows of the tensor.
+
+The fields of a chunk have the names and meaning of those in torch.distributed.checkpoint.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any, NamedTuple
+
+__all__ = ["Chunk", "Rows", "fill", "pieces"]
+
+
+class Rows(NamedTuple):
+    """A range of rows, that is, of indexes into a tensor's first dimension."""
+
+    start: int
+    #: The row after the last.
+    end: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chunk:
+    """A piece of a tensor in one file."""
+
+    #: The name of the file in the data folder.
+    file: str
+    #: The index of the chunk's first element in the tensor.
+    offsets: tuple[int, ...]
+    #: The shape of the chunk.
+    sizes: tuple[int, ...]
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "Chunk":
+        """Make the chunk from its fields, also after they were written as JSON."""
+        return cls(file=values["file"], offsets=tuple(values["offsets"]), sizes=tuple(values["sizes"]))
+
+    @property
+    def rows(self) -> Rows:
+        """The rows of the tensor that the chunk holds."""
+        return Rows(self.offsets[0], self.offsets[0] + self.sizes[0])
+
+
+def fill(chunks: Sequence[Chunk], shape: Sequence[int]) -> bool:
+    """Return whether chunks, sorted by their rows, hold every element of a tensor once."""
+    end = 0
+    for chunk in chunks:
+        if chunk.offsets != (end, *[0] * (len(shape) - 1)) or chunk.sizes[1:] != tuple(shape[1:]):
+            return False
+        end = chunk.rows.end
+    return end == shape[0] and sum(prod(chunk.sizes) for chunk in chunks) == prod(shape)
+
+
+def pieces(chunks: Sequence[Chunk], rows: Rows | None) -> Iterator[tuple[Chunk, Rows | None]]:
+    """Yield each chunk that holds some of a tensor's rows, and the rows to read, counted from the chunk's first row.
+
+    ``rows`` are the rows of the tensor. None means all rows.
+    """
+    for chunk in chunks:
+        if rows is None:
+            yield chunk, None
+            continue
+        start, end = chunk.rows
+        own = Rows(max(start, rows.start) - start, min(end, rows.end) - start)
+        if own.start < own.end:
+            yield chunk, own

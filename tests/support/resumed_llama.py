@@ -1,0 +1,105 @@
+"""A small Hugging Face Llama that stops and continues with other replicas and ranks, and a loop that never stops."""
+
+import warnings
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from pipesched import Distributed, Numerics, Pipeline
+from pipesched.testing import clip_grad_norm_, reference_step
+from tests.support.places import Group, mesh_of, place, run_here
+from tests.support.rank_processes import Ranks
+
+ROWS, TOKENS, VOCABULARY, MICROBATCHES, CLIP, SEED = 8, 12, 96, 4, 0.5, 3
+
+
+class Place(NamedTuple):
+    """Replicas of so many ranks; one process if it is not on a mesh."""
+
+    replicas: int
+    ranks: int
+    zero: int = 0
+    mesh: bool = True
+
+    def __str__(self) -> str:
+        where = f"{self.replicas}x{self.ranks}, zero={self.zero}" if self.mesh else "one process"
+        return f"({where})"
+
+
+def llama(seed: int = 0) -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(seed)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "vocab_size": VOCABULARY}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "attention_dropout": 0.1}
+    return LlamaForCausalLM(LlamaConfig(**sizes, **heads, use_cache=False)).train()
+
+
+def batch(step: int) -> dict[str, Tensor]:
+    """Tokens that count upwards from a random one. Each row has another number of labels."""
+    start = torch.randint(VOCABULARY, (ROWS, 1), generator=torch.Generator().manual_seed(step))
+    tokens = (start + torch.arange(TOKENS)) % VOCABULARY
+    labels = torch.where(torch.arange(TOKENS) < 4 + torch.arange(ROWS)[:, None], tokens, -100)
+    return {"input_ids": tokens, "labels": labels}
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.01)
+
+
+def train(group: Group, where: Place, steps: range, load: str | None, save: str | None) -> list[Tensor]:
+    """Load, train these steps, and save; return the losses."""
+    options: dict[str, Any] = place(group)
+    if where.replicas > 1:
+        options = {
+            "mesh": mesh_of(where.replicas, where.ranks),
+            "distributed": Distributed(timeout=600, zero=where.zero),
+        }
+    replica = 0 if where.replicas == 1 else options["mesh"].get_local_rank("dp")
+    pipe = Pipeline(
+        llama(seed=steps.start),
+        {name: rows[: ROWS // MICROBATCHES] for name, rows in batch(0).items()},
+        schedule="1f1b",
+        num_stages=where.ranks,
+        num_microbatches=MICROBATCHES // where.replicas,
+        optimizer=adamw,
+        numerics=Numerics(clip_grad_norm=CLIP),
+        seed=SEED + steps.start,
+        **options,
+    )
+    losses = []
+    with pipe, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*differs in rounding")
+        if load is not None:
+            assert pipe.load(load).step == steps.start
+        for step in steps:
+            own = {name: rows.chunk(where.replicas)[replica] for name, rows in batch(step).items()}
+            losses.append(pipe.step(**own).clone())
+        if save is not None:
+            pipe.save(save)
+    return losses
+
+
+def run(ranks: Ranks, where: Place, *args: Any) -> list[Tensor]:
+    """The losses of ``train``, which are the same on all ranks."""
+    found = (
+        ranks.run(4, train, where, *args, timeout_s=300) if where.mesh else run_here(where.ranks, train, where, *args)
+    )
+    assert all(torch.equal(*pair) for own in found for pair in zip(own, found[0], strict=True))
+    return found[0]
+
+
+def loop(before: Place, after: Place, stop: int, steps: int) -> list[Tensor]:
+    """The losses of a loop that adds gradients as the first place does, and from step ``stop`` as the second does."""
+    model = llama()
+    optimizer = adamw(model.parameters())
+    losses = []
+    for step in range(steps):
+        now = before if step < stop else after
+        counts = {"num_replicas": now.replicas, "num_microbatches": MICROBATCHES // now.replicas}
+        losses.append(reference_step(model, **batch(step), **counts, seed=SEED, step=step))
+        clip_grad_norm_(model.parameters(), CLIP, num_shards=now.replicas if now.zero == 2 else 1)
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
