@@ -56,7 +56,8 @@ class ShardedUpdate:
         self, optimizer: Optimizer, shards: Shards, buckets: Iterable[Sequence[nn.Parameter]], spread: Spread
     ) -> None:
         self._optimizer = optimizer
-        self._shards = shards
+        #: The part of each replica.
+        self.shards = shards
         self._buckets = [[parameter for parameter in bucket if parameter in shards] for bucket in buckets]
         self._spread = spread
         self._ticket: Ticket | None = None
@@ -88,7 +89,7 @@ class ShardedUpdate:
     def _own_rows(self, parameter: nn.Parameter, name: str, value: Any) -> Any:
         if not isinstance(value, Tensor) or not value.dim() or self.local[parameter].shape == parameter.shape:
             return value
-        rows = self._shards.own(parameter, value) if value.shape == parameter.shape else None
+        rows = self.shards.own(parameter, value) if value.shape == parameter.shape else None
         if rows is None:
             raise ModelTypeError(
                 f"with zero=, the states of an optimizer must have the shape of their parameter, or be scalars; state "
@@ -109,11 +110,11 @@ class ShardedUpdate:
 
     def parts(self, parameter: nn.Parameter, tensor: Tensor) -> list[Tensor | None]:
         """Return each replica's rows of a tensor of the parameter's shape; None for a replica without rows."""
-        return self._shards.parts(parameter, tensor)
+        return self.shards.parts(parameter, tensor)
 
     def own(self, parameter: nn.Parameter, tensor: Tensor) -> Tensor | None:
         """Return this replica's rows of a tensor of the parameter's shape; None if it has no rows."""
-        return self._shards.own(parameter, tensor)
+        return self.shards.own(parameter, tensor)
 
     def take(self, parameter: nn.Parameter, grad: Tensor | None) -> None:
         """Take this replica's rows of the parameter's summed gradient; None if it has no rows."""
@@ -124,11 +125,11 @@ class ShardedUpdate:
     def step(self) -> None:
         """Step the optimizer with this replica's rows of the gradients, and start to send the rows to all replicas."""
         for parameter, local in self.local.items():
-            values = self._shards.own(parameter, parameter.detach())
+            values = self.shards.own(parameter, parameter.detach())
             assert values is not None
             local.data = values  # the parameter may have moved, for example by pipe.to(dtype)
             if parameter.grad is not None:
-                local.grad = self._shards.own(parameter, parameter.grad)
+                local.grad = self.shards.own(parameter, parameter.grad)
         self._optimizer.step()
         if not self._checked:
             self._check_states()
@@ -152,9 +153,9 @@ class ShardedUpdate:
             by_dtype: dict[torch.dtype, list[list[Tensor]]] = {}
             for parameter in bucket:
                 if parameter.grad is not None or parameter in self._taken:
-                    empty: list[list[Tensor]] = [[] for _ in range(self._shards.num_replicas)]
+                    empty: list[list[Tensor]] = [[] for _ in range(self.shards.num_replicas)]
                     lists = by_dtype.setdefault(parameter.dtype, empty)
-                    for own, rows in zip(lists, self._shards.parts(parameter, parameter.detach()), strict=True):
+                    for own, rows in zip(lists, self.shards.parts(parameter, parameter.detach()), strict=True):
                         own.extend([] if rows is None else [rows])
             parts.extend(by_dtype.values())
         if parts:
