@@ -10,8 +10,8 @@ learning rates. All cases run in the same processes.
 
 Further cases begin or end with 2 or 4 replicas. Where the number of replicas changes, the loop adds the gradients as
 the replicas do: as before the stop in its first 10 steps, as after it in the others. Then follow all pairs of 2
-replicas of 2 ranks and 4 replicas of 1 rank, each with zero=0, 1, 2 and 3, of one pipeline of 4 ranks, and of one process,
-where one of the two divides states over replicas.
+replicas of 2 ranks and 4 replicas of 1 rank, each with zero=0, 1, 2 and 3, of one pipeline of 4 ranks, and of one
+process, where one of the two divides states over replicas.
 """
 
 import argparse

@@ -331,7 +331,7 @@ class Assembly:
                 if body.sharded is not None and not self._sharded.isdisjoint(body.module.parameters()):
                     body.sharded.sum_gradients()
             stages[index] = Stage(body, device, head, **options, checkpoint_of_call=self.checkpoint_of_call)
-            stages[index].gradients = self._gradients(index, modules)
+            stages[index].gradients = self._gradients(index)
         self._check_sharded({index: stage.sharded for index, stage in stages.items() if stage.sharded is not None})
         return dict(sorted(stages.items()))
 
@@ -384,22 +384,34 @@ class Assembly:
             buckets[len(self.cut) - 1].insert(0, "loss_fn")
         return buckets
 
-    def _gradients(self, stage: int, modules: Mapping[str, nn.Module]) -> GradientBuckets | None:
+    def _gradients(self, stage: int) -> GradientBuckets | None:
         """Return the gradient buckets of a stage of this process; None if there is one replica."""
         sums = self._host.sums
-        if sums is None:
-            return None
+        return None if sums is None else GradientBuckets(self.buckets(stage), sums, self._sharded)
+
+    def buckets(self, stage: int) -> list[list[nn.Parameter]]:
+        """Return the parameters of each bucket of a stage, which may be a stage of another process."""
         tied = self.ties.parameters
         layers = self.programs.buckets[stage] if self.programs.buckets else []
-        buckets = [[p for p in modules[name].parameters() if p not in tied] for name in layers]
-        return GradientBuckets(buckets, sums, self._sharded)
+        modules = self._modules(stage)
+        return [[p for p in modules[name].parameters() if p not in tied] for name in layers]
+
+    def parameters(self, stage: int) -> list[nn.Parameter]:
+        """Return the parameters that a stage updates, which may be a stage of another process."""
+        own = dict.fromkeys(p for module in self._modules(stage).values() for p in module.parameters())
+        tied = self.ties.parameters
+        return [p for p in own if p not in tied or self.owners.stage(p) == stage]
+
+    def _modules(self, stage: int) -> dict[str, nn.Module]:
+        """Return the layers of a stage and, on the last stage, the loss if it is a module."""
+        part = self.program.weights[stage]
+        loss_fn = None if self.program.graph.consumers[stage] else self._spec.loss_fn
+        return {**self.bodies[part].layers, **({"loss_fn": loss_fn} if isinstance(loss_fn, nn.Module) else {})}
 
     def _late(self) -> GradientBuckets:
         """Return one bucket with this process's parameters that are in no bucket of a stage."""
         assert self._host.sums is not None
-        early = {p for stage in self.stages.values() if stage.gradients is not None for p in stage.gradients.parameters}
-        own = [p for name, p in self._named_parameters() if self._host.holds(self.owners.rank(name))]
-        late = [parameter for parameter in dict.fromkeys(own) if parameter not in early]
+        late = [p for rank in range(self.program.num_ranks) if self._host.holds(rank) for p in self.late_bucket(rank)]
         return GradientBuckets([late] if late else [], self._host.sums, self._sharded)
 
     def _sharded_parameters(self) -> set[nn.Parameter]:
@@ -408,6 +420,12 @@ class Assembly:
             return set()
         own = [(name, p) for name, p in self._named_parameters() if self._host.holds(self.owners.rank(name))]
         return {parameter for name, parameter in own if sums.is_sharded(name, parameter)}
+
+    def late_bucket(self, rank: int) -> list[nn.Parameter]:
+        """Return the parameters of a rank that are in no bucket of a stage."""
+        early = {p for stage in range(self.program.num_stages) for bucket in self.buckets(stage) for p in bucket}
+        own = [p for name, p in self._named_parameters() if self.owners.rank(name) == rank]
+        return [parameter for parameter in dict.fromkeys(own) if parameter not in early]
 
     def _named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         loss_fn = self._spec.loss_fn

@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
+from torch import nn
+
 from pipesched.capture.captured_model import CapturedModel
 from pipesched.errors import MemoryLimitError
 from pipesched.model.stale_weights import StaleGuard
@@ -11,12 +13,16 @@ from pipesched.pipeline.assembly import AssemblySpec
 from pipesched.pipeline.cost_book import CostBook
 from pipesched.pipeline.running_plan import RunningPlan
 from pipesched.profiling.optimizer_memory import another, upkeep_of
+from pipesched.profiling.replica_buffers import StageReplicas
 from pipesched.profiling.stage_memory_probe import StageSizes, costs_with, messages_of, stage_sizes
 from pipesched.program.program import Program
+from pipesched.runtime.gradients.shards import Shards
 from pipesched.runtime.rank_host import ThreadRanks
+from pipesched.runtime.stage.divided_stage import shards_for
 from pipesched.simulation.costs import Costs
 from pipesched.simulation.layer_memory import SCALARS_BYTES
 from pipesched.simulation.memory import AHEAD, RankMemory, rank_memory
+from pipesched.simulation.replica_memory import ReplicaMemory
 from pipesched.tensors.meta_tensors import lacks_contents
 from pipesched.units import counted, quote_bytes
 from pipesched.user_warning import warn
@@ -69,7 +75,7 @@ class MemoryForecast:
             messages = messages_of(program, stages)
         timed = running.assembly.programs.full.timed
         costs = _with_losses(costs, timed, known=not stages or not own_loss)
-        return rank_memory(timed, costs, posted=self._posted, messages=messages)
+        return rank_memory(timed, costs, posted=self._posted, messages=messages, replicas=self._replicas())
 
     def check_rows(self, rows: Sequence[int]) -> None:
         """Check the memory limits for micro-batches with these numbers of rows.
@@ -90,7 +96,9 @@ class MemoryForecast:
             return
         programs = running.assembly.programs
         costs = self._book.stage_costs(programs, running.cut, self._book.for_rows(max(rows)))
-        needs = rank_memory(programs.of(len(rows)).timed, self._with_optimizers(costs), posted=self._posted)
+        timed = programs.of(len(rows)).timed
+        costs = self._with_optimizers(costs)
+        needs = rank_memory(timed, costs, posted=self._posted, replicas=self._replicas())
         limits = self.limits
         worst = max(range(len(needs)), key=lambda rank: needs[rank].total_bytes - limits[rank])
         need = needs[worst].total_bytes
@@ -140,14 +148,76 @@ class MemoryForecast:
         known = next(iter(assembly.optimizers.values()), None)
         if known is None:
             return costs
-        layers = [body.layers.values() for body in assembly.bodies]
-        stages = [[p for layer in layers[part] for p in layer.parameters()] for part in assembly.program.weights]
-        upkeeps = [upkeep_of(another(known), list(dict.fromkeys(parameters))) for parameters in stages]
+        stages = range(assembly.program.num_stages)
+        upkeeps = [upkeep_of(another(known), self._updated(stage)) for stage in stages]
         return replace(
             costs,
             optimizer_bytes=tuple(upkeep.state_bytes for upkeep in upkeeps),
             update_transient_bytes=tuple(upkeep.transient_bytes for upkeep in upkeeps),
         )
+
+    def _updated(self, stage: int) -> list[nn.Parameter]:
+        """Return the parameters that this replica updates, as views of rows if the replicas divide them."""
+        assembly = self._running.assembly
+        parameters = assembly.parameters(stage)
+        shards = self._shards(stage)
+        if shards is None:
+            return parameters
+        rows = [(p, shards.own(p, p.detach())) for p in parameters if p in shards]
+        return [nn.Parameter(own, requires_grad=p.requires_grad) for p, own in rows if own is not None]
+
+    def _shards(self, stage: int) -> Shards | None:
+        """Return the parts of the replicas in the parameters of a stage; None if they do not divide its update."""
+        assembly = self._running.assembly
+        known = next(iter(assembly.optimizers.values()), None)
+        if not assembly.zero or known is None:
+            return None
+        own = assembly.stages.get(stage)
+        if own is not None:
+            return None if own.optimizer.sharded is None else own.optimizer.sharded.shards
+        grid = self._running.host.grid
+        return shards_for(known, assembly.parameters(stage), grid.replica, len(grid.rows))
+
+    def sent_to_replicas(self) -> tuple[int, ...]:
+        """Return the bytes that each rank sends to the other replicas in a step."""
+        sent = [0] * self._running.program.num_ranks
+        for rank, stage in zip(self._running.program.placement, self._replicated(), strict=False):
+            sent[rank] += stage.sent_bytes()
+        return tuple(sent)
+
+    def _replicas(self) -> list[ReplicaMemory] | None:
+        """Return the memory that each stage needs for sums and exchanges; None if there is one replica."""
+        return [own.memory(self._freed(stage)) for stage, own in enumerate(self._replicated())] or None
+
+    def _replicated(self) -> list[StageReplicas]:
+        """Return the parameters of each stage whose gradients are added over replicas; none if there is one replica."""
+        running = self._running
+        assembly = running.assembly
+        placement = assembly.program.placement
+        if running.host.sums is None:
+            return []
+        return [
+            StageReplicas(
+                buckets=assembly.buckets(stage),
+                late=assembly.late_bucket(rank) if placement.index(rank) == stage else [],
+                num_replicas=len(running.host.grid.rows),
+                shards=self._shards(stage),
+                divides_gradients=assembly.zero == 2,
+            )
+            for stage, rank in enumerate(placement)
+        ]
+
+    def _freed(self, stage: int) -> list[int]:
+        """Return, for each bucket of a stage, the activations that a backward has freed when the bucket is complete."""
+        assembly = self._running.assembly
+        programs = assembly.programs
+        if not programs.buckets:
+            return []
+        costs = self._book.treated(programs)
+        names = list(assembly.cut[stage])
+        sizes = [costs[name].memory.activation_bytes - costs[name].memory.kept_input_bytes for name in names]
+        buckets = programs.buckets[stage]
+        return [sum(sizes[names.index(name) + 1 :]) if name in names else 0 for name in buckets]
 
 
 def _with_losses(costs: Costs, program: Program, *, known: bool) -> Costs:

@@ -3,7 +3,7 @@
 The peak depends on the order of actions, not on their times.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from typing import NamedTuple
@@ -16,8 +16,8 @@ from pipesched.program.actions import OTHER_END, Holding, Kind
 from pipesched.program.liveness import bytes_held
 from pipesched.program.lowering import lower
 from pipesched.program.program import Program
-from pipesched.program.reductions import early_stages, last_gradients
 from pipesched.simulation.costs import Costs
+from pipesched.simulation.replica_memory import ReplicaMemory, held_with_replicas
 from pipesched.units import counted
 
 __all__ = ["AHEAD", "Message", "RankMemory", "rank_memory"]
@@ -49,7 +49,7 @@ class RankMemory:
     stashed: int
     #: Outputs and gradients that have possibly not been received yet, and the buffers of posted receives.
     messages: int
-    #: Flat copy of the bucket of gradients that is being reduced.
+    #: Flat copies of gradients that are summed over replicas, and the buffers in which updated weights are exchanged.
     reductions: int = 0
     #: Whole weights that are gathered from all replicas, in addition to `parameters`, the rank's own parts.
     gathered: int = 0
@@ -76,7 +76,12 @@ class Message(NamedTuple):
 
 
 def rank_memory(
-    program: Program, costs: Costs, *, posted: int = 0, messages: Mapping[tuple[int, int], Message] | None = None
+    program: Program,
+    costs: Costs,
+    *,
+    posted: int = 0,
+    messages: Mapping[tuple[int, int], Message] | None = None,
+    replicas: Sequence[ReplicaMemory] | None = None,
 ) -> tuple[RankMemory, ...]:
     """Return an upper bound on each rank's peak memory in bytes, broken down by purpose.
 
@@ -88,6 +93,8 @@ def rank_memory(
         posted: the number of receives per channel that are posted in advance, each with a buffer. Default: 0.
         messages: the sizes of messages, keyed by (sending stage, receiving stage). Default: each stage sends its
             output.
+        replicas: the memory that each stage needs because the pipeline has replicas. Default: the flat copies of
+            ``costs.reduce_bytes``.
 
     Raises:
         ScheduleError: if the costs and the program have different numbers of stages.
@@ -100,7 +107,9 @@ def rank_memory(
         )
     if program.index.has(*OTHER_END):
         program = replace(program, orders=program.orders.where(~program.columns.are(*OTHER_END)))
-    held = _held(program, costs, _Sizes.of(program, costs, messages), posted)
+    if replicas is None:
+        replicas = [ReplicaMemory.of_buffers(sizes) for sizes in costs.reduce_bytes]
+    held = _held(program, costs, _Sizes.of(program, costs, messages), posted, replicas)
     total = sum(held.values(), np.zeros(len(program.columns), np.int64))
     ends = pairwise(program.orders.offsets.tolist())
     rows = [start + int(np.argmax(total[start:stop])) if stop > start else None for start, stop in ends]
@@ -121,7 +130,28 @@ def rank_memory(
                 **own,
             )
         )
-    return tuple(found)
+    return tuple(_after_run(own, rank, program, costs, replicas) for rank, own in enumerate(found))
+
+
+def _after_run(
+    own: RankMemory, rank: int, program: Program, costs: Costs, replicas: Sequence[ReplicaMemory]
+) -> RankMemory:
+    """Return a rank's memory after the run, if more is held then: gradients that replicas add only after it."""
+    stages = [stage for stage, home in enumerate(program.placement) if home == rank]
+    late = [replicas[stage].late for stage in stages if replicas[stage].late.buffer]
+    if not late:
+        return own
+    exchanges = [max(replicas[stage].spread, costs.update_transient_bytes[stage]) for stage in stages]
+    after = replace(
+        own,
+        gradients=sum(costs.gradient_bytes[stage] for stage in stages),
+        activations=0,
+        weight_grads=0,
+        stashed=0,
+        reductions=sum(copies.buffer for copies in late),
+        transients=max(*(copies.working for copies in late), *exchanges),
+    )
+    return max(own, after, key=lambda memory: memory.total_bytes)
 
 
 class _Around(NamedTuple):
@@ -166,7 +196,9 @@ class _Sizes(NamedTuple):
         return cls(*found)
 
 
-def _held(program: Program, costs: Costs, messages: _Sizes, posted: int) -> dict[str, Ints]:
+def _held(
+    program: Program, costs: Costs, messages: _Sizes, posted: int, replicas: Sequence[ReplicaMemory]
+) -> dict[str, Ints]:
     """Return the peak bytes during each action, keyed by purpose (a field of `RankMemory`)."""
     columns = program.columns
     sizes: dict[str, Ints] = {name: np.asarray(values, np.int64) for name, values in _sizes(costs).items()}
@@ -176,13 +208,14 @@ def _held(program: Program, costs: Costs, messages: _Sizes, posted: int) -> dict
         program, replace(costs, input_bytes=inputs), Holding.INPUT, Holding.ACTIVATIONS, Holding.OFFLOADED
     )
     gradients = _Gradients.of(program, sizes)
+    with_replicas = held_with_replicas(program, replicas, costs.update_transient_bytes)
     return {
-        "gradients": gradients.around.before,
+        "gradients": gradients.around.before - with_replicas.released,
         "activations": activations.either + _met(program, sizes["buffer_bytes"]).either,
         "weight_grads": _holding(program, costs, Holding.WEIGHT_GRAD).before,
         "stashed": _holding(program, costs, Holding.WEIGHTS).either,
         "messages": _waiting(program, messages, posted),
-        "reductions": _reduced(program, costs),
+        "reductions": with_replicas.buffers,
         "gathered": _holding(program, costs, Holding.GATHERED).either,
         "transients": _transients(columns, sizes, gradients),
     }
@@ -235,31 +268,6 @@ class _Gradients(NamedTuple):
             first[firsts] = True
         change[updates] -= whole[columns.stage[updates]]
         return cls(_Around.of(program, change), first)
-
-
-def _reduced(program: Program, costs: Costs) -> Ints:
-    """Return the bytes of the bucket that a rank reduces during each action.
-
-    A rank reduces one bucket at a time. The order does not tell when: a REDUCE runs from its place or, if it starts
-    early, from the last backward of its stage, and until the stage's NORM or UPDATE at the latest.
-    """
-    columns = program.columns
-    held = np.zeros(len(columns), np.int64)
-    if not any(program.buckets):
-        return held
-    early = early_stages(program)
-    gradients = last_gradients(program)
-    ends = columns.are(Kind.NORM, Kind.UPDATE)
-    for stage, own in enumerate(costs.reduce_bytes):
-        if not program.buckets[stage] or not own:
-            continue
-        of_stage = columns.stage == stage
-        begin = int(gradients[stage] if stage in early else np.argmax(of_stage & columns.are(Kind.REDUCE)))
-        stop = int(program.orders.offsets[program.placement[stage] + 1])
-        waiting = np.flatnonzero((of_stage & ends)[begin:stop])
-        span = slice(begin, begin + int(waiting[0]) if len(waiting) else stop)
-        held[span] = np.maximum(held[span], max(own))
-    return held
 
 
 def _transients(columns: Columns, sizes: Mapping[str, Ints], gradients: _Gradients) -> Ints:

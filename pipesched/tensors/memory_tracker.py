@@ -78,6 +78,16 @@ class Ledger:
         for storage in self._storages(tensors):
             self._write(storage)
 
+    def resized(self, storage: Any) -> None:
+        """Count a storage with its new size, if it is counted."""
+        with self._lock:
+            known = self._living.pop(id(storage), None)
+            if known is not None:
+                self._bytes -= known[1]
+                self._living[id(storage)] = known[0], storage.nbytes()
+                self._bytes += storage.nbytes()
+                self._peak = max(self._peak, self._bytes)
+
     def leave_out(self, given: Iterable[Any]) -> None:
         """Never count these tensors and storages, even if operations return them again.
 

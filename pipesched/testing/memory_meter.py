@@ -2,8 +2,10 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from pipesched.checks import check_type
@@ -87,9 +89,21 @@ class MemoryMeter:
             assert isinstance(host, MeshRanks)
             own = host.executor
             streams = host.executor._streams
-            self._books[host.rank] = books_of(own.device)
-            own._streams = _Metered(streams, self._books[host.rank], copies=False, arriving=self._arriving)
+            books = self._books[host.rank] = books_of(own.device)
+            own._streams = _Metered(streams, books, copies=False, arriving=self._arriving)
             self._put_back.append(lambda: setattr(own, "_streams", streams))
+            assembly = self._pipe._running.assembly
+            for holder, name in ((own, "run"), (assembly, "reduce_late"), (assembly, "update_late")):
+                self._replace(holder, name, partial(_watched, books))
+            if host.sums is not None:
+                self._replace(host.sums._lane, "start", partial(_with_watched_jobs, books))
+            if isinstance(books, Ledger):
+                self._replace(torch.UntypedStorage, "resize_", partial(_with_noted_sizes, books))
+
+    def _replace(self, holder: Any, name: str, change: Callable[[Any], Any]) -> None:
+        """Replace a method that an object or class inherits, until counting stops."""
+        setattr(holder, name, change(getattr(holder, name)))
+        self._put_back.append(lambda: delattr(holder, name))
 
     def _arriving(self) -> list[Tensor]:
         """Return the weights that the stages are gathering from other replicas."""
@@ -152,6 +166,32 @@ class _Metered:
     def unpack(self, message: Message) -> Any:
         value = self._streams.unpack(message)
         return _copied(value) if self._copies and isinstance(self._books, Ledger) else value
+
+
+def _watched(books: Books, method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a method that counts the allocations of its thread while it runs."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with books.watching():
+            return method(*args, **kwargs)
+
+    return run
+
+
+def _with_watched_jobs(books: Books, start: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Return a method of a collective lane that starts jobs whose allocations are counted."""
+    return lambda job: start(_watched(books, job))
+
+
+def _with_noted_sizes(books: Ledger, resize: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the method ``resize_`` of storages, which also tells the books the new size."""
+
+    def run(storage: Any, *args: Any) -> Any:
+        result = resize(storage, *args)
+        books.resized(storage)
+        return result
+
+    return run
 
 
 def _copied(value: Any) -> Any:

@@ -195,19 +195,19 @@ def test_reduction_time_by_hand():
     assert CommunicationTime.of([], [(0, 1)], 1) == CommunicationTime(0, 0, 0)
 
 
-def test_a_rank_holds_one_bucket_at_a_time_until_its_update():
+def test_a_rank_holds_the_copies_of_a_stage_until_its_update():
     text = (
         "microbatches 1\nplacement 0 0\nrank 0: 0F0 1F0 1B0 1REDUCE0 1REDUCE1 1UPDATE0 0B0 0REDUCE0 0REDUCE1 0UPDATE0\n"
     )
     program = Program.parse(text)
     ones = {"forward_s": (1, 1), "input_grad_s": (1, 1), "weight_grad_s": (1, 1), "reduce_bytes": ((10, 7), (5, 1))}
     found = rank_memory(program, Costs(**ones, backward_transient_bytes=(100, 0)))[0]
-    assert (found.reductions, found.transients) == (10, 100)  # 0B0: buckets of a first stage start inside
+    assert (found.reductions, found.transients) == (27, 100)  # 0B0: buckets of a first stage start inside
     found = rank_memory(program, Costs(**ones, backward_transient_bytes=(0, 100)))[0]
     assert (found.reductions, found.transients) == (0, 100)  # 1B0: stage 1 is not a first stage
     assert rank_memory(program, Costs.uniform(2))[0].total_bytes == 0
     held = rank_memory(program, replace(Costs.uniform(2), reduce_bytes=((3, 4), (5, 1))))[0]
-    assert held.total_bytes == held.reductions == 5
+    assert held.total_bytes == held.reductions == 11  # both copies, and the shards of the one that is being added
 
 
 @settings(quick, max_examples=40)

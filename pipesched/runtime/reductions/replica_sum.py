@@ -15,7 +15,7 @@ from torch import Tensor, distributed
 from pipesched.errors import ModelTypeError
 from pipesched.runtime.rank_grid import own_group
 from pipesched.runtime.reductions.collective_lane import CollectiveLane, Ticket
-from pipesched.tensors.flat_buffers import places
+from pipesched.tensors.flat_buffers import free, padded, places
 
 __all__ = ["ReplicaGroup", "ReplicaSums"]
 
@@ -48,26 +48,34 @@ class ReplicaGroup:
 
     def length(self, numbers: int) -> int:
         """Return the length of a buffer for this many numbers: the next multiple of the number of replicas."""
-        return -(-numbers // self.size) * self.size
+        return padded(numbers, self.size)
 
     @torch.no_grad()
     def add(self, buffer: Tensor) -> None:
         """Replace a flat buffer with the sum of the replicas' buffers, added in replica order. Blocks the thread."""
-        _all_gather(buffer, self._sum_of_own(buffer), group=self._group)
+        total = self._sum_of_own(buffer)
+        _all_gather(buffer, total, group=self._group)
+        free(total)
 
     @torch.no_grad()
     def scatter(self, buffer: Tensor) -> Tensor:
         """Return the sum of this replica's row of all replicas' buffers, added in replica order. Blocks the thread.
 
-        ``buffer`` has a row for each replica.
+        ``buffer`` has a row for each replica. Its memory is freed.
         """
         if buffer.is_cuda:
             buffer.record_stream(torch.cuda.current_stream(buffer.device))
         in_order = self._replicas == sorted(self._replicas)
-        return self._sum_of_own((buffer if in_order else buffer[self._replicas]).view(-1)).clone()
+        sent = buffer if in_order else buffer[self._replicas]
+        total = self._sum_of_own(sent.view(-1))
+        free(sent)
+        free(buffer)
+        own = total.clone()
+        free(total)
+        return own
 
     def _sum_of_own(self, buffer: Tensor) -> Tensor:
-        """Return the sum of all members' shards for this process, added in replica order.
+        """Return the sum of all members' shards for this process, added in replica order: a view of a new buffer.
 
         ``buffer`` holds this process's shard for each member, in the order of the group.
         """
@@ -96,6 +104,8 @@ class ReplicaGroup:
                     tensor.copy_(place)
                     if tensor.is_cuda:
                         tensor.record_stream(torch.cuda.current_stream(tensor.device))  # another stream may free it
+        free(sent)
+        free(received)
 
     @torch.no_grad()
     def copy_from_first(self, tensor: Tensor) -> None:

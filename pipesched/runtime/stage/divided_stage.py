@@ -1,5 +1,6 @@
 """Divided stage: divides the updates of a stage's parameters, or the parameters themselves, over the replicas."""
 
+from collections.abc import Sequence
 from itertools import chain
 
 import torch
@@ -12,7 +13,7 @@ from pipesched.runtime.stage.divided_weights import DividedWeights
 from pipesched.runtime.stage.sharded_update import ShardedUpdate, Spread
 from pipesched.runtime.stage.stage import Stage
 
-__all__ = ["divided_update", "divided_weights"]
+__all__ = ["divided_update", "divided_weights", "shards_for"]
 
 #: The optimizers known to update each number of a parameter independently of the others.
 _ELEMENTWISE = (
@@ -53,7 +54,7 @@ def divided_update(stage: Stage, spread: Spread, replica: int, num_replicas: int
     _check_plain(stage)
     held = {parameter for group in optimizer.param_groups for parameter in group["params"]}
     parameters = [parameter for parameter in stage.optimizer.parameters if parameter in held]
-    shards = Shards(parameters, replica, num_replicas, cuts=_is_elementwise(optimizer))
+    shards = shards_for(optimizer, parameters, replica, num_replicas)
     early = {*gradients.parameters}
     late = [parameter for parameter in parameters if parameter not in early]
     update = ShardedUpdate(optimizer, shards, [*gradients.buckets, late], spread)
@@ -102,5 +103,7 @@ def _check_plain(stage: Stage) -> None:
         )
 
 
-def _is_elementwise(optimizer: Optimizer) -> bool:
-    return type(optimizer) in _ELEMENTWISE  # a subclass may do anything
+def shards_for(optimizer: Optimizer, parameters: Sequence[nn.Parameter], replica: int, num_replicas: int) -> Shards:
+    """Return the part of each replica in the parameters of one stage. ``optimizer`` decides whether they are cut."""
+    cuts = type(optimizer) in _ELEMENTWISE  # a subclass may do anything
+    return Shards(parameters, replica, num_replicas, cuts=cuts)

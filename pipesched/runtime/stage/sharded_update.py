@@ -56,6 +56,7 @@ class ShardedUpdate:
         self, optimizer: Optimizer, shards: Shards, buckets: Iterable[Sequence[nn.Parameter]], spread: Spread
     ) -> None:
         self._optimizer = optimizer
+        #: The part of each replica.
         self.shards = shards
         self._buckets = [[parameter for parameter in bucket if parameter in shards] for bucket in buckets]
         self._spread = spread

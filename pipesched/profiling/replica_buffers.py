@@ -1,0 +1,106 @@
+"""Replica buffers: the memory and the messages of a stage's sums and exchanges over replicas, from its parameters."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from pipesched.runtime.gradients.buckets import local
+from pipesched.runtime.gradients.shards import Shards
+from pipesched.simulation.replica_memory import CopyMemory, ReplicaMemory
+from pipesched.tensors.flat_buffers import padded
+
+__all__ = ["StageReplicas"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageReplicas:
+    """The parameters of a stage whose gradients are added over replicas."""
+
+    #: The parameters of each bucket.
+    buckets: Sequence[Sequence[nn.Parameter]]
+    #: The parameters whose gradients are added after the run.
+    late: Sequence[nn.Parameter]
+    num_replicas: int
+    #: The part that each replica updates; None if every replica updates all.
+    shards: Shards | None
+    #: Whether a replica keeps only its part of the summed gradients.
+    divides_gradients: bool
+
+    def memory(self, freed: Sequence[int]) -> ReplicaMemory:
+        """Return the memory of the stage's sums and exchanges.
+
+        Args:
+            freed: for each bucket, the activations that the last backward has freed when the bucket is complete.
+
+        """
+        exchanged = [size for bucket in (*self.buckets, self.late) for size in self._exchanged(bucket)]
+        return ReplicaMemory(
+            buckets=tuple(self._copies(bucket, size) for bucket, size in zip(self.buckets, freed, strict=True)),
+            late=self._copies(self.late),
+            spread=(self.num_replicas + 1) * max(exchanged, default=0),
+        )
+
+    def sent_bytes(self) -> int:
+        """Return the bytes that a rank sends to the other replicas in a step, for sums and exchanges of this stage.
+
+        For a buffer of 1 byte, an all-to-all and an all-gather among n replicas each send (n - 1) / n bytes.
+        """
+        others = self.num_replicas - 1
+        sent = 0
+        for bucket in (*self.buckets, self.late):
+            whole, parts = self._reduced(bucket)
+            sent += 2 * others * sum(whole) // self.num_replicas
+            sent += others * (sum(parts) + sum(self._exchanged(bucket)))
+        return sent
+
+    def _copies(self, bucket: Sequence[nn.Parameter], freed: int = 0) -> CopyMemory:
+        whole, parts = self._reduced(bucket)
+        replicas = self.num_replicas
+        return CopyMemory(
+            buffer=sum(whole) + replicas * sum(parts),
+            working=max([*whole, *((replicas + 1) * part for part in parts)], default=0),
+            summed=sum(whole) + sum(parts),
+            kept=sum(parts),
+            released=sum(p.nbytes for p in bucket if p.requires_grad and self._divides(p)),
+            freed=freed,
+        )
+
+    def _reduced(self, bucket: Sequence[nn.Parameter]) -> tuple[list[int], list[int]]:
+        """Return the sizes of a bucket's undivided buffers, and the sizes of a replica's part of its divided buffers.
+
+        A buffer also holds how many replicas have a gradient, for each parameter.
+        """
+        trained = [parameter for parameter in bucket if parameter.requires_grad]
+        whole = []
+        for own in _by_dtype(parameter for parameter in trained if not self._divides(parameter)):
+            numbers = sum(local(parameter).numel() for parameter in own) + len(own)
+            whole.append(padded(numbers, self.num_replicas) * own[0].element_size())
+        parts = [
+            (self._longest(own) + len(own)) * own[0].element_size()
+            for own in _by_dtype(parameter for parameter in trained if self._divides(parameter))
+        ]
+        return whole, parts
+
+    def _exchanged(self, bucket: Sequence[nn.Parameter]) -> list[int]:
+        """Return the sizes of the updated rows of a bucket that each replica sends to every other one."""
+        shards = self.shards
+        updated = [p for p in bucket if p.requires_grad and shards is not None and p in shards]
+        return [self._longest(own) * own[0].element_size() for own in _by_dtype(updated)]
+
+    def _divides(self, parameter: nn.Parameter) -> bool:
+        return self.divides_gradients and self.shards is not None and parameter in self.shards
+
+    def _longest(self, parameters: Sequence[nn.Parameter]) -> int:
+        """Return how many numbers of these parameters a replica holds, for the replica that holds the most."""
+        assert self.shards is not None
+        parts = [self.shards.parts(parameter, parameter) for parameter in parameters]
+        return max(sum(0 if part is None else part.numel() for part in own) for own in zip(*parts, strict=True))
+
+
+def _by_dtype(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
+    groups: dict[torch.dtype, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        groups.setdefault(parameter.dtype, []).append(parameter)
+    return list(groups.values())

@@ -1,0 +1,216 @@
+"""Replica memory: the bytes that a rank holds because its pipeline has replicas.
+
+Replicas can divide the weights, gradients and optimizer states among them (ZeRO, Rajbhandari et al. 2020,
+arXiv:1910.02054). Their sums of gradients (REDUCE) and exchanges of updated weights need buffers.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from pipesched.program.action_arrays import Ints
+from pipesched.program.actions import Kind
+from pipesched.program.program import Program
+from pipesched.program.reductions import early_stages, last_gradients
+
+__all__ = ["CopyMemory", "ModelStates", "ReplicaMemory", "held_states", "held_with_replicas"]
+
+
+class ModelStates(NamedTuple):
+    """The bytes of weights, of their gradients and of the optimizer's states."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+
+    @property
+    def total_bytes(self) -> int:
+        """The sum of all three."""
+        return sum(self)
+
+
+def held_states(whole: ModelStates, part: ModelStates, *, zero: int, once: bool = True) -> ModelStates:
+    """Return the most model states that a rank holds during a step.
+
+        >>> whole = ModelStates(weights=2 * 10**9, gradients=2 * 10**9, optimizer=12 * 10**9)
+        >>> held_states(whole, ModelStates(*(size // 8 for size in whole)), zero=2, once=False)
+        ModelStates(weights=2000000000, gradients=250000000, optimizer=1500000000)
+
+    The buffers of sums and gathers are not included.
+
+    Args:
+        whole: the model states of the rank's stages.
+        part: the part that this replica holds of divided model states.
+        zero: the model states that replicas divide. 0: none; 1: the optimizer's; 2: also gradients; 3: also weights.
+        once: whether gradients are reduced, and divided weights gathered, once a step. The rank then holds whole
+            gradients until its last backward, and whole weights, gathered, besides its part. If False, each gradient is
+            reduced and each weight gathered for every use, and given up at once. Default: True.
+
+    """
+    return ModelStates(
+        weights=whole.weights if zero < 3 else part.weights + once * whole.weights,
+        gradients=whole.gradients if zero < 2 or once else part.gradients,
+        optimizer=whole.optimizer if zero < 1 else part.optimizer,
+    )
+
+
+class CopyMemory(NamedTuple):
+    """The memory of the flat copies of one bucket of gradients, in bytes."""
+
+    #: Size of the copies, from the REDUCE until the sum is complete.
+    buffer: int
+    #: Memory in addition to the copies while the collective runs.
+    working: int
+    #: Size of the sum, until the rank waits for the sums of the stage.
+    summed: int
+    #: The part of the sum that is the gradient itself, until the update.
+    kept: int = 0
+    #: Gradients that are freed once they are copied.
+    released: int = 0
+    #: Activations that the last backward has freed when it starts this bucket, if it does.
+    freed: int = 0
+
+
+_NO_COPIES = CopyMemory(0, 0, 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplicaMemory:
+    """The memory that a stage needs because its pipeline has replicas, in bytes."""
+
+    #: The flat copies of each bucket.
+    buckets: tuple[CopyMemory, ...] = ()
+    #: The flat copies of gradients that are reduced after the run, such as those of tied weights.
+    late: CopyMemory = _NO_COPIES
+    #: Buffers of an exchange of updated weights.
+    spread: int = 0
+
+    @classmethod
+    def of_buffers(cls, sizes: Sequence[int]) -> "ReplicaMemory":
+        """Return the memory of sums that nobody divides, given the size of each bucket's copy."""
+        return cls(buckets=tuple(CopyMemory(size, size, size) for size in sizes))
+
+
+class HeldWithReplicas(NamedTuple):
+    """The bytes of each action of a program that come from replicas."""
+
+    #: Flat copies and exchange buffers that the rank holds during each action, besides the action's transients.
+    buffers: Ints
+    #: Gradients freed before each action that would otherwise be held until the update.
+    released: Ints
+
+
+def held_with_replicas(
+    program: Program, stages: Sequence[ReplicaMemory], update_transient_bytes: Sequence[int]
+) -> HeldWithReplicas:
+    """Return the most bytes that ranks hold for sums and exchanges during each action.
+
+    A rank's collectives run one after the other, while the rank computes. So the order of actions tells only the time
+    from which a copy is held. The sum may be complete at once, or only when the rank waits for it.
+
+    Args:
+        program: the program.
+        stages: the memory of each stage.
+        update_transient_bytes: the transient of each stage's update, which is not included in the result.
+
+    """
+    held = HeldWithReplicas(*np.zeros((2, len(program.columns)), np.int64))
+    if any(one.buckets or one.spread for one in stages):
+        for rank in range(program.num_ranks):
+            _Rank(program, stages, update_transient_bytes, held).fill(rank)
+    return held
+
+
+class _Rank:
+    """The copies that a rank holds, as its actions run."""
+
+    def __init__(
+        self,
+        program: Program,
+        stages: Sequence[ReplicaMemory],
+        update_transient_bytes: Sequence[int],
+        held: HeldWithReplicas,
+    ) -> None:
+        self._program = program
+        self._stages = stages
+        self._transients = update_transient_bytes
+        self._held = held
+        #: (stage, copies) of sums that may be running or waiting to run, in the order of their starts.
+        self._started: list[tuple[int, CopyMemory]] = []
+        self._kept: dict[int, int] = {}
+        self._released: dict[int, int] = {}
+        self._spread = 0
+        self._early = early_stages(program)
+
+    def fill(self, rank: int) -> None:
+        """Write the bytes of this rank's actions."""
+        begin, end = self._program.orders.offsets[rank : rank + 2].tolist()
+        done = begin
+        for row, early in self._events(begin, end):
+            self._write(slice(done, row))
+            self._run(row, early=early)
+            done = row + 1
+        self._write(slice(done, end))
+
+    def _events(self, begin: int, end: int) -> Iterator[tuple[int, bool]]:
+        """Yield the rows that change what is held, and whether the row is a last backward that starts buckets."""
+        columns = self._program.columns
+        last = last_gradients(self._program)
+        here = {row for stage in self._early if begin <= (row := int(last[stage])) < end}
+        rows = np.flatnonzero(columns.are(Kind.REDUCE, Kind.NORM, Kind.UPDATE)[begin:end]) + begin
+        for row in sorted(here.union(rows.tolist())):
+            yield row, row in here
+
+    def _write(self, rows: slice) -> None:
+        self._held.buffers[rows] = self._level(self._spread)
+        self._held.released[rows] = sum(self._released.values())
+
+    def _run(self, row: int, *, early: bool) -> None:
+        """Write the bytes of one row, and change what is held after it."""
+        action = self._program.columns.action(row)
+        stage = action.stage
+        here = slice(row, row + 1)
+        if early:
+            self._write(here)
+            for copies in self._stages[stage].buckets:
+                self._started.append((stage, copies))
+                within = self._level(self._spread) - self._released.get(stage, 0) - copies.freed
+                self._held.buffers[row] = max(int(self._held.buffers[row]), within)
+                self._release(stage, copies)
+        elif action.kind is Kind.REDUCE:
+            buckets = self._stages[stage].buckets
+            started = () if stage in self._early else buckets[action.microbatch : action.microbatch + 1]
+            self._started.extend((stage, copies) for copies in started)
+            self._write(here)
+            for copies in started:
+                self._release(stage, copies)
+        else:
+            self._end_sums(stage)
+            self._write(here)
+            if action.kind is Kind.UPDATE:
+                self._spread = max(self._spread, self._stages[stage].spread)
+                spreading = self._level(self._spread) - self._transients[stage]
+                self._held.buffers[row] = max(int(self._held.buffers[row]), spreading)
+                self._kept.pop(stage)
+                self._released.pop(stage, None)
+
+    def _release(self, stage: int, copies: CopyMemory) -> None:
+        self._released[stage] = self._released.get(stage, 0) + copies.released
+
+    def _end_sums(self, stage: int) -> None:
+        """Free the copies of a stage, except the parts that are gradients."""
+        own = [copies for at, copies in self._started if at == stage]
+        self._kept[stage] = self._kept.get(stage, 0) + sum(copies.kept for copies in own)
+        self._started = [(at, copies) for at, copies in self._started if at != stage]
+
+    def _level(self, spread: int) -> int:
+        """Return the most bytes that can be held now: whichever collective runs, all earlier ones have ended."""
+        copies = [copies for _, copies in self._started]
+        rest = sum(one.buffer for one in copies)
+        most = rest + spread
+        for one in copies:
+            most = max(most, rest + one.working)
+            rest += one.summed - one.buffer
+        return sum(self._kept.values()) + most

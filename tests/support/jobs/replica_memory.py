@@ -1,0 +1,145 @@
+"""Jobs of ranks that compare the predicted memory of replicas with the memory that they hold."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn import functional
+from torch.optim import Optimizer
+
+from pipesched import Distributed, Pipeline, schedules
+from pipesched.runtime.reductions import replica_sum
+from pipesched.simulation.memory import RankMemory
+from pipesched.testing import MemoryMeter
+from tests.support.models import TransformerBlock
+
+WORDS, MICROBATCHES = 48, 4
+
+
+class Shape(NamedTuple):
+    """A model of equal blocks, and the rows of a micro-batch."""
+
+    blocks: Callable[[], nn.Module]
+    count: int
+    width: int
+    tokens: int
+    tied: bool = False  # whether the head has the weight of the embedding
+
+
+class Block(nn.Module):
+    """A linear layer and its activation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(self.linear(x))
+
+
+def transformer() -> nn.Module:
+    return TransformerBlock(64)
+
+
+SMALL, GPT = Shape(Block, 32, 64, 8), Shape(transformer, 16, 64, 16)
+TIED = SMALL._replace(tied=True)
+
+
+def made(shape: Shape) -> nn.Sequential:
+    """The blocks between an embedding and a head."""
+    torch.manual_seed(0)
+    blocks = [shape.blocks() for _ in range(shape.count)]
+    embedding, head = nn.Embedding(WORDS, shape.width), nn.Linear(shape.width, WORDS)
+    if shape.tied:
+        head.weight = embedding.weight
+    return nn.Sequential(embedding, *blocks, head)
+
+
+def adam(parameters: list[Any]) -> Optimizer:
+    return torch.optim.Adam(parameters, lr=0.001)
+
+
+def sgd(parameters: list[Any]) -> Optimizer:
+    return torch.optim.SGD(parameters, lr=0.001)
+
+
+class Case(NamedTuple):
+    """One pipeline."""
+
+    dims: tuple[int, int]
+    schedule: str
+    optimizer: Callable[[list[Any]], Optimizer] | None
+    zero: int = 0
+    shape: Shape = SMALL
+
+
+class Held(NamedTuple):
+    """The predicted and the measured bytes of a rank: held, with the batch, and sent to other replicas in a step."""
+
+    predicted: RankMemory
+    measured: int
+    predicted_sent: int
+    sent: int
+
+    @property
+    def ratio(self) -> float:
+        return self.predicted.total_bytes / self.measured
+
+
+def compare(group: Any, cases: list[Case]) -> list[Held]:
+    """Train each case for three steps; the bytes of this rank."""
+    return [_compared(case) for case in cases]
+
+
+@contextmanager
+def sent_bytes() -> Iterator[list[int]]:
+    """The bytes that this process sends in each collective of the replicas' sums and exchanges."""
+    sent: list[int] = []
+    all_to_all, all_gather = distributed.all_to_all_single, replica_sum._all_gather
+
+    def exchange(received: Tensor, given: Tensor, group: Any) -> Any:
+        sent.append(given.nbytes * (group.size() - 1) // group.size())
+        return all_to_all(received, given, group=group)
+
+    def gather(received: Tensor, given: Tensor, group: Any) -> Any:
+        sent.append(given.nbytes * (group.size() - 1))
+        return all_gather(received, given, group=group)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(distributed, "all_to_all_single", exchange)
+        patch.setattr(replica_sum, "_all_gather", gather)
+        yield sent
+
+
+def _compared(case: Case) -> Held:
+    shape = case.shape
+    mesh = init_device_mesh("cpu", case.dims, mesh_dim_names=("dp", "pp"))
+    num_stages = case.dims[1] * (1 if case.schedule == "chimera" else schedules.get(case.schedule).chunks_per_rank)
+    x = torch.arange(shape.tokens * MICROBATCHES) % WORDS
+    pipe = Pipeline(
+        made(shape),
+        x[: shape.tokens],
+        loss_fn=functional.cross_entropy,
+        mesh=mesh,
+        schedule=case.schedule,
+        num_microbatches=MICROBATCHES,
+        boundaries=[1 + shape.count * stage // num_stages for stage in range(1, num_stages)],
+        optimizer=case.optimizer,
+        distributed=Distributed(zero=case.zero, timeout=20),
+    )
+    with pipe, MemoryMeter(pipe) as meter:
+        rank = mesh.get_local_rank("pp")
+        predicted = pipe.predicted_memory[rank]
+        for _ in range(3):
+            meter.mark()
+            with sent_bytes() as sent:
+                pipe.step(x, target=x)
+            if case.optimizer is None:
+                pipe.zero_grad()
+        (peak,) = meter.peak_bytes.values()
+        predicted_sent = pipe._memory.sent_to_replicas()[rank]
+    return Held(predicted, peak + predicted.batch, predicted_sent, sum(sent))
