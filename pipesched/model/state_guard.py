@@ -29,6 +29,7 @@ __all__ = [
     "is_of_user",
     "names_of",
     "no_graph",
+    "reachable_parameters",
     "same_bits",
     "set_aside",
     "unchanged",
@@ -53,6 +54,11 @@ def _held_by(roots: Iterable[Any], *, functions: bool = True) -> list[Any]:
             found[id(one)] = one
             left += _parts(one)
     return list(found.values())
+
+
+def reachable_parameters(module: nn.Module) -> list[nn.Parameter]:
+    """Return a module's parameters, and those of other modules that it refers to through attributes and containers."""
+    return [one for one in _held_by([module], functions=False) if isinstance(one, nn.Parameter)]
 
 
 def is_of_user(kind: type) -> bool:

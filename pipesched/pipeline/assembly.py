@@ -21,7 +21,7 @@ from pipesched.model.tied_weights import Ties
 from pipesched.model.weight_owners import Owners
 from pipesched.partitioning.partition import Partition
 from pipesched.partitioning.result import StageLayers
-from pipesched.pipeline.replica_checks import check_replicas, warn_of_written
+from pipesched.pipeline.replica_checks import check_own_weights, check_replicas, warn_of_written
 from pipesched.planning.alternatives import Alternative
 from pipesched.planning.program_factory import ProgramFactory
 from pipesched.planning.stage_partitioner import StagePartitioner
@@ -207,20 +207,10 @@ class Assembly:
                 if gradients is not None:
                     gradients.divided = divided
         if self._spec.zero == 3:
-            self._check_uses()
+            spec = self._spec
+            tied = self.ties.parameters
+            check_own_weights(spec.model, spec.layered, self.cut, self.program.placement, self.owners.stage, tied)
             self.divided_weights = [divided_weights(stage, *place) for stage in self.stages.values()]
-
-    def _check_uses(self) -> None:
-        """Raise GraphError if a layer uses a weight of another stage, which may not be gathered at that time."""
-        for layer, name, stage in self._spec.layered.reached(self.cut, frozen=True):
-            home = self.owners.stage(self._spec.model.get_parameter(name))
-            if home != stage:
-                raise GraphError(
-                    f"with zero=3, a layer may use only weights of its own stage and weights passed to it as tensors, "
-                    f"because each stage gathers its own weights; layer {layer!r} (stage {stage}) uses {name!r} of "
-                    f"stage {home} through a module or a reference; pass the weight to the layer as an argument, keep "
-                    f"this layer and the weight's layer in one stage with together=, or pass zero=2"
-                )
 
     @property
     def undriven(self) -> list[int]:

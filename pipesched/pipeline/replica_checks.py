@@ -1,17 +1,20 @@
 """Replica checks: refuse or warn about models and programs whose replicas would not stay equal."""
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Sequence
 
 from torch import Tensor, nn
 
-from pipesched.errors import InputError, ScheduleError
+from pipesched.capture.layered_model import LayeredModel, LayersInARow
+from pipesched.errors import GraphError, InputError, ScheduleError
+from pipesched.model.state_guard import reachable_parameters
+from pipesched.partitioning.result import StageLayers
 from pipesched.planning.program_factory import ProgramFactory
 from pipesched.runtime.stage.batch_norm import BatchNormMode
 from pipesched.runtime.stage.buffer_copies import own_buffers
 from pipesched.units import and_more
 from pipesched.user_warning import warn
 
-__all__ = ["check_replicas", "warn_of_written"]
+__all__ = ["check_own_weights", "check_replicas", "warn_of_written"]
 
 
 def check_replicas(model: nn.Module, programs: ProgramFactory, batch_norm: BatchNormMode) -> None:
@@ -34,6 +37,49 @@ def check_replicas(model: nn.Module, programs: ProgramFactory, batch_norm: Batch
             f"batch_norm='micro-batch' each replica would keep statistics of its own rows in layer {and_more(names)}; "
             f"pass numerics=Numerics(batch_norm='mini-batch')"
         )
+
+
+def check_own_weights(
+    model: nn.Module,
+    layered: LayeredModel,
+    cut: StageLayers,
+    placement: Sequence[int],
+    stage_of: Callable[[nn.Parameter], int | None],
+    tied: Collection[nn.Parameter],
+) -> None:
+    """Check that no layer uses a weight of another stage of its rank, which may be divided at that time.
+
+    Args:
+        model: the user's module.
+        layered: the model as layers.
+        cut: the layers of each stage.
+        placement: the rank of each stage.
+        stage_of: maps a parameter to the stage that holds it; None for a parameter of a loss module.
+        tied: parameters that several layers use, which are never divided.
+
+    Raises:
+        GraphError: a layer of a captured model has used such a weight, or a layer of an nn.Sequential refers to one.
+
+    """
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    uses = [(layer, name, stage) for layer, name, stage in layered.reached(cut, frozen=True)]
+    if isinstance(layered, LayersInARow):
+        uses += [
+            (layer, names[parameter], stage)
+            for stage, layers in enumerate(cut)
+            for layer in layers
+            for parameter in reachable_parameters(layered.layers[layer])
+            if parameter in names and parameter not in tied
+        ]
+    for layer, name, stage in uses:
+        home = stage_of(model.get_parameter(name))
+        if home is not None and home != stage and placement[home] == placement[stage]:
+            raise GraphError(
+                f"with zero=3, a layer may use only weights of its own stage and weights passed to it as tensors, "
+                f"because each stage gathers its own weights; layer {layer!r} (stage {stage}) uses {name!r} of stage "
+                f"{home} through a module or a reference; pass the weight to the layer as an argument, keep this layer "
+                f"and the weight's layer in one stage with together=, or pass zero=2"
+            )
 
 
 def warn_of_written(model: nn.Module, written: Collection[str]) -> None:

@@ -196,8 +196,12 @@ def refuse(group: Any, folder: Path) -> None:
             pipe.step(failing, target=y)
     pipe.gather_model()  # a failed step has changed no weight
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    first = nn.Linear(64, 64).requires_grad_(False)
+    chunks: dict[str, Any] = {"sample": torch.ones(2, 64), "schedule": "interleaved-1f1b"}
     with pytest.raises(GraphError, match=r"layer 'second' \(stage 1\) uses 'first.weight' of stage 0 .* pass zero=2"):
-        divided(group, Reaching(), (4, 1), sample=torch.ones(2, 64), schedule="interleaved-1f1b", boundaries=["second"])
+        divided(group, Reaching(first), (4, 1), boundaries=["second"], **chunks)
+    with pytest.raises(GraphError, match=r"layer '1' \(stage 1\) uses '0.(weight|bias)' of stage 0 .* pass zero=2"):
+        divided(group, nn.Sequential(first, Scaled(first)), (4, 1), boundaries=[1], **chunks)
 
 
 class Scaled(nn.Module):
@@ -213,11 +217,11 @@ class Scaled(nn.Module):
 
 
 class Reaching(nn.Module):
-    """A frozen layer, and a layer that uses its weight."""
+    """A layer, and another that uses its weight."""
 
-    def __init__(self) -> None:
+    def __init__(self, first: nn.Linear) -> None:
         super().__init__()
-        self.first = nn.Linear(64, 64).requires_grad_(False)
+        self.first = first
         self.second = Scaled(self.first)
 
     def forward(self, x: Tensor) -> Tensor:
