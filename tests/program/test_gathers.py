@@ -116,7 +116,7 @@ def test_an_overlapping_pair_needs_the_weights_of_both_stages():
     )
 
 
-@quick
+@settings(quick, max_examples=30)
 @given(programs(), st.booleans(), st.integers(0, 3))
 def test_gathers_of_random_programs(program, keep, prefetch):
     made = add_gathers(program, keep=keep, prefetch=prefetch)
@@ -192,7 +192,7 @@ def test_wrong_gathers_are_refused(old, new, message):
         validate(Program.parse(TWO_RANKS.replace(old, new, 1)))
 
 
-@settings(quick, max_examples=60)
+@settings(quick, max_examples=40)
 @given(programs(), st.booleans(), st.data())
 def test_every_action_moved_out_of_its_gather_is_found(program, keep, data):
     """Move one UNSHARD, RESHARD or use elsewhere: an error, unless every use still runs between a pair of them."""

@@ -4,7 +4,7 @@ import json
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipesched import Action, Costs, Kind, Program, Trace, lower, schedules, simulate
@@ -43,7 +43,7 @@ def test_gathers_lengthen_no_step_below_that_without_and_lowering_changes_no_tim
             assert free.makespan_s == without.makespan_s
 
 
-@quick
+@settings(quick, max_examples=30)
 @given(st.data())
 def test_gathers_run_in_turn_with_reductions_and_before_their_uses(data):
     """Random programs and costs; every span against the rules."""
