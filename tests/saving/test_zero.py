@@ -11,6 +11,7 @@ from pipesched.saving.manifest import Manifest
 from tests.support.jobs import zero, zero_saving
 from tests.support.jobs.zero import Case
 from tests.support.rank_processes import Ranks
+from tests.support.resumed_llama import Place, loop, run
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.filterwarnings("ignore:.*differs in rounding")]
 
@@ -78,6 +79,15 @@ def test_a_replica_that_dies_while_it_writes_leaves_the_checkpoint_before(ranks:
         assert "rank 3" in error
     case = Case(2, zero.plain, "1f1b", zero.momentum)
     assert ranks.run(4, zero_saving.load_step, (4, 1), case, str(tmp_path)) == [1] * 4
+
+
+@pytest.mark.exhaustive
+def test_a_hugging_face_run_continues_in_one_process(ranks: Ranks, tmp_path: Path) -> None:
+    """`benchmarks/llama_resumed.py` has more pairs and 50 steps."""
+    pytest.importorskip("transformers", reason="needs transformers: pip install pipesched[zoo]")
+    before, after = Place(2, 2, zero=2), Place(1, 2, mesh=False)
+    losses = run(ranks, before, range(3), None, str(tmp_path)) + run(ranks, after, range(3, 6), str(tmp_path), None)
+    assert all(map(torch.equal, losses, loop(before, after, 3, 6)))
 
 
 def test_chunks_are_checked_and_read_by_rows() -> None:
