@@ -5,7 +5,10 @@
 #SBATCH --cpus-per-task=8
 #SBATCH --time=00:30:00
 # Usage: sbatch examples/slurm.sh [arguments of examples/train_gpt.py]
-# Starts one torchrun on each node, with RANKS_PER_NODE processes (default: 1). All processes form one pipeline.
+#        sbatch --signal=TERM@60 --export=ALL,SCRIPT=examples/train_hf.py examples/slurm.sh --replicas 2 --zero 2
+# Starts one torchrun on each node, with RANKS_PER_NODE processes (default: 1). All processes form one pipeline, or with
+# --replicas several. The second command ends the script a minute before the time limit; it then saves. Submit the job
+# again to continue.
 # The repository and its environment must have the same path on every node.
 set -euo pipefail
 
@@ -23,4 +26,4 @@ srun torchrun \
     --rdzv_id "$SLURM_JOB_ID" \
     --rdzv_backend c10d \
     --rdzv_endpoint "$first_host:${PORT:-29500}" \
-    examples/train_gpt.py "$@"
+    "${SCRIPT:-examples/train_gpt.py}" "$@"

@@ -161,7 +161,7 @@ def main() -> None:
 
     first = int(os.environ.get("RANK", "0")) == 0
     bar = tqdm(total=options.steps, initial=done, unit="step", disable=not first)
-    log = pipesched.StepLog(pipe, every=options.log_every, tokens=ROWS * CONTEXT, show=bar.write)
+    log = pipesched.StepLog(pipe, every=options.log_every, tokens=ROWS * CONTEXT, show=bar.write if first else None)
     while done < options.steps and not stop.on_any_rank():
         log(pipe.step(**training.next()), step=done)
         for scheduler in schedulers:

@@ -57,7 +57,7 @@ class SavingInterface(ModuleInterface):
         next ``step()``. A checkpoint that is already at ``path`` stays usable until the new one is complete, even if
         the save is killed or the disk is full. Under a mesh, every rank must call this method. Each rank writes its own
         stages to a file system that all ranks share. With several replicas, every rank of every replica must call this
-        method; the ranks of replica 0 write.
+        method; the ranks of replica 0 write. With ``zero=1`` or ``zero=2``, all ranks write.
 
         Args:
             path: the folder of the checkpoint. With ``keep``, the folder that contains the checkpoints' folders.
@@ -103,7 +103,7 @@ class SavingInterface(ModuleInterface):
         saved values, and gradients are cleared. Everything is checked first: if anything does not fit, nothing changes.
         Under a mesh, every rank must call this method, and reads only the files that it needs. The number of replicas
         can change if the number of micro-batches in all replicas stays the same; the continued run then differs in
-        rounding, and a warning says so.
+        rounding, and a warning says so. ``zero=`` can change, too.
 
         Args:
             path: the folder of a checkpoint, or a folder in which ``keep`` made several; then the newest undamaged
@@ -144,8 +144,8 @@ class SavingInterface(ModuleInterface):
 
         Returns:
             A dict of plain values and tensors that ``torch.load`` can read with ``weights_only=True``. Under a mesh, it
-            is this rank's part; with several replicas, only the ranks of replica 0 get tensors. The tensors share
-            memory with the pipeline, so copy them before the next step.
+            is this rank's part; with several replicas, only the ranks of replica 0 get tensors, and with ``zero=1`` or
+            ``zero=2`` every rank. The tensors share memory with the pipeline, so copy them before the next step.
 
         Raises:
             CheckpointError: something cannot be saved.

@@ -15,6 +15,7 @@ from pipesched.errors import CheckpointError, DamagedCheckpointError
 from pipesched.saving import writing
 from pipesched.saving.manifest import Manifest, dumped
 from pipesched.saving.tensor_files import TensorFile, write_tensors
+from tests.support.jobs import kept_checkpoint
 from tests.support.jobs.kept_checkpoint import FOLDER, Run
 from tests.support.jobs.saving import piped
 from tests.support.places import OneProcess
@@ -26,12 +27,22 @@ pytestmark = pytest.mark.filterwarnings("ignore:BatchNorm sees one micro-batch")
 
 
 def test_the_kept_checkpoint_of_format_1_loads_bit_for_bit() -> None:
-    """To change the format, raise VERSION, keep this file, and write another beside it."""
+    """To change the format, use another version, keep this file, and write another beside it."""
     run = Run(seed=8)
     with run.pipe as pipe:
         restored = pipe.load(FOLDER / "checkpoint", **run.states)
         assert (restored.step, restored.seed) == (2, 4)
         assert run.digest(dict(restored.extra)) == (FOLDER / "digest.txt").read_text().strip()
+
+
+@pytest.mark.filterwarnings("ignore:.*differs in rounding")
+def test_the_kept_checkpoint_of_format_2_loads_bit_for_bit() -> None:
+    with kept_checkpoint.divided(num_microbatches=2, devices=["cpu"]) as pipe:
+        folder = kept_checkpoint.DIVIDED
+        assert Manifest.read(folder / "checkpoint").version == 2
+        assert pipe.load(folder / "checkpoint").step == 1
+        digest = kept_checkpoint.digest_of(pipe.training_state()["tensors"])
+        assert digest == (folder / "digest.txt").read_text().strip()
 
 
 def test_a_checkpoint_of_another_format_names_its_version(tmp_path: Path) -> None:

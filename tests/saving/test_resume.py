@@ -5,7 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from pipesched import Pipeline
 from tests.support import places
+from tests.support.jobs import saving as jobs
+from tests.support.jobs.saving import X, Y, layers
 from tests.support.rank_processes import Ranks
 from tests.support.resumed_runs import FACTORS, Half, differences, never_stopped, pairwise_cases, replica_cases, runs
 
@@ -60,3 +63,19 @@ def test_torch_reads_what_the_user_writes_himself(tmp_path: Path) -> None:
     expected = never_stopped()
     assert all(map(torch.equal, losses, expected[0][HALF:]))
     assert all(torch.equal(tensors[name], value) for name, value in expected[1].items())
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 3), (3, 1)])
+def test_a_stage_of_frozen_layers_needs_no_optimizer(tmp_path: Path, before: int, after: int) -> None:
+    def frozen_in_the_middle(ranks: int) -> Pipeline:
+        model = layers(count=3)
+        model[1].requires_grad_(False)
+        return jobs.piped(places.OneProcess(ranks), model, optimizer=torch.optim.Adam)
+
+    with frozen_in_the_middle(before) as pipe:
+        pipe.step(X, target=Y)
+        pipe.save(tmp_path)
+        expected = pipe.step(X, target=Y).clone()
+    with frozen_in_the_middle(after) as pipe:
+        assert pipe.load(tmp_path).step == 1
+        assert torch.equal(pipe.step(X, target=Y), expected)

@@ -585,19 +585,3 @@ def test_ranks_that_do_not_share_a_file_system_say_so(ranks: Ranks, tmp_path: Pa
     for (error,) in ranks.run(2, jobs.unequal_paths, str(tmp_path / "run")):
         assert "all ranks must see the same file system" in error
         assert "does not exist on rank 1" in error
-
-
-@pytest.mark.parametrize(("before", "after"), [(1, 3), (3, 1)])
-def test_a_stage_of_frozen_layers_needs_no_optimizer(tmp_path: Path, before: int, after: int) -> None:
-    def frozen_in_the_middle(ranks: int) -> Pipeline:
-        model = layers(count=3)
-        model[1].requires_grad_(False)
-        return jobs.piped(places.OneProcess(ranks), model, optimizer=torch.optim.Adam)
-
-    with frozen_in_the_middle(before) as pipe:
-        pipe.step(X, target=Y)
-        pipe.save(tmp_path)
-        expected = pipe.step(X, target=Y).clone()
-    with frozen_in_the_middle(after) as pipe:
-        assert pipe.load(tmp_path).step == 1
-        assert torch.equal(pipe.step(X, target=Y), expected)

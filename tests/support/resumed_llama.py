@@ -1,6 +1,7 @@
 """A small Hugging Face Llama that stops and continues with other replicas and ranks, and a loop that never stops."""
 
 import warnings
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +22,11 @@ class Place(NamedTuple):
     ranks: int
     zero: int = 0
     mesh: bool = True
+
+    @property
+    def sums(self) -> tuple[int, int]:
+        """The numbers of replicas and of shards of a gradient, which determine how sums are rounded."""
+        return self.replicas, self.replicas if self.zero == 2 else 1
 
     def __str__(self) -> str:
         where = f"{self.replicas}x{self.ranks}, zero={self.zero}" if self.mesh else "one process"
@@ -92,14 +98,19 @@ def run(ranks: Ranks, where: Place, *args: Any) -> list[Tensor]:
 
 def loop(before: Place, after: Place, stop: int, steps: int) -> list[Tensor]:
     """The losses of a loop that adds gradients as the first place does, and from step ``stop`` as the second does."""
+    return _loop(before.sums, after.sums, stop, steps)
+
+
+@cache
+def _loop(before: tuple[int, int], after: tuple[int, int], stop: int, steps: int) -> list[Tensor]:
     model = llama()
     optimizer = adamw(model.parameters())
     losses = []
     for step in range(steps):
-        now = before if step < stop else after
-        counts = {"num_replicas": now.replicas, "num_microbatches": MICROBATCHES // now.replicas}
+        num_replicas, num_shards = before if step < stop else after
+        counts = {"num_replicas": num_replicas, "num_microbatches": MICROBATCHES // num_replicas}
         losses.append(reference_step(model, **batch(step), **counts, seed=SEED, step=step))
-        clip_grad_norm_(model.parameters(), CLIP, num_shards=now.replicas if now.zero == 2 else 1)
+        clip_grad_norm_(model.parameters(), CLIP, num_shards=num_shards)
         optimizer.step()
         optimizer.zero_grad()
     return losses

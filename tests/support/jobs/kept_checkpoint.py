@@ -1,4 +1,4 @@
-"""The checkpoint of format 1 that later versions must load, bit for bit. Running this file writes it anew.
+"""The checkpoints of formats 1 and 2 that later versions must load, bit for bit. Running this file writes them anew.
 
 python -m tests.support.jobs.kept_checkpoint
 """
@@ -11,7 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ExponentialLR
 
-from pipesched import Pipeline
+from pipesched import Distributed, Pipeline
+from tests.support.places import Group, mesh_of
+from tests.support.rank_processes import Ranks
 
 FOLDER = Path(__file__).parents[2] / "saving" / "data" / "format-1"
 
@@ -68,8 +70,43 @@ class Run:
         return digest.hexdigest()
 
 
+DIVIDED = FOLDER.with_name("format-2")
+
+
+def divided(**where: Any) -> Pipeline:
+    """A small pipeline with a weight that two replicas divide by rows."""
+    torch.manual_seed(4)
+    model = nn.Sequential(nn.Linear(16, 8), nn.Linear(8, 3))
+    options: dict[str, Any] = {"schedule": "1f1b", "seed": 4, "optimizer": torch.optim.AdamW, **where}
+    return Pipeline(model, torch.ones(2, 16), loss_fn=nn.functional.mse_loss, **options)
+
+
+def digest_of(tensors: dict[str, Tensor]) -> str:
+    """A hash of the keys and bytes of tensors."""
+    digest = hashlib.sha256()
+    for key, tensor in sorted(tensors.items()):
+        digest.update(f"{key} {tensor.dtype} {list(tensor.shape)}".encode())
+        digest.update(tensor.detach().contiguous().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def write_divided(group: Group) -> None:
+    """Train two replicas with zero=2, and save them."""
+    where = {"mesh": mesh_of(2, 1), "num_microbatches": 1, "distributed": Distributed(zero=2, timeout=60)}
+    with divided(**where) as pipe:
+        rows = torch.linspace(-1, 1, 32).reshape(2, 16) + group.rank()
+        pipe.step(rows, target=rows[:, :3])
+        pipe.save(DIVIDED / "checkpoint")
+
+
 def main() -> None:
-    """Write the checkpoint and the digest of its content."""
+    """Write the checkpoints and the digests of their contents."""
+    ranks = Ranks(2)
+    ranks.run(2, write_divided, timeout_s=100)
+    ranks.close()
+    with divided(num_microbatches=2, devices=["cpu"]) as pipe:
+        pipe.load(DIVIDED / "checkpoint")
+        (DIVIDED / "digest.txt").write_text(digest_of(pipe.training_state()["tensors"]) + "\n")
     run = Run(seed=4)
     with run.pipe:
         run.train()
