@@ -66,7 +66,8 @@ class Costs:
         norm_s: time of the norms of the gradients (NORM).
         reduce_s: time to sum the gradients of each bucket over the replicas (REDUCE): for each stage a tuple with one
             number per bucket, or a number for a single bucket. Default: 0 for any number of buckets.
-        reduce_bytes: size of the flat copy that each REDUCE holds while it runs, in the form of ``reduce_s``.
+        reduce_bytes: size of the flat copy that each REDUCE makes, in the form of ``reduce_s``. The stage holds it
+            until its update.
 
     Raises:
         ScheduleError: for tuples of different lengths, and for negative, infinite, NaN or too large numbers.
