@@ -29,11 +29,12 @@ def main() -> None:
     print("| Mesh | Schedule | Optimizer | zero | Held | Predicted / held | Sent | Predicted |")
     print("|---|---|---|---|---|---|---|---|")
     ranks = Ranks(4)
-    least, most, wrong = 2.0, 0.0, 0
+    least, most, above, wrong = 2.0, 0.0, 0, 0
     for dims, name, make, zero in product(MESHES, options.schedules, (adam, sgd), (0, 1, 2)):
         every = ranks.run(4, replica_memory.compare, Case(dims, name, make, zero, shape), timeout_s=300)
         ratios = [one.ratio for one in every]
         least, most = min(least, *ratios), max(most, *ratios)
+        above += sum(ratio < 1 for ratio in ratios)
         wrong += sum(one.sent != one.predicted_sent for one in every)
         print(
             f"| {dims[0]}x{dims[1]} | {name} | {make.__name__} | {zero} | {max(one.measured for one in every):,} | "
@@ -41,7 +42,10 @@ def main() -> None:
             flush=True,
         )
     ranks.close()
-    print(f"predicted / held: {least:.3f} to {most:.3f}; ranks whose sent bytes differ from the prediction: {wrong}")
+    print(
+        f"predicted / held: {least:.3f} to {most:.3f}; ranks that hold more than predicted: {above}; ranks whose sent "
+        f"bytes differ from the prediction: {wrong}"
+    )
 
 
 if __name__ == "__main__":
