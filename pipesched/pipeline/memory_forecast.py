@@ -22,7 +22,7 @@ from pipesched.runtime.stage.divided_stage import shards_for
 from pipesched.simulation.costs import Costs
 from pipesched.simulation.layer_memory import SCALARS_BYTES
 from pipesched.simulation.memory import AHEAD, RankMemory, rank_memory
-from pipesched.simulation.replica_memory import ReplicaMemory
+from pipesched.simulation.replica_memory import ModelStates, ReplicaMemory, held_states
 from pipesched.tensors.meta_tensors import lacks_contents
 from pipesched.units import counted, quote_bytes
 from pipesched.user_warning import warn
@@ -65,7 +65,7 @@ class MemoryForecast:
         program = running.program
         if self._book.layers is None:
             running.flush()  # the layers are measured next, and no step may be running then
-        costs = self._with_optimizers(self._book.stage_costs(running.assembly.programs, running.cut))
+        costs = self._book.stage_costs(running.assembly.programs, running.cut)
         messages = None
         stages = self._stage_sizes()
         own_loss = self._spec.loss_fn is None  # the model computes its own loss
@@ -74,7 +74,7 @@ class MemoryForecast:
             costs = costs_with(costs, program, stages, loss)
             messages = messages_of(program, stages)
         timed = running.assembly.programs.full.timed
-        costs = _with_losses(costs, timed, known=not stages or not own_loss)
+        costs = self._with_states(_with_losses(costs, timed, known=not stages or not own_loss))
         return rank_memory(timed, costs, posted=self._posted, messages=messages, replicas=self._replicas())
 
     def check_rows(self, rows: Sequence[int]) -> None:
@@ -97,7 +97,7 @@ class MemoryForecast:
         programs = running.assembly.programs
         costs = self._book.stage_costs(programs, running.cut, self._book.for_rows(max(rows)))
         timed = programs.of(len(rows)).timed
-        costs = self._with_optimizers(costs)
+        costs = self._with_states(costs)
         needs = rank_memory(timed, costs, posted=self._posted, replicas=self._replicas())
         limits = self.limits
         worst = max(range(len(needs)), key=lambda rank: needs[rank].total_bytes - limits[rank])
@@ -142,28 +142,38 @@ class MemoryForecast:
                 )
         return now.sizes
 
-    def _with_optimizers(self, costs: Costs) -> Costs:
-        """Return the costs plus the memory of the optimizers. Assumes the same kind of optimizer on all ranks."""
+    def _with_states(self, costs: Costs) -> Costs:
+        """Return the costs with the model states that a rank holds. Assumes the same kind of optimizer on all ranks."""
         assembly = self._running.assembly
         known = next(iter(assembly.optimizers.values()), None)
         if known is None:
             return costs
-        stages = range(assembly.program.num_stages)
-        upkeeps = [upkeep_of(another(known), self._updated(stage)) for stage in stages]
+        make = another(known)
+        held = []
+        transients = []
+        for stage, (weights, gradients) in enumerate(zip(costs.weight_bytes, costs.gradient_bytes, strict=True)):
+            upkeep = upkeep_of(make, assembly.parameters(stage))
+            whole = part = ModelStates(weights, gradients, upkeep.state_bytes)
+            if self._shards(stage) is not None:
+                rows = self._updated(stage)
+                upkeep = upkeep_of(make, rows)
+                size = sum(own.nbytes for own in rows)
+                part = ModelStates(size, sum(own.nbytes for own in rows if own.requires_grad), upkeep.state_bytes)
+            held.append(held_states(whole, part, zero=assembly.zero))
+            transients.append(upkeep.transient_bytes)
         return replace(
             costs,
-            optimizer_bytes=tuple(upkeep.state_bytes for upkeep in upkeeps),
-            update_transient_bytes=tuple(upkeep.transient_bytes for upkeep in upkeeps),
+            weight_bytes=tuple(own.weights for own in held),
+            gradient_bytes=tuple(own.gradients for own in held),
+            optimizer_bytes=tuple(own.optimizer for own in held),
+            update_transient_bytes=tuple(transients),
         )
 
     def _updated(self, stage: int) -> list[nn.Parameter]:
-        """Return the parameters that this replica updates, as views of rows if the replicas divide them."""
-        assembly = self._running.assembly
-        parameters = assembly.parameters(stage)
+        """Return the rows of a stage's parameters that this replica updates, as views."""
         shards = self._shards(stage)
-        if shards is None:
-            return parameters
-        rows = [(p, shards.own(p, p.detach())) for p in parameters if p in shards]
+        assert shards is not None
+        rows = [(p, shards.own(p, p.detach())) for p in self._running.assembly.parameters(stage) if p in shards]
         return [nn.Parameter(own, requires_grad=p.requires_grad) for p, own in rows if own is not None]
 
     def _shards(self, stage: int) -> Shards | None:
@@ -202,7 +212,7 @@ class MemoryForecast:
                 late=assembly.late_bucket(rank) if placement.index(rank) == stage else [],
                 num_replicas=len(running.host.grid.rows),
                 shards=self._shards(stage),
-                divides_gradients=assembly.zero == 2,
+                zero=assembly.zero,
             )
             for stage, rank in enumerate(placement)
         ]

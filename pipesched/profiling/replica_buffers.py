@@ -25,8 +25,8 @@ class StageReplicas:
     num_replicas: int
     #: The part that each replica updates; None if every replica updates all.
     shards: Shards | None
-    #: Whether a replica keeps only its part of the summed gradients.
-    divides_gradients: bool
+    #: The model states that replicas divide: 1: optimizer states; 2: also summed gradients; 3: also weights.
+    zero: int
 
     def memory(self, freed: Sequence[int]) -> ReplicaMemory:
         """Return the memory of the stage's sums and exchanges.
@@ -35,7 +35,8 @@ class StageReplicas:
             freed: for each bucket, the activations that the last backward has freed when the bucket is complete.
 
         """
-        exchanged = [size for bucket in (*self.buckets, self.late) for size in self._exchanged(bucket)]
+        sent_late = [self.late] if self.zero == 3 else [*self.buckets, self.late]  # the others are gathered by a run
+        exchanged = [size for bucket in sent_late for size in self._exchanged(bucket)]
         return ReplicaMemory(
             buckets=tuple(self._copies(bucket, size) for bucket, size in zip(self.buckets, freed, strict=True)),
             late=self._copies(self.late),
@@ -63,7 +64,7 @@ class StageReplicas:
             working=max([*whole, *((replicas + 1) * part for part in parts)], default=0),
             summed=sum(whole) + sum(parts),
             kept=sum(parts),
-            released=sum(p.nbytes for p in bucket if p.requires_grad and self._divides(p)),
+            released=sum(self._numbers(p) * p.element_size() for p in bucket if p.requires_grad and self._divides(p)),
             freed=freed,
         )
 
@@ -75,7 +76,7 @@ class StageReplicas:
         trained = [parameter for parameter in bucket if parameter.requires_grad]
         whole = []
         for own in _by_dtype(parameter for parameter in trained if not self._divides(parameter)):
-            numbers = sum(local(parameter).numel() for parameter in own) + len(own)
+            numbers = sum(map(self._numbers, own)) + len(own)
             whole.append(padded(numbers, self.num_replicas) * own[0].element_size())
         parts = [
             (self._longest(own) + len(own)) * own[0].element_size()
@@ -84,19 +85,25 @@ class StageReplicas:
         return whole, parts
 
     def _exchanged(self, bucket: Sequence[nn.Parameter]) -> list[int]:
-        """Return the sizes of the updated rows of a bucket that each replica sends to every other one."""
+        """Return the sizes of the rows of a bucket's weights that each replica sends to every other one."""
         shards = self.shards
-        updated = [p for p in bucket if p.requires_grad and shards is not None and p in shards]
+        gathers = self.zero == 3 and bucket is not self.late
+        updated = [p for p in bucket if (p.requires_grad or gathers) and shards is not None and p in shards]
         return [self._longest(own) * own[0].element_size() for own in _by_dtype(updated)]
 
     def _divides(self, parameter: nn.Parameter) -> bool:
-        return self.divides_gradients and self.shards is not None and parameter in self.shards
+        return self.zero >= 2 and self.shards is not None and parameter in self.shards
+
+    def _numbers(self, parameter: nn.Parameter) -> int:
+        """Return how many numbers of a parameter a process without divided weights holds."""
+        if self.shards is not None and parameter in self.shards:
+            return self.shards.shape(parameter).numel()
+        return local(parameter).numel()
 
     def _longest(self, parameters: Sequence[nn.Parameter]) -> int:
         """Return how many numbers of these parameters a replica holds, for the replica that holds the most."""
         assert self.shards is not None
-        parts = [self.shards.parts(parameter, parameter) for parameter in parameters]
-        return max(sum(0 if part is None else part.numel() for part in own) for own in zip(*parts, strict=True))
+        return max(map(sum, zip(*map(self.shards.numbers, parameters), strict=True)))
 
 
 def _by_dtype(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:

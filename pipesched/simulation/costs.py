@@ -66,7 +66,8 @@ class Costs:
         norm_s: time of the norms of the gradients (NORM).
         reduce_s: time to sum the gradients of each bucket over the replicas (REDUCE): for each stage a tuple with one
             number per bucket, or a number for a single bucket. Default: 0 for any number of buckets.
-        reduce_bytes: size of the flat copy that each REDUCE holds while it runs, in the form of ``reduce_s``.
+        reduce_bytes: size of the flat copy that each REDUCE makes, in the form of ``reduce_s``. The stage holds it
+            until its update.
         unshard_s: time to gather the whole weights of a stage (UNSHARD).
         gathered_bytes: size of the whole weights, held from UNSHARD to RESHARD in addition to ``weight_bytes``, which
             is then the size of this replica's part.

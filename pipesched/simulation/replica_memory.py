@@ -45,12 +45,12 @@ def held_states(whole: ModelStates, part: ModelStates, *, zero: int, once: bool 
         part: the part that this replica holds of divided model states.
         zero: the model states that replicas divide. 0: none; 1: the optimizer's; 2: also gradients; 3: also weights.
         once: whether gradients are reduced, and divided weights gathered, once a step. The rank then holds whole
-            gradients until its last backward, and whole weights, gathered, besides its part. If False, each gradient is
-            reduced and each weight gathered for every use, and given up at once. Default: True.
+            gradients until its last backward, and whole weights, of which its part is a view. If False, each gradient
+            is reduced and each weight gathered for every use, and given up at once. Default: True.
 
     """
     return ModelStates(
-        weights=whole.weights if zero < 3 else part.weights + once * whole.weights,
+        weights=whole.weights if zero < 3 or once else part.weights,
         gradients=whole.gradients if zero < 2 or once else part.gradients,
         optimizer=whole.optimizer if zero < 1 else part.optimizer,
     )

@@ -54,7 +54,7 @@ def test_memory_falls_by_the_states_the_gradients_and_the_weights(ranks: Ranks):
     assert [one.weights for one in (plain, states, gradients, weights)] == [4, 4, 4, 1]
     assert states.peak <= plain.peak - 6 + 0.1
     assert gradients.peak < states.peak - 1
-    assert max(gradients.peak, weights.peak) <= 11.1  # it depends on when sums of gradients end
+    assert max(gradients.peak, weights.peak) <= 11.3  # the last copies of gradients take 1.25 at most
 
 
 @pytest.mark.parametrize("level", [1, 2, 3])

@@ -58,6 +58,11 @@ class Shards:
         """Return the shape of the whole parameter."""
         return self._shapes[parameter]
 
+    def numbers(self, parameter: nn.Parameter) -> list[int]:
+        """Return how many numbers of a parameter each replica has."""
+        row = self._shapes[parameter][1:].numel()
+        return [(end - start) * row for start, end in self._rows[parameter]]
+
     def own_rows(self, parameter: nn.Parameter) -> tuple[int, int] | None:
         """Return the first row of this process's replica and the row after its last; None if the parameter is not cut.
 

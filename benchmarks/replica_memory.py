@@ -1,0 +1,52 @@
+"""Replica memory: held and sent bytes against predicted ones: `python benchmarks/replica_memory.py`.
+
+Four gloo ranks form 2 replicas of 2 ranks, or 4 replicas of 1 rank. A row shows the smallest and the largest ratio of
+predicted to held bytes over the ranks, in the second step, and the bytes that a rank sends to the other replicas in a
+step. `--schedules 1f1b zb-v` and `--model gpt` choose cases.
+"""
+
+import argparse
+import sys
+from itertools import product
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).parents[1]))
+from tests.support.jobs import replica_memory
+from tests.support.jobs.replica_memory import GPT, SMALL, Case, adam, sgd
+from tests.support.rank_processes import Ranks
+
+MESHES = (2, 2), (4, 1)
+SCHEDULES = "1f1b", "interleaved-1f1b", "zb-h1", "zb-v"
+
+
+def main() -> None:
+    """Measure all cases and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--schedules", nargs="+", default=SCHEDULES, choices=SCHEDULES)
+    parser.add_argument("--model", default="linear", choices=("linear", "gpt"), help="32 linear or 16 GPT blocks")
+    options = parser.parse_args()
+    shape = GPT if options.model == "gpt" else SMALL
+    print("| Mesh | Schedule | Optimizer | zero | Held | Predicted / held | Sent | Predicted |")
+    print("|---|---|---|---|---|---|---|---|")
+    ranks = Ranks(4)
+    least, most, above, wrong = 2.0, 0.0, 0, 0
+    for dims, name, make, zero in product(MESHES, options.schedules, (adam, sgd), (0, 1, 2, 3)):
+        every = ranks.run(4, replica_memory.compare, Case(dims, name, make, zero, shape), timeout_s=300)
+        ratios = [one.ratio for one in every]
+        least, most = min(least, *ratios), max(most, *ratios)
+        above += sum(ratio < 1 for ratio in ratios)
+        wrong += sum(one.sent != one.predicted_sent for one in every)
+        print(
+            f"| {dims[0]}x{dims[1]} | {name} | {make.__name__} | {zero} | {max(one.measured for one in every):,} | "
+            f"{min(ratios):.3f} to {max(ratios):.3f} | {every[0].sent:,} | {every[0].predicted_sent:,} |",
+            flush=True,
+        )
+    ranks.close()
+    print(
+        f"predicted / held: {least:.3f} to {most:.3f}; ranks that hold more than predicted: {above}; ranks whose sent "
+        f"bytes differ from the prediction: {wrong}"
+    )
+
+
+if __name__ == "__main__":
+    main()
