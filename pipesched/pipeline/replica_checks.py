@@ -4,14 +4,15 @@ from collections.abc import Collection
 
 from torch import Tensor, nn
 
-from pipesched.errors import InputError, ScheduleError
+from pipesched.errors import DeviceCountError, InputError, ScheduleError
+from pipesched.planning.plan import Plan
 from pipesched.planning.program_factory import ProgramFactory
 from pipesched.runtime.stage.batch_norm import BatchNormMode
 from pipesched.runtime.stage.buffer_copies import own_buffers
-from pipesched.units import and_more
+from pipesched.units import and_more, counted
 from pipesched.user_warning import warn
 
-__all__ = ["check_replicas", "warn_of_written"]
+__all__ = ["check_axes", "check_replicas", "warn_of_written"]
 
 
 def check_replicas(model: nn.Module, programs: ProgramFactory, batch_norm: BatchNormMode) -> None:
@@ -33,6 +34,28 @@ def check_replicas(model: nn.Module, programs: ProgramFactory, batch_norm: Batch
             f"with replicas, the running statistics of BatchNorm must be those of all replicas; with "
             f"batch_norm='micro-batch' each replica would keep statistics of its own rows in layer {and_more(names)}; "
             f"pass numerics=Numerics(batch_norm='mini-batch')"
+        )
+
+
+def check_axes(plan: Plan | None, num_ranks: int, num_replicas: int, zero: int) -> None:
+    """Check that a plan made for replicas runs with the replicas that it was made for.
+
+    Raises DeviceCountError for other numbers of ranks, and InputError for another value of ``zero=``.
+    """
+    if not isinstance(plan, Plan) or plan.replication is None:
+        return
+    planned = plan.replication
+    if plan.mesh != {"dp": num_replicas, "pp": num_ranks}:
+        raise DeviceCountError(
+            f"a plan made for replicas needs a mesh with its axes; the plan has {plan.ranks}, but the pipeline has "
+            f"{counted(num_replicas, 'replica')} of {counted(num_ranks, 'rank')}; pass a mesh of the sizes plan.mesh "
+            f"({plan.mesh}), or make a plan with axes={{'pipeline': {num_ranks}, 'replicate': {num_replicas}}}"
+        )
+    if planned.zero != zero:
+        raise InputError(
+            f"a plan made for replicas needs the value of zero= that its memory and time depend on; the plan has "
+            f"zero={planned.zero}, but the pipeline has zero={zero}; pass "
+            f"distributed=Distributed(zero={planned.zero}), or make a plan with zero={zero}"
         )
 
 

@@ -67,6 +67,7 @@ class Costs:
         reduce_s: time to sum the gradients of each bucket over the replicas (REDUCE): for each stage a tuple with one
             number per bucket, or a number for a single bucket. Default: 0 for any number of buckets.
         reduce_bytes: size of the flat copy that each REDUCE holds while it runs, in the form of ``reduce_s``.
+        gather_s: time to gather the updated weights from all replicas, which each UPDATE ends with (``zero=1`` or 2).
 
     Raises:
         ScheduleError: for tuples of different lengths, and for negative, infinite, NaN or too large numbers.
@@ -107,6 +108,7 @@ class Costs:
     norm_s: tuple[float, ...] = ()
     reduce_s: tuple[tuple[float, ...], ...] = ()
     reduce_bytes: tuple[tuple[int, ...], ...] = ()
+    gather_s: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         for name in _COLUMNS:
@@ -194,7 +196,12 @@ class Costs:
         return cls(**spread)
 
     def times(self, kind: Kind) -> tuple[float, ...]:
-        """Return the time in seconds of an action of this kind on each stage; () for transfers and for REDUCE."""
+        """Return the time in seconds of an action of this kind on each stage; () for transfers and for REDUCE.
+
+        An UPDATE includes ``gather_s``.
+        """
+        if kind is Kind.UPDATE and any(self.gather_s):
+            return tuple(map(sum, zip(self.update_s, self.gather_s, strict=True)))
         name = _TIME_OF.get(kind)
         times: tuple[float, ...] = getattr(self, name) if name else ()
         return times
@@ -222,7 +229,8 @@ class Costs:
         """
         check_number(factor, "the factor")
         times: dict[str, Any] = {
-            name: tuple(value * factor for value in getattr(self, name)) for name in (*_TIME_OF.values(), "waiting_s")
+            name: tuple(value * factor for value in getattr(self, name))
+            for name in (*_TIME_OF.values(), "waiting_s", "gather_s")
         }
         times["reduce_s"] = tuple(tuple(value * factor for value in own) for own in self.reduce_s)
         return replace(self, transfer_s=self.transfer_s * factor, **times)
@@ -233,6 +241,8 @@ class Costs:
         for name in _BY_BUCKET:
             own = values.pop(name)
             values |= {name: [*map(list, own)]} if any(own) else {}
+        if not any(self.gather_s):
+            del values["gather_s"]
         parts = {name: values[name].to_dict() if values[name] else None for name in ("links", "overheads")}
         return {name: list(v) if isinstance(v, tuple) else v for name, v in values.items()} | parts
 
