@@ -19,6 +19,7 @@ from pipesched.cli.options import (
     RANKS,
     REPORT,
     as_bytes,
+    as_replicas,
     read_links,
     write,
 )
@@ -103,6 +104,16 @@ def graph(model: str, *, stages: int, output: Path | None) -> None:
 @click.argument("model")
 @click.option("--ranks", type=click.IntRange(min=1), default=RANKS, show_default=True, help="Number of ranks.")
 @click.option("--batch", type=click.IntRange(min=1), required=True, help="Number of rows in a batch.")
+@click.option(
+    "--replicas", callback=as_replicas, help="Number of replicas that the ranks form, or auto.  [default: one pipeline]"
+)
+@click.option(
+    "--zero",
+    type=click.Choice(["auto", "0", "1", "2"]),
+    default="auto",
+    show_default=True,
+    help="What replicas divide: nothing, optimizer states, or also gradients.",
+)
 @click.option("--memory-limit", callback=as_bytes, help="Memory limit of each rank, such as 16GB.  [default: no limit]")
 @click.option(
     "--schedule", default="auto", show_default=True, help="A name from `pipesched list`, or auto to search for one."
@@ -123,6 +134,8 @@ def tune(  # noqa: PLR0913  # one parameter for each option
     *,
     ranks: int,
     batch: int,
+    replicas: Any,
+    zero: str,
     memory_limit: int | None,
     schedule: str,
     microbatches: int | None,
@@ -144,6 +157,7 @@ def tune(  # noqa: PLR0913  # one parameter for each option
     Examples:
       pipesched tune script.py:make --ranks 2 --batch 64 --confirm 3
       pipesched tune profile.json --ranks 4 --batch 64 --memory-limit 16GB -o plan.json
+      pipesched tune profile.json --ranks 64 --batch 512 --replicas auto --memory-limit 72GB
     """
     import pipesched
     from pipesched.planning.report.report import Report
@@ -160,9 +174,11 @@ def tune(  # noqa: PLR0913  # one parameter for each option
         confirm=confirm,
         offload="auto" if offload is None else offload,
         links=None if links is None else read_links(links),
+        axes={"pipeline": ranks // replicas, "replicate": replicas} if isinstance(replicas, int) else replicas,
+        zero=int(zero) if zero.isdigit() else "auto",
         progress=sys.stderr.isatty(),
     )
-    used = plan.program.num_ranks
+    used = plan.program.num_ranks * (plan.replication.num_replicas if plan.replication else 1)
     unused = [f"the plan uses {used} of {counted(ranks, 'rank')}"] if used < ranks else []
     _print(Report(plan, notes=unused), width)
     if output:

@@ -10,7 +10,19 @@ import click
 from pipesched.json_files import load_json
 from pipesched.simulation.links import Links
 
-__all__ = ["FILE", "INPUT", "MICROBATCHES", "PICTURE", "PLAN", "RANKS", "REPORT", "as_bytes", "read_links", "write"]
+__all__ = [
+    "FILE",
+    "INPUT",
+    "MICROBATCHES",
+    "PICTURE",
+    "PLAN",
+    "RANKS",
+    "REPORT",
+    "as_bytes",
+    "as_replicas",
+    "read_links",
+    "write",
+]
 
 RANKS = 4
 MICROBATCHES = 8
@@ -54,6 +66,15 @@ def as_bytes(_: Any, __: Any, text: str | None) -> int | None:
         raise click.BadParameter(f"{text!r} is not a number of bytes; pass for example 16GB, 16GiB or 2e9")
     number, unit, binary = match.groups()
     return int(float(number) * (1024 if binary else 1000) ** " KMGT".index(unit.upper() or " "))
+
+
+def as_replicas(_: Any, __: Any, text: str | None) -> int | str | None:
+    """Parse a number of replicas or "auto"; None is returned unchanged."""
+    if text is None or text == "auto":
+        return text
+    if not text.isdecimal() or not int(text):
+        raise click.BadParameter(f"{text!r} is not a number of replicas; pass a whole number of at least 1, or auto")
+    return int(text)
 
 
 def read_links(path: Path) -> Links:

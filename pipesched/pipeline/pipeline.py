@@ -25,6 +25,7 @@ from pipesched.pipeline.gathering import gather_model, merged_state, place_weigh
 from pipesched.pipeline.memory_forecast import MemoryForecast
 from pipesched.pipeline.options import Distributed, Numerics, Search, as_options
 from pipesched.pipeline.replan import Replanner
+from pipesched.pipeline.replica_checks import check_axes
 from pipesched.pipeline.sample_form import MISFITS, CallForm, check_form
 from pipesched.pipeline.saving_interface import SavingInterface
 from pipesched.pipeline.step_history import StepHistory
@@ -172,6 +173,7 @@ class Pipeline(SavingInterface):
             shared |= {"zero": distributed.zero}
             host.agree_on(lambda: facts_of(module, call, shared), "make the same pipeline on every rank")
             distributed.check_zero(num_replicas=len(host.grid.rows), has_optimizers=optimizer is not None)
+            check_axes(plan, len(host.all_devices), len(host.grid.rows), distributed.zero)
             layers = layered(module, call, whole_layers)
             initial = Initial(module, init, run_seed, loss_fn)
             super().__init__(module, loss_fn)

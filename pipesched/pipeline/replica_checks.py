@@ -5,16 +5,17 @@ from collections.abc import Callable, Collection, Sequence
 from torch import Tensor, nn
 
 from pipesched.capture.layered_model import LayeredModel, LayersInARow
-from pipesched.errors import GraphError, InputError, ScheduleError
+from pipesched.errors import DeviceCountError, GraphError, InputError, ScheduleError
 from pipesched.model.state_guard import reachable_parameters
 from pipesched.partitioning.result import StageLayers
+from pipesched.planning.plan import Plan
 from pipesched.planning.program_factory import ProgramFactory
 from pipesched.runtime.stage.batch_norm import BatchNormMode
 from pipesched.runtime.stage.buffer_copies import own_buffers
-from pipesched.units import and_more
+from pipesched.units import and_more, counted
 from pipesched.user_warning import warn
 
-__all__ = ["check_own_weights", "check_replicas", "warn_of_written"]
+__all__ = ["check_axes", "check_own_weights", "check_replicas", "warn_of_written"]
 
 
 def check_replicas(model: nn.Module, programs: ProgramFactory, batch_norm: BatchNormMode) -> None:
@@ -80,6 +81,28 @@ def check_own_weights(
                 f"{home} through a module or a reference; pass the weight to the layer as an argument, keep this layer "
                 f"and the weight's layer in one stage with together=, or pass zero=2"
             )
+
+
+def check_axes(plan: Plan | None, num_ranks: int, num_replicas: int, zero: int) -> None:
+    """Check that a plan made for replicas runs with the replicas that it was made for.
+
+    Raises DeviceCountError for other numbers of ranks, and InputError for another value of ``zero=``.
+    """
+    if not isinstance(plan, Plan) or plan.replication is None:
+        return
+    planned = plan.replication
+    if plan.mesh != {"dp": num_replicas, "pp": num_ranks}:
+        raise DeviceCountError(
+            f"a plan made for replicas needs a mesh with its axes; the plan has {plan.ranks}, but the pipeline has "
+            f"{counted(num_replicas, 'replica')} of {counted(num_ranks, 'rank')}; pass a mesh of the sizes plan.mesh "
+            f"({plan.mesh}), or make a plan with axes={{'pipeline': {num_ranks}, 'replicate': {num_replicas}}}"
+        )
+    if planned.zero != zero:
+        raise InputError(
+            f"a plan made for replicas needs the value of zero= that its memory and time depend on; the plan has "
+            f"zero={planned.zero}, but the pipeline has zero={zero}; pass "
+            f"distributed=Distributed(zero={planned.zero}), or make a plan with zero={zero}"
+        )
 
 
 def warn_of_written(model: nn.Module, written: Collection[str]) -> None:

@@ -13,6 +13,7 @@ from pipesched.checks import as_list, is_count, shown
 from pipesched.errors import DeviceCountError, InputError, PartitionError
 from pipesched.pipeline.auto_plan import as_profile, cores_of, on_devices
 from pipesched.pipeline.plan_trials import Trial
+from pipesched.planning.axes_search import Axes, AxesRequest, Zero, find_axes
 from pipesched.planning.confirmation import Run, confirmed_plan
 from pipesched.planning.pins import Boundaries
 from pipesched.planning.plan import Plan
@@ -65,6 +66,8 @@ def tune(
     split_dims: SplitDims = 0,
     whole_layers: Collection[str] = (),
     offload: Offload = "auto",
+    axes: Axes | None = None,
+    zero: Zero = "auto",
     confirm: int | None = None,
     progress: bool = False,
 ) -> Plan:
@@ -117,6 +120,12 @@ def tune(
         whole_layers: modules to treat as one layer each, as for Pipeline. Default: none.
         offload: whether activations may be moved to the host to keep within a memory limit: "auto", True or False.
             Default: "auto", which is True if the profile holds a ``host_bytes_per_s`` and the devices are not CPUs.
+        axes: how to divide num_ranks into pipelines and replicas: "auto" tries every division, and a mapping such as
+            ``{"pipeline": 8, "replicate": 4}`` gives one. batch_size is then the batch of all replicas,
+            num_microbatches counts the micro-batches of one replica, all ranks are used, and the plan is chosen by
+            simulation alone. ``Plan.mesh`` and ``Plan.replication`` hold the result. Default: None, one pipeline.
+        zero: with axes, what replicas divide, as for Distributed: 0, 1 or 2. Default: "auto", 0 or 2, whichever is
+            faster within the memory limit.
         confirm: how many of the plans with the shortest predicted steps to run. Default: 3 for a model with devices or
             a mesh, else 0. With num_ranks, the plans run on that many GPUs if the machine has them, else on the CPU.
         progress: show a progress bar of the search, if tqdm is installed. Default: False.
@@ -143,8 +152,9 @@ def tune(
         raise DeviceCountError(f"a plan needs at least one device; devices is empty; {_DEVICES}")
     if isinstance(model, Profile | str | PathLike):
         model, profile = None, as_profile(model)
-    if mesh is not None:
+    if mesh is not None or axes is not None:
         ranks_are = "processes"
+    _check_axes(axes, zero, num_ranks, confirm)
     count = _to_confirm(confirm, model, num_ranks is None, here=mesh is not None or ranks_are == "threads")
     if count and isinstance(num_ranks, int):
         devices = _devices_for(num_ranks)
@@ -157,18 +167,33 @@ def tune(
         known = _profile(model, sample, profile, places[0], loss_fn, target, split_dims, whole_layers)
         if (devices or mesh is not None) and memory_limit_bytes is not None:
             known = on_devices(known, list(map(torch.device, places)), offload)
+        request = PlanRequest(
+            schedule=schedule,
+            num_stages=num_stages,
+            num_microbatches=num_microbatches,
+            boundaries=boundaries,
+            checkpoint=checkpoint,
+            together=together,
+        )
+        if axes is not None:
+            axes_request = AxesRequest(
+                profile=known,
+                num_ranks=num_ranks,
+                batch_size=batch_size,
+                request=request,
+                axes=axes,
+                zero=zero,
+                memory_limit_bytes=memory_limit_bytes,
+                links=links,
+                options={"ranks_are": ranks_are, "offload": offload},
+            )
+            with _bar(progress) as told:
+                return find_axes(axes_request, told)
         search = SearchRequest.of(
             known,
             num_ranks,
             batch_size,
-            PlanRequest(
-                schedule=schedule,
-                num_stages=num_stages,
-                num_microbatches=num_microbatches,
-                boundaries=boundaries,
-                checkpoint=checkpoint,
-                together=together,
-            ),
+            request,
             memory_limit_bytes=memory_limit_bytes,
             links=links,
             all_ranks=all_ranks,
@@ -202,6 +227,21 @@ def _together(host: MeshRanks, decide: Callable[[Run], Plan], run: Run) -> Plan:
     while isinstance(asked := host.agreed(lambda: decide(ask)), list):
         run(asked, lambda _: None)
     return asked
+
+
+def _check_axes(axes: Any, zero: Any, num_ranks: int | None, confirm: int | None) -> None:
+    """Raise InputError if the axes cannot be chosen as requested."""
+    if axes is None and zero != "auto":
+        raise InputError(
+            f"zero= divides optimizer states over replicas; got zero={zero!r} without axes=; pass axes='auto', or "
+            f"leave zero= out"
+        )
+    if axes is not None and (num_ranks is None or confirm):
+        got = "devices= or mesh=" if num_ranks is None else f"confirm={confirm}"
+        raise InputError(
+            f"axes= are chosen by simulation alone, for num_ranks= ranks; got {got}; pass num_ranks=, and leave {got} "
+            f"out"
+        )
 
 
 def _to_confirm(confirm: Any, model: Any, known: bool, *, here: bool) -> int:

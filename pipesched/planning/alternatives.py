@@ -34,6 +34,10 @@ class Alternative:
     measured_s: float | None = None
     #: Step time in seconds, as predicted before the costs were corrected from measured steps.
     first_s: float | None = None
+    #: The number of replicas, each with ``num_ranks`` ranks. None: replicas were not considered.
+    num_replicas: int | None = None
+    #: The value of ``zero=``. None: replicas were not considered.
+    zero: int | None = None
     #: Why the plan was not chosen; "" for the chosen plan.
     note: str = ""
 
@@ -71,4 +75,4 @@ def fastest(alternatives: Iterable[Alternative], label: str) -> Alternative | No
     return min(labelled, key=lambda alternative: alternative.step_s, default=None)
 
 
-_NUMBERS = ("step_s", "bubble_ratio", "peak_bytes", "limit_bytes", "measured_s", "first_s")
+_NUMBERS = ("step_s", "bubble_ratio", "peak_bytes", "limit_bytes", "measured_s", "first_s", "num_replicas", "zero")

@@ -13,6 +13,7 @@ from pipesched.program.lowering import add_norms, add_offloading, add_updates
 from pipesched.program.program import Program
 from pipesched.simulation.costs import Costs
 from pipesched.simulation.memory import rank_memory
+from pipesched.simulation.replication import Replication, add_replication
 from pipesched.simulation.simulator import simulate, step_time
 from pipesched.simulation.trace import Trace
 from pipesched.units import quote_bytes, quote_speed
@@ -36,11 +37,19 @@ class EvaluatedCandidate:
     posted: int = 0
     #: Whether the updates of a step wait for the norm of all gradients.
     norms: bool = False
+    #: The replicas that run the candidate. None: not considered.
+    replication: Replication | None = None
 
     @cached_property
     def runs(self) -> Program:
-        """The program that runs, with recomputes, copies to and from the host, and updates if they wait for norms."""
+        """The program that runs.
+
+        It contains recomputes, copies to and from the host, the sums of gradients over replicas, and the updates if
+        they wait for norms or replicas are considered.
+        """
         program = self.candidate.runs
+        if self.replication is not None:
+            program = add_replication(program, self.costs)
         if self.norms:
             program = add_norms(add_updates(program))
         return add_offloading(program, offloading(self.candidate.checkpoint, self.stages))
@@ -72,13 +81,21 @@ class EvaluatedCandidate:
     def order(self) -> tuple[Any, ...]:
         """Sort key that puts simpler plans first and, of equally simple plans, those that need less memory."""
         chunks, *others = self.candidate.order
-        return (chunks, _weight(self.candidate.checkpoint), max(self.peak_bytes), *others)
+        zero = self.replication.zero if self.replication else 0
+        return (chunks, zero, _weight(self.candidate.checkpoint), max(self.peak_bytes), *others)
+
+    @property
+    def label(self) -> str:
+        """The name of the candidate in tables: its axes if replicas are considered, else its schedule and chunks."""
+        if self.replication is None:
+            return label_of(self.candidate)
+        return self.replication.describe(self.candidate.num_ranks)
 
     def alternative(self, label: str = "", note: str = "") -> Alternative:
         """Convert the candidate to plain numbers."""
         largest = max(range(len(self.peak_bytes)), key=self.peak_bytes.__getitem__)
         return Alternative(
-            label=label or label_of(self.candidate),
+            label=label or self.label,
             schedule=self.candidate.schedule.name,
             num_ranks=self.candidate.num_ranks,
             chunks_per_rank=self.candidate.schedule.chunks_per_rank,
@@ -88,6 +105,8 @@ class EvaluatedCandidate:
             bubble_ratio=float(self.trace.bubble_ratio),
             peak_bytes=self.peak_bytes[largest],
             limit_bytes=self.limit_bytes[largest] if self.limit_bytes else None,
+            num_replicas=None if self.replication is None else self.replication.num_replicas,
+            zero=None if self.replication is None else self.replication.zero,
             note=note,
         )
 

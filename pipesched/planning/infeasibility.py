@@ -67,7 +67,7 @@ def infeasible(search: SearchRequest, least: int, fitting: "FittingPlans") -> Me
     if search.checkpoint == "never" and fitting.any(replace(search, checkpoint=None)):
         text += "; this limit is enough with checkpoint='always'"
     text += _on_the_host(search, fitting)
-    more = _ranks(search, fitting) if alone <= limit else None
+    more = _ranks(search, fitting) if alone <= limit and search.replica_costs is None else None
     text += f"; raise the limit, use {more} ranks" if more else "; raise the limit"
     return MemoryLimitError(f"{text}, or use smaller micro-batches")
 

@@ -113,6 +113,8 @@ class LeanCandidates:
         """Return the bytes that the layers hold throughout a step, and the bytes of their gradients."""
         profile = self._search.profile
         whole = profile.costs([list(self._search.pins.layers)], min(profile.graphs))
+        if self._search.replica_costs is not None:
+            whole = self._search.replica_costs.added(whole, [0], [[]])
         return whole.weight_bytes[0] + whole.buffer_bytes[0] + whole.optimizer_bytes[0], whole.gradient_bytes[0]
 
     @property

@@ -10,7 +10,7 @@ from typing import Any
 from pipesched import schedules
 from pipesched.checks import as_path, check_known, check_type, is_count, shown
 from pipesched.errors import ScheduleError
-from pipesched.json_files import load_json, read_fields
+from pipesched.json_files import load_json, maybe, read_fields
 from pipesched.partitioning.result import Partition, StageLayers, span, with_class_name
 from pipesched.planning.alternatives import Alternative, taken
 from pipesched.program.checkpoint_options import Checkpoint, as_checkpoint, checkpoint_in_words, offloading
@@ -19,8 +19,10 @@ from pipesched.program.lowering import add_offloading, add_recompute
 from pipesched.program.order import Schedule
 from pipesched.program.program import Program
 from pipesched.program.validation import validate
+from pipesched.simulation.communication import AxisCommunication, communication
 from pipesched.simulation.costs import Costs
 from pipesched.simulation.memory import RankMemory, rank_memory
+from pipesched.simulation.replication import Replication, add_replication
 from pipesched.simulation.simulator import simulate
 from pipesched.simulation.trace import Trace
 from pipesched.units import counted, quote_bytes, quote_time
@@ -71,6 +73,8 @@ class Plan:
         partition: the times and sizes of the stages, and the reason for the boundaries. None: not measured.
         ties: the parameters that several layer calls use.
         alternatives: the plans that the search compared, this one first. Empty if there was no search.
+        replication: the replicas that run the program, each on its own rows, and what they divide (``zero``). The costs
+            are those of one replica. None: the plan does not depend on replicas.
 
     """
 
@@ -83,6 +87,7 @@ class Plan:
     partition: Partition | None = None
     ties: tuple[Tie, ...] = ()
     alternatives: tuple[Alternative, ...] = ()
+    replication: Replication | None = None
     #: The class names of layers whose names are numbers, keyed by layer. For reports; not saved, not in ``explain``.
     layer_classes: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
 
@@ -115,8 +120,9 @@ class Plan:
 
     @property
     def treated(self) -> Program:
-        """The program with the recomputes and host copies that ``checkpoint`` adds."""
-        return add_offloading(add_recompute(self.program, self.checkpoint), offloading(self.checkpoint, self.stages))
+        """The program with the recomputes and host copies that ``checkpoint`` adds, and with the sums of replicas."""
+        program = add_offloading(add_recompute(self.program, self.checkpoint), offloading(self.checkpoint, self.stages))
+        return program if self.replication is None or self.costs is None else add_replication(program, self.costs)
 
     def predicted(self) -> Trace | None:
         """Return the simulated step; None without costs."""
@@ -125,6 +131,18 @@ class Plan:
     def memory(self) -> tuple[RankMemory, ...]:
         """Return the peak memory of each rank, broken down by purpose; () without costs."""
         return rank_memory(self.treated, self.costs) if self.costs else ()
+
+    @property
+    def mesh(self) -> dict[str, int] | None:
+        """The dimensions of the mesh that runs the plan, such as ``{"dp": 8, "pp": 4}``; None without replicas.
+
+        ``init_device_mesh("cuda", tuple(plan.mesh.values()), mesh_dim_names=tuple(plan.mesh))`` makes the mesh.
+        """
+        return None if self.replication is None else self.replication.mesh(self.program.num_ranks)
+
+    def communication(self) -> tuple[AxisCommunication, ...]:
+        """Return the predicted communication of each axis: pipeline, replicas and zero; () without costs."""
+        return communication(self.treated, self.costs, self.replication) if self.costs else ()
 
     def explain(self) -> str:
         """Describe the plan as text: stages, costs, bottleneck, optimality of the split, ties and predicted step."""
@@ -139,6 +157,7 @@ class Plan:
         lines += map(str, self.ties)
         if predicted is not None:
             lines.append(f"predicted: {quote_time(predicted.makespan_s)} per step, bubble {predicted.bubble_ratio:.1%}")
+            lines += map(str, self.communication())
         return "\n".join(lines)
 
     def first_to_last(self, part: int) -> str:
@@ -146,8 +165,17 @@ class Plan:
         return span([with_class_name(name, self.layer_classes) for name in self.stages[part]])
 
     @property
+    def ranks(self) -> str:
+        """The numbers of ranks and replicas as text."""
+        ranks = counted(self.program.num_ranks, "rank")
+        if self.replication is None:
+            return ranks
+        axes = self.replication.describe(self.program.num_ranks)
+        return f"{counted(self.replication.num_replicas, 'replica')} of {ranks} ({axes})"
+
+    @property
     def _shape(self) -> str:
-        return f"{counted(self.program.num_ranks, 'rank')}, {counted(self.program.num_microbatches, 'micro-batch')}"
+        return f"{self.ranks}, {counted(self.program.num_microbatches, 'micro-batch')}"
 
     def _repr_html_(self) -> str | None:
         """Return the predicted timeline, for notebooks; None without costs."""
@@ -178,7 +206,7 @@ class Plan:
             "partition": self.partition.to_dict() if self.partition else None,
             "costs": self.costs.to_dict() if self.costs else None,
             "program": self._program(),
-        }
+        } | ({} if self.replication is None else {"replication": self.replication.to_dict()})
 
     def _program(self) -> dict[str, Any] | list[str]:
         """Return the program as text lines, or its digest if one of pipesched's schedules can quickly recreate it."""
@@ -221,6 +249,7 @@ class Plan:
                 costs=costs,
                 options=dict(options),
                 partition=partition,
+                replication=maybe(Replication.from_dict)(values.get("replication")),
             )
         except (LookupError, TypeError, AttributeError, ZeroDivisionError) as error:
             raise ScheduleError(
@@ -283,7 +312,17 @@ def _as_name(layer: Any) -> str:
 
 
 _KEYS = ("schedule", "stages", "checkpoint", "program")
-_MORE = ("options", "num_ranks", "num_microbatches", "predicted", "ties", "alternatives", "partition", "costs")
+_MORE = (
+    "options",
+    "num_ranks",
+    "num_microbatches",
+    "predicted",
+    "ties",
+    "alternatives",
+    "partition",
+    "costs",
+    "replication",
+)
 
 
 def _schedule(name: str, options: Mapping[str, Any], chunks: int) -> Schedule:

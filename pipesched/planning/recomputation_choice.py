@@ -131,14 +131,26 @@ class RecomputationChooser:
             keep=checkpoint_by_layer(candidate.checkpoint),
             ranks_are=search.ranks_are,
         )
+        if search.links:
+            costs = replace(costs, links=search.links)
+        replicas = search.replica_costs
+        if replicas is not None:
+            costs = replicas.added(costs, candidate.placement, self._buckets(candidate, stages))
         return EvaluatedCandidate(
             candidate=candidate,
             stages=stages,
-            costs=replace(costs, links=search.links) if search.links else costs,
+            costs=costs,
             limit_bytes=search.memory_limit_bytes,
             posted=search.posted,
             norms=search.norms,
+            replication=None if replicas is None else replicas.replication,
         )
+
+    def _buckets(self, candidate: Candidate, stages: StageLayers) -> list[list[int]]:
+        """Return the bytes of the gradients of each stage's layers, the last layer first, without frozen layers."""
+        nodes = self.graph(candidate.num_microbatches).nodes
+        sizes = {name: node.get("gradient_bytes", node["parameter_bytes"]) for name, node in nodes.items()}
+        return [[sizes[name] for name in reversed(names) if sizes[name]] for names in stages]
 
     def graph(self, num_microbatches: int) -> "nx.DiGraph[str]":
         """Return the graph of the measured layers at the micro-batch size that this number of micro-batches gives."""

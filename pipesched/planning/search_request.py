@@ -18,6 +18,7 @@ from pipesched.simulation.links import Links
 from pipesched.simulation.memory import AHEAD
 from pipesched.simulation.overheads import RanksAre
 from pipesched.simulation.profile import Profile
+from pipesched.simulation.replication import ReplicaCosts
 
 __all__ = ["Offload", "SearchRequest", "check_offload", "limits_of"]
 
@@ -61,6 +62,9 @@ class SearchRequest:
     effort: int = _EFFORT
     #: Whether the updates of a step wait for the norm of all gradients.
     norms: bool = False
+    #: The costs of replicas, each of which runs the plan on ``num_ranks`` ranks with ``batch_size`` rows. None: one
+    #: pipeline, without updates.
+    replica_costs: ReplicaCosts | None = None
 
     def __post_init__(self) -> None:
         check_offload(self.offload)
@@ -79,6 +83,12 @@ class SearchRequest:
         if self.offload != "auto":
             return self.offload
         return self.profile.machine.host_bytes_per_s is not None and not self.profile.machine.on_host
+
+    @property
+    def axes(self) -> str:
+        """The axes as text; "" without replicas."""
+        own = self.replica_costs
+        return "" if own is None else own.replication.describe(self.num_ranks)
 
     @property
     def posted(self) -> int:

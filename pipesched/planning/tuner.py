@@ -32,6 +32,7 @@ from pipesched.planning.lean_candidates import LeanCandidates
 from pipesched.planning.plan import Plan, Tie
 from pipesched.planning.recomputation_choice import RecomputationChooser
 from pipesched.planning.search_request import SearchRequest
+from pipesched.program.actions import Kind
 from pipesched.program.placement import Placement
 from pipesched.simulation.bounds import lower_bound
 from pipesched.simulation.costs import Costs
@@ -72,6 +73,8 @@ def find_plan(search: SearchRequest, progress: Callable[[float], None] = lambda 
 
 def too_small(plan: Plan, num_ranks: int) -> str:
     """Return the warning for a plan that uses one device because several devices gain nothing; "" for other plans."""
+    if plan.replication is not None:
+        return ""
     chosen, *others = plan.alternatives
     several = [_expected_s(other) for other in others if other.num_ranks > 1 and other.fits]
     if num_ranks == 1 or chosen.num_ranks > 1 or not several:
@@ -91,6 +94,8 @@ class Tuner:
 
     def __init__(self, search: SearchRequest, progress: Callable[[float], None] = lambda _: None) -> None:
         self._search = search
+        self._rival_s = inf
+        self._in_need = False
         self._effort = Effort(search.effort, progress)
         self._chooser = RecomputationChooser(search, self._effort)
         self._lean = LeanCandidates(search, self._chooser, self._effort)
@@ -106,16 +111,32 @@ class Tuner:
             known: evaluated candidates to start from.
 
         """
-        self._found += known
-        to_refine = _TO_REFINE * self._search.effort
-        rest = self._best_first(until=to_refine)
-        if in_need := not self._found:
-            self._thrifty_first(rest)
-        if not self._found:
+        if not self.explore(known=known):
             self._found.append(self._leanest())
+        return self.refine()
+
+    def explore(self, rival_s: float = inf, known: Sequence[EvaluatedCandidate] = ()) -> bool:
+        """Evaluate the promising candidates. Returns whether there is one.
+
+        Args:
+            rival_s: the step time of the best plan of another search; candidates that cannot be faster are left out.
+            known: evaluated candidates to start from.
+
+        """
+        self._found += known
+        self._rival_s = rival_s
+        rest = self._best_first(until=_TO_REFINE * self._search.effort)
+        self._in_need = not self._found and rival_s == inf
+        if self._in_need:
+            self._thrifty_first(rest)
+        return bool(self._found)
+
+    def refine(self) -> EvaluatedCandidate:
+        """Move the boundaries of the best candidates, and return the simplest of those that are about as fast."""
+        to_refine = _TO_REFINE * self._search.effort
         fastest = self.best()[0].step_s
         for found in [found for found in self.best() if found.step_s <= _NEAR * fastest]:
-            share = (to_refine if in_need else self._effort.left) / 2
+            share = (to_refine if self._in_need else self._effort.left) / 2
             self._found.append(self._refined(found, until=self._effort.left - share))
         return simplest((found, found.step_s) for found in self._found)
 
@@ -210,6 +231,8 @@ class Tuner:
         return max(whole_s / shares, count * heaviest_s)
 
     def _is_beaten(self, bound_s: float, candidate: Candidate) -> bool:
+        if bound_s >= self._rival_s * (1 - WORTH):
+            return True
         if not self._found:
             return False
         best = min(self._found, key=_speed)
@@ -252,6 +275,15 @@ class Tuner:
         """Return all evaluated candidates, the fastest first."""
         return sorted(self._found, key=_speed)
 
+    def bound_s(self) -> float:
+        """Return a lower bound on the step time with the stages of any evaluated candidate, for any schedule."""
+        return min(_bound_s(found, split=True) for found in self._found)
+
+    @property
+    def spent(self) -> float:
+        """The effort that this search has spent."""
+        return self._search.effort - self._effort.left
+
     def plan(self, chosen: EvaluatedCandidate) -> Plan:
         """Return the plan for an evaluated candidate, with its alternatives."""
         candidate = chosen.candidate
@@ -267,6 +299,7 @@ class Tuner:
             ties=self._ties(chosen),
             alternatives=tuple(self._alternatives(chosen)),
             layer_classes=self._chooser.graph(candidate.num_microbatches).graph.get("classes", {}),
+            replication=chosen.replication,
         )
 
     def _ties(self, chosen: EvaluatedCandidate) -> tuple[Tie, ...]:
@@ -284,6 +317,8 @@ class Tuner:
     def _alternatives(self, chosen: EvaluatedCandidate) -> Iterator[Alternative]:
         """Yield the plan itself, the best candidate of each other schedule, and the baselines."""
         yield chosen.alternative()
+        if chosen.replication is not None:  # the other plans have other axes, and come from other searches
+            return
         seen = {label_of(chosen.candidate)}
         for found in self.best():
             label = label_of(found.candidate)
@@ -328,15 +363,25 @@ def _speed(found: EvaluatedCandidate) -> tuple[Any, ...]:
     return found.step_s, found.candidate.order
 
 
-def _bound_s(found: EvaluatedCandidate) -> float:
-    """Return a lower bound on the step time for any order of these stages' actions."""
+def _bound_s(found: EvaluatedCandidate, *, split: bool = False) -> float:
+    """Return a lower bound on the step time for any order of these stages' actions, with ``split`` for I and W too."""
     candidate = found.candidate
-    return lower_bound(
+    bound_s = lower_bound(
         _quickest(found.costs, candidate.placement),
         candidate.num_microbatches,
         placement=candidate.placement,
-        split=candidate.splits,
+        split=split or candidate.splits,
     )
+    return bound_s if found.replication is None else bound_s + _end_s(found.costs)
+
+
+def _end_s(costs: Costs) -> float:
+    """Return a lower bound on the time from the last gradient of all stages to the end of the step.
+
+    The last gradient of a stage completes a bucket, which is then summed; after the sum, the weights are updated.
+    """
+    sums = (times[-1] if times else 0 for times in costs.reduce_s)
+    return min(map(sum, zip(sums, costs.times(Kind.UPDATE), strict=True)))
 
 
 def _quickest(costs: Costs, placement: Placement) -> Costs:

@@ -71,6 +71,7 @@ class Costs:
         unshard_s: time to gather the whole weights of a stage (UNSHARD).
         gathered_bytes: size of the whole weights, held from UNSHARD to RESHARD in addition to ``weight_bytes``, which
             is then the size of this replica's part.
+        gather_s: time to gather the updated weights from all replicas, which each UPDATE ends with (``zero=1`` or 2).
 
     Raises:
         ScheduleError: for tuples of different lengths, and for negative, infinite, NaN or too large numbers.
@@ -113,6 +114,7 @@ class Costs:
     reduce_bytes: tuple[tuple[int, ...], ...] = ()
     unshard_s: tuple[float, ...] = ()
     gathered_bytes: tuple[int, ...] = ()
+    gather_s: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         for name in _COLUMNS:
@@ -200,7 +202,12 @@ class Costs:
         return cls(**spread)
 
     def times(self, kind: Kind) -> tuple[float, ...]:
-        """Return the time in seconds of an action of this kind on each stage; () for transfers and for REDUCE."""
+        """Return the time in seconds of an action of this kind on each stage; () for transfers and for REDUCE.
+
+        An UPDATE includes ``gather_s``.
+        """
+        if kind is Kind.UPDATE and any(self.gather_s):
+            return tuple(map(sum, zip(self.update_s, self.gather_s, strict=True)))
         name = _TIME_OF.get(kind)
         times: tuple[float, ...] = getattr(self, name) if name else ()
         return times
@@ -229,7 +236,8 @@ class Costs:
         """
         check_number(factor, "the factor")
         times: dict[str, Any] = {
-            name: tuple(value * factor for value in getattr(self, name)) for name in (*_TIME_OF.values(), "waiting_s")
+            name: tuple(value * factor for value in getattr(self, name))
+            for name in (*_TIME_OF.values(), "waiting_s", "gather_s")
         }
         times["reduce_s"] = tuple(tuple(value * factor for value in own) for own in self.reduce_s)
         return replace(self, transfer_s=self.transfer_s * factor, **times)
@@ -304,6 +312,6 @@ _SUMS = {  # fields whose default is the sum of other fields
 }
 _SCALARS = ("transfer_s", "overlap")
 _BY_BUCKET = ("reduce_s", "reduce_bytes")
-_OF_GATHERS = ("unshard_s", "gathered_bytes")
+_OF_GATHERS = ("unshard_s", "gathered_bytes", "gather_s")
 _COLUMNS = [field.name for field in fields(Costs) if field.name not in (*_SCALARS, "links", "overheads")]
 _ZERO = [name for name in _COLUMNS if name not in (*_GIVEN, *_SUMS, *_BY_BUCKET)]

@@ -1,7 +1,7 @@
 """Links: latency and bandwidth between ranks, and whether messages share a link."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from typing import Any
@@ -144,12 +144,30 @@ class Links:
             return self._special[sender, receiver]
         if not self.hosts:
             return self.inside
-        if max(sender, receiver) >= len(self.hosts):
+        return self.inside if self._host(sender) == self._host(receiver) else self.between
+
+    def among(self, ranks: Sequence[int]) -> "Links":
+        """Return the links between some of the ranks, which get the numbers 0, 1, ... in the given order.
+
+        Hosts are numbered anew, too. Raises ScheduleError if ``hosts`` lacks a rank.
+        """
+        places = {rank: place for place, rank in enumerate(ranks)}
+        hosts = [self._host(rank) for rank in ranks] if self.hosts else []
+        numbers = {host: number for number, host in enumerate(dict.fromkeys(hosts))}
+        special = tuple(
+            ((places[one], places[other]), link)
+            for (one, other), link in self.special
+            if one in places and other in places
+        )
+        return replace(self, hosts=tuple(map(numbers.__getitem__, hosts)), special=special)
+
+    def _host(self, rank: int) -> int:
+        if rank >= len(self.hosts):
             raise ScheduleError(
-                f"hosts must have an entry for each rank; hosts has length {len(self.hosts)}, so rank "
-                f"{max(sender, receiver)} has no entry; add the missing entries"
+                f"hosts must have an entry for each rank; hosts has length {len(self.hosts)}, so rank {rank} has no "
+                f"entry; add the missing entries"
             )
-        return self.inside if self.hosts[sender] == self.hosts[receiver] else self.between
+        return self.hosts[rank]
 
     def all_reduce_s(self, num_bytes: float, ranks: Sequence[int]) -> float:
         """Return the time of an all-reduce in seconds: a reduce-scatter, then an all-gather, both in a ring.

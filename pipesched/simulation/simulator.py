@@ -16,12 +16,12 @@ from pipesched.program.traversal import Timing, Walked, walk
 from pipesched.program.validation import check_order, deadlock_error
 from pipesched.simulation.bounds import program_bound
 from pipesched.simulation.costs import Costs, check_costs
-from pipesched.simulation.links import Links
+from pipesched.simulation.links import Link, Links
 from pipesched.simulation.overheads import Overheads
 from pipesched.simulation.trace import Spans, Trace
 from pipesched.units import counted
 
-__all__ = ["simulate", "step_time"]
+__all__ = ["message_times", "simulate", "step_time"]
 
 _ROUNDS = 20  # most repetitions of a simulation in which ranks slow each other down
 _SETTLED = 1e-4  # relative change of the makespan at which the iteration ends
@@ -73,6 +73,20 @@ def step_time(program: Program, costs: Costs) -> float:
     if costs.links is not None and costs.links.contended:
         program = lower(program)
     return max(_walked(program, costs).ends, default=0)  # the clock starts at 0
+
+
+def message_times(program: Program, costs: Costs) -> tuple[list[int], list[float]]:
+    """Return the bytes that each rank sends to other ranks, and the seconds that its messages take, one by one."""
+    links = costs.links or Links(costs.overheads.link if costs.overheads else Link())
+    messages = _messages(program, costs)
+    ends = messages.sender, messages.receiver
+    took = links.latencies(*ends) + links.travel(*ends, messages.size) + costs.transfer_s
+    sent: list[int] = [0] * program.num_ranks
+    seconds: list[float] = [0] * program.num_ranks
+    for rank, size, time_s in zip(messages.sender.tolist(), messages.size.tolist(), took.tolist(), strict=True):
+        sent[rank] += size
+        seconds[rank] += time_s
+    return sent, seconds
 
 
 def _walked(program: Program, costs: Costs) -> Walked:

@@ -10,6 +10,7 @@ from pipesched.cli import main as cli
 from pipesched.cli.main import main
 from pipesched.errors import ScheduleError
 from pipesched.simulation.links import Link, Links
+from tests.support.synthetic_profiles import profile
 
 WRONG_ORDER = "microbatches 2\nrank 0: 0F0 0B0 0F1 0B1\nrank 1: 1B0 1F0 1F1 1B1\n"
 DEADLOCK = "microbatches 2\nrank 0: 0F0 0B0 0F1 0B1\nrank 1: 1F1 1B1 1F0 1B0\n"
@@ -405,3 +406,12 @@ def test_show_runs_steps_of_an_asynchronous_schedule_into_each_other():
 
 def test_show_counts_a_slice_as_its_share():
     assert "makespan 13.5 s" in lines("show", "seq1f1b", "--ranks", 2, "--microbatches", 4)[2]
+
+
+def test_tune_divides_ranks_into_replicas(tmp_path):
+    profile([1e-3] * 4, (1, 2)).save(tmp_path / "profile.json")
+    result = run("tune", tmp_path / "profile.json", "--ranks", 4, "--batch", 8, "--replicas", 2, "--zero", 2)
+    assert "2 replicas of 2 ranks (dp 2 x pp 2, zero 2)" in result.stdout
+    assert "the plan uses" not in result.stdout
+    refused = run("tune", tmp_path / "profile.json", "--batch", 8, "--replicas", "many")
+    assert "'many' is not a number of replicas; pass a whole number of at least 1, or auto" in refused.stderr

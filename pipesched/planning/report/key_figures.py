@@ -32,7 +32,8 @@ def key_figures(plan: Plan, predicted: Trace | None, comparison: Comparison | No
 def _against_one_device(plan: Plan, predicted: Trace, comparison: Comparison | None) -> KeyFigure:
     """Return the speed compared with the plan for one device or, without a search, with one rank doing all work."""
     label = "compared to one device"
-    if predicted.num_ranks == 1:
+    count = plan.replication.num_replicas if plan.replication else 1
+    if predicted.num_ranks == count == 1:
         return KeyFigure(label, "the same", "the plan uses one device")
     own = taken(plan.alternatives)
     alone = fastest(plan.alternatives, "one device")
@@ -42,7 +43,7 @@ def _against_one_device(plan: Plan, predicted: Trace, comparison: Comparison | N
     elif own is not None and alone is not None:
         own_s, _, how = step_times(own, alone)
     if alone is None:
-        alone_s = sum(predicted.busy_s)
+        alone_s = sum(predicted.busy_s) * count
         source = "all stages' compute, predicted"
     elif alone.measured_s is not None and how != "the search predicted":
         alone_s, source = alone.measured_s, "one device, measured"

@@ -86,7 +86,7 @@ class Report:
         """The first line of the report: schedule, ranks, stages, micro-batches and checkpointing."""
         program = self.plan.program
         return (
-            f"{self.plan.schedule} on {counted(program.num_ranks, 'rank')}: {counted(program.num_stages, 'stage')}, "
+            f"{self.plan.schedule} on {self.plan.ranks}: {counted(program.num_stages, 'stage')}, "
             f"{counted(program.num_microbatches, 'micro-batch')}, "
             f"checkpoint {checkpoint_in_words(self.plan.checkpoint)}"
         )

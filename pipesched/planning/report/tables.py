@@ -9,6 +9,7 @@ from pipesched.planning.alternatives import Alternative, fastest, taken
 from pipesched.planning.plan import Plan
 from pipesched.program.actions import Kind
 from pipesched.program.checkpoint_options import LayerCheckpoint, checkpoint_by_layer
+from pipesched.simulation.communication import AxisCommunication
 from pipesched.simulation.comparison import Comparison, Pair, quote_off
 from pipesched.simulation.trace import Trace
 from pipesched.units import quote_bytes, quote_count, quote_speed, quote_time, time_unit
@@ -20,7 +21,14 @@ __all__ = ["tables"]
 _NOTABLE = 0.05  # prediction errors above this are marked
 _TREATED: dict[LayerCheckpoint, str] = {"recompute": "recomputed", "offload": "offloaded"}
 _TIMED = (Kind.F, Kind.B, Kind.I, Kind.W, Kind.R, Kind.OFFLOAD, Kind.FETCH)
-_SHAPE = ("ranks", "chunks", "m", "checkpoint")  # columns that are left out if all rows have the same value
+_SHAPE = (
+    "replicas",
+    "zero",
+    "ranks",
+    "chunks",
+    "m",
+    "checkpoint",
+)  # columns that are left out if all rows have the same value
 _WEIGHED = {
     "m": "m: micro-batches.",
     "predicted": "predicted: step time predicted by the search.",
@@ -30,6 +38,10 @@ _WEIGHED = {
 _STAGES = "Times and sizes per micro-batch. {kinds} kept: activations held for the backward. sent: the stage's output."
 _RANKS = "busy: share of the step spent computing. in flight: largest number of (stage, micro-batch) pairs held."
 _MEMORY = "Predicted peak memory of each rank."
+_AXES = (
+    "sent, time: of the rank with the most, per step. exposed: by how much the communication lengthens the step. "
+    "hidden: the rest of its time."
+)
 _MEDIANS = "Median time of each kind of action, predicted → measured. {kinds} step: all actions of the stage in a step."
 
 _Row = dict[str, Cell]
@@ -42,6 +54,7 @@ def tables(plan: Plan, predicted: Trace | None, comparison: Comparison | None) -
     """
     made = (
         _weighed(plan.alternatives),
+        _axes(plan),
         _differences(comparison),
         _stages(plan),
         _ranks(plan, predicted, comparison),
@@ -60,6 +73,7 @@ def _weighed(alternatives: Sequence[Alternative]) -> Table | None:
     rows = [_alternative(other, equal.step_s if equal else None) for other in alternatives]
     alike = {name: rows[0][name].text for name in _SHAPE if len({row[name].text for row in rows}) == 1}
     rows = [{name: cell for name, cell in row.items() if name not in alike} for row in rows]
+    alike = {name: text for name, text in alike.items() if text}
     note = f"All plans have {', '.join(map(' '.join, alike.items()))}. " if alike else ""
     note += " ".join(said for name, said in _WEIGHED.items() if name == "m" or any(name in row for row in rows))
     return Table.of("Compared plans", rows, ("plan", "schedule", "checkpoint", "why not chosen"), note, ("predicted",))
@@ -70,6 +84,8 @@ def _alternative(other: Alternative, equal_s: float | None) -> _Row:
     row = {
         "plan": Cell(other.label, tone=tone),
         "schedule": Cell(other.schedule if other.schedule != other.label else ""),
+        "replicas": _known(other.num_replicas),
+        "zero": _known(other.zero),
         "ranks": _count(other.num_ranks),
         "chunks": _count(other.chunks_per_rank),
         "m": _count(other.num_microbatches),
@@ -86,6 +102,28 @@ def _alternative(other: Alternative, equal_s: float | None) -> _Row:
     if other.peak_bytes is not None and other.limit_bytes is not None:
         row["margin"] = _margin(other.limit_bytes - other.peak_bytes)
     row["why not chosen"] = Cell(other.note)
+    return row
+
+
+# ---- axes -----------------------------------------------------------------------------------------------------------
+
+
+def _axes(plan: Plan) -> Table | None:
+    """Return a table with the communication along each axis; None if the plan does not depend on replicas."""
+    rows = [_axis(own) for own in plan.communication()] if plan.replication is not None else []
+    return Table.of("Communication", rows, ("axis",), _AXES) if rows else None
+
+
+def _axis(own: AxisCommunication) -> _Row:
+    row = {
+        "axis": Cell(own.axis),
+        "ranks": _count(own.size),
+        "sent": _bytes(own.sent_bytes),
+        "time": _time(own.seconds),
+        "exposed": _time(own.exposed_s),
+    }
+    if own.hidden is not None:
+        row["hidden"] = _share(own.hidden)
     return row
 
 
@@ -198,6 +236,10 @@ def _in_words(kinds: Iterable[Kind]) -> str:
 
 def _count(number: int) -> Cell:
     return Cell(str(number), number)
+
+
+def _known(number: int | None) -> Cell:
+    return Cell("") if number is None else _count(number)
 
 
 def _time(seconds: float) -> Cell:

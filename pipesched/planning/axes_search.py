@@ -1,0 +1,207 @@
+"""Axes search: divides ranks into pipelines and replicas, and finds the plan with the shortest simulated step.
+
+Each division of the ranks has a search of its own (`pipesched.planning.tuner`), with the batch of one replica. At first
+each search evaluates only 1F1B. The divisions are then searched in full, in order of a lower bound on the step time of
+the stages that were found. This ends when no bound is below the best step, or when the effort is spent.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from pipesched.checks import is_count, is_whole, shown
+from pipesched.errors import MemoryLimitError, PartitionError
+from pipesched.planning.candidates import microbatch_counts
+from pipesched.planning.evaluated_candidate import WORTH, EvaluatedCandidate, simplest
+from pipesched.planning.plan import Plan
+from pipesched.planning.plan_request import PlanRequest
+from pipesched.planning.search_request import SearchRequest
+from pipesched.planning.tuner import Tuner, find_plan
+from pipesched.simulation.links import Links
+from pipesched.simulation.profile import Profile
+from pipesched.simulation.replication import ZERO_LEVELS, ReplicaCosts, Replication
+from pipesched.units import counted
+
+__all__ = ["Axes", "AxesRequest", "Zero", "find_axes"]
+
+#: The numbers of ranks of a pipeline and of its replicas, as {"pipeline": 8, "replicate": 8}, or "auto".
+Axes = Literal["auto"] | Mapping[str, int]
+
+#: What replicas divide: 0, 1, 2, or "auto".
+Zero = Literal["auto"] | int
+
+_TRIED_LEVELS = (0, 2)  # zero=1 holds as much as zero=2 at the peak of a step, and sends more
+_EFFORT = 6_000_000  # actions to simulate in all full searches together
+_EFFORT_EACH = 1_500_000  # actions to simulate in the full search of one division
+_SHOWN = 12  # number of alternatives to list
+
+
+@dataclass(frozen=True, kw_only=True)
+class AxesRequest:
+    """A request for a plan with replicas: the ranks of all replicas, their batch, and the user's choices."""
+
+    profile: Profile
+    #: The number of ranks of all replicas.
+    num_ranks: int
+    #: The number of rows of a batch of all replicas.
+    batch_size: int
+    #: The user's choices for a pipeline. Its number of micro-batches is that of one replica.
+    request: PlanRequest
+    axes: Axes = "auto"
+    zero: Zero = "auto"
+    #: The memory limit of every rank. None: no limit.
+    memory_limit_bytes: int | Sequence[int] | None = None
+    #: The links between all ranks. None: the links of the profile's machine.
+    links: Links | None = None
+    #: Other arguments of `SearchRequest.of`.
+    options: Mapping[str, Any]
+
+    def __post_init__(self) -> None:
+        limit = self.memory_limit_bytes
+        if limit is not None and not isinstance(limit, int | float):
+            raise PartitionError(
+                f"with axes=, all ranks have the same memory limit, because the search chooses their places; got "
+                f"memory_limit_bytes={shown(limit)}; pass one number"
+            )
+        if self.zero != "auto" and (not is_whole(self.zero) or self.zero not in ZERO_LEVELS):
+            raise PartitionError(f"zero= must be 'auto', 0, 1 or 2; got {shown(self.zero)}; choose one of them")
+        if isinstance(self.axes, str) and self.axes == "auto":
+            return
+        rule = "axes= must be 'auto', or a mapping with the numbers of 'pipeline' ranks and of replicas ('replicate')"
+        remedy = "pass for example axes={'pipeline': 4, 'replicate': 2}"
+        if not isinstance(self.axes, Mapping) or {*self.axes} != {"pipeline", "replicate"}:
+            raise PartitionError(f"{rule}; got {shown(self.axes)}; {remedy}")
+        if not all(map(is_count, self.axes.values())):
+            raise PartitionError(f"{rule}; got {shown(self.axes)}; pass whole numbers, at least 1")
+        if self.axes["pipeline"] * self.axes["replicate"] != self.num_ranks:
+            raise PartitionError(
+                f"the numbers in axes= must multiply to the number of ranks; got {shown(self.axes)} for "
+                f"{counted(self.num_ranks, 'rank')}; correct one of them"
+            )
+        if self.batch_size % self.axes["replicate"]:
+            raise PartitionError(
+                f"the number of replicas must divide the batch; {self.batch_size} rows cannot be divided evenly among "
+                f"{self.axes['replicate']} replicas; correct batch_size= or axes="
+            )
+
+    def searches(self) -> Iterator[SearchRequest]:
+        """Yield the search for each division that the request allows, the one that needs the least memory last."""
+        for num_ranks, replication in self._divisions():
+            own = ReplicaCosts(replication, num_ranks, self.links or self.profile.machine.links)
+            batch_size = self.batch_size // replication.num_replicas
+            count = self.request.num_microbatches
+            counts = microbatch_counts(batch_size, num_ranks, self.profile.graphs) if count is None else [count]
+            if not counts or counts[0] > batch_size:
+                continue
+            yield SearchRequest.of(
+                self.profile,
+                num_ranks,
+                batch_size,
+                self.request,
+                counts=counts,
+                memory_limit_bytes=self.memory_limit_bytes,
+                links=own.pipeline_links(),
+                all_ranks=True,
+                replica_costs=own,
+                effort=_EFFORT_EACH,
+                **self.options,
+            )
+
+    def _divisions(self) -> Iterator[tuple[int, Replication]]:
+        """Yield the ranks of a pipeline and the replication of each division of the ranks."""
+        given = None if isinstance(self.axes, str) else self.axes["replicate"]
+        levels = _TRIED_LEVELS if self.zero == "auto" else (int(self.zero),)
+        for count in range(self.num_ranks, 0, -1):
+            num_ranks = self.num_ranks // count
+            if given not in (None, count) or self.num_ranks % count or self.batch_size % count:
+                continue
+            if num_ranks > len(self.profile.layers):
+                continue
+            for zero in levels if count > 1 else (0,):
+                made = Replication(num_replicas=count, zero=zero)
+                yield num_ranks, made
+                if self._order_matters and count > 1 and num_ranks > 1:
+                    yield num_ranks, replace(made, consecutive="replicas")
+
+    @property
+    def _order_matters(self) -> bool:
+        """Whether links differ, so that it matters which ranks have consecutive numbers."""
+        links = self.links or self.profile.machine.links
+        return links is not None and (1 < len({*links.hosts}) < len(links.hosts) or bool(links.special))
+
+
+def find_axes(request: AxesRequest, progress: Callable[[float], None] = lambda _: None) -> Plan:
+    """Find the best division of the ranks into pipelines and replicas, and the best plan for it.
+
+    Args:
+        request: the request.
+        progress: called with the completed fraction of the search.
+
+    Raises:
+        PartitionError: if the layers cannot be partitioned as requested.
+        MemoryLimitError: if no candidate fits into memory.
+
+    """
+    searches = list(request.searches())
+    if not searches:
+        raise _no_division(request)
+    tuners = []
+    for number, search in enumerate(searches):
+        tuner = Tuner(replace(search, effort=1))  # evaluates only 1F1B
+        if tuner.explore():
+            tuners.append((tuner.bound_s(), number, tuner))
+        progress(0.5 * (number + 1) / len(searches))
+    if not tuners:
+        return _infeasible(request, searches)
+    found = [(tuner, tuner.best()[0]) for _, _, tuner in tuners]
+    best_s = min(own.step_s for _, own in found)
+    left: float = _EFFORT
+    for bound_s, number, quick in sorted(tuners, key=lambda each: each[:2]):
+        if bound_s >= best_s * (1 - WORTH) or left <= 0:
+            continue
+        tuner = Tuner(searches[number])
+        tuner.explore(best_s, quick.best())
+        found.append((tuner, tuner.refine()))
+        best_s = min(best_s, found[-1][1].step_s)
+        left -= tuner.spent
+        progress(1 - 0.5 * max(0, left) / _EFFORT)
+    found = _best_of_axes(found)
+    chosen = simplest((own, own.step_s) for _, own in found)
+    tuner = next(tuner for tuner, own in found if own is chosen)
+    plan = tuner.plan(chosen)
+    others = sorted((own for _, own in found if own is not chosen), key=lambda own: own.step_s)[: _SHOWN - 1]
+    progress(1)
+    return replace(plan, alternatives=(*plan.alternatives, *(own.against(chosen, own.label) for own in others)))
+
+
+def _best_of_axes(found: Sequence[tuple[Tuner, EvaluatedCandidate]]) -> list[tuple[Tuner, EvaluatedCandidate]]:
+    """Return the fastest candidate of each division, with its search."""
+    ordered = sorted(found, key=lambda pair: pair[1].step_s)
+    best: dict[str, tuple[Tuner, EvaluatedCandidate]] = {}
+    for tuner, own in ordered:
+        best.setdefault(own.label, (tuner, own))
+    return list(best.values())
+
+
+def _no_division(request: AxesRequest) -> PartitionError:
+    count = request.request.num_microbatches
+    asked = "" if count is None else f" with {counted(count, 'micro-batch')} in each replica"
+    return PartitionError(
+        f"replicas must divide the batch, and each pipeline needs a layer for each rank and micro-batches of a "
+        f"measured size; no division of {counted(request.num_ranks, 'rank')} meets this for "
+        f"{counted(request.batch_size, 'row')}{asked}, {counted(len(request.profile.layers), 'layer')} and measured "
+        f"sizes {', '.join(map(str, sorted(request.profile.graphs)))}; pass a different batch_size, num_ranks or "
+        f"num_microbatches, or measure more sizes"
+    )
+
+
+def _infeasible(request: AxesRequest, searches: Sequence[SearchRequest]) -> Plan:
+    """Search once more with the deepest pipeline, with an error that states the memory which it needs."""
+    deepest = searches[-1]
+    try:
+        return find_plan(deepest)
+    except MemoryLimitError as error:
+        raise MemoryLimitError(
+            f"no division of {counted(request.num_ranks, 'rank')} into pipelines and replicas fits; for the one with "
+            f"the deepest pipeline ({deepest.axes}): {error}"
+        ) from None

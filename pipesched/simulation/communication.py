@@ -1,0 +1,98 @@
+"""Communication: the time and the bytes of a step's communication along each axis, and how much of it is hidden."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from pipesched.program.program import Program
+from pipesched.simulation.costs import Costs
+from pipesched.simulation.links import Links
+from pipesched.simulation.replication import Replication
+from pipesched.simulation.simulator import message_times, step_time
+from pipesched.units import counted, quote_bytes, quote_time
+
+__all__ = ["AxisCommunication", "communication"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AxisCommunication:
+    """The predicted communication of a step along one axis.
+
+    Attributes:
+        axis: "pipeline" for outputs and their gradients, "replicas" for the sums of gradients, or "zero" for gathering
+            the updated weights.
+        size: the number of ranks along the axis.
+        sent_bytes: the bytes that a rank sends in a step; the most of any rank.
+        seconds: the time of a rank's communication in a step; the longest of any rank.
+        exposed_s: by how much the communication lengthens the step: its time minus the time of the step if this
+            communication took no time.
+
+    """
+
+    axis: str
+    size: int
+    sent_bytes: int
+    seconds: float
+    exposed_s: float
+
+    @property
+    def hidden(self) -> float | None:
+        """The fraction of ``seconds`` that does not lengthen the step. None: there is no communication."""
+        return max(0.0, 1 - float(self.exposed_s) / float(self.seconds)) if self.seconds else None
+
+    def __str__(self) -> str:
+        text = f"{self.axis}: {counted(self.size, 'rank')}, {quote_bytes(self.sent_bytes)} sent by a rank per step"
+        if self.hidden is None:
+            return text
+        exposed = quote_time(self.exposed_s)
+        return f"{text} in {quote_time(self.seconds)}, {self.hidden:.1%} of it hidden ({exposed} exposed)"
+
+
+def communication(program: Program, costs: Costs, replication: Replication | None) -> tuple[AxisCommunication, ...]:
+    """Return the communication along each axis with at least two ranks.
+
+    Args:
+        program: the program of one replica as it runs, with its REDUCEs and UPDATEs.
+        costs: the costs of its stages.
+        replication: the replicas. None: there is one pipeline.
+
+    """
+    return tuple(_axes(program, costs, replication))
+
+
+def _axes(program: Program, costs: Costs, replication: Replication | None) -> Iterator[AxisCommunication]:
+    step_s = step_time(program, costs)
+
+    def exposed_s(without: Costs) -> float:
+        return max(0, step_s - step_time(program, without))
+
+    ranks = range(program.num_ranks)
+    if program.num_ranks > 1:
+        sent, took = message_times(program, costs)
+        free = replace(costs, links=Links(), transfer_s=0)
+        yield AxisCommunication(
+            axis="pipeline", size=len(ranks), sent_bytes=max(sent), seconds=max(took), exposed_s=exposed_s(free)
+        )
+    if replication is None or replication.num_replicas == 1:
+        return
+    own = [[stage for stage, place in enumerate(program.placement) if place == rank] for rank in ranks]
+    reduced = [sum(map(sum, map(costs.reduce_bytes.__getitem__, stages))) for stages in own]
+    to_sum, to_gather = zip(*map(replication.sent_bytes, reduced), strict=True)
+    sum_s = [sum(sum(costs.reduce_s[stage]) for stage in stages) for stages in own]
+    count = replication.num_replicas
+    instant = tuple((0,) * len(times) for times in costs.reduce_s)
+    yield AxisCommunication(
+        axis="replicas",
+        size=count,
+        sent_bytes=max(to_sum),
+        seconds=max(sum_s),
+        exposed_s=exposed_s(replace(costs, reduce_s=instant)),
+    )
+    if replication.zero:
+        gather_s = [sum(costs.gather_s[stage] for stage in stages) for stages in own]
+        yield AxisCommunication(
+            axis="zero",
+            size=count,
+            sent_bytes=max(to_gather),
+            seconds=max(gather_s),
+            exposed_s=exposed_s(replace(costs, gather_s=())),
+        )

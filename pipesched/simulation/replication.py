@@ -1,0 +1,186 @@
+"""Replication: the costs of a pipeline that several replicas train, each on its own rows.
+
+The gradients of each layer form a bucket, which a REDUCE sums over the replicas in a ring. With ``zero=``, the replicas
+divide the optimizer's work and states among them, and gather the updated weights after each update.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cache
+from typing import Any, Literal, NamedTuple
+
+from pipesched.checks import is_count, shown
+from pipesched.errors import ScheduleError
+from pipesched.json_files import read_fields
+from pipesched.program.lowering import add_reductions, add_updates
+from pipesched.program.program import Program
+from pipesched.simulation.costs import Costs
+from pipesched.simulation.links import Link, Links
+
+__all__ = ["ZERO_LEVELS", "Buckets", "HeldBytes", "ReplicaCosts", "Replication", "add_replication", "held_bytes"]
+
+#: The values of ``zero=``.
+ZERO_LEVELS = (0, 1, 2)
+
+#: The bytes of each bucket of gradients, for each stage.
+Buckets = Sequence[Sequence[int]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Replication:
+    """How replicas of a pipeline are arranged, and what they divide among them.
+
+    Attributes:
+        num_replicas: the number of replicas.
+        zero: what the replicas divide: 0 nothing, 1 the optimizer's states, 2 also the summed gradients. Default: 0.
+        consecutive: the ranks with consecutive numbers: the "stages" of one pipeline, or the "replicas" of one stage.
+            Hosts contain ranks with consecutive numbers. Default: "stages".
+
+    Raises:
+        ScheduleError: for other values.
+
+    """
+
+    num_replicas: int = 1
+    zero: int = 0
+    consecutive: Literal["stages", "replicas"] = "stages"
+
+    def __post_init__(self) -> None:
+        if not is_count(self.num_replicas):
+            raise ScheduleError(
+                f"num_replicas must be a whole number, at least 1; got {shown(self.num_replicas)}; pass 1 or more"
+            )
+        if not is_count(self.zero, 0) or self.zero not in ZERO_LEVELS:
+            raise ScheduleError(f"zero must be 0, 1 or 2; got {shown(self.zero)}; pass one of them")
+        if self.consecutive not in ("stages", "replicas"):
+            raise ScheduleError(
+                f"consecutive must be 'stages' or 'replicas'; got {shown(self.consecutive)}; pass one of them"
+            )
+
+    def mesh(self, num_ranks: int) -> dict[str, int]:
+        """Return the sizes of the mesh's dimensions, in the order of ``init_device_mesh``.
+
+        ``num_ranks``: the number of ranks of one pipeline.
+        """
+        sizes = {"dp": self.num_replicas, "pp": num_ranks}
+        return sizes if self.consecutive == "stages" else dict(reversed(sizes.items()))
+
+    def rows(self, num_ranks: int) -> list[range]:
+        """Return the ranks of each replica, in pipeline order. ``num_ranks``: the ranks of one pipeline."""
+        count = self.num_replicas
+        if self.consecutive == "stages":
+            return [range(replica * num_ranks, (replica + 1) * num_ranks) for replica in range(count)]
+        return [range(replica, num_ranks * count, count) for replica in range(count)]
+
+    def sent_bytes(self, size: int) -> tuple[int, int]:
+        """Return the bytes that a rank sends in a step to sum gradients of ``size`` bytes, and to gather the weights.
+
+        A ring sends (n-1)/n of the bytes to sum into shards, and (n-1)/n more to gather a whole tensor.
+        """
+        part = size * (self.num_replicas - 1) // self.num_replicas
+        return (part if self.zero == 2 else 2 * part), (part if self.zero else 0)
+
+    def describe(self, num_ranks: int) -> str:
+        """Return the axes as text, such as ``dp 8 x pp 4, zero 2``, in the order of the mesh's dimensions."""
+        sizes = " x ".join(f"{name} {size}" for name, size in self.mesh(num_ranks).items())
+        return f"{sizes}, zero {self.zero}" if self.zero else sizes
+
+    def to_dict(self) -> dict[str, Any]:
+        """Convert to plain values for JSON."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "Replication":
+        """Make a replication from the values of ``to_dict``. Raises ScheduleError for invalid values."""
+        return read_fields(cls, values, "a replication must have")
+
+
+class HeldBytes(NamedTuple):
+    """The bytes of weights, gradients and optimizer states that a rank holds at the peak of a step."""
+
+    weights: int
+    gradients: int
+    states: int
+
+
+def held_bytes(weights: int, gradients: int, states: int, replication: Replication) -> HeldBytes:
+    """Return the bytes that one replica holds of a stage.
+
+    Gradients are summed over the replicas once in a step, so each replica holds all of them until then.
+    """
+    part = replication.num_replicas if replication.zero else 1
+    return HeldBytes(weights, gradients, -(-states // part))
+
+
+def add_replication(program: Program, costs: Costs) -> Program:
+    """Append the updates to a program, and insert a REDUCE for each bucket in ``costs.reduce_s``."""
+    return add_reductions(add_updates(program), [len(times) for times in costs.reduce_s])
+
+
+class ReplicaCosts:
+    """Adds the costs of replicas to the costs of a pipeline's stages.
+
+    Args:
+        replication: the replicas.
+        num_ranks: the number of ranks of one pipeline.
+        links: the links between all ranks of all replicas. Default: None, communication takes no time.
+
+    """
+
+    def __init__(self, replication: Replication, num_ranks: int, links: Links | None = None) -> None:
+        self.replication = replication
+        self._links = links
+        self._rows = replication.rows(num_ranks)
+        self._all_reduce_s = cache(lambda size, rank: self._on_ring("all_reduce_s", size, rank))
+        self._half_s = cache(lambda size, rank: self._on_ring("all_gather_s", size, rank))
+
+    def pipeline_links(self) -> Links | None:
+        """Return the links between the ranks of one pipeline. Where replicas differ, the slowest link counts."""
+        if self._links is None:
+            return None
+        own = list(dict.fromkeys(map(self._links.among, self._rows)))
+        if len(own) == 1:
+            return own[0]
+        ranks = range(len(self._rows[0]))
+        pairs = {(one, other): [links.link(one, other) for links in own] for one in ranks for other in ranks}
+        return Links(special=tuple((pair, _slowest(every)) for pair, every in pairs.items() if pair[0] != pair[1]))
+
+    def added(self, costs: Costs, placement: Sequence[int], buckets: Buckets) -> Costs:
+        """Return the costs of the stages as one of several replicas runs them.
+
+        Args:
+            costs: the costs of the stages without replicas.
+            placement: the rank of each stage.
+            buckets: the bytes of each bucket of gradients, for each stage.
+
+        """
+        own = self.replication
+        part = own.num_replicas if own.zero else 1
+        sizes = [list(stage) if own.num_replicas > 1 else [] for stage in buckets]
+        sum_s = self._half_s if own.zero == 2 else self._all_reduce_s
+        times = [[sum_s(size, rank) for size in stage] for rank, stage in zip(placement, sizes, strict=True)]
+        gathered = [
+            self._half_s(sum(stage), rank) if own.zero else 0 for rank, stage in zip(placement, sizes, strict=True)
+        ]
+        columns = zip(costs.weight_bytes, costs.gradient_bytes, costs.optimizer_bytes, strict=True)
+        return replace(
+            costs,
+            reduce_s=tuple(map(tuple, times)),
+            reduce_bytes=tuple(map(tuple, sizes)),
+            gather_s=tuple(gathered),
+            update_s=tuple(seconds / part for seconds in costs.update_s),
+            optimizer_bytes=tuple(held_bytes(*stage, own).states for stage in columns),
+            update_transient_bytes=tuple(-(-size // part) for size in costs.update_transient_bytes),
+        )
+
+    def _on_ring(self, collective: str, size: int, rank: int) -> float:
+        if self._links is None:
+            return 0.0
+        seconds: float = getattr(self._links, collective)(size, [row[rank] for row in self._rows])
+        return seconds
+
+
+def _slowest(links: Sequence[Link]) -> Link:
+    """Return a link with the largest latency and the smallest bandwidth of these links."""
+    speeds = [link.bytes_per_s for link in links if link.bytes_per_s is not None]
+    return Link(max(link.latency_s for link in links), min(speeds, default=None))

@@ -1,0 +1,137 @@
+"""Tests of the division of ranks into pipelines and replicas."""
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+import pipesched
+from pipesched import Link, Links, Plan
+from pipesched.errors import DeviceCountError, InputError, MemoryLimitError, PartitionError, ScheduleError
+from pipesched.pipeline.replica_checks import check_axes
+from pipesched.planning.report.report import Report
+from tests.support.synthetic_profiles import profile
+
+FAST = Links(inside=Link(1e-6, 1e12))
+LAYERS = profile([1e-3] * 8, (1, 2), parameter_bytes=10**6, activation_bytes=10)
+
+
+def with_states(known, state_bytes):
+    for graph in known.graphs.values():
+        for _, node in graph.nodes(data=True):
+            node["optimizer_bytes"] = state_bytes
+    return known
+
+
+def tuned(known=LAYERS, **options):
+    return pipesched.tune(known, **{"num_ranks": 4, "batch_size": 16, "axes": "auto", "links": FAST} | options)
+
+
+def test_ranks_become_replicas_if_memory_and_links_allow():
+    """Replicas have no bubble."""
+    plan = tuned()
+    assert plan.mesh == {"dp": 4, "pp": 1}
+    assert plan.replication.zero == 0
+    assert "dp 4 x pp 1" in repr(plan)
+
+
+def test_ranks_become_a_pipeline_if_sums_are_slow():
+    plan = tuned(links=Links(inside=Link(1e-6, 1e8)))
+    assert plan.mesh == {"dp": 1, "pp": 4}
+
+
+def test_the_pipeline_is_only_as_deep_as_memory_requires():
+    """A rank holds weights of 8 MB without a pipeline, 4 MB in one of two ranks, and a bucket of 1 MB."""
+    plan = tuned(memory_limit_bytes=6 * 10**6)
+    assert plan.mesh == {"dp": 2, "pp": 2}
+    assert max(own.total_bytes for own in plan.memory()) <= 6 * 10**6
+
+
+def test_zero_divides_states_instead_of_a_deeper_pipeline():
+    """Whole states of 24 MB exceed the limit; a quarter of them fits."""
+    known = with_states(profile([1e-3] * 8, (1, 2), parameter_bytes=10**6, activation_bytes=10), 3 * 10**6)
+    plan = tuned(known, memory_limit_bytes=26 * 10**6)
+    assert plan.mesh == {"dp": 4, "pp": 1}
+    assert plan.replication.zero == 2
+    assert plan.memory()[0].optimizer == 6 * 10**6
+
+
+@pytest.fixture(scope="module")
+def plan():
+    return tuned(axes={"pipeline": 2, "replicate": 2}, zero=2, num_microbatches=4)
+
+
+def test_given_axes_and_zero_are_kept(plan):
+    assert (plan.replication.num_replicas, plan.program.num_ranks, plan.replication.zero) == (2, 2, 2)
+
+
+def test_replicas_go_inside_a_host_if_sums_are_larger_than_messages():
+    links = Links.of_hosts(2, 4, inside=Link(1e-6, 1e12), between=Link(1e-6, 1e8))
+    plan = tuned(axes={"pipeline": 2, "replicate": 2}, links=links, zero=0)
+    assert list(plan.mesh) == ["pp", "dp"]
+
+
+def test_the_batch_is_that_of_all_replicas(plan):
+    """16 rows are 2 replicas x 4 micro-batches x 2 rows, each of which takes 1 ms in each of 8 layers."""
+    assert plan.program.num_microbatches == 4
+    assert sum(plan.costs.forward_s) == pytest.approx(16e-3)
+
+
+def test_the_plan_states_its_axes_in_every_form(plan):
+    axes = [own.axis for own in plan.communication()]
+    assert axes == ["pipeline", "replicas", "zero"]
+    assert "replicas: 2 ranks, 1.91 MiB sent by a rank per step" in plan.explain()
+    report = Report(plan).text()
+    assert "2 replicas of 2 ranks (dp 2 x pp 2, zero 2)" in report
+    assert "Communication" in report
+
+
+def test_a_plan_with_axes_survives_json(plan):
+    saved = json.loads(json.dumps(plan.to_dict()))
+    again = Plan.from_dict(saved)
+    assert again == plan
+    assert again.predicted().makespan_s == plan.predicted().makespan_s
+    assert plan.alternatives[0].step_s == plan.predicted().makespan_s
+    with pytest.raises(ScheduleError, match="zero must be 0, 1 or 2; got 7"):
+        Plan.from_dict({**saved, "replication": {**saved["replication"], "zero": 7}})
+
+
+def test_a_plan_without_axes_is_saved_as_before():
+    plan = pipesched.tune(LAYERS, num_ranks=2, batch_size=16)
+    assert plan.mesh is None
+    assert "replication" not in plan.to_dict()
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"axes": "all"}, PartitionError, "axes= must be 'auto', or a mapping .* got 'all'; pass for example"),
+        ({"axes": {"pipeline": 3, "replicate": 2}}, PartitionError, "must multiply to the number of ranks; .* 4 ranks"),
+        ({"axes": {"pipeline": 1, "replicate": 4}, "batch_size": 6}, PartitionError, "6 rows cannot .* among 4"),
+        ({"zero": 5}, PartitionError, "zero= must be 'auto', 0, 1 or 2; got 5"),
+        ({"axes": None, "zero": 1}, InputError, "got zero=1 without axes="),
+        ({"confirm": 2}, InputError, "by simulation alone, for num_ranks= ranks; got confirm=2"),
+        ({"num_ranks": None, "devices": ["cpu"] * 4}, InputError, "got devices= or mesh=; pass num_ranks="),
+        ({"memory_limit_bytes": [1] * 4}, PartitionError, "all ranks have the same memory limit"),
+        ({"num_microbatches": 32}, PartitionError, "no division of 4 ranks meets this for 16 rows with 32 micro-bat"),
+        ({"memory_limit_bytes": 10**6}, MemoryLimitError, "no division of 4 ranks .* pp 4.*smallest limit for a plan"),
+    ],
+)
+def test_wrong_requests_are_refused(options, error, words):
+    with pytest.raises(error, match=words):
+        tuned(**options)
+
+
+def test_a_pipeline_with_other_axes_refuses_the_plan(plan):
+    check_axes(plan, 2, 2, 2)
+    with pytest.raises(DeviceCountError, match=r"has 2 replicas of 2 ranks .* pipeline has 4 replicas of 2 ranks"):
+        check_axes(plan, 2, 4, 2)
+    with pytest.raises(InputError, match=r"the plan has zero=2, but the pipeline has zero=0; .*Distributed\(zero=2\)"):
+        check_axes(plan, 2, 2, 0)
+
+
+def test_one_process_refuses_a_plan_with_replicas(plan):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    with pytest.raises(DeviceCountError, match="but the pipeline has 1 replica of 2 ranks"):
+        pipesched.Pipeline(model, torch.ones(2, 4), devices=["cpu"] * 2, plan=plan)
