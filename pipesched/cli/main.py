@@ -17,7 +17,7 @@ from pipesched.program.loading import load_program
 from pipesched.program.program import Program
 from pipesched.program.validation import validate
 from pipesched.simulation.costs import Costs
-from pipesched.simulation.simulator import simulate
+from pipesched.simulation.simulator import simulate_with_bound
 from pipesched.simulation.trace import Trace
 from pipesched.units import counted, quote_time
 from pipesched.viz.text import text_timeline
@@ -115,7 +115,7 @@ def _simulate(
         output_bytes=(output_bytes,) * program.num_stages,
         links=None if links is None else read_links(links),
     )
-    return simulate(program, costs)
+    return simulate_with_bound(program, costs)
 
 
 def _read(path: str, *, max_in_flight: int | None = None, exact: bool = False) -> Program:

@@ -21,7 +21,7 @@ from pipesched.program.program import Program
 from pipesched.program.validation import validate
 from pipesched.simulation.costs import Costs
 from pipesched.simulation.memory import RankMemory, rank_memory
-from pipesched.simulation.simulator import simulate
+from pipesched.simulation.simulator import simulate_with_bound
 from pipesched.simulation.trace import Trace
 from pipesched.units import counted, quote_bytes, quote_time
 from pipesched.viz.notebook import timeline_html
@@ -120,7 +120,7 @@ class Plan:
 
     def predicted(self) -> Trace | None:
         """Return the simulated step; None without costs."""
-        return simulate(self.treated, self.costs) if self.costs else None
+        return simulate_with_bound(self.treated, self.costs) if self.costs else None
 
     def memory(self) -> tuple[RankMemory, ...]:
         """Return the peak memory of each rank, broken down by purpose; () without costs."""

@@ -336,6 +336,7 @@ def _bound_s(found: EvaluatedCandidate) -> float:
         candidate.num_microbatches,
         placement=candidate.placement,
         split=candidate.splits,
+        effort=0,
     )
 
 

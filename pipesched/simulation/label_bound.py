@@ -1,0 +1,157 @@
+"""Label bound: a lower bound on the makespan from all orders of one rank, found by bisection over deadlines.
+
+`pipesched.simulation.label_sweep` shows that no program meets a deadline. Times are whole numbers of units here: the
+least common multiple of Fractions' denominators, or a power of two, with all times rounded down.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from itertools import pairwise
+from math import ceil, floor, lcm, log2
+from numbers import Rational
+
+from pipesched.program.placement import Placement, chunks_of
+from pipesched.simulation.costs import Costs
+from pipesched.simulation.label_sweep import RankTimes, Sweep
+from pipesched.simulation.stage_times import StageTimes, stage_times
+
+__all__ = ["label_bound"]
+
+_DEADLINES = 4  # number of deadlines of one sweep
+_FIRST_STEP = 256  # the first deadline is low x (1 + 1 / _FIRST_STEP), each next step is twice as long
+_PRECISION = 2**16  # the bisection ends when the deadlines are closer than this fraction
+_SLACK = Fraction(1, 1024)  # of a unit
+_MOST_UNITS = 2**48  # the most units of time in a step of one rank after the other, so that sums fit into 64 bits
+
+
+def label_bound(
+    costs: Costs,
+    placement: Placement,
+    limits: Mapping[int, int],
+    num_microbatches: int,
+    *,
+    low: float,
+    effort: int,
+    split: bool = True,
+) -> float:
+    """Return a lower bound in seconds on the makespan of every program for a chain of stages, at least ``low``.
+
+    Args:
+        costs: the costs of each stage.
+        placement: the rank of each stage.
+        limits: the most (stage, micro-batch) pairs that each rank holds at once, keyed by rank.
+        num_microbatches: the number of micro-batches.
+        low: a known lower bound in seconds, above 0.
+        effort: the most numbers that the labels of all sweeps may have. When it is spent, the best bound so far counts.
+        split: whether a backward can be an I and a W.
+
+    """
+    units = _Units.of(costs, num_microbatches)
+    stages = stage_times(costs, placement, split)
+    by_chunks: dict[int, list[RankTimes]] = {}
+    for rank, limit in limits.items():
+        own = chunks_of(placement, rank)
+        by_chunks.setdefault(len(own), []).append(_rank_times(own, costs, stages, units, limit))
+    start = least = units.up(low)
+    for ranks in by_chunks.values():
+        search = _Bisection(ranks, num_microbatches, split=split)
+        least, effort = search.run(least, effort)
+    return max(low, units.seconds(least)) if units.exact or least > start else low
+
+
+class _Bisection:
+    """The search for the largest deadline that no program meets."""
+
+    def __init__(self, ranks: Sequence[RankTimes], num_microbatches: int, *, split: bool) -> None:
+        self._ranks = ranks
+        self._num_microbatches = num_microbatches
+        self._split = split
+
+    def run(self, low: int, effort: int) -> tuple[int, int]:
+        """Return the largest deadline, at least ``low``, that no program meets, and the effort that is left."""
+        high: int | None = None
+        step = max(1, low // _FIRST_STEP)
+        while effort > 0 and (high is None or high - low > max(1, low // _PRECISION)):
+            if high is None:
+                deadlines = [low + (step << power) for power in range(_DEADLINES)]
+                step <<= _DEADLINES
+            else:
+                parts = range(1, _DEADLINES + 1)
+                deadlines = sorted({low + (high - low) * part // (_DEADLINES + 1) for part in parts} - {low})
+            sweep = Sweep(self._ranks, self._num_microbatches, deadlines, split=self._split)
+            found = sweep.run(effort)
+            effort = found.effort
+            low = max([low, *found.missed])
+            high = min(found.kept, default=high)
+        return low, effort
+
+
+@dataclass(frozen=True)
+class _Units:
+    """A unit of time, of which every time is a whole number or is rounded down to one."""
+
+    per_second: Fraction
+    exact: bool
+    whole: bool
+
+    @classmethod
+    def of(cls, costs: Costs, num_microbatches: int) -> "_Units":
+        columns = (costs.forward_s, costs.input_grad_s, costs.weight_grad_s, costs.backward_s)
+        times = [*(seconds for column in columns for seconds in column), costs.transfer_s]
+        longest = num_microbatches * (sum(times) + 2 * costs.num_stages * costs.transfer_s)
+        if all(isinstance(seconds, Rational) for seconds in times):
+            per_second = lcm(*(Fraction(seconds).denominator for seconds in times))
+            if longest * per_second < _MOST_UNITS:
+                return cls(Fraction(per_second), exact=True, whole=all(isinstance(seconds, int) for seconds in times))
+        power = floor(log2(_MOST_UNITS) - log2(longest)) - 10
+        return cls(Fraction(2) ** power, exact=False, whole=False)
+
+    def down(self, seconds: float) -> int:
+        """Return a time in units, rounded down; floats by a little more, because sums of floats are not exact."""
+        slack = 0 if self.exact else _SLACK
+        return max(0, floor(Fraction(seconds) * self.per_second - slack))
+
+    def each_down(self, seconds: Iterable[float]) -> tuple[int, ...]:
+        return tuple(map(self.down, seconds))
+
+    def up(self, seconds: float) -> int:
+        """Return a bound in units: if all times are whole numbers of units, every makespan is one, too."""
+        own = Fraction(seconds) * self.per_second
+        return ceil(own) if self.exact else floor(own)
+
+    def seconds(self, count: int) -> float:
+        own = Fraction(count) / self.per_second
+        if self.whole:
+            return int(own)
+        return own if self.exact else float(own)  # type: ignore[return-value]  # mypy: a Fraction is no float
+
+
+def _rank_times(own: Sequence[int], costs: Costs, stages: Sequence[StageTimes], units: _Units, limit: int) -> RankTimes:
+    """Return the work of a rank with these stages.
+
+    Messages from other ranks arrive one by one, with at least the time of the slowest stage that they pass between.
+    """
+    chunks = [stages[stage] for stage in own]
+    last = chunks[-1]
+    before = stages[: own[0]]
+    beyond = stages[own[-1] + 1 :]
+    forward_lag = [b.start - a.start - a.forward for a, b in pairwise(chunks)]
+    backward_lag = [a.turn - b.turn - b.gradient for a, b in pairwise(chunks)]
+    returns = [max(stage.forward, stage.gradient) for stage in beyond]
+    if beyond:  # a micro-batch turns on the last stage, which runs both its F and its gradient
+        returns.append(beyond[-1].forward + beyond[-1].gradient)
+    return RankTimes(
+        forward=units.each_down(stage.forward for stage in chunks),
+        input_grad=units.each_down(costs.input_grad_s[stage] for stage in own),
+        weight_grad=units.each_down(costs.weight_grad_s[stage] for stage in own),
+        backward=units.each_down(costs.backward_s[stage] for stage in own),
+        start=units.down(chunks[0].start),
+        arrival_interval=units.down(max((stage.forward for stage in before), default=0)),
+        forward_lag=units.each_down([*forward_lag, last.turn - last.start - last.forward]),
+        return_interval=units.down(max(returns, default=0)),
+        backward_lag=units.each_down([0, *backward_lag]),
+        after_forward=units.each_down(stage.after_forward for stage in chunks),
+        after_gradient=units.each_down(stage.down for stage in chunks),
+        limit=limit,
+    )
