@@ -8,7 +8,7 @@ from os import PathLike
 from typing import Any
 
 from pipesched import schedules
-from pipesched.checks import as_path, check_known, check_type, is_count, shown
+from pipesched.checks import as_path, check_known, check_number, check_type, is_count, shown
 from pipesched.errors import ScheduleError
 from pipesched.json_files import load_json, read_fields
 from pipesched.partitioning.result import Partition, StageLayers, span, with_class_name
@@ -21,12 +21,14 @@ from pipesched.program.program import Program
 from pipesched.program.validation import validate
 from pipesched.simulation.costs import Costs
 from pipesched.simulation.memory import RankMemory, rank_memory
-from pipesched.simulation.simulator import simulate_with_bound
+from pipesched.simulation.simulator import simulate, simulate_with_bound
 from pipesched.simulation.trace import Trace
 from pipesched.units import counted, quote_bytes, quote_time
 from pipesched.viz.notebook import timeline_html
 
 __all__ = ["Plan", "Tie"]
+
+_OPTIMAL = 1e-4  # a step this close to a proved bound is optimal: the solver rounds times
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,7 @@ class Plan:
         partition: the times and sizes of the stages, and the reason for the boundaries. None: not measured.
         ties: the parameters that several layer calls use.
         alternatives: the plans that the search compared, this one first. Empty if there was no search.
+        proved_bound_s: the step time that no exact order of these stages can beat, proved by a solver. None: no proof.
 
     """
 
@@ -83,6 +86,7 @@ class Plan:
     partition: Partition | None = None
     ties: tuple[Tie, ...] = ()
     alternatives: tuple[Alternative, ...] = ()
+    proved_bound_s: float | None = None
     #: The class names of layers whose names are numbers, keyed by layer. For reports; not saved, not in ``explain``.
     layer_classes: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
 
@@ -119,8 +123,13 @@ class Plan:
         return add_offloading(add_recompute(self.program, self.checkpoint), offloading(self.checkpoint, self.stages))
 
     def predicted(self) -> Trace | None:
-        """Return the simulated step; None without costs."""
-        return simulate_with_bound(self.treated, self.costs) if self.costs else None
+        """Return the simulated step, with the bound for these stages; None without costs."""
+        if self.costs is None:
+            return None
+        trace = simulate_with_bound(self.treated, self.costs)
+        if self.proved_bound_s is None or trace.bound_s is None:
+            return trace
+        return replace(trace, bound_s=max(trace.bound_s, self.proved_bound_s))
 
     def memory(self) -> tuple[RankMemory, ...]:
         """Return the peak memory of each rank, broken down by purpose; () without costs."""
@@ -139,7 +148,23 @@ class Plan:
         lines += map(str, self.ties)
         if predicted is not None:
             lines.append(f"predicted: {quote_time(predicted.makespan_s)} per step, bubble {predicted.bubble_ratio:.1%}")
+            lines += self.bound_in_words(predicted)
         return "\n".join(lines)
+
+    def bound_in_words(self, predicted: Trace) -> list[str]:
+        """Return a sentence on the gap between a predicted step and its bound, in a list; [] without a bound."""
+        if predicted.bound_s is None or predicted.above_bound is None:
+            return []
+        bound = quote_time(predicted.bound_s)
+        if self.proved_bound_s is None:
+            return [
+                f"no schedule of these stages on these ranks can take less than {bound}; "
+                f"the predicted step is {predicted.above_bound:.1%} above this bound"
+            ]
+        least = f"a solver has proved that no exact order of these stages on these ranks can take less than {bound}"
+        if predicted.above_bound < _OPTIMAL:
+            return [f"{least}; the predicted step is optimal"]
+        return [f"{least}; the predicted step is {predicted.above_bound:.1%} above this bound"]
 
     def first_to_last(self, part: int) -> str:
         """Return the first and the last layer of ``stages[part]``, with class names: ``0 Embed .. 3 Block``."""
@@ -163,7 +188,7 @@ class Plan:
 
     def to_dict(self) -> dict[str, Any]:
         """Convert to plain values for JSON. ``"predicted"`` is only for human readers and is ignored on loading."""
-        predicted = self.predicted()
+        predicted = simulate(self.treated, self.costs) if self.costs else None
         summary = {"makespan_s": predicted.makespan_s, "bubble_ratio": predicted.bubble_ratio} if predicted else None
         return {
             "schedule": self.schedule,
@@ -178,7 +203,7 @@ class Plan:
             "partition": self.partition.to_dict() if self.partition else None,
             "costs": self.costs.to_dict() if self.costs else None,
             "program": self._program(),
-        }
+        } | ({} if self.proved_bound_s is None else {"proved_bound_s": self.proved_bound_s})
 
     def _program(self) -> dict[str, Any] | list[str]:
         """Return the program as text lines, or its digest if one of pipesched's schedules can quickly recreate it."""
@@ -221,6 +246,7 @@ class Plan:
                 costs=costs,
                 options=dict(options),
                 partition=partition,
+                proved_bound_s=_as_bound(values.get("proved_bound_s")),
             )
         except (LookupError, TypeError, AttributeError, ZeroDivisionError) as error:
             raise ScheduleError(
@@ -236,7 +262,7 @@ class Plan:
         _check_agrees(values, program)
         validate(program)
         if partition is not None and not partition.is_summarised:
-            return replace(plan, costs=None, partition=None, ties=(), alternatives=())
+            return replace(plan, costs=None, partition=None, ties=(), alternatives=(), proved_bound_s=None)
         return plan
 
     def save(self, path: str | PathLike[str]) -> None:
@@ -276,6 +302,12 @@ def _as_list(value: Any) -> Sequence[Any]:
     return value
 
 
+def _as_bound(value: Any) -> float | None:
+    if value is not None:
+        check_number(value, "the proved_bound_s of a plan")
+    return value  # type: ignore[no-any-return]  # checked above
+
+
 def _as_name(layer: Any) -> str:
     if not isinstance(layer, str):
         raise TypeError(f"expected the name of a layer, got {shown(layer)}")
@@ -283,7 +315,17 @@ def _as_name(layer: Any) -> str:
 
 
 _KEYS = ("schedule", "stages", "checkpoint", "program")
-_MORE = ("options", "num_ranks", "num_microbatches", "predicted", "ties", "alternatives", "partition", "costs")
+_MORE = (
+    "options",
+    "num_ranks",
+    "num_microbatches",
+    "predicted",
+    "ties",
+    "alternatives",
+    "partition",
+    "costs",
+    "proved_bound_s",
+)
 
 
 def _schedule(name: str, options: Mapping[str, Any], chunks: int) -> Schedule:

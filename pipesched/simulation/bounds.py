@@ -9,7 +9,8 @@ arXiv:2401.10241), generalised to any placement:
   lifetimes require a long step.
 
 With several stages on a rank, the last two arguments also apply to each part of a micro-batch's way through the rank
-(`_phases`). The bound from all orders of one rank (`pipesched.simulation.label_bound`) is added if effort allows.
+(`_phases`). The bound from all orders of one rank (`pipesched.simulation.relaxation.label_bound`) is added if effort
+allows.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -24,8 +25,8 @@ from pipesched.program.liveness import rank_limits
 from pipesched.program.placement import Placement, chunks_of
 from pipesched.program.program import Program
 from pipesched.simulation.costs import Costs, check_costs
-from pipesched.simulation.label_bound import label_bound
-from pipesched.simulation.stage_times import StageTimes, stage_times
+from pipesched.simulation.relaxation.label_bound import label_bound
+from pipesched.simulation.relaxation.stage_times import StageTimes, stage_times
 from pipesched.units import counted
 
 __all__ = ["lower_bound", "program_bound"]

@@ -1,28 +1,22 @@
 """Label bound: a lower bound on the makespan from all orders of one rank, found by bisection over deadlines.
 
-`pipesched.simulation.label_sweep` shows that no program meets a deadline. Times are whole numbers of units here: the
-least common multiple of Fractions' denominators, or a power of two, with all times rounded down.
+`pipesched.simulation.relaxation.label_sweep` shows that no program meets a deadline.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from fractions import Fraction
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from math import ceil, floor, lcm, log2
-from numbers import Rational
 
 from pipesched.program.placement import Placement, chunks_of
 from pipesched.simulation.costs import Costs
-from pipesched.simulation.label_sweep import RankTimes, Sweep
-from pipesched.simulation.stage_times import StageTimes, stage_times
+from pipesched.simulation.relaxation.label_sweep import RankTimes, Sweep
+from pipesched.simulation.relaxation.stage_times import StageTimes, stage_times
+from pipesched.simulation.relaxation.time_units import TimeUnits
 
 __all__ = ["label_bound"]
 
 _DEADLINES = 4  # number of deadlines of one sweep
 _FIRST_STEP = 256  # the first deadline is low x (1 + 1 / _FIRST_STEP), each next step is twice as long
 _PRECISION = 2**16  # the bisection ends when the deadlines are closer than this fraction
-_SLACK = Fraction(1, 1024)  # of a unit
-_MOST_UNITS = 2**48  # the most units of time in a step of one rank after the other, so that sums fit into 64 bits
 
 
 def label_bound(
@@ -47,7 +41,7 @@ def label_bound(
         split: whether a backward can be an I and a W.
 
     """
-    units = _Units.of(costs, num_microbatches)
+    units = TimeUnits.of(costs, num_microbatches)
     stages = stage_times(costs, placement, split)
     by_chunks: dict[int, list[RankTimes]] = {}
     for rank, limit in limits.items():
@@ -87,47 +81,9 @@ class _Bisection:
         return low, effort
 
 
-@dataclass(frozen=True)
-class _Units:
-    """A unit of time, of which every time is a whole number or is rounded down to one."""
-
-    per_second: Fraction
-    exact: bool
-    whole: bool
-
-    @classmethod
-    def of(cls, costs: Costs, num_microbatches: int) -> "_Units":
-        columns = (costs.forward_s, costs.input_grad_s, costs.weight_grad_s, costs.backward_s)
-        times = [*(seconds for column in columns for seconds in column), costs.transfer_s]
-        longest = num_microbatches * (sum(times) + 2 * costs.num_stages * costs.transfer_s)
-        if all(isinstance(seconds, Rational) for seconds in times):
-            per_second = lcm(*(Fraction(seconds).denominator for seconds in times))
-            if longest * per_second < _MOST_UNITS:
-                return cls(Fraction(per_second), exact=True, whole=all(isinstance(seconds, int) for seconds in times))
-        power = floor(log2(_MOST_UNITS) - log2(longest)) - 10
-        return cls(Fraction(2) ** power, exact=False, whole=False)
-
-    def down(self, seconds: float) -> int:
-        """Return a time in units, rounded down; floats by a little more, because sums of floats are not exact."""
-        slack = 0 if self.exact else _SLACK
-        return max(0, floor(Fraction(seconds) * self.per_second - slack))
-
-    def each_down(self, seconds: Iterable[float]) -> tuple[int, ...]:
-        return tuple(map(self.down, seconds))
-
-    def up(self, seconds: float) -> int:
-        """Return a bound in units: if all times are whole numbers of units, every makespan is one, too."""
-        own = Fraction(seconds) * self.per_second
-        return ceil(own) if self.exact else floor(own)
-
-    def seconds(self, count: int) -> float:
-        own = Fraction(count) / self.per_second
-        if self.whole:
-            return int(own)
-        return own if self.exact else float(own)  # type: ignore[return-value]  # mypy: a Fraction is no float
-
-
-def _rank_times(own: Sequence[int], costs: Costs, stages: Sequence[StageTimes], units: _Units, limit: int) -> RankTimes:
+def _rank_times(
+    own: Sequence[int], costs: Costs, stages: Sequence[StageTimes], units: TimeUnits, limit: int
+) -> RankTimes:
     """Return the work of a rank with these stages.
 
     Messages from other ranks arrive one by one, with at least the time of the slowest stage that they pass between.
