@@ -327,7 +327,7 @@ def compare(
         )
 
 
-@main.command(short_help="Print the bound on the step time of any schedule, and the gap to it.")
+@main.command(short_help="Print the bound for all schedules.")
 @_shape_options
 @_cost_options
 @click.option("--placement", help="The rank of each stage, such as 0,1,1,0.  [default: one stage per rank]")
