@@ -163,7 +163,7 @@ def main() -> None:
             optimum = found.makespan_s
         formulas, whole, seconds = bounds_of(each)
         above += whole > optimum
-        rows[each.family].append((optimum / formulas, optimum / whole, seconds))
+        rows[each.family].append((float(optimum / formulas), float(optimum / whole), seconds))
         if each.max_in_flight is not None:
             rows["all capped"].append(rows[each.family][-1])
     print(f"{'family':28} {'n':>4}  optimum / formulas: median, p90, max   optimum / bound: median, p90, max   CPU s")
