@@ -14,12 +14,17 @@ from pipesched.cli.model_commands import graph, report, tune
 from pipesched.cli.options import FILE, INPUT, MICROBATCHES, RANKS, read_links, write
 from pipesched.cli.replicas import Replicas, replica_options
 from pipesched.errors import PipeschedError, ScheduleError
+from pipesched.json_files import load_json
 from pipesched.program.liveness import peak_in_flight
 from pipesched.program.loading import load_program
+from pipesched.program.placement import Placement
 from pipesched.program.program import Program
 from pipesched.program.validation import validate
+from pipesched.simulation.best_known import best_known
+from pipesched.simulation.bounds import lower_bound
 from pipesched.simulation.costs import Costs
-from pipesched.simulation.simulator import simulate
+from pipesched.simulation.exact_solver import check_solver, solve
+from pipesched.simulation.simulator import simulate_with_bound, step_time
 from pipesched.simulation.trace import Trace
 from pipesched.units import counted, quote_time
 from pipesched.viz.text import text_timeline
@@ -44,7 +49,7 @@ class _Commands(click.Group):
 def main() -> None:
     """Simulate, draw, check and compare pipeline schedules, and plan pipelines for models.
 
-    list, show, check, compare, report and checkpoint need neither torch nor a GPU; graph and tune run a model.
+    list, show, check, compare, bound, report and checkpoint need neither torch nor a GPU; graph and tune run a model.
 
     \b
     Examples:
@@ -127,7 +132,7 @@ def _simulate(
         links=None if links is None else read_links(links),
         **collectives,
     )
-    return simulate(program, costs)
+    return simulate_with_bound(program, costs)
 
 
 def _read(path: str, *, max_in_flight: int | None = None, exact: bool = False) -> Program:
@@ -339,6 +344,112 @@ def compare(
         write(
             lambda path: plot_compare([(name, t) for name, (_, t) in traces.items()]).savefig(path, format="png"), png
         )
+
+
+@main.command(short_help="Print the bound for all schedules.")
+@_shape_options
+@_cost_options
+@click.option("--placement", help="The rank of each stage, such as 0,1,1,0.  [default: one stage per rank]")
+@click.option(
+    "--costs", "file", type=INPUT, help="Costs of each stage: a JSON file with the output of Costs.to_dict()."
+)
+@click.option(
+    "--max-in-flight",
+    type=click.IntRange(min=1),
+    help="Maximum number of (stage, micro-batch) pairs in flight on a rank.  [default: no limit]",
+)
+@click.option("--prove", is_flag=True, help="Let a solver find and prove the optimum. Needs pipesched[solver].")
+@click.option(
+    "--effort",
+    type=click.FloatRange(min=0, min_open=True),
+    default=60.0,
+    show_default=True,
+    help="Most deterministic time of the solver, about a second per unit.",
+)
+@click.option("-o", "--output", type=FILE, help="Write the best program as text to this file.")
+def bound(  # noqa: PLR0913  # one parameter for each option
+    *,
+    ranks: int | None,
+    microbatches: int | None,
+    placement: str | None,
+    file: Path | None,
+    max_in_flight: int | None,
+    prove: bool,
+    effort: float,
+    output: Path | None,
+    links: Path | None,
+    output_bytes: int,
+    **rank_costs_s: float,
+) -> None:
+    """Print how fast any schedule can be, the fastest known program, and the gap between the two.
+
+    Links and overheads are not part of the bound. The solver proves a bound for exact programs, whose micro-batches
+    are in ascending order on each stage.
+
+    \b
+    Examples:
+      pipesched bound --ranks 4 --microbatches 8 --max-in-flight 3
+      pipesched bound --costs costs.json --placement 0,1,1,0 --max-in-flight 4 --prove -o best.txt
+    """
+    if prove:
+        check_solver()
+    if links is not None or output_bytes:
+        raise click.UsageError("the bound does not use links; got --links or --output-bytes; leave them out")
+    costs, ranks_of = _problem(ranks, placement, file, rank_costs_s)
+    count = microbatches or MICROBATCHES
+    least = lower_bound(costs, count, placement=ranks_of, max_in_flight=max_in_flight)
+    limit = "" if max_in_flight is None else f", at most {max_in_flight} in flight per rank"
+    click.echo(
+        f"{counted(len(ranks_of), 'stage')} on {counted(max(ranks_of) + 1, 'rank')}, "
+        f"{counted(count, 'micro-batch')}{limit}"
+    )
+    click.echo(f"bound       {quote_time(least)}")
+    best = best_known(costs, count, ranks_of, max_in_flight)
+    if best is None:
+        click.echo("best known  no schedule has this placement within the limit")
+    else:
+        makespan_s = step_time(best, costs)
+        click.echo(f"best known  {quote_time(makespan_s)}, {best.name}, {_above(makespan_s, least)}")
+    if prove:
+        found = solve(costs, count, placement=ranks_of, max_in_flight=max_in_flight, start=best, effort=effort)
+        best = found.program
+        if found.makespan_s is None:
+            click.echo(f"solver      no program found; bound {quote_time(found.bound_s)}")
+        else:
+            verdict = "proved optimal" if found.proved else _above(found.makespan_s, found.bound_s)
+            click.echo(f"solver      {quote_time(found.makespan_s)}, bound {quote_time(found.bound_s)}, {verdict}")
+    if output:
+        if best is None:
+            raise ScheduleError("no program is known to write; try --prove, or a larger --effort")
+        text = str(best)
+        write(lambda path: path.write_text(text), output)
+
+
+def _above(makespan_s: float, bound_s: float) -> str:
+    return f"{max(0.0, makespan_s / bound_s - 1) if bound_s else 0:.1%} above the bound"
+
+
+def _problem(
+    ranks: int | None, placement: str | None, file: Path | None, rank_costs_s: dict[str, float]
+) -> tuple[Costs, Placement]:
+    """Return the costs of each stage and the placement that the options describe."""
+    given = None
+    if placement is not None:
+        try:
+            given = tuple(map(int, placement.split(",")))
+        except ValueError:
+            raise click.UsageError(
+                f"--placement must list the rank of each stage; got {placement!r}; pass for example 0,1,1,0"
+            ) from None
+    if file is not None:
+        costs = load_json(file, Costs.from_dict)
+        return costs, tuple(range(costs.num_stages)) if given is None else given
+    ranks_of = tuple(range(ranks or RANKS)) if given is None else given
+    shares = [ranks_of.count(rank) for rank in ranks_of]
+    stage_costs: dict[str, Any] = {
+        name: tuple(cost / share for share in shares) for name, cost in rank_costs_s.items() if name != "transfer_s"
+    }
+    return Costs(**stage_costs, transfer_s=rank_costs_s["transfer_s"]), ranks_of
 
 
 def _peak(program: Program) -> float:

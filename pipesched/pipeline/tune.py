@@ -18,6 +18,7 @@ from pipesched.planning.confirmation import Run, confirmed_plan
 from pipesched.planning.pins import Boundaries
 from pipesched.planning.plan import Plan
 from pipesched.planning.plan_request import PlanRequest
+from pipesched.planning.proof import proved
 from pipesched.planning.search_request import Offload, SearchRequest
 from pipesched.planning.tuner import find_plan, too_small
 from pipesched.profiling.profile_model import as_loss
@@ -27,6 +28,7 @@ from pipesched.program.order import Schedule
 from pipesched.runtime.coordination.rendezvous import collective
 from pipesched.runtime.microbatches import SplitDims
 from pipesched.runtime.rank_host import MeshRanks, RankHost, host_for
+from pipesched.simulation.exact_solver import check_solver
 from pipesched.simulation.links import Links
 from pipesched.simulation.overheads import RanksAre
 from pipesched.simulation.profile import Profile
@@ -69,6 +71,7 @@ def tune(
     axes: Axes | None = None,
     zero: Zero = "auto",
     confirm: int | None = None,
+    prove: bool = False,
     progress: bool = False,
 ) -> Plan:
     """Find the plan with the shortest step. Pass it to ``Pipeline(plan=...)``, or save, read and edit it.
@@ -128,6 +131,9 @@ def tune(
             faster within the memory limit.
         confirm: how many of the plans with the shortest predicted steps to run. Default: 3 for a model with devices or
             a mesh, else 0. With num_ranks, the plans run on that many GPUs if the machine has them, else on the CPU.
+        prove: let a solver prove how fast any exact order of the plan's stages can be, and use the solver's order if it
+            is faster by at least 0.5 % and fits into memory; this order has not run. Takes up to about a minute, and
+            needs the extra ``solver`` (``pip install 'pipesched[solver]'``). Default: False.
         progress: show a progress bar of the search, if tqdm is installed. Default: False.
 
     Returns:
@@ -137,11 +143,14 @@ def tune(
         PartitionError: the model cannot be cut as requested.
         MemoryLimitError: no plan keeps within the memory limits; the message states a limit that suffices.
         ScheduleError: the profile cannot be read.
-        InputError: the arguments contradict each other, or plans cannot be run as requested.
+        InputError: the arguments contradict each other, plans cannot be run as requested, or a proof is wanted without
+            ortools.
         DeviceCountError: devices is an empty list.
         Exception: any exception that a layer raises in a trial run.
 
     """
+    if prove:
+        check_solver()
     given = {"num_ranks": num_ranks, "devices": devices, "mesh": mesh}
     if sum(value is not None for value in given.values()) != 1:
         got = ", ".join(f"{name}={value!r}" for name, value in given.items())
@@ -203,6 +212,8 @@ def tune(
         )
         with _bar(progress) as told:
             plan = confirmed_plan(search, run, count, told) if count else find_plan(search, told)
+        if prove:
+            plan = proved(plan, search.memory_limit_bytes)
         if why := too_small(plan, num_ranks):
             warn(why)
         return plan

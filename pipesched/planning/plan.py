@@ -8,7 +8,7 @@ from os import PathLike
 from typing import Any
 
 from pipesched import schedules
-from pipesched.checks import as_path, check_known, check_type, is_count, shown
+from pipesched.checks import as_path, check_known, check_number, check_type, is_count, shown
 from pipesched.errors import ScheduleError
 from pipesched.json_files import load_json, maybe, read_fields
 from pipesched.partitioning.result import Partition, StageLayers, span, with_class_name
@@ -23,12 +23,14 @@ from pipesched.simulation.communication import AxisCommunication, communication
 from pipesched.simulation.costs import Costs
 from pipesched.simulation.memory import RankMemory, rank_memory
 from pipesched.simulation.replication import Replication, add_replication
-from pipesched.simulation.simulator import simulate
+from pipesched.simulation.simulator import simulate, simulate_with_bound
 from pipesched.simulation.trace import Trace
 from pipesched.units import counted, quote_bytes, quote_time
 from pipesched.viz.notebook import timeline_html
 
 __all__ = ["Plan", "Tie"]
+
+_OPTIMAL = 1e-4  # a step this close to a proved bound is optimal: the solver rounds times
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,7 @@ class Plan:
         alternatives: the plans that the search compared, this one first. Empty if there was no search.
         replication: the replicas that run the program, each on its own rows, and what they divide (``zero``). The costs
             are those of one replica. None: the plan does not depend on replicas.
+        proved_bound_s: the step time that no exact order of these stages can beat, proved by a solver. None: no proof.
 
     """
 
@@ -88,6 +91,7 @@ class Plan:
     ties: tuple[Tie, ...] = ()
     alternatives: tuple[Alternative, ...] = ()
     replication: Replication | None = None
+    proved_bound_s: float | None = None
     #: The class names of layers whose names are numbers, keyed by layer. For reports; not saved, not in ``explain``.
     layer_classes: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
 
@@ -125,8 +129,13 @@ class Plan:
         return program if self.replication is None or self.costs is None else add_replication(program, self.costs)
 
     def predicted(self) -> Trace | None:
-        """Return the simulated step; None without costs."""
-        return simulate(self.treated, self.costs) if self.costs else None
+        """Return the simulated step, with the bound for these stages; None without costs."""
+        if self.costs is None:
+            return None
+        trace = simulate_with_bound(self.treated, self.costs)
+        if self.proved_bound_s is None or trace.bound_s is None:
+            return trace
+        return replace(trace, bound_s=max(trace.bound_s, self.proved_bound_s))
 
     def memory(self) -> tuple[RankMemory, ...]:
         """Return the peak memory of each rank, broken down by purpose; () without costs."""
@@ -157,8 +166,24 @@ class Plan:
         lines += map(str, self.ties)
         if predicted is not None:
             lines.append(f"predicted: {quote_time(predicted.makespan_s)} per step, bubble {predicted.bubble_ratio:.1%}")
+            lines += self.bound_in_words(predicted)
             lines += map(str, self.communication())
         return "\n".join(lines)
+
+    def bound_in_words(self, predicted: Trace) -> list[str]:
+        """Return a sentence on the gap between a predicted step and its bound, in a list; [] without a bound."""
+        if predicted.bound_s is None or predicted.above_bound is None:
+            return []
+        bound = quote_time(predicted.bound_s)
+        if self.proved_bound_s is None:
+            return [
+                f"no schedule of these stages on these ranks can take less than {bound}; "
+                f"the predicted step is {predicted.above_bound:.1%} above this bound"
+            ]
+        least = f"a solver has proved that no exact order of these stages on these ranks can take less than {bound}"
+        if predicted.above_bound < _OPTIMAL:
+            return [f"{least}; the predicted step is optimal"]
+        return [f"{least}; the predicted step is {predicted.above_bound:.1%} above this bound"]
 
     def first_to_last(self, part: int) -> str:
         """Return the first and the last layer of ``stages[part]``, with class names: ``0 Embed .. 3 Block``."""
@@ -191,9 +216,9 @@ class Plan:
 
     def to_dict(self) -> dict[str, Any]:
         """Convert to plain values for JSON. ``"predicted"`` is only for human readers and is ignored on loading."""
-        predicted = self.predicted()
+        predicted = simulate(self.treated, self.costs) if self.costs else None
         summary = {"makespan_s": predicted.makespan_s, "bubble_ratio": predicted.bubble_ratio} if predicted else None
-        return {
+        values = {
             "schedule": self.schedule,
             "options": dict(self.options),
             "num_ranks": self.program.num_ranks,
@@ -206,7 +231,12 @@ class Plan:
             "partition": self.partition.to_dict() if self.partition else None,
             "costs": self.costs.to_dict() if self.costs else None,
             "program": self._program(),
-        } | ({} if self.replication is None else {"replication": self.replication.to_dict()})
+        }
+        if self.replication is not None:
+            values["replication"] = self.replication.to_dict()
+        if self.proved_bound_s is not None:
+            values["proved_bound_s"] = self.proved_bound_s
+        return values
 
     def _program(self) -> dict[str, Any] | list[str]:
         """Return the program as text lines, or its digest if one of pipesched's schedules can quickly recreate it."""
@@ -250,6 +280,7 @@ class Plan:
                 options=dict(options),
                 partition=partition,
                 replication=maybe(Replication.from_dict)(values.get("replication")),
+                proved_bound_s=_as_bound(values.get("proved_bound_s")),
             )
         except (LookupError, TypeError, AttributeError, ZeroDivisionError) as error:
             raise ScheduleError(
@@ -265,7 +296,7 @@ class Plan:
         _check_agrees(values, program)
         validate(program)
         if partition is not None and not partition.is_summarised:
-            return replace(plan, costs=None, partition=None, ties=(), alternatives=())
+            return replace(plan, costs=None, partition=None, ties=(), alternatives=(), proved_bound_s=None)
         return plan
 
     def save(self, path: str | PathLike[str]) -> None:
@@ -305,6 +336,12 @@ def _as_list(value: Any) -> Sequence[Any]:
     return value
 
 
+def _as_bound(value: Any) -> float | None:
+    if value is not None:
+        check_number(value, "the proved_bound_s of a plan")
+    return value  # type: ignore[no-any-return]  # checked above
+
+
 def _as_name(layer: Any) -> str:
     if not isinstance(layer, str):
         raise TypeError(f"expected the name of a layer, got {shown(layer)}")
@@ -322,6 +359,7 @@ _MORE = (
     "partition",
     "costs",
     "replication",
+    "proved_bound_s",
 )
 
 

@@ -14,7 +14,7 @@ boundaries of the best candidates are moved while this shortens the simulated st
 import heapq
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from itertools import count, pairwise
+from itertools import count
 from math import inf
 from typing import Any
 
@@ -30,14 +30,13 @@ from pipesched.planning.evaluated_candidate import WORTH, EvaluatedCandidate, la
 from pipesched.planning.infeasibility import FittingPlans, infeasible, leanest, no_partition
 from pipesched.planning.lean_candidates import LeanCandidates
 from pipesched.planning.plan import Plan, Tie
+from pipesched.planning.proof import chain_costs
 from pipesched.planning.recomputation_choice import RecomputationChooser
 from pipesched.planning.search_request import SearchRequest
 from pipesched.program.actions import Kind
-from pipesched.program.placement import Placement
 from pipesched.simulation.bounds import lower_bound
 from pipesched.simulation.costs import Costs
 from pipesched.simulation.layer_costs import costs_of
-from pipesched.simulation.links import Links
 from pipesched.simulation.tied_weight_costs import parameter_bytes, tied_groups, tied_traffic_bytes
 from pipesched.units import quote_time
 
@@ -49,7 +48,6 @@ _A_MOVE = 500  # effort of summing the stage costs after a boundary has moved, i
 _TO_REFINE = 0.4  # the fraction of the effort that is reserved for refining boundaries
 _SHOWN = 8  # number of alternatives to list besides the baselines
 _BASELINES = ("1f1b", "gpipe")
-_ACTIONS = ("forward_s", "input_grad_s", "weight_grad_s", "backward_s")
 _WHY = "the search chose the split by simulated step time, not by the bottleneck alone"
 
 
@@ -367,10 +365,11 @@ def _bound_s(found: EvaluatedCandidate, *, split: bool = False) -> float:
     """Return a lower bound on the step time for any order of these stages' actions, with ``split`` for I and W too."""
     candidate = found.candidate
     bound_s = lower_bound(
-        _quickest(found.costs, candidate.placement),
+        chain_costs(found.costs, candidate.placement),
         candidate.num_microbatches,
         placement=candidate.placement,
         split=split or candidate.splits,
+        effort=0,
     )
     return bound_s if found.replication is None else bound_s + _end_s(found.costs)
 
@@ -382,17 +381,3 @@ def _end_s(costs: Costs) -> float:
     """
     sums = (times[-1] if times else 0 for times in costs.reduce_s)
     return min(map(sum, zip(sums, costs.times(Kind.UPDATE), strict=True)))
-
-
-def _quickest(costs: Costs, placement: Placement) -> Costs:
-    """Adapt the costs for `lower_bound`, which ignores links and overheads.
-
-    The smallest overhead per action is added to all actions, and the smallest latency to all messages.
-    """
-    overheads = costs.overheads
-    links = costs.links or (Links(overheads.link) if overheads else None)
-    ways = {way for way in pairwise(placement) if way[0] != way[1]}
-    latency_s = min((links.link(*way).latency_s for way in ways), default=0) if links else 0
-    action_s = overheads.action_s if overheads else 0
-    times: dict[str, Any] = {name: tuple(time_s + action_s for time_s in getattr(costs, name)) for name in _ACTIONS}
-    return replace(costs, transfer_s=costs.transfer_s + latency_s, **times)

@@ -7,24 +7,31 @@ arXiv:2401.10241), generalised to any placement:
 - In turns: if a stage can hold n micro-batches, forward number n + 1 waits until one of the first n is released.
 - Little's law: the number of (stage, micro-batch) pairs in flight = rate x lifetime. If this number is limited, long
   lifetimes require a long step.
+
+With several stages on a rank, the last two arguments also apply to each part of a micro-batch's way through the rank
+(`_phases`). The bound from all orders of one rank (`pipesched.simulation.relaxation.label_bound`) is added if effort
+allows.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from itertools import pairwise
 from numbers import Rational
 from typing import Any
 
 from pipesched.checks import as_list, is_count
 from pipesched.errors import ScheduleError
 from pipesched.program.liveness import rank_limits
-from pipesched.program.placement import Placement
+from pipesched.program.placement import Placement, chunks_of
 from pipesched.program.program import Program
 from pipesched.simulation.costs import Costs, check_costs
+from pipesched.simulation.relaxation.label_bound import label_bound
+from pipesched.simulation.relaxation.stage_times import StageTimes, stage_times
 from pipesched.units import counted
 
 __all__ = ["lower_bound", "program_bound"]
+
+_EFFORT = 4_000_000
 
 
 def lower_bound(
@@ -34,6 +41,7 @@ def lower_bound(
     placement: Placement | None = None,
     max_in_flight: int | Sequence[int] | None = None,
     split: bool = True,
+    effort: int = _EFFORT,
 ) -> float:
     """Return a lower bound on the makespan of every valid program for a chain of stages with these costs.
 
@@ -53,12 +61,14 @@ def lower_bound(
             because such programs hold a recomputed pair only from its R on.
         split: whether each backward can be one B, or an I and a W, whichever is faster. If False, every backward is
             a B. Default: True.
+        effort: the most numbers to compute for all orders of each rank; 10 million take about a second. With 0, only
+            formulas are used. Equal efforts give equal bounds. Default: 4,000,000.
 
     Returns:
         The bound in seconds.
 
     Raises:
-        ScheduleError: for an invalid placement, limit or number of micro-batches.
+        ScheduleError: for an invalid placement, limit, effort or number of micro-batches.
 
     """
     check_costs(costs)
@@ -68,32 +78,40 @@ def lower_bound(
     )
     placement = tuple(ranks_of)
     _check(costs, num_microbatches, placement)
+    if not is_count(effort, 0):
+        raise ScheduleError(f"effort must be a whole number, at least 0; got {effort!r}; pass 0 or more")
     if costs.overlap < 1:  # the most that overlapping pairs can save
         costs = costs.scaled(costs.overlap)
-    stages = _stages(costs, placement, split)
+    stages = stage_times(costs, placement, split)
     ranks = sorted(set(placement))
-    held = {rank: [stage for stage, holder in zip(stages, placement, strict=True) if holder == rank] for rank in ranks}
+    held = {rank: [stages[stage] for stage in chunks_of(placement, rank)] for rank in ranks}
     limits = _limits(max_in_flight, {rank: len(chunks) for rank, chunks in held.items()}, num_microbatches)
     bounds: list[float] = []
     for rank, chunks in held.items():
         limit = limits[rank]
         bounds.append(_one_machine(chunks, num_microbatches, limit))
         if limit < num_microbatches * len(chunks):
-            bounds += [_in_turns(stage, num_microbatches, limit) for stage in chunks]
+            phases = list(_phases(chunks, num_microbatches, limit))
+            bounds += [_in_turns(phase, num_microbatches) for phase in phases]
+            bounds += [_littles_law_of_phase(phase, num_microbatches) for phase in phases]
             bounds += [_littles_law(chunks, num_microbatches, limit)]
-    return max(bounds, default=0)
+    bound = max(bounds, default=0)
+    if effort and bound:
+        bound = label_bound(costs, placement, limits, num_microbatches, low=bound, effort=effort, split=split)
+    return bound
 
 
-def program_bound(program: Program, costs: Costs) -> float | None:
+def program_bound(program: Program, costs: Costs, *, effort: int = 0) -> float | None:
     """Return a lower bound on the makespan of all programs with this program's stages, placement and micro-batches.
 
-    The bound holds whether or not B is split into I and W. It is weaker if the stages are not a single chain. Returns
-    the bound in seconds, or None for a forward-only program.
+    The bound holds whether or not B is split into I and W. It is weaker if the stages are not a single chain, and then
+    does not use ``effort``, which is that of ``lower_bound``. Returns the bound in seconds, or None for a forward-only
+    program.
     """
     if program.forward_only:
         return None
     if program.is_chain:
-        return lower_bound(costs, program.num_microbatches, placement=program.placement)
+        return lower_bound(costs, program.num_microbatches, placement=program.placement, effort=effort)
     return _of_graph(program, costs if costs.overlap >= 1 else costs.scaled(costs.overlap))
 
 
@@ -174,76 +192,7 @@ def _limits(given: int | Sequence[int] | None, chunks: dict[int, int], num_micro
     return {rank: min(limit, most[rank]) for rank, limit in limits.items()}
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Stage:
-    """Durations, earliest starts and shortest remaining times of one micro-batch on one stage, in seconds."""
-
-    forward: float  # duration of F
-    gradient: float  # duration of the first part of the backward, for which the previous stage waits
-    rest: float  # duration of the other part of the backward
-    start: float  # earliest start of F
-    turn: float  # earliest start of the gradient
-    rest_start: float  # earliest start of the rest
-    after_forward: float  # from the end of F to the end of all work that follows it
-    after_gradient: float  # from the end of the gradient to the end of all work that follows it
-    down: float  # from the end of the gradient to the end of the work of earlier stages that follows it
-    release: float  # duration of the shortest action that releases a (stage, micro-batch) pair
-
-    @property
-    def backward(self) -> float:
-        """The shortest time of a whole backward pass."""
-        return self.gradient + self.rest
-
-    @property
-    def life(self) -> float:
-        """The shortest time from the start of F until the (stage, micro-batch) pair is released."""
-        return self.turn - self.start + self.backward
-
-
-def _stages(costs: Costs, placement: Placement, split: bool) -> list[_Stage]:
-    """Compute the times of each stage from one micro-batch that passes down the chain and back without waiting."""
-    count = costs.num_stages
-    way = [costs.transfer_s if a != b else 0 for a, b in pairwise(placement)]
-    forward = costs.forward_s
-    whole = costs.backward_s
-    inputs, weights = (costs.input_grad_s, costs.weight_grad_s) if split else (whole, (0,) * count)
-    gradient = [min(i, b) for i, b in zip(inputs, whole, strict=True)]
-    start: list[float] = [0]
-    down: list[float] = [0]
-    ends: list[float] = []  # from the start of a stage's gradient to the end of all work that follows
-    for s in range(count):
-        ends.append(min(inputs[s] + max(weights[s], down[s]), whole[s] + down[s]))
-        if s + 1 < count:
-            start.append(start[s] + forward[s] + way[s])
-            down.append(way[s] + ends[s])
-    turn = [start[-1] + forward[-1]]
-    after = [ends[-1]]
-    for s in reversed(range(count - 1)):
-        turn.append(turn[-1] + gradient[s + 1] + way[s])
-        after.append(way[s] + forward[s + 1] + after[-1])
-    turn.reverse()
-    after.reverse()
-    found = []
-    for s in range(count):
-        apart = inputs[s] + weights[s] <= whole[s]  # whether an I followed by a W is at least as fast as a B
-        found.append(
-            _Stage(
-                forward=forward[s],
-                gradient=gradient[s],
-                rest=min(whole[s], inputs[s] + weights[s]) - gradient[s],
-                start=start[s],
-                turn=turn[s],
-                rest_start=turn[s] + (inputs[s] if apart else 0),
-                after_forward=after[s],
-                after_gradient=max(weights[s], down[s]) if apart else down[s],
-                down=down[s],
-                release=min(whole[s], weights[s]) if split else whole[s],
-            )
-        )
-    return found
-
-
-def _one_machine(chunks: Sequence[_Stage], num_microbatches: int, limit: int) -> float:
+def _one_machine(chunks: Sequence[StageTimes], num_microbatches: int, limit: int) -> float:
     """Return the largest value of earliest start + work + shortest time to the end, over all parts of a rank's work."""
     release = min(stage.turn + stage.backward for stage in chunks)
     moments = {moment for s in chunks for moment in (s.start, s.turn, s.rest_start)} | {release}
@@ -259,7 +208,7 @@ def _one_machine(chunks: Sequence[_Stage], num_microbatches: int, limit: int) ->
     return best
 
 
-def _tasks_from(moment: float, chunks: Sequence[_Stage]) -> Iterable[tuple[float, float]]:
+def _tasks_from(moment: float, chunks: Sequence[StageTimes]) -> Iterable[tuple[float, float]]:
     """Yield the parts of a micro-batch's work that cannot start before ``moment``, as (time to the end, duration)."""
     for stage in chunks:
         if stage.start >= moment:
@@ -270,7 +219,7 @@ def _tasks_from(moment: float, chunks: Sequence[_Stage]) -> Iterable[tuple[float
             yield 0, stage.rest
 
 
-def _held_back(chunks: Sequence[_Stage], num_microbatches: int, limit: int) -> list[tuple[float, float]]:
+def _held_back(chunks: Sequence[StageTimes], num_microbatches: int, limit: int) -> list[tuple[float, float]]:
     """Return the forwards that must wait for the release of a (stage, micro-batch) pair because of the limit.
 
     Returns a list with one tuple (shortest time to the end, total duration), or [] if no forward must wait.
@@ -284,17 +233,72 @@ def _held_back(chunks: Sequence[_Stage], num_microbatches: int, limit: int) -> l
     return [(min(stage.after_forward for stage in chunks), left)] if left else []
 
 
-def _in_turns(stage: _Stage, num_microbatches: int, limit: int) -> float:
-    """Return the lower bound in seconds that follows from the limit on one stage.
+@dataclass(frozen=True, kw_only=True)
+class _Phase:
+    """A part of a micro-batch's way through a rank that only some micro-batches can be in at the same time."""
 
-    F number 1 + limit starts at least one lifetime after F number 1, F number 1 + 2 x limit at least two lifetimes
-    after F number 1, and so on. The remaining forwards follow back to back.
+    start: float  # earliest start
+    seconds: float  # shortest duration
+    places: int  # the most micro-batches in the phase at once
+    forward: float  # duration of the F with which the phase starts
+    after_forward: float  # from the end of that F to the end of all work that follows it
+    last: float  # duration of the shortest action with which the phase ends
+    after: float  # from the end of the phase to the end of all work that follows it
+
+
+def _phases(chunks: Sequence[StageTimes], num_microbatches: int, limit: int) -> Iterator[_Phase]:
+    """Yield the phases of a micro-batch on a rank, for each pair of its chunks, both in the order of the chain.
+
+    Between its F on the first chunk of the pair and its gradient on the second, and between its F on the second and
+    its gradient on the first, a micro-batch holds a place on all chunks up to the first. When its F on the second
+    chunk starts, it holds a place on all chunks up to the second. Both limit the number of micro-batches in the phase.
     """
-    rounds, left = divmod(num_microbatches - 1, limit)
-    return stage.start + rounds * stage.life + (left + 1) * stage.forward + stage.after_forward
+    for number, first in enumerate(chunks, 1):
+        for following, second in enumerate(chunks[number - 1 :], number):
+            places = (limit - following) // number + 1
+            if places >= num_microbatches:
+                continue
+            ways = [(first, second), (second, first)] if first is not second else [(first, first)]
+            for begin, end in ways:
+                yield _Phase(
+                    start=begin.start,
+                    seconds=end.turn + end.gradient - begin.start,
+                    places=places,
+                    forward=begin.forward,
+                    after_forward=begin.after_forward,
+                    last=end.gradient,
+                    after=end.down,
+                )
+            if number == 1:  # the second way, until the first chunk lets go
+                yield _Phase(
+                    start=second.start,
+                    seconds=first.turn + first.backward - second.start,
+                    places=places,
+                    forward=second.forward,
+                    after_forward=second.after_forward,
+                    last=first.release,
+                    after=0,
+                )
 
 
-def _littles_law(chunks: Sequence[_Stage], num_microbatches: int, limit: int) -> float:
+def _in_turns(phase: _Phase, num_microbatches: int) -> float:
+    """Return the lower bound in seconds that follows from the places of a phase.
+
+    F number 1 + places starts at least one phase after F number 1, F number 1 + 2 x places at least two phases after
+    F number 1, and so on. The remaining forwards follow back to back.
+    """
+    rounds, left = divmod(num_microbatches - 1, phase.places)
+    return phase.start + rounds * phase.seconds + (left + 1) * phase.forward + phase.after_forward
+
+
+def _littles_law_of_phase(phase: _Phase, num_microbatches: int) -> float:
+    """Return the lower bound in seconds from packing the phases of all micro-batches, ``places`` at a time."""
+    places = phase.places
+    ramps = places * (places - 1) * (phase.forward + phase.last)
+    return _ratio(2 * num_microbatches * phase.seconds + ramps + 2 * places * (phase.start + phase.after), 2 * places)
+
+
+def _littles_law(chunks: Sequence[StageTimes], num_microbatches: int, limit: int) -> float:
     """Return the lower bound in seconds from packing the lifetimes of all pairs, at most ``limit`` at a time.
 
     Forwards start one by one, and pairs are released one by one. The result is the larger of two bounds: in one,
@@ -317,5 +321,5 @@ def _littles_law(chunks: Sequence[_Stage], num_microbatches: int, limit: int) ->
 
 def _ratio(seconds: Any, count: int) -> float:
     """Return ``seconds / count``, exact for whole numbers and Fractions."""
-    quotient: Any = Fraction(seconds) / count if isinstance(seconds, Rational) else seconds / count
+    quotient: Any = Fraction(seconds, count) if isinstance(seconds, Rational) else seconds / count
     return quotient  # type: ignore[no-any-return]  # mypy does not accept a Fraction as a float

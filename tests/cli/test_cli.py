@@ -9,6 +9,7 @@ from pipesched import Program, __version__, schedules
 from pipesched.cli import main as cli
 from pipesched.cli.main import main
 from pipesched.errors import ScheduleError
+from pipesched.simulation.costs import Costs
 from pipesched.simulation.links import Link, Links
 from tests.support.synthetic_profiles import profile
 
@@ -360,7 +361,7 @@ def test_compare_draws(tmp_path):
     assert png.read_bytes().startswith(b"\x89PNG")
 
 
-COMMANDS = ["check", "checkpoint", "compare", "graph", "list", "report", "show", "tune"]
+COMMANDS = ["bound", "check", "checkpoint", "compare", "graph", "list", "report", "show", "tune"]
 
 
 @pytest.mark.parametrize("command", [[], *([name] for name in COMMANDS)])
@@ -415,3 +416,22 @@ def test_tune_divides_ranks_into_replicas(tmp_path):
     assert "the plan uses" not in result.stdout
     refused = run("tune", tmp_path / "profile.json", "--batch", 8, "--replicas", "many")
     assert "'many' is not a number of replicas; pass a whole number of at least 1, or auto" in refused.stderr
+
+
+def test_bound_prints_the_bound_the_best_known_and_the_gap(file):
+    costs = Costs((25, 23, 15), (28, 27, 15), (22, 16, 11), (50, 42, 24), transfer_s=1)
+    path = file(json.dumps(costs.to_dict()), "costs.json")
+    best = path.parent / "best.txt"
+    found = lines("bound", "--costs", path, "--max-in-flight", 2, "-o", best)
+    assert found[0] == "3 stages on 3 ranks, 8 micro-batches, at most 2 in flight per rank"
+    assert found[1].split()[:2] == ["bound", "711"]
+    assert "above the bound" in found[2]
+    assert Program.parse(best.read_text()).num_microbatches == 8
+    assert lines("bound", "--placement", "0,1,1,0")[0] == "4 stages on 2 ranks, 8 micro-batches"
+
+
+def test_bound_says_what_is_wrong_and_needs_the_extra_for_a_proof(monkeypatch):
+    assert "--placement must list the rank of each stage" in run("bound", "--placement", "0,x").output
+    assert "does not use links" in run("bound", "--output-bytes", 5).output
+    monkeypatch.setitem(sys.modules, "ortools.sat.python", None)
+    assert "pip install 'pipesched[solver]'" in run("bound", "--prove").output

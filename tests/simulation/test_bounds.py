@@ -31,7 +31,12 @@ def bounds_of(program, costs):
     for limit in (None, peaks, max(peaks)):
         for split in {True, not is_whole(program)}:
             yield lower_bound(
-                costs, program.num_microbatches, placement=program.placement, max_in_flight=limit, split=split
+                costs,
+                program.num_microbatches,
+                placement=program.placement,
+                max_in_flight=limit,
+                split=split,
+                effort=0,
             )
 
 
@@ -68,7 +73,7 @@ def test_no_schedule_is_faster(name, data):
 
 def uniform_bound(name, p, m, costs, **options):
     program = schedules.get(name).program(p, m)
-    bound = lower_bound(costs, m, placement=program.placement, **options)
+    bound = lower_bound(costs, m, placement=program.placement, effort=0, **options)
     return bound, simulate(program, costs).makespan_s
 
 
@@ -130,7 +135,7 @@ OPTIMA = [
 def test_proved_optima_keep_the_bound_and_no_schedule_beats_them(p, m, times, limit, optimum):
     F, I, W, c = times  # noqa: E741
     costs = Costs.uniform(p, forward_s=F, input_grad_s=I, weight_grad_s=W, transfer_s=c)
-    bound = lower_bound(costs, m, max_in_flight=limit)
+    bound = lower_bound(costs, m, max_in_flight=limit, effort=0)
     assert 0.9 * optimum < bound <= optimum
     within = {}
     for name in schedules.names():
@@ -145,7 +150,7 @@ def test_proved_optima_keep_the_bound_and_no_schedule_beats_them(p, m, times, li
 @pytest.mark.parametrize(("limit", "optimum", "bound"), [(8, 51, 51), (6, 53, 53), (5, 56, 54), (4, 59, 55)])
 def test_proved_optima_on_a_v(limit, optimum, bound):
     """4 ranks, 8 micro-batches, unit costs a chunk: ZB-V, V-Half, what lies between, V-Min."""
-    assert lower_bound(Costs.uniform(8), 8, placement=v(4, 2), max_in_flight=limit) == bound <= optimum
+    assert lower_bound(Costs.uniform(8), 8, placement=v(4, 2), max_in_flight=limit, effort=0) == bound <= optimum
     program = schedules.get("zb-v").program(4, 8)
     assert (max(map(peak_in_flight, program.orders)), simulate(program, Costs.uniform(8)).makespan_s) == (8, 51)
 
@@ -180,6 +185,7 @@ def test_numbers_stay_exact():
     [
         ((0,), {}, "num_microbatches must be a whole number, at least 1; got 0"),
         ((1.5,), {}, "at least 1; got 1.5"),
+        ((2,), {"effort": -1}, "effort must be a whole number, at least 0; got -1; pass 0 or more"),
         ((2,), {"placement": (0, 1)}, "the costs are for 3 stages, the placement is for 2 stages; make"),
         (
             (2,),
@@ -240,5 +246,5 @@ def test_the_gap_is_a_share_of_the_bound():
 
 def test_it_is_quick_where_there_are_many_stages():
     costs = Costs.uniform(2048)
-    made = calls(lambda: lower_bound(costs, 512, placement=loop(256, 8), max_in_flight=2304))
+    made = calls(lambda: lower_bound(costs, 512, placement=loop(256, 8), max_in_flight=2304, effort=0))
     assert made.total() < 200 * costs.num_stages

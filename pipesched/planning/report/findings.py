@@ -41,7 +41,7 @@ def findings(
         *notes,
         *_searched(plan, predicted),
         *_confirmed(plan),
-        *_bound(predicted),
+        *_bound(plan, predicted),
         *_gains(plan),
         *_bottleneck(plan),
         *map(str, plan.ties),
@@ -122,13 +122,10 @@ def _confirmed(plan: Plan) -> Iterator[str]:
         )
 
 
-def _bound(predicted: Trace | None) -> Iterator[str]:
+def _bound(plan: Plan, predicted: Trace | None) -> Iterator[str]:
     """Yield a sentence with the lower bound on the step time, and how far the predicted step is above this bound."""
-    if predicted is not None and predicted.bound_s is not None:
-        yield (
-            f"no schedule of these stages on these ranks can take less than {quote_time(predicted.bound_s)}; "
-            f"the predicted step is {predicted.above_bound:.1%} above this bound"
-        )
+    if predicted is not None:
+        yield from plan.bound_in_words(predicted)
 
 
 def _gains(plan: Plan) -> Iterator[str]:

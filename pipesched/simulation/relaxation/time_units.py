@@ -1,0 +1,59 @@
+"""Time units: times as whole numbers, for searches that are exact or compute bounds."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from fractions import Fraction
+from math import ceil, floor, lcm, log2
+from numbers import Rational
+
+from pipesched.simulation.costs import Costs
+
+__all__ = ["TimeUnits"]
+
+_SLACK = Fraction(1, 1024)  # of a unit
+_MOST = 2**38  # sums of so many units fit into 64 bits by far
+
+
+@dataclass(frozen=True)
+class TimeUnits:
+    """A unit of time. Every time becomes a whole number of units, exactly or rounded down."""
+
+    per_second: Fraction
+    #: Whether every time is a whole number of units.
+    exact: bool
+    #: Whether every time is a whole number of seconds.
+    whole: bool
+
+    @classmethod
+    def of(cls, costs: Costs, num_microbatches: int, most: int = _MOST) -> "TimeUnits":
+        """Choose the unit: exact if a step, one action after the other, then has fewer than ``most`` units."""
+        columns = (costs.forward_s, costs.input_grad_s, costs.weight_grad_s, costs.backward_s)
+        times = [*(seconds for column in columns for seconds in column), costs.transfer_s]
+        longest = num_microbatches * (sum(times) + 2 * costs.num_stages * costs.transfer_s)
+        if all(isinstance(seconds, Rational) for seconds in times):
+            per_second = lcm(*(Fraction(seconds).denominator for seconds in times))
+            if longest * per_second < most:
+                return cls(Fraction(per_second), exact=True, whole=all(isinstance(seconds, int) for seconds in times))
+        power = floor(log2(most) - log2(longest))
+        return cls(Fraction(2) ** power, exact=False, whole=False)
+
+    def down(self, seconds: float) -> int:
+        """Return a time in units, rounded down; floats by a little more, because sums of floats are not exact."""
+        slack = 0 if self.exact else _SLACK
+        return max(0, floor(Fraction(seconds) * self.per_second - slack))
+
+    def each_down(self, seconds: Iterable[float]) -> tuple[int, ...]:
+        """Return times in units, rounded down."""
+        return tuple(map(self.down, seconds))
+
+    def up(self, seconds: float) -> int:
+        """Return a bound in units: if all times are whole numbers of units, every makespan is one, too."""
+        own = Fraction(seconds) * self.per_second
+        return ceil(own) if self.exact else floor(own)
+
+    def seconds(self, count: int) -> float:
+        """Return a number of units in seconds."""
+        own = Fraction(count) / self.per_second
+        if self.whole:
+            return int(own)
+        return own if self.exact else float(own)  # type: ignore[return-value]  # mypy: a Fraction is no float
