@@ -42,10 +42,10 @@ def test_ranks_become_a_pipeline_if_sums_are_slow():
 
 
 def test_the_pipeline_is_only_as_deep_as_memory_requires():
-    """A rank holds weights of 8 MB without a pipeline, 4 MB in one of two ranks, and a bucket of 1 MB."""
-    plan = tuned(memory_limit_bytes=6 * 10**6)
+    """A rank holds weights and copies of gradients: 16 MB without a pipeline, 8 MB in one of two ranks."""
+    plan = tuned(memory_limit_bytes=10 * 10**6)
     assert plan.mesh == {"dp": 2, "pp": 2}
-    assert max(own.total_bytes for own in plan.memory()) <= 6 * 10**6
+    assert max(own.total_bytes for own in plan.memory()) <= 10 * 10**6
 
 
 def test_zero_divides_states_instead_of_a_deeper_pipeline():
