@@ -124,7 +124,7 @@ class _Search:
         starts = self._different()
         actions = sum(best.orders.lengths)
         hot = actions <= _SMALL
-        left = self._steps if hot else int(self._steps * (_SMALL / actions) ** 2)
+        left = self._steps if hot else int(self._steps * (_SMALL / actions) ** 1.5)
         runs = _RUNS if hot else 1
         for seed in range(runs):
             start = starts[seed % len(starts)]
