@@ -28,26 +28,11 @@ def searched(
     annealing, and stops at a bound that no order can beat. Each backward is whole or split, whichever is better. If a
     known schedule is as short, it is used. Equal options give equal orders.
 
-    Option costs: the times of each stage, or a list with the costs of each micro-batch (default: identical stages).
-
-    Option placement: the rank of each stage (default: round robin, as in interleaved 1F1B).
-
-    Option max_in_flight: the most (stage, micro-batch) pairs that a rank is allowed to hold at the same time, or a list
-    with the limit of each rank (default: no limit).
-
-    Option memory_limit_bytes: the most bytes that the micro-batches of a rank are allowed to hold at the same time, as
-    ``Trace.peak_bytes`` counts them, or a list with the limit of each rank (default: no limit).
-
-    Option effort: the number of steps of the search, relative to the default.
-
-    Option starts: schedules and programs to start from (default: all other schedules).
+    Options costs: the times of each stage, or a list with the costs of each micro-batch (default: identical stages).
+    placement: the rank of each stage (default: round robin). max_in_flight: the most (stage, micro-batch) pairs on a
+    rank, or on each rank (default: no limit). memory_limit_bytes: the most bytes that a rank's micro-batches hold, as
+    ``Trace.peak_bytes`` counts them, or those of each rank (default: no limit). effort: the number of steps, relative
+    to the default. starts: schedules and programs to start from (default: all other schedules).
     """
-    del placement  # it is part of the shape
-    return searched_orders(
-        shape,
-        costs,
-        max_in_flight=max_in_flight,
-        memory_limit_bytes=memory_limit_bytes,
-        effort=effort,
-        starts=starts,
-    )
+    limits = {"max_in_flight": max_in_flight, "memory_limit_bytes": memory_limit_bytes}
+    return searched_orders(shape, costs, limits=limits, effort=effort, starts=starts)

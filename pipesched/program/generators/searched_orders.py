@@ -93,8 +93,7 @@ def searched_orders(
     shape: Shape,
     costs: StageCosts | Sequence[StageCosts] | None,
     *,
-    max_in_flight: int | Sequence[int] | None,
-    memory_limit_bytes: int | Sequence[int] | None,
+    limits: dict[str, int | Sequence[int] | None],
     effort: float,
     starts: Iterable[Schedule | Program],
 ) -> list[Order]:
@@ -103,8 +102,8 @@ def searched_orders(
     Args:
         shape: the ranks, micro-batches and placement.
         costs: the costs of the stages, or of each micro-batch. None: every F, I and W takes the same time.
-        max_in_flight: the most (stage, micro-batch) pairs on a rank, or on each rank. None: no limit.
-        memory_limit_bytes: the most bytes that a rank's micro-batches hold, or those of each rank. None: no limit.
+        limits: the most (stage, micro-batch) pairs on a rank (``max_in_flight``), and the most bytes that its
+            micro-batches hold (``memory_limit_bytes``): one number, one per rank, or None for no limit.
         effort: the number of steps, relative to the default.
         starts: schedules and programs to start from. Those that do not fit the shape or the limits are left out.
 
@@ -116,11 +115,10 @@ def searched_orders(
     if not isinstance(effort, int | float | Fraction) or not 0 <= effort < _LONGEST:
         raise ScheduleError(f"effort must be a number, at least 0; got {shown(effort)}; pass 1 for the default")
     of_each = _of_each_microbatch(shape, costs)
-    limits = {"max_in_flight": max_in_flight, "memory_limit_bytes": memory_limit_bytes}
     resources = _resources(shape, of_each, limits)
     problem = _problem(shape, of_each, resources)
     passed: dict[str, Any] = {"costs": of_each[0] if costs is not None and len(set(map(id, of_each))) == 1 else None}
-    passed |= {"max_in_flight": max_in_flight if is_count(max_in_flight) else None}
+    passed |= {"max_in_flight": limits["max_in_flight"] if is_count(limits["max_in_flight"]) else None}
     known = [_codes(program) for program in _known(shape, starts, passed)]
     lists = max(
         _FEW_LISTS, min(int(_LISTS * math.sqrt(effort)), _LISTED // (3 * shape.num_stages * shape.num_microbatches))
