@@ -40,7 +40,25 @@ def _registered() -> dict[str, Schedule]:
                 f"schedule names must be unique, ignoring upper and lower case; {schedule.name!r} of "
                 f"{schedule.module} is already used by {taken.module}; rename one"
             )
-    return dict(sorted(registered.items()))
+    return dict(sorted(_with_starts(registered).items()))
+
+
+def _with_starts(registered: dict[str, Schedule]) -> dict[str, Schedule]:
+    """Pass all schedules without an option ``starts`` to those with this option, which search from them."""
+    starts = _Starts(schedule for _, schedule in sorted(registered.items()) if "starts" not in schedule.options)
+    return {
+        name: schedule if schedule in starts else schedule.with_options(starts=starts)
+        for name, schedule in registered.items()
+    }
+
+
+class _Starts(tuple[Schedule, ...]):
+    """Schedules from which another one searches, with a short repr, because options are shown to users."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return "<all other schedules>"
 
 
 def _built_in() -> Iterator[Schedule]:

@@ -26,8 +26,12 @@ _MOST_COUNTS = 12  # at most this many numbers of micro-batches are tried
 
 @cache
 def synchronous() -> tuple[Schedule, ...]:
-    """Return the registered schedules that keep training results unchanged: exact, with no updates inside a step."""
-    return tuple(known for known in map(schedules.get, schedules.names()) if _is_exact(known.program(2, 4)))
+    """Return the registered schedules that keep training results unchanged: exact, with no updates inside a step.
+
+    Schedules that search from other schedules are left out.
+    """
+    fixed = [known for known in map(schedules.get, schedules.names()) if "starts" not in known.options]
+    return tuple(known for known in fixed if _is_exact(known.program(2, 4)))
 
 
 def _is_exact(program: Program) -> bool:

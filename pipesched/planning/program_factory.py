@@ -22,6 +22,7 @@ from pipesched.program.lowering import (
     lower,
 )
 from pipesched.program.order import Schedule
+from pipesched.program.placement import Placement
 from pipesched.program.program import Program
 from pipesched.program.segments import Segments, enough_steps
 from pipesched.program.validation import validate
@@ -60,7 +61,9 @@ class ProgramFactory:
             self.num_ranks = self.source.num_ranks
             self.num_microbatches = self.source.num_microbatches
         else:
-            self.num_ranks = min(num_devices, _num_stages(request, self.source, num_devices))
+            placed = self.source.fixed_placement
+            num_stages = _num_stages(request, self.source, num_devices)
+            self.num_ranks = min(num_devices, num_stages) if placed is None else max(placed) + 1
             self.num_microbatches = request.num_microbatches or self.num_ranks * MICROBATCHES_PER_RANK
         self.graph: StageGraph | None = None
         self.offloading: frozenset[int] = frozenset()
@@ -284,6 +287,8 @@ def _as_planned(num_ranks: int, num_devices: int) -> int:
 def _num_stages(request: PlanRequest, schedule: Schedule, num_devices: int) -> int:
     if request.num_stages is not None:
         return request.num_stages
+    if schedule.fixed_placement is not None:
+        return len(schedule.fixed_placement)
     if request.boundaries is None or isinstance(request.boundaries, Mapping):
         return num_devices * schedule.chunks_per_rank
     return len(request.boundaries) + 1
@@ -298,6 +303,8 @@ def _source(request: PlanRequest, num_devices: int) -> Schedule | Program:
     schedule = _schedule(request.schedule)
     num_stages = _num_stages(request, schedule, num_devices)
     num_ranks = min(num_devices, num_stages)
+    if schedule.fixed_placement is not None:
+        return _placed(schedule, schedule.fixed_placement, num_stages, num_devices)
     if "chunks_per_rank" not in schedule.options:
         if num_stages > num_ranks:
             raise DeviceCountError(
@@ -313,6 +320,21 @@ def _source(request: PlanRequest, num_devices: int) -> Schedule | Program:
             f"number of devices"
         )
     return schedule.with_options(chunks_per_rank=num_stages // num_ranks)
+
+
+def _placed(schedule: Schedule, placement: Placement, num_stages: int, num_devices: int) -> Schedule:
+    """Return a schedule with its own placement, after checking that it fits the stages and the devices."""
+    if len(placement) != num_stages:
+        raise PartitionError(
+            f"placement= must have one rank for each stage; there are {counted(num_stages, 'stage')}, but the "
+            f"placement has {len(placement)}; make the numbers agree"
+        )
+    if max(placement) >= num_devices:
+        raise DeviceCountError(
+            f"every rank must have a device; the placement has {counted(max(placement) + 1, 'rank')}, but there are "
+            f"{counted(num_devices, 'device')}; pass more devices (a device may repeat), or correct the placement"
+        )
+    return schedule
 
 
 def _schedule(wish: Any) -> Schedule:

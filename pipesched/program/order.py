@@ -287,6 +287,24 @@ class Schedule:
         """The number of stages that a rank holds: an option of schedules with chunks, otherwise 1."""
         return self.options.get("chunks_per_rank", 1)  # type: ignore[no-any-return]
 
+    @property
+    def fixed_placement(self) -> Placement | None:
+        """The rank of each stage, if the option ``placement`` has been set. Raises ScheduleError if it is invalid."""
+        given = self.options.get("placement")
+        if given is None:
+            return None
+        if not isinstance(given, Iterable) or isinstance(given, str | bytes):
+            raise ScheduleError(
+                f"placement= must be a list with the rank of each stage; got {shown(given)}; pass a list"
+            )
+        ranks = tuple(given)
+        if not all(is_count(rank, 0) for rank in ranks) or set(ranks) != set(range(max(ranks, default=0) + 1)):
+            raise ScheduleError(
+                f"placement= must be a list with the rank of each stage, and every rank must hold a stage; got "
+                f"{shown(given)}; pass for example (0, 1, 1, 0)"
+            )
+        return ranks
+
     def with_options(self, **options: Any) -> "Schedule":
         """Return a copy of the schedule with new values of some options.
 
@@ -326,7 +344,8 @@ class Schedule:
             return self.with_options(**options).program(num_ranks, num_microbatches, steps=steps)
         own_options = {name: value for name, value in self.options.items() if name not in _OF_THE_SHAPE}
         slices = self.options.get("slices_per_microbatch", 1)
-        chunks_per_rank = self.chunks_per_rank
+        fixed = self.fixed_placement
+        chunks_per_rank = self.chunks_per_rank if fixed is None else max(map(fixed.count, fixed))
         counts = {"ranks": num_ranks, "micro-batches": num_microbatches, "chunks per rank": chunks_per_rank}
         counts |= {"steps": steps, "slices per micro-batch": slices}
         for name, count in counts.items():
@@ -342,7 +361,7 @@ class Schedule:
                 f"{pairs:,} for {', '.join(f'{count:,} {name}' for name, count in counts.items() if count > 1)}; use "
                 f"fewer micro-batches, ranks or chunks per rank"
             )
-        placement = self.placement(num_ranks, chunks_per_rank * self.num_chains)
+        placement = self._placed(num_ranks)
         shape = Shape(
             num_ranks=num_ranks,
             num_microbatches=units,
@@ -368,6 +387,18 @@ class Schedule:
                 f"was passed; pass steps=1"
             )
         return program if self.num_chains == 1 else _with_chains(program, shape)
+
+    def _placed(self, num_ranks: int) -> Placement:
+        """Return the rank of each stage. Raises ScheduleError if the option ``placement`` has other ranks."""
+        fixed = self.fixed_placement
+        if fixed is None:
+            return self.placement(num_ranks, self.chunks_per_rank * self.num_chains)
+        if max(fixed) + 1 != num_ranks:
+            raise ScheduleError(
+                f"placement= must place stages on all {counted(num_ranks, 'rank')}; its ranks are 0..{max(fixed)}; "
+                f"correct the placement, or use {counted(max(fixed) + 1, 'rank')}"
+            )
+        return fixed
 
     def _written(self, shape: Shape, options: Mapping[str, Any]) -> list[Order]:
         if self.searches:

@@ -1,0 +1,318 @@
+"""Searched orders: turns costs in seconds into a search problem, and the result of the search into orders.
+
+The times of the search are whole numbers. Whole numbers and fractions stay exact as long as they are not too long;
+other times are rounded to a part in 4 x 10**9 of the longest one.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from fractions import Fraction
+from numbers import Rational
+from typing import Any, Protocol
+
+import numpy as np
+
+from pipesched.checks import is_count, is_whole, shown
+from pipesched.errors import MemoryLimitError, ScheduleError
+from pipesched.program.action_arrays import CODES
+from pipesched.program.actions import Kind
+from pipesched.program.liveness import peak_in_flight, rank_limits
+from pipesched.program.order import Order, Schedule, Shape
+from pipesched.program.program import Program
+from pipesched.program.search.problem import BACKWARD, FORWARD, INPUT_GRAD, KINDS, WEIGHT_GRAD, Problem, Resource
+from pipesched.program.search.search import search
+from pipesched.units import counted
+
+__all__ = ["StageCosts", "searched_orders"]
+
+_STEPS = 400_000  # steps of annealing at effort 1
+_LISTS = 300  # list schedules at effort 1
+_FEW_LISTS = 16  # list schedules at least
+_LISTED = 50_000  # actions that list schedules place at most, if there are more than a few
+_LONGEST = 1 << 32  # the longest time, in units of the search
+_MOST_SEARCHED = 20_000  # (stage, micro-batch) pairs up to which known schedules that search take part
+_KIND_OF = {Kind.F: FORWARD, Kind.I: INPUT_GRAD, Kind.W: WEIGHT_GRAD, Kind.B: BACKWARD}
+_WRITE: tuple[Callable[[Order, int], None], ...] = (Order.F, Order.I, Order.W, Order.B)
+
+
+class _Links(Protocol):
+    """The links between ranks, as in ``pipesched.simulation.links``."""
+
+    def latencies(self, senders: Any, receivers: Any) -> Any:
+        """Return the latency of each message in seconds."""
+
+    def travel(self, senders: Any, receivers: Any, sizes: Any) -> Any:
+        """Return the time for which each message occupies its link, in seconds."""
+
+
+class StageCosts(Protocol):
+    """The attributes of ``pipesched.Costs`` that the search reads: seconds and bytes of each stage."""
+
+    @property
+    def num_stages(self) -> int:
+        """The number of stages."""
+
+    @property
+    def forward_s(self) -> Sequence[float]:
+        """The time of F."""
+
+    @property
+    def input_grad_s(self) -> Sequence[float]:
+        """The time of I."""
+
+    @property
+    def weight_grad_s(self) -> Sequence[float]:
+        """The time of W."""
+
+    @property
+    def backward_s(self) -> Sequence[float]:
+        """The time of B."""
+
+    @property
+    def transfer_s(self) -> float:
+        """The latency of a message between two ranks."""
+
+    @property
+    def links(self) -> _Links | None:
+        """The links between ranks, or None."""
+
+    @property
+    def output_bytes(self) -> Sequence[int]:
+        """The size of each stage's output."""
+
+    @property
+    def activation_bytes(self) -> Sequence[int]:
+        """The bytes held from F to I or B."""
+
+    @property
+    def weight_grad_bytes(self) -> Sequence[int]:
+        """The bytes held from I to W."""
+
+
+def searched_orders(
+    shape: Shape,
+    costs: StageCosts | Sequence[StageCosts] | None,
+    *,
+    limits: dict[str, int | Sequence[int] | None],
+    effort: float,
+    starts: Iterable[Schedule | Program],
+) -> list[Order]:
+    """Search the orders of all ranks. The program is exact, and never slower than the known ones within the limits.
+
+    Args:
+        shape: the ranks, micro-batches and placement.
+        costs: the costs of the stages, or of each micro-batch. None: every F, I and W takes the same time.
+        limits: the most (stage, micro-batch) pairs on a rank (``max_in_flight``), and the most bytes that its
+            micro-batches hold (``memory_limit_bytes``): one number, one per rank, or None for no limit.
+        effort: the number of steps, relative to the default.
+        starts: schedules and programs to start from. Those that do not fit the shape or the limits are left out.
+
+    Raises:
+        ScheduleError: an argument is invalid.
+        MemoryLimitError: no orders stay within the limits.
+
+    """
+    if not isinstance(effort, int | float | Fraction) or not 0 <= effort < _LONGEST:
+        raise ScheduleError(f"effort must be a number, at least 0; got {shown(effort)}; pass 1 for the default")
+    of_each = _of_each_microbatch(shape, costs)
+    resources = _resources(shape, of_each, limits)
+    problem = _problem(shape, of_each, resources)
+    passed: dict[str, Any] = {"costs": of_each[0] if costs is not None and len(set(map(id, of_each))) == 1 else None}
+    passed |= {"max_in_flight": limits["max_in_flight"] if is_count(limits["max_in_flight"]) else None}
+    known = [_codes(program) for program in _known(shape, starts, passed)]
+    lists = max(
+        _FEW_LISTS, min(int(_LISTS * math.sqrt(effort)), _LISTED // (3 * shape.num_stages * shape.num_microbatches))
+    )
+    found = search(problem, known, steps=int(_STEPS * effort), lists=lists)
+    if found is None:
+        given = ", ".join(f"{name}={shown(limit)}" for name, limit in limits.items() if limit is not None)
+        raise MemoryLimitError(
+            f"a rank must have room for a micro-batch on each of its stages; no order was found for "
+            f"{counted(shape.num_stages, 'stage')} on {counted(shape.num_ranks, 'rank')} within {given}; raise the "
+            f"limit, use more ranks, or cut the model into smaller stages"
+        )
+    return [_order(shape, codes) for codes in found.orders]
+
+
+class _Equal:
+    """The default costs: each F, I and W takes the same time, and messages take none."""
+
+    def __init__(self, num_stages: int) -> None:
+        self.num_stages = num_stages
+        self.forward_s = self.input_grad_s = self.weight_grad_s = (1,) * num_stages
+        self.backward_s = (2,) * num_stages
+        self.transfer_s = 0
+        self.links = None
+        self.output_bytes = self.activation_bytes = self.weight_grad_bytes = (0,) * num_stages
+
+
+_FIELDS = tuple(vars(_Equal(1)))
+
+
+def _of_each_microbatch(shape: Shape, costs: Any) -> list[StageCosts]:
+    """Return the costs of each micro-batch. Raises ScheduleError for costs of another number of stages."""
+    if costs is None:
+        costs = _Equal(shape.num_stages)
+    several = isinstance(costs, Sequence) and not isinstance(costs, str)
+    of_each = list(costs) if several else [costs] * shape.num_microbatches
+    if len(of_each) != shape.num_microbatches:
+        raise ScheduleError(
+            f"costs= must be one pipesched.Costs, or one for each micro-batch; got {len(of_each)}"
+            f" for {counted(shape.num_microbatches, 'micro-batch')}; make the numbers agree"
+        )
+    for own in {id(own): own for own in of_each}.values():
+        if not all(hasattr(own, name) for name in _FIELDS):
+            raise ScheduleError(
+                f"costs= must be a pipesched.Costs with one number for each stage; got {shown(own)}; pass Costs(...)"
+            )
+        if own.num_stages != shape.num_stages:
+            raise ScheduleError(
+                f"costs must have one number for each stage; there are {counted(shape.num_stages, 'stage')}, but the "
+                f"costs have {own.num_stages}; pass costs for {counted(shape.num_stages, 'stage')}"
+            )
+    return of_each
+
+
+def _problem(shape: Shape, of_each: Sequence[StageCosts], resources: Sequence[Resource]) -> Problem:
+    """Return the search problem, with all times as whole numbers of one unit."""
+    names = ("forward_s", "input_grad_s", "weight_grad_s", "backward_s")
+    times = [[[getattr(own, name)[stage] for own in of_each] for stage in range(shape.num_stages)] for name in names]
+    ways = list(zip(shape.placement, shape.placement[1:], strict=False))
+    there = [[_lag(own, way[0], way[1], stage) for own in of_each] for stage, way in enumerate(ways)]
+    back = [[_lag(own, way[1], way[0], stage) for own in of_each] for stage, way in enumerate(ways)]
+    tables = [*times, there, back]
+    unit = _unit({number for table in tables for row in table for number in row})
+    whole = [[[round(number * unit) for number in row] for row in table] for table in tables]
+    return Problem(
+        num_ranks=shape.num_ranks,
+        placement=shape.placement,
+        num_microbatches=shape.num_microbatches,
+        times=whole[:KINDS],
+        forward_lags=whole[KINDS],
+        backward_lags=whole[KINDS + 1],
+        resources=resources,
+    )
+
+
+def _lag(costs: StageCosts, sender: int, receiver: int, stage: int) -> float:
+    """Return the time of a message with the output of a stage, or its gradient, from one rank to another."""
+    if sender == receiver:
+        return 0
+    if costs.links is None:
+        return costs.transfer_s
+    ends = np.array([sender]), np.array([receiver])
+    sizes = np.array([costs.output_bytes[stage]], object)
+    own: float = costs.links.latencies(*ends)[0] + costs.links.travel(*ends, sizes)[0]
+    return costs.transfer_s + own
+
+
+def _unit(times: set[float]) -> Fraction:
+    """Return the number by which times are multiplied before they are rounded to whole numbers."""
+    longest = max(times)
+    if longest <= 0:
+        return Fraction(1)
+    if all(isinstance(time, Rational) for time in times):
+        exact = [Fraction(time) for time in times]
+        unit = Fraction(math.lcm(*(time.denominator for time in exact)))
+        unit /= math.gcd(*(int(time * unit) for time in exact))
+        if longest * unit <= _LONGEST:
+            return unit
+    return _LONGEST / Fraction(longest)
+
+
+def _resources(shape: Shape, of_each: Sequence[StageCosts], limits: dict[str, Any]) -> list[Resource]:
+    """Return what is limited on the ranks."""
+    stages = range(shape.num_stages)
+
+    def table(amounts: Callable[[StageCosts], Sequence[int]]) -> list[list[int]]:
+        return [[amounts(own)[stage] for own in of_each] for stage in stages]
+
+    none = table(lambda _: (0,) * shape.num_stages)
+    one = table(lambda _: (1,) * shape.num_stages)
+    activations = table(lambda own: own.activation_bytes)
+    weight_grads = table(lambda own: own.weight_grad_bytes)
+    amounts = {
+        "max_in_flight": ([one, none, none, none], [none, none, one, one]),
+        "memory_limit_bytes": ([activations, weight_grads, none, none], [none, activations, weight_grads, activations]),
+    }
+    return [
+        Resource(takes=amounts[name][0], gives=amounts[name][1], limits=_limits(shape, name, limit))
+        for name, limit in limits.items()
+        if limit is not None
+    ]
+
+
+def _limits(shape: Shape, name: str, limit: Any) -> list[int]:
+    """Return the limit of each rank. Raises ScheduleError for a wrong type, number or length."""
+    own = rank_limits(limit, shape.num_ranks) if name == "max_in_flight" else _as_list(limit, shape.num_ranks)
+    if not all(is_whole(number) for number in own) or len(own) != shape.num_ranks:
+        raise ScheduleError(
+            f"{name} must be a whole number, or a list with one for each rank; got {shown(limit)} for "
+            f"{counted(shape.num_ranks, 'rank')}; pass one number, or a list of {shape.num_ranks}"
+        )
+    if name == "max_in_flight":
+        for rank, number in enumerate(own):
+            if number < len(shape.chunks(rank)):
+                raise ScheduleError(
+                    f"a rank must have room for a micro-batch on each of its stages; rank {rank} has "
+                    f"{counted(len(shape.chunks(rank)), 'stage')}, but max_in_flight allows {number}; pass "
+                    f"{len(shape.chunks(rank))} or more"
+                )
+    return [max(0, min(number, _LONGEST << 28)) for number in own]
+
+
+def _as_list(limit: Any, num_ranks: int) -> list[Any]:
+    return list(limit) if isinstance(limit, Iterable) else [limit] * num_ranks
+
+
+def _known(shape: Shape, starts: Iterable[Schedule | Program], passed: dict[str, Any]) -> list[Program]:
+    """Return the programs to start from, simpler ones first: without split, without a search, with less in flight."""
+    found = []
+    for start in starts:
+        program = start if isinstance(start, Program) else _built(start, shape, passed)
+        if program is not None and _is_start(program, shape):
+            searches = isinstance(start, Schedule) and start.searches
+            peak = sum(peak_in_flight(program.orders.rank(rank)) for rank in range(program.num_ranks))
+            found.append((bool(program.columns.are(Kind.I).any()), searches, peak, program.name, program))
+    return [program for *_, program in sorted(found, key=lambda entry: entry[:-1])]
+
+
+def _built(schedule: Schedule, shape: Shape, passed: dict[str, Any]) -> Program | None:
+    """Return a schedule's program for the shape, or None if it has none for this placement."""
+    large = shape.num_stages * shape.num_microbatches > _MOST_SEARCHED
+    if schedule.num_chains > 1 or (large and schedule.searches):
+        return None
+    options = {name: value for name, value in passed.items() if name in schedule.options and value is not None}
+    chunks, rest = divmod(shape.num_stages, shape.num_ranks)
+    if "chunks_per_rank" in schedule.options:
+        options["chunks_per_rank"] = chunks
+    elif chunks != 1:
+        return None
+    if rest or tuple(schedule.placement(shape.num_ranks, chunks)) != shape.placement:
+        return None
+    try:
+        return schedule.program(shape.num_ranks, shape.num_microbatches, **options)
+    except ScheduleError:  # the schedule does not support these counts or limits
+        return None
+
+
+def _is_start(program: Program, shape: Shape) -> bool:
+    same = (program.placement, program.num_microbatches) == (shape.placement, shape.num_microbatches)
+    kinds = set(np.unique(program.columns.kind).tolist()) <= {CODES[kind] for kind in _KIND_OF}
+    return same and kinds and program.exact and program.is_chain and program.num_ranks == shape.num_ranks
+
+
+def _codes(program: Program) -> list[list[int]]:
+    """Return the orders of a program as codes of actions."""
+    count = program.num_microbatches
+    return [
+        [(stage * count + microbatch) * KINDS + _KIND_OF[kind] for stage, kind, microbatch, _ in order]
+        for order in program.orders
+    ]
+
+
+def _order(shape: Shape, codes: Sequence[int]) -> Order:
+    order = Order(shape)
+    for code in codes:
+        _WRITE[code % KINDS](order, code // KINDS // shape.num_microbatches)
+    return order

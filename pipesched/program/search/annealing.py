@@ -1,0 +1,189 @@
+"""Simulated annealing on orders (Kirkpatrick et al. 1983), with random numbers and steps that are the same everywhere.
+
+Random numbers come from a xorshift generator with two words of 32 bits (Marsaglia 2003), and all arithmetic is on
+whole numbers. Equal inputs therefore give equal orders on every machine, compiled or not.
+"""
+
+import math
+from typing import NamedTuple
+
+from pipesched.program.search.compiled import Whole, compiled, whole
+from pipesched.program.search.evaluation import UNFIT, Clocks, Sequences, clocks, copy, evaluate, hold, sequences
+from pipesched.program.search.moves import fuse, rotate, shift, split
+from pipesched.program.search.problem import BACKWARD, FORWARD, KINDS, Tables
+
+__all__ = ["Annealer", "Cooling"]
+
+_WORD = 0xFFFFFFFF
+_DRAWS = 1024  # different values of a random acceptance
+_ONE = 1 << 16  # fixed point: 1.0
+_STAGES = 64  # different temperatures of a run
+#: -ln(u) for equally likely values of u between 0 and 1, in fixed point.
+_PATIENCE = whole(round(-math.log((draw + 0.5) / _DRAWS) * _ONE) for draw in range(_DRAWS))
+_NEAR, _FAR = 3, 24  # most places of a short and of a long move
+
+
+class Cooling(NamedTuple):
+    """The temperatures of a run, in mean action times, and the number of its steps."""
+
+    hot: float
+    cold: float
+    steps: int
+
+
+class _Memory(NamedTuple):
+    """Memory for an annealing run."""
+
+    clocks: Clocks
+    #: The orders before a fusion or a split, of one rank.
+    kept: Whole
+    #: The state of the random numbers.
+    random: Whole
+
+
+class Annealer:
+    """Improves orders.
+
+    Args:
+        tables: the problem.
+
+    """
+
+    def __init__(self, tables: Tables) -> None:
+        self._tables = tables
+        self._memory = _Memory(clocks(tables), whole([0] * len(tables.rank_of_slot)), whole([0, 0]))
+        self._current = sequences(tables)
+
+    def run(self, best: Sequences, makespan: int, cooling: Cooling, *, goal: int, seed: int) -> tuple[int, int]:
+        """Improve the orders ``best`` in place, until their makespan is at most ``goal`` or the steps are used up.
+
+        Args:
+            best: orders without deadlock, within the limits.
+            makespan: their makespan.
+            cooling: the temperatures and the number of steps.
+            goal: a makespan that cannot be improved.
+            seed: the start of the random numbers.
+
+        Returns:
+            The makespan of ``best`` now, and the number of steps.
+
+        """
+        tables = self._tables
+        total = sum(best.busy)
+        mean = max(1, int(total)) / max(1, sum(best.lengths))
+        ratio = cooling.cold / cooling.hot
+        heats = [cooling.hot * mean * ratio ** (stage / (_STAGES - 1)) for stage in range(_STAGES)]
+        self._memory.random[0] = seed * 2654435769 + 362436069 & _WORD
+        self._memory.random[1] = 521288629
+        copy(best, self._current)
+        heat = whole(round(value * 256) for value in heats)
+        steps = max(1, cooling.steps // _STAGES)
+        found, ran = _anneal(tables, self._memory, self._current, best, _Run(makespan, goal, steps, heat, _PATIENCE))
+        return int(found), int(ran)
+
+
+class _Run(NamedTuple):
+    """The numbers of an annealing run."""
+
+    makespan: int
+    goal: int
+    #: The steps at each temperature.
+    steps: int
+    #: The temperatures, in 1/256 of a unit of time.
+    heat: Whole
+    patience: Whole
+
+
+@compiled
+def _draw(random: Whole) -> int:
+    """Return a random number of 32 bits."""
+    a = random[0]
+    b = random[1]
+    a ^= (a << 10) & _WORD
+    a ^= a >> 13
+    random[0] = b
+    b ^= b >> 10
+    b ^= a
+    random[1] = b
+    return b
+
+
+@compiled
+def _anneal(tables: Tables, memory: _Memory, orders: Sequences, best: Sequences, run: _Run) -> tuple[int, int]:
+    random = memory.random
+    slots = len(tables.rank_of_slot)
+    current = run.makespan
+    shortest = run.makespan
+    step = 0
+    for heat in run.heat:
+        for _ in range(run.steps):
+            if shortest <= run.goal:
+                return shortest, step
+            step += 1
+            slot = _draw(random) % slots
+            rank = tables.rank_of_slot[slot]
+            if slot >= tables.first[rank] + orders.lengths[rank]:
+                continue
+            bits = _draw(random)
+            most = current + (heat * run.patience[bits % _DRAWS] >> 24)
+            bits //= _DRAWS
+            kind = orders.slots[slot] % KINDS
+            if tables.fuses and kind != FORWARD and bits % 16 < 5:
+                found = _recombined(tables, memory, orders, slot, most, bits // 16)
+            else:
+                found = _shifted(tables, memory, orders, slot, most, bits // 16)
+            if found == UNFIT:
+                continue
+            current = found
+            if found < shortest:
+                shortest = found
+                copy(orders, best)
+    return shortest, step
+
+
+@compiled
+def _distance(bits: int) -> int:
+    """Return how far an action moves: 1 to 3 places in 60 % of the cases, else up to 24; negative to the left."""
+    most = _NEAR if bits % 5 < 3 else _FAR
+    bits //= 5
+    distance = 1 + (bits // 2) % most
+    return distance if bits % 2 else -distance
+
+
+@compiled
+def _shifted(tables: Tables, memory: _Memory, orders: Sequences, slot: int, most: int, bits: int) -> int:
+    """Move an action. Return the makespan, or UNFIT if it is above ``most``; then nothing changes."""
+    rank = tables.rank_of_slot[slot]
+    to = shift(tables, orders, rank, slot, _distance(bits))
+    if to == slot:
+        return UNFIT
+    makespan = evaluate(tables, memory.clocks, orders, most)
+    if makespan == UNFIT:
+        rotate(orders, to, slot)
+        if tables.num_resources:
+            hold(tables, orders, rank, min(slot, to), max(slot, to) + 1)
+    return makespan
+
+
+@compiled
+def _recombined(tables: Tables, memory: _Memory, orders: Sequences, slot: int, most: int, bits: int) -> int:
+    """Fuse an I and a W, or split a B. Return the makespan, or UNFIT if it is above ``most``; then nothing changes."""
+    rank = tables.rank_of_slot[slot]
+    begin = tables.first[rank]
+    length = orders.lengths[rank]
+    busy = orders.busy[rank]
+    memory.kept[begin : begin + length] = orders.slots[begin : begin + length]
+    if orders.slots[slot] % KINDS == BACKWARD:
+        split(tables, orders, rank, slot, bits % _FAR)
+    elif not fuse(tables, orders, rank, slot, bits % 2 == 0):
+        return UNFIT
+    makespan = UNFIT
+    if not tables.num_resources or hold(tables, orders, rank, begin, begin + orders.lengths[rank]):
+        makespan = evaluate(tables, memory.clocks, orders, most)
+    if makespan == UNFIT:
+        orders.slots[begin : begin + length] = memory.kept[begin : begin + length]
+        orders.lengths[rank] = length
+        orders.busy[rank] = busy
+        if tables.num_resources:
+            hold(tables, orders, rank, begin, begin + length)
+    return makespan

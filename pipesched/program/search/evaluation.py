@@ -1,0 +1,134 @@
+"""Evaluation: the makespan of the orders of all ranks, and what the ranks hold.
+
+Each rank runs its order as far as the inputs of its actions are there, one rank after the other, until all have ended.
+If no rank can go on, the orders are a deadlock.
+"""
+
+from typing import NamedTuple
+
+from pipesched.program.search.compiled import Whole, compiled, whole
+from pipesched.program.search.problem import KINDS, Tables
+
+__all__ = ["UNFIT", "Clocks", "Sequences", "clocks", "copy", "evaluate", "hold", "sequences"]
+
+#: The makespan of orders that deadlock, that exceed a limit or that take longer than allowed.
+UNFIT = -1
+
+
+class Sequences(NamedTuple):
+    """The orders of all ranks, as codes of actions in slots."""
+
+    #: The code of the action in each slot. Slots behind the end of a rank's order are unused.
+    slots: Whole
+    #: The number of actions of each rank.
+    lengths: Whole
+    #: The sum of the times of each rank's actions.
+    busy: Whole
+    #: For each resource and slot, the amount that the slot's rank holds after the slot's action.
+    held: Whole
+
+
+class Clocks(NamedTuple):
+    """Memory for an evaluation."""
+
+    #: The end times of actions, numbered as in ``Tables.yields``.
+    done: Whole
+    #: The next slot of each rank.
+    at: Whole
+    #: The time at which each rank is free.
+    clock: Whole
+    #: The time that each rank can still wait without exceeding the allowed makespan.
+    spare: Whole
+
+
+def sequences(tables: Tables) -> Sequences:
+    """Return empty orders."""
+    slots = len(tables.rank_of_slot)
+    ranks = [0] * tables.num_ranks
+    return Sequences(whole([0] * slots), whole(ranks), whole(ranks), whole([0] * (slots * tables.num_resources)))
+
+
+def clocks(tables: Tables) -> Clocks:
+    """Return memory for evaluations."""
+    ranks = [0] * tables.num_ranks
+    return Clocks(whole(tables.blank), whole(ranks), whole(ranks), whole(ranks))
+
+
+@compiled
+def copy(source: Sequences, target: Sequences) -> None:
+    """Copy all orders."""
+    target.slots[:] = source.slots
+    target.lengths[:] = source.lengths
+    target.busy[:] = source.busy
+    target.held[:] = source.held
+
+
+@compiled
+def evaluate(tables: Tables, clocks: Clocks, orders: Sequences, most: int) -> int:
+    """Return the makespan of the orders, or UNFIT if they deadlock or take longer than ``most``."""
+    slots = orders.slots
+    needs = tables.needs
+    lag = tables.lag
+    seconds = tables.seconds
+    yields = tables.yields
+    done = clocks.done
+    done[:] = tables.blank
+    left = 0
+    for rank in range(tables.num_ranks):
+        clocks.at[rank] = tables.first[rank]
+        clocks.clock[rank] = 0
+        clocks.spare[rank] = most - orders.busy[rank]
+        if clocks.spare[rank] < 0:
+            return UNFIT
+        left += orders.lengths[rank]
+    while left > 0:
+        before = left
+        for rank in range(tables.num_ranks):
+            slot = clocks.at[rank]
+            stop = tables.first[rank] + orders.lengths[rank]
+            now = clocks.clock[rank]
+            while slot < stop:
+                code = slots[slot]
+                ready = done[needs[code]]
+                if ready < 0:
+                    break
+                ready += lag[code]
+                if ready > now:
+                    clocks.spare[rank] -= ready - now
+                    if clocks.spare[rank] < 0:
+                        return UNFIT
+                    now = ready
+                now += seconds[code]
+                done[yields[code]] = now
+                slot += 1
+            left -= slot - clocks.at[rank]
+            clocks.at[rank] = slot
+            clocks.clock[rank] = now
+        if left == before:
+            return UNFIT
+    makespan = 0
+    for rank in range(tables.num_ranks):
+        makespan = max(makespan, clocks.clock[rank])
+    return makespan
+
+
+@compiled
+def hold(tables: Tables, orders: Sequences, rank: int, begin: int, stop: int) -> bool:
+    """Return whether a rank stays within its limits in the slots from ``begin`` to ``stop``, and update ``held``.
+
+    The amounts held before ``begin`` must be up to date.
+    """
+    count = len(tables.rank_of_slot)
+    codes = tables.num_stages * tables.num_microbatches * KINDS
+    fits = True
+    for resource in range(tables.num_resources):
+        limit = tables.limits[resource * tables.num_ranks + rank]
+        held = 0 if begin == tables.first[rank] else orders.held[resource * count + begin - 1]
+        for slot in range(begin, stop):
+            code = resource * codes + orders.slots[slot]
+            held += tables.takes[code]
+            if held > limit:
+                fits = False
+            held -= tables.gives[code]
+            orders.held[resource * count + slot] = held
+    return fits

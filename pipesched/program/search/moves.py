@@ -1,0 +1,122 @@
+"""Moves: small changes of one rank's order that keep every stage's micro-batches in ascending order.
+
+Three moves reach every order: an action moves some places on its rank, an I and its W become a B, and a B becomes an I
+and a W.
+"""
+
+from pipesched.program.search.compiled import compiled
+from pipesched.program.search.evaluation import Sequences, hold
+from pipesched.program.search.problem import BACKWARD, FORWARD, INPUT_GRAD, KINDS, WEIGHT_GRAD, Tables
+
+__all__ = ["fuse", "rotate", "shift", "split"]
+
+
+@compiled
+def ordered(tables: Tables, a: int, b: int) -> bool:
+    """Return whether the order of two actions of one rank is fixed, whichever of them comes first now.
+
+    On one stage, the order of two F, of two of I and B, and of two of W and B is fixed. So is the order of a
+    micro-batch's own actions, and that of an action and the action on another stage that waits for it.
+    """
+    pair = a // KINDS
+    other = b // KINDS
+    if pair == other:
+        return True
+    if pair // tables.num_microbatches != other // tables.num_microbatches:
+        return tables.needs[a] == tables.yields[b] or tables.needs[b] == tables.yields[a]
+    kind = a % KINDS
+    kind_of_other = b % KINDS
+    if kind == kind_of_other:
+        return True
+    return (kind == BACKWARD and kind_of_other != FORWARD) or (kind_of_other == BACKWARD and kind != FORWARD)
+
+
+@compiled
+def rotate(orders: Sequences, slot: int, to: int) -> None:
+    """Move the action in a slot to another slot of its rank, and the actions between them by one slot."""
+    slots = orders.slots
+    code = slots[slot]
+    step = 1 if to > slot else -1
+    while slot != to:
+        slots[slot] = slots[slot + step]
+        slot += step
+    slots[to] = code
+
+
+@compiled
+def reach(tables: Tables, orders: Sequences, rank: int, slot: int, distance: int) -> int:
+    """Return the slot that an action reaches if it moves by ``distance`` places, or less if another action bars it."""
+    slots = orders.slots
+    code = slots[slot]
+    begin = tables.first[rank]
+    stop = begin + orders.lengths[rank]
+    step = 1 if distance > 0 else -1
+    to = slot
+    while to != slot + distance:
+        beyond = to + step
+        if beyond < begin or beyond >= stop or ordered(tables, code, slots[beyond]):
+            break
+        to = beyond
+    return to
+
+
+@compiled
+def shift(tables: Tables, orders: Sequences, rank: int, slot: int, distance: int) -> int:
+    """Move an action by up to ``distance`` places. Return its new slot, or its old one if nothing has changed."""
+    to = reach(tables, orders, rank, slot, distance)
+    if to == slot:
+        return slot
+    rotate(orders, slot, to)
+    if tables.num_resources and not hold(tables, orders, rank, min(slot, to), max(slot, to) + 1):
+        rotate(orders, to, slot)
+        hold(tables, orders, rank, min(slot, to), max(slot, to) + 1)
+        return slot
+    return to
+
+
+@compiled
+def fuse(tables: Tables, orders: Sequences, rank: int, slot: int, early: bool) -> bool:
+    """Make a B from the I or W in a slot and its partner, in the place of the I (``early``) or of the W.
+
+    Returns whether the order has changed. It has also changed if it exceeds a limit now: ``held`` is not up to date.
+    """
+    slots = orders.slots
+    begin = tables.first[rank]
+    stop = begin + orders.lengths[rank]
+    code = slots[slot]
+    backward = code - code % KINDS + BACKWARD
+    step = 1 if code % KINDS == INPUT_GRAD else -1
+    partner = slot + step
+    while begin <= partner < stop and slots[partner] // KINDS != code // KINDS:
+        partner += step
+    first = min(slot, partner)
+    last = max(slot, partner)
+    if early:
+        if reach(tables, orders, rank, last, first + 1 - last) != first + 1:
+            return False
+    elif reach(tables, orders, rank, first, last - 1 - first) != last - 1:
+        return False
+    orders.busy[rank] += tables.seconds[backward] - tables.seconds[slots[first]] - tables.seconds[slots[last]]
+    removed = last if early else first
+    slots[first if early else last] = backward
+    for moved in range(removed, stop - 1):
+        slots[moved] = slots[moved + 1]
+    orders.lengths[rank] -= 1
+    return True
+
+
+@compiled
+def split(tables: Tables, orders: Sequences, rank: int, slot: int, distance: int) -> None:
+    """Make an I in the place of a B, and a W up to ``distance`` places behind it. ``held`` is then not up to date."""
+    slots = orders.slots
+    stop = tables.first[rank] + orders.lengths[rank]
+    backward = slots[slot]
+    inputs = backward - BACKWARD + INPUT_GRAD
+    weights = backward - BACKWARD + WEIGHT_GRAD
+    for moved in range(stop, slot + 1, -1):
+        slots[moved] = slots[moved - 1]
+    slots[slot] = inputs
+    slots[slot + 1] = weights
+    orders.lengths[rank] += 1
+    orders.busy[rank] += tables.seconds[inputs] + tables.seconds[weights] - tables.seconds[backward]
+    rotate(orders, slot + 1, reach(tables, orders, rank, slot + 1, distance))

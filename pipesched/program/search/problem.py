@@ -1,0 +1,171 @@
+"""Problem: the stages, times and memory limits for which orders are searched. All numbers are whole."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
+
+from pipesched.program.placement import Placement, chunks_of
+from pipesched.program.search.compiled import Whole, whole
+
+__all__ = ["BACKWARD", "FORWARD", "INPUT_GRAD", "KINDS", "WEIGHT_GRAD", "Problem", "Resource", "Tables"]
+
+#: The kinds of actions. An action's code is (stage x number of micro-batches + micro-batch) x KINDS + kind.
+FORWARD, INPUT_GRAD, WEIGHT_GRAD, BACKWARD = range(4)
+KINDS = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resource:
+    """Something that ranks hold, such as memory: what each action takes and gives back, and the limit of each rank.
+
+    An action takes its amount at its start and gives its amount back at its end.
+
+    Attributes:
+        takes: for each kind, for each stage, for each micro-batch, the amount that the action takes.
+        gives: likewise, the amount that the action gives back.
+        limits: the most that each rank can hold at once.
+
+    """
+
+    takes: Sequence[Sequence[Sequence[int]]]
+    gives: Sequence[Sequence[Sequence[int]]]
+    limits: Sequence[int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """A chain of stages on ranks, with the time of each action.
+
+    Attributes:
+        num_ranks: the number of ranks.
+        placement: the rank of each stage.
+        num_microbatches: the number of micro-batches.
+        times: for each kind (F, I, W, B), for each stage, for each micro-batch, the time of the action.
+        forward_lags: for each stage but the last, for each micro-batch, the time of the message to the next stage.
+        backward_lags: likewise, the time of the message back.
+        resources: what is limited on the ranks. Default: nothing.
+
+    """
+
+    num_ranks: int
+    placement: Placement
+    num_microbatches: int
+    times: Sequence[Sequence[Sequence[int]]]
+    forward_lags: Sequence[Sequence[int]]
+    backward_lags: Sequence[Sequence[int]]
+    resources: Sequence[Resource] = field(default=())
+
+    @property
+    def num_stages(self) -> int:
+        """The number of stages."""
+        return len(self.placement)
+
+    @cached_property
+    def chunks(self) -> tuple[tuple[int, ...], ...]:
+        """The stages of each rank."""
+        return tuple(chunks_of(self.placement, rank) for rank in range(self.num_ranks))
+
+    @cached_property
+    def fuses(self) -> bool:
+        """Whether some B has an advantage over its I and W: it is shorter, or holds less."""
+        _, inputs, weights, backwards = map(_flat, self.times)
+        if any(b < i + w for i, w, b in zip(inputs, weights, backwards, strict=True)):
+            return True
+        amounts = [(_flat(of.takes[INPUT_GRAD]), _flat(of.takes[BACKWARD])) for of in self.resources]
+        return any(b < i for of in amounts for i, b in zip(*of, strict=True))
+
+    @cached_property
+    def tables(self) -> "Tables":
+        """The problem as flat sequences."""
+        return _tables(self)
+
+
+class Tables(NamedTuple):
+    """A problem as flat sequences, for compiled functions. A slot is a place for one action in a rank's order."""
+
+    num_ranks: int
+    num_stages: int
+    num_microbatches: int
+    #: The number of resources.
+    num_resources: int
+    #: Whether some B has an advantage over its I and W: 1 or 0.
+    fuses: int
+    #: The end times before the first action: -1, but 0 for the time that nobody has to wait for.
+    blank: Whole
+    #: The first slot of each rank, and the number of all slots.
+    first: Whole
+    #: The rank of each slot.
+    rank_of_slot: Whole
+    #: The rank of each stage.
+    rank_of: Whole
+    #: The position in ``chunks`` of each rank's first stage, and the number of stages.
+    first_chunk: Whole
+    #: The stages of all ranks, rank after rank.
+    chunks: Whole
+    #: The time of each action.
+    seconds: Whole
+    #: For each action, the number of the end time that it waits for.
+    needs: Whole
+    #: For each action, the time of the message that it waits for.
+    lag: Whole
+    #: For each action, the number of the end time that it sets.
+    yields: Whole
+    #: For each resource and action, the amount that the action takes at its start.
+    takes: Whole
+    #: For each resource and action, the amount that the action gives back at its end.
+    gives: Whole
+    #: For each resource and rank, the limit.
+    limits: Whole
+
+
+def _flat(rows: Sequence[Sequence[int]]) -> list[int]:
+    return [number for row in rows for number in row]
+
+
+def _tables(problem: Problem) -> Tables:
+    count = problem.num_microbatches
+    pairs = [(stage, microbatch) for stage in range(problem.num_stages) for microbatch in range(count)]
+    actions = [(kind, *pair) for pair in pairs for kind in range(KINDS)]
+    free, nobody = 2 * len(pairs), 2 * len(pairs) + 1  # end times besides those of F and of the gradients
+    needs: list[int] = []
+    yields: list[int] = []
+    lag: list[int] = []
+    for kind, stage, microbatch in actions:
+        pair = stage * count + microbatch
+        if kind == FORWARD and stage > 0:
+            needs.append(pair - count)
+            lag.append(problem.forward_lags[stage - 1][microbatch])
+        elif kind in (INPUT_GRAD, BACKWARD) and stage + 1 < problem.num_stages:
+            needs.append(len(pairs) + pair + count)
+            lag.append(problem.backward_lags[stage][microbatch])
+        else:
+            needs.append(free)
+            lag.append(0)
+        yields.append(nobody if kind == WEIGHT_GRAD else pair if kind == FORWARD else len(pairs) + pair)
+    first = [0]
+    first_chunk = [0]
+    for chunks in problem.chunks:
+        first.append(first[-1] + 3 * len(chunks) * count)
+        first_chunk.append(first_chunk[-1] + len(chunks))
+    of_all = problem.resources
+    return Tables(
+        num_ranks=problem.num_ranks,
+        num_stages=problem.num_stages,
+        num_microbatches=count,
+        num_resources=len(of_all),
+        fuses=int(problem.fuses),
+        blank=whole([*[-1] * free, 0, -1]),
+        first=whole(first),
+        rank_of_slot=whole(rank for rank, chunks in enumerate(problem.chunks) for _ in range(3 * len(chunks) * count)),
+        rank_of=whole(problem.placement),
+        first_chunk=whole(first_chunk),
+        chunks=whole(stage for chunks in problem.chunks for stage in chunks),
+        seconds=whole(problem.times[kind][stage][microbatch] for kind, stage, microbatch in actions),
+        needs=whole(needs),
+        lag=whole(lag),
+        yields=whole(yields),
+        takes=whole(of.takes[kind][stage][mb] for of in of_all for kind, stage, mb in actions),
+        gives=whole(of.gives[kind][stage][mb] for of in of_all for kind, stage, mb in actions),
+        limits=whole(limit for of in of_all for limit in of.limits),
+    )

@@ -1,0 +1,194 @@
+"""The search: list schedules and known orders, then annealing of the best of them."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+
+from pipesched.program.search.annealing import Annealer, Cooling
+from pipesched.program.search.bound import lower_bound
+from pipesched.program.search.evaluation import UNFIT, Sequences, clocks, copy, evaluate, hold, sequences
+from pipesched.program.search.list_orders import ListScheduler, rules
+from pipesched.program.search.problem import BACKWARD, INPUT_GRAD, KINDS, WEIGHT_GRAD, Problem
+
+__all__ = ["Found", "search"]
+
+_MOST = 1 << 61  # more than every makespan
+
+
+@dataclass(frozen=True)
+class Found:
+    """The result of a search.
+
+    Attributes:
+        orders: for each rank, the codes of its actions.
+        makespan: the makespan of the orders.
+        bound: a makespan that no orders can beat.
+        evaluations: the number of orders that the search has tried.
+        known: the position of the orders among the known ones, or None if the search has found others.
+
+    """
+
+    orders: tuple[tuple[int, ...], ...]
+    makespan: int
+    bound: int
+    evaluations: int
+    known: int | None
+
+
+def search(problem: Problem, known: Iterable[Sequence[Sequence[int]]], *, steps: int, lists: int) -> Found | None:
+    """Find orders with a short makespan. None: no orders within the limits were found.
+
+    Args:
+        problem: the stages, times and limits.
+        known: known orders, as codes of actions; simpler ones first. Those that break a limit are left out.
+        steps: the most steps of annealing.
+        lists: the most list schedules to try.
+
+    """
+    return _Search(problem, steps, lists).run(known)
+
+
+@dataclass(order=True)
+class _Start:
+    """Orders to start from, ranked by makespan, then simplicity."""
+
+    makespan: int
+    number: int
+    known: int | None = field(compare=False)
+    orders: Sequences = field(compare=False)
+
+
+class _Search:
+    def __init__(self, problem: Problem, steps: int, lists: int) -> None:
+        self._problem = problem
+        self._tables = problem.tables
+        self._clocks = clocks(self._tables)
+        self._steps = steps
+        self._lists = lists
+        self._starts: list[_Start] = []
+        self._bound = lower_bound(problem)
+        self._tried = 0
+
+    def run(self, known: Iterable[Sequence[Sequence[int]]]) -> Found | None:
+        """Search, and stop as soon as the bound is reached."""
+        for at, orders in enumerate(known):
+            self._add(self._sequences(orders), at)
+        if not self._done:
+            self._list()
+        if not self._starts:
+            return None
+        self._starts.sort()
+        best = self._starts[0]
+        if not self._done and self._steps:
+            best = min(best, self._anneal())
+        return self._found(best)
+
+    @property
+    def _done(self) -> bool:
+        return any(start.makespan <= self._bound for start in self._starts)
+
+    def _add(self, orders: Sequences, known: int | None = None) -> None:
+        """Add a start, if it is within the limits and does not deadlock."""
+        self._tried += 1
+        if self._holds(orders):
+            makespan = int(evaluate(self._tables, self._clocks, orders, _MOST))
+            if makespan != UNFIT:
+                self._starts.append(_Start(makespan, len(self._starts), known, orders))
+
+    def _holds(self, orders: Sequences) -> bool:
+        first = self._tables.first
+        fits = True
+        for rank in range(self._problem.num_ranks):
+            fits &= bool(hold(self._tables, orders, rank, first[rank], first[rank] + orders.lengths[rank]))
+        return fits
+
+    def _sequences(self, codes: Sequence[Sequence[int]]) -> Sequences:
+        orders = sequences(self._tables)
+        for rank, order in enumerate(codes):
+            self._write(orders, rank, order)
+        return orders
+
+    def _list(self) -> None:
+        scheduler = ListScheduler(self._tables)
+        for rule in islice(rules(self._problem), self._lists):
+            orders = sequences(self._tables)
+            if scheduler.write(rule, orders) != UNFIT:
+                self._add(orders)
+            if self._done:
+                return
+
+    def _anneal(self) -> _Start:
+        """Anneal the best starts, one after the other."""
+        annealer = Annealer(self._tables)
+        best = self._starts[0]
+        starts = self._different()
+        actions = sum(best.orders.lengths)
+        hot = actions <= _SMALL
+        left = self._steps if hot else int(self._steps * (_SMALL / actions) ** 1.5)
+        runs = _RUNS if hot else 1
+        for seed in range(runs):
+            start = starts[seed % len(starts)]
+            orders = sequences(self._tables)
+            copy(start.orders, orders)
+            self._split(orders)
+            makespan = int(evaluate(self._tables, self._clocks, orders, _MOST))
+            cooling = Cooling(*(_HOT if hot else _COLD), left // runs)
+            makespan, ran = annealer.run(orders, makespan, cooling, goal=self._bound, seed=seed)
+            self._tried += ran
+            best = min(best, _Start(makespan, len(self._starts) + seed, None, orders))
+            if makespan <= self._bound:
+                break
+        return best
+
+    def _different(self) -> list[_Start]:
+        """Return the best starts without repetition."""
+        chosen: list[_Start] = []
+        seen = set()
+        for start in self._starts:
+            key = tuple(self._codes(start.orders))
+            if key not in seen:
+                seen.add(key)
+                chosen.append(start)
+            if len(chosen) == _RUNS:
+                break
+        return chosen
+
+    def _split(self, orders: Sequences) -> None:
+        """Make I and W of each B, where that is not longer and within the limits: an earlier stage then waits less."""
+        for rank, codes in enumerate(self._codes(orders)):
+            pieces = [piece for code in codes for piece in self._pieces(code)]
+            kept = codes
+            for attempt in (pieces, kept):
+                self._write(orders, rank, attempt)
+                begin = self._tables.first[rank]
+                if hold(self._tables, orders, rank, begin, begin + len(attempt)):
+                    break
+
+    def _pieces(self, code: int) -> tuple[int, ...]:
+        seconds = self._tables.seconds
+        if code % KINDS != BACKWARD:
+            return (code,)
+        apart = code - BACKWARD + INPUT_GRAD, code - BACKWARD + WEIGHT_GRAD
+        return apart if seconds[apart[0]] + seconds[apart[1]] <= seconds[code] else (code,)
+
+    def _write(self, orders: Sequences, rank: int, codes: Sequence[int]) -> None:
+        for slot, code in enumerate(codes, self._tables.first[rank]):
+            orders.slots[slot] = code
+        orders.lengths[rank] = len(codes)
+        orders.busy[rank] = sum(self._tables.seconds[code] for code in codes)
+
+    def _codes(self, orders: Sequences) -> list[tuple[int, ...]]:
+        first = self._tables.first
+        return [
+            tuple(int(code) for code in orders.slots[first[rank] : first[rank] + orders.lengths[rank]])
+            for rank in range(self._problem.num_ranks)
+        ]
+
+    def _found(self, best: _Start) -> Found:
+        return Found(tuple(self._codes(best.orders)), best.makespan, self._bound, self._tried, best.known)
+
+
+_SMALL = 100  # actions up to which annealing starts hot: it can find other structures than that of its start
+_RUNS = 6
+_HOT = (1.0, 0.05)
+_COLD = (0.1, 0.01)

@@ -1,0 +1,38 @@
+"""Searched: an order made for given costs, placement and memory limits, by list scheduling and simulated annealing."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from pipesched.order import Order, Schedule, Shape, loop, schedule
+from pipesched.program.generators.searched_orders import searched_orders
+
+if TYPE_CHECKING:
+    from pipesched.program.program import Program
+    from pipesched.simulation.costs import Costs
+
+
+@schedule("searched", placement=loop, chunks_per_rank=1)
+def searched(
+    shape: Shape,
+    *,
+    costs: "Costs | Sequence[Costs] | None" = None,
+    placement: Sequence[int] | None = None,
+    max_in_flight: int | Sequence[int] | None = None,
+    memory_limit_bytes: int | Sequence[int] | None = None,
+    effort: float = 1,
+    starts: "Sequence[Schedule | Program]" = (),
+) -> list[Order]:
+    """The shortest order that a search finds for the given stage costs, placement and limits.
+
+    The search starts from list schedules and from all other schedules that fit, improves the best of them by simulated
+    annealing, and stops at a bound that no order can beat. Each backward is whole or split, whichever is better. If a
+    known schedule is as short, it is used. Equal options give equal orders.
+
+    Options costs: the times of each stage, or a list with the costs of each micro-batch (default: identical stages).
+    placement: the rank of each stage (default: round robin). max_in_flight: the most (stage, micro-batch) pairs on a
+    rank, or on each rank (default: no limit). memory_limit_bytes: the most bytes that a rank's micro-batches hold, as
+    ``Trace.peak_bytes`` counts them, or those of each rank (default: no limit). effort: the number of steps, relative
+    to the default. starts: schedules and programs to start from (default: all other schedules).
+    """
+    limits = {"max_in_flight": max_in_flight, "memory_limit_bytes": memory_limit_bytes}
+    return searched_orders(shape, costs, limits=limits, effort=effort, starts=starts)
