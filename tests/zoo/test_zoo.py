@@ -1,5 +1,6 @@
 """Every model of the zoo trains in four stages, as the unpipelined loop does, bit by bit, and its stages are even."""
 
+import importlib.util
 import itertools
 import warnings
 from typing import Any
@@ -7,8 +8,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-
-pytest.importorskip("transformers", reason="the zoo is built by transformers: pip install pipesched[zoo]")
 
 import pipesched
 from pipesched import Pipeline
@@ -20,6 +19,10 @@ from tests.support.whole_state import unchanged
 from tests.support.zoo_architectures import MORE, ROWS, ZOO, Specimen
 from tests.support.zoo_work import counted, even_boundaries, shares
 
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("transformers") is None,
+    reason="the zoo is built by transformers: pip install pipesched[zoo]",
+)
 STAGES = MICROBATCHES = 4
 SCHEDULES = dict(zip(ZOO, itertools.cycle(["1f1b", "zb-h1"])))
 
