@@ -51,7 +51,7 @@ def parameters_of(pipe: Pipeline) -> list[int]:
     return [sum(p.numel() for layer in layers for p in layer.parameters()) for layers in stages]
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("name", ZOO)
 @pytest.mark.usefixtures("every_product_deferred")
 def test_it_trains_as_the_loop_bit_by_bit_in_even_stages(name: str) -> None:
@@ -80,7 +80,7 @@ def test_graph_of_leaves_it_as_it_is(name: str) -> None:
         assert pipesched.graph_of(model, specimen.rows(2)).number_of_nodes() > STAGES
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(9)
 @pytest.mark.parametrize("name", MORE)
 @pytest.mark.usefixtures("every_product_deferred")
 def test_it_trains_as_the_loop_bit_by_bit_cut_by_measured_times(name: str) -> None:
@@ -107,7 +107,7 @@ def train(group: places.Group, name: str, schedule: str) -> None:
         assert_as(pipe, plain)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 @pytest.mark.timeout(100)
 @pytest.mark.parametrize("name", ["T5", "GPT-2", "ResNet", "ALBERT", "Wav2Vec2"])
 def test_it_trains_over_a_mesh(ranks: Ranks, name: str) -> None:
