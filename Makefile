@@ -10,6 +10,8 @@ FAST := cli partitioning program schedules simulation tensors testing viz
 export PIP_CONSTRAINT := constraints.txt
 export PIP_BUILD_CONSTRAINT := constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# Keep compiled modules, also where images of containers set this: tests start dozens of interpreters.
+export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:

@@ -77,7 +77,7 @@ def train(group: places.Group, name: str, schedule: str, inputs: str) -> None:
         assert not [key for key, value in plain.state_dict().items() if not torch.equal(value, whole[key])]
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(("schedule", "inputs"), [("1f1b", "all"), ("zb-v", "first")])
 @pytest.mark.parametrize("name", MODELS)
 def test_any_model_trains_over_a_mesh(ranks: Ranks, name: str, schedule: str, inputs: str) -> None:
@@ -101,6 +101,7 @@ def test_inputs_go_where_they_are_used() -> None:
     assert [[kind is Tensor for kind in kinds] for kinds in sent] == [[True, False], [False, True], [False, False]]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("checkpoint", ["always", "except_last"])
 @pytest.mark.parametrize("name", MODELS)
 def test_recomputed_they_have_the_same_bits(name: str, checkpoint: str) -> None:

@@ -119,13 +119,14 @@ KINDS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", KINDS)
 def test_gradients_are_the_loops_however_many_are_in_flight(name: str) -> None:
     stages = 2 if name == "twice" else 3
     check(KINDS[name], FLOATS, stages=stages, schedules=SCHEDULES)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("checkpoint", ["always", "except_last"])
 @pytest.mark.parametrize("name", KINDS)
 def test_also_where_stages_run_again(name: str, checkpoint: Any) -> None:

@@ -70,7 +70,7 @@ def test_copies_and_optimizers_are_of_the_weights_that_were_made(run: places.Run
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the system does not tell a program's own peak")
 def test_a_rank_never_holds_more_than_its_share(ranks: Ranks, tmp_path: Path) -> None:
-    """Two ranks hold half of a 100 MB model each; a rank with the whole model would peak 50 MB higher."""
+    """Two ranks hold half of a 50 MB model each; a rank with the whole model would peak 25 MB higher."""
     slack = 16 << 20  # a layer of 4 MB, measured or with its gradient on its way, and what code takes: 4 to 8 MB
     names = [f"{layer}.weight" for layer in range(jobs.DEPTH)]
     save_file({name: torch.ones(jobs.WIDTH, jobs.WIDTH) for name in names}, tmp_path / "all.safetensors")
@@ -210,7 +210,7 @@ def test_what_was_full_stays_as_it_is() -> None:
     adapter, first = model[1].weight.detach().clone(), model[0].weight
     first.mark = "mine"
     given = {"0.weight": torch.ones(8, 8, dtype=torch.bfloat16), "0.bias": torch.zeros(8)}
-    with jobs.row_pipeline(model, devices=["cpu"] * 2, init=given):
+    with jobs.row_pipeline(model, devices=["cpu"] * 2, boundaries=[1], init=given):
         assert torch.equal(model[1].weight, adapter)
         assert model[0].weight is first
         assert isinstance(first, nn.Parameter)
@@ -286,11 +286,11 @@ def empty_gpt() -> jobs.GPT:
 )
 def test_what_cannot_be_filled_is_named(model: Callable[[], Any], init: Any, kind: type, text: str) -> None:
     with pytest.raises(kind, match=text):
-        jobs.row_pipeline(model(), devices=["cpu"] * 2, init=init)
+        jobs.row_pipeline(model(), devices=["cpu"] * 2, boundaries=[1], init=init)
 
 
 def test_a_computed_buffer_has_contents_where_a_function_builds_the_model() -> None:
-    options: dict[str, Any] = {"devices": ["cpu"] * 2, "init": jobs.real_gpt().state_dict()}
+    options: dict[str, Any] = {"devices": ["cpu"] * 2, "boundaries": [3], "init": jobs.real_gpt().state_dict()}
     with pytest.raises(GraphError, match=r"nothing fills scale\. .* pass a function that builds the model"):
         jobs.gpt_pipeline(empty_gpt(), **options)
     jobs.gpt_pipeline(jobs.GPT, **options).close()

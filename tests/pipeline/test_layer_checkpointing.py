@@ -41,7 +41,7 @@ def test_any_mixture_gives_the_bits_of_the_loop(schedule: str, checkpoint: dict[
     assert_trains_as_the_loop(places.OneProcess(2), schedule, checkpoint)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 @pytest.mark.parametrize("name", any_models.MODELS)
 def test_layers_of_any_model(name: str, schedule: str) -> None:

@@ -82,7 +82,7 @@ def check(pairs):
         )
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     ("make", "schedule", "checkpoint"),
     [
@@ -175,6 +175,7 @@ def test_receives_over_a_mesh_have_their_memory_ahead(ranks):
         ranks.run(2, over_a_mesh, schedule)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "optimizer",
     [

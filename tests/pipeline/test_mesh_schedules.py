@@ -17,12 +17,13 @@ ASYNCHRONOUS = [name for name in schedules.names() if name not in synchronous_na
 SHARED = [name for name in schedules.names() if (p := schedules.get(name).program(2, 2)).num_weights < p.num_stages]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", schedules.names())
 def test_every_name_trains_over_a_mesh(ranks: Ranks, name: str) -> None:
     ranks.run(fitting(name, 2), jobs.trains, name)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("checkpoint", ["never", "always", "except_last"])
 @pytest.mark.parametrize("num_ranks", [2, 4])
 @pytest.mark.parametrize("name", SHARED)

@@ -59,7 +59,7 @@ def test_two_numbers_of_micro_batches_in_turn(run: Run) -> None:
 # ---- values between stages ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     "layers",
     [[Packs, Unpacks], [Views, Views], [Views, Modifies], [Transposes, Transposes]],

@@ -86,6 +86,7 @@ def test_steps_under_changing_plans_are_the_plain_loops(optimizer: Callable, own
     assert_equal_bits(actual.state_dict(), expected.state_dict())
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", ["tied", "loose", "repeated", "unet"])
 def test_any_model_goes_on_with_another_plan(name: str) -> None:
     """Gradients that have come together before a change go on to come together; tied weights have one state."""

@@ -1,11 +1,16 @@
 """README and the pages in docs/: their code runs, their commands and links exist, and their figures are right."""
 
+import contextlib
+import io
 import os
 import re
+import runpy
 import shlex
+import socket
 import subprocess
 import sys
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,6 +21,7 @@ from pipesched.cli.main import main
 from pipesched.simulation.costs import Costs
 from pipesched.simulation.simulator import simulate
 from tests.support.pages import blocks, python_blocks, side, torchrun_files
+from tests.support.rank_processes import FORKED
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
@@ -78,22 +84,53 @@ def test_code_and_commands_of_a_page_run(
         run_command(line, tmp_path, page)
 
 
+def by_torchrun(file: Path, num_ranks: int) -> str:
+    """Run a file as its page says; the output of all ranks."""
+    ran = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_ranks}", file.name],
+        cwd=file.parent,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=100,
+    )
+    assert ran.returncode == 0, ran.stderr
+    return ran.stdout
+
+
+def by_forks(file: Path, num_ranks: int) -> str:
+    """Run a file with torchrun's environment in processes that have imported torch; the output of all ranks."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with FORKED.Pool(num_ranks) as pool:
+        ranks = [pool.apply_async(run_as_rank, (file, rank, num_ranks, port)) for rank in range(num_ranks)]
+        return "".join(rank.get(timeout=100) for rank in ranks)
+
+
+def run_as_rank(file: Path, rank: int, num_ranks: int, port: int) -> str:
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(num_ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+    os.chdir(file.parent)
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        runpy.run_path(str(file), run_name="__main__")
+    return printed.getvalue()
+
+
+@pytest.mark.parametrize("launch", [by_forks, pytest.param(by_torchrun, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("page", [page for page in PAGES if torchrun_files(page)], ids=name_of)
-def test_files_for_torchrun_run(page: Path, tmp_path: Path) -> None:
+def test_files_for_torchrun_run(page: Path, launch: Callable[[Path, int], str], tmp_path: Path) -> None:
     pytest.importorskip("transformers", reason="transformers is not installed; it comes with pipesched[zoo]")
     for option, name, code in torchrun_files(page):
         (tmp_path / name).write_text(code)
-        ran = subprocess.run(
-            [sys.executable, "-m", "torch.distributed.run", "--standalone", *option.split(), name],
-            cwd=tmp_path,
-            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=100,
-        )
-        assert ran.returncode == 0, ran.stderr
-        assert ran.stdout.count("tensor(") == int(option.split()[1]) * 3  # every rank prints every loss
+        num_ranks = int(option.split()[1])
+        assert launch(tmp_path / name, num_ranks).count("tensor(") == num_ranks * 3  # every rank prints every loss
         assert (tmp_path / "finetuned" / "model.safetensors").is_file()
 
 

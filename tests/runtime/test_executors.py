@@ -397,21 +397,11 @@ def test_two_gpus_agree_with_one() -> None:
     assert torch.equal(*losses)
 
 
-@pytest.fixture
-def earlier_ones_apart() -> Iterator[None]:
-    """The collector looks at what a test makes, not at all that earlier tests have left: that takes seconds."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
-
 def live_tensors() -> int:
     gc.collect()
     return sum(isinstance(thing, torch.Tensor) for thing in gc.get_objects())
 
 
-@pytest.mark.usefixtures("earlier_ones_apart")
 @pytest.mark.parametrize("name", [*KINDS, "chimera"])
 def test_steps_and_dropped_passes_leave_nothing_behind(name: str) -> None:
     with wrapped(name) as pipe:

@@ -19,10 +19,14 @@ pytestmark = pytest.mark.timeout(90)
     ("before", "after"),
     [
         (Half(2), Half(3, "zb-h1", checkpoint="always")),
-        (Half(3, "zb-v", optimizer="pipeline"), Half(2, "interleaved-1f1b", optimizer="user", checkpoint="by layer")),
+        pytest.param(
+            Half(3, "zb-v", optimizer="pipeline"),
+            Half(2, "interleaved-1f1b", optimizer="user", checkpoint="by layer"),
+            marks=pytest.mark.exhaustive,
+        ),
         (Half(2, "interleaved-1f1b", "mesh", checkpoint="by layer"), Half(3, "1f1b", "mesh", "pipeline")),
         (Half(2, "zb-v", "mesh", "pipeline"), Half(1)),
-        (Half(1), Half(2, "zb-h1", "mesh", "user", "always")),
+        pytest.param(Half(1), Half(2, "zb-h1", "mesh", "user", "always"), marks=pytest.mark.exhaustive),
         replica_cases()[9],  # benchmarks/resume.py runs all
     ],
     ids=str,

@@ -4,6 +4,7 @@ They are forked from a server that has imported torch once, so a test file start
 """
 
 import datetime
+import gc
 import multiprocessing
 import os
 import time
@@ -81,6 +82,7 @@ class Ranks:
 
 
 def _serve(pipe: Any, rank: int, count: int, port: int) -> None:
+    gc.freeze()  # the collector leaves alone what was imported, and so the pages that all ranks share
     measure_quickly()
     torch.set_num_threads(1)
     store = distributed.TCPStore("127.0.0.1", port, None, False, MINUTE)

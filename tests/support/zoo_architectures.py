@@ -4,9 +4,12 @@ Nothing is downloaded: weights are drawn when a model is built. Dropout is on ev
 leaves it out. Layers that are skipped at random (layerdrop) never are: a stage cannot tell another which it skipped.
 """
 
+import copy
+import importlib
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from itertools import permutations
 from typing import Any
 
@@ -14,16 +17,10 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import numpy as np
 import torch
-import transformers
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import PreTrainedConfig
-from transformers.loss import loss_deformable_detr, loss_for_object_detection
-from transformers.models.mask2former import modeling_mask2former
 
 __all__ = ["MORE", "ZOO", "Specimen"]
-
-transformers.logging.set_verbosity_error()
 
 ROWS, TOKENS, VOCABULARY = 8, 12, 99
 
@@ -68,19 +65,34 @@ def _specimen(
     rounded: str | None = None,
     **choices: Any,
 ) -> Specimen:
-    kind = getattr(transformers, architecture)
-
     def build() -> nn.Module:
-        config = kind.config_class(**choices)
+        kind = getattr(_transformers(), architecture)
+        config = kind.config_class(**copy.deepcopy(choices))
         _drop(config, 0.1 if dropout else 0.0)
         return kind(config)
 
     return Specimen(build, inputs, loss_fn, ranks, rounded)
 
 
-def _drop(config: PreTrainedConfig, rate: float) -> None:
+@cache
+def _transformers() -> Any:
+    """Import transformers when the first model is built: it takes two seconds, and collecting tests builds none."""
+    transformers = importlib.import_module("transformers")
+    transformers.logging.set_verbosity_error()
+    for name in (
+        "loss.loss_for_object_detection",
+        "loss.loss_deformable_detr",
+        "models.mask2former.modeling_mask2former",
+    ):
+        module: Any = importlib.import_module(f"transformers.{name}")  # takes the sum from scipy, which is not needed
+        module.linear_sum_assignment = _assigned
+        module.requires_backends = lambda *_: None
+    return transformers
+
+
+def _drop(config: Any, rate: float) -> None:
     for name, value in vars(config).copy().items():
-        if isinstance(value, PreTrainedConfig):
+        if isinstance(value, _transformers().PreTrainedConfig):
             _drop(value, rate)
         elif "layerdrop" in name:
             setattr(config, name, 0.0)
@@ -98,15 +110,6 @@ def _assigned(cost: Any) -> tuple[Any, Any]:
     rows = min(permutations(range(len(cost)), len(columns)), key=lambda rows: cost[list(rows), columns].sum())
     order = np.argsort(rows)
     return np.array(rows, int)[order], np.array(columns, int)[order]
-
-
-for _module in (
-    loss_for_object_detection,
-    loss_deformable_detr,
-    modeling_mask2former,
-):  # they take it from scipy, which is not needed here
-    _module.linear_sum_assignment = _assigned
-    _module.requires_backends = lambda *_: None
 
 
 def _square(output: Any, target: Tensor) -> Tensor:
@@ -248,7 +251,7 @@ _CLIP_IMAGE = {**_PATCHES, "num_hidden_layers": 4}
 _FEWER = {**_GROUPED, "num_hidden_layers": 4}
 _SQUARE = {**_PATCHES, "image_size": [64, 64], "num_hidden_layers": 4}
 _DETECTOR: dict[str, Any] = {
-    "backbone_config": transformers.ResNetConfig(**{**_RESIDUAL, "depths": [1, 1, 1, 1]}, out_features=["stage4"]),
+    "backbone_config": {"model_type": "resnet", **_RESIDUAL, "depths": [1, 1, 1, 1], "out_features": ["stage4"]},
     "use_timm_backbone": False, "use_pretrained_backbone": False, "backbone": None, "d_model": 32, "encoder_layers": 2,
     "decoder_layers": 2, "encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 64,
     "decoder_ffn_dim": 64, "num_queries": 5, "num_labels": 3,
@@ -377,7 +380,7 @@ MORE: dict[str, Specimen] = {
         num_queries=5,
         num_labels=3,
         train_num_points=16,
-        backbone_config=transformers.SwinConfig(**_SMALL_SWIN),
+        backbone_config={"model_type": "swin", **_SMALL_SWIN},
     ),
     "DPT": _specimen(
         "DPTForSemanticSegmentation",
