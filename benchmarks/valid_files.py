@@ -119,8 +119,11 @@ def traces() -> list[Trace]:
 
 
 def options() -> list[str | bytes]:
-    """The options of every schedule, with a shape, as JSON."""
-    found = [{"schedule": name, "options": dict(schedules.get(name).options)} for name in schedules.names(sliced=True)]
+    """The options of every schedule, with a shape, as JSON. Schedules are left out, such as those to start from."""
+    found = [
+        {"schedule": name, "options": {k: v for k, v in schedules.get(name).options.items() if k != "starts"}}
+        for name in schedules.names(sliced=True)
+    ]
     return [json.dumps({**one, "num_ranks": 4, "num_microbatches": 4, "steps": 1}) for one in found]
 
 

@@ -24,7 +24,7 @@ def test_losses_gradients_weights_and_buffers_are_those_of_the_loop(ranks: Ranks
     """benchmarks/replicas.py runs all cases."""
     results = ranks.run(4, jobs.trained, case)
     assert jobs.differing(case, results) == []
-    assert all(own.num_reductions for own in results) == (case.schedule != "chimera")  # whose sums come after the run
+    assert any(own.num_reductions for own in results) == (case.schedule != "chimera")  # whose sums come after the run
 
 
 def test_replicas_that_would_not_stay_equal_are_refused_by_name(ranks: Ranks) -> None:

@@ -74,7 +74,9 @@ def test_the_best_known_program_keeps_the_limit():
     assert step_time(free, costs) <= step_time(tight, costs)
     others = [schedules.get(name).program(3, 6) for name in ("1f1b", "gpipe", "zb-h1", "zb-auto")]
     assert step_time(free, costs) <= min(step_time(program, costs) for program in others)
-    assert best_known(costs, 6, (2, 0, 1)) is None
+    elsewhere = best_known(costs, 6, (2, 0, 1))
+    assert elsewhere.placement == (2, 0, 1)
+    assert step_time(elsewhere, costs) == step_time(free, costs)
 
 
 def test_gaps():

@@ -134,7 +134,7 @@ def test_gathered_weights_are_memory_until_their_end():
 
 def test_whole_weights_are_freed_before_gradients_are_copied_for_their_reduction():
     program = add_reductions(add_gathers(schedules.get("gpipe").program(2, 2)), 1)
-    costs = Costs.uniform(2, gathered_bytes=100, reduce_bytes=60)
+    costs = Costs.uniform(2, gathered_bytes=100, reduce_bytes=40)
     found = rank_memory(program, costs)[1]  # a stage with a producer reduces after its last backward
     assert (found.gathered, found.reductions, found.total_bytes) == (100, 0, 100)
 

@@ -47,7 +47,11 @@ def test_a_text_timeline_marks_gathers_with_a_letter(trace):
 
 
 def test_a_report_says_how_much_of_both_is_hidden(trace):
-    plan = type("NoPlan", (), {"costs": None, "alternatives": (), "partition": None, "ties": ()})()
+    plan = type(
+        "NoPlan",
+        (),
+        {"costs": None, "alternatives": (), "partition": None, "ties": (), "bound_in_words": lambda *_: ()},
+    )()
     said = "\n".join(findings(plan, trace, None, None, []))
     assert (
         "of the time of gradient reductions and weight gathers, 50.0% lies in bubbles, 16.7% under compute, and 33.3% "

@@ -49,7 +49,11 @@ def test_a_text_timeline_has_a_second_line_for_the_reductions_of_a_rank(trace):
 
 
 def test_a_report_says_how_much_is_hidden(trace):
-    plan = type("NoPlan", (), {"costs": None, "alternatives": (), "partition": None, "ties": ()})()
+    plan = type(
+        "NoPlan",
+        (),
+        {"costs": None, "alternatives": (), "partition": None, "ties": (), "bound_in_words": lambda *_: ()},
+    )()
     said = "\n".join(findings(plan, trace, None, None, []))
     assert "of the time of gradient reductions, 50.0% lies in bubbles, 25.0% under compute, and 25.0% after the" in said
     assert "reductions" not in "\n".join(findings(plan, simulate(PLAIN, COSTS), None, None, []))
