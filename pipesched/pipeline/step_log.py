@@ -72,7 +72,8 @@ class StepLog:
             log(pipe.step(x, target=y))
 
     Logging a step reads its trace and simulates a step; on a GPU this waits for the step to end. Steps that are not
-    logged cost nothing. Under a mesh every rank must call the log, and rank 0 logs the times of all ranks.
+    logged cost nothing. Under a mesh every rank must call the log, and rank 0 logs the times of all ranks of its
+    replica.
 
     Args:
         pipe: the pipeline to log.
@@ -136,7 +137,8 @@ class StepLog:
         now = self._calls, time.perf_counter()
         last = self._last
         self._last = now
-        if trace is None or not self._pipe._running.host.holds(0):
+        host = self._pipe._running.host
+        if trace is None or not host.holds(0) or host.grid.replica:
             return None
         predicted = self._pipe.predicted
         as_predicted = sum(map(len, predicted.by_rank)) == sum(map(len, trace.by_rank))

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
-from pipesched import Distributed, Numerics, Pipeline
+from pipesched import Distributed, Numerics, Pipeline, StepLog
 from pipesched.errors import PipeschedError
 from pipesched.runtime.rank_grid import grid_of
 from pipesched.testing import clip_grad_norm_, reference_step
@@ -404,6 +404,9 @@ def adds_and_measures(group: Any) -> list[dict[str, float]]:
             norm = pipe.clip_grad_norm_(0.1)
             assert norm == clip_grad_norm_(with_grad(expected), 0.1)
         assert len({str(text) for text in group_values(group, str(second.plan.program))}) == 1
+        lines: list[str] = []
+        logged = StepLog(first, show=lines.append)(1.0)
+        assert (logged is None, len(lines)) == ((False, 1) if group.rank() == 0 else (True, 0))
     return found
 
 
