@@ -238,6 +238,7 @@ class _Recorder(TorchFunctionMode):
         try:
             taken = list(tensors_in((args, kwargs)))
             versions = [tensor._version for tensor in taken]
+            before = [(one, one._version) for one in layer.buffers()]
             buffers = [(one, one._version, one.clone()) for one in layer.buffers() if name in self._counts]
             leaves = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
             values = tuple(self._value.get(id(leaf)) for leaf in leaves)
@@ -261,6 +262,10 @@ class _Recorder(TorchFunctionMode):
         if counted:
             # calls that update the same buffers must keep their order
             call.join(next(other.index for other in reversed(self._capture.calls[:-1]) if other.layer == name))
+        for used in own:
+            self._first_use.setdefault(used, call.index)
+        written = (one for one, version in before if one._version != version)
+        self._named_writes += [(call, self._names[id(one)], {}) for one in written if id(one) in self._names]
         call.loose = tuple(name for name in call.uses if name not in own)
         call.uses = tuple(dict.fromkeys([*call.uses, *own]))
         call.reached = tuple(sorted(self._reached.difference(call.uses)))
