@@ -10,6 +10,9 @@ from torch.nn import functional
 from pipesched import Pipeline
 from pipesched.errors import PartitionError
 from pipesched.testing import reference_step
+from tests.support import places
+from tests.support.jobs import giant
+from tests.support.models import assert_as
 from tests.support.odd_models import made, square, state
 
 ROWS, WIDTH = 4, 4
@@ -352,4 +355,17 @@ def test_a_write_reaches_every_stage(name: str) -> None:
         for key, value in state(own).items():
             assert (value is None) == (expected[key] is None), (cut, key)
             assert value is None or torch.equal(value, expected[key]), (cut, key)
-    assert possible == (TOGETHER[name] if name in TOGETHER else CUTS)
+    assert possible == TOGETHER.get(name, CUTS)
+
+
+def written_early(group: places.Group) -> None:
+    """The model's code fills a tensor before the first block, at which the second stage begins."""
+    model, plain = giant.real_gpt(), giant.real_gpt()
+    due = reference_step(plain, text=giant.TEXT, labels=giant.LABELS, num_microbatches=4, seed=3)
+    with giant.gpt_pipeline(model, schedule="1f1b", boundaries=[1], **places.place(group)) as pipe:
+        assert torch.equal(pipe.step(text=giant.TEXT, labels=giant.LABELS), due)
+        assert_as(pipe, plain)
+
+
+def test_what_code_before_the_first_block_writes(run: places.Run) -> None:
+    run(2, written_early)
