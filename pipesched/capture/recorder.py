@@ -137,13 +137,13 @@ class _Recorder(TorchFunctionMode):
                 self._capture.indivisible.add(".".join(commonprefix(names)))  # noqa: RUF071  # commonprefix of lists
         calls = self._capture.calls
         last = {value: call.index for call in calls for value in call.takes}
-        last.update(dict.fromkeys(self._capture.output, len(calls) - 1))
+        last.update(dict.fromkeys(self._capture.output, len(calls)))
         for call, value in self._shared:
             if last.get(value, INPUT) > call.index:
                 targets = [call.arguments[position] or (call.index, 0) for position in call.changes]
                 call.join(min(value[0], *(index for index, _ in targets)))
                 if value[0] == INPUT:  # a later stage would get the input as it was
-                    calls[last[value]].join(call.index)
+                    calls[min(last[value], len(calls) - 1)].join(call.index)
         for call, name, there in self._named_writes:
             call.join(self._first_use.get(name, call.index))
             sent = {value for value, tensor in there.items() if self._names.get(tensor) == name}
@@ -238,7 +238,7 @@ class _Recorder(TorchFunctionMode):
         try:
             taken = list(tensors_in((args, kwargs)))
             versions = [tensor._version for tensor in taken]
-            before = [(one, one._version) for one in layer.buffers()]
+            before = [(one, one._version) for one in layer.buffers() if not one.is_inference()]
             buffers = [(one, one._version, one.clone()) for one in layer.buffers() if name in self._counts]
             leaves = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
             values = tuple(self._value.get(id(leaf)) for leaf in leaves)

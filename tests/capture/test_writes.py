@@ -160,6 +160,14 @@ def view_returned(m: Writes, x: Tensor) -> Tensor:
 
 
 @case
+def view_returned_after_the_last_call(m: Writes, x: Tensor) -> Tensor:
+    y = m.a(x) * 1
+    view = y[:, :]
+    y.mul_(m.d(m.c(m.b(x))))
+    return view
+
+
+@case
 def read_before(m: Writes, x: Tensor) -> Tensor:
     kept = zeros(x)
     before = kept + 1
@@ -314,6 +322,7 @@ CUTS = [["b"], ["c"], ["d"], ["b", "d"], ["b", "c", "d"]]
 
 #: The cuts of models in which a write and the calls that see it must share a stage.
 TOGETHER = {
+    "view_returned_after_the_last_call": [["b"]],
     "input_written_by_a_view": [["c"], ["d"]],
     "buffer_written_by_a_view": [["b"]],
     "view_of_a_written_buffer": [["c"], ["d"]],
