@@ -47,6 +47,8 @@ class Call:
     changes: Mapping[int, int] = field(default_factory=dict)
     #: The value of each tensor argument; None for a tensor that is not a value. Empty if no argument is changed.
     arguments: tuple[Value | None, ...] = ()
+    #: The values made so far in the memory that the call changes, of whatever tensor; see ``Capture.free``.
+    writes: tuple[Value, ...] = ()
     #: Whether the call returns plain Python values instead of tensors.
     reads: bool = False
     random: bool = False
@@ -65,6 +67,10 @@ class Call:
     def place(self) -> Place:
         """A key of a call that uses parameters; the same in training and in evaluation mode."""
         return self.layer, self.number
+
+    def join(self, index: int) -> None:
+        """Keep this call and the calls from ``index`` on in one stage."""
+        self.joined = index if self.joined is None else min(self.joined, index)
 
     def __str__(self) -> str:
         return self.layer + f" (call {self.number + 1})" * bool(self.number) if self.layer else self.function
@@ -126,13 +132,41 @@ class Capture:
         """The calls that any stage may repeat instead of receiving their values, such as calls that compute masks.
 
         Free calls use no weights, draw no random numbers, and take only the model's inputs and values of free calls.
+        Only free calls change the memory of these inputs and values: a stage that repeats a call does not repeat the
+        writes of calls that are not free.
         """
+        written: set[Value] = set()
+        while True:
+            free = self._free_without(written)
+            changed = {value for call in self.calls if call.index not in free for value in call.writes}
+            if changed <= written:
+                return free
+            written |= changed
+
+    def _free_without(self, written: Set[Value]) -> frozenset[int]:
+        """Return the free calls, if calls that are not free write to these values."""
         free: set[int] = set()
+        made_by = {index for index, _ in written}
         for call in self.calls:
-            own = call.layer or call.uses or call.random or call.outward
-            if not own and all(source == INPUT or source in free for source, _ in call.takes):
+            own = call.layer or call.uses or call.random or call.outward or call.index in made_by
+            taken = all(value[0] in free or (value[0] == INPUT and value not in written) for value in call.takes)
+            if not own and taken:
                 free.add(call.index)
         return frozenset(free)
+
+    @cached_property
+    def written_inputs(self) -> frozenset[Any]:
+        """Names of the model's inputs whose memory a call changes."""
+        return frozenset(name for call in self.calls for index, name in call.writes if index == INPUT)
+
+    @cached_property
+    def free_writes(self) -> dict[Value, list[int]]:
+        """Value -> the free calls that write to its memory. A stage that repeats the value's call repeats these too."""
+        found: dict[Value, list[int]] = {}
+        for call in self.calls:
+            for value in call.writes if call.index in self.free else ():
+                found.setdefault(value, []).append(call.index)
+        return found
 
     def trained(self, parameters: Set[str]) -> set[Value]:
         """Return the values that depend on these parameters and need gradients if the parameters are trained."""
@@ -140,6 +174,7 @@ class Capture:
         for call in self.calls:
             if not call.reads and not (values.isdisjoint(call.takes) and parameters.isdisjoint(call.uses)):
                 values.update((call.index, place) for place in range(call.gives))
+                values.update(call.writes)
         return values
 
     @cached_property

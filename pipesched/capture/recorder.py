@@ -54,8 +54,13 @@ class _Recorder(TorchFunctionMode):
         self._shells = Shells(model, layers, self._layer, layers)
         self._value: dict[int, Value] = {}
         self._alive: list[Tensor] = []  # keeps tensors alive so that no id is reused
-        self._memory: dict[int, dict[int, Value]] = {}  # address -> the values of the tensors there, by id
+        self._memory: dict[int, dict[Value, int]] = {}  # address -> the values there, with the ids of their tensors
         self._shared: list[tuple[Call, Value]] = []  # in-place calls, with the other values in the changed memory
+        self._names_at: dict[int, list[str]] = {}  # address -> names of the parameters and buffers there
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            self._names_at.setdefault(memory_at(tensor), []).append(name)
+        #: In-place calls that the next forward sees: the call, the parameter or buffer, and the values in its memory.
+        self._named_writes: list[tuple[Call, str, Mapping[Value, int]]] = []
         self._counts: dict[str, int] = {}
         self._inside = False
         self._drawn = outside_state()
@@ -76,7 +81,6 @@ class _Recorder(TorchFunctionMode):
         with self:
             output = self._shells.model(*args, **kwargs)
         self._note_outside("")
-        self._join()
         for tensor in tensors_in(output):
             if id(tensor) not in self._value:
                 self._look_for(tensor)
@@ -84,6 +88,7 @@ class _Recorder(TorchFunctionMode):
             self._end_of_hidden(self._capture.calls[-1])
         capture = self._capture
         capture.output = tuple(self._value.get(id(tensor), (INPUT, INPUT)) for tensor in tensors_in(output))
+        self._join()
         self._capture = Capture()
         self._regions.clear()
         self._alive.clear()  # frees the memory now, despite the reference cycles of the shells
@@ -113,6 +118,7 @@ class _Recorder(TorchFunctionMode):
                 self._value[id(leaves[place])] = INPUT, name
                 self._alive.append(leaves[place])
                 self._elsewhere.add(memory_at(leaves[place]))
+                self._memory.setdefault(memory_at(leaves[place]), {})[INPUT, name] = id(leaves[place])
         told_apart: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_unflatten(leaves, spec)
         return told_apart
 
@@ -123,16 +129,27 @@ class _Recorder(TorchFunctionMode):
         calls that use the memory of a tensor, if that memory is modified in place and then read through another tensor.
         """
         for region, (first, call) in self._regions.items():
-            call.joined = first.index if call.joined is None else min(call.joined, first.index)
+            call.join(first.index)
             names = [
                 own.layer.split(".")[:-1] for own in self._capture.calls[first.index : call.index + 1] if own.layer
             ]
             if names and region.f_code is FUNCTION_APPLY:
                 self._capture.indivisible.add(".".join(commonprefix(names)))  # noqa: RUF071  # commonprefix of lists
-        last = {value: call.index for call in self._capture.calls for value in call.takes}
+        calls = self._capture.calls
+        last = {value: call.index for call in calls for value in call.takes}
+        last.update(dict.fromkeys(self._capture.output, len(calls)))
         for call, value in self._shared:
             if last.get(value, INPUT) > call.index:
-                call.joined = min(value[0], call.takes[0][0], call.index if call.joined is None else call.joined)
+                targets = [call.arguments[position] or (call.index, 0) for position in call.changes]
+                call.join(min(value[0], *(index for index, _ in targets)))
+                if value[0] == INPUT:  # a later stage would get the input as it was
+                    calls[min(last[value], len(calls) - 1)].join(call.index)
+        for call, name, there in self._named_writes:
+            call.join(self._first_use.get(name, call.index))
+            sent = {value for value, tensor in there.items() if self._names.get(tensor) == name}
+            for later in calls[call.index + 1 :]:
+                if name in later.uses and sent.isdisjoint(later.takes):
+                    later.join(call.index)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -208,7 +225,7 @@ class _Recorder(TorchFunctionMode):
 
     def _end_of_hidden(self, call: Call) -> None:
         if self._hidden_from is not None:
-            call.joined = self._hidden_from
+            call.join(self._hidden_from)
             self._capture.hidden.append((self._capture.calls[self._hidden_from], call))
         self._hidden_from = None
 
@@ -221,6 +238,7 @@ class _Recorder(TorchFunctionMode):
         try:
             taken = list(tensors_in((args, kwargs)))
             versions = [tensor._version for tensor in taken]
+            before = [(one, one._version) for one in layer.buffers() if not one.is_inference()]
             buffers = [(one, one._version, one.clone()) for one in layer.buffers() if name in self._counts]
             leaves = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
             values = tuple(self._value.get(id(leaf)) for leaf in leaves)
@@ -243,7 +261,11 @@ class _Recorder(TorchFunctionMode):
             self._arguments = None
         if counted:
             # calls that update the same buffers must keep their order
-            call.joined = next(other.index for other in reversed(self._capture.calls[:-1]) if other.layer == name)
+            call.join(next(other.index for other in reversed(self._capture.calls[:-1]) if other.layer == name))
+        for used in own:
+            self._first_use.setdefault(used, call.index)
+        written = (one for one, version in before if one._version != version)
+        self._named_writes += [(call, self._names[id(one)], {}) for one in written if id(one) in self._names]
         call.loose = tuple(name for name in call.uses if name not in own)
         call.uses = tuple(dict.fromkeys([*call.uses, *own]))
         call.reached = tuple(sorted(self._reached.difference(call.uses)))
@@ -288,8 +310,6 @@ class _Recorder(TorchFunctionMode):
         self._end_of_hidden(call)
         for name in uses:
             self._first_use.setdefault(name, call.index)
-        if any(id(taken[position]) in self._names for position in changed):  # the next forward sees the change
-            call.joined = min(self._first_use[name] for name in uses)
         self._capture.calls.append(call)
         if (region := backward_region()) is not None:
             self._regions[region] = self._regions.get(region, (call, call))[0], call
@@ -306,13 +326,15 @@ class _Recorder(TorchFunctionMode):
                 places[id(target)] = len(given)
                 given.append(target)
             changes[position] = places[id(target)]
-            there = self._memory.get(memory_at(target), {})
-            self._shared += [(call, value) for other, value in there.items() if other != id(target)]
+            there = self._memory.setdefault(memory_at(target), {})
+            self._shared += [(call, value) for value, other in there.items() if other != id(target)]
+            call.writes += tuple(there)
+            self._named_writes += [(call, name, there) for name in self._names_at.get(memory_at(target), ())]
         call.changes = changes
         call.gives = len(given)
         for place, tensor in enumerate(given):
             self._value[id(tensor)] = value = call.index, place
             self._capture.nbytes[value] = tensor.nbytes
-            self._memory.setdefault(memory_at(tensor), {})[id(tensor)] = value
+            self._memory.setdefault(memory_at(tensor), {})[value] = id(tensor)
         self._alive += given
         return result, call

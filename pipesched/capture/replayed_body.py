@@ -106,12 +106,19 @@ class ReplayedBody:
             twin.refresh()
 
     def inputs(self, inputs: Any) -> Any:
-        """Return the model's inputs, with meta tensors in place of tensors that this stage does not need."""
+        """Return the model's inputs, with meta tensors in place of tensors that this stage does not need.
+
+        Inputs that the forward writes to are copies, because stages on other threads read or recompute from the batch.
+        """
         leaves, spec = pytree.tree_flatten(inputs)
         needed = self._parts.get(self._model.training, self._part).inputs
+        captures = self._captured.captures
+        written = captures.get(self._model.training, next(iter(captures.values()))).written_inputs
         for place, (name, leaf) in enumerate(named_leaves(self._positional, *inputs)):
             if isinstance(leaf, Tensor) and name not in needed:
                 leaves[place] = torch.empty_like(leaf, device="meta", requires_grad=False)
+            elif name in written and not leaf.requires_grad:
+                leaves[place] = leaf.clone()
         return pytree.tree_unflatten(leaves, spec)
 
     def run(self, inputs: Any, arrived: tuple[Any, ...], call: CallLayer, random: KeyedRandom) -> Any:

@@ -79,6 +79,7 @@ def _needed(capture: Capture, own: frozenset[int], *, last: bool) -> tuple[froze
             inputs.add(which)
         elif giver in own or giver in free:
             asked.append(giver)
+            asked += (index for index in capture.free_writes.get(value, ()) if index < end)
         else:
             taken.add(value)
     taken |= {(call.index, 0) for call in capture.calls[:end] if call.reads and call.index not in free | own}

@@ -4,7 +4,7 @@ Several micro-batches are in flight, and autograd saves buffers that the next fo
 forward writes to copies, which autograd saves. The values of the copies are then written back to the buffers.
 """
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -32,9 +32,18 @@ def own_buffers(module: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
                     yield f"{prefix}.{key}".removeprefix("."), part, key
 
 
-def buffers_of(layer: nn.Module) -> Buffers:
-    """Clone all buffers of a layer; return the clones, keyed by buffer name."""
-    return {name: buffer.clone() for name, buffer in layer.named_buffers()}
+def buffers_of(modules: Mapping[str, nn.Module]) -> dict[str, Buffers]:
+    """Clone all buffers of the modules; return the clones, keyed by module and by buffer name."""
+    return _cloned({name: module.named_buffers() for name, module in modules.items()})
+
+
+def _cloned(buffers: Mapping[str, Iterable[tuple[str, Tensor]]]) -> dict[str, Buffers]:
+    """Clone buffers. A buffer that several modules hold has one clone: all of them see what one of them writes."""
+    clones: dict[Tensor, Tensor] = {}
+    return {
+        name: {key: clones[one] if one in clones else clones.setdefault(one, one.clone()) for key, one in own}
+        for name, own in buffers.items()
+    }
 
 
 class BufferCopies:
@@ -61,7 +70,7 @@ class BufferCopies:
 
     def copies(self) -> dict[str, Buffers]:
         """Return copies of all buffers that forwards write to, for the next forward."""
-        return {name: {key: live.clone() for key, live in self._live(name)} for name in self._places}
+        return _cloned({name: self._live(name) for name in self._places})
 
     def note(self, name: str, own: Mapping[str, Tensor], copies: Mapping[str, Buffers]) -> None:
         """Store a module's buffers in ``copies`` after a call: the call may have replaced a copy with a new tensor."""

@@ -185,7 +185,7 @@ class LayerRunner:
 
     def run_dropping(self, saved: MicrobatchState, arrived: Payload) -> Any:
         """Run a checkpointed F. It runs in grad mode, like any F, but keeps only the inputs and the buffers."""
-        snapshot = {name: buffers_of(module) for name, module in self.modules.items()}
+        snapshot = buffers_of(self.modules)
         versions = [tensor._version for tensor in arrived.tensors]
         kept = arrived if self._modifies_input is False else arrived.map_tensors(Tensor.clone)
         with _dropping():
