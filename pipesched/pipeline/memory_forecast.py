@@ -177,7 +177,7 @@ class MemoryForecast:
         return [nn.Parameter(own, requires_grad=p.requires_grad) for p, own in rows if own is not None]
 
     def _shards(self, stage: int) -> Shards | None:
-        """Return the parts of the replicas in the parameters of a stage; None if they do not divide its update."""
+        """Return the rows of a stage's parameters that each replica updates; None if all replicas update all."""
         assembly = self._running.assembly
         known = next(iter(assembly.optimizers.values()), None)
         if not assembly.zero or known is None:

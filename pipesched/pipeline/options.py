@@ -237,8 +237,8 @@ class Distributed:
             )
         if self.zero == 3 and not self.gather_once:
             raise InputError(
-                "zero=3 gathers the weights once in a step; got zero=3 with gather_once=False, which is for modules "
-                "that wrap= shards by fully_shard; leave gather_once= out"
+                "zero=3 gathers the weights once in a step; got zero=3 with gather_once=False, which applies only to "
+                "modules that are sharded by fully_shard in wrap=; leave gather_once= out"
             )
 
     def check_zero(self, *, num_replicas: int, has_optimizers: bool) -> None:

@@ -60,8 +60,8 @@ class AxesRequest:
         limit = self.memory_limit_bytes
         if limit is not None and not isinstance(limit, int | float):
             raise PartitionError(
-                f"with axes=, all ranks have the same memory limit, because the search chooses their places; got "
-                f"memory_limit_bytes={shown(limit)}; pass one number"
+                f"with axes=, all ranks have the same memory limit, because the search decides which stages each rank "
+                f"runs; got memory_limit_bytes={shown(limit)}; pass one number"
             )
         if self.zero != "auto" and (not is_whole(self.zero) or self.zero not in ZERO_LEVELS):
             raise PartitionError(f"zero= must be 'auto', 0, 1 or 2; got {shown(self.zero)}; choose one of them")

@@ -158,7 +158,7 @@ class RankHost(Protocol):
         """Raise ``error`` here, and report it to the other processes as a failure of ``what`` in this process."""
 
     def start(self) -> None:
-        """Start the ranks, after all checks that need no running rank."""
+        """Start the ranks. All checks that need no running rank come before."""
 
     def call(self, method: str, given: bool, make: Callable[[], StepCall], deal: Deal) -> StepCall:
         """Return the call that this process must run, with the part of the batch that its stages need.

@@ -61,11 +61,11 @@ class Annealer:
             best: orders without deadlock, within the limits.
             makespan: their makespan.
             cooling: the temperatures and the number of steps.
-            goal: a makespan that cannot be improved.
-            seed: the start of the random numbers.
+            goal: a lower bound on the makespan.
+            seed: the seed of the random number generator.
 
         Returns:
-            The makespan of ``best`` now, and the number of steps.
+            The final makespan of ``best``, and the number of steps taken.
 
         """
         tables = self._tables

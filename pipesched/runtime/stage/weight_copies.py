@@ -142,7 +142,7 @@ class WeightCopies:
 
     @contextmanager
     def delivering(self) -> Iterator[None]:
-        """A context around a run. Its end adds the copies' gradients, in stage order, to the originals' gradients.
+        """A context for a run. On exit, it adds the copies' gradients to the originals', in stage order.
 
         If the run fails, the copies' gradients are dropped. Collective over processes.
         """

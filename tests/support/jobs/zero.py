@@ -297,4 +297,4 @@ def refuse(group: Any) -> None:
         return optimizer
 
     with pytest.raises(PipeschedError, match="state 'flat' of SGD has shape"):
-        made(group, (2, 2), plain(), optimizer=flat, distributed=Distributed(zero=1))
+        made(group, (2, 2), plain(), optimizer=flat, distributed=Distributed(zero=1), boundaries=[4])
