@@ -48,13 +48,16 @@ def test_weights_are_the_loops_and_states_are_divided(ranks: Ranks, dims: tuple[
 
 
 def test_memory_falls_by_the_states_the_gradients_and_the_weights(ranks: Ranks):
-    """Four layers a rank: weights and gradients of 4, states of 8 without zero=, 2 of them with 4 replicas."""
+    """Four layers a rank: weights and gradients of 4, states of 8 without zero=, 2 of them with 4 replicas.
+
+    The peak of zero=2 and 3 depends on when sums end: at most, one gradient is being copied and one is being exchanged.
+    """
     plain, states, gradients, weights = (ranks.run(4, zero.measure, (4, 1), level)[0] for level in range(4))
     assert [one.states for one in (plain, states, gradients, weights)] == [8, 2, 2, 2]
     assert [one.weights for one in (plain, states, gradients, weights)] == [4, 4, 4, 1]
     assert states.peak <= plain.peak - 6 + 0.1
     assert gradients.peak < states.peak - 1
-    assert max(gradients.peak, weights.peak) <= 11.3  # the last copies of gradients take 1.25 at most
+    assert max(gradients.peak, weights.peak) <= 4 + 2 + 4 + 2 + 0.1
 
 
 @pytest.mark.parametrize("level", [1, 2, 3])
