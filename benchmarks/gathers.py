@@ -1,4 +1,4 @@
-"""Gathers of divided weights: what they cost each schedule, by simulation, and proofs for many shapes.
+"""Gathers of divided weights: their simulated cost in each schedule, and proofs for many shapes.
 
     python benchmarks/gathers.py [--ranks 4] [--microbatches 8] [--replicas 8] [--proofs] [--picture gathers.png]
 

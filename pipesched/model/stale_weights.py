@@ -45,7 +45,7 @@ class Placement:
     here: int = 0
     #: Name of a parameter or buffer -> the mesh rank that holds it.
     homes: Mapping[str, int] = field(default_factory=dict)
-    #: The names of parameters of which this process holds some rows only, because replicas divide them.
+    #: The names of parameters that replicas divide. This process holds some of their rows.
     divided: frozenset[str] = frozenset()
 
     @cached_property

@@ -155,7 +155,7 @@ class _Rank:
         self._write(slice(done, end))
 
     def _events(self, begin: int, end: int) -> Iterator[tuple[int, bool]]:
-        """Yield the rows that change what is held, and whether the row is a last backward that starts buckets."""
+        """Yield each row that changes the memory held, and whether it is a last backward that starts buckets."""
         columns = self._program.columns
         last = last_gradients(self._program)
         here = {row for stage in self._early if begin <= (row := int(last[stage])) < end}
@@ -168,7 +168,7 @@ class _Rank:
         self._held.released[rows] = sum(self._released.values())
 
     def _run(self, row: int, *, early: bool) -> None:
-        """Write the bytes of one row, and change what is held after it."""
+        """Write the bytes of one row, and update the memory that later rows hold."""
         action = self._program.columns.action(row)
         stage = action.stage
         here = slice(row, row + 1)

@@ -7,7 +7,7 @@ divide the optimizer's work and states among them, and gather the updated weight
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from pipesched.checks import is_count, shown
 from pipesched.errors import ScheduleError
@@ -16,8 +16,9 @@ from pipesched.program.lowering import add_reductions, add_updates
 from pipesched.program.program import Program
 from pipesched.simulation.costs import Costs
 from pipesched.simulation.links import Link, Links
+from pipesched.simulation.replica_memory import ModelStates, held_states
 
-__all__ = ["ZERO_LEVELS", "Buckets", "HeldBytes", "ReplicaCosts", "Replication", "add_replication", "held_bytes"]
+__all__ = ["ZERO_LEVELS", "Buckets", "ReplicaCosts", "Replication", "add_replication"]
 
 #: The values of ``zero=``.
 ZERO_LEVELS = (0, 1, 2)
@@ -85,6 +86,11 @@ class Replication:
         sizes = " x ".join(f"{name} {size}" for name, size in self.mesh(num_ranks).items())
         return f"{sizes}, zero {self.zero}" if self.zero else sizes
 
+    def held(self, whole: ModelStates) -> ModelStates:
+        """Return the most model states of a stage that one replica holds in a step, given those without replicas."""
+        part = ModelStates(*(-(-size // self.num_replicas) for size in whole))
+        return held_states(whole, part, zero=self.zero)
+
     def to_dict(self) -> dict[str, Any]:
         """Convert to plain values for JSON."""
         return asdict(self)
@@ -93,23 +99,6 @@ class Replication:
     def from_dict(cls, values: Mapping[str, Any]) -> "Replication":
         """Make a replication from the values of ``to_dict``. Raises ScheduleError for invalid values."""
         return read_fields(cls, values, "a replication must have")
-
-
-class HeldBytes(NamedTuple):
-    """The bytes of weights, gradients and optimizer states that a rank holds at the peak of a step."""
-
-    weights: int
-    gradients: int
-    states: int
-
-
-def held_bytes(weights: int, gradients: int, states: int, replication: Replication) -> HeldBytes:
-    """Return the bytes that one replica holds of a stage.
-
-    Gradients are summed over the replicas once in a step, so each replica holds all of them until then.
-    """
-    part = replication.num_replicas if replication.zero else 1
-    return HeldBytes(weights, gradients, -(-states // part))
 
 
 def add_replication(program: Program, costs: Costs) -> Program:
@@ -169,7 +158,7 @@ class ReplicaCosts:
             reduce_bytes=tuple(map(tuple, sizes)),
             gather_s=tuple(gathered),
             update_s=tuple(seconds / part for seconds in costs.update_s),
-            optimizer_bytes=tuple(held_bytes(*stage, own).states for stage in columns),
+            optimizer_bytes=tuple(own.held(ModelStates(*stage)).optimizer for stage in columns),
             update_transient_bytes=tuple(-(-size // part) for size in costs.update_transient_bytes),
         )
 

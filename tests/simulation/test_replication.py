@@ -6,7 +6,8 @@ from pipesched import Costs, Link, Links, schedules, simulate
 from pipesched.errors import ScheduleError
 from pipesched.program.actions import Kind
 from pipesched.simulation.communication import communication
-from pipesched.simulation.replication import ReplicaCosts, Replication, add_replication, held_bytes
+from pipesched.simulation.replica_memory import ModelStates
+from pipesched.simulation.replication import ReplicaCosts, Replication, add_replication
 
 INSIDE, BETWEEN = Link(0, 100.0), Link(0, 10.0)
 LINKS = Links.of_hosts(2, 4, inside=INSIDE, between=BETWEEN)
@@ -79,7 +80,7 @@ def test_bytes_sent_are_those_of_a_ring():
 
 def test_each_replica_holds_all_weights_and_gradients_but_its_part_of_the_states():
     """Mixed-precision Adam: 2 + 2 + 12 bytes a parameter (Rajbhandari et al. 2020)."""
-    held = [sum(held_bytes(2, 2, 12, Replication(num_replicas=4, zero=zero))) for zero in (0, 1, 2)]
+    held = [Replication(num_replicas=4, zero=zero).held(ModelStates(2, 2, 12)).total_bytes for zero in (0, 1, 2)]
     assert held == [16, 7, 7]
 
 

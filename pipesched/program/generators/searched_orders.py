@@ -16,6 +16,7 @@ from pipesched.checks import is_count, is_whole, shown
 from pipesched.errors import MemoryLimitError, ScheduleError
 from pipesched.program.action_arrays import CODES
 from pipesched.program.actions import Kind
+from pipesched.program.generators.zero_bubble import StageTimes
 from pipesched.program.liveness import peak_in_flight, rank_limits
 from pipesched.program.order import Order, Schedule, Shape
 from pipesched.program.program import Program
@@ -45,32 +46,12 @@ class _Links(Protocol):
         """Return the time for which each message occupies its link, in seconds."""
 
 
-class StageCosts(Protocol):
+class StageCosts(StageTimes, Protocol):
     """The attributes of ``pipesched.Costs`` that the search reads: seconds and bytes of each stage."""
-
-    @property
-    def num_stages(self) -> int:
-        """The number of stages."""
-
-    @property
-    def forward_s(self) -> Sequence[float]:
-        """The time of F."""
-
-    @property
-    def input_grad_s(self) -> Sequence[float]:
-        """The time of I."""
-
-    @property
-    def weight_grad_s(self) -> Sequence[float]:
-        """The time of W."""
 
     @property
     def backward_s(self) -> Sequence[float]:
         """The time of B."""
-
-    @property
-    def transfer_s(self) -> float:
-        """The latency of a message between two ranks."""
 
     @property
     def links(self) -> _Links | None:
@@ -221,7 +202,7 @@ def _unit(times: set[float]) -> Fraction:
 
 
 def _resources(shape: Shape, of_each: Sequence[StageCosts], limits: dict[str, Any]) -> list[Resource]:
-    """Return what is limited on the ranks."""
+    """Return the resources that ``limits`` limits: pairs in flight and bytes."""
     stages = range(shape.num_stages)
 
     def table(amounts: Callable[[StageCosts], Sequence[int]]) -> list[list[int]]:

@@ -1,4 +1,4 @@
-"""Evaluation: the makespan of the orders of all ranks, and what the ranks hold.
+"""Evaluation: computes the makespan of the orders of all ranks, and checks the limits of the ranks.
 
 Each rank runs its order as far as the inputs of its actions are there, one rank after the other, until all have ended.
 If no rank can go on, the orders are a deadlock.

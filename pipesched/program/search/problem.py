@@ -17,7 +17,7 @@ KINDS = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Resource:
-    """Something that ranks hold, such as memory: what each action takes and gives back, and the limit of each rank.
+    """A limited resource of the ranks, such as memory: the amount that each action takes or frees, and the limits.
 
     An action takes its amount at its start and gives its amount back at its end.
 
@@ -44,7 +44,7 @@ class Problem:
         times: for each kind (F, I, W, B), for each stage, for each micro-batch, the time of the action.
         forward_lags: for each stage but the last, for each micro-batch, the time of the message to the next stage.
         backward_lags: likewise, the time of the message back.
-        resources: what is limited on the ranks. Default: nothing.
+        resources: the limited resources of the ranks. Default: none.
 
     """
 

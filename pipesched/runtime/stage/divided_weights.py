@@ -22,7 +22,7 @@ _Exchange = Callable[[list[Tensor]], list[list[Tensor]]]
 
 
 class DividedWeights:
-    """The weights of one stage, of which each replica holds its rows between runs.
+    """The weights of one stage, divided by rows: between runs, each replica holds only its own rows.
 
     A divided parameter stays the same object. Its ``data`` is this replica's rows, or an empty tensor if the replica
     has none; from ``wait`` to ``release`` its ``data`` is the whole tensor. Three kinds of parameters are never

@@ -1,1 +1,1 @@
-"""Relaxation: what a single rank has to do, with every other rank as a delay. Bounds on the makespan follow."""
+"""Relaxation: lower bounds on the makespan from one rank alone, with the other ranks replaced by delays."""
