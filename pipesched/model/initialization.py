@@ -280,8 +280,8 @@ def _check_form(given: Mapping[str, Tensor], name: str, tensor: Tensor) -> None:
     dtype = given.dtype(name) if isinstance(given, WeightFiles) else given[name].dtype
     if shape != tuple(tensor.shape) or dtype.is_floating_point != tensor.is_floating_point():
         raise InputError(
-            f"each weight must have the same shape as the model's tensor, and must be floating-point exactly if that "
-            f"tensor is; {name!r} is {tensor.dtype} of shape {list(tensor.shape)} in the model, but {dtype} of shape "
+            f"each weight must have the same shape as the model's tensor, and both or neither must be floating-point; "
+            f"{name!r} is {tensor.dtype} of shape {list(tensor.shape)} in the model, but {dtype} of shape "
             f"{list(shape)} {'in the files' if files else 'in the given weights'}; use weights of the same model"
         )
 

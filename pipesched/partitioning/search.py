@@ -1,4 +1,8 @@
-"""Search: finds the best partition, exactly for chains and small graphs; in large graphs the best of several orders."""
+"""Search: finds the best partition of a model into stages.
+
+The result is exact for chains and small graphs. For large graphs, the search tries several linear orders of the layers
+and keeps the best partition that it finds.
+"""
 
 from bisect import bisect_left
 from collections.abc import Sequence

@@ -137,7 +137,7 @@ class Program:
 
     @property
     def num_weights(self) -> int:
-        """The number of different weight copies. The model is cut into this many parts."""
+        """The number of parts into which the model is cut. Several stages can hold copies of one part."""
         return len(set(self.weights))
 
     @property

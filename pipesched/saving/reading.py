@@ -28,7 +28,7 @@ def checkpoint_folders(path: Path) -> list[Path]:
     folders = checkpoints_in(path)
     if not any((folder / MANIFEST).exists() for folder in folders):
         raise MissingCheckpointError(
-            f"a path to load must hold a checkpoint, or the folders that save made with keep=; {path} "
+            f"a path to load must hold a checkpoint, or the checkpoint folders of save(keep=...); {path} "
             f"{f'has neither {MANIFEST} nor folders with one' if path.exists() else 'does not exist'}; check the path, "
             f"or save a checkpoint first"
         )

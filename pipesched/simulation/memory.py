@@ -136,7 +136,7 @@ def rank_memory(
 def _after_run(
     own: RankMemory, rank: int, program: Program, costs: Costs, replicas: Sequence[ReplicaMemory]
 ) -> RankMemory:
-    """Return a rank's memory after the run, if more is held then: gradients that replicas add only after it."""
+    """Return the larger of a rank's peak in the run and its memory while replicas add gradients after the run."""
     stages = [stage for stage, home in enumerate(program.placement) if home == rank]
     late = [replicas[stage].late for stage in stages if replicas[stage].late.buffer]
     if not late:

@@ -65,9 +65,9 @@ class Intercept(TorchFunctionMode):
         return self._opened(func)(*args, **kwargs)
 
     def _opened(self, func: types.FunctionType) -> Callable[..., Any]:
-        """Return a copy of a function of torch.nn.functional in which handlers replace the functions that have one.
+        """Return a copy of a function of torch.nn.functional that calls handlers in place of the functions they handle.
 
-        All other calls in the body go straight to torch, because only about three of fifty calls need a handler.
+        All other calls in the body go straight to torch. Only about three of fifty calls need a handler.
         """
         if func not in self._copies:
             named = {**func.__globals__, **_ANSWERS}

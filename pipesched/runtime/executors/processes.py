@@ -207,7 +207,7 @@ class ProcessExecutor:
         return Caller.here({self.device.type}, grad=grad)
 
     def begin(self, run_spec: RunSpec, caller: Caller) -> RankRun:
-        """Begin a run whose orders are handed over in parts. No other run may begin before ``end``.
+        """Begin a run that receives the ranks' orders in several parts. No other run may begin before ``end``.
 
         Raises the errors of ``run``.
         """

@@ -332,7 +332,7 @@ class ThreadExecutor:
         return Caller.here(self._device_types, grad=grad)
 
     def begin(self, run_spec: RunSpec, caller: Caller, bound: BoundProgram | None = None) -> ThreadRun:
-        """Begin a run whose orders are handed over in parts. No other run may begin before ``end``.
+        """Begin a run that receives the ranks' orders in several parts. No other run may begin before ``end``.
 
         Raises the errors of ``run``. ``bound`` is the program already bound to its stages. Default: bind it now.
         """

@@ -97,7 +97,7 @@ class _Held:
         self.piece: _Piece | None = None
 
     def leave(self, piece: _Piece) -> None:
-        """Release the tensor; keep its layout within ``piece``."""
+        """Release the tensor; keep its layout, and the ``piece`` of memory that holds its data."""
         tensor = self.unchanged()
         self.form = tensor.dtype, tensor.storage_offset(), tensor.size(), tensor.stride()
         self.tensor = None
