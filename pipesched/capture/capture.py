@@ -47,7 +47,7 @@ class Call:
     changes: Mapping[int, int] = field(default_factory=dict)
     #: The value of each tensor argument; None for a tensor that is not a value. Empty if no argument is changed.
     arguments: tuple[Value | None, ...] = ()
-    #: The values made so far in the memory that the call changes, of whatever tensor; see ``Capture.free``.
+    #: All values so far whose tensors use the memory that the call changes; see ``Capture.free``.
     writes: tuple[Value, ...] = ()
     #: Whether the call returns plain Python values instead of tensors.
     reads: bool = False

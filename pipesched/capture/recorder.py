@@ -59,7 +59,7 @@ class _Recorder(TorchFunctionMode):
         self._names_at: dict[int, list[str]] = {}  # address -> names of the parameters and buffers there
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             self._names_at.setdefault(memory_at(tensor), []).append(name)
-        #: In-place calls that the next forward sees: the call, the parameter or buffer, and the values in its memory.
+        #: In-place calls that affect the next forward: the call, the parameter or buffer, and the values in its memory.
         self._named_writes: list[tuple[Call, str, Mapping[Value, int]]] = []
         self._counts: dict[str, int] = {}
         self._inside = False
@@ -142,7 +142,7 @@ class _Recorder(TorchFunctionMode):
             if last.get(value, INPUT) > call.index:
                 targets = [call.arguments[position] or (call.index, 0) for position in call.changes]
                 call.join(min(value[0], *(index for index, _ in targets)))
-                if value[0] == INPUT:  # a later stage would get the input as it was
+                if value[0] == INPUT:  # a later stage would get the unchanged input
                     calls[min(last[value], len(calls) - 1)].join(call.index)
         for call, name, there in self._named_writes:
             call.join(self._first_use.get(name, call.index))

@@ -230,7 +230,7 @@ class _Run(TorchFunctionMode):
         kwargs = kwargs or {}
         call = self._calls[self._position] if self._position < len(self._calls) else None
         if (call is None or call.function != name) and (name in self._quiet or name == _DEVICE):
-            return self._ask(name, func, args, kwargs)  # also after the last call: leaving no_grad calls one
+            return self._ask(name, func, args, kwargs)  # also after the last call: leaving no_grad makes such a call
         if self._next() is None or call is None or call.function != name:
             raise self._lost(f"calls {name}")
         if call.index not in self._runs:
@@ -335,7 +335,7 @@ class _Run(TorchFunctionMode):
         if value in self.given:
             given = self.given[value]
             if self._grad and not torch.is_grad_enabled() and isinstance(given, Tensor) and given.requires_grad:
-                # inside another stage's autograd.Function.forward, torch would treat the tensor as a result of it
+                # in another stage's autograd.Function.forward, torch would treat the tensor as the function's result
                 self._instead[id(alias := given.detach())] = given
                 self._aliases.append(alias)
                 return alias
@@ -369,8 +369,8 @@ class _Run(TorchFunctionMode):
         container = self._replay.shells.running()
         whole = f"treat module {container!r} as one layer with whole_layers=[{container!r}], " if container else ""
         return (
-            f"{whole}build the pipeline with a sample like this batch and with the model as it is now, or move the "
-            f"code that makes these calls into a layer"
+            f"{whole}build the pipeline with a sample like this batch and the model in its current state, or move "
+            f"the code that makes these calls into a layer"
         )
 
 

@@ -163,7 +163,7 @@ class Initial:
         """Fill the tensors that ranks of this process hold, and the buffers that belong to no layer.
 
         Raises:
-            GraphError: nothing fills some of the tensors. All ranks of a mesh raise it.
+            GraphError: some tensors were not filled. All ranks of a mesh raise it.
 
         """
         if not self._empty:

@@ -121,7 +121,7 @@ def _named_files(path: Path) -> set[Path]:
     names: list[Any] = list(weights.values()) if isinstance(weights, dict) else [None]
     if not all(isinstance(name, str) and len(name.encode()) <= _LONGEST_NAME for name in names):
         raise InputError(
-            f"an index of safetensors files must have a weight_map of names to files; the weight_map of {path} is "
+            f"an index of safetensors files must have a weight_map from names to files; the weight_map of {path} is "
             f"{shown(weights)}; pass the paths of the safetensors files"
         )
     return {Path(name) for name in names}

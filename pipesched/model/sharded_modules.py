@@ -23,7 +23,7 @@ class ShardedModules:
     Args:
         roots: the sharded modules that lie in no other sharded module.
         device: the device of the stage.
-        once: whether a run gathers and reduces once. If not, the flags of each module decide.
+        once: whether a run gathers and reduces each module once. If not, the FSDP2 flags of each module decide.
 
     """
 
@@ -65,7 +65,7 @@ class ShardedModules:
             module.set_force_sum_reduction_for_comms(True)  # gloo cannot scale while it reduces
 
     def gather(self) -> None:
-        """Start a run: begin to gather all weights, unless each module's flags decide. Does not wait for the weights.
+        """Start a run: begin to gather all weights, unless ``once`` is False. Does not wait for the weights.
 
         Raises ExecutionError if an earlier run has failed.
         """
@@ -95,7 +95,7 @@ class ShardedModules:
         return self._gathering
 
     def accumulate(self) -> None:
-        """Add gradients that arrived outside a backward of FSDP2 to its sums, if the sums have another dtype."""
+        """Add gradients computed outside FSDP2's backward to FSDP2's sums, if the sums have another dtype."""
         if self._casts:
             for root in self._roots:
                 self._pass(root)
@@ -107,7 +107,7 @@ class ShardedModules:
         """
         if not self._gathering:
             return
-        if not self.has_gradients:  # all losses here have weight 0, but perhaps not those of the other processes
+        if not self.has_gradients:  # all losses of this process have weight 0, but other processes may have gradients
             self.wait()
             for weight in self._gathered():
                 weight.grad = torch.zeros_like(weight) if weight.requires_grad else None
@@ -124,7 +124,7 @@ class ShardedModules:
         """End a run: free the gathered weights, and let FSDP2 gather and reduce in every forward and backward again."""
         self._gathering = False
         self._failed = self._failed or failed
-        if not failed:  # a failed process could wait forever
+        if not failed:  # after a failure, the wait might never end
             self.wait()  # for modules that the run did not use
         if self._once:
             self._keep_in_backward(False)
@@ -144,20 +144,20 @@ class ShardedModules:
             module.set_requires_gradient_sync(not keep, recurse=False)
 
     def _gathered(self) -> list[nn.Parameter]:
-        """The weights that are gathered now."""
+        """Return the weights that are currently gathered."""
         return [parameter for parameter in self._parameters() if parameter not in self._shards]
 
     def _parameters(self) -> Iterator[nn.Parameter]:
         return (parameter for root in self._roots for parameter in root.parameters())
 
     def _pass(self, root: Any) -> None:
-        """Run a backward through a module's hooks that computes nothing. Its end makes FSDP2 look at all gradients."""
+        """Run an empty backward pass through a module's hooks. At the end of the pass, FSDP2 checks all gradients."""
         start: Tensor = torch.zeros((), device=self._device, requires_grad=True)
         root.pipesched_pass(start).backward()
 
 
 def _fsdp() -> Any:
-    """The module ``torch.distributed.fsdp``, whose import takes long; None if nothing has imported it."""
+    """Return the module ``torch.distributed.fsdp``, whose import is slow; None if it has not been imported."""
     return sys.modules.get("torch.distributed.fsdp")
 
 

@@ -116,9 +116,9 @@ class StaleHook:
             warn(self._said(f"state_dict() of {type(module).__name__} was called"))
 
     def loading(self, module: nn.Module, *given: Any) -> None:
-        """Hook before load_state_dict(): raises ExecutionError, because divided weights cannot take whole ones."""
+        """Hook before load_state_dict(): raises ExecutionError, because divided weights cannot hold whole tensors."""
         if not self._passes():
-            self.refuse(f"load_state_dict() of {type(module).__name__} was called, and not that of the pipeline")
+            self.refuse(f"load_state_dict() of {type(module).__name__} was called instead of the pipeline's")
 
     def loaded(self, module: nn.Module, incompatible: Any) -> None:
         """Hook after load_state_dict(): removes the hooks if a complete state dict was loaded.
@@ -158,7 +158,7 @@ class StaleHook:
         if self.placement.divided:
             return (
                 f"the model of a pipeline with zero=3 must not be used while its weights are divided, because each "
-                f"replica holds only its rows of them; on rank {place.here} {event}, but {len(away)} of "
+                f"replica holds only part of them; on rank {place.here} {event}, but {len(away)} of "
                 f"{len(place.homes)} parameters and buffers are divided or belong to other ranks, such as {away[0]!r}; "
                 f"call the pipeline's gather_model() on every rank, before or after close()"
             )

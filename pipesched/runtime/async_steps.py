@@ -126,7 +126,7 @@ class Stream:
             return self._shown(self._steps - 1)
 
     def _shown(self, step: int) -> Tensor:
-        """Return the loss of a step, and make the metrics of that step the metrics of the last step."""
+        """Return a step's loss, and make ``StepMetrics.read`` return the metrics of the same step."""
         loss, self._metrics.read = self._losses[step]
         return loss
 
@@ -147,7 +147,7 @@ class Stream:
     def _alone(self, method: str) -> Iterator[None]:
         """A context for one call of ``method``. An exception within it ends the stream.
 
-        Raises ExecutionError if another call is in progress, or if a rank makes the call.
+        Raises ExecutionError if another call is in progress, or if the call comes from inside a running step.
         """
         self._host.executor.check_outside(method)
         if not self._busy.acquire(blocking=False):

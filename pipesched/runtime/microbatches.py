@@ -25,7 +25,7 @@ SplitDims = int | None | Sequence[int | None] | Mapping[int | str, int | None]
 
 
 class Microbatch:
-    """A micro-batch that the caller has cut, with the arguments of a call of ``step``.
+    """One micro-batch of a batch that the caller has split. Takes the same arguments as ``step``.
 
     ::
 
@@ -249,7 +249,7 @@ class Splitter:
         fixed = self.num_microbatches * num_replicas
         if not count or count % num_replicas or (self.fixed and count != fixed):
             due = "at least 1" if num_replicas == 1 else f"a multiple of {num_replicas}, the number of replicas"
-            remedy = "pass at least one Microbatch" if num_replicas == 1 else "pass as many for each replica"
+            remedy = "pass at least one Microbatch" if num_replicas == 1 else "pass the same number for each replica"
             if self.fixed:
                 due = f"exactly {fixed}, the number in the program"
                 remedy = f"pass {fixed} micro-batches, or use a schedule that allows any number of micro-batches"
@@ -347,7 +347,7 @@ class Splitter:
         return dims[argument] if isinstance(argument, int) and argument < len(dims) else 0
 
     def factors(self, batch: Batch) -> list[float | None]:
-        """Return the loss factors with which the micro-batches' gradients sum to the mini-batch's gradients."""
+        """Return the loss factors that make the micro-batches' gradients add up to the mini-batch's gradients."""
         return self.weighting(batch).factors
 
     def weighting(
@@ -362,8 +362,8 @@ class Splitter:
             batch: the batch.
             groups: for each update, the micro-batches whose gradients it applies. The factors in a group add up to 1.
                 Default: one group of all micro-batches.
-            across: returns the weights of all replicas' micro-batches from those of this replica. The factors of all
-                replicas together add up to 1. Default: there is one replica.
+            across: takes this replica's weights, and returns the weights of each replica. The factors of all replicas
+                together add up to 1. Default: there is one replica.
 
         """
         if self.loss_reduction == "sum":
@@ -439,5 +439,5 @@ def _common_rows(given: _Given) -> int:
                 f"{what} has {other}; make the numbers equal, or set split_dims=None for an argument that is not split"
             )
     if rows == 0:
-        raise InputError(f"a batch must have at least one row; {first} has no rows; leave the empty batch out")
+        raise InputError(f"a batch must have at least one row; {first} has no rows; skip the empty batch")
     return rows

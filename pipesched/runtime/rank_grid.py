@@ -1,4 +1,4 @@
-"""Rank grid: the ranks of a mesh as replicas of one pipeline."""
+"""Rank grid: arranges the ranks of a mesh in replicas of one pipeline."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -74,7 +74,7 @@ class RankGrid:
         return self.peers[first : first + self.num_shards]
 
     def named(self, names: Sequence[str]) -> list[str]:
-        """Return the names of the group's ranks, each with its replica and its rank there if there are replicas."""
+        """Return the names of the group's ranks; with several replicas, each name includes the replica and its rank."""
         if len(self.rows) == 1:
             return [*names]
         places = {rank: (replica, place) for replica, row in enumerate(self.rows) for place, rank in enumerate(row)}
@@ -85,7 +85,7 @@ class RankGrid:
 
 
 class SumRanks(NamedTuple):
-    """The global ranks of all sums over replicas in a mesh: for each sum, its processes in replica order.
+    """The global ranks that take part in the sums over replicas of a mesh: one list per sum, in replica order.
 
     Attributes:
         whole: the processes with the same stages in all replicas.
@@ -109,7 +109,7 @@ def grid_of(mesh: DeviceMesh, axes: Axes | None, timeout_s: float) -> tuple[Any,
 
     Raises:
         ModelTypeError: mesh is not a DeviceMesh.
-        DeviceCountError: the mesh has no such dimensions.
+        DeviceCountError: the mesh does not have these dimensions, or does not contain this process.
         ExecutionError: a process does not join.
 
     """
@@ -141,8 +141,8 @@ def grid_of(mesh: DeviceMesh, axes: Axes | None, timeout_s: float) -> tuple[Any,
 def own_group(groups: Sequence[Sequence[int]], timeout_s: float, *, new: bool = False) -> Any:
     """Make process groups of global ranks, and return the group of this process. Collective over all these ranks.
 
-    If the groups contain every process, all processes make all groups, because torch names a group by a count that
-    only such calls keep equal in all processes. Otherwise each process makes its own group only.
+    If the groups contain every process, all processes make all groups, because torch names groups by a
+    counter that must be equal in all processes. Otherwise each process makes only its own group.
 
     Args:
         groups: the ranks of each group.
@@ -166,14 +166,14 @@ def own_group(groups: Sequence[Sequence[int]], timeout_s: float, *, new: bool = 
             raise ExecutionError(
                 f"the processes of a mesh must make its process groups together; global rank {here} waited "
                 f"{timeout_s:g} s for the group of ranks {sorted(own)} ({error}); pass the whole mesh with axes= "
-                f"instead of a part of it, and make the same process groups in all processes before"
+                f"instead of a part of it, and make all earlier process groups in every process"
             ) from None
     made = [distributed.new_group(sorted(ranks), limit) for ranks in groups]
     return next(group for group, ranks in zip(made, groups, strict=True) if here in ranks)
 
 
 def _dims(mesh: DeviceMesh, axes: Axes | None) -> dict[str, int]:
-    """Return the index of the mesh dimension of each axis that there is."""
+    """Return the index of the mesh dimension for each axis that the mesh has."""
     names = mesh.mesh_dim_names or ()
     if axes is None and mesh.ndim == 1:
         return {"pipeline": 0}
@@ -181,7 +181,7 @@ def _dims(mesh: DeviceMesh, axes: Axes | None) -> dict[str, int]:
         axes = {axis: name for axis, known in _KNOWN.items() for name in names if name in known}
         if "pipeline" not in axes or len(axes) < mesh.ndim:
             raise DeviceCountError(
-                f"a pipeline needs the mesh dimension of its ranks, and may have dimensions of replicas; the "
+                f"a pipeline needs one mesh dimension for its ranks, and may use others for replicas; the "
                 f"dimensions of this mesh are {names or f'{mesh.ndim}, without names'}; pass one dimension of the "
                 f"mesh, such as mesh['pp'], or for example axes={{'pipeline': 'pp', 'replicate': 'dp'}}"
             )

@@ -121,7 +121,7 @@ class RankHost(Protocol):
     devices: list[torch.device]
     #: All devices, including those that no rank uses.
     all_devices: list[torch.device]
-    #: The ranks of each replica of the pipeline, and the place of this process among them.
+    #: The ranks of each replica of the pipeline, and the position of this process among them.
     grid: RankGrid
     #: Adds gradients over replicas; None if there is one replica.
     sums: ReplicaSums | None
@@ -158,7 +158,7 @@ class RankHost(Protocol):
         """Raise ``error`` here, and report it to the other processes as a failure of ``what`` in this process."""
 
     def start(self) -> None:
-        """Start the ranks. All checks that need no running rank come before."""
+        """Start the ranks. Called after all checks that need no running rank."""
 
     def call(self, method: str, given: bool, make: Callable[[], StepCall], deal: Deal) -> StepCall:
         """Return the call that this process must run, with the part of the batch that its stages need.
@@ -195,9 +195,9 @@ class RankHost(Protocol):
         """Return the values of all replicas' processes, pytrees of tensors and plain values, in rank order."""
 
     def across(self, value: Any) -> list[Any]:
-        """Return the plain values of the ranks with this rank's stages in all replicas, in replica order.
+        """All-gather plain values among the ranks that hold the same stages; return them in replica order.
 
-        Raises ExecutionError if a call of another replica failed before its ``across``.
+        Raises ExecutionError if another replica's call failed before it reached ``across``.
         """
 
     def trade(self, what: str, given: Mapping[int, Any], sources: Collection[int]) -> dict[int, Any]:
@@ -552,7 +552,7 @@ class MeshRanks:
     def connected(self, method: str = "gather_model") -> Iterator[ProcessExecutor]:
         """A context that yields the executor, or a temporary new one if the executor is closed. Collective.
 
-        ``method`` is the name of the called method, for the error in a running step.
+        ``method`` is the name of the called method, for the error message if a step is running.
         """
         self.executor.check_outside(method)
         if not self.executor.closed:

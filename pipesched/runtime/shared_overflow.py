@@ -18,8 +18,8 @@ __all__ = ["share_overflow"]
 def share_overflow(parameters: Sequence[nn.Parameter], host: RankHost, intra_op_threads: int) -> None:
     """Make all gradients infinite or NaN if any gradient of any process is. Collective.
 
-    A GradScaler decides by the gradients of one optimizer in its own process. After this call, all scalers decide to
-    skip the update.
+    Each GradScaler checks only the gradients of one optimizer in its own process. Infinite or NaN gradients everywhere
+    make all scalers skip the update.
 
     Args:
         parameters: the parameters of this process's stages.

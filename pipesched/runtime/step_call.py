@@ -76,7 +76,7 @@ class StepCall:
 
 
 def _key(seed: int, step: int, first: int, microbatch: int) -> Key:
-    """Return the random key of a micro-batch of a replica, whose first micro-batch has the number ``first`` in all."""
+    """Return the random key of a micro-batch. ``first`` is the number of the first micro-batch of its replica."""
     return Key(seed, step, first + microbatch)
 
 
@@ -143,7 +143,7 @@ def dealt(
 def _dealt_in_replica(
     call: StepCall, program: Program, bodies: Sequence[Body], num_ranks: int, *, is_first: bool
 ) -> list[Any]:
-    """Split the call of one replica into one message for each of its ranks. ``is_first``: rank 0 is in this replica."""
+    """Split a replica's call into one message for each rank. ``is_first``: whether rank 0 is in this replica."""
     batch = call.batch
     lasts = {program.placement[stage] for stage, others in enumerate(program.graph.consumers) if not others}
     takers: list[list[Body]] = [[] for _ in range(num_ranks)]

@@ -44,12 +44,12 @@ class RunResults:
 
 
 class StepMetrics:
-    """Computes the loss of each step or evaluation, and keeps the named scalars of the last of them."""
+    """Computes the loss of each step or evaluation, and keeps the named scalars of the latest."""
 
     def __init__(self) -> None:
         #: Whether layers add losses, keyed by the kind of run. All processes agree on it in the first run of a kind.
         self._adds: dict[Hashable, bool] = {}
-        #: Reads the named scalars.
+        #: Reads the named scalars of the latest step or evaluation.
         self.read: Callable[[], Mapping[str, Tensor]] = dict
 
     @property
@@ -81,7 +81,7 @@ class StepMetrics:
         size = len(run.microbatches)
         found: list[_Result] = []
 
-        def result() -> _Result:  # must not hold the run, and with it the batch
+        def result() -> _Result:  # must not reference the run, which would keep the batch alive
             if not found:
                 parts: Any = shared()
                 loss, metrics = summed([ranks[rank][0] for ranks in parts], here) if adds else parts
@@ -117,8 +117,8 @@ class StepMetrics:
             _, layer, *_, name, _ = rows[0]
             error = ExecutionError(
                 f"under a mesh, layers must add losses from the first step on, so that all ranks expect them; layer "
-                f"{layer!r} on rank {host.rank} added its first loss {name!r} in a later step; in the steps before "
-                f"it, add a loss of zero, for example add_loss(0 * x.sum())"
+                f"{layer!r} on rank {host.rank} added its first loss {name!r} in a later step; in earlier steps, "
+                f"add a loss of zero, for example add_loss(0 * x.sum())"
             )
             host.fail("step", error)
 
@@ -162,7 +162,7 @@ def _combined(loss: Tensor, metrics: Mapping[str, Tensor], rows: Sequence[_Row],
     """Sum each name's losses in an order that does not depend on the plan: by micro-batch, then place of the call."""
     named: dict[str, list[Tensor]] = {}
     for number, *_, name, value in sorted(rows, key=lambda row: row[:4]):
-        share = weighting.shares[number % len(weighting.shares)]  # a number counts on over replicas
+        share = weighting.shares[number % len(weighting.shares)]  # numbers continue across replicas
         here = value.to(loss.device)
         named.setdefault(name, []).append(here if share is None else here * share)
     if twice := named.keys() & metrics.keys():

@@ -37,7 +37,7 @@ class Caller:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Apply the grad and inference modes, and run backward passes in the current thread."""
+        """A context that applies the grad and inference modes, and runs backward passes in the current thread."""
         with ExitStack() as stack:
             stack.enter_context(torch.inference_mode(self.inference))
             stack.enter_context(torch.set_grad_enabled(self.grad))
@@ -46,7 +46,7 @@ class Caller:
 
     @contextmanager
     def autocast(self) -> Iterator[None]:
-        """Apply the autocast settings to F. The backward pass uses the dtypes of F and needs no settings."""
+        """A context that applies the autocast settings to F. The backward pass needs none: it uses the dtypes of F."""
         with ExitStack() as stack:
             for settings in self.autocasts:
                 stack.enter_context(torch.autocast(**settings))

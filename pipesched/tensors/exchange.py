@@ -24,7 +24,7 @@ class Trade(Protocol):
         """Send ``given[rank]`` to each rank in ``given``. Return the values from ``sources``, keyed by rank."""
 
     def across(self, value: Any) -> list[Any]:
-        """Return the values of the ranks with this rank's stages in all replicas, in replica order."""
+        """All-gather among the ranks that hold the same stages; return their values in replica order."""
 
 
 class RankDevices(Protocol):

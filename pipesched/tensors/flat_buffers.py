@@ -1,4 +1,4 @@
-"""Flat buffers: several tensors one after the other in one buffer, for a collective."""
+"""Flat buffers: stores several tensors in one contiguous buffer, for a collective."""
 
 from collections.abc import Iterable, Iterator
 
@@ -9,7 +9,7 @@ __all__ = ["by_gradient_dtype", "free", "padded", "places"]
 
 
 def places(tensors: Iterable[Tensor], buffer: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield each tensor with its place in a flat buffer, a view of the tensor's shape."""
+    """Yield each tensor with its part of a flat buffer, as a view with the tensor's shape."""
     start = 0
     for tensor in tensors:
         yield tensor, buffer[start : start + tensor.numel()].view(tensor.shape)
@@ -17,21 +17,21 @@ def places(tensors: Iterable[Tensor], buffer: Tensor) -> Iterator[tuple[Tensor, 
 
 
 def free(buffer: Tensor) -> None:
-    """Free the memory of a buffer that collectives have used, and that nothing else uses any more.
+    """Free the memory of a CPU buffer that was used by collectives and is no longer needed.
 
-    On a CPU, a thread of gloo can refer to a buffer a little longer than the collective runs.
+    Dropping the reference may not free it immediately, because a gloo thread can keep a reference for a short time.
     """
     if not buffer.is_cuda:
         buffer.untyped_storage().resize_(0)
 
 
 def padded(numbers: int, num_parts: int) -> int:
-    """Return the length of a buffer for this many numbers that has equal parts: the next multiple of ``num_parts``."""
+    """Return the length of a buffer for this many elements in equal parts: the next multiple of ``num_parts``."""
     return -(-numbers // num_parts) * num_parts
 
 
 def by_gradient_dtype(parameters: Iterable[nn.Parameter]) -> dict[torch.dtype, list[nn.Parameter]]:
-    """Group parameters by the dtype of their gradients; a parameter without a gradient counts with its own dtype."""
+    """Group parameters by the dtype of their gradients; without a gradient, the parameter's dtype is used."""
     groups: dict[torch.dtype, list[nn.Parameter]] = {}
     for parameter in parameters:
         dtype = parameter.dtype if parameter.grad is None else parameter.grad.dtype

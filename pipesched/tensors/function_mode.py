@@ -91,5 +91,5 @@ def _no(*_: Any) -> bool:
     return False
 
 
-#: Replacements for the checks with which a Python function begins and enters the mode. A copy must not enter the mode.
+#: Replacements for the checks through which torch's Python functions enter the mode. A copy must not enter the mode.
 _ANSWERS = dict.fromkeys(("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic"), _no)

@@ -249,7 +249,7 @@ def _is_quiet(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 class InBackward:
-    """Handlers for backward passes. Recomputation repeats the forward's random numbers; any others are an error."""
+    """Handlers for backward passes. Recomputation repeats the forward's random numbers; other random calls raise."""
 
     def __init__(self, random: KeyedRandom) -> None:
         self._random = random

@@ -14,8 +14,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-# Public modes do not see the operations of backward passes. Torch's guide to extending it names this mode, which has no
-# public module.
+# Public modes do not see the operations of backward passes. Torch's guide "Extending PyTorch" documents this mode,
+# which has no public module.
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipesched.tensors.payload import pytree
@@ -120,7 +120,7 @@ class Ledger:
 
 
 class _Writes:
-    """Holds the dispatch method, because torch would wrap a mode's own method in torch.compile, a slow import."""
+    """Holds the dispatch method: torch would wrap a method of the mode itself with torch.compile, a slow import."""
 
     _ledger: Ledger
 

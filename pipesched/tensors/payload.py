@@ -75,7 +75,7 @@ class Payload:
 
     @classmethod
     def of(cls, value: Any, detached: Callable[[Tensor], Tensor] = Tensor.detach) -> "Payload":
-        """Flatten a value and apply ``detached`` to its tensors. By default the results share memory and version."""
+        """Flatten a value and apply ``detached`` to its tensors. By default, memory and version counter are shared."""
         if isinstance(value, Tensor):  # the usual case
             return cls((detached(value),), (0,), _LEAF, (value.requires_grad,))
         leaves, places, spec = _distinct(value)

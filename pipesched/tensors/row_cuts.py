@@ -1,7 +1,7 @@
 """Row cuts: divides a tensor along its first dimension, so that an elementwise update of the pieces has the same bits.
 
-A CPU kernel processes most numbers in groups with vector instructions, and the last ones one by one, which can round
-differently. So every piece starts at a multiple of 64 numbers, which is a multiple of the size of all such groups.
+A CPU kernel processes most elements in groups with vector instructions, and the last elements one by one, which can
+round differently. So every piece starts at a multiple of 64 elements, which is a multiple of every group size.
 """
 
 import math
@@ -9,11 +9,11 @@ from collections.abc import Sequence
 
 __all__ = ["row_cuts"]
 
-_ALIGNED = 64  # numbers
+_ALIGNED = 64  # elements
 
 
 def row_cuts(shape: Sequence[int], num_pieces: int) -> list[tuple[int, int]] | None:
-    """Return the first row of each piece and the row after its last; None if the tensor has too few rows to be cut.
+    """Return (first row, last row + 1) for each piece; None if the tensor has too few rows to be cut.
 
     The pieces are near-equal, and the longer ones come last.
     """

@@ -160,7 +160,7 @@ class FakeStage:
         self._clock.reach(self._copied.pop(microbatch, self._clock.now()))
 
     def reduce(self, bucket: int) -> None:
-        """Run REDUCE (start a sum over replicas), which ends at once."""
+        """Run REDUCE (start a sum over replicas). The sum ends immediately."""
         action = Action(self.index, Kind.REDUCE, bucket)
         if not self._gradients or bucket in self._reduced:
             raise ExecutionError(f"{action} must run once for each update, after a backward")
@@ -249,7 +249,7 @@ def _names(kinds: Any) -> str:
 
 
 class _Mail:
-    """Message transport in virtual time. Each message carries the time of arrival."""
+    """Message transport in virtual time. Each message carries its arrival time."""
 
     def __init__(self, program: Program, clocks: list[_VirtualClock], costs: Costs) -> None:
         self._placement = program.placement
@@ -257,7 +257,7 @@ class _Mail:
         self._costs = costs
         self._free: dict[tuple[int, int], float] = {}  # link -> the time at which it becomes free again
         self._channels: dict[tuple[int, int, bool], deque[tuple[float, Any]]] = {}
-        self._norms: dict[int, list[tuple[float, list[Any]]]] = {}  # rank -> what it sent for each update, and when
+        self._norms: dict[int, list[tuple[float, list[Any]]]] = {}  # rank -> (send time, norms) for each update
 
     def _channel(self, giver: int, taker: int, forward: bool) -> deque[tuple[float, Any]]:
         key = self._placement[giver], self._placement[taker], forward

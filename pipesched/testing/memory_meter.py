@@ -184,7 +184,7 @@ def _with_watched_jobs(books: Books, start: Callable[[Any], Any]) -> Callable[[A
 
 
 def _with_noted_sizes(books: Ledger, resize: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the method ``resize_`` of storages, which also tells the books the new size."""
+    """Return a replacement for the ``resize_`` of storages that also records the new size in ``books``."""
 
     def run(storage: Any, *args: Any) -> Any:
         result = resize(storage, *args)

@@ -81,8 +81,8 @@ def reference_step(
         microbatches: in place of inputs and target, micro-batches that are already cut, as in ``Pipeline.step``.
             Default: None (the mini-batch is split).
         num_replicas: the number of replicas of the pipeline. The mini-batch is split into ``num_replicas`` times
-            ``num_microbatches`` parts. The gradients of each replica's parts are added first, then the sums of the
-            replicas, in replica order, and last this sum to the gradients from before the step. Default: 1.
+            ``num_microbatches`` parts. Gradients are added first within each replica, then over the replicas in
+            replica order. The total is added to the gradients from before the step. Default: 1.
         **kwargs: the model's keyword inputs, for the whole mini-batch.
 
     Returns:
@@ -135,7 +135,7 @@ def reference_step(
                 root = torch.zeros_like(loss) if factor == 0 else loss if factor is None else loss * factor
                 if factor != 0:
                     with _without_autocast(), run.in_backward:
-                        # edges, because given tensors torch would leave the mode
+                        # edges instead of tensors: with tensors, torch would leave the mode
                         torch.autograd.backward((edge_of(root), *run.added_edges()))
                 total = root.detach() if total is None else total + root.detach()
         run.deliver()
@@ -147,7 +147,7 @@ def reference_step(
 
 
 class _ReplicaSums:
-    """Adds the losses and the gradients of replicas in replica order. One replica changes nothing.
+    """Adds the losses and the gradients of replicas in replica order. Has no effect with one replica.
 
     Gradients from before the step are set aside, and the sum over replicas is added to them.
     """
@@ -160,7 +160,7 @@ class _ReplicaSums:
         self._loss: Tensor | None = None
 
     def end(self, loss: Tensor | None) -> Tensor | None:
-        """End a replica with this loss. Return None, and after the last replica the sum of the losses."""
+        """Add a replica's loss and gradients. Return the sum of the losses after the last replica, else None."""
         self._left -= 1
         self._loss = _added(self._loss, loss)
         self._sums = [_added(total, grad) for total, grad in zip(self._sums, self._taken(), strict=True)]
@@ -245,7 +245,7 @@ class _Unpipelined:
 
 @contextmanager
 def _without_autocast() -> Iterator[None]:
-    """Switch autocast off, because the backward pass uses the dtypes of the forward."""
+    """A context without autocast, because the backward pass uses the dtypes of the forward."""
     with ExitStack() as stack:
         for kind in ("cpu", "cuda"):
             if torch.is_autocast_enabled(kind):

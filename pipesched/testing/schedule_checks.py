@@ -74,7 +74,7 @@ def check_schedule(
     exact: bool = True,
     report: bool = True,
 ) -> None:
-    """Validate a schedule for all numbers of ranks and micro-batches up to a limit, and print its costs.
+    """Validate a schedule for all numbers of ranks and micro-batches up to a limit, and print a table of results.
 
     ::
 

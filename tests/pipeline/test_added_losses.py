@@ -102,9 +102,8 @@ def test_asynchronous_steps_include_added_losses(ranks: Ranks) -> None:
 
 def test_a_first_loss_in_a_later_step_over_a_mesh_is_refused(ranks: Ranks) -> None:
     own_error, other_error = ranks.run(2, jobs.adds_late)
-    assert (
-        "layer '0' on rank 0 added its first loss 'added_loss' in a later step; in the steps before it, add a loss"
-        in (own_error)
+    assert "layer '0' on rank 0 added its first loss 'added_loss' in a later step; in earlier steps, add a loss" in (
+        own_error
     )
     assert "rank 0 failed: ExecutionError: under a mesh, layers must add losses from the first step on" in other_error
 

@@ -126,7 +126,7 @@ def odd_names(outputs: Tensor, target: Tensor) -> dict[str, int]:
         (
             lambda outputs, target: outputs,
             InputError,
-            r"must return a dict of scalars by name; got",
+            r"must return a dict that maps names to scalars; got",
         ),
         (lambda outputs, target: {"a": outputs}, InputError, r"metric 'a' is a tensor of shape \[4, 4\]; reduce it"),
         (lambda outputs, target: {"a": "b"}, InputError, r"metric 'a' is 'b'; reduce it"),

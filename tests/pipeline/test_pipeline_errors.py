@@ -366,7 +366,7 @@ def step_refused(model, calls, error, match, *args, choices=None, **kwargs):
         ((), {"x": ONES, "mask": ONES[:2], "target": ONES}, r"x= has 4 rows, mask= has 2"),
         (((ONES, ONES[:2]),), {"target": ONES}, r"argument 0 has a tensor of 2 rows, but another tensor has 4 rows"),
         ((ONES,), {}, r"needs a target; none was passed; pass target=, or call forward"),
-        ((ONES[:0],), {"target": ONES[:0]}, r"at least one row; argument 0 has no rows; leave the empty batch out"),
+        ((ONES[:0],), {"target": ONES[:0]}, r"at least one row; argument 0 has no rows; skip the empty batch"),
         (
             ("text",),
             {"target": "text"},

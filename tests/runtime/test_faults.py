@@ -71,7 +71,7 @@ def test_ranks_that_do_not_answer_are_to_blame_with_the_last_that_came_from_them
     names, why = blamed(answers, 5) or ([], "")
     assert (names, why) == (
         ["rank 1"],
-        "it does not answer, so its process is stopped or cannot be reached; its last message was from 1F3",
+        "it does not answer, so its process is stopped or cannot be reached; its last message came from action 1F3",
     )
     names, why = blamed({**answers, "rank 2": ENDED}, 5) or ([], "")
     assert names == ["rank 1", "rank 2"]

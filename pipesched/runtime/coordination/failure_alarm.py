@@ -30,7 +30,7 @@ __all__ = ["Alarm"]
 
 _PATIENCE_S = 2.0  # time to wait for replies, and for another rank's decision from its replies
 _GRACE_S = 0.5  # time in which a message can still arrive after a rank has ended
-_LOOK_S = 0.2  # after a fault, the time between two checks whether this rank is stuck
+_LOOK_S = 0.2  # after a fault, the time between two checks for a stuck rank
 _WORD_BYTES = 32
 # Messages other than faults.
 _WATCH = b"watch\n"  # the sender watches the receiver
@@ -56,7 +56,7 @@ class _Listener:
         self.server = socket.create_server((host, 0), family=family, backlog=_CALLERS)
         self.server.setblocking(False)
         self.word = secrets.token_hex(_WORD_BYTES // 2).encode()
-        self.inside, self.outside = socket.socketpair()  # a byte makes the thread watch ``watched``, or end
+        self.inside, self.outside = socket.socketpair()  # a byte tells the thread to watch ``watched``, or to end
         self.watched: tuple[socket.socket, str] | None = None  # (connection, name) of the watched rank
         self.addresses: list[Address] = []  # addresses of the other ranks
         self.bell = Bell()
@@ -310,7 +310,7 @@ class Alarm:
         return list(self._elsewhere.values())
 
     def _without_signed_off(self, answers: Mapping[str, State | str]) -> dict[str, State | str]:
-        """Return the replies without those ranks that are not to blame because they have closed their pipelines."""
+        """Return the replies, except those of ranks that have closed their pipelines and so are not to blame."""
         numbers = {number for number, address in self._elsewhere.items() if answers.get(address.name) == ENDED}
         job = self._job
         if job is None or not numbers:
@@ -338,7 +338,7 @@ class Alarm:
             ended: the rank of this pipeline that ended its connection with this rank, if known.
 
         Returns:
-            The fault as all ranks report it.
+            The fault that all ranks report.
 
         """
         listener = self._listener

@@ -199,5 +199,5 @@ def blamed(answers: Mapping[str, State | str], timeout_s: float) -> tuple[list[s
 def _quiet(name: str, answer: State | str, last: str | None, several: bool) -> str:
     ended = "its process has ended, or has left the pipeline"
     why = ended if answer == ENDED else "it does not answer, so its process is stopped or cannot be reached"
-    known = f"; its last message was from {last}" if last else "; it has sent no message in this call"
+    known = f"; its last message came from action {last}" if last else "; it has sent no message in this call"
     return f"{f'{name}: ' if several else ''}{why}{known}"

@@ -33,7 +33,7 @@ class Stuck:
         self._aborted = False
 
     def look(self, name: str, fault: str) -> None:
-        """Check once, and end a stuck collective. Called repeatedly.
+        """Check once whether this rank is stuck; if so, end the collective or the process. Called repeatedly.
 
         ``name`` is the name of this rank, and ``fault`` the description of the fault, for the printed message.
         """

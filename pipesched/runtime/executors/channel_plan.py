@@ -1,4 +1,4 @@
-"""Channel plan: groups the messages of a rank's order by channel, and makes the keys for predicting their layouts."""
+"""Channel plan: groups the messages of a rank's order by channel, and makes keys that predict message layouts."""
 
 import logging
 from collections.abc import Callable, Hashable, Sequence
@@ -136,7 +136,7 @@ class ChannelEnds:
 
 
 def channels_of(program: Program, ranks: Sequence[int]) -> set[Channel]:
-    """Return the channels between group ranks that a lowered program uses. ``ranks``: those of the program's ranks."""
+    """Return the channels that a lowered program uses. ``ranks`` holds the group rank of each rank of the program."""
     sends = program.columns[program.columns.are(Kind.SEND_F, Kind.SEND_B)]
     return {
         Channel(ranks[program.placement[stage]], ranks[program.placement[peer]], kind is Kind.SEND_B)

@@ -1,4 +1,4 @@
-"""Device streams: a rank's clock on its device, the streams that it uses, and copies between devices."""
+"""Device streams: a rank's clock and streams on its device, and copies between devices."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -14,7 +14,7 @@ __all__ = ["CpuStreams", "CudaStreams", "DeviceStreams", "Message", "streams_for
 
 
 class Message(NamedTuple):
-    """A value in transit, the event that occurs once it is computed, and its device's stream for outgoing copies."""
+    """A value in transit, the event recorded after its computation, and the source's stream for outgoing copies."""
 
     value: Any
     ready: torch.cuda.Event | None = None
@@ -49,7 +49,7 @@ class DeviceStreams(Protocol):
         """Return a function that converts a stamp of the current step to seconds since the host time ``start_s``."""
 
     def pack(self, value: Any) -> Message:
-        """Return a Message with a value of this device, and with an event that occurs once the value is computed."""
+        """Return a Message with a value on this device and the event recorded after its computation."""
 
     def unpack(self, message: Message) -> Any:
         """Copy a received value to this device. Later work on the rank's stream may use the returned value."""

@@ -135,7 +135,7 @@ def _taken(edge: _Edge) -> Any:
 
 
 class _Step(NamedTuple):
-    """The call that runs an action: takes arguments from the edges ``takes``, puts the result on the edges ``gives``.
+    """The call that runs an action. It takes its arguments from the edges ``takes``; its result goes to ``gives``.
 
     ``wait`` is called before the action starts. It is None unless the action needs values from other ranks that are not
     on its edges.
@@ -182,7 +182,7 @@ class _Norms:
 
 
 class Rank:
-    """One rank of a program, bound to its stages: the calls of its actions, and the values between them.
+    """One rank of a program, bound to its stages. Holds the calls of its actions, and the values passed between them.
 
     Args:
         index: the number of the rank.

@@ -75,8 +75,8 @@ class ProcessExecutor:
     Args:
         group: a process group of the pipeline's ranks, in rank order. Only the group's store is used; ranks communicate
             over connections that the executor creates.
-        grid: the arrangement of the group's ranks in replicas of the pipeline. Default: one replica. A program runs
-            within each replica, and so do exchanges; comparisons, ``deal`` and the alarm include all ranks.
+        grid: the arrangement of the group's ranks in replicas of the pipeline. Default: one replica. Programs
+            and exchanges run within each replica; comparisons, ``deal`` and the alarm include all ranks.
         device: the device of this rank's stages. Default: the CPU.
         intra_op_threads: torch's intra-op threads for this rank.
         timeout_s: how long a rank waits for another rank before all ranks stop, in seconds. The timeout must exceed the
@@ -392,7 +392,7 @@ class ProcessExecutor:
         return Exchange(self._open_wire(), self.rank, range(self.num_ranks), self.device)
 
     def trade(self, what: str, given: Mapping[int, Any], sources: Collection[int]) -> dict[int, Any]:
-        """Send values within this replica; wait for values from the ranks in ``sources``; return them keyed by rank.
+        """Send values within this replica, and return the values received from ``sources``, keyed by rank.
 
         All sends come before the first receive, and no send blocks. Trades therefore complete if all ranks make them in
         the same order. This method may be called during a run, and by ``RunSpec.prepare``.
@@ -465,7 +465,8 @@ class ProcessExecutor:
     def _receive_last(self) -> None:
         """At the exit of a script that has not closed the pipeline: receive the last broadcast.
 
-        Another replica may still have to send it, and would find that this process has left the pipeline.
+        Another replica may not have sent it yet. Without this wait, its send would fail, because this process has left
+        the pipeline.
         """
         shared = self._shared
         if shared is not None and not self.closed and not self._alarm.bell.rung:

@@ -30,7 +30,7 @@ class Sums(Protocol):
     """Adds buffers over replicas."""
 
     def length(self, numbers: int) -> int:
-        """Return the length of a buffer for this many numbers."""
+        """Return the length of a buffer for this many elements; it may include padding."""
 
     def start(self, buffers: Sequence[Tensor], *, of_shards: bool = False) -> Ticket:
         """Start to replace buffers by their sums over replicas, or over the replicas with the same shards."""
@@ -39,7 +39,7 @@ class Sums(Protocol):
         """Return whether a 0-d flag is set in any replica. Waits for all replicas."""
 
     def scatter(self, buffers: list[Tensor]) -> Ticket:
-        """Start to replace each buffer, which has a row for each replica, by the sum of this replica's row."""
+        """Start a reduce-scatter: replace each buffer (one row per replica) by the sum of this replica's row."""
 
     def check(self) -> None:
         """Raise an exception if another rank has failed."""
@@ -64,7 +64,7 @@ class GradientBuckets:
         self.buckets = [list(bucket) for bucket in buckets]
         self._sums = sums
         self._sharded = sharded
-        #: Parameters of whose sums each replica keeps a part only, with the object that takes this part.
+        #: For each parameter of which each replica keeps only a part of the sum: the object that receives this part.
         self.divided: Mapping[nn.Parameter, Divided] = {}
         self._before: dict[nn.Parameter, Any] = {}
         self._started: list[tuple[int, _Copies | DividedCopies, Ticket]] = []
@@ -114,7 +114,7 @@ class GradientBuckets:
                 hook.remove()
 
     def common(self, norms: GradientNorms) -> GradientNorms:
-        """Return norms that are nonfinite if they are in any replica, so that all replicas decide alike."""
+        """Return the norms, marked nonfinite if they are in any replica, so that all replicas decide alike."""
         return norms if norms.nonfinite is None else norms._replace(nonfinite=self._sums.any(norms.nonfinite))
 
     def start(self, bucket: int) -> None:
@@ -158,7 +158,7 @@ class _Copies:
 
     @torch.no_grad()
     def deliver(self, before: dict[nn.Parameter, Any]) -> None:
-        """Copy the sums into the parameters' gradients, and add the gradients in ``before``, which are removed."""
+        """Copy the sums into the parameters' gradients; add the gradients in ``before``, and remove them there."""
         for buffer, parameters in zip(self.buffers, self._groups.values(), strict=True):
             shapes = [local(parameter) for parameter in parameters]
             users = buffer[sum(shape.numel() for shape in shapes) :]
@@ -183,7 +183,7 @@ def _check_dense(parameters: Sequence[nn.Parameter]) -> None:
 
 @torch.no_grad()
 def _flat(dtype: torch.dtype, parameters: Sequence[nn.Parameter], length: Callable[[int], int]) -> Tensor:
-    """Return a buffer with the parameters' gradients, followed by whether each parameter has one."""
+    """Return a buffer with the parameters' gradients, followed by a 1 for each parameter with a gradient, else 0."""
     shapes = [local(parameter) for parameter in parameters]
     count = sum(shape.numel() for shape in shapes)
     buffer = torch.zeros(length(count + len(parameters)), dtype=dtype, device=shapes[0].device)

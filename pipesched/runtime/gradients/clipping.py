@@ -30,7 +30,7 @@ def clip_gradients(
 
     Args:
         parameters: the parameters that this process trains.
-        gathered: returns the values of all processes, in rank order.
+        gathered: gathers a value from each process, and returns the values in rank order.
         order: the order in which the norms of the parameters' gradients are combined.
         max_norm: the largest allowed norm of all gradients together; if it is exceeded, all gradients are scaled down.
         norm_type: the order of the norm.

@@ -18,17 +18,17 @@ class Divided(Protocol):
         """Return each replica's rows of a tensor of the parameter's shape; None for a replica without rows."""
 
     def own(self, parameter: nn.Parameter, tensor: Tensor) -> Tensor | None:
-        """Return this replica's rows, as ``parts`` does."""
+        """Return this replica's entry of ``parts``."""
 
     def take(self, parameter: nn.Parameter, grad: Tensor | None) -> None:
-        """Take this replica's rows of the parameter's gradient; None if it has no rows."""
+        """Receive this replica's rows of the parameter's gradient; None if it has no rows."""
 
 
 class DividedCopies:
     """The gradients of a bucket in buffers with a row for each replica, one buffer for each dtype.
 
-    The row of a replica holds its part of each gradient. Like the buffers of undivided gradients, it ends with the
-    number of replicas that have a gradient, for each parameter. The parameters' own gradients are released.
+    The row of a replica holds its part of each gradient. Like the buffers of undivided gradients, each row ends with
+    one number per parameter: how many replicas have a gradient for it. The parameters' gradients are released.
 
     Args:
         divided: the bucket's parameters, with the objects that take the sums.
@@ -62,7 +62,7 @@ class DividedCopies:
 
     @torch.no_grad()
     def deliver(self, before: dict[nn.Parameter, Any]) -> None:
-        """Hand over the sums, with the gradients in ``before`` added, which are removed."""
+        """Pass the sums to ``Divided.take``, with the gradients in ``before`` added. Removes them from ``before``."""
         for buffer, parameters in zip(self.buffers, self._groups.values(), strict=True):
             if buffer.is_cuda:
                 buffer.record_stream(torch.cuda.current_stream(buffer.device))  # it was made on the lane's stream

@@ -20,7 +20,7 @@ class Nonfinite(NamedTuple):
     #: Whether the value is the gradient of a layer's output, instead of the output itself.
     backward: bool
     microbatch: int
-    #: The layer's place: ascending for outputs, descending for gradients.
+    #: The layer's position in the model; negated for gradients, which are computed in reverse order.
     place: int
     #: The layer's name; "" for the loss.
     layer: str

@@ -36,7 +36,7 @@ class GradientNorms(NamedTuple):
     def named(
         cls, parameters: Sequence[nn.Parameter], norms: Tensor, order: ParameterOrder, nonfinite: Tensor | None
     ) -> "GradientNorms":
-        """Return the given norms of these parameters' gradients, in the order of their keys."""
+        """Return the given norms of these parameters' gradients as GradientNorms, sorted by key."""
         keys = order.keys(parameters)
         places = sorted(range(len(keys)), key=keys.__getitem__)
         return cls(_BETWEEN.join(keys[place] for place in places), norms[places], nonfinite)

@@ -72,7 +72,7 @@ class GradientRules:
         return norms if norms.norms is None else norms.on(norms.norms.device)  # a loss may lie on another device
 
     def unscale(self, parameters: Sequence[nn.Parameter]) -> Tensor | None:
-        """Unscale gradients if the loss was scaled. Returns whether one was infinite or NaN; None if not checked."""
+        """Unscale gradients if the loss was scaled. Returns whether any was infinite or NaN; None if not checked."""
         if self.scale is None:
             return None
         grads = [parameter.grad for parameter in parameters if parameter.grad is not None]

@@ -13,9 +13,9 @@ __all__ = ["Shards"]
 class Shards:
     """The rows of each parameter that each replica updates.
 
-    A parameter is cut along its first dimension. One with few rows is updated whole by one replica. So is every
-    parameter if ``cuts`` is False, and a parameter that is not contiguous. Whole parameters, the largest first, go to
-    the replica with the fewest numbers.
+    A parameter is cut along its first dimension. Parameters that have few rows or are not contiguous stay whole, and
+    so do all parameters if ``cuts`` is False. One replica updates a whole parameter: in descending order of size, each
+    is assigned to the replica that has the fewest elements so far.
 
     Args:
         parameters: the parameters of one stage.
@@ -30,7 +30,7 @@ class Shards:
         self._replica = replica
         self._rows: dict[nn.Parameter, list[tuple[int, int]]] = {}
         self._shapes: dict[nn.Parameter, torch.Size] = {}
-        self._held = [0] * num_replicas  # the numbers that each replica updates
+        self._held = [0] * num_replicas  # the number of elements that each replica updates
         self.add(parameters, cuts=cuts)
 
     def add(self, parameters: Sequence[nn.Parameter], *, cuts: bool) -> None:
@@ -59,12 +59,12 @@ class Shards:
         return self._shapes[parameter]
 
     def numbers(self, parameter: nn.Parameter) -> list[int]:
-        """Return how many numbers of a parameter each replica has."""
+        """Return the number of elements of a parameter that each replica has."""
         row = self._shapes[parameter][1:].numel()
         return [(end - start) * row for start, end in self._rows[parameter]]
 
     def own_rows(self, parameter: nn.Parameter) -> tuple[int, int] | None:
-        """Return the first row of this process's replica and the row after its last; None if the parameter is not cut.
+        """Return this replica's rows as (first, last + 1); None if the parameter is not cut.
 
         The first replica has rows of every parameter that is cut.
         """
@@ -73,13 +73,13 @@ class Shards:
         return rows[self._replica] if is_cut else None
 
     def parts(self, parameter: nn.Parameter, tensor: Tensor) -> list[Tensor | None]:
-        """Return the rows of each replica in ``tensor``: the parameter, or a tensor of its shape. None: no rows."""
+        """Return each replica's rows of ``tensor`` (the parameter, or a tensor of its shape); None for no rows."""
         return [_part(tensor, *rows) for rows in self._rows[parameter]]
 
     def own(self, parameter: nn.Parameter, tensor: Tensor) -> Tensor | None:
-        """Return the rows of this process's replica in ``tensor``, as ``parts`` does.
+        """Return this replica's rows of ``tensor``; None for no rows.
 
-        A tensor of another shape than the parameter's contains only these rows, and is returned if there are any.
+        A tensor whose shape differs from the parameter's must hold only these rows, and is returned unchanged.
         """
         if tensor.shape != self._shapes[parameter]:
             start, end = self._rows[parameter][self._replica]

@@ -17,7 +17,7 @@ _LOOK_S = 0.05  # a waiting rank checks this often whether another rank has fail
 
 
 class Ticket:
-    """A job of the lane, to wait for."""
+    """A job of the lane. Callers can wait until it has run."""
 
     def __init__(self, job: Callable[[], None], device: torch.device) -> None:
         self._job = job
@@ -55,7 +55,7 @@ class CollectiveLane:
     """Runs jobs in the order in which they are started, in a thread that ends with the lane.
 
     Args:
-        device: the rank's device. On a GPU the jobs run on a stream of their own.
+        device: the rank's device. On a GPU the jobs run on a separate stream.
         now: the clock of the rank's executor.
 
     """
@@ -85,7 +85,7 @@ def _run(queue: "SimpleQueue[Ticket | None]", stream: Any, now: Callable[[], Any
 
 
 def _event(device: torch.device) -> Any:
-    """Record the work that the current stream has so far; None on a CPU."""
+    """Return an event that marks the end of the current stream's work so far; None on a CPU."""
     return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
 
 

@@ -47,7 +47,7 @@ class ReplicaGroup:
         self._replica = list(ranks).index(distributed.get_rank())
 
     def length(self, numbers: int) -> int:
-        """Return the length of a buffer for this many numbers: the next multiple of the number of replicas."""
+        """Return the length of a buffer for this many elements: the next multiple of the number of replicas."""
         return padded(numbers, self.size)
 
     @torch.no_grad()
@@ -59,7 +59,7 @@ class ReplicaGroup:
 
     @torch.no_grad()
     def scatter(self, buffer: Tensor) -> Tensor:
-        """Return the sum of this replica's row of all replicas' buffers, added in replica order. Blocks the thread.
+        """Add the replicas' buffers in replica order, and return this replica's row of the sum. Blocks the thread.
 
         ``buffer`` has a row for each replica. Its memory is freed.
         """
@@ -142,9 +142,9 @@ class ReplicaSums:
         self._lane = lane
 
     def is_sharded(self, name: str, parameter: Tensor) -> bool:
-        """Return whether replicas divide a parameter among them, as the mesh dimension "shard" says.
+        """Return whether replicas divide a parameter among them over the mesh dimension "shard".
 
-        Raises ModelTypeError if other replicas divide it.
+        Raises ModelTypeError if they divide it over another dimension.
         """
         mesh = getattr(parameter, "device_mesh", None)
         own = distributed.get_rank()
@@ -164,7 +164,7 @@ class ReplicaSums:
         return True
 
     def start(self, buffers: Sequence[Tensor], *, of_shards: bool = False) -> Ticket:
-        """Replace buffers by their sums over replicas. Returns a ticket to wait for.
+        """Start to replace buffers by their sums over replicas. Returns a ticket to wait for.
 
         With ``of_shards``, only the replicas with the same shards add their buffers.
         """
@@ -172,7 +172,7 @@ class ReplicaSums:
         return self._lane.start(partial(_each, group.add, buffers))
 
     def scatter(self, buffers: list[Tensor]) -> Ticket:
-        """Replace each buffer, which has a row for each replica, by the sum of this replica's row."""
+        """Start to replace each buffer (one row per replica) by the sum of this replica's row."""
         scatter = self._group.scatter
 
         def run() -> None:
@@ -189,7 +189,7 @@ class ReplicaSums:
         return buffer[0] > 0
 
     def copy_from_first(self, tensors: Sequence[Tensor], shards: Sequence[Tensor]) -> None:
-        """Replace tensors, and shards of tensors, with those of the first replica that has them. Waits for all."""
+        """Replace tensors, and shards of tensors, with those of the first replica that has them. Waits for the end."""
         copy = self._group.copy_from_first
         copy_shard = self._shards.copy_from_first
 
@@ -200,7 +200,7 @@ class ReplicaSums:
         self._lane.start(run).wait(self.check)
 
     def spread(self, parts: Sequence[Sequence[Sequence[Tensor]]]) -> Ticket:
-        """Copy tensors from each replica to all others: for each entry, list i is sent by replica i."""
+        """Start to copy tensors from each replica to all others. Replica i sends list i of each entry of ``parts``."""
         return self._lane.start(partial(_each, self._group.spread, parts))
 
     def gathered(self, tensor: Tensor) -> list[Tensor]:

@@ -123,8 +123,8 @@ class Norms:
     def commit(self, replicas: Sequence[Sequence[_Seen]]) -> None:
         """Update the running statistics as a single forward over all micro-batches would update them.
 
-        ``replicas`` holds the statistics of each replica, as each of its stages collected them; all these stages use
-        the same weights.
+        ``replicas`` holds, for each replica, the statistics that its stages collected. All these stages use the same
+        weights.
         """
         every = [(replica, one) for replica, seen in enumerate(replicas) for one in seen]
         for index, number in sorted({key for _, one in every for key in one}):

@@ -38,7 +38,7 @@ def buffers_of(modules: Mapping[str, nn.Module]) -> dict[str, Buffers]:
 
 
 def _cloned(buffers: Mapping[str, Iterable[tuple[str, Tensor]]]) -> dict[str, Buffers]:
-    """Clone buffers. A buffer that several modules hold has one clone: all of them see what one of them writes."""
+    """Clone buffers. A buffer that several modules share is cloned once, so that all see a write by one of them."""
     clones: dict[Tensor, Tensor] = {}
     return {
         name: {key: clones[one] if one in clones else clones.setdefault(one, one.clone()) for key, one in own}

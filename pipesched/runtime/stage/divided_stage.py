@@ -15,7 +15,7 @@ from pipesched.runtime.stage.stage import Stage
 
 __all__ = ["divided_update", "divided_weights", "shards_for"]
 
-#: The optimizers known to update each number of a parameter independently of the others.
+#: The optimizers known to update each element of a parameter independently of the others.
 _ELEMENTWISE = (
     torch.optim.ASGD,
     torch.optim.Adadelta,
@@ -32,10 +32,10 @@ _ELEMENTWISE = (
 
 
 def divided_update(stage: Stage, spread: Spread, replica: int, num_replicas: int) -> ShardedUpdate:
-    """Let a stage's optimizer update this replica's part of the parameters.
+    """Let a stage's optimizer update only this replica's part of the parameters.
 
     For optimizers of torch that are known to be elementwise, parameters are cut by rows. Any other optimizer, such as
-    Muon, Adafactor or a subclass, may combine the numbers of a parameter, so it gets whole parameters.
+    Muon, Adafactor or a subclass, may combine the elements of a parameter, so it gets whole parameters.
 
     Args:
         stage: a stage with an optimizer and several replicas.
@@ -63,10 +63,10 @@ def divided_update(stage: Stage, spread: Spread, replica: int, num_replicas: int
 
 
 def divided_weights(stage: Stage, spread: Spread, replica: int, num_replicas: int) -> DividedWeights:
-    """Let this replica hold only its rows of a stage's weights between runs, except those of tied weights.
+    """Let this replica hold only its rows of a stage's weights between runs. Tied weights stay whole.
 
     A replica holds the rows that it updates. Weights that no optimizer updates are cut by rows. If the stage has an
-    optimizer, ``divided_update`` comes first.
+    optimizer, call ``divided_update`` first.
 
     Args:
         stage: a stage with several replicas.
@@ -84,7 +84,7 @@ def divided_weights(stage: Stage, spread: Spread, replica: int, num_replicas: in
     shards = Shards([], replica, num_replicas, cuts=True) if update is None else update.shards
     units: list[list[nn.Parameter]] = []
     seen: set[nn.Parameter] = set()
-    for bucket in reversed(stage.gradients.buckets):  # the first layer's comes first
+    for bucket in reversed(stage.gradients.buckets):  # the first layer's bucket comes first
         units.append([parameter for parameter in dict.fromkeys(bucket) if parameter not in seen])
         seen.update(bucket)
     shards.add([parameter for parameter in chain(*units) if parameter not in shards], cuts=True)
@@ -104,6 +104,6 @@ def _check_plain(stage: Stage) -> None:
 
 
 def shards_for(optimizer: Optimizer, parameters: Sequence[nn.Parameter], replica: int, num_replicas: int) -> Shards:
-    """Return the part of each replica in the parameters of one stage. ``optimizer`` decides whether they are cut."""
+    """Return the shards of one stage's parameters. The type of ``optimizer`` decides whether they may be cut."""
     cuts = type(optimizer) in _ELEMENTWISE  # a subclass may do anything
     return Shards(parameters, replica, num_replicas, cuts=cuts)

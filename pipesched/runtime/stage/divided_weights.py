@@ -133,7 +133,7 @@ class DividedWeights:
 
     @torch.no_grad()
     def release(self, *, failed: bool = False) -> None:
-        """End the use of the whole weights in a run: free them, and keep this replica's rows.
+        """Free the whole weights after their last use in a run, and keep this replica's rows.
 
         Does nothing if this has been done. ``failed`` states whether the run has failed.
         """

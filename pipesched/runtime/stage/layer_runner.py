@@ -56,7 +56,8 @@ class LayerRunner:
         ties: tensors that replace tied weights, keyed by layer call.
         norms: collects BatchNorm statistics per micro-batch; None if each micro-batch updates the running statistics.
         compiled: calls layers through ``torch.compile``; None to call them eagerly.
-        checkpoint_of_call: the option of each (layer, call number) whose activations are recomputed or offloaded.
+        checkpoint_of_call: the checkpoint option of each (layer, call number) whose activations are recomputed or
+            offloaded.
         written: names of the model's buffers that forwards write to.
 
     """
@@ -173,7 +174,7 @@ class LayerRunner:
     def _may_split(self) -> bool:
         """Return whether weight gradients can be deferred to W.
 
-        This requires every parameter to be exactly an nn.Parameter, not an object of a subclass. Those of sharded
+        This requires the type of every parameter to be exactly nn.Parameter, not a subclass. The parameters of sharded
         modules must stay gathered.
         """
         if self._splits is None:

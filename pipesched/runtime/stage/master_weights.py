@@ -1,4 +1,4 @@
-"""Master weights: float32 copies of bfloat16 or float16 parameters, which an optimizer updates instead of them."""
+"""Master weights: lets an optimizer update float32 copies of bfloat16 or float16 parameters."""
 
 from collections.abc import Iterator
 from types import MethodType
@@ -59,9 +59,9 @@ def with_master_weights(optimizer: _Made) -> _Made:
 
 
 def _narrowing(optimizer: Optimizer, masters: "_MasterWeights") -> MethodType:
-    """Return the optimizer's ``step``, which also narrows if it fails: torch then calls no hook after it.
+    """Return a ``step`` for the optimizer that also calls ``narrow`` if the step fails: torch then skips post-hooks.
 
-    The result is a method, because learning rate schedulers wrap its function. It does not keep the optimizer alive.
+    The result is a method, because learning rate schedulers use its ``__func__``. It does not keep the optimizer alive.
     """
     own = ref(optimizer)
     inner = type(optimizer).step
@@ -79,7 +79,7 @@ def _narrowing(optimizer: Optimizer, masters: "_MasterWeights") -> MethodType:
 
 
 class _Widened(NamedTuple):
-    """A parameter that is float32 during a step, with its own tensor and gradient, which are put back afterwards."""
+    """A parameter that is float32 during a step, with its original tensor and gradient, which are restored after it."""
 
     parameter: Tensor
     values: Tensor
@@ -95,7 +95,7 @@ class _MasterWeights:
 
     @torch.no_grad()
     def widen(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Before a step: give each parameter the values of its copy, and its gradient in float32."""
+        """Before a step: replace each parameter's values by its float32 copy, and convert its gradient to float32."""
         for parameter in _parameters(optimizer):
             grad = parameter.grad
             if grad is None or parameter.dtype not in _HALVES:
@@ -108,7 +108,7 @@ class _MasterWeights:
                 )
             values = parameter.data
             wide = values.float()
-            master = optimizer.state[parameter].pop(_MASTER, wide)  # optimizers initialise a state that is empty
+            master = optimizer.state[parameter].pop(_MASTER, wide)  # optimizers initialise only an empty state
             self._widened.append(_Widened(parameter, values, grad))
             parameter.grad = None
             parameter.data = torch.where(master.to(values.dtype) == values, master, wide)
@@ -126,7 +126,7 @@ class _MasterWeights:
         self._widened = []
 
     def narrow_after_failure(self, optimizer: Optimizer) -> None:
-        """After a step that failed: the same. A state that the optimizer has not initialised stays empty."""
+        """After a failed step: do the same. A state that the optimizer has not initialised stays empty."""
         parameters = [parameter for parameter, _, _ in self._widened]
         self.narrow(optimizer, (), {})
         for parameter in parameters:

@@ -68,7 +68,7 @@ class Inheritance:
                 continue
             group_of = {p: group for group, p in (_members(made) if made else ())}
             group_of |= {p: held[p][1] for p in parameters if p in held}
-            states = {p: made.state for p in own if made is not None and p in made.state}  # some begin with states
+            states = {p: made.state for p in own if made is not None and p in made.state}  # states from the constructor
             states |= {p: held[p][0].state for p in parameters if p in held and p in held[p][0].state}
             placed: dict[Tensor, Any] = {p: near(state[p], p, group_of[p]) for p, state in states.items()}
             self._heirs[index] = _Heir(optimizer, _regrouped(optimizer, parameters, group_of), placed)
@@ -180,7 +180,7 @@ def optimizers_for(
         home: maps a parameter to the stage that owns it.
         before: the optimizers of the old stages, keyed by stage.
         rules: how gradients are treated before an update. If there are tied parameters, all updates then wait for the
-            gradients of the tied parameters. Default: updates use gradients as they are.
+            gradients of the tied parameters. Default: gradients are not changed before updates.
 
     Raises:
         ModelTypeError: if ``optimizer`` does not return a torch.optim.Optimizer of its params.

@@ -17,16 +17,16 @@ Metrics = Callable[[Any, Any], Mapping[str, Any]]
 
 
 def measured(metrics: Metrics, output: Any, target: Any) -> dict[str, Tensor]:
-    """Call the user's function without gradients; return its scalars as float64, keyed by name, on their own devices.
+    """Call the user's function without gradients; return its scalars as float64, keyed by name, each on its device.
 
-    Raises InputError if the function does not return a dict of scalars by name.
+    Raises InputError if the function does not return a dict that maps names to scalars.
     """
     with torch.no_grad():
         found = metrics(Payload.of(output).value, target)
         if not isinstance(found, Mapping) or not all(isinstance(name, str) for name in found):
             raise InputError(
-                f"metrics(outputs, target) must return a dict of scalars by name; got {shown(found)}; return for "
-                f"example {{'accuracy': (outputs.argmax(-1) == target).float().mean()}}"
+                f"metrics(outputs, target) must return a dict that maps names to scalars; got {shown(found)}; return "
+                f"for example {{'accuracy': (outputs.argmax(-1) == target).float().mean()}}"
             )
         return {name: _scalar(name, value) for name, value in found.items()}
 

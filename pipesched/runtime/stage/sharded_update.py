@@ -73,7 +73,7 @@ class ShardedUpdate:
             rows = shards.own(parameter, parameter.detach())
             if rows is not None:
                 local = self.local[parameter] = nn.Parameter(rows, requires_grad=parameter.requires_grad)
-                vars(local).update(vars(parameter))  # such as marks that an optimizer reads
+                vars(local).update(vars(parameter))  # such as attributes that an optimizer reads
         self._localize()
 
     def _localize(self) -> None:
@@ -113,7 +113,7 @@ class ShardedUpdate:
         return [local for parameter, local in self.local.items() if parameter in self._taken]
 
     def own_rows(self, parameter: nn.Parameter) -> tuple[int, int] | None:
-        """Return the first of this replica's rows and the row after the last; None if the parameter is not cut."""
+        """Return this replica's rows as (first, last + 1); None if the parameter is not cut."""
         return self.shards.own_rows(parameter)
 
     def parts(self, parameter: nn.Parameter, tensor: Tensor) -> list[Tensor | None]:
@@ -125,7 +125,7 @@ class ShardedUpdate:
         return self.shards.own(parameter, tensor)
 
     def take(self, parameter: nn.Parameter, grad: Tensor | None) -> None:
-        """Take this replica's rows of the parameter's summed gradient; None if it has no rows."""
+        """Receive this replica's rows of the parameter's summed gradient; None if it has no rows."""
         self._taken.add(parameter)
         if grad is not None:
             self.local[parameter].grad = grad
@@ -142,7 +142,7 @@ class ShardedUpdate:
         self._send()
 
     def follow(self) -> None:
-        """Let the local parameters use the present memory of the parameters."""
+        """Make the local parameters views of the parameters' current memory."""
         for parameter, local in self.local.items():
             values = self.shards.own(parameter, parameter.detach())
             assert values is not None

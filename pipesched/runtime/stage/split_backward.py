@@ -127,7 +127,7 @@ class Deferral:
         return len(self._products)
 
     def finish(self, outputs: Sequence[GradientEdge]) -> list[Product]:
-        """End a forward and return its recorded operations. A forward that finds the weights to defer has none."""
+        """End a forward and return its recorded operations; none if deferrable weights were learned from it."""
         if self._weight_uses is not None:
             self._deferrable = self._learned[self._kind] = self._weight_uses.deferrable(outputs)
             self._weight_uses = None

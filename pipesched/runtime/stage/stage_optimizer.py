@@ -28,7 +28,7 @@ class StageOptimizer:
         self.elsewhere: Collection[nn.Parameter] = ()
         #: Whether updates wait for the gradients of tied parameters, which are summed after the run.
         self.late = False
-        #: How gradients are treated before an update; None: an update uses them as they are.
+        #: How gradients are treated before an update; None: they are not changed.
         self.rules: GradientRules | None = None
         #: The decision of the last update; None without rules, and before the first update.
         self.verdict: Verdict | None = None

@@ -49,7 +49,7 @@ class StepData:
     metrics: dict[int, Metrics | None] = field(default_factory=dict)
     #: The metrics, keyed by micro-batch.
     measured: dict[int, dict[str, Tensor]] = field(default_factory=dict)
-    #: Whether the loss is computed outside the pipeline, which cannot include the losses that layers add.
+    #: Whether the loss is computed outside the pipeline. Such a loss cannot include the losses that layers add.
     outside_loss: bool = False
     #: The random key of a micro-batch, if it does not follow from the micro-batch's number: in a stream, whose numbers
     #: continue across steps, and in replicas other than the first.

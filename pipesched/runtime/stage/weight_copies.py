@@ -178,7 +178,7 @@ def _deliver(targets: Sequence[Tensor], grads: _Tensors) -> None:
 
 
 def _kept(home: nn.Module) -> dict[int, Any]:
-    """Return a deepcopy memo with which a copy shares hooks, and the objects whose methods are hooks."""
+    """Return a deepcopy memo that makes a copy share hooks, and the objects whose methods are hooks."""
     own = set(home.modules())
     hooks = [hook for module in own for hook in hooks_of(module)]
     owners = [getattr(hook, "__self__", hook) for hook in hooks]

@@ -1,4 +1,4 @@
-"""Weight stash: older versions of a stage's weights, for micro-batches in flight while the optimizer updates them.
+"""Weight stash: keeps older versions of a stage's weights for micro-batches that are in flight during an update.
 
 A version is a set of leaf tensors that share memory with the Parameters but have their own version counters;
 ``torch.func.functional_call`` runs the user's layers on them. Gradients of a version are passed on to the Parameters,

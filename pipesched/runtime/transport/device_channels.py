@@ -19,8 +19,8 @@ send, and a computation waits for the receives posted before it. A computation n
 its memory: memory is reused only if a query finds the send complete, otherwise new memory is allocated. A receive that
 a computation waits for has been posted, and so has its send. So devices wait only along the edges of the program, which
 have no cycle. The first use of a communicator blocks the hosts until both ranks use it. Therefore, before a program
-first runs, all ranks create its communicators and use each of them once, all in the same order, in which both ranks of
-the next communicator can always proceed.
+first runs, all ranks create its communicators and use each of them once, in one global order. In this order, both ranks
+of the next communicator can always proceed.
 
 Memory. A message is copied into a buffer of the channel on the compute stream, so that the layers may change their
 tensors afterwards. The copy takes about a thousandth of the time of the stage that computed the message. Memory for
@@ -244,7 +244,7 @@ class Links:
 
 
 def _turn(channel: Channel) -> tuple[bool, int, int, int]:
-    """Sort key of a channel: all ranks create their links in this order.
+    """Return the sort key of a channel. All ranks create their links in this order.
 
     Forward channels come before backward channels. In each direction, even sending ranks come before odd ones, so that
     pairs of ranks connect in parallel.

@@ -1,6 +1,6 @@
 """Encoding: converts plain values to bytes and back. Only known types are decoded, so received bytes cannot run code.
 
-Supported are None, numbers, text, bytes, tuples, lists, dicts, sets, slices, ranges, numpy arrays of numbers, and
+Supported types are None, numbers, text, bytes, tuples, lists, dicts, sets, slices, ranges, numpy arrays of numbers, and
 torch's dtypes, devices and shapes. Enums and pytree nodes are written with the names of their types. The reader looks
 up each name among the types that were registered with it or that occurred in its own capture of the model. The reader
 never imports a module.

@@ -30,8 +30,8 @@ class _Parcel(NamedTuple):
 class Courier:
     """Sends values of a CUDA device from a separate thread, so that the rank's thread does not wait for the device.
 
-    Values are sent in the order of the calls of ``give``. For a CPU there is no thread: ``give`` sends the value
-    itself. The thread ends when the courier is dropped, or when ``end`` is called.
+    Values are sent in the order of the calls of ``give``. On a CPU there is no thread: ``give`` sends the value
+    directly. The thread ends when the courier is dropped, or when ``end`` is called.
     """
 
     def __init__(self, device: torch.device) -> None:

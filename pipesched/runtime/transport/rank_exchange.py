@@ -32,7 +32,7 @@ class Exchange:
     Args:
         wire: the channels to all ranks.
         rank: this rank.
-        members: the ranks that take part. Methods number them by their places in this sequence.
+        members: the ranks that take part. Methods refer to a member by its position in this sequence.
         device: the device of received tensors.
 
     """
