@@ -114,7 +114,7 @@ def _nodes(model: nn.Module, names: Sequence[str], uses: Mapping[str, Iterable[s
 
 
 def _uses(model: nn.Module, capture: Capture, names: Sequence[str], layer_of: Sequence[str]) -> dict[str, list[str]]:
-    """Return the names of parameters and buffers, keyed by layer. An unused tensor gets the layer of the one before."""
+    """Return the names of parameters and buffers, keyed by layer. Unused tensors get the layer of the tensor before."""
     uses: dict[str, dict[str, None]] = {name: {} for name in names}
     for call in capture.calls:
         uses[layer_of[call.index]].update(dict.fromkeys(call.uses))

@@ -71,7 +71,7 @@ class Chain:
         self.sharded: ShardedModules | None = None
 
     def begin(self) -> None:
-        """Do nothing, because the layers run in their own modes."""
+        """Do nothing, because each layer runs in its own mode."""
 
     def over(self, layers: Mapping[str, nn.Module], device: torch.device) -> "Chain":
         return Chain(layers)
@@ -100,7 +100,7 @@ def _watching(call: CallLayer) -> CallLayer:
             warn(
                 f"layers of an nn.Sequential must draw their random numbers from torch; layer {name!r} draws from "
                 f"Python's or numpy's global generator, so the layer's results depend on the schedule; draw from "
-                f"torch, or call the layers from the forward of a module of your own, where pipesched captures these "
+                f"torch, or call the layers from the forward of your own module, where pipesched captures these "
                 f"random numbers"
             )
         return result

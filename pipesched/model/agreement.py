@@ -54,7 +54,7 @@ def form_of_sample(sample: Any) -> str:
 
 
 def differences(facts: Sequence[Facts]) -> str:
-    """Return text with each rank whose facts differ from those of rank 0, and the first difference of that rank."""
+    """Describe, for each rank whose facts differ from those of rank 0, the first differences."""
     return "; ".join(_of_rank(rank, own, facts[0]) for rank, own in enumerate(facts) if own != facts[0])
 
 

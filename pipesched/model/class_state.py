@@ -56,7 +56,7 @@ class _Contents:
 
 
 def class_state(model: nn.Module) -> ClassState:
-    """Return the attributes of the classes of a model's modules, without torch's own classes."""
+    """Return the attributes of the classes of a model's modules, except torch's own classes."""
     owners = {base for kind in {type(module) for module in model.modules()} for base in kind.__mro__}
     return {
         ClassAttribute(owner, name): _held(value)

@@ -116,7 +116,7 @@ class Initial:
         loss_fn: the loss, which must not be on the meta device.
 
     Raises:
-        InputError: there is nothing to fill, or names or shapes do not fit the model.
+        InputError: ``init`` is given for a model without meta tensors, or names or shapes do not fit the model.
         GraphError: parameters on the meta device have hooks, or the loss module is on the meta device.
 
     """
@@ -127,7 +127,7 @@ class Initial:
         self._empty = lacks_contents(model)
         if init is not None and not self._empty:
             raise InputError(
-                f"init= requires a model on the meta device; no weight of this {type(model).__name__} is on it; "
+                f"init= requires a model on the meta device; this {type(model).__name__} has no meta weights; "
                 f"build the model under torch.device('meta'), pass a function that builds it, or use load_state_dict"
             )
         if isinstance(loss_fn, nn.Module) and lacks_contents(loss_fn):
@@ -369,7 +369,7 @@ def _units(model: nn.Module) -> list[_Unit]:
 def _unwritten(tensor: Tensor) -> Tensor:
     """Return a CPU tensor of the same shape and dtype, filled with NaN or the largest integer.
 
-    This filling shows later whether code has written to the tensor; see `_is_unwritten`.
+    These values show later whether code has written to the tensor; see `_is_unwritten`.
     """
     full = torch.empty_like(tensor, device="cpu", requires_grad=False)
     if full.is_floating_point() or full.is_complex():

@@ -132,8 +132,8 @@ def _flatten(module: nn.Module, prefix: str, whole: Collection[str]) -> Iterator
 class Members:
     """Detects replaced modules: stores the modules that the containers around a model's layers hold.
 
-    A pipeline runs the layers that the model had when the pipeline was built. A module that replaces a layer later
-    would silently not be trained.
+    A pipeline runs the layers that the model had when the pipeline was built. Without this check, a module that
+    replaces a layer later would not be trained.
     """
 
     def __init__(self, model: nn.Module, layers: Iterable[str]) -> None:

@@ -50,7 +50,7 @@ class WeightFiles(Mapping[str, Tensor]):
                 if name in self._entries:
                     raise InputError(
                         f"a weight must be in one file only; {name!r} is in {self._entries[name].path} and in {path}; "
-                        f"pass only the files that belong together"
+                        f"pass only the files of one model"
                     )
                 self._entries[name] = entry
 

@@ -32,7 +32,7 @@ class Runs(Protocol):
 
     @property
     def busy(self) -> bool:
-        """Whether a run is under way."""
+        """Whether a run is in progress."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class StaleHook:
         return bool(self._removals)
 
     def allow(self, runs: Runs) -> None:
-        """Allow calls of the model while ``runs`` has a run under way."""
+        """Allow calls of the model while ``runs`` is busy."""
         self._runs = [known for known in self._runs if known() not in (None, runs)]
         self._runs.append(ref(runs))
 

@@ -1,1 +1,1 @@
-"""Runtime: runs programs, with stages, executors, transport and coordination of ranks."""
+"""Runtime: the stages, executors, transport and coordination that run a program."""

@@ -135,8 +135,7 @@ class RankHost(Protocol):
     def use(self, num_ranks: int, *, all_ranks: bool = False) -> "RankHost":
         """Return a host for the same ranks, of which the first ``num_ranks`` hold stages.
 
-        ``all_ranks`` states whether every rank of a mesh must hold stages. If a rank then holds none, DeviceCountError
-        is raised.
+        With ``all_ranks``, every rank of a mesh must hold stages; DeviceCountError is raised if a rank would hold none.
         """
 
     def holds(self, rank: int) -> bool:
@@ -512,7 +511,7 @@ class MeshRanks:
             if failure:
                 raise ExecutionError(
                     f"all replicas must pass a valid batch; replica {replica} of {len(self.grid.rows)} failed before "
-                    f"the first action, with {failure}; fix the error there; the pipeline remains usable"
+                    f"the first action, with {failure}; fix the error in that replica; the pipeline remains usable"
                 )
         return [given for given, _ in replies]
 
@@ -534,7 +533,7 @@ class MeshRanks:
     def shared(self, value: T) -> Callable[[], list[list[T]]]:
         """Send this rank's value to all others; return a function that waits for the values of all ranks.
 
-        The function returns a list by replica; each entry is a list by rank.
+        The function returns one list per replica, with one value per rank.
         """
         rows = self.grid.rows
         take = self.executor.share_in_all([rank for row in rows for rank in row], Payload.of(value))

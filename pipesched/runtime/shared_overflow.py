@@ -1,4 +1,4 @@
-"""Shared overflow: makes the gradient scalers of all processes see an overflow in one of them."""
+"""Shared overflow: makes the gradient scalers of all processes react to an overflow in any process."""
 
 import math
 from collections.abc import Sequence
@@ -18,8 +18,8 @@ __all__ = ["share_overflow"]
 def share_overflow(parameters: Sequence[nn.Parameter], host: RankHost, intra_op_threads: int) -> None:
     """Make all gradients infinite or NaN if any gradient of any process is. Collective.
 
-    Each GradScaler checks only the gradients of one optimizer in its own process. Infinite or NaN gradients everywhere
-    make all scalers skip the update.
+    Each GradScaler checks only the gradients of one optimizer in its own process. If all gradients are infinite or NaN,
+    all scalers skip the update.
 
     Args:
         parameters: the parameters of this process's stages.

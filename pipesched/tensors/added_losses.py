@@ -116,8 +116,8 @@ def collect_losses() -> Iterator[dict[str, Tensor]]:
         loss.backward()
 
     Returns:
-        A dict from each name to the sum of the losses with this name, with autograd graphs. The dict is filled while
-        the model runs.
+        A dict that maps each name to the sum of the losses with this name. The sums can be differentiated. The dict is
+        filled while the model runs.
 
     """
     losses: dict[str, Tensor] = {}

@@ -73,7 +73,7 @@ def clip_to_norm_(parameters: Iterable[nn.Parameter], max_norm: float, norm: Ten
 
 
 def as_max_norm(value: _Number, name: str) -> _Number:
-    """Return the largest norm allowed. Raises InputError if ``value`` is not a number above 0."""
+    """Return ``value``, the largest norm allowed, unchanged. Raises InputError if it is not a number above 0."""
     if isinstance(value, bool) or not isinstance(value, Real) or not float(value) > 0:
         raise InputError(
             f"{name} must be the largest norm allowed for the gradients, a number above 0; got {shown(value)}; pass "

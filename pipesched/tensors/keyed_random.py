@@ -3,8 +3,8 @@
 The seed of each draw is computed from (seed, step, micro-batch, layer, call, op). The draw therefore gives the same
 bits in every stage, thread and order, and when the layer is recomputed. Dropout uses a generator of its own. For other
 random functions the default generator is seeded for each call, under a lock, because all threads share that generator.
-The global generators of Python and numpy are seeded in the same way for the layers, and the code between layers, that
-use them.
+If a layer, or the code between layers, uses the global generator of Python or numpy, that generator is seeded in the
+same way.
 """
 
 import functools
@@ -119,7 +119,7 @@ class KeyedRandom:
         self.again = False  # True while a layer is recomputed in a backward pass
 
     def enter(self, key: Key, layer: str, call: int = 0, op: int = 0) -> None:
-        """Set the place of the next random call; ``op`` is the number of earlier ones in this call of the layer."""
+        """Set the place of the next random call. ``op`` is the number of earlier random calls in this layer call."""
         self.key = key
         self._layer = layer
         self._call = call

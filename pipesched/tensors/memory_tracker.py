@@ -120,7 +120,10 @@ class Ledger:
 
 
 class _Writes:
-    """Holds the dispatch method: torch would wrap a method of the mode itself with torch.compile, a slow import."""
+    """Defines the dispatch method outside the mode class.
+
+    Torch wraps a dispatch method that a mode class defines with torch.compile, whose import is slow.
+    """
 
     _ledger: Ledger
 

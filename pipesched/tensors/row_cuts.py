@@ -1,4 +1,4 @@
-"""Row cuts: divides a tensor along its first dimension, so that an elementwise update of the pieces has the same bits.
+"""Row cuts: divides a tensor along its first dimension, so that elementwise updates stay bit-identical.
 
 A CPU kernel processes most elements in groups with vector instructions, and the last elements one by one, which can
 round differently. So every piece starts at a multiple of 64 elements, which is a multiple of every group size.

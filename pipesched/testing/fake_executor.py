@@ -163,7 +163,7 @@ class FakeStage:
         """Run REDUCE (start a sum over replicas). The sum ends immediately."""
         action = Action(self.index, Kind.REDUCE, bucket)
         if not self._gradients or bucket in self._reduced:
-            raise ExecutionError(f"{action} must run once for each update, after a backward")
+            raise ExecutionError(f"{action} must run once for each update, after a backward; correct the order")
         self._reduced[bucket] = self._clock.now(), self._clock.now()
 
     def last_backward(self, microbatch: int, *grads: Any) -> PerConsumer:
@@ -179,7 +179,7 @@ class FakeStage:
         action = Action(self.index, Kind.NORM, number)
         if number != len(self.updates) or not self._gradients:
             raise ExecutionError(
-                f"norms must be measured in order, and only of gradients that have not been applied yet; {action} was "
+                f"each NORM must measure the gradients that the next update applies; {action} was "
                 f"called, but update {len(self.updates)} is next, and it applies the gradients of "
                 f"{counted(len(self._gradients), 'micro-batch')}; correct the order"
             )
@@ -196,7 +196,8 @@ class FakeStage:
             )
         if not self._gradients:
             raise ExecutionError(
-                f"an update must have gradients to apply; {action} has none; move it after a backward of its stage"
+                f"an update must have gradients to apply; {action} has none; move the update after a backward of its "
+                f"stage"
             )
         self.updates.append(sorted(self._gradients))
         self._gradients.clear()
@@ -212,7 +213,7 @@ class FakeStage:
         if kind in done or (kind in (Kind.B, Kind.I) and (Kind.B in done or Kind.I in done)):
             raise ExecutionError(
                 f"the work of a micro-batch must be done once; {action} would be done twice; done so far: "
-                f"{_names(done)}; remove one of the two"
+                f"{_names(done)}; remove the duplicate"
             )
         if not all(need in done for need in after):
             raise ExecutionError(
@@ -355,7 +356,7 @@ def run_virtual(program: Program, costs: Costs | None = None) -> Trace:
     for index, stage in stages.items():
         if not program.routes and stage.updates != stages[0].updates:
             raise ExecutionError(
-                f"the updates of all stages must have the gradients of the same micro-batches; stages 0 and {index} "
+                f"the updates of all stages must apply the gradients of the same micro-batches; stages 0 and {index} "
                 f"differ; move the updates"
             )
     spans = tuple(
@@ -378,6 +379,6 @@ def _drive(ranks: list[Iterator[Action]], mail: _Mail) -> None:
         if not moved:
             waits = ", ".join(f"rank {index} at {action}" for index, action in enumerate(at) if action is not None)
             raise DeadlockError(
-                f"some rank must always be able to continue, but every unfinished rank waits (deadlock): {waits}; "
+                f"at least one rank must be able to continue; every unfinished rank waits (deadlock): {waits}; "
                 f"validate the program to see the cycle"
             )

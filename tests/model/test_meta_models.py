@@ -247,7 +247,7 @@ def empty_gpt() -> jobs.GPT:
 @pytest.mark.parametrize(
     ("model", "init", "kind", "text"),
     [
-        (jobs.row, "reset", InputError, "no weight of this Sequential is on it"),
+        (jobs.row, "reset", InputError, "this Sequential has no meta weights"),
         (
             jobs.empty_row,
             without("4.bias"),

@@ -28,7 +28,7 @@ from pipesched.runtime.coordination.stuck_collectives import Stuck
 
 __all__ = ["Alarm"]
 
-_PATIENCE_S = 2.0  # time to wait for replies, and for another rank's decision from its replies
+_PATIENCE_S = 2.0  # time to wait for replies, or for another rank to find the rank to blame
 _GRACE_S = 0.5  # time in which a message can still arrive after a rank has ended
 _LOOK_S = 0.2  # after a fault, the time between two checks for a stuck rank
 _WORD_BYTES = 32
@@ -38,8 +38,8 @@ _LEFT = b"left\n"  # the sender has closed its pipeline without a failure
 _LONGEST_TEXT = 8000  # characters; a message has at most LONGEST bytes
 _CALLERS = 256  # the largest number of open connections
 _MAKING = "the construction of a pipeline"  # the activity that other ranks see
-_PEOPLE = "pipesched/alarms"  # in the job's store: the number of addresses
-_SIGNED_OFF = "signed off"  # in the job's store, after the key of an address: its rank has closed the pipeline
+_PEOPLE = "pipesched/alarms"  # key in the job's store: the number of addresses
+_SIGNED_OFF = "signed off"  # suffix of an address's key in the job's store: the rank has closed its pipeline
 
 
 class Bell:
@@ -73,7 +73,7 @@ class _Listener:
         self._gone = ""  # the name of the watched rank if it has ended without a message
 
     def hear(self, fault: Fault, own: State | None = None) -> None:
-        """Record a fault. The first fault with a certain cause replaces any earlier guess, and is never replaced.
+        """Record a fault. The first fault whose cause is certain replaces any earlier guess, and is final.
 
         ``own`` is this rank's state if this rank reports the fault. Default: the current state.
         """
@@ -185,8 +185,8 @@ class _Listener:
 class Alarm:
     """One rank's failure alarm.
 
-    The ranks of other pipelines can reach the alarm once it exists; the ranks of its own pipeline can reach it after
-    ``meet``. The alarm's thread ends when ``end`` is called or the alarm is dropped.
+    Ranks of other pipelines can reach the alarm as soon as it is created, and ranks of this pipeline after ``meet``.
+    The alarm's thread ends when ``end`` is called or the alarm is dropped.
 
     Args:
         group: the process group of the pipeline's ranks.

@@ -34,12 +34,12 @@ def look(value: Any) -> Hashable:
 
 
 class OrderMessages:
-    """The messages that one rank's order sends and receives, grouped by channel; each group is in channel order.
+    """The messages that one rank's order sends and receives, grouped by channel. Each group is in channel order.
 
     Args:
         program: the lowered program.
         order: the rank's order.
-        ranks: the group ranks of the program's ranks.
+        ranks: the group rank of each rank of the program.
 
     """
 
@@ -106,7 +106,7 @@ class ChannelEnds:
     Args:
         program: the lowered program.
         wire: the channels to all ranks of the group.
-        ranks: the group ranks of the program's ranks.
+        ranks: the group rank of each rank of the program.
 
     """
 

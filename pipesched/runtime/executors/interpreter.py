@@ -265,7 +265,7 @@ class Rank:
         return _Step(action, partial(self.stages[action.stage].reduce, action.microbatch))
 
     def finish(self, stamps: Stamps) -> None:
-        """At the end of an order: wait for its reductions, and replace their stamps by those of the collectives."""
+        """At the end of an order: wait for its reductions, and set their stamps to the times of the collectives."""
         if not self._reduces:
             return
         spans = {stage: self.stages[stage].reduced() for stage in self._reduces}

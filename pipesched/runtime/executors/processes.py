@@ -338,9 +338,9 @@ class ProcessExecutor:
             self._compare(name, digest(own))
 
     def agree_on(self, facts: Facts, remedy: str) -> None:
-        """Raise ExecutionError in every rank unless the ranks' facts are equal; the error names those that differ.
+        """Raise ExecutionError in every rank unless all ranks have equal facts. The error names the differences.
 
-        Equal facts cost one small message.
+        If the facts are equal, only a small digest is exchanged.
         """
         with self._one_at_a_time("a comparison"):
             own = digest("\n".join(f"{name}: {value}" for name, value in facts.items()).encode())
@@ -458,7 +458,7 @@ class ProcessExecutor:
             return values[0]
 
     def fail(self, what: str, error: Exception) -> NoReturn:
-        """Raise an error of this rank's caller, and stop all ranks. ``what`` names the call in error messages."""
+        """Raise ``error`` in this rank, and stop all ranks. ``what`` names the call in error messages."""
         with self._one_at_a_time(what):
             raise error
 

@@ -64,7 +64,7 @@ class GradientBuckets:
         self.buckets = [list(bucket) for bucket in buckets]
         self._sums = sums
         self._sharded = sharded
-        #: For each parameter of which each replica keeps only a part of the sum: the object that receives this part.
+        #: Parameters whose gradient sums are divided over replicas -> the object that receives this replica's part.
         self.divided: Mapping[nn.Parameter, Divided] = {}
         self._before: dict[nn.Parameter, Any] = {}
         self._started: list[tuple[int, _Copies | DividedCopies, Ticket]] = []
@@ -114,7 +114,7 @@ class GradientBuckets:
                 hook.remove()
 
     def common(self, norms: GradientNorms) -> GradientNorms:
-        """Return the norms, marked nonfinite if they are in any replica, so that all replicas decide alike."""
+        """Return norms in which ``nonfinite`` is set if any replica has set it, so that all replicas decide alike."""
         return norms if norms.nonfinite is None else norms._replace(nonfinite=self._sums.any(norms.nonfinite))
 
     def start(self, bucket: int) -> None:
@@ -158,7 +158,7 @@ class _Copies:
 
     @torch.no_grad()
     def deliver(self, before: dict[nn.Parameter, Any]) -> None:
-        """Copy the sums into the parameters' gradients; add the gradients in ``before``, and remove them there."""
+        """Copy the sums into the parameters' gradients. Gradients in ``before`` are added and removed from it."""
         for buffer, parameters in zip(self.buffers, self._groups.values(), strict=True):
             shapes = [local(parameter) for parameter in parameters]
             users = buffer[sum(shape.numel() for shape in shapes) :]
@@ -183,7 +183,7 @@ def _check_dense(parameters: Sequence[nn.Parameter]) -> None:
 
 @torch.no_grad()
 def _flat(dtype: torch.dtype, parameters: Sequence[nn.Parameter], length: Callable[[int], int]) -> Tensor:
-    """Return a buffer with the parameters' gradients, followed by a 1 for each parameter with a gradient, else 0."""
+    """Return a buffer with the parameters' gradients, then one number for each: 1 if it has a gradient, else 0."""
     shapes = [local(parameter) for parameter in parameters]
     count = sum(shape.numel() for shape in shapes)
     buffer = torch.zeros(length(count + len(parameters)), dtype=dtype, device=shapes[0].device)

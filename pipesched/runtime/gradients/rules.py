@@ -72,7 +72,7 @@ class GradientRules:
         return norms if norms.norms is None else norms.on(norms.norms.device)  # a loss may lie on another device
 
     def unscale(self, parameters: Sequence[nn.Parameter]) -> Tensor | None:
-        """Unscale gradients if the loss was scaled. Returns whether any was infinite or NaN; None if not checked."""
+        """Unscale gradients if the loss was scaled. Returns whether any gradient was nonfinite; None if not checked."""
         if self.scale is None:
             return None
         grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
@@ -81,7 +81,7 @@ class GradientRules:
         return nonfinite
 
     def decide(self, parts: Sequence[GradientNorms]) -> Verdict:
-        """Decide on an update from the norms of all stages. Waits for a GPU if the update could be skipped."""
+        """Decide from all stages' norms whether to skip an update. Waits for a GPU if the update could be skipped."""
         norms = GradientNorms.merged(parts)
         norm = norms.total(self.norm_type)
         nonfinite = norms.nonfinite

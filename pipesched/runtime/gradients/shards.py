@@ -1,4 +1,4 @@
-"""Shards: divides parameters among replicas, so that each replica updates its part of them."""
+"""Shards: divides parameters among replicas, so that each replica updates only a part of them."""
 
 from collections.abc import Sequence
 

@@ -75,7 +75,7 @@ class ReplicaGroup:
         return own
 
     def _sum_of_own(self, buffer: Tensor) -> Tensor:
-        """Return the sum of all members' shards for this process, added in replica order: a view of a new buffer.
+        """Add all members' shards for this process in replica order. Returns the sum as a view of a new buffer.
 
         ``buffer`` holds this process's shard for each member, in the order of the group.
         """

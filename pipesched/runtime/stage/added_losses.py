@@ -66,7 +66,7 @@ class AddedLosses:
         additions = self._additions
         scaled = self.scaled(value)
         if additions.factor == 0:
-            scaled = torch.zeros_like(value)  # the loss, even NaN, has no weight and no backward
+            scaled = torch.zeros_like(value)  # a loss with factor 0, even NaN, counts as 0 and has no backward
         elif self.grad and scaled.requires_grad:
             scale = self.step_data.loss_scale
             additions.edges.append(edge_of(scaled))

@@ -52,8 +52,7 @@ class BufferCopies:
     Args:
         modules: the stage's modules, keyed by name.
         written: the names in the model of the buffers that forwards write to.
-        statistics_apart: whether running statistics are collected elsewhere, so that forwards do not change their
-            buffers.
+        statistics_apart: whether running statistics are collected elsewhere, so that forwards do not change them.
 
     """
 
@@ -107,7 +106,7 @@ class BufferCopies:
             if live._version != version:
                 raise ExecutionError(
                     f"a forward and a backward must not write to the same buffer, because the result would depend on "
-                    f"the schedule; both write to buffer {key!r} of layer {name!r}; let the backward write to another "
+                    f"the schedule; both write to buffer {key!r} of layer {name!r}; make the backward write to another "
                     f"buffer"
                 )
 

@@ -103,7 +103,7 @@ class DividedWeights:
                 self._ticket = self._spread.spread(parts)
 
     def _begun(self, parameter: nn.Parameter) -> list[Tensor | None]:
-        """Allocate the whole tensor, with this replica's rows in it. Return the place of each replica's rows."""
+        """Allocate the whole tensor, with this replica's rows in it. Return the view for each replica's rows."""
         whole = self.arriving[parameter] = self._allocated(parameter)
         own = self._shards.own(parameter, whole)
         if own is not None:
@@ -114,7 +114,7 @@ class DividedWeights:
         return torch.empty(self._shards.shape(parameter), dtype=parameter.dtype, device=parameter.device)
 
     def wait(self) -> None:
-        """Wait for the whole weights, and give them to the parameters. Does nothing if they have arrived."""
+        """Wait for the whole weights, and assign them to the parameters. Does nothing if this has been done."""
         if not self.arriving:
             return
         self._wait()

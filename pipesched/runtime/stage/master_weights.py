@@ -126,7 +126,7 @@ class _MasterWeights:
         self._widened = []
 
     def narrow_after_failure(self, optimizer: Optimizer) -> None:
-        """After a failed step: do the same. A state that the optimizer has not initialised stays empty."""
+        """After a failed step: do as ``narrow`` does. A state that the optimizer has not initialised stays empty."""
         parameters = [parameter for parameter, _, _ in self._widened]
         self.narrow(optimizer, (), {})
         for parameter in parameters:

@@ -151,7 +151,7 @@ def _checked(seen: _Seen, layer: nn.Module, own: Mapping[str, Tensor], which: _C
         if now[name] is not buffer or buffer._version != version:
             raise ExecutionError(
                 f"a layer must be recomputed with the buffers of its forward; buffer {name!r} of layer {which[0]!r} "
-                f"has changed since, although the layer's first forward left it unchanged; take the layer out of "
+                f"changed after the forward, although the first forward left it unchanged; take the layer out of "
                 f"checkpoint="
             )
     return seen.copies

@@ -43,7 +43,7 @@ class ShardedUpdate:
 
     Args:
         optimizer: the stage's optimizer. From now on it holds local parameters.
-        shards: the part of each replica.
+        shards: the rows of each parameter that each replica updates.
         buckets: the stage's parameters, in groups whose rows are sent together.
         spread: sends rows to all replicas.
 
@@ -56,7 +56,7 @@ class ShardedUpdate:
         self, optimizer: Optimizer, shards: Shards, buckets: Iterable[Sequence[nn.Parameter]], spread: Spread
     ) -> None:
         self._optimizer = optimizer
-        #: The part of each replica.
+        #: The rows of each parameter that each replica updates.
         self.shards = shards
         self._buckets = [[parameter for parameter in bucket if parameter in shards] for bucket in buckets]
         self._spread = spread

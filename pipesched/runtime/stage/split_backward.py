@@ -253,14 +253,14 @@ _CONVOLUTIONS = frozenset({torch.conv1d, torch.conv2d, torch.conv3d})
 
 
 def _is_plain(x: Any, *weights: Any) -> bool:
-    """Return whether all tensors are floating-point and of no Tensor subclass, and the weights are trainable leaves."""
+    """Return whether all tensors are floating-point and not subclass objects, and the weights are trainable leaves."""
     return all(type(tensor) in _PLAIN and tensor.is_floating_point() for tensor in (x, *weights)) and all(
         weight.requires_grad and weight.is_leaf and weight is not x for weight in weights
     )
 
 
 def _lies_in_rows(x: Tensor) -> bool:
-    """Return whether torch's own matrix product uses x as a matrix of rows without copying it.
+    """Return whether torch's matrix product uses x as a matrix of rows without copying x.
 
     Otherwise torch copies x if the weight requires a gradient. If the weight requires no gradient, torch uses a slower
     method that rounds differently. A detached weight would select the slower method, so the caller makes the copy.

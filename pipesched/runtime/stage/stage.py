@@ -84,7 +84,7 @@ class Stage:
         self._runner = LayerRunner(self.body, device, head, **options)
         self.modules = self._runner.modules
         self.optimizer = StageOptimizer(self.modules, self.layers)
-        #: Creates a new stage over the same layers, for a pass that stays open while other passes run.
+        #: Creates a new stage over the same layers, for a forward whose backward runs after other steps.
         self.fresh = partial(Stage, self.body, device, head, **options)
 
     def begin(self, step_data: StepData, uses: Uses | None = None) -> None:

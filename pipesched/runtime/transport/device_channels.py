@@ -1,4 +1,4 @@
-"""Device channels: send values from rank to rank with tensors on accelerators. Hosts send headers, devices send data.
+"""Device channels: send values with tensors on accelerators to other ranks. Hosts send headers, devices send data.
 
 A value is a header, sent by sockets from host to host, and one packed tensor of bytes, sent by a link from device to
 device. The header states that the message has the predicted layout, or is followed by another layout. Hosts post data

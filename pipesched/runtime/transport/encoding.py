@@ -195,8 +195,8 @@ class Encoding:
             if not self._learning:
                 raise UnsentTypeError(
                     f"every type that is sent between ranks must occur when each rank captures the model; {name} did "
-                    f"not occur with the sample; make the pipeline with a sample that produces it, or pass tensors "
-                    f"and built-in types"
+                    f"not occur with the sample; make the pipeline with a sample that produces this type, or pass "
+                    f"tensors and built-in types"
                 )
             self._types[name] = kind
         return name

@@ -141,7 +141,7 @@ class _Sender:
         return pending
 
     def _write(self) -> None:
-        """The main loop of the writer thread: write queued messages until an empty message.
+        """The main loop of the writer thread: write queued messages until an empty one arrives.
 
         Ends immediately if no connection can be made.
         """
