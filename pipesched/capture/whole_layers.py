@@ -12,7 +12,7 @@ from pipesched.model.containers import as_whole, find_layers, is_small
 
 __all__ = ["as_whole_layers", "opened"]
 
-_LISTS = nn.ModuleList | nn.ModuleDict  # containers that are never called themselves
+_LISTS = nn.ModuleList | nn.ModuleDict  # containers that are never called
 
 
 def as_whole_layers(model: nn.Module, names: Any) -> tuple[str, ...]:
@@ -33,7 +33,7 @@ def as_whole_layers(model: nn.Module, names: Any) -> tuple[str, ...]:
             above = name.rpartition(".")[0]
             raise InputError(
                 f"whole_layers may only name modules that are called; {name!r} is a {type(known[name]).__name__}, "
-                f"which is never called itself; name {f'{above!r}, which contains it' if above else 'its elements'}"
+                f"which is never called; pass {f'{above!r}, which contains it' if above else 'its elements'} instead"
             )
     return tuple(given)
 

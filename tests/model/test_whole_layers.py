@@ -162,8 +162,8 @@ def test_layers_in_a_row_may_be_kept_whole() -> None:
     [
         (["block.0"], r"none of the model's \d+ modules is called 'block\.0'"),
         ("first", r"whole_layers must be a list of names of modules; got 'first'"),
-        (["blocks"], r"'blocks' is a ModuleList, which is never called itself; name its elements"),
-        (["blocks.1"], r"'blocks\.1' is a ModuleDict, which is never called itself"),
+        (["blocks"], r"'blocks' is a ModuleList, which is never called; pass its elements instead"),
+        (["blocks.1"], r"'blocks\.1' is a ModuleDict, which is never called"),
     ],
 )
 def test_what_is_no_whole_layer_says_so(given: Any, message: str) -> None:

@@ -213,7 +213,7 @@ class Links:
                 peer = channel.giver + channel.taker - self._rank
                 raise ExecutionError(
                     f"devices of neighbouring ranks must be connected before a program runs; the devices of ranks "
-                    f"{self._rank} and {peer} could not connect ({error}); give every process a device of its own"
+                    f"{self._rank} and {peer} could not connect ({error}); use a different device for each process"
                 ) from error
 
     def __getitem__(self, channel: Channel) -> Link:
