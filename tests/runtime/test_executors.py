@@ -81,7 +81,7 @@ def test_ranks_overlap_and_dependencies_hold_in_time(name: str) -> None:
 
 def test_fake_updates_follow_each_other() -> None:
     stage = FakeStage(2, Costs.uniform(3, forward_s=0, input_grad_s=0, weight_grad_s=0), versions=(0, 2))
-    with pytest.raises(ExecutionError, match="must have gradients to apply; 2UPDATE0 has none; move it after"):
+    with pytest.raises(ExecutionError, match="must have gradients to apply; 2UPDATE0 has none; move the update after"):
         stage.update(0)
     stage.forward(0, split=False, checkpointed=False)
     stage.backward(0)
