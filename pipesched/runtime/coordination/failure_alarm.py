@@ -398,7 +398,9 @@ class Alarm:
         come = come | {address.rank for address in known.values()}
         absent = [f"rank {rank}" for rank in range(distributed.get_world_size()) if rank not in come]
         making = any(isinstance(state, State) and state.what == _MAKING for state in states.values())
-        return (absent, "it has not made its pipeline") if making and absent else None
+        if not making or not absent:
+            return None
+        return absent, "it has not made its pipeline" if len(absent) == 1 else "they have not made their pipelines"
 
     def _others(self) -> list[Address]:
         return [address for rank, address in enumerate(self._addresses) if rank != self.rank]
