@@ -101,7 +101,7 @@ def capture_extra(part: Part, extras: Mapping[str, _Extra], run: LiveRun) -> Non
 
 
 def _leaves_saved(extras: Mapping[str, _Extra], run: LiveRun) -> set[Any]:
-    """Return the places of the leaves that this process saves.
+    """Return the leaves that this process saves, each as (object, path, key).
 
     The owner of a parameter or buffer saves the leaf of that name. If the owner does not have the leaf, the first
     process that has the leaf saves it.

@@ -6,7 +6,7 @@ from typing import NamedTuple
 __all__ = ["CommunicationTime"]
 
 _Interval = tuple[float, float]
-_SOON = 0.05  # an action that starts within this fraction of a gather's time after its end has waited for the gather
+_SOON = 0.05  # fraction of a gather's time: an action that starts this soon after the gather has waited for it
 
 
 class CommunicationTime(NamedTuple):

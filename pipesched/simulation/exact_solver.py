@@ -81,7 +81,7 @@ def solve(
         split: whether each backward can be one B, or an I and a W. If False, every backward is a B. Default: True.
         start: the program to start from, with this placement and within the limits. Default: the fastest program of
             all schedules.
-        effort: the most deterministic time of the solver, about a second per unit. Default: 60.
+        effort: the limit on the solver's deterministic time; one unit takes about a second. Default: 60.
 
     Raises:
         InputError: if ortools is not installed.
@@ -94,7 +94,7 @@ def solve(
             "overlap; leave them out, with dataclasses.replace(costs, links=None, overheads=None, overlap=1)"
         )
     if isinstance(effort, bool) or not isinstance(effort, int | float) or not effort > 0:
-        raise ScheduleError(f"effort must be a number above 0; got {effort!r}; pass for example 60")
+        raise ScheduleError(f"effort must be a number above 0; got {effort!r}; for example, pass 60")
     placement = tuple(range(costs.num_stages)) if placement is None else tuple(placement)
     low = lower_bound(costs, num_microbatches, placement=placement, max_in_flight=max_in_flight, split=split)
     if start is None:
@@ -236,7 +236,7 @@ class _JobShop:
         return Solution(program=program, makespan_s=makespan_s, bound_s=bound, status=status)
 
     def _programs(self, solver: Any) -> list[Program]:
-        """Return the solver's program; none if its actions of no length cannot be ordered within the limits."""
+        """Return the solver's program in a list; [] if it is invalid, because actions of length 0 start together."""
         orders: list[list[tuple[Any, ...]]] = [[] for _ in range(max(self._placement) + 1)]
         for (stage, microbatch), forward in self._forward.items():
             pair = (stage, microbatch)

@@ -97,7 +97,7 @@ class Replication:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "Replication":
-        """Make a replication from the values of ``to_dict``. Raises ScheduleError for invalid values."""
+        """Make a replication from the dict that ``to_dict`` returned. Raises ScheduleError for invalid values."""
         return read_fields(cls, values, "a replication must have")
 
 

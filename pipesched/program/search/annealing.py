@@ -1,7 +1,7 @@
-"""Simulated annealing on orders (Kirkpatrick et al. 1983), with random numbers and steps that are the same everywhere.
+"""Simulated annealing of orders (Kirkpatrick et al. 1983), reproducible on every machine.
 
 Random numbers come from a xorshift generator with two words of 32 bits (Marsaglia 2003), and all arithmetic is on
-whole numbers. Equal inputs therefore give equal orders on every machine, compiled or not.
+whole numbers. Equal inputs therefore give equal orders on every machine, with and without compilation.
 """
 
 import math
@@ -143,7 +143,7 @@ def _anneal(tables: Tables, memory: _Memory, orders: Sequences, best: Sequences,
 
 @compiled
 def _distance(bits: int) -> int:
-    """Return how far an action moves: 1 to 3 places in 60 % of the cases, else up to 24; negative to the left."""
+    """Return the slots by which an action moves: up to 3 in 60 % of the cases, else up to 24. Negative: to the left."""
     most = _NEAR if bits % 5 < 3 else _FAR
     bits //= 5
     distance = 1 + (bits // 2) % most
