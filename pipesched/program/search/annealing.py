@@ -32,7 +32,7 @@ class Cooling(NamedTuple):
 
 
 class _Memory(NamedTuple):
-    """Memory for an annealing run."""
+    """The preallocated buffers of an annealing run."""
 
     clocks: Clocks
     #: The orders before a fusion or a split, of one rank.
@@ -42,7 +42,7 @@ class _Memory(NamedTuple):
 
 
 class Annealer:
-    """Improves orders.
+    """Improves orders by simulated annealing.
 
     Args:
         tables: the problem.
@@ -83,7 +83,7 @@ class Annealer:
 
 
 class _Run(NamedTuple):
-    """The numbers of an annealing run."""
+    """The parameters of an annealing run."""
 
     makespan: int
     goal: int
@@ -152,7 +152,7 @@ def _distance(bits: int) -> int:
 
 @compiled
 def _shifted(tables: Tables, memory: _Memory, orders: Sequences, slot: int, most: int, bits: int) -> int:
-    """Move an action. Return the makespan, or UNFIT if it is above ``most``; then nothing changes."""
+    """Move an action. Return the makespan, or UNFIT and undo the move if the makespan would exceed ``most``."""
     rank = tables.rank_of_slot[slot]
     to = shift(tables, orders, rank, slot, _distance(bits))
     if to == slot:
@@ -167,7 +167,7 @@ def _shifted(tables: Tables, memory: _Memory, orders: Sequences, slot: int, most
 
 @compiled
 def _recombined(tables: Tables, memory: _Memory, orders: Sequences, slot: int, most: int, bits: int) -> int:
-    """Fuse an I and a W, or split a B. Return the makespan, or UNFIT if it is above ``most``; then nothing changes."""
+    """Fuse an I and a W, or split a B. Return the makespan, or UNFIT and undo it if that would exceed ``most``."""
     rank = tables.rank_of_slot[slot]
     begin = tables.first[rank]
     length = orders.lengths[rank]

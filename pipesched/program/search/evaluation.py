@@ -29,7 +29,7 @@ class Sequences(NamedTuple):
 
 
 class Clocks(NamedTuple):
-    """Memory for an evaluation."""
+    """The preallocated buffers of an evaluation."""
 
     #: The end times of actions, numbered as in ``Tables.yields``.
     done: Whole
@@ -49,7 +49,7 @@ def sequences(tables: Tables) -> Sequences:
 
 
 def clocks(tables: Tables) -> Clocks:
-    """Return memory for evaluations."""
+    """Allocate the buffers of an evaluation."""
     ranks = [0] * tables.num_ranks
     return Clocks(whole(tables.blank), whole(ranks), whole(ranks), whole(ranks))
 

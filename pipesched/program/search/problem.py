@@ -105,11 +105,11 @@ class Tables(NamedTuple):
     chunks: Whole
     #: The time of each action.
     seconds: Whole
-    #: For each action, the number of the end time that it waits for.
+    #: For each action, the index of the end time that it waits for.
     needs: Whole
     #: For each action, the time of the message that it waits for.
     lag: Whole
-    #: For each action, the number of the end time that it sets.
+    #: For each action, the index of the end time that it sets.
     yields: Whole
     #: For each resource and action, the amount that the action takes at its start.
     takes: Whole

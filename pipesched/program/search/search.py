@@ -118,7 +118,7 @@ class _Search:
                 return
 
     def _anneal(self) -> _Start:
-        """Anneal the best starts, one after the other."""
+        """Improve the best starts by annealing, one after the other, and return the best result."""
         annealer = Annealer(self._tables)
         best = self._starts[0]
         starts = self._different()
