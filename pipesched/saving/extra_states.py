@@ -70,7 +70,7 @@ def as_extra(extra: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def encoded_extra(extra: Mapping[str, Any], run: LiveRun) -> dict[str, _Extra]:
-    """Encode the state of each object that has a ``state_dict`` method, and each other value itself."""
+    """Encode the states of objects that have a ``state_dict`` method, and all other values as they were passed."""
     found = {}
     for name, value in extra.items():
         has_state = callable(getattr(value, "state_dict", None))
