@@ -406,14 +406,14 @@ def write(wanted: dict[str, str]) -> None:
 def main() -> None:
     """Write the gallery, or check it."""
     parser = argparse.ArgumentParser(description=inspect.getdoc(sys.modules[__name__]))
-    parser.add_argument("--check", action="store_true", help="write nothing; fail where a file is not up to date")
+    parser.add_argument("--check", action="store_true", help="write nothing; fail if a file is out of date")
     wanted = files()
     if not parser.parse_args().check:
         write(wanted)
     elif names := stale(wanted):
         sys.exit(
-            f"the gallery shows every schedule as it is; not up to date: {', '.join(f'docs/{name}' for name in names)} "
-            f"(drawn with matplotlib {matplotlib.__version__}); run `make gallery` and commit what it writes"
+            f"the gallery must match the schedules; not up to date: {', '.join(f'docs/{name}' for name in names)} "
+            f"(drawn with matplotlib {matplotlib.__version__}); run `make gallery`, and commit the files that it writes"
         )
 
 

@@ -1,4 +1,4 @@
-"""Train a Hugging Face causal LM that resumes by itself: stop or kill it at any moment, then run the command again.
+"""Train a Hugging Face causal LM, and resume automatically: stop or kill the run at any time, then run it again.
 
     python examples/train_hf.py [--steps 2000] [--save-every 100] [--folder runs/train_hf]
     torchrun --nproc_per_node 2 examples/train_hf.py    # any number of ranks, also when it resumes
@@ -7,7 +7,7 @@
 The training text is the source code of Python's standard library, as bytes; nothing is downloaded. However
 often a run is interrupted, and on any number of ranks, its final weights are bit-identical. They depend only on the
 number of replicas, because each replica adds the gradients of its own micro-batches first, and on whether the replicas
-divide the gradients (--zero 2), because the norm that clips them is then added in another order.
+divide the gradients (--zero 2), because the norm that clips them is then summed in another order.
 """
 
 import argparse

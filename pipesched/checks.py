@@ -112,7 +112,7 @@ def check_known(has: str, values: Any, known: Sequence[str]) -> None:
         ScheduleError: a key is unknown; the error names the nearest known key.
 
     """
-    rule = f"{has} {', '.join(known)}"
+    rule = f"{has} the fields {', '.join(known)}"
     check_type(values, Mapping, rule, "save the file again")
     for name in values:
         if name not in known:

@@ -134,7 +134,7 @@ def read_fields(
     names = [field.name for field in dataclass_fields]
     what = has.removesuffix(" must have")
     if not isinstance(values, Mapping):
-        raise ScheduleError(f"{has} {', '.join(names)}; got {shown(values)}; save the file again")
+        raise ScheduleError(f"{has} the fields {', '.join(names)}; got {shown(values)}; save the file again")
     check_known(has, values, names)
     hints = get_type_hints(kind)
     arguments = {}
@@ -144,7 +144,7 @@ def read_fields(
             value = values[name]
             arguments[name] = makes[name](value) if name in makes else _of_type(value, hints[name], f"{name} of {what}")
         elif not partly or (field.default is MISSING and field.default_factory is MISSING):
-            raise ScheduleError(f"{has} {', '.join(names)}; {name} is missing; save the file again")
+            raise ScheduleError(f"{has} the fields {', '.join(names)}; {name} is missing; save the file again")
     made = kind(**arguments)  # the dataclass's own checks run first: their errors are more specific
     for name, value in arguments.items():
         for number in value if isinstance(value, list | tuple) else (value,):

@@ -29,10 +29,11 @@ def searched(
     known schedule is as short, it is used. Equal options give equal orders.
 
     Options costs: the times of each stage, or a list with the costs of each micro-batch (default: identical stages).
-    placement: the rank of each stage (default: round robin). max_in_flight: the most (stage, micro-batch) pairs on a
-    rank, or on each rank (default: no limit). memory_limit_bytes: the most bytes that a rank's micro-batches hold, as
-    ``Trace.peak_bytes`` counts them, or those of each rank (default: no limit). effort: the number of steps, relative
-    to the default. starts: schedules and programs to start from (default: all other schedules).
+    placement: the rank of each stage (default: round robin). max_in_flight: the most (stage, micro-batch) pairs that
+    each rank may hold: one number, or one per rank (default: no limit). memory_limit_bytes: the most bytes that the
+    micro-batches of a rank may hold, as ``Trace.peak_bytes`` counts them: one number, or one per rank (default: no
+    limit). effort: the number of search steps, relative to the default. starts: schedules and programs to start from
+    (default: all other schedules).
     """
     limits = {"max_in_flight": max_in_flight, "memory_limit_bytes": memory_limit_bytes}
     return searched_orders(shape, costs, limits=limits, effort=effort, starts=starts)

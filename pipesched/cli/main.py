@@ -364,7 +364,7 @@ def compare(
     type=click.FloatRange(min=0, min_open=True),
     default=60.0,
     show_default=True,
-    help="Most deterministic time of the solver, about a second per unit.",
+    help="Limit on the solver's deterministic time; one unit takes about a second.",
 )
 @click.option("-o", "--output", type=FILE, help="Write the best program as text to this file.")
 def bound(  # noqa: PLR0913  # one parameter for each option
@@ -420,7 +420,7 @@ def bound(  # noqa: PLR0913  # one parameter for each option
             click.echo(f"solver      {quote_time(found.makespan_s)}, bound {quote_time(found.bound_s)}, {verdict}")
     if output:
         if best is None:
-            raise ScheduleError("no program is known to write; try --prove, or a larger --effort")
+            raise ScheduleError("--output needs a program; none was found; pass --prove, or a larger --effort")
         text = str(best)
         write(lambda path: path.write_text(text), output)
 
@@ -439,7 +439,7 @@ def _problem(
             given = tuple(map(int, placement.split(",")))
         except ValueError:
             raise click.UsageError(
-                f"--placement must list the rank of each stage; got {placement!r}; pass for example 0,1,1,0"
+                f"--placement must list the rank of each stage; got {placement!r}; for example, pass 0,1,1,0"
             ) from None
     if file is not None:
         costs = load_json(file, Costs.from_dict)

@@ -190,7 +190,7 @@ def _model(target: str) -> tuple[Any, Any]:
     place, _, name = target.rpartition(":")
     if target.endswith((".py", ".py:")):
         raise GraphError(
-            f"MODEL must be file.py:function or module:function; {target!r} names no function; pass for example "
+            f"MODEL must be file.py:function or module:function; {target!r} names no function; for example, pass "
             f"{target.removesuffix(':')}:make, where make() returns (model, sample)"
         )
     try:

@@ -63,7 +63,7 @@ def as_bytes(_: Any, __: Any, text: str | None) -> int | None:
         return None
     match = re.fullmatch(r"(\d+\.?\d*(?:e\d+)?) *([KMGT]?)(i?)B?", text.strip(), re.IGNORECASE)
     if match is None:
-        raise click.BadParameter(f"{text!r} is not a number of bytes; pass for example 16GB, 16GiB or 2e9")
+        raise click.BadParameter(f"{text!r} is not a number of bytes; for example, pass 16GB, 16GiB or 2e9")
     number, unit, binary = match.groups()
     return int(float(number) * (1024 if binary else 1000) ** " KMGT".index(unit.upper() or " "))
 

@@ -1,7 +1,7 @@
 """Chain: looks for a partition of one order of the blocks in which no stage takes longer than a bound.
 
 If adding a layer to a stage never makes the stage faster, it is exact to fill each stage as far as the bound allows,
-because the next stage never gains by starting earlier. There are two exceptions. If stages wait while a tensor crosses
+because fewer layers never make the next stage slower. There are two exceptions. If stages wait while a tensor crosses
 a cut, a stage with fewer layers can take longer. If a slow or small rank must not stay empty, the next layer can be too
 large for it. In both cases the probe tracks every reachable cut, slot by slot.
 """

@@ -55,7 +55,7 @@ class _Front:
             return _slowed(int(self.ticks[count - 1]), speed), count - 1
         ticks = -(-self.ticks[:count] * speed.denominator // speed.numerator)
         times = with_copies(_slowed(forward, speed), ticks, self.copies[:count])
-        at = count - 1 - int(times[::-1].argmin())  # of equally fast states, the one that holds the most
+        at = count - 1 - int(times[::-1].argmin())  # the last of equally fast states, which holds the most bytes
         return int(times[at]), at
 
 

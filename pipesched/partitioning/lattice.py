@@ -1,9 +1,9 @@
 """Lattice: looks for a partition within a bound among all orders of a graph, by dynamic programming over its ideals.
 
 A stage is the difference between two order ideals (see `order_ideals`). Its cost is the difference between two numbers,
-one for the ideal at its end and one for the ideal at its start. For each slot and ideal it is therefore enough to store
-the best start contained in the ideal. The best starts are computed level by level, for all slots and ideals of a level
-together.
+one for the ideal at its end and one for the ideal at its start. For each slot and each ideal at which a stage can end,
+it is therefore enough to store the ideal at which the stage starts best. These start ideals are computed level by
+level, for all slots and ideals of a level together.
 """
 
 from bisect import bisect_right
@@ -198,7 +198,7 @@ class Lattice:
     def _below(self, ideal: int, least: int, index: int) -> Bools:
         """Return a mask of the ideals contained in ``ideal`` whose work is at least ``least``.
 
-        A stage from any other one to ``ideal`` would exceed the limit.
+        A stage that starts at any other ideal would exceed the limit.
         """
         ideals = self._ideals
         ends = self._ends[self._kind[index]]

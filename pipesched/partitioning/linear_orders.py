@@ -9,7 +9,7 @@ __all__ = ["linear_orders"]
 
 
 def linear_orders(blocks: Blocks, restarts: int) -> Iterator[list[int]]:
-    """Yield orders of the blocks: the graph's own, depth-first, fewest live bytes, then random depth-first orders."""
+    """Yield orders of the blocks: graph order, depth-first, fewest live bytes first, then random depth-first orders."""
     yield list(range(len(blocks)))
     yield _depth_first(blocks, list(range(len(blocks))))
     yield _least_live(blocks)

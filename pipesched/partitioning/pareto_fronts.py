@@ -1,7 +1,7 @@
-"""Pareto fronts: for each ideal, the best starts of a stage that ends at this ideal. A start is also an ideal.
+"""Pareto fronts: for each ideal at which a stage can end, the ideals at which the stage should start.
 
-Without memory limits, the best start is the one that leaves the stage the least work. With limits, one start can leave
-the stage less work and another one less memory, so a start is dropped only if another start beats it in both.
+Without memory limits, the best start is the ideal that leaves the stage the least work. With limits, one start can
+leave the stage less work, and another start less memory. A start is dropped only if another start is better in both.
 """
 
 import numpy as np
@@ -17,8 +17,8 @@ __all__ = ["Front"]
 class Front:
     """The best starts of stages that end at the ideals of one level.
 
-    They are stored in two arrays of shape (slots, starts, ideals): ``_worth``, the cost before the start, which the
-    stage saves, and, with limits, ``_memory``, the bytes before the start.
+    They are stored in two arrays of shape (slots, starts, ideals). ``_worth`` is the cost of all blocks before the
+    start. ``_memory``, used with limits, is the bytes of these blocks.
     """
 
     def __init__(self, num_slots: int, *, capped: bool) -> None:

@@ -73,25 +73,25 @@ class Request:
             self._check_checkpoint()
 
     def _check_types(self) -> None:
-        graph = "a networkx.DiGraph with the layers' costs", "pass for example pipesched.graph_of(model, sample)"
+        graph = "a networkx.DiGraph with the layers' costs", "for example, pass pipesched.graph_of(model, sample)"
         check_type(self.graph, nx.Graph, f"graph= must be {graph[0]}", graph[1])
         check_type(
             self.starts,
             Mapping,
             "starts= must map layers to the stages that they begin",
-            ("pass for example {'head': 3}"),
+            ("for example, pass {'head': 3}"),
         )
         if self.in_flight is not None and not callable(self.in_flight):
             rule = (
                 "in_flight must be a list with the number of micro-batches of each stage, or a function (stage, "
                 "num_stages)"
             )
-            as_list(self.in_flight, rule, "pass for example [4, 3, 2, 1]")
+            as_list(self.in_flight, rule, "for example, pass [4, 3, 2, 1]")
         if self.placement is not None:
             as_list(
                 self.placement,
                 "a placement must be a list with the rank of each stage",
-                "pass for example [0, 1, 0, 1]",
+                "for example, pass [0, 1, 0, 1]",
             )
 
     def _check_checkpoint(self) -> None:

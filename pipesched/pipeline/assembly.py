@@ -111,7 +111,7 @@ class Assembly:
         begin = time.perf_counter()
         self.programs = programs
         self.stage_cut = stage_cut
-        #: The rules for gradients before an update; None if gradients are used as they are.
+        #: The rules for gradients before an update; None if there are no rules.
         self.rules = spec.rules
         self._filling_s = 0.0
         self._spec = spec
@@ -478,5 +478,5 @@ class Assembly:
 
     @property
     def verdict(self) -> Verdict | None:
-        """The decision of the last update; None if gradients are used as they are, or this process has no stages."""
+        """The decision of the last update; None without gradient rules, and in a process without stages."""
         return next((stage.optimizer.verdict for stage in self.stages.values()), None)

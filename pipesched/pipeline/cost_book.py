@@ -71,7 +71,7 @@ class CostBook:
         self.overheads: Overheads | None = None
         #: The rows of a micro-batch for which the plan was found; 0 without a search.
         self.planned_rows = 0
-        #: Device -> the device's time relative to the others, for devices that the measured steps showed to differ.
+        #: Device -> the device's time relative to the other devices, for devices with a different measured speed.
         self.slow: dict[Hashable, float] = {}
         self._kinds: dict[str, Hashable] | None = None
         self._model = model

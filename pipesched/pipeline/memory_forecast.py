@@ -107,8 +107,8 @@ class MemoryForecast:
             count = programs.num_microbatches
             most = planned * count
             raise MemoryLimitError(
-                f"a batch must not have more rows than memory_limit_bytes allows: under this plan, "
-                f"{counted(most, 'row')} in {counted(count, 'micro-batch')} of {planned}; this step has "
+                f"a batch must not have more rows than memory_limit_bytes allows; this plan allows "
+                f"{counted(most, 'row')} in {counted(count, 'micro-batch')} of {planned}, but this step has "
                 f"{counted(sum(rows), 'row')} in {counted(len(rows), 'micro-batch')} of up to {max(rows)}, so rank "
                 f"{worst} needs {quote_bytes(need)}, {quote_bytes(need - limit)} more than its limit of "
                 f"{quote_bytes(limit)}; pass at most {counted(most, 'row')}, or make the pipeline with "

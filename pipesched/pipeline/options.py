@@ -29,7 +29,7 @@ _Options = TypeVar("_Options")
 
 @dataclass(frozen=True, kw_only=True)
 class Search:
-    """Options of the search for a plan: limits that it must respect, and costs that it need not measure.
+    """Options of the search for a plan, such as memory limits and known layer costs.
 
     ::
 

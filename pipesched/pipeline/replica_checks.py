@@ -93,14 +93,14 @@ def check_axes(plan: Plan | None, num_ranks: int, num_replicas: int, zero: int) 
     planned = plan.replication
     if plan.mesh != {"dp": num_replicas, "pp": num_ranks}:
         raise DeviceCountError(
-            f"a plan made for replicas needs a mesh with its axes; the plan has {plan.ranks}, but the pipeline has "
+            f"a mesh must have the axes for which the plan was made; the plan has {plan.ranks}, but the pipeline has "
             f"{counted(num_replicas, 'replica')} of {counted(num_ranks, 'rank')}; pass a mesh of the sizes plan.mesh "
             f"({plan.mesh}), or make a plan with axes={{'pipeline': {num_ranks}, 'replicate': {num_replicas}}}"
         )
     if planned.zero != zero:
         raise InputError(
-            f"a plan made for replicas needs the value of zero= that its memory and time depend on; the plan has "
-            f"zero={planned.zero}, but the pipeline has zero={zero}; pass "
+            f"zero= must have the value for which the plan was made; the plan has zero={planned.zero}, but the "
+            f"pipeline has zero={zero}; pass "
             f"distributed=Distributed(zero={planned.zero}), or make a plan with zero={zero}"
         )
 

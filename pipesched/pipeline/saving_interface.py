@@ -191,10 +191,10 @@ class SavingInterface(ModuleInterface):
             pipe = Pipeline(build, sample, init="gpt", devices=devices)
 
         Each process writes its own weights to a safetensors file such as ``model-00001-of-00002.safetensors``; with
-        several replicas, those of replica 0 write. The
-        first process also writes the index and, if the model has one, its configuration. The names are the keys of
-        the model's ``state_dict``. Tied weights are written once, and the weights of a loss module are left out.
-        Weights that the folder already contains are replaced.
+        several replicas, only the processes of replica 0 write. The first process also writes the index and, if the
+        model has one, its configuration. The names are the keys of the model's ``state_dict``. Tied weights are
+        written once, and the weights of a loss module are left out. Weights that the folder already contains are
+        replaced.
 
         Args:
             folder: the folder, on a file system that all ranks share.

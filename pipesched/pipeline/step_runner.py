@@ -248,7 +248,7 @@ class StepRunner:
         return self._running.splitter.batch(args, kwargs, target, num_replicas=self._running.host.replicas_per_batch)
 
     def _weights_across(self, weights: Sequence[float]) -> list[Sequence[float]]:
-        """Return the weights of all replicas' micro-batches, unless the batch contains these micro-batches itself."""
+        """Return the loss weights of the micro-batches of each replica; one list if all replicas share one batch."""
         host = self._running.host
         if host.replicas_per_batch > 1:
             return [weights]

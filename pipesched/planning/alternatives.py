@@ -65,7 +65,7 @@ class Alternative:
 
 
 def taken(alternatives: Iterable[Alternative]) -> Alternative | None:
-    """Return the chosen plan among the alternatives: the one without a note."""
+    """Return the chosen plan among the alternatives: the alternative without a note."""
     return next((alternative for alternative in alternatives if not alternative.note), None)
 
 

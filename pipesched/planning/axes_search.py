@@ -68,7 +68,7 @@ class AxesRequest:
         if isinstance(self.axes, str) and self.axes == "auto":
             return
         rule = "axes= must be 'auto', or a mapping with the numbers of 'pipeline' ranks and of replicas ('replicate')"
-        remedy = "pass for example axes={'pipeline': 4, 'replicate': 2}"
+        remedy = "for example, pass axes={'pipeline': 4, 'replicate': 2}"
         if not isinstance(self.axes, Mapping) or {*self.axes} != {"pipeline", "replicate"}:
             raise PartitionError(f"{rule}; got {shown(self.axes)}; {remedy}")
         if not all(map(is_count, self.axes.values())):
@@ -85,7 +85,7 @@ class AxesRequest:
             )
 
     def searches(self) -> Iterator[SearchRequest]:
-        """Yield the search for each division that the request allows, the one that needs the least memory last."""
+        """Yield the search for each division that the request allows. The last division needs the least memory."""
         for num_ranks, replication in self._divisions():
             own = ReplicaCosts(replication, num_ranks, self.links or self.profile.machine.links)
             batch_size = self.batch_size // replication.num_replicas
@@ -196,12 +196,12 @@ def _no_division(request: AxesRequest) -> PartitionError:
 
 
 def _infeasible(request: AxesRequest, searches: Sequence[SearchRequest]) -> Plan:
-    """Search once more with the deepest pipeline, with an error that states the memory which it needs."""
+    """Search once more with the deepest pipeline, to raise an error that states the memory that it needs."""
     deepest = searches[-1]
     try:
         return find_plan(deepest)
     except MemoryLimitError as error:
         raise MemoryLimitError(
-            f"no division of {counted(request.num_ranks, 'rank')} into pipelines and replicas fits; for the one with "
+            f"no division of {counted(request.num_ranks, 'rank')} into pipelines and replicas fits into memory; with "
             f"the deepest pipeline ({deepest.axes}): {error}"
         ) from None

@@ -284,7 +284,7 @@ class Plan:
             )
         except (LookupError, TypeError, AttributeError, ZeroDivisionError) as error:
             raise ScheduleError(
-                f"a plan must have {', '.join(_KEYS)}; {_problem(error)}; save the plan again"
+                f"a plan must have the fields {', '.join(_KEYS)}; {_problem(error)}; save the plan again"
             ) from error
         names = [name for layers in stages for name in layers]
         if len({*names}) < len(names):

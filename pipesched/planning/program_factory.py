@@ -136,7 +136,7 @@ class ProgramFactory:
         return self.full.plain
 
     def reduce(self, buckets: Sequence[Sequence[str]]) -> None:
-        """Add sums of gradients over replicas to training programs. ``buckets``: the layers of each stage that sum."""
+        """Add sums of gradients over replicas to training programs. ``buckets``: for each stage, the layers to sum."""
         if buckets != self.buckets:
             self.buckets = buckets
             self._made.clear()
@@ -297,7 +297,7 @@ def _num_stages(request: PlanRequest, schedule: Schedule, num_devices: int) -> i
 def _source(request: PlanRequest, num_devices: int) -> Schedule | Program:
     """Return the program that the user gave, or the schedule with as many chunks as the number of stages requires."""
     if num_devices < 1:
-        raise DeviceCountError("a pipeline needs at least one device; got none; pass for example devices=['cpu']")
+        raise DeviceCountError("a pipeline needs at least one device; got none; for example, pass devices=['cpu']")
     if isinstance(request.schedule, Program):
         return _fixed(request.schedule, num_devices, request)
     schedule = _schedule(request.schedule)
@@ -323,7 +323,7 @@ def _source(request: PlanRequest, num_devices: int) -> Schedule | Program:
 
 
 def _placed(schedule: Schedule, placement: Placement, num_stages: int, num_devices: int) -> Schedule:
-    """Return a schedule with its own placement, after checking that it fits the stages and the devices."""
+    """Return a schedule after checking that its option ``placement`` fits the stages and the devices."""
     if len(placement) != num_stages:
         raise PartitionError(
             f"placement= must have one rank for each stage; there are {counted(num_stages, 'stage')}, but the "

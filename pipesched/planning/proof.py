@@ -21,14 +21,14 @@ _SOLVED = "solved"
 def proved(plan: Plan, memory_limit_bytes: Sequence[int] | None = None, *, effort: float = 60.0) -> Plan:
     """Return the plan with a bound that a solver has proved, and with the solver's order if it is worth it.
 
-    The bound holds for all exact orders of these stages with unlimited memory; links, overheads and recomputes count
-    with the least time that they can take. The solver's order is used if it fits into memory and its simulated step,
-    with everything counted, is shorter by at least 0.5 %.
+    The bound holds for all exact orders of these stages with unlimited memory. It includes the shortest possible times
+    of links, overheads and recomputes. The solver's order is used if it fits into memory and its simulated step, with
+    the full times, is shorter by at least 0.5 %.
 
     Args:
         plan: a plan with costs, for a chain of stages.
         memory_limit_bytes: the memory limit of each rank. Default: no limit.
-        effort: the most deterministic time of the solver, about a second per unit. Default: 60.
+        effort: the limit on the solver's deterministic time; one unit takes about a second. Default: 60.
 
     """
     before = plan.predicted()

@@ -195,7 +195,7 @@ def limits_of(given: int | Sequence[int] | None, num_ranks: int) -> tuple[int, .
     if len(limits) != num_ranks or not all(map(_is_size, limits)):
         raise PartitionError(
             f"memory_limit_bytes must be a number of bytes above 0 for all ranks, or a list with a number for each of "
-            f"{num_ranks} ranks; got {shown(given)}; pass for example 16 * 2**30"
+            f"{num_ranks} ranks; got {shown(given)}; for example, pass 16 * 2**30"
         )
     return tuple(map(int, limits))
 

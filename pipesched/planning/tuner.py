@@ -114,7 +114,7 @@ class Tuner:
         return self.refine()
 
     def explore(self, rival_s: float = inf, known: Sequence[EvaluatedCandidate] = ()) -> bool:
-        """Evaluate the promising candidates. Returns whether there is one.
+        """Evaluate the promising candidates. Returns whether any was found.
 
         Args:
             rival_s: the step time of the best plan of another search; candidates that cannot be faster are left out.

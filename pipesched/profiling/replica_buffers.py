@@ -85,7 +85,7 @@ class StageReplicas:
         return whole, parts
 
     def _exchanged(self, bucket: Sequence[nn.Parameter]) -> list[int]:
-        """Return the sizes of the rows of a bucket's weights that each replica sends to every other one."""
+        """Return the sizes of the rows of a bucket's weights that each replica sends to each other replica."""
         shards = self.shards
         gathers = self.zero == 3 and bucket is not self.late
         updated = [p for p in bucket if (p.requires_grad or gathers) and shards is not None and p in shards]
@@ -95,13 +95,13 @@ class StageReplicas:
         return self.zero >= 2 and self.shards is not None and parameter in self.shards
 
     def _numbers(self, parameter: nn.Parameter) -> int:
-        """Return how many numbers of a parameter a process without divided weights holds."""
+        """Return the number of elements of a parameter that a process holds if weights are not divided."""
         if self.shards is not None and parameter in self.shards:
             return self.shards.shape(parameter).numel()
         return local(parameter).numel()
 
     def _longest(self, parameters: Sequence[nn.Parameter]) -> int:
-        """Return how many numbers of these parameters a replica holds, for the replica that holds the most."""
+        """Return the largest number of elements of these parameters that a replica holds."""
         assert self.shards is not None
         return max(map(sum, zip(*map(self.shards.numbers, parameters), strict=True)))
 

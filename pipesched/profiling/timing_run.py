@@ -176,7 +176,7 @@ class TimingRun(nn.Module):
         """Call all layers, and record the time of each call."""
         noted = run.deferred or (split and self._deferral.learning)
         counts = [0]
-        self._added.taken()  # what recomputations in the last backward added again
+        self._added.taken()  # drops losses that recomputations in the last backward added again
         for subject, layer in self.modules_of.items():
             args, kwargs = self._arguments(subject)
             self.forget_graphs(layer)
@@ -215,7 +215,7 @@ class TimingRun(nn.Module):
         with self._backward_mode[run.deferred], self._deferral.unnoted():
             if run.roots:
                 with _naming_turn(run.turns, self._device):
-                    edges = [edge_of(root) for root in run.roots]  # with tensors, torch would leave the mode
+                    edges = [edge_of(root) for root in run.roots]  # given tensors, torch would exit the dispatch mode
                     torch.autograd.backward(edges, [root.detach() for root in run.roots])
         end = clock.now()
         for turn in run.turns:  # a layer's backward ends when that of the previous layer begins

@@ -130,7 +130,7 @@ class Columns:
         pair: Ints = self.stage.astype(np.int64) * width + self.microbatch
         if pair.max(initial=0) <= MOST_SLOTS * (len(pair) + 1024):
             return pair
-        return np.unique(pair, return_inverse=True)[1].reshape(-1)  # consecutive, so tables of pairs are small
+        return np.unique(pair, return_inverse=True)[1].reshape(-1)  # without gaps, so tables are small
 
     @staticmethod
     def joined_up(parts: Sequence["Columns"]) -> "Columns":

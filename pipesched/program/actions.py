@@ -31,7 +31,7 @@ class Kind(StrEnum):
     I = "I"  # noqa: E741  input gradients only
     W = "W"  # weight gradients, after I
     R = "R"  # recompute the activations that a checkpointed F did not keep
-    NORM = "NORM"  # compute the norms of a stage's gradients for the UPDATE of this number on every stage
+    NORM = "NORM"  # compute the norms of a stage's gradients; the UPDATEs with this number, on all stages, need them
     UPDATE = "UPDATE"  # an optimizer step on a stage's weights, numbered from 0 in place of a micro-batch
     SEND_F = "SEND_F"  # a stage's output, to a consumer
     RECV_F = "RECV_F"  # a stage's input, from a producer
@@ -46,7 +46,7 @@ class Kind(StrEnum):
 
 
 class Holding(StrEnum):
-    """A kind of memory that a rank holds: for a (stage, micro-batch) pair, for a weight version, bucket or gather."""
+    """A kind of memory that a rank holds for a (stage, micro-batch) pair, a weight version, a bucket or a gather."""
 
     INPUT = "input"  # the stage's input; a checkpointed forward keeps nothing else
     ACTIVATIONS = "activations"  # the tensors saved for the backward
@@ -90,7 +90,7 @@ KINDS: dict[Kind, _KindRow] = {
     Kind.RESHARD: _KindRow(Lane.COPY, gives=(Holding.GATHERED,)),
 }
 
-#: The kinds that are numbered by stage, from 0 without a gap, and not by micro-batch: buckets and gathers.
+#: The kinds whose actions have the number of a bucket or a gather, from 0 on each stage, instead of a micro-batch.
 NUMBERED = (Kind.REDUCE, Kind.UNSHARD, Kind.RESHARD)
 
 #: The kind of the matching receive for each kind of send, and the reverse.

@@ -3,9 +3,9 @@
 Each replica runs the same program and holds a part of every weight. An UNSHARD gathers the whole weights of a stage
 from the ranks that run the same orders in the other replicas, and a RESHARD frees them. UNSHARDs and REDUCEs share one
 lane: a rank runs them one after the other, in the order of the program, and computes meanwhile. Because the ranks that
-take part all have the same order, their collectives cannot cross. A collective waits only for the same action of the
-same program in other replicas. So replicas that wait for each other in a cycle imply a cycle within one program, and
-validation finds every such cycle.
+take part all have the same order, their collectives cannot cross. A collective waits only for the same action in other
+replicas, which run the same program. If replicas waited for each other in a cycle, this program would contain a cycle,
+and validation would find it.
 """
 
 import numpy as np

@@ -79,7 +79,7 @@ def peaks_of_stages(columns: Columns) -> Ints:
 
 
 def rank_limits(max_in_flight: object, num_ranks: int) -> list[int]:
-    """Return a limit for each rank; a single number is repeated. Raises ScheduleError if one is not an integer."""
+    """Return a limit for each rank; a single number is repeated. Raises ScheduleError if a limit is not an integer."""
     limits = list(max_in_flight if isinstance(max_in_flight, Iterable) else [max_in_flight] * num_ranks)
     wrong = [limit for limit in limits if not isinstance(limit, Integral)]
     if wrong:
@@ -145,7 +145,7 @@ def _most_at_once(intervals: list[tuple[int, int]]) -> int:
 
 
 def _stashes(columns: Columns, versions: tuple[tuple[int, ...], ...]) -> list[tuple[int, int, int]]:
-    """Return the old weight versions to keep: (stage, row of the update that replaces one, row of its last use)."""
+    """Return the old weight versions to keep: (stage, row of the update that replaces it, row of its last use)."""
     stashes: list[tuple[int, int, int]] = []
     for stage in np.unique(columns.stage[columns.are(Kind.UPDATE)]).tolist():
         of_stage = columns.stage == stage

@@ -1,4 +1,4 @@
-"""Lowering: passes ``Program -> Program`` that add communication, recomputation, offloading, updates, collectives."""
+"""Lowering: passes that add communication, recomputation, offloading, updates and collectives to a program."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
@@ -129,8 +129,8 @@ def _places(program: Program, messages: _Messages) -> Ints:
 def _inserted(orders: Orders, parts: Sequence[tuple[Ints, Columns, int]]) -> Orders:
     """Merge several groups of actions into new orders of all ranks.
 
-    Each part is (the row of ``orders`` at which each action is placed, the actions, turn). Of the actions placed at the
-    same row, those with a lower turn come first.
+    Each part is (the row of ``orders`` for each action, the actions, turn). Of the actions with the same row, those
+    with a lower turn come first.
     """
     turns = 4
     keys = np.concatenate([rows * turns + turn for rows, _, turn in parts])
@@ -255,7 +255,7 @@ def add_norms(program: Program) -> Program:
         stages = stages[order]
         of_rank = np.asarray(program.placement)[stages]
         last = np.zeros(program.num_ranks, np.int64)
-        last[of_rank] = after[order]  # of several stages of a rank, numpy keeps the last
+        last[of_rank] = after[order]  # if a rank has several stages, numpy keeps the last value
         after = last[of_rank]
     norms = Columns.numbered(stages, np.full(len(stages), CODES[Kind.NORM]), np.zeros(len(stages), np.int64))
     parts = [(np.arange(len(columns)), columns, 0), (after, norms, 1)]
@@ -313,10 +313,10 @@ def add_gathers(
         program: the program of one replica, before or after `add_reductions`, `add_updates` or `add_norms`. Call
             `add_recompute` and `lower` first or afterwards; both orders give valid programs.
         keep: if True, each stage gathers its weights once, before its first forward, and keeps them until its last
-            backward. If False, a stage frees its weights once more than ``prefetch`` actions of other stages of its
-            rank follow, and gathers them again. A rank with a single stage then gathers once, too, because freeing
-            the weights would not lower its peak. Default: True.
-        prefetch: the number of compute actions of the rank that can run during a gather: the UNSHARD stands this many
+            backward. If False, a stage frees its weights whenever more than ``prefetch`` actions of other stages of its
+            rank follow, and gathers them again later. A rank with a single stage still gathers only once, because
+            freeing the weights would not lower its peak. Default: True.
+        prefetch: the number of compute actions of the rank that can run during a gather: the UNSHARD comes this many
             actions before the first use. Two overlapping actions count as one. Default: 1.
         stages: the stages whose weights are gathered. Default: all stages.
 
@@ -334,7 +334,7 @@ def add_gathers(
     rows = np.flatnonzero(columns.are(*WEIGHT_USES))
     firsts = rows[~columns.overlapping[rows]]  # one row for each action or overlapping pair
     turn = np.cumsum(~columns.overlapping[rows]) - 1  # the index in ``firsts`` of each use
-    begins = np.searchsorted(firsts, program.orders.offsets[:-1])[program.orders.rank_of[rows]]  # the rank's first turn
+    begins = np.searchsorted(firsts, program.orders.offsets[:-1])[program.orders.rank_of[rows]]  # of each use's rank
     order = np.argsort(columns.stage[rows], kind="stable")[np.isin(np.sort(columns.stage[rows]), chosen)]
     stage = columns.stage[rows][order]
     turn = turn[order]
@@ -352,7 +352,7 @@ def add_gathers(
     def made(kind: Kind, by: Ints) -> Columns:
         return Columns.numbered(of[by], np.full(len(of), CODES[kind]), numbers[by])
 
-    in_use = np.argsort(turn[new], kind="stable")  # of several UNSHARDs at one place, the first needed comes first
+    in_use = np.argsort(turn[new], kind="stable")  # of UNSHARDs at the same row, the one needed first comes first
     parts = [
         (issued[in_use], made(Kind.UNSHARD, in_use), 0),
         (np.arange(len(columns)), columns, 1),
@@ -367,20 +367,20 @@ def _gathered_stages(program: Program, prefetch: int, stages: Collection[int] | 
     """Return the stages to gather. Raises ScheduleError for a wrong stage or a wrong ``prefetch``."""
     if not is_count(prefetch, 0):
         raise ScheduleError(
-            f"prefetch must be a whole number of actions, at least 0; got {shown(prefetch)}; pass for example 1"
+            f"prefetch must be a whole number of actions, at least 0; got {shown(prefetch)}; for example, pass 1"
         )
     every = range(program.num_stages)
     rule = f"stages must be a list of stages, 0..{program.num_stages - 1}, or None for all"
-    chosen = every if stages is None else as_list(stages, rule, "pass for example [0, 1]")
+    chosen = every if stages is None else as_list(stages, rule, "for example, pass [0, 1]")
     if not all(is_count(stage, 0) and stage < program.num_stages for stage in chosen):
-        raise ScheduleError(f"{rule}; got {shown(stages)}; pass for example [0, 1]")
+        raise ScheduleError(f"{rule}; got {shown(stages)}; for example, pass [0, 1]")
     return chosen
 
 
 def _bucket_counts(buckets: int | Sequence[int], num_stages: int) -> Ints:
     """Return the number of buckets of each stage. Raises ScheduleError for wrong numbers."""
     rule = f"buckets must be a whole number, at least 0, or one number for each of {num_stages} stages"
-    remedy = "pass for example buckets=4"
+    remedy = "for example, pass buckets=4"
     counts = [buckets] * num_stages if is_whole(buckets) else as_list(buckets, rule, remedy)
     if len(counts) != num_stages or not all(is_count(count, 0) for count in counts):
         raise ScheduleError(f"{rule}; got {shown(buckets)}; {remedy}")
@@ -388,7 +388,10 @@ def _bucket_counts(buckets: int | Sequence[int], num_stages: int) -> Ints:
 
 
 def _last_of_stages(columns: Columns, *kinds: Kind) -> tuple[Ints, Ints]:
-    """Return the stages that have actions of these kinds, and the row of the last one of each, or of its partner."""
+    """Return the stages with actions of these kinds, and the row of each stage's last such action.
+
+    If that action overlaps with the next one, the row is that of the next one.
+    """
     rows = np.flatnonzero(columns.are(*kinds))
     stages, last = np.unique(columns.stage[rows][::-1], return_index=True)
     after = rows[::-1][last]

@@ -301,7 +301,7 @@ class Schedule:
         if not all(is_count(rank, 0) for rank in ranks) or set(ranks) != set(range(max(ranks, default=0) + 1)):
             raise ScheduleError(
                 f"placement= must be a list with the rank of each stage, and every rank must hold a stage; got "
-                f"{shown(given)}; pass for example (0, 1, 1, 0)"
+                f"{shown(given)}; for example, pass (0, 1, 1, 0)"
             )
         return ranks
 

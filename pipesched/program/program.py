@@ -323,7 +323,7 @@ class Program:
 
 def check_program(program: Any) -> None:
     """Raise ArgumentError unless the argument is a Program."""
-    check_type(program, Program, "program must be a Program", "pass for example schedules.get('1f1b').program(4, 8)")
+    check_type(program, Program, "program must be a Program", "for example, pass schedules.get('1f1b').program(4, 8)")
 
 
 def _descents(columns: Columns, family: tuple[Kind, ...]) -> Ints:

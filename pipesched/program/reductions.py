@@ -1,10 +1,10 @@
 """Reductions: the REDUCE actions, which sum gradients over replicas, and the rules that they follow.
 
 Each replica runs the same program. The gradients of a stage are divided into buckets, and a REDUCE sums a bucket over
-the ranks that run the same orders in the other replicas. Every rank runs its REDUCEs one after the other, in the order
-of the program, in a lane that they share with the gathers of weights (`program.gathers`), so it computes meanwhile.
-Because these ranks all have the same order, their collectives cannot cross. A REDUCE waits for no other rank of its
-replica. So REDUCEs add no cycle to a program, and a program without deadlock stays so.
+the ranks that run the same orders in the other replicas. REDUCEs share a lane with the gathers of weights
+(`program.gathers`): a rank runs them one after the other, in the order of the program, and computes meanwhile. The
+ranks that take part in a REDUCE all have the same order, so their collectives cannot cross. A REDUCE waits for no other
+rank of its replica. So REDUCEs add no cycle to a program, and cannot cause a deadlock.
 """
 
 import numpy as np
@@ -21,7 +21,7 @@ def last_gradients(program: Program) -> Ints:
     """Return, for each stage, the row of its last B or W; -1 if the stage has none."""
     last = np.full(program.num_stages, -1, np.int64)
     rows = np.flatnonzero(program.columns.are(Kind.B, Kind.W))
-    last[program.columns.stage[rows]] = rows  # of several rows of a stage, numpy keeps the last
+    last[program.columns.stage[rows]] = rows  # if a stage has several rows, numpy keeps the last one
     return last
 
 
@@ -29,8 +29,8 @@ def early_stages(program: Program) -> frozenset[int]:
     """Return the stages whose buckets start during the stage's last backward, as soon as each bucket is complete.
 
     These are the stages without a producer, if their last gradient is a B that overlaps with no F, and if their REDUCEs
-    directly follow it. After the last backward of such a stage nothing is left to run that could hide its reductions.
-    The REDUCEs of every other stage start at their place in the order: the backwards of its producers still follow, and
+    directly follow it. After the last backward of such a stage, no action is left that could hide its reductions. The
+    REDUCEs of every other stage start at their position in the order: the backwards of its producers still follow, and
     the reductions run in the meantime.
     """
     firsts = [stage for stage, count in enumerate(program.buckets) if count and not program.graph.producers[stage]]
@@ -49,7 +49,7 @@ def early_stages(program: Program) -> frozenset[int]:
 def check_reductions(program: Program) -> None:
     """Check that the REDUCEs of each stage run once the gradients are complete, in the order of their buckets.
 
-    That an UPDATE and a NORM come after the REDUCEs of their stage is a dependency. Raises ScheduleError.
+    `check_dependencies` checks that an UPDATE and a NORM come after the REDUCEs of their stage. Raises ScheduleError.
     """
     if not program.index.has(Kind.REDUCE):
         return

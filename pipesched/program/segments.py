@@ -26,7 +26,7 @@ Orders = tuple[tuple[Action, ...], ...]
 
 
 def enough_steps(num_ranks: int, num_microbatches: int) -> int:
-    """Return the number of steps to generate: the warm-up, two identical steps, and one more to find where they end."""
+    """Return the number of steps to generate: the warm-up, two identical steps, and the step that follows them."""
     return 4 + -(-2 * num_ranks // num_microbatches)
 
 
@@ -148,7 +148,7 @@ class Segments:
         self._check_losses(segment)
 
     def _check_losses(self, segment: Ints) -> None:
-        """Check that a step's segment computes its loss: it must contain all forwards of the step on the last stage."""
+        """Check that the segment of each step contains all forwards of the step on the last stage, for the loss."""
         columns = self.program.columns
         last = self.program.num_stages - 1
         late = columns.are(Kind.F) & (columns.stage == last) & (segment > columns.microbatch // self.num_microbatches)

@@ -28,7 +28,7 @@ class Timing(NamedTuple):
     lags: Times
     #: The number of the link that each action occupies; -1 if it occupies none. None if no action occupies a link.
     links: Ints | None = None
-    #: For the rows of actions that start before their place in the order: by how many seconds, if their link is free.
+    #: Row -> the seconds by which an action may start before the previous action of its rank ends, if its link is free.
     leads: Mapping[int, Any] = MappingProxyType({})
 
 

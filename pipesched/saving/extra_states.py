@@ -70,7 +70,7 @@ def as_extra(extra: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def encoded_extra(extra: Mapping[str, Any], run: LiveRun) -> dict[str, _Extra]:
-    """Encode the state of each object that has a ``state_dict`` method, and each other value itself."""
+    """Encode the states of objects that have a ``state_dict`` method, and all other values as they were passed."""
     found = {}
     for name, value in extra.items():
         has_state = callable(getattr(value, "state_dict", None))
@@ -101,7 +101,7 @@ def capture_extra(part: Part, extras: Mapping[str, _Extra], run: LiveRun) -> Non
 
 
 def _leaves_saved(extras: Mapping[str, _Extra], run: LiveRun) -> set[Any]:
-    """Return the places of the leaves that this process saves.
+    """Return the leaves that this process saves, each as (object, path, key).
 
     The owner of a parameter or buffer saves the leaf of that name. If the owner does not have the leaf, the first
     process that has the leaf saves it.

@@ -115,8 +115,8 @@ def capture_optimizers(common: Part, own: Part, optimizers: Sequence[Optimizer],
     """Add to checkpoint parts the optimizer states of the parameters that this process trains.
 
     Args:
-        common: gets what all replicas hold.
-        own: gets what only this replica holds.
+        common: the part to which states that all replicas hold are added.
+        own: the part to which states that only this replica holds are added.
         optimizers: the optimizers of this process.
         run: the running pipeline.
 
@@ -172,8 +172,8 @@ def _add_rows(common: Part, own: Part, member: _Member, tensors: Mapping[str, Te
         if tensor.shape != member.key.shape:
             raise CheckpointError(
                 f"with zero=, the states of an optimizer must have the shape of their parameter, or be scalars; "
-                f"{key!r} has shape {list(tensor.shape)} for {list(member.key.shape)} of a parameter of shape "
-                f"{list(shape)}; leave zero= out"
+                f"{key!r} has shape {list(tensor.shape)}, but this replica's rows of {member.name!r} have shape "
+                f"{list(member.key.shape)}; leave zero= out"
             )
     common.add("optimizer state", member.name, scalars)
     own.add_rows("optimizer state", member.name, rows, member.rows, shape[0])
@@ -240,7 +240,7 @@ class OptimizerChanges:
         if entry.shape != run.shapes[member.name]:
             raise CheckpointError(
                 f"with zero=, the states of an optimizer must have the shape of their parameter, or be scalars; "
-                f"{key!r} has shape {list(entry.shape)} in {self._saved.where}, for a parameter of shape "
+                f"{key!r} has shape {list(entry.shape)} in {self._saved.where}, but the parameter has shape "
                 f"{list(run.shapes[member.name])}; leave zero= out"
             )
         return member.rows

@@ -58,7 +58,7 @@ def _fingerprints(part: Part) -> Iterator[tuple[str, str]]:
         yield f"{part.entries[key].kind} {key.partition('/')[2]!r}", fingerprint(tensor)
 
 
-#: Key of a part's values -> what its entries are called in messages.
+#: Key of a part's values -> the name of one of its entries in messages.
 _NAMES = {
     "modules": "module state",
     "groups": "group of the optimizers",

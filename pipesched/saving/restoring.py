@@ -118,7 +118,7 @@ class Restoring:
         return self._both("num_replicas")
 
     def _both(self, name: str) -> tuple[int, int]:
-        """A setting of the saved run and of this one; 1 where it is missing."""
+        """A setting of the saved run and of this run; 1 for a run without this setting."""
         return self._saved.facts.settings.get(name, 1), self._run.facts.settings.get(name, 1)
 
     def _remedy_of_microbatches(self, total: int) -> str:

@@ -56,7 +56,7 @@ class Part:
         self.entries[key] = entry
 
     def joined(self, other: "Part") -> "Part":
-        """Return a part with the content of both parts. The same word in both has a dict, or equal values."""
+        """Return a part with the content of both parts. Under a key that both have, dicts are merged."""
         values = dict(self.values)
         for word, value in other.values.items():
             known = values.get(word)

@@ -38,7 +38,7 @@ def best_known(
 def _programs(
     costs: Costs, num_microbatches: int, placement: Placement, max_in_flight: int | Sequence[int] | None
 ) -> Iterator[Program]:
-    """Yield the program of each schedule that has this placement, made for these costs where the schedule can."""
+    """Yield the program of each schedule that has this placement. Schedules with an option ``costs`` get the costs."""
     num_ranks = max(placement) + 1
     chunks = len(placement) // num_ranks
     for name in schedules.names():

@@ -61,8 +61,8 @@ def lower_bound(
             because such programs hold a recomputed pair only from its R on.
         split: whether each backward can be one B, or an I and a W, whichever is faster. If False, every backward is
             a B. Default: True.
-        effort: the most numbers to compute for all orders of each rank; 10 million take about a second. With 0, only
-            formulas are used. Equal efforts give equal bounds. Default: 4,000,000.
+        effort: the limit on the values to compute when the orders of each rank are searched; 10 million take about a
+            second. With 0, only formulas are used. Equal efforts give equal bounds. Default: 4,000,000.
 
     Returns:
         The bound in seconds.
@@ -74,7 +74,7 @@ def lower_bound(
     check_costs(costs)
     rule = "a placement must be a list with the rank of each stage"
     ranks_of = (
-        range(costs.num_stages) if placement is None else as_list(placement, rule, ("pass for example (0, 1, 0, 1)"))
+        range(costs.num_stages) if placement is None else as_list(placement, rule, ("for example, pass (0, 1, 0, 1)"))
     )
     placement = tuple(ranks_of)
     _check(costs, num_microbatches, placement)
@@ -104,9 +104,8 @@ def lower_bound(
 def program_bound(program: Program, costs: Costs, *, effort: int = 0) -> float | None:
     """Return a lower bound on the makespan of all programs with this program's stages, placement and micro-batches.
 
-    The bound holds whether or not B is split into I and W. It is weaker if the stages are not a single chain, and then
-    does not use ``effort``, which is that of ``lower_bound``. Returns the bound in seconds, or None for a forward-only
-    program.
+    The bound holds whether or not B is split into I and W. If the stages are not a single chain, the bound is weaker,
+    and ``effort`` (as in ``lower_bound``) is ignored. Returns the bound in seconds, or None for a forward-only program.
     """
     if program.forward_only:
         return None
@@ -235,7 +234,7 @@ def _held_back(chunks: Sequence[StageTimes], num_microbatches: int, limit: int) 
 
 @dataclass(frozen=True, kw_only=True)
 class _Phase:
-    """A part of a micro-batch's way through a rank that only some micro-batches can be in at the same time."""
+    """A part of a micro-batch's way through a rank. Only ``places`` micro-batches can be in this part at once."""
 
     start: float  # earliest start
     seconds: float  # shortest duration
@@ -251,7 +250,7 @@ def _phases(chunks: Sequence[StageTimes], num_microbatches: int, limit: int) -> 
 
     Between its F on the first chunk of the pair and its gradient on the second, and between its F on the second and
     its gradient on the first, a micro-batch holds a place on all chunks up to the first. When its F on the second
-    chunk starts, it holds a place on all chunks up to the second. Both limit the number of micro-batches in the phase.
+    chunk starts, it holds a place on all chunks up to the second. Both rules limit the micro-batches in the phase.
     """
     for number, first in enumerate(chunks, 1):
         for following, second in enumerate(chunks[number - 1 :], number):
@@ -269,7 +268,7 @@ def _phases(chunks: Sequence[StageTimes], num_microbatches: int, limit: int) -> 
                     last=end.gradient,
                     after=end.down,
                 )
-            if number == 1:  # the second way, until the first chunk lets go
+            if number == 1:  # also from F on the second chunk until the first chunk releases the pair
                 yield _Phase(
                     start=second.start,
                     seconds=first.turn + first.backward - second.start,

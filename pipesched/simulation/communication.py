@@ -23,8 +23,8 @@ class AxisCommunication:
         size: the number of ranks along the axis.
         sent_bytes: the bytes that a rank sends in a step; the most of any rank.
         seconds: the time of a rank's communication in a step; the longest of any rank.
-        exposed_s: by how much the communication lengthens the step: its time minus the time of the step if this
-            communication took no time.
+        exposed_s: the time by which the communication lengthens the step: the step time minus the step time without
+            this communication.
 
     """
 

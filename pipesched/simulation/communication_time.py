@@ -6,11 +6,11 @@ from typing import NamedTuple
 __all__ = ["CommunicationTime"]
 
 _Interval = tuple[float, float]
-_SOON = 0.05  # an action that starts within this fraction of a gather's time after its end has waited for the gather
+_SOON = 0.05  # fraction of a gather's time: an action that starts this soon after the gather has waited for it
 
 
 class CommunicationTime(NamedTuple):
-    """The time in seconds of a rank's reductions (REDUCE) and gathers (UNSHARD), divided by what happens meanwhile.
+    """The seconds of a rank's reductions (REDUCE) and gathers (UNSHARD): in bubbles, under compute, and exposed.
 
     Attributes:
         in_bubbles_s: the rank is idle for another reason, and a rank of its pipeline still runs a forward or backward.

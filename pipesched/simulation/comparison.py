@@ -81,9 +81,9 @@ def compared(predicted: Trace, measured: Trace) -> Comparison:
     both = [key for key in foreseen if key in seen]
     if not both or predicted.num_ranks != measured.num_ranks:
         raise InputError(
-            f"a comparison requires two traces of one program; the traces have {predicted.num_ranks} and "
-            f"{measured.num_ranks} ranks, and {len(both)} (stage, kind of action) pairs in common; pass traces of one "
-            f"plan"
+            f"a comparison requires two traces of the same program; the traces have {predicted.num_ranks} and "
+            f"{measured.num_ranks} ranks, and {len(both)} (stage, kind of action) pairs in common; pass traces of "
+            f"the same plan"
         )
     rank_of = {span.action.stage: rank for rank, row in enumerate(predicted.by_rank) for span in row}
     stages = []

@@ -71,7 +71,7 @@ class Costs:
         unshard_s: time to gather the whole weights of a stage (UNSHARD).
         gathered_bytes: size of the whole weights, held from UNSHARD to RESHARD in addition to ``weight_bytes``, which
             is then the size of this replica's part.
-        gather_s: time to gather the updated weights from all replicas, which each UPDATE ends with (``zero=1`` or 2).
+        gather_s: time to gather the updated weights from all replicas at the end of each UPDATE (``zero=1`` or 2).
 
     Raises:
         ScheduleError: for tuples of different lengths, and for negative, infinite, NaN or too large numbers.
@@ -274,11 +274,11 @@ class Costs:
 
 def check_costs(costs: Any) -> None:
     """Raise ArgumentError unless ``costs`` is a Costs object."""
-    check_type(costs, Costs, "costs must be a Costs", "pass for example Costs.uniform(num_stages)")
+    check_type(costs, Costs, "costs must be a Costs", "for example, pass Costs.uniform(num_stages)")
 
 
 def _as_buckets(value: Any) -> tuple[Any, ...]:
-    """Return the numbers of a stage's buckets. A single number is that of a single bucket."""
+    """Return the numbers of a stage's buckets. A single number stands for one bucket."""
     several = isinstance(value, Iterable) and not isinstance(value, str | bytes | Mapping)
     return tuple(map(plain, value)) if several else (plain(value),)
 

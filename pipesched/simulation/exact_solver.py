@@ -1,9 +1,9 @@
 """Exact solver: the fastest exact program for a chain of stages, with a proof, by CP-SAT (the extra ``solver``).
 
 The problem is a job shop: each rank runs one action at a time, and holds at most a given number of (stage, micro-batch)
-pairs. Each backward is one B, or an I and a W. In each stage, micro-batches are in ascending order in F, in I and B,
-and in W and B, as in every exact program. The solver searches on one thread and stops after a deterministic amount of
-work, so equal inputs give equal results.
+pairs. Each backward is one B, or an I and a W. As in every exact program, each stage runs its F, its I and B, and its W
+and B in ascending micro-batch order. The solver searches on one thread and stops after a deterministic amount of work,
+so equal inputs give equal results.
 """
 
 from collections.abc import Sequence
@@ -81,7 +81,7 @@ def solve(
         split: whether each backward can be one B, or an I and a W. If False, every backward is a B. Default: True.
         start: the program to start from, with this placement and within the limits. Default: the fastest program of
             all schedules.
-        effort: the most deterministic time of the solver, about a second per unit. Default: 60.
+        effort: the limit on the solver's deterministic time; one unit takes about a second. Default: 60.
 
     Raises:
         InputError: if ortools is not installed.
@@ -94,7 +94,7 @@ def solve(
             "overlap; leave them out, with dataclasses.replace(costs, links=None, overheads=None, overlap=1)"
         )
     if isinstance(effort, bool) or not isinstance(effort, int | float) or not effort > 0:
-        raise ScheduleError(f"effort must be a number above 0; got {effort!r}; pass for example 60")
+        raise ScheduleError(f"effort must be a number above 0; got {effort!r}; for example, pass 60")
     placement = tuple(range(costs.num_stages)) if placement is None else tuple(placement)
     low = lower_bound(costs, num_microbatches, placement=placement, max_in_flight=max_in_flight, split=split)
     if start is None:
@@ -236,7 +236,7 @@ class _JobShop:
         return Solution(program=program, makespan_s=makespan_s, bound_s=bound, status=status)
 
     def _programs(self, solver: Any) -> list[Program]:
-        """Return the solver's program; none if its actions of no length cannot be ordered within the limits."""
+        """Return the solver's program in a list; [] if it is invalid, because actions of length 0 start together."""
         orders: list[list[tuple[Any, ...]]] = [[] for _ in range(max(self._placement) + 1)]
         for (stage, microbatch), forward in self._forward.items():
             pair = (stage, microbatch)

@@ -36,7 +36,7 @@ def check_speed(bytes_per_s: Any, name: str, of: str) -> None:
     if bytes_per_s * LARGEST < 1:
         raise ScheduleError(
             f"a speed must be above 0, in bytes per second, or None if it is unlimited or unknown; {name} is "
-            f"{bytes_per_s!r} for {of}; pass for example 20e9"
+            f"{bytes_per_s!r} for {of}; for example, pass 20e9"
         )
 
 
@@ -100,7 +100,7 @@ class Links:
 
     def __post_init__(self) -> None:
         rule = "hosts must be a list with the host number of each rank"
-        object.__setattr__(self, "hosts", tuple(as_list(self.hosts, rule, "pass for example (0, 0, 1, 1)")))
+        object.__setattr__(self, "hosts", tuple(as_list(self.hosts, rule, "for example, pass (0, 0, 1, 1)")))
         if not all(is_count(host, 0) for host in self.hosts):
             raise ScheduleError(f"{rule}; got {shown(self.hosts)}; pass whole numbers, at least 0")
         pairs = self.special.items() if isinstance(self.special, Mapping) else self.special
@@ -111,7 +111,7 @@ class Links:
         except (TypeError, ValueError):
             raise ScheduleError(
                 f"special must map pairs of ranks to links, {{(from rank, to rank): link}}; got {shown(self.special)}; "
-                f"pass for example {{(0, 1): Link(1e-6, 10e9)}}"
+                f"for example, pass {{(0, 1): Link(1e-6, 10e9)}}"
             ) from None
         twice = next((one for (one, _), (other, _) in pairwise(special) if one == other), None)
         if twice is not None:
@@ -149,7 +149,7 @@ class Links:
     def among(self, ranks: Sequence[int]) -> "Links":
         """Return the links between some of the ranks, which get the numbers 0, 1, ... in the given order.
 
-        Hosts are numbered anew, too. Raises ScheduleError if ``hosts`` lacks a rank.
+        Hosts are renumbered too. Raises ScheduleError if ``hosts`` lacks a rank.
         """
         places = {rank: place for place, rank in enumerate(ranks)}
         hosts = [self._host(rank) for rank in ranks] if self.hosts else []
@@ -180,7 +180,7 @@ class Links:
 
         Args:
             num_bytes: the size of the tensor.
-            ranks: the ranks that take part, in the order of the ring. The slowest link decides.
+            ranks: the ranks that take part, in the order of the ring. The slowest link determines the time.
 
         """
         return self.reduce_scatter_s(num_bytes, ranks) + self.all_gather_s(num_bytes, ranks)
@@ -199,7 +199,7 @@ class Links:
         count = len(ranks)
         if len(set(ranks)) < count or not count:
             raise ScheduleError(
-                f"a collective must have at least one rank, each of them once; got {shown(ranks)}; correct the ranks"
+                f"a collective must have at least one rank, and no rank twice; got {shown(ranks)}; correct the ranks"
             )
         ring = [self.link(one, other) for one, other in zip(ranks, [*ranks[1:], ranks[0]], strict=True)]
         slowest = max(link.latency_s + num_bytes * link.byte_s / count for link in ring)
@@ -238,14 +238,14 @@ class Links:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "Links":
-        """Make links from the values of ``to_dict``. Raises ScheduleError for invalid values."""
+        """Make links from the dict that ``to_dict`` returned. Raises ScheduleError for invalid values."""
 
         def link(plain: Any) -> Link:
             try:
                 return Link.from_dict(plain)
             except ScheduleError as error:
                 raise ScheduleError(
-                    f"links must have inside, between, hosts, special and contended: {error}"
+                    f"links must have the fields inside, between, hosts, special and contended; {error}"
                 ) from error
 
         def special(pairs: Any) -> tuple[Any, ...]:

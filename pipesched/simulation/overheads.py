@@ -48,7 +48,7 @@ class Overheads:
         for name in ("action_s", "waking_s"):
             check_number(getattr(self, name), f"the {name} of overheads")
         rule = "crowding must be a list of numbers, one for each count of ranks"
-        object.__setattr__(self, "crowding", tuple(as_list(self.crowding, rule, "pass for example (1, 1.2)")))
+        object.__setattr__(self, "crowding", tuple(as_list(self.crowding, rule, "for example, pass (1, 1.2)")))
         check_times(self.crowding, "crowding of overheads, entry")
         if self.crowding and (self.crowding[0] != 1 or list(self.crowding) != sorted(self.crowding)):
             raise ScheduleError(
@@ -118,7 +118,7 @@ class Overheads:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "Overheads":
-        """Make overheads from the values of ``to_dict``. Raises ScheduleError for unknown names and invalid numbers."""
+        """Make overheads from the dict that ``to_dict`` returned. Raises ScheduleError for wrong fields."""
 
         def link(plain: Any) -> Link:
             try:
@@ -182,7 +182,7 @@ class Machine:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "Machine":
-        """Make a machine from the values of ``to_dict``. Raises ScheduleError for invalid values."""
+        """Make a machine from the dict that ``to_dict`` returned. Raises ScheduleError for invalid values."""
         overheads = maybe(Overheads.from_dict)
         links = maybe(Links.from_dict)
         return read_fields(cls, values, "a machine must have", links=links, threads=overheads, processes=overheads)

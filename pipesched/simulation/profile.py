@@ -80,7 +80,7 @@ class Profile:
         Costs are interpolated if this micro-batch size was not measured.
         """
         if not is_count(rows):
-            raise ScheduleError(f"rows must be a whole number, at least 1; got {shown(rows)}; pass for example 8")
+            raise ScheduleError(f"rows must be a whole number, at least 1; got {shown(rows)}; for example, pass 8")
         if rows in self.graphs:
             return self.graphs[rows]
         if rows not in self._known:
@@ -116,13 +116,13 @@ class Profile:
 
         """
         rule = "stages must be a list of lists of layers"
-        remedy = "pass for example [['0', '1'], ['2']]"
+        remedy = "for example, pass [['0', '1'], ['2']]"
         stages = [as_list(names, rule, remedy) for names in as_list(stages, rule, remedy)]
         check_type(
             {} if keep is None else keep,
             Mapping,
-            "keep= must map layers to words",
-            "pass for example {'0': 'recompute'}",
+            "keep= must map layers to checkpoint options",
+            "for example, pass {'0': 'recompute'}",
         )
         graph = self.graph(rows)
         _check_layers(list(graph), stages, keep or {})
@@ -168,7 +168,7 @@ class Profile:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "Profile":
-        """Make a profile from the values of ``to_dict``. Raises ScheduleError for missing, unknown or wrong values."""
+        """Make a profile from the dict that ``to_dict`` returned. Raises ScheduleError for invalid values."""
         try:
             check_known("a profile must have", values, ("model", "machine", "sizes"))
             machine = Machine.from_dict(values["machine"])
@@ -181,7 +181,9 @@ class Profile:
             problem = f"a value is wrong ({type(error).__name__}: {error})"
             if isinstance(error, KeyError):
                 problem = f"{error} is missing"
-            raise ScheduleError(f"a profile must have model, machine and sizes; {problem}; {_AGAIN}") from error
+            raise ScheduleError(
+                f"a profile must have the fields model, machine and sizes; {problem}; {_AGAIN}"
+            ) from error
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write the profile to a JSON file."""
@@ -213,7 +215,7 @@ def _check_layers(layers: list[str], stages: Stages, keep: Mapping[str, str]) ->
         if name not in layers or how not in get_args(LayerCheckpoint):
             raise ScheduleError(
                 f"keep= must map layers of the profile to {' or '.join(get_args(LayerCheckpoint))}; got {name!r}: "
-                f"{how!r}; use layer names, and one of these words"
+                f"{how!r}; use layer names, and one of these options"
             )
 
 

@@ -45,8 +45,8 @@ def held_states(whole: ModelStates, part: ModelStates, *, zero: int, once: bool 
         part: the part that this replica holds of divided model states.
         zero: the model states that replicas divide. 0: none; 1: the optimizer's; 2: also gradients; 3: also weights.
         once: whether gradients are reduced, and divided weights gathered, once a step. The rank then holds whole
-            gradients until its last backward, and whole weights, of which its part is a view. If False, each gradient
-            is reduced and each weight gathered for every use, and given up at once. Default: True.
+            gradients until its last backward, and whole weights, of which its part is a view. If False, each weight is
+            gathered for every use and freed after it, and each gradient is reduced and freed at once. Default: True.
 
     """
     return ModelStates(
@@ -89,7 +89,7 @@ class ReplicaMemory:
 
     @classmethod
     def of_buffers(cls, sizes: Sequence[int]) -> "ReplicaMemory":
-        """Return the memory of sums that nobody divides, given the size of each bucket's copy."""
+        """Return the memory of sums that are not divided among replicas, given the size of each bucket's copy."""
         return cls(buckets=tuple(CopyMemory(size, size, size) for size in sizes))
 
 
@@ -107,8 +107,8 @@ def held_with_replicas(
 ) -> HeldWithReplicas:
     """Return the most bytes that ranks hold for sums and exchanges during each action.
 
-    A rank's collectives run one after the other, while the rank computes. So the order of actions tells only the time
-    from which a copy is held. The sum may be complete at once, or only when the rank waits for it.
+    A rank's collectives run one after the other, while the rank computes. So the order of actions determines when a
+    copy is made, but not when its sum is complete: at the latest when the rank waits for it.
 
     Args:
         program: the program.

@@ -97,7 +97,7 @@ class Replication:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "Replication":
-        """Make a replication from the values of ``to_dict``. Raises ScheduleError for invalid values."""
+        """Make a replication from the dict that ``to_dict`` returned. Raises ScheduleError for invalid values."""
         return read_fields(cls, values, "a replication must have")
 
 
@@ -135,7 +135,7 @@ class ReplicaCosts:
         return Links(special=tuple((pair, _slowest(every)) for pair, every in pairs.items() if pair[0] != pair[1]))
 
     def added(self, costs: Costs, placement: Sequence[int], buckets: Buckets) -> Costs:
-        """Return the costs of the stages as one of several replicas runs them.
+        """Return the costs of the stages in one of several replicas.
 
         Args:
             costs: the costs of the stages without replicas.

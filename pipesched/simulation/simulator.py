@@ -86,7 +86,7 @@ def step_time(program: Program, costs: Costs) -> float:
 
 
 def message_times(program: Program, costs: Costs) -> tuple[list[int], list[float]]:
-    """Return the bytes that each rank sends to other ranks, and the seconds that its messages take, one by one."""
+    """Return the bytes that each rank sends to other ranks, and the sum of the seconds that these messages take."""
     links = costs.links or Links(costs.overheads.link if costs.overheads else Link())
     messages = _messages(program, costs)
     ends = messages.sender, messages.receiver

@@ -122,7 +122,7 @@ class Spans(Sequence[Span]):
 
 
 def _times(values: list[Any]) -> Times:
-    """Times as an array of floats or integers, or as an object array where only another type keeps them exact."""
+    """Return times as an array of floats or integers; times of other types, such as Fractions, as an object array."""
     array = np.asarray(values) if values else np.zeros(0)
     if array.dtype.kind in "fi":
         return array
@@ -283,7 +283,7 @@ class Trace:
 
     @property
     def hidden_communication(self) -> float | None:
-        """The fraction of all ranks' time of reductions and gathers in bubbles or under compute. None: no such time."""
+        """The fraction of all reduction and gather time that lies in bubbles or under compute; None without any."""
         total_s = sum(own.total_s for own in self.communication_times)
         return 1 - sum(own.exposed_s for own in self.communication_times) / total_s if total_s else None
 

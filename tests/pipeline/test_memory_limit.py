@@ -80,7 +80,7 @@ def test_a_larger_batch_than_was_planned_for_does_not_break_the_limit_silently(d
         pipe.step(x[:31], target=x[:31])
         before = [parameter.grad.clone() for parameter in pipe.parameters()]
         match = (
-            r"than memory_limit_bytes allows: under this plan, 32 rows in 4 micro-batches of 8; this step has 128 "
+            r"than memory_limit_bytes allows; this plan allows 32 rows in 4 micro-batches of 8, but this step has 128 "
             r"rows in 4 micro-batches of up to 32, so rank \d needs .*, .* more than its limit of .*; pass "
             r"at most 32 rows, or make the pipeline with search=Search\(batch_size=128, ...\)"
         )

@@ -109,7 +109,7 @@ def test_fewer_devices_than_ranks():
 
 def test_no_devices():
     refused(
-        DeviceCountError, IndexError, r"at least one device; got none; pass for example devices=\['cpu'\]", devices=[]
+        DeviceCountError, IndexError, r"at least one device; got none; for example, pass devices=\['cpu'\]", devices=[]
     )
 
 

@@ -341,7 +341,7 @@ def test_sizes_of_memory_on_the_command_line(tmp_path, text, exit_code):
     result = CliRunner().invoke(main, command)
     assert result.exit_code == exit_code
     if exit_code:
-        assert "is not a number of bytes; pass for example 16GB, 16GiB or 2e9" in result.output
+        assert "is not a number of bytes; for example, pass 16GB, 16GiB or 2e9" in result.output
 
 
 def test_a_plan_found_with_links_is_of_these():

@@ -269,7 +269,8 @@ def test_a_file_that_is_no_json_is_named(tmp_path, text):
 def test_a_file_of_another_kind_of_json_is_named(tmp_path, text):
     (tmp_path / "plan.json").write_text(text)
     with pytest.raises(
-        ScheduleError, match=r"plan\.json: a plan must have schedule, stages, .*; got .*; save the file again"
+        ScheduleError,
+        match=r"plan\.json: a plan must have the fields schedule, stages, .*; got .*; save the file again",
     ):
         Plan.load(tmp_path / "plan.json")
 
@@ -300,7 +301,7 @@ def test_a_file_without_an_entry_names_it(tmp_path, key):
         (
             "program",
             {"digset": ""},
-            r"a plan's program must have edges, digest; got the unknown key 'digset' \(did you mean 'digest'\?\)",
+            r"program must have the fields edges, digest; got the unknown key 'digset' \(did you mean 'digest'\?\)",
         ),
         (
             "chekpoint",
@@ -322,7 +323,7 @@ def test_a_file_without_an_entry_names_it(tmp_path, key):
         (
             "alternatives",
             [OTHERS[0].to_dict() | {"speed": 3}],
-            r"an alternative must have label, .*'speed'; correct the key",
+            r"an alternative must have the fields label, .*'speed'; correct the key",
         ),
         ("alternatives", [OTHERS[0].to_dict() | {"step_s": -1}], r"step_s of the alternative '1f1b' is -1"),
     ],

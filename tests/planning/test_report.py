@@ -185,7 +185,7 @@ def test_what_was_not_predicted_is_new():
 
 @pytest.mark.parametrize("other", [plan_of("1f1b", 3).predicted(), Trace((), 2)])
 def test_traces_of_two_programs_are_not_compared(other):
-    with pytest.raises(InputError, match=r"two traces of one program; the traces have 2 and \d ranks"):
+    with pytest.raises(InputError, match=r"two traces of the same program; the traces have 2 and \d ranks"):
         compared(plan_of().predicted(), other)
 
 

@@ -103,7 +103,7 @@ def test_asynchronous_schedules_are_refused(name):
 
 @pytest.mark.parametrize("buckets", [-1, 1.5, True, "2", [1, 2], [1, 2, -1], [1, 2, None], {0: 1}, None])
 def test_a_wrong_number_of_buckets_is_refused(buckets):
-    with pytest.raises(PipeschedError, match=r"one number for each of 3 stages; got .*; pass for example buckets=4"):
+    with pytest.raises(PipeschedError, match=r"one number for each of 3 stages; got .*; for example, pass buckets=4"):
         add_reductions(plain("1f1b"), buckets)
 
 

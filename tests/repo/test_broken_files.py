@@ -123,7 +123,7 @@ SPAN = ["0F0", 0, 0.0, 1.0]
             {"threds": None},
             r"a machine must have .* key 'threds' \(did you mean 'threads'\?\)",
         ),
-        (Machine.from_dict, {"links": ""}, "links must have inside"),
+        (Machine.from_dict, {"links": ""}, "links must have the fields inside"),
         (Machine.from_dict, [], r"a machine must have .*; got \[\]; save the file again"),
         (Overheads.from_dict, {"crowding": 3}, "crowding of overheads must be a list; got 3"),
         (Costs.from_dict, {**Costs.uniform(2).to_dict(), "recompute_s": ""}, "recompute_s is ''; pass a list"),

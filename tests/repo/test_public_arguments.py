@@ -334,8 +334,8 @@ def test_scripts_without_a_model_are_named(tmp_path, command, model):
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("", "names no function; pass for example {script}:make, where make() returns (model, sample)"),
-        (":", "names no function; pass for example {script}:make"),
+        ("", "names no function; for example, pass {script}:make, where make() returns (model, sample)"),
+        (":", "names no function; for example, pass {script}:make"),
         (
             ":sized",
             "{script}:sized has the signature (size) (missing a required argument: 'size'); give each argument a de",

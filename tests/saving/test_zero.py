@@ -61,7 +61,7 @@ def test_all_replicas_write_each_row_once_and_torch_reads_the_files(ranks: Ranks
 def test_what_cannot_be_saved_is_named(ranks: Ranks, tmp_path: Path) -> None:
     names = {
         "scalar": "optimizer state '0.weight' differs between replica 0 (rank 0) and replica 1 (rank 2)",
-        "shape": "must have the shape of their parameter, or be scalars; 'optimizer/0.weight/count' has shape [3] for",
+        "shape": "must have the shape of their parameter, or be scalars; 'optimizer/0.weight/count' has shape [3], but",
         "options": "group of the optimizers 0 differs between replica 0",
         "missing": "must together save each of its rows once; 'optimizer/",
         "twice": "rows, and the processes saved rows 0 to ",

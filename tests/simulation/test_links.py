@@ -128,7 +128,7 @@ def test_the_fake_executor_and_the_simulator_agree_over_any_links(contended, dat
 
 @pytest.mark.parametrize("values", [{}, {"inside": {"latency": 1}}, None])
 def test_a_dict_that_is_no_links_is_refused(values):
-    with pytest.raises(ScheduleError, match="links must have inside, between"):
+    with pytest.raises(ScheduleError, match="links must have the fields inside, between"):
         Links.from_dict(values)
 
 

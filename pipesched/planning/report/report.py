@@ -56,7 +56,7 @@ class Report:
     notes: Sequence[str] = ()
 
     def __post_init__(self) -> None:
-        check_type(self.plan, Plan, "plan must be a Plan", "pass for example pipe.plan, or Plan.load(path)")
+        check_type(self.plan, Plan, "plan must be a Plan", "for example, pass pipe.plan, or Plan.load(path)")
         for trace in (self.measured, self.predicted):
             if trace is not None:
                 check_trace(trace)

@@ -1,7 +1,7 @@
 """Searched orders: turns costs in seconds into a search problem, and the result of the search into orders.
 
-The times of the search are whole numbers. Whole numbers and fractions stay exact as long as they are not too long;
-other times are rounded to a part in 4 x 10**9 of the longest one.
+The times of the search are whole numbers. Costs that are integers or fractions are converted exactly if the results
+stay below 2**32. Other costs are rounded to a multiple of the longest time divided by 2**32.
 """
 
 import math
@@ -28,8 +28,8 @@ __all__ = ["StageCosts", "searched_orders"]
 
 _STEPS = 400_000  # steps of annealing at effort 1
 _LISTS = 300  # list schedules at effort 1
-_FEW_LISTS = 16  # list schedules at least
-_LISTED = 50_000  # actions that list schedules place at most, if there are more than a few
+_FEW_LISTS = 16  # the least number of list schedules
+_LISTED = 50_000  # the most actions in all list schedules together, unless _FEW_LISTS schedules have more
 _LONGEST = 1 << 32  # the longest time, in units of the search
 _MOST_SEARCHED = 20_000  # (stage, micro-batch) pairs up to which known schedules that search take part
 _KIND_OF = {Kind.F: FORWARD, Kind.I: INPUT_GRAD, Kind.W: WEIGHT_GRAD, Kind.B: BACKWARD}
@@ -78,7 +78,9 @@ def searched_orders(
     effort: float,
     starts: Iterable[Schedule | Program],
 ) -> list[Order]:
-    """Search the orders of all ranks. The program is exact, and never slower than the known ones within the limits.
+    """Search for the orders of all ranks with the shortest makespan.
+
+    The program is exact, and at most as long as each program of ``starts`` that is within the limits.
 
     Args:
         shape: the ranks, micro-batches and placement.
@@ -202,7 +204,7 @@ def _unit(times: set[float]) -> Fraction:
 
 
 def _resources(shape: Shape, of_each: Sequence[StageCosts], limits: dict[str, Any]) -> list[Resource]:
-    """Return the resources that ``limits`` limits: pairs in flight and bytes."""
+    """Return the limited resources: pairs in flight and bytes."""
     stages = range(shape.num_stages)
 
     def table(amounts: Callable[[StageCosts], Sequence[int]]) -> list[list[int]]:
@@ -247,7 +249,7 @@ def _as_list(limit: Any, num_ranks: int) -> list[Any]:
 
 
 def _known(shape: Shape, starts: Iterable[Schedule | Program], passed: dict[str, Any]) -> list[Program]:
-    """Return the programs to start from, simpler ones first: without split, without a search, with less in flight."""
+    """Return the programs to start from, the simplest first: unsplit backwards, no search, the lowest peaks."""
     found = []
     for start in starts:
         program = start if isinstance(start, Program) else _built(start, shape, passed)

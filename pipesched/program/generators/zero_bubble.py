@@ -137,7 +137,7 @@ class _Rank:
 
     @property
     def owed(self) -> int:
-        """The number of weight gradients that can run, because their input gradients have run."""
+        """The number of weight gradients that have not run although their input gradients have."""
         return self.input_grads - self.weight_grads
 
     @property

@@ -1,1 +1,1 @@
-"""Search: finds orders that are made for given times and memory limits, as sequences of whole numbers."""
+"""Search: finds short orders for given times and memory limits. Actions are represented by whole numbers."""

@@ -1,7 +1,7 @@
-"""Simulated annealing on orders (Kirkpatrick et al. 1983), with random numbers and steps that are the same everywhere.
+"""Simulated annealing of orders (Kirkpatrick et al. 1983), reproducible on every machine.
 
 Random numbers come from a xorshift generator with two words of 32 bits (Marsaglia 2003), and all arithmetic is on
-whole numbers. Equal inputs therefore give equal orders on every machine, compiled or not.
+whole numbers. Equal inputs therefore give equal orders on every machine, with and without compilation.
 """
 
 import math
@@ -32,7 +32,7 @@ class Cooling(NamedTuple):
 
 
 class _Memory(NamedTuple):
-    """Memory for an annealing run."""
+    """The preallocated buffers of an annealing run."""
 
     clocks: Clocks
     #: The orders before a fusion or a split, of one rank.
@@ -42,7 +42,7 @@ class _Memory(NamedTuple):
 
 
 class Annealer:
-    """Improves orders.
+    """Improves orders by simulated annealing.
 
     Args:
         tables: the problem.
@@ -83,7 +83,7 @@ class Annealer:
 
 
 class _Run(NamedTuple):
-    """The numbers of an annealing run."""
+    """The parameters of an annealing run."""
 
     makespan: int
     goal: int
@@ -143,7 +143,7 @@ def _anneal(tables: Tables, memory: _Memory, orders: Sequences, best: Sequences,
 
 @compiled
 def _distance(bits: int) -> int:
-    """Return how far an action moves: 1 to 3 places in 60 % of the cases, else up to 24; negative to the left."""
+    """Return the slots by which an action moves: up to 3 in 60 % of the cases, else up to 24. Negative: to the left."""
     most = _NEAR if bits % 5 < 3 else _FAR
     bits //= 5
     distance = 1 + (bits // 2) % most
@@ -152,7 +152,7 @@ def _distance(bits: int) -> int:
 
 @compiled
 def _shifted(tables: Tables, memory: _Memory, orders: Sequences, slot: int, most: int, bits: int) -> int:
-    """Move an action. Return the makespan, or UNFIT if it is above ``most``; then nothing changes."""
+    """Move an action. Return the makespan, or UNFIT and undo the move if the makespan would exceed ``most``."""
     rank = tables.rank_of_slot[slot]
     to = shift(tables, orders, rank, slot, _distance(bits))
     if to == slot:
@@ -167,7 +167,7 @@ def _shifted(tables: Tables, memory: _Memory, orders: Sequences, slot: int, most
 
 @compiled
 def _recombined(tables: Tables, memory: _Memory, orders: Sequences, slot: int, most: int, bits: int) -> int:
-    """Fuse an I and a W, or split a B. Return the makespan, or UNFIT if it is above ``most``; then nothing changes."""
+    """Fuse an I and a W, or split a B. Return the makespan, or UNFIT and undo it if that would exceed ``most``."""
     rank = tables.rank_of_slot[slot]
     begin = tables.first[rank]
     length = orders.lengths[rank]

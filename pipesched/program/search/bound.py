@@ -1,8 +1,8 @@
-"""Bound: a time that no orders can beat, so that a search knows when to stop.
+"""Bound: a lower bound on the makespan. A search that reaches the bound stops.
 
-Two arguments are applied to every rank. One machine (Carlier 1982): earliest start + work + shortest time to the end,
-for any part of the rank's work. In turns: if a stage can hold n micro-batches, forward number n + 1 waits until one of
-the first n is released.
+The bound is the largest of two kinds of bounds over all ranks. The one-machine bound (Carlier 1982) is the earliest
+start + work + shortest time to the end, for any part of the rank's work. The in-turns bound is for limited memory: if a
+stage can hold n micro-batches, the next forward after n forwards waits until one of these micro-batches is released.
 """
 
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ def lower_bound(problem: Problem) -> int:
 
 
 class _Stages:
-    """The earliest starts and the shortest remaining times of the stages' actions, whichever the micro-batch."""
+    """The earliest starts and the shortest remaining times of the stages' actions, over all micro-batches."""
 
     def __init__(self, problem: Problem) -> None:
         self._times = [[list(row) for row in rows] for rows in problem.times]
@@ -51,7 +51,7 @@ class _Stages:
         self._start, self._turn, self._down, self._after = start, turn, down, after
 
     def one_machine(self, chunks: tuple[int, ...]) -> int:
-        """Return the largest value of earliest start + work + shortest time to the end, over all parts of the work."""
+        """Return the one-machine bound of the rank that holds these stages."""
         tasks = [task for stage in chunks for task in self._tasks(stage)]
         best = 0
         for moment in {start for start, _, _ in tasks}:
@@ -78,7 +78,7 @@ class _Stages:
         ]
 
     def in_turns(self, stage: int, limit: int, takes: Sequence[int]) -> int:
-        """Return the bound that follows from how many micro-batches a stage can hold."""
+        """Return the in-turns bound of a stage; 0 if the stage can hold all micro-batches."""
         room = limit // max(1, min(takes))
         if not 0 < room < self._count:
             return 0

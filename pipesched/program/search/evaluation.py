@@ -1,7 +1,7 @@
 """Evaluation: computes the makespan of the orders of all ranks, and checks the limits of the ranks.
 
-Each rank runs its order as far as the inputs of its actions are there, one rank after the other, until all have ended.
-If no rank can go on, the orders are a deadlock.
+The ranks run in turn, each until the input of its next action is missing. This repeats until all actions have ended, or
+no rank can go on, which is a deadlock.
 """
 
 from typing import NamedTuple
@@ -18,7 +18,7 @@ UNFIT = -1
 class Sequences(NamedTuple):
     """The orders of all ranks, as codes of actions in slots."""
 
-    #: The code of the action in each slot. Slots behind the end of a rank's order are unused.
+    #: The code of the action in each slot. Slots after the end of a rank's order are unused.
     slots: Whole
     #: The number of actions of each rank.
     lengths: Whole
@@ -29,7 +29,7 @@ class Sequences(NamedTuple):
 
 
 class Clocks(NamedTuple):
-    """Memory for an evaluation."""
+    """The preallocated buffers of an evaluation."""
 
     #: The end times of actions, numbered as in ``Tables.yields``.
     done: Whole
@@ -49,7 +49,7 @@ def sequences(tables: Tables) -> Sequences:
 
 
 def clocks(tables: Tables) -> Clocks:
-    """Return memory for evaluations."""
+    """Allocate the buffers of an evaluation."""
     ranks = [0] * tables.num_ranks
     return Clocks(whole(tables.blank), whole(ranks), whole(ranks), whole(ranks))
 

@@ -1,8 +1,8 @@
 """List scheduling for given times: writes the orders of all ranks action by action, the earliest start first.
 
 A rank that could run out of memory starts a forward only if it could then finish all micro-batches that it holds, one
-after the other, oldest first (the banker's algorithm, Dijkstra 1965). So no rule leads to a deadlock. The rules differ
-in the choices that are left; none is best for all problems.
+after the other, oldest first (the banker's algorithm, Dijkstra 1965). So no rule leads to a deadlock. A `Rule` sets the
+remaining choices; no rule is best for all problems.
 """
 
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ __all__ = ["ListScheduler", "Rule", "rules"]
 _ONE = 256  # fixed point: 1.0
 _NEVER = 1 << 53  # later than every start
 _GOLDEN = 0.618  # multiples of the golden ratio spread evenly
-_FIRST_STAGE, _NONE_OWED = 1, 2  # where B replaces I and W
+_FIRST_STAGE, _NONE_OWED = 1, 2  # values of ``Rule.fused``
 
 
 class Rule(NamedTuple):
@@ -29,19 +29,18 @@ class Rule(NamedTuple):
     window: int
     #: Whether a rank runs forwards and backwards in turn, 1 or 0; otherwise a backward comes before a forward.
     in_turn: int
-    #: How much of a weight gradient must fit in a gap, in 1/256.
+    #: The share of a weight gradient that must fit in a gap, in 1/256.
     filling: int
-    #: How much later than the earliest action a better one may start, in 1/256 of its time.
+    #: The delay of a preferred action after the earliest possible start that is accepted, in 1/256 of its time.
     patience: int
-    #: Which of several forwards comes first: 0: that of the deepest stage, 1: of the shallowest, 2: of the oldest
-    #: micro-batch.
+    #: The forward that comes first: 0: of the deepest stage, 1: of the shallowest stage, 2: of the oldest micro-batch.
     depth: int
-    #: Where a B replaces I and W: 0: nowhere, 1: on the first stage, 2: wherever the stage owes no W.
+    #: Where a B replaces I and W: 0: nowhere, 1: on the first stage, 2: wherever all earlier W of the stage have run.
     fused: int
 
 
 def rules(problem: Problem) -> Iterator[Rule]:
-    """Yield the rules worth trying, in an order whose first part has some of each choice."""
+    """Yield the rules worth trying, shuffled, so that the first few already differ in every choice."""
     ranks, most = problem.num_ranks, problem.num_microbatches
     windows = sorted({min(most, max(1, window)) for window in (ranks // 2, ranks, 2 * ranks, most)}, reverse=True)
     several = max(map(len, problem.chunks)) > 1
@@ -55,7 +54,7 @@ def rules(problem: Problem) -> Iterator[Rule]:
 
 
 class _Progress(NamedTuple):
-    """How far the ranks and stages have come."""
+    """The state of all ranks and stages while orders are written. A W is owed from its I until the W is written."""
 
     clocks: Clocks
     #: For each stage, its next F.
@@ -237,7 +236,7 @@ def _prefer(tables: Tables, rule: Rule, progress: _Progress, rank: int, earliest
 
 @compiled
 def _rating(tables: Tables, rule: Rule, code: int) -> int:
-    """Return a number that is higher for the better of two forwards, or of two backwards."""
+    """Return the priority of an action among forwards or among backwards."""
     stage = code // KINDS // tables.num_microbatches
     if code % KINDS != FORWARD or rule.depth == 1:
         return -stage
@@ -255,7 +254,7 @@ def _ready(tables: Tables, progress: _Progress, now: int, code: int) -> int:
 
 @compiled
 def _fits(tables: Tables, progress: _Progress, rank: int, code: int) -> bool:
-    """Return whether a rank can take what an action takes."""
+    """Return whether an action fits in the rank's memory now."""
     codes = tables.num_stages * tables.num_microbatches * KINDS
     for resource in range(tables.num_resources):
         at = resource * tables.num_ranks + rank
@@ -266,7 +265,7 @@ def _fits(tables: Tables, progress: _Progress, rank: int, code: int) -> bool:
 
 @compiled
 def _oldest_owed(tables: Tables, progress: _Progress, rank: int) -> int:
-    """Return the owed W of a rank with the lowest micro-batch, or -1."""
+    """Return the owed W of a rank with the lowest micro-batch; -1 if no W is owed."""
     count = tables.num_microbatches
     best = -1
     for at in range(tables.first_chunk[rank], tables.first_chunk[rank + 1]):

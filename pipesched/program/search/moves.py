@@ -1,6 +1,6 @@
 """Moves: small changes of one rank's order that keep every stage's micro-batches in ascending order.
 
-Three moves reach every order: an action moves some places on its rank, an I and its W become a B, and a B becomes an I
+Three moves reach every order: an action moves by some slots on its rank, an I and its W become a B, or a B becomes an I
 and a W.
 """
 
@@ -13,7 +13,7 @@ __all__ = ["fuse", "rotate", "shift", "split"]
 
 @compiled
 def ordered(tables: Tables, a: int, b: int) -> bool:
-    """Return whether the order of two actions of one rank is fixed, whichever of them comes first now.
+    """Return whether the order of two actions of one rank is fixed. The result does not depend on their current order.
 
     On one stage, the order of two F, of two of I and B, and of two of W and B is fixed. So is the order of a
     micro-batch's own actions, and that of an action and the action on another stage that waits for it.
@@ -45,7 +45,7 @@ def rotate(orders: Sequences, slot: int, to: int) -> None:
 
 @compiled
 def reach(tables: Tables, orders: Sequences, rank: int, slot: int, distance: int) -> int:
-    """Return the slot that an action reaches if it moves by ``distance`` places, or less if another action bars it."""
+    """Return the slot that an action reaches if it moves by ``distance`` slots, fewer if another action blocks it."""
     slots = orders.slots
     code = slots[slot]
     begin = tables.first[rank]
@@ -62,7 +62,7 @@ def reach(tables: Tables, orders: Sequences, rank: int, slot: int, distance: int
 
 @compiled
 def shift(tables: Tables, orders: Sequences, rank: int, slot: int, distance: int) -> int:
-    """Move an action by up to ``distance`` places. Return its new slot, or its old one if nothing has changed."""
+    """Move an action by up to ``distance`` slots. Return its new slot, or its old slot if nothing has changed."""
     to = reach(tables, orders, rank, slot, distance)
     if to == slot:
         return slot
@@ -76,9 +76,9 @@ def shift(tables: Tables, orders: Sequences, rank: int, slot: int, distance: int
 
 @compiled
 def fuse(tables: Tables, orders: Sequences, rank: int, slot: int, early: bool) -> bool:
-    """Make a B from the I or W in a slot and its partner, in the place of the I (``early``) or of the W.
+    """Replace the I or W in a slot, and its partner, by a B in the slot of the I (``early``) or of the W.
 
-    Returns whether the order has changed. It has also changed if it exceeds a limit now: ``held`` is not up to date.
+    Returns whether the order has changed. The limits are not checked, and ``held`` is not updated.
     """
     slots = orders.slots
     begin = tables.first[rank]
@@ -107,7 +107,7 @@ def fuse(tables: Tables, orders: Sequences, rank: int, slot: int, early: bool) -
 
 @compiled
 def split(tables: Tables, orders: Sequences, rank: int, slot: int, distance: int) -> None:
-    """Make an I in the place of a B, and a W up to ``distance`` places behind it. ``held`` is then not up to date."""
+    """Replace a B by an I in its slot and a W up to ``distance`` slots later. ``held`` is not updated."""
     slots = orders.slots
     stop = tables.first[rank] + orders.lengths[rank]
     backward = slots[slot]

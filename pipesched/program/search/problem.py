@@ -91,7 +91,7 @@ class Tables(NamedTuple):
     num_resources: int
     #: Whether some B has an advantage over its I and W: 1 or 0.
     fuses: int
-    #: The end times before the first action: -1, but 0 for the time that nobody has to wait for.
+    #: The initial end times: 0 for actions that need no other action, -1 (not known yet) for all others.
     blank: Whole
     #: The first slot of each rank, and the number of all slots.
     first: Whole
@@ -105,11 +105,11 @@ class Tables(NamedTuple):
     chunks: Whole
     #: The time of each action.
     seconds: Whole
-    #: For each action, the number of the end time that it waits for.
+    #: For each action, the index of the end time that it waits for.
     needs: Whole
     #: For each action, the time of the message that it waits for.
     lag: Whole
-    #: For each action, the number of the end time that it sets.
+    #: For each action, the index of the end time that it sets.
     yields: Whole
     #: For each resource and action, the amount that the action takes at its start.
     takes: Whole

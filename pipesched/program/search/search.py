@@ -1,4 +1,4 @@
-"""The search: list schedules and known orders, then annealing of the best of them."""
+"""The search: tries known orders and list schedules, then improves the best of them by annealing."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -24,7 +24,7 @@ class Found:
         makespan: the makespan of the orders.
         bound: a makespan that no orders can beat.
         evaluations: the number of orders that the search has tried.
-        known: the position of the orders among the known ones, or None if the search has found others.
+        known: the index of the known orders that are best, or None if the search has found better ones.
 
     """
 
@@ -50,7 +50,7 @@ def search(problem: Problem, known: Iterable[Sequence[Sequence[int]]], *, steps:
 
 @dataclass(order=True)
 class _Start:
-    """Orders to start from, ranked by makespan, then simplicity."""
+    """Orders to start from, sorted by makespan, then by the time at which they were added."""
 
     makespan: int
     number: int
@@ -118,7 +118,7 @@ class _Search:
                 return
 
     def _anneal(self) -> _Start:
-        """Anneal the best starts, one after the other."""
+        """Improve the best starts by annealing, one after the other, and return the best result."""
         annealer = Annealer(self._tables)
         best = self._starts[0]
         starts = self._different()
@@ -154,7 +154,7 @@ class _Search:
         return chosen
 
     def _split(self, orders: Sequences) -> None:
-        """Make I and W of each B, where that is not longer and within the limits: an earlier stage then waits less."""
+        """Split each B into I and W if that takes no more time or memory. The stage before then waits less."""
         for rank, codes in enumerate(self._codes(orders)):
             pieces = [piece for code in codes for piece in self._pieces(code)]
             kept = codes
@@ -188,7 +188,7 @@ class _Search:
         return Found(tuple(self._codes(best.orders)), best.makespan, self._bound, self._tried, best.known)
 
 
-_SMALL = 100  # actions up to which annealing starts hot: it can find other structures than that of its start
+_SMALL = 100  # the most actions for which annealing starts hot, and so can find orders unlike those it starts from
 _RUNS = 6
 _HOT = (1.0, 0.05)
 _COLD = (0.1, 0.01)

@@ -37,7 +37,7 @@ def label_bound(
         limits: the most (stage, micro-batch) pairs that each rank holds at once, keyed by rank.
         num_microbatches: the number of micro-batches.
         low: a known lower bound in seconds, above 0.
-        effort: the most numbers that the labels of all sweeps may have. When it is spent, the best bound so far counts.
+        effort: the limit on the numbers in the labels of all sweeps. If it is reached, the best bound so far is used.
         split: whether a backward can be an I and a W.
 
     """

@@ -1,9 +1,9 @@
 """Label sweep: a search through all orders of one rank's work, which shows that no order meets a deadline.
 
-The rank's machine and its memory are kept; every other rank is only a delay. A state says how many F, gradients and W
-of each chunk are done. Its label holds the time and, for each micro-batch in progress, the time at which the input of
-its next action arrives. Of several labels of one state, the componentwise minimum is kept: this is still a bound,
-because no action ends later if it starts earlier. So there is one label per state.
+The search models the time and the memory of this rank; every other rank is only a delay. A state is the number of F,
+gradients and W of each chunk that are done. Its label holds the time and, for each micro-batch in progress, the time at
+which the input of its next action arrives. If a state has several labels, their componentwise minimum replaces them.
+This is still a bound, because no action ends later if it starts earlier. So there is one label per state.
 
 A label is dropped if the rest of the step cannot end before the deadline. If no label is left, no program ends before
 the deadline. Several deadlines and all ranks are swept at once, as rows of arrays.
@@ -56,20 +56,20 @@ class Swept(NamedTuple):
 
     #: The deadlines that no program meets.
     missed: tuple[int, ...]
-    #: The deadlines that labels keep. () if the effort was spent before the end.
+    #: The deadlines for which labels are left. () if the effort was spent before the end.
     kept: tuple[int, ...]
     #: The effort that is left.
     effort: int
 
 
 class _States:
-    """Rows of states: the problem of each (a rank and a deadline), its counts of actions, and its label."""
+    """States as rows of arrays: the problem (a rank and a deadline), the counts of actions, and the label of each."""
 
     def __init__(self, problem: _Ints, counts: _Ints, labels: _Ints) -> None:
         self.problem = problem
         #: The numbers of F, gradients and owed W of each chunk.
         self.counts = counts
-        #: The time, the last return of a gradient, and the arrival times of micro-batches, by number modulo the limit.
+        #: The time, the last arrival of a gradient, and the arrivals of micro-batches (by number modulo the limit).
         self.labels = labels
 
     def __len__(self) -> int:
@@ -138,7 +138,7 @@ class Sweep:
         return Swept(missed, tuple(deadline for deadline in self._deadlines if deadline not in missed), effort)
 
     def _unmissed(self, states: _States, level: int) -> _States:
-        """Return the states without those of deadlines that another rank is sure to miss."""
+        """Return the states of deadlines that no rank is sure to miss."""
         waiting = [states, *self._waiting.get(level + 1, [])]
         return states[self._kept(waiting)[states.problem // self._num_ranks]]
 

@@ -10,8 +10,8 @@ from pipesched.simulation.costs import Costs
 
 __all__ = ["TimeUnits"]
 
-_SLACK = Fraction(1, 1024)  # of a unit
-_MOST = 2**38  # sums of so many units fit into 64 bits by far
+_SLACK = Fraction(1, 1024)  # in units
+_MOST = 2**38  # far below 2**63, so that sums do not overflow
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class TimeUnits:
 
     @classmethod
     def of(cls, costs: Costs, num_microbatches: int, most: int = _MOST) -> "TimeUnits":
-        """Choose the unit: exact if a step, one action after the other, then has fewer than ``most`` units."""
+        """Choose the unit. It is exact if all actions of a step together then take fewer than ``most`` units."""
         columns = (costs.forward_s, costs.input_grad_s, costs.weight_grad_s, costs.backward_s)
         times = [*(seconds for column in columns for seconds in column), costs.transfer_s]
         longest = num_microbatches * (sum(times) + 2 * costs.num_stages * costs.transfer_s)
@@ -38,7 +38,7 @@ class TimeUnits:
         return cls(Fraction(2) ** power, exact=False, whole=False)
 
     def down(self, seconds: float) -> int:
-        """Return a time in units, rounded down; floats by a little more, because sums of floats are not exact."""
+        """Return a time in units, rounded down. Inexact times are first reduced by the error of float sums."""
         slack = 0 if self.exact else _SLACK
         return max(0, floor(Fraction(seconds) * self.per_second - slack))
 
@@ -47,7 +47,7 @@ class TimeUnits:
         return tuple(map(self.down, seconds))
 
     def up(self, seconds: float) -> int:
-        """Return a bound in units: if all times are whole numbers of units, every makespan is one, too."""
+        """Return a bound in units. It is rounded up if all times, and so all makespans, are whole numbers of units."""
         own = Fraction(seconds) * self.per_second
         return ceil(own) if self.exact else floor(own)
 
