@@ -214,7 +214,7 @@ def loss_of(output: Any, way: str) -> Tensor:
 
 
 def rows(inputs: dict[str, Any], begin: int, end: int) -> dict[str, Any]:
-    """Some rows of the inputs."""
+    """Return some rows of the inputs."""
     return {key: value[begin:end] if isinstance(value, Tensor) else value for key, value in inputs.items()}
 
 

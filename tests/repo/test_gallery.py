@@ -123,7 +123,7 @@ def test_what_is_not_up_to_date_is_found(tree, what):
     plant(tree)
     result = run(tree, "--check")
     assert result.returncode == 1, result.stdout + result.stderr
-    assert f"not up to date: {', '.join(f'docs/{name}' for name in names)} (" in result.stderr
+    assert f"out of date: {', '.join(f'docs/{name}' for name in names)} (" in result.stderr
     assert "run `make gallery`" in result.stderr
 
 
