@@ -37,7 +37,7 @@ def share_overflow(parameters: Sequence[nn.Parameter], host: RankHost, intra_op_
     idle = [rank for rank, (count, _) in enumerate(known) if not count]
     if idle:
         raise InputError(
-            f"with scaler= and optimizers of your own, every rank needs a gradient, because GradScaler.step() fails "
+            f"with scaler= and your own optimizers, every rank needs a gradient, because GradScaler.step() fails "
             f"without one; rank {idle[0]} of {len(known)} has none; pass optimizer=, or use fewer ranks"
         )
     if not all(finite for _, finite in known):
