@@ -2,12 +2,12 @@
 
     python benchmarks/asynchronous_save.py [--pairs 15]
 
-Steps without a save alternate with steps after a call of ``pipe.save(..., asynchronous=True)``. The time of a step
-with a save includes the call of ``save``, which copies the tensors. The save ends before the next step without a save.
-The script prints the median times, their ratio with a 95 % bootstrap interval, the bytes of the checkpoint, and a
-predicted ratio. The prediction adds the time to copy these bytes, measured separately, to the time of a step. The
-stages either sleep, as a host that waits for its accelerators does, or compute linear layers with AdamW on all cores.
-Both kinds run in one process and over a mesh of two.
+Steps without a save alternate with steps after a call of ``pipe.save(..., asynchronous=True)``. The time of a step with
+a save includes the call of ``save``, which copies the tensors. The save ends before the next step without a save. The
+script prints the median times, their ratio with a 95 % bootstrap interval, the bytes of the checkpoint, and a predicted
+ratio. The prediction adds the time to copy these bytes, measured separately, to the time of a step. The stages either
+sleep, like a host that waits for its accelerators, or compute linear layers with AdamW on all cores. Both kinds run in
+one process and over a mesh of two.
 """
 
 import argparse

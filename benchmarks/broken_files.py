@@ -2,7 +2,7 @@
 
 A reader may accept a changed file that is still valid, or refuse it with a PipeschedError that names the file. Every
 other outcome is a bug: another exception (raw); a reader that does not return (hang); an impossible value that is
-accepted, or a value of the file that is missing from the object that was read (wrong); or a message that quotes the
+accepted, or a value of the file that is missing in the resulting object (wrong); or a message that quotes the
 whole file (long). Identical seeds produce identical files.
 
     python benchmarks/broken_files.py --files 400            # of each kind; prints a table and the failures
@@ -252,7 +252,7 @@ def _numbers_hold(value: Any) -> None:
 
 
 def _nothing_ignored(given: Any, kept: Any, but: set[str] | None = None, place: str = "") -> None:
-    """Raise Wrong if a value of the file is missing in the object that was read. An empty list may be missing."""
+    """Raise Wrong if a value of the file is missing in the resulting object. An empty list may be missing."""
     if given == []:
         return
     if isinstance(given, dict) and isinstance(kept, dict):

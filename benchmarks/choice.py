@@ -121,7 +121,7 @@ class Running:
 
 
 def swept(name: str, profile: Profile) -> Iterator[tuple[float, str, dict[str, Any]]]:
-    """Run every plan and yield its seconds, a label, and the options that make it."""
+    """Run every plan; yield its seconds, a label, and the options of its pipeline."""
     graph = profile.graph(ROWS)
     work = [graph.nodes[layer]["forward_s"] + graph.nodes[layer]["backward_s"] for layer in graph]
     for schedule in synchronous():

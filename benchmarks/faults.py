@@ -24,7 +24,7 @@ from tests.support.run_faults import Outcome, outcomes
 LAYOUTS = {
     (store, num_ranks, replicas): f"{f'{replicas}x2, fully_shard' if replicas > 1 else '3 ranks'}; store {place}"
     for num_ranks, replicas in ((3, 1), (4, 2))
-    for store, place in zip(STORES, ("in a process of its own", "in rank 0"), strict=True)
+    for store, place in zip(STORES, ("in a separate process", "in rank 0"), strict=True)
 }
 
 

@@ -74,7 +74,7 @@ def peak_bytes() -> int:
 
 
 def measured(make: Callable[[], Any], step: Callable[[Any], Any]) -> tuple[Any, tuple[float, ...]]:
-    """Build a model and run a step; returns the model, its added peak memory after each, and its building time."""
+    """Build a model and run a step; return the model, the added peak memory after each, and the time of building."""
     gc.collect()
     before, begin_s = peak_bytes(), time.perf_counter()
     model = make()

@@ -11,7 +11,7 @@ The script runs every measurement for which the machine has enough devices.
   turn (A B A B ...) with torch's own schedules over NCCL in the same processes.
 
 The script prints the median of the paired ratios with a 95 % bootstrap interval. It compares the gradients first.
-Without a CUDA device it prints only that there is none.
+Without a CUDA device it prints only a message.
 """
 
 import argparse
@@ -110,7 +110,7 @@ def alike(pipe: Pipeline, theirs: nn.Sequential) -> bool:
 
 
 def in_process(shape: Shape, devices: list[torch.device], pairs: int) -> None:
-    """Measure stages in this process beside the loop on the first device."""
+    """Compare stages in this process with the loop on the first device."""
     print(f"\nstages in one process on {', '.join(map(str, devices))}, beside plain accumulation on {devices[0]}")
     print(f"{'schedule':<20}{'ours / loop':>24}{'ours ms':>10}{'loop ms':>10}  equal")
     x, y = shape.batch(devices[0])
@@ -221,7 +221,7 @@ def run_rank(rank: int, store: str, ranks: int, kind: str, shape: Shape, pairs: 
 
 
 def one_rank_a_process(shape: Shape, kind: str, ranks: int, pairs: int) -> None:
-    """Measure beside torch.distributed.pipelining, with one process for each rank."""
+    """Compare with torch.distributed.pipelining, with one process for each rank."""
     print(f"\na process for each of {ranks} ranks over {'NCCL' if kind == 'cuda' else 'gloo'}, beside torch's")
     print(f"{'schedule':<20}{'ours / torch':>24}{'ours ms':>10}{'torch ms':>10}  equal", flush=True)
     port = torch.randint(20000, 60000, (), generator=torch.Generator().manual_seed(time.time_ns() % 2**31)).item()
@@ -229,7 +229,7 @@ def one_rank_a_process(shape: Shape, kind: str, ranks: int, pairs: int) -> None:
 
 
 def main() -> None:
-    """Run the measurements that the machine has devices for."""
+    """Run the measurements for which the machine has enough devices."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=25)
     for name, default in (("blocks", 16), ("width", 1024), ("tokens", 512), ("rows", 32)):

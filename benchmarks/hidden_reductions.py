@@ -2,12 +2,12 @@
 
     python benchmarks/hidden_reductions.py [--steps 14] [--replicas 2] [--schedules 1f1b zb-h1]
 
-A pipeline of four ranks with two replicas runs steps of 8 micro-batches on 8 processes. The stages sleep, as a host
-that waits for its accelerators does, and so does each sum over replicas, as if the link between the replicas were slow:
-the sums of a stage take 90 % of one of its backward passes. The prediction simulates the program with the times of each
-kind of action in the first half of the steps; the other half is measured. The script prints the makespan, predicted and
-measured, and for each rank the share of its sums that lies in bubbles, under compute, and after the last backward pass
-of all ranks.
+A pipeline of four ranks with two replicas runs steps of 8 micro-batches on 8 processes. The stages sleep, like a host
+that waits for its accelerators. The sums over replicas also sleep, as if the link between the replicas were slow: all
+sums of a stage together take 90 % of the time of one backward pass of the stage. The prediction simulates the program
+with the times of each kind of action in the first half of the steps; the other half is measured. The script prints the
+makespan, predicted and measured, and for each rank the share of its sums that lies in bubbles, under compute, and after
+the last backward pass of all ranks.
 """
 
 import argparse
@@ -84,7 +84,7 @@ def in_rank(group: Any, schedule: str, replicas: int, steps: int) -> tuple[list[
 
 
 def line(name: str, traces: list[Trace]) -> str:
-    """The makespan, and for each rank where its sums lie, as medians over the traces."""
+    """Return the medians over the traces of the makespan and of each rank's shares of its sums."""
     parts = []
     for rank in range(_RANKS):
         times = [trace.communication_times[rank] for trace in traces]

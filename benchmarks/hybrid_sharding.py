@@ -5,7 +5,7 @@
 Four processes train a model with dropout for two steps, on unequal numbers of labels, with clipping and AdamW. The
 cases are all combinations of mesh (replicas x shards x ranks of a pipeline), schedule, and whether fully_shard divides
 all layers or some. Prints, for each case, the largest relative error of the losses, gradients, norms and weights
-against ``reference_step(num_replicas=)``; the limit is 1e-6, because fully_shard adds gradients in an order of its own.
+against ``reference_step(num_replicas=)``; the limit is 1e-6, because fully_shard adds gradients in a different order.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Instances: random small scheduling problems by family, and how close the bound is to proved optima. Needs ortools.
+"""Instances: compares the bound with proved optima of random small scheduling problems. Needs ortools.
 
 python benchmarks/instances.py --count 40 [--file optima.json] [--effort 60]
 """
@@ -81,7 +81,7 @@ def _one(family: str, rng: random.Random) -> Instance:
 
 
 def _random_costs(stages: int, rng: random.Random) -> Costs:
-    """Times from 1 to 9, with W at times free, and B as long as I and W or a little shorter."""
+    """Return times from 1 to 9. Sometimes W takes no time; B takes as long as I + W or a little less."""
     forward = [rng.randint(1, 9) for _ in range(stages)]
     inputs = [rng.randint(1, 9) for _ in range(stages)]
     weights = [rng.randint(0, 9) for _ in range(stages)]
@@ -89,7 +89,7 @@ def _random_costs(stages: int, rng: random.Random) -> Costs:
 
 
 def _realistic_costs(stages: int, rng: random.Random) -> Costs:
-    """Stages of about equal length, one of them up to 1.6 times as long, such as that with the head."""
+    """Return similar stages, one of which takes up to 1.6 times as long, like a stage with the head."""
     forward = [rng.randint(14, 20) for _ in range(stages)]
     heavy = rng.randrange(stages)
     forward[heavy] = round(forward[heavy] * rng.uniform(1, 1.6))

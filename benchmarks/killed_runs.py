@@ -68,7 +68,7 @@ def usage(process: int) -> tuple[int, int, int]:
 
 
 def undisturbed(options: list[str], num_ranks: int) -> None:
-    """Run to the end, and print what rank 0 uses, a line every 20 seconds."""
+    """Run to the end, and print the resources that rank 0 uses, one line every 20 seconds."""
     begun = time.monotonic()
     processes = start(num_ranks, options)
     with ended(processes):

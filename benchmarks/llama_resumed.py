@@ -4,8 +4,8 @@
 
 A small Llama with dropout and uneven labels trains on 2 replicas of 2 ranks, with zero=2 and with zero=0, and is saved
 after half of the steps. It continues on 2x2 ranks, on 1 pipeline of 4 ranks, on 4 replicas, and in one process. All
-losses are compared bit by bit with those of one loop that never stops. The loop adds the gradients as the replicas do:
-as before the stop in its first half, as after it in its second.
+losses are compared bit by bit with those of one loop that never stops. In each half, the loop adds the gradients in the
+same order as the replicas of this half.
 """
 
 import argparse

@@ -4,8 +4,8 @@
 
 The run clips, schedules the learning rate, evaluates, logs and saves asynchronously, first in one process, then on a
 mesh of two ranks. The script prints a line per tenth of the run of rank 0. The last save before a line is not
-asynchronous, so that no save is under way. The script fails if objects, threads or files are added in proportion to
-saves in the second half of a run.
+asynchronous, so that no save is running. The script fails if the number of objects, threads or files grows with the
+number of saves in the second half of a run.
 """
 
 import argparse

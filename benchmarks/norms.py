@@ -3,11 +3,11 @@
     python benchmarks/norms.py [--steps 4] [--long-steps 50] [--quick]
 
 A small model with dropout and a tied weight is trained with every combination of 1 to 4 ranks, schedule, place (one
-process, or one process per rank), checkpointing, dtype and way to clip: ``pipe.clip_grad_norm_`` with an optimizer of
-the user, or ``Numerics(clip_grad_norm=)`` with ``optimizer=``. In every step the norm, the loss and the weights must be
-bit-identical to those of the loop. Then an overflow is caused in one layer after the other: all ranks must skip the
-update and halve the scale, as torch's GradScaler does in the loop. --quick runs every seventh combination.
-Every combination trains for --steps steps, and one in seven for --long-steps.
+process, or one process per rank), checkpointing, dtype and way to clip: ``pipe.clip_grad_norm_`` with a separate
+optimizer, or ``Numerics(clip_grad_norm=)`` with ``optimizer=``. In every step the norm, the loss and the weights must
+be bit-identical to those of the loop. Then an overflow is caused in one layer after the other: all ranks must skip the
+update and halve the scale, as torch's GradScaler does in the loop. --quick runs every seventh combination. Every
+combination trains for --steps steps, and one in seven for --long-steps.
 """
 
 import argparse
@@ -41,7 +41,7 @@ def cases() -> Iterator[tuple[int, str, str, Any, torch.dtype]]:
 
 
 def run(ranks: Ranks, place: str, count: int, job: Callable[..., Any], *args: Any) -> list[Any]:
-    """Run a job on ranks in this process or in processes of their own."""
+    """Run a job on ranks in this process or in separate processes."""
     if place == "mesh":
         return ranks.run(count, job, *args, timeout_s=_PATIENCE_S)
     return run_here(count, job, *args)

@@ -1,4 +1,4 @@
-"""Optimality: how far orders are from proven optima. ``python benchmarks/optimality.py [--effort 1] [--every 1]``.
+"""Optimality: compares orders with proven optima. ``python benchmarks/optimality.py [--effort 1] [--every 1]``.
 
 `optima.json` has small problems that CP-SAT has solved to a proven optimum. For each family of problems, the script
 prints the best of the fixed schedules and the searched order, over the optimum of exact programs: median, 90th

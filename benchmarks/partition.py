@@ -208,13 +208,13 @@ def profile(path: Path) -> nx.DiGraph:
 
 
 def own_order(graph: nx.DiGraph) -> list[float]:
-    """The times of the layers in topological order, by their numbers."""
+    """Return the times of the layers in topological order."""
     order = nx.lexicographical_topological_sort(graph, lambda name: int(name.removeprefix("node")))
     return [graph.nodes[name]["forward_s"] + graph.nodes[name]["backward_s"] for name in order]
 
 
 def random_times(generator: random.Random) -> list[float]:
-    """Random times of some light and some heavy layers."""
+    """Return random times, some small and some large."""
     return [generator.choice([0.1, 1, 3]) * generator.random() for _ in range(generator.randrange(16, 80))]
 
 

@@ -162,7 +162,7 @@ def ours(case: Case) -> float:
 
 
 def ours_lean(case: Case) -> float:
-    """The search, with every rank limited to the largest memory of any rank under a balanced cut and 1F1B."""
+    """The search with a memory limit: the largest memory of any rank under a balanced cut and 1F1B."""
     program = schedules.get("1f1b").program(case.num_ranks, case.num_microbatches)
     costs = case.costs(balance(case.column("forward_s", "backward_s"), case.num_ranks))
     most = max(memory.total_bytes for memory in rank_memory(program, costs))
@@ -233,7 +233,7 @@ def main() -> None:
 
 
 def summary(over: dict[str, list[float]]) -> None:
-    """Print the geometric mean and the worst case of each planner, and how much faster our step is."""
+    """Print the geometric mean and the worst case of each planner, and the ratio of its step to ours."""
     print()
     for name, values in over.items():
         pairs = [(value, own) for value, own in zip(values, over["ours"], strict=True) if not math.isnan(value)]

@@ -1,4 +1,4 @@
-"""Reductions: how much of the sums of gradients over replicas each schedule hides, by simulation.
+"""Reductions: simulates how much of the time of gradient sums over replicas each schedule hides.
 
     python benchmarks/reductions.py [--ranks 4] [--microbatches 8] [--replicas 8] [--picture reductions.png]
 

@@ -1,4 +1,4 @@
-"""Replica memory: held and sent bytes against predicted ones: `python benchmarks/replica_memory.py`.
+"""Replica memory: compares held and sent bytes with the prediction: `python benchmarks/replica_memory.py`.
 
 Four gloo ranks form 2 replicas of 2 ranks, or 4 replicas of 1 rank. A row shows the smallest and the largest ratio of
 predicted to held bytes over the ranks, in the second step, and the bytes that a rank sends to the other replicas in a

@@ -3,9 +3,9 @@
     python benchmarks/resume.py [--most 50] [--only pairwise | replicas | zero]
 
 The plans before and after the stop vary in five factors: 1 to 4 ranks; 1f1b, interleaved-1f1b, zb-v or zb-h1; one
-process or a mesh; an optimizer of the user or ``optimizer=``; checkpointing "never", "always" or by layer. The cases
-are pairwise: every combination of values of any two factors occurs at least once. The model has tied weights, BatchNorm
-and dropout; AdamW has a learning rate scheduler. The script compares losses, weights, buffers, optimizer states and
+process or a mesh; a separate optimizer or ``optimizer=``; checkpointing "never", "always" or by layer. The cases are
+pairwise: every combination of values of any two factors occurs at least once. The model has tied weights, BatchNorm and
+dropout; AdamW has a learning rate scheduler. The script compares losses, weights, buffers, optimizer states and
 learning rates. All cases run in the same processes.
 
 Further cases begin or end with 2 or 4 replicas. Where the number of replicas changes, the loop adds the gradients as

@@ -4,7 +4,7 @@
 
 "once": fully_shard divides the blocks, and a step gathers and reduces each block once. "flags":
 ``Distributed(gather_once=False)``, where fully_shard gathers for each forward and backward and reduces in each
-backward, as pipesched did before it had the option. "zero2": ``Distributed(zero=2)`` without fully_shard. "torch":
+backward, as earlier versions of pipesched did. "zero2": ``Distributed(zero=2)`` without fully_shard. "torch":
 torch.distributed.pipelining with fully_shard and reshard_after_forward=False, in the same four processes.
 
 All variants update the weights with AdamW in each step. They run in turn (A B C A B C ...); every step begins with a
@@ -101,7 +101,7 @@ def pipeline(name: str, width: int, mesh: DeviceMesh, rows: int, **options: Any)
 
 
 def own(name: str, mesh: DeviceMesh, batch: tuple[Tensor, Tensor], gather_once: bool) -> Variant:
-    """Our pipeline over stages that fully_shard divides."""
+    """Make our pipeline, with stages that fully_shard divides."""
     x, y = batch
     shards = mesh["shard"]
     pipe = pipeline(
@@ -123,7 +123,7 @@ def own(name: str, mesh: DeviceMesh, batch: tuple[Tensor, Tensor], gather_once: 
 
 
 def divided(name: str, mesh: DeviceMesh, batch: tuple[Tensor, Tensor], zero: Literal[1, 2]) -> Variant:
-    """Our pipeline, which divides the update over the replicas."""
+    """Make our pipeline, with updates divided over the replicas."""
     x, y = batch
     axes = {"pipeline": "pp", "replicate": "shard"}
     pipe = pipeline(
@@ -133,7 +133,7 @@ def divided(name: str, mesh: DeviceMesh, batch: tuple[Tensor, Tensor], zero: Lit
 
 
 def rival(name: str, mesh: DeviceMesh, batch: tuple[Tensor, Tensor]) -> Variant:
-    """The pipeline of torch over stages that fully_shard divides."""
+    """Make torch's pipeline, with stages that fully_shard divides."""
     x, y = batch
     made, chunks, in_a_v = RIVALS[name]
     ranks = mesh["pp"]

@@ -46,7 +46,7 @@ Say = Callable[[int], bytes]
 
 
 def dial(address: Address, *, receive_bytes: int = 0) -> socket.socket | None:
-    """Connect to a rank; returns None if its backlog is full or it is gone."""
+    """Connect to a rank; return None if its backlog is full or the rank has ended."""
     connection = socket.socket(socket.AF_UNIX if isinstance(address, str) else socket.AF_INET)
     if receive_bytes:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
@@ -160,7 +160,7 @@ KINDS: dict[str, tuple[str, Callable[[list[Address], Path], Iterator[int]]]] = {
 
 
 def attack(kind: str, folder: Path, num_ranks: int) -> None:
-    """Run in a separate process: wait for the ranks' addresses, attack them, and keep on."""
+    """Run in a separate process: wait for the ranks' addresses, and attack them until the process is stopped."""
     paths = [folder / f"address-{rank}" for rank in range(num_ranks)]
     if kind == "later":
         paths.append(folder / "started")
@@ -311,7 +311,7 @@ def main() -> int:
 
 
 def one_by_one(kinds: list[str], folders: list[Path], num_ranks: int) -> None:
-    """Run in a process without torch's threads: start each kind of client in turn, until its job is over."""
+    """Run in a process without torch's threads: start each kind of client in turn, and stop it after its job."""
     for kind, folder in zip(kinds, folders, strict=True):
         stranger = multiprocessing.get_context("fork").Process(target=attack, args=(kind, folder, num_ranks))
         stranger.start()

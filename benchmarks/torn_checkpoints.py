@@ -133,7 +133,7 @@ def killed_save(path: Path, way: str, first: int, rng: random.Random) -> int:
 
 
 def kills(count: int, ways: tuple[str, ...] = WAYS, seed: int = 0) -> Counter[str]:
-    """Kill this number of saves; return when each was killed, and how many paths were whole afterwards."""
+    """Kill this number of saves; return the time of each kill, and the number of complete paths afterwards."""
     rng = random.Random(seed)
     found: Counter[str] = Counter()
     with tempfile.TemporaryDirectory() as folder, pipeline() as pipe:

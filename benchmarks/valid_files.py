@@ -91,7 +91,7 @@ def _row(rows: int) -> "nx.DiGraph[str]":
 
 @cache
 def profile() -> Profile:
-    """A profile of a row of layers."""
+    """A profile of a chain of layers."""
     return Profile({rows: _row(rows) for rows in (2, 4, 8)}, "a row", MACHINE)
 
 

@@ -106,7 +106,7 @@ class Party:
 
 
 def peak_mib(party: str, stages: int, mode: str, threads: int) -> float:
-    """The peak of a fresh process beyond its memory with the model built, in MiB."""
+    """Return the peak memory of a fresh process in MiB, minus its memory after building the model."""
     asked = json.dumps([party, stages, mode, threads])
     done = subprocess.run([sys.executable, __file__, "--run", asked], capture_output=True, text=True, check=True)
     return float(done.stdout.splitlines()[-1])

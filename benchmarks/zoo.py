@@ -214,7 +214,7 @@ def loss_of(output: Any, way: str) -> Tensor:
 
 
 def rows(inputs: dict[str, Any], begin: int, end: int) -> dict[str, Any]:
-    """Some rows of the inputs."""
+    """Return some rows of the inputs."""
     return {key: value[begin:end] if isinstance(value, Tensor) else value for key, value in inputs.items()}
 
 
@@ -291,8 +291,8 @@ with {machine}, transformers {transformers}.
   to the model's output.
 - **torch, own loss**: torch's tracer, on the model with labels. The model computes its own loss.
 
-In the two columns of shares, four perfectly balanced stages would have 25 each. No other cut of
-these layers has a smaller largest share.
+In the columns "work %" and "time %", four perfectly balanced stages would have 25 each. With any
+other cut of these layers, the largest share would be at least as large.
 
 In the two columns for torch, the schedule is `Schedule1F1B`, and the cut balances the work. Each
 rank receives the inputs of its stage as keyword arguments. Decoders get `use_cache=False`, because
@@ -300,7 +300,8 @@ torch cannot trace any of them otherwise. The cells contain:
 
 - *works*: a step succeeds, and in a repetition without dropout all gradients equal those of the
   plain loop within rounding;
-- *wrong gradients*: a parameter whose gradient differs, and the number of other such parameters;
+- *wrong gradients*: the first parameter whose gradient differs, and the number of other such
+  parameters;
 - any other text: the first line of the error;
 - nothing: the model cannot run without labels, or does not compute a loss itself.
 

@@ -1,9 +1,9 @@
-"""The gallery: writes docs/schedules.md and a picture of every schedule, or checks that what lies there is up to date.
+"""The gallery: writes docs/schedules.md and a picture of every schedule, or checks that these files are up to date.
 
     python docs/gallery.py [--check]
 
-Everything comes from the schedules themselves: their files, docstrings, programs and simulated traces. The report that
-docs/howto/reports.md shows is drawn from a plan and a measured step, which docs/record.py recorded.
+The page is generated from the schedules' files, docstrings, programs and simulated traces. The report in
+docs/howto/reports.md is drawn from a plan and a measured step that docs/record.py recorded.
 """
 
 import argparse
@@ -38,10 +38,10 @@ from pipesched.viz import plot_timeline
 
 DOCS = Path(__file__).resolve().parent
 PAGE, PICTURES = "schedules.md", "schedules"  # both in DOCS
-REPORT = "report"  # a folder there with a plan and a trace, and the picture of both
+REPORT = "report"  # a folder in DOCS with a plan, a trace and a picture of both
 RANKS, MICROBATCHES = 4, 8
-STEPS, STEP_MICROBATCHES, UPDATE_S = 3, 4, 0.5  # drawn of schedules that run on from step to step
-WIDTH, HEIGHT = 10, 2.7  # of a picture in inches, and its style: the same bytes wherever it is drawn
+STEPS, STEP_MICROBATCHES, UPDATE_S = 3, 4, 0.5  # for pictures of asynchronous schedules
+WIDTH, HEIGHT = 10, 2.7  # size of a picture in inches; its style gives the same bytes on every machine
 STYLE: list[Any] = ["default", {"svg.fonttype": "path", "svg.hashsalt": "pipesched"}]
 
 HEAD = """\
@@ -51,18 +51,19 @@ HEAD = """\
 
 Every schedule of pipesched on {ranks} ranks with {microbatches} micro-batches, as simulated. For one micro-batch, the
 forward (F), the input gradients (I) and the weight gradients (W) of a rank's part of the model take 1 s each, a whole
-backward (B) takes 2 s, and messages take no time. A rank with several stages (chunks) divides its part, and these
-times, among them. `make gallery` generates this page from the files in [schedules/](../schedules).
+backward (B) takes 2 s, and messages take no time. If a rank has several stages (chunks), its part and these times are
+divided equally among them. `make gallery` generates this page from the files in [schedules/](../schedules).
 
-- **bubble**: idle time over (ranks x makespan). **Of the span**: idle time over the longest time between one rank's own
-  first start and last end, as the zero-bubble papers count.
-- **above the bound**: how far the makespan is above the bound, a time that no schedule with the same stages and ranks
-  can beat, whatever its memory.
-- **held**: the most micro-batches that a rank holds at once, each from its F to the end of its B or W. A micro-batch
-  that is held in one chunk counts as the chunk's share.
+- **bubble**: idle time / (ranks x makespan).
+- **of the span**: idle time / the longest time from the first start to the last end on a single rank, as defined in the
+  zero-bubble papers.
+- **above the bound**: the relative difference between the makespan and the bound. No schedule with the same stages and
+  ranks can beat the bound, even with unlimited memory.
+- **held**: the largest number of micro-batches that a rank holds at the same time, each from its F to the end of its B
+  or W. With n chunks per rank, a micro-batch in one chunk counts 1/n.
 - **lines**: lines of code of the schedule's file, without blank lines, comments and docstrings.
-- **exact**: gradients add up in the order of the micro-batches, so results are equal bit for bit from schedule to
-  schedule. Asynchronous schedules also depend on the weights that each micro-batch uses.
+- **exact**: gradients are added in the order of the micro-batches, so the results of all exact schedules are
+  bit-identical. The results of asynchronous schedules also depend on the weights that each micro-batch uses.
 """
 
 LEGEND = """\
@@ -71,41 +72,42 @@ LEGEND = """\
 A row is a rank, and time runs to the right. The number in a bar is the micro-batch, and the colour is the kind of work:
 blue F, the forward; orange B, a whole backward; red I, the input gradients, for which the previous stage waits; green
 W, the weight gradients, for which no other stage waits. Hatched grey is bubble. If a rank holds several chunks, the
-full colour is the first one in the order of stages, and lighter shades are later ones. Grey UPDATE is the optimizer's
-step of schedules that place it. If micro-batches are cut into token slices, the numbers count slices.
+first one in the order of stages has the full colour, and later ones have lighter shades. A grey UPDATE is the
+optimizer's step in a schedule that contains updates. If micro-batches are divided into token slices, the numbers count
+slices.
 """
 
 
 @dataclass(frozen=True)
 class Exhibit:
-    """One schedule with its program and trace, of one step and of several that run on into each other."""
+    """One schedule, with its program and the traces of one step and of several overlapping steps."""
 
     schedule: Schedule
     program: Program
 
     @cached_property
     def trace(self) -> Trace:
-        """One step, simulated."""
+        """The simulated trace of one step."""
         return simulate(self.program, unit_costs(self.program))
 
     def steps(self, count: int, num_microbatches: int = MICROBATCHES, update_s: float = 0) -> Trace:
-        """Several steps that run on into each other, simulated."""
+        """Return the simulated trace of several overlapping steps."""
         program = self.schedule.program(self.program.num_ranks, num_microbatches, steps=count)
         return simulate(program, unit_costs(program, update_s))
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Ranks and micro-batches."""
+        """The numbers of ranks and micro-batches."""
         return self.program.num_ranks, self.program.num_microbatches // self.program.slices_per_microbatch
 
     @property
     def span_bubble(self) -> float:
-        """The idle share of the busiest rank's time, counted inside the longest span."""
+        """The idle fraction of the longest span, for the busiest rank."""
         return 1 - max(self.trace.busy_s) / self.trace.span_s
 
     @cached_property
     def steady_bubble(self) -> float | None:
-        """The idle share of what a further step adds, where steps run on into each other."""
+        """The idle fraction of the time that a further step adds; None if steps do not overlap."""
         if not self.program.has_updates:
             return None
         two, three = self.steps(2), self.steps(3)
@@ -114,41 +116,41 @@ class Exhibit:
 
     @property
     def held(self) -> list[float]:
-        """The most micro-batches that each rank holds at once, in its whole part of the model."""
+        """For each rank, the largest number of micro-batches that it holds; one in n chunks counts 1/n."""
         ranks = range(self.program.num_ranks)
         return [pairs * share(self.program, rank) for rank, pairs in zip(ranks, self.trace.peak_in_flight, strict=True)]
 
     @property
     def versions(self) -> list[int]:
-        """The most versions of its weights that each rank holds at once."""
+        """For each rank, the largest number of weight versions that it holds at the same time."""
         peaks, ranks = self.steps(3).peak_versions, range(self.program.num_ranks)
         return [max(peaks[stage] for stage in self.program.chunks(rank)) for rank in ranks]
 
     @property
     def source(self) -> str:
-        """The schedule's file as text."""
+        """The text of the schedule's file."""
         return (DOCS.parent / self.path).read_text(encoding="utf-8")
 
     @property
     def path(self) -> str:
-        """The schedule's file, seen from the root."""
+        """The path of the schedule's file, relative to the repository."""
         return f"schedules/{self.schedule.module.rpartition('.')[2]}.py"
 
     @property
     def picture(self) -> str:
-        """The schedule's picture, seen from the page."""
+        """The path of the schedule's picture, relative to the page."""
         return f"{PICTURES}/{self.schedule.name}.svg"
 
 
 def exhibits() -> list[Exhibit]:
-    """The schedules of the folder schedules/, not those of installed packages: the least bubble, then memory, first."""
+    """Return the schedules in the folder schedules/, sorted by bubble, then by memory."""
     known = map(schedules.get, schedules.names(sliced=True))
     own = [Exhibit(each, nearest(each)) for each in known if each.module.startswith("pipesched.schedules.")]
     return sorted(own, key=lambda one: (round(one.trace.bubble_ratio, 9), max(one.held), one.schedule.name))
 
 
 def nearest(schedule: Schedule) -> Program:
-    """The schedule's program for RANKS and MICROBATCHES, or for the nearest shape that it has."""
+    """Return the schedule's program for RANKS and MICROBATCHES, or for the nearest valid shape."""
     shapes = product(range(1, 2 * RANKS + 1), range(1, 2 * MICROBATCHES + 1))
     for shape in sorted(shapes, key=lambda shape: abs(shape[0] - RANKS) + abs(shape[1] - MICROBATCHES)):
         try:
@@ -159,12 +161,12 @@ def nearest(schedule: Schedule) -> Program:
 
 
 def share(program: Program, rank: int) -> float:
-    """Which part of its rank's work for a micro-batch one forward is."""
+    """Return the part of a rank's work on a micro-batch that belongs to one of its stages."""
     return 1 / program.shares[program.chunks(rank)[0]]
 
 
 def unit_costs(program: Program, update_s: float = 0) -> Costs:
-    """F, I and W of a rank take a second each for a micro-batch."""
+    """Return costs with which F, I and W of a rank take one second each per micro-batch."""
     seconds = tuple(share(program, rank) for rank in program.placement)
     updates = (update_s,) * program.num_stages
     return Costs(forward_s=seconds, input_grad_s=seconds, weight_grad_s=seconds, update_s=updates)
@@ -174,13 +176,13 @@ def unit_costs(program: Program, update_s: float = 0) -> Costs:
 
 
 def page(shown: list[Exhibit]) -> str:
-    """The whole page."""
+    """Return the whole page."""
     head = HEAD.format(ranks=RANKS, microbatches=MICROBATCHES)
     return "\n".join([head, overview(shown), LEGEND, *map(section, shown)])
 
 
 def overview(shown: list[Exhibit]) -> str:
-    """A row a schedule."""
+    """Return the table with a row for each schedule."""
     rows = [
         (
             f"[{one.schedule.name}](#{one.schedule.name})",
@@ -195,23 +197,23 @@ def overview(shown: list[Exhibit]) -> str:
     ]
     header = ("schedule", "bubble", "of the span", "above the bound", "held", "lines", "paper")
     steady = [f"{one.schedule.name} {percent(one.steady_bubble)}" for one in shown if one.steady_bubble is not None]
-    note = f"\n\\* Of one step alone. Steps run on into each other; the bubble of a further one: {', '.join(steady)}.\n"
+    note = f"\n\\* For a single step. Steps overlap, and the bubble of each further step is: {', '.join(steady)}.\n"
     return table(header, rows) + (note if steady else "")
 
 
 def section(one: Exhibit) -> str:
-    """One schedule: paper, description, picture, figures."""
+    """Return the section of one schedule: paper, description, picture, figures."""
     return "\n".join([f"## {one.schedule.name}\n", f"{paper(one)}\n", *description(one), picture(one), figures(one)])
 
 
 def paper(one: Exhibit) -> str:
-    """The first sentence of the file, with the paper's address as a link."""
+    """Return the first sentence of the file's docstring, with the paper's address as a link."""
     first = (ast.get_docstring(ast.parse(one.source)) or "").partition("\n\n")[0]
     return linked(prose(first))
 
 
 def short_paper(one: Exhibit) -> str:
-    """Authors and year, linked."""
+    """Return the paper's authors and year, with a link."""
     text = paper(one)
     cited = re.search(r"[\w'-]+(?: & [\w'-]+| et al\.| and [\w'-]+)? (?:19|20)\d\d", text)
     address = re.search(r"\((https://[^)]+)\)", text)
@@ -219,12 +221,12 @@ def short_paper(one: Exhibit) -> str:
 
 
 def linked(text: str) -> str:
-    """The text with addresses on arXiv as links."""
+    """Return the text with arXiv numbers as links."""
     return re.sub(r"arXiv:(\d{4}\.\d{4,5})", r"[arXiv:\1](https://arxiv.org/abs/\1)", text)
 
 
 def description(one: Exhibit) -> Iterator[str]:
-    """The paragraphs of the function's docstring: orders as text, the formula set off."""
+    """Yield the paragraphs of the function's docstring: orders as text, the formula as a quotation."""
     first, *rest = one.schedule.description.split("\n\n")
     yield prose(re.sub(r"\. [^.]*(?:et al\. )?(?:19|20)\d\d\.$", ".", prose(first, plain=True))) + "\n"
     for paragraph in rest:
@@ -235,30 +237,30 @@ def description(one: Exhibit) -> Iterator[str]:
 
 
 def prose(paragraph: str, plain: bool = False) -> str:
-    """A paragraph on one line; unless plain, with what Markdown would read as its own."""
+    """Return a paragraph on one line. Unless ``plain``, characters with a meaning in Markdown are escaped."""
     text = " ".join(paragraph.split())
     return text if plain else re.sub(r"\*|<(?=[a-zA-Z/!])", r"\\\g<0>", text)
 
 
 def picture(one: Exhibit) -> str:
-    """The picture and what it shows."""
+    """Return the picture with its caption."""
     return f"![Timeline of {one.schedule.name}: {caption(one)}]({one.picture})\n\n*{caption(one)}*\n"
 
 
 def caption(one: Exhibit) -> str:
-    """What the picture shows."""
+    """Return the caption of the picture."""
     ranks, microbatches = one.shape
     if one.program.has_updates:
         return (
-            f"{ranks} ranks, {STEPS} steps of {STEP_MICROBATCHES} micro-batches that run on into each other; "
+            f"{ranks} ranks, {STEPS} overlapping steps of {STEP_MICROBATCHES} micro-batches; "
             f"an update is drawn as {UPDATE_S} s"
         )
-    nearest_to = f", the nearest that it has to {RANKS} and {MICROBATCHES}"
+    nearest_to = f", the valid shape nearest to {RANKS} and {MICROBATCHES}"
     return f"{ranks} ranks, {microbatches} micro-batches" + nearest_to * (one.shape != (RANKS, MICROBATCHES))
 
 
 def figures(one: Exhibit) -> str:
-    """What the simulation and the file say."""
+    """Return the table of figures from the simulation and the file."""
     trace, options = one.trace, one.schedule.options
     code = f"{lines_of_code(one.source)}, [{one.path}](../{one.path})"
     code += "".join(f", over [{path}](../{path})" for path in helpers(one.source))
@@ -279,23 +281,23 @@ def figures(one: Exhibit) -> str:
 
 
 def above(one: Exhibit) -> str:
-    """How far above the bound; a dash where there is none."""
+    """Return the relative difference to the bound; a dash if there is no bound."""
     value = one.trace.above_bound
     return "-" if value is None else percent(value)
 
 
 def percent(value: float) -> str:
-    """A share in percent, as the docs write it."""
+    """Return a fraction as a percentage."""
     return f"{abs(round(100 * value, 1)):.1f} %"
 
 
 def numbers(values: Iterable[float]) -> str:
-    """Numbers of the ranks, rank 0 first."""
+    """Return the numbers of all ranks as text, rank 0 first."""
     return ", ".join(f"{value:.4g}" for value in values)
 
 
 def table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    """A table in Markdown."""
+    """Return a table in Markdown."""
     head = tuple(header)
     return "".join(f"| {' | '.join(cells)} |\n" for cells in (head, ["---"] * len(head), *rows))
 
@@ -304,7 +306,7 @@ def table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
 
 
 def lines_of_code(source: str) -> int:
-    """How many lines hold code: no blank ones, comments or docstrings."""
+    """Count the lines of code, without blank lines, comments and docstrings."""
     nothing = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)
     lines = {line for t in tokens if t.type not in nothing for line in range(t.start[0], t.end[0] + 1)}
@@ -312,14 +314,14 @@ def lines_of_code(source: str) -> int:
 
 
 def docstring_lines(source: str) -> Iterator[int]:
-    """The lines of all docstrings."""
+    """Yield the line numbers of all docstrings."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Module | ast.FunctionDef | ast.ClassDef) and ast.get_docstring(node) is not None:
             yield from range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1)
 
 
 def helpers(source: str) -> list[str]:
-    """The files with generators of orders that a schedule imports, seen from the root."""
+    """Return the paths of the generator modules that a schedule imports, relative to the repository."""
     imports = [node.module or "" for node in ast.parse(source).body if isinstance(node, ast.ImportFrom)]
     return [
         f"{name.replace('.', '/')}.py" for name in imports if name.startswith("pipesched.") and name[10:] != "order"
@@ -330,24 +332,26 @@ def helpers(source: str) -> list[str]:
 
 
 def drawn(one: Exhibit) -> str:
-    """The schedule's timeline as SVG, text as outlines, so that it looks the same everywhere."""
+    """Return the schedule's timeline as SVG. Text becomes outlines, so the picture looks the same everywhere."""
     several = one.program.has_updates
     trace = one.steps(STEPS, STEP_MICROBATCHES, UPDATE_S) if several else one.trace
     with style.context(STYLE):
         figure = Figure(figsize=(WIDTH, HEIGHT), layout="constrained")
         ax = figure.add_subplot()
         plot_timeline(trace, ax)
-        if several:  # its figures would be those of the steps that are drawn, with the time of updates
+        if several:  # the default title would show figures that include all drawn steps and the updates
             ax.set_title(f"{one.schedule.name}: {caption(one)}", loc="left", fontsize=11, pad=24)
         for artist in (*ax.texts, *ax.collections):
-            artist.set_clip_on(False)  # nothing reaches over the edge, and each would name its clip
+            artist.set_clip_on(
+                False
+            )  # nothing is outside the axes, and every clip path would take an entry in the file
         file = io.StringIO()
         figure.savefig(file, format="svg", metadata={"Date": None, "Creator": None})
     return small(file.getvalue())
 
 
 def reported() -> str:
-    """The report of the recorded step as SVG."""
+    """Return the report of the recorded step as SVG."""
     report = Report(Plan.load(DOCS / REPORT / "plan.json"), Trace.load(DOCS / REPORT / "trace.json"))
     with style.context(STYLE):
         file = io.StringIO()
@@ -356,10 +360,10 @@ def reported() -> str:
 
 
 def small(svg: str) -> str:
-    """The same picture in half the bytes: an element a line, hundredths of a point, bars of one colour as one path."""
+    """Return the same picture in half the bytes: one element per line, two decimals, one path for each colour."""
     nothing = (r"<!--.*?-->", r"<metadata>.*?</metadata>", r' id="(?:text|patch|line2d|matplotlib\.axis)_\d+"')
     svg = re.sub("|".join(nothing), "", svg, flags=re.DOTALL)
-    names: dict[str, str] = {}  # of glyphs: numbers in the font's file, of which there are several
+    names: dict[str, str] = {}  # names of glyphs; matplotlib's names depend on the version of the font file
     glyph = r"DejaVuSans(?:-Bold|-Oblique)*-[0-9a-f]+\b"
     svg = re.sub(glyph, lambda found: names.setdefault(found[0], f"g{len(names)}"), svg)
     svg = re.sub(r"\s*\n\s*(?=<)", "\n", svg)
@@ -375,25 +379,25 @@ def small(svg: str) -> str:
 
 
 def files() -> dict[str, str]:
-    """Every file of the gallery, by its path in DOCS."""
+    """Return the text of every file of the gallery, keyed by its path in DOCS."""
     shown = exhibits()
     pictures = {one.picture: drawn(one) for one in shown}
     return {PAGE: page(shown), f"{REPORT}/report.svg": reported(), **pictures}
 
 
 def stale(wanted: dict[str, str]) -> list[str]:
-    """The files that are missing, differ, or belong to no schedule."""
+    """Return the files that are missing, have changed, or belong to no schedule."""
     there = {PAGE, *(f"{PICTURES}/{path.name}" for path in (DOCS / PICTURES).glob("*.svg"))}
     return sorted(name for name in there | set(wanted) if current(DOCS / name) != wanted.get(name))
 
 
 def current(path: Path) -> str | None:
-    """What lies there, None where nothing does."""
+    """Return the text of a file; None if it does not exist."""
     return path.read_bytes().decode() if path.exists() else None
 
 
 def write(wanted: dict[str, str]) -> None:
-    """Write what is stale, and remove pictures of schedules that are no more."""
+    """Write the files that are out of date, and remove the pictures of deleted schedules."""
     (DOCS / PICTURES).mkdir(exist_ok=True)
     for name in stale(wanted):
         if name in wanted:
@@ -412,8 +416,8 @@ def main() -> None:
         write(wanted)
     elif names := stale(wanted):
         sys.exit(
-            f"the gallery must match the schedules; not up to date: {', '.join(f'docs/{name}' for name in names)} "
-            f"(drawn with matplotlib {matplotlib.__version__}); run `make gallery`, and commit the files that it writes"
+            f"the gallery must be up to date; out of date: {', '.join(f'docs/{name}' for name in names)} "
+            f"(drawn with matplotlib {matplotlib.__version__}); run `make gallery` and commit the changed files"
         )
 
 

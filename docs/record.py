@@ -2,8 +2,8 @@
 
     python docs/record.py
 
-Profiles the model, searches, trains some steps, and keeps docs/report/plan.json, with the costs of the profile, and the
-step of median length as docs/report/trace.json. `make gallery` draws them. Times are those of the machine it runs on.
+The script profiles the model, searches for a plan and trains some steps. It saves the plan, with the costs of the
+profile, as docs/report/plan.json, and the step of median length as docs/report/trace.json. `make gallery` draws both.
 """
 
 import random
@@ -28,7 +28,7 @@ ROWS, CONTEXT, RANKS, STEPS = 32, 64, 2, 25
 
 
 def main() -> None:
-    """Measure, search, train, keep."""
+    """Measure, search, train, and save the plan and the trace."""
     torch.manual_seed(0)
     torch.set_num_threads(1)
     draw, text = random.Random(0), train_gpt.standard_library()

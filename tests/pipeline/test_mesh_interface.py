@@ -42,7 +42,7 @@ def test_a_loss_that_never_comes_says_why(ranks: Ranks) -> None:
                 "a loss must be received before the pipeline is closed; this loss was not received: "
             )
         assert all("rank 2 failed: ZeroDivisionError: a layer's own error, in 2F0 (stage 2" in said for said in sent)
-        assert all("the rank that computed it left without sending it" in said for said in unsent)
+        assert all("the rank that computed it ended without sending it" in said for said in unsent)
 
 
 # ---- inputs="first" -----------------------------------------------------------------------------------------------

@@ -123,7 +123,7 @@ def test_what_is_not_up_to_date_is_found(tree, what):
     plant(tree)
     result = run(tree, "--check")
     assert result.returncode == 1, result.stdout + result.stderr
-    assert f"not up to date: {', '.join(f'docs/{name}' for name in names)} (" in result.stderr
+    assert f"out of date: {', '.join(f'docs/{name}' for name in names)} (" in result.stderr
     assert "run `make gallery`" in result.stderr
 
 
@@ -191,4 +191,4 @@ def test_a_schedule_that_refuses_the_shape_is_shown_in_the_nearest_one():
 
     one = gallery.Exhibit(odd, gallery.nearest(odd))
     assert one.shape == (3, 10)
-    assert gallery.caption(one) == "3 ranks, 10 micro-batches, the nearest that it has to 4 and 8"
+    assert gallery.caption(one) == "3 ranks, 10 micro-batches, the valid shape nearest to 4 and 8"

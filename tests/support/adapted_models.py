@@ -1,10 +1,10 @@
-"""Models with adapters (LoRA): frozen layers beside small ones that train."""
+"""Models with LoRA adapters: frozen layers, and small layers that are trained."""
 
 from torch import Tensor, nn
 
 
 class Adapted(nn.Module):
-    """A linear layer, frozen, beside a product of two small matrices that trains (LoRA)."""
+    """A frozen linear layer plus the product of two small trainable matrices (LoRA)."""
 
     def __init__(self, base: nn.Linear, rank: int = 2) -> None:
         super().__init__()
@@ -17,7 +17,7 @@ class Adapted(nn.Module):
 
 
 def adapt(model: nn.Module, every: int = 2) -> nn.Module:
-    """Freeze a model, and put adapters around every second linear layer."""
+    """Freeze a model, and add adapters to every second linear layer."""
     model.requires_grad_(False)
     linears = [(module, name) for module in model.modules() for name in module._modules if _is_linear(module, name)]
     for module, name in linears[1::every]:

@@ -1,4 +1,4 @@
-"""Models whose layers add losses of their own, and the jobs of tests that train them."""
+"""Models whose layers add losses, and jobs that train them."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -21,7 +21,7 @@ UNITS = [*(f"blocks.{index}" for index in range(4)), "head"]
 
 
 class Experts(nn.Module):
-    """A layer with a router and dropout that adds two losses, one of them under a name of its own."""
+    """A layer with a router and dropout that adds two losses, one of them with a name."""
 
     def __init__(self, name: str | None = None) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class Experts(nn.Module):
 
 
 class Own(nn.Module):
-    """A model with code between its layers that adds losses, too."""
+    """A model whose code between layers also adds losses."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ def own() -> Own:
 
 
 def pipeline(model: nn.Module, where: Mapping[str, Any], **options: Any) -> Pipeline:
-    """A pipeline whose layers are cut evenly by their number, so that nothing is measured."""
+    """Return a pipeline with the layers divided evenly by their number, so that nothing is measured."""
     units = [name for name in dict(model.named_modules()) if name.isdigit()] or UNITS
     ranks = len(where["devices"]) if "devices" in where else where["mesh"].size()
     stages = ranks * schedules.get(options["schedule"]).chunks_per_rank
@@ -79,7 +79,7 @@ def looped(model: nn.Module, step: int = 0, **options: Any) -> Tensor:
 
 
 def trains(group: Any, kind: str, name: str, checkpoint: Any, inputs: Any = "all") -> dict[str, float]:
-    """Two steps equal the loop's, bit by bit; the metrics of the second."""
+    """Check that two steps are bit-identical to the loop's; return the metrics of the second step."""
     make = {"row": row, "own": own}[kind]
     expected, actual = make(), make()
     place = places.place(group, inputs)
@@ -98,7 +98,7 @@ def trains(group: Any, kind: str, name: str, checkpoint: Any, inputs: Any = "all
 
 
 def adds_late(group: Any) -> str:
-    """A layer of rank 0 adds no loss in the first step, but in the second."""
+    """A layer of rank 0 adds no loss in the first step, but adds one in the second."""
     model = row()
     for layer in model[:-1]:
         layer.forward = layer.linear.forward  # type: ignore[union-attr]
@@ -124,7 +124,7 @@ def evaluates(group: Any) -> tuple[float, dict[str, float]]:
 
 
 def streams(group: Any, name: str) -> list[tuple[float, dict[str, float]]]:
-    """The losses and metrics of the steps of an asynchronous schedule."""
+    """Return the losses and metrics of the steps of an asynchronous schedule."""
     found = []
     options = {"schedule": name, "optimizer": lambda parameters: torch.optim.SGD(parameters, 0.01)}
     with pipeline(row(), places.place(group), **options) as pipe:

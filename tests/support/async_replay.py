@@ -1,6 +1,6 @@
-"""What the tests of asynchronous schedules share: a model, and replays of its training with old weights.
+"""Shared helpers for tests of asynchronous schedules: a model, and replays of its training with old weights.
 
-The replays keep a list of weight versions for each stage and use plain autograd; they know nothing of stages or orders.
+The replays keep a list of weight versions for each stage and use plain autograd, without stages or orders.
 """
 
 import copy
@@ -47,7 +47,7 @@ def transformer(dropout: float = 0.1) -> nn.Sequential:
 
 
 class ScaledLoss(nn.Module):
-    """A loss with a weight of its own."""
+    """A loss with a trainable weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ def batch(step: int, rows: int = ROWS) -> tuple[Tensor, Tensor]:
 
 
 class Replay:
-    """Training with old weights, micro-batch by micro-batch, on a copy of the model that takes their values."""
+    """Trains a copy of the model with old weights, one micro-batch after the other."""
 
     def __init__(
         self, model: nn.Sequential, loss_fn: nn.Module, optimizer: Callable, m: int, rule: VersionRule
@@ -166,7 +166,7 @@ def mse(output: Tensor, target: Tensor) -> Tensor:
 
 
 def f_grads(weights: list[Tensor], x: Tensor, y: Tensor, share: float = 1.0) -> list[Tensor]:
-    """The gradients of share * f at these weights."""
+    """Return the gradients of share * f at these weights."""
     leaves = [weight.clone().requires_grad_() for weight in weights]
     for leaf in leaves:
         x = x * leaf

@@ -1,4 +1,4 @@
-"""Models of any code, and what goes in: skips, tied weights, layers used again, two losses, and what they leave."""
+"""Models with branching code, and their inputs: skip connections, tied weights, repeated layers, two losses."""
 
 import warnings
 from collections.abc import Callable
@@ -27,7 +27,7 @@ class Block(nn.Module):
 
 
 class Residual(nn.Module):
-    """Blocks in a ModuleList, with code between them: a parameter, dropout and work in place."""
+    """Blocks in a ModuleList; the code between them uses a parameter, dropout and in-place operations."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class Residual(nn.Module):
 
 
 class UNet(nn.Module):
-    """Long skips, used last to first."""
+    """A model with long skip connections, which are used in reverse order."""
 
     def __init__(self, inputs: int = 4, channels: int = 4) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class UNet(nn.Module):
 
 
 class Attends(nn.Module):
-    """What the encoder gives, and a mask, are used by every block of the decoder."""
+    """A model whose decoder blocks all use the encoder's output and a mask."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ class Attends(nn.Module):
 
 
 class Tied(nn.Module):
-    """An embedding that is the head's weight, and one block called four times."""
+    """A model whose embedding and head share a weight, and which calls one block four times."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -103,9 +103,7 @@ class Tied(nn.Module):
 
 
 class Loose(nn.Module):
-    """A parameter and a buffer that code uses after every block, an embedding that it uses as the head, a parameter
-    that a late layer gets as an argument, and what no call uses.
-    """
+    """A model with a parameter and a buffer used after every block, an embedding used as the head, and unused parts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -123,7 +121,7 @@ class Loose(nn.Module):
 
 @dataclass
 class Both:
-    """Two losses, as a class that pytrees do not know."""
+    """Two losses, in a class that is not registered as a pytree."""
 
     first: Tensor
     second: Tensor
@@ -131,7 +129,7 @@ class Both:
 
 
 class TwoTowers(nn.Module):
-    """Two inputs, two losses, a dataclass as output."""
+    """A model with two inputs and two losses that returns a dataclass."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -146,7 +144,7 @@ class TwoTowers(nn.Module):
 
 
 class Recurrent(nn.Module):
-    """LSTMs, which return tuples, and a batch norm."""
+    """LSTMs, which return tuples, and a BatchNorm."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -161,7 +159,7 @@ class Recurrent(nn.Module):
 
 
 class Shift(nn.Module):
-    """A layer of one parameter."""
+    """A layer with a single parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -172,7 +170,7 @@ class Shift(nn.Module):
 
 
 class Looped(nn.Module):
-    """The layers of a Sequential, called by code, and between them what each third one does, with its parameter."""
+    """The layers of a Sequential, called in a loop that applies the Shift layers' parameters itself."""
 
     def __init__(self, layers: nn.Sequential) -> None:
         super().__init__()
@@ -191,7 +189,7 @@ def square(output: Tensor, target: Tensor) -> Tensor:
 
 
 def repeated() -> nn.Sequential:
-    """A row with one layer three times, and one parameter in two layers."""
+    """Return a Sequential that contains one layer three times, and one parameter in two layers."""
     block, first, last = Block(), nn.Linear(8, 8), nn.Linear(8, 8)
     last.weight = first.weight
     return nn.Sequential(first, block, nn.Sequential(Block(), block, Block()), block, last)
@@ -223,7 +221,7 @@ def made(name: str, rows: int = ROWS) -> tuple[nn.Module, tuple[Any, ...], dict[
 
 
 def sample_of(name: str) -> Any:
-    """One micro-batch."""
+    """Return one micro-batch."""
     _, args, kwargs, _ = made(name, 3)
     if name == "attends":
         return {"x": args[0], "y": args[1], **kwargs}
@@ -236,7 +234,7 @@ def layers_of(name: str) -> list[str]:
 
 
 def pipeline(name: str, model: nn.Module, **options: Any) -> Pipeline:
-    """A Pipeline, its layers cut evenly by their number."""
+    """Return a Pipeline with the layers divided evenly by their number."""
     loss_fn = None if MODELS[name][3] is None else square
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # of BatchNorm

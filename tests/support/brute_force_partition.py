@@ -1,4 +1,4 @@
-"""Partitions by trying all: every chain of order ideals, every rank for every stage."""
+"""Brute-force partitions: tries every chain of order ideals and every rank for each stage."""
 
 import random
 from itertools import pairwise, permutations
@@ -11,7 +11,7 @@ from pipesched.errors import PartitionError
 
 
 def random_graph(rng, num_layers, density):
-    """A DAG whose costs are small whole numbers; layer names say nothing about the order."""
+    """Return a DAG with small integer costs, in which the layer names are independent of the order."""
     graph = nx.DiGraph()
     names = [f"layer{i}" for i in range(num_layers)]
     inserted = rng.sample(names, num_layers)
@@ -30,14 +30,14 @@ def random_graph(rng, num_layers, density):
 
 
 def random_chain(rng, num_layers, skips):
-    """A chain, with some edges that skip layers."""
+    """Return a chain with some edges that skip layers."""
     graph = random_graph(rng, num_layers, skips)
     graph.add_edges_from(pairwise(f"layer{i}" for i in range(num_layers)))
     return graph
 
 
 def ideals(graph):
-    """All sets of layers that contain what they need."""
+    """Return all order ideals: the sets of layers that contain all predecessors of their layers."""
     found = {frozenset()}
     grown = list(found)
     while grown:
@@ -52,7 +52,7 @@ def ideals(graph):
 
 
 def named_tensors(rng, graph):
-    """The graph with edges that say which tensors they stand for: of each layer up to three, each to some behind it."""
+    """Name the tensors on the graph's edges: each layer has up to three, which its successors use."""
     for layer in graph:
         sizes = {f"tensor{i}": rng.choice([0, 1, 2, 4]) for i in range(3)}
         for consumer in graph.successors(layer):
@@ -75,7 +75,7 @@ def best(
     graph, num_stages, *, communication="none", speeds=None, memory_limit_bytes=None, in_flight=None, weight_copies=4,
     any_order=False, starts=None, together=(), exactly=False, latency_s=0,
 ):  # fmt: skip
-    """The smallest bottleneck at one byte a second; None where there is no partition."""
+    """Return the smallest bottleneck at a bandwidth of one byte per second; None if no partition is valid."""
     speeds = speeds or [1] * num_stages
     limits = memory_limit_bytes if isinstance(memory_limit_bytes, list) else [memory_limit_bytes] * num_stages
     held = [1] * num_stages if in_flight is None else in_flight
@@ -85,7 +85,7 @@ def best(
     work = {layer: graph.nodes[layer]["forward_s"] + graph.nodes[layer]["backward_s"] for layer in graph}
 
     def cost(stage, rank, begin, end):
-        """The bottleneck of one stage with the cut behind it, None where it must not be."""
+        """Return the bottleneck of a stage and the cut after it; None if the stage is not allowed."""
         layers = end - begin
         if any(0 < len(layers & set(group)) < len(group) for group in together):
             return None
@@ -131,7 +131,7 @@ def seeded(seed):
 
 
 def as_good(expected, graph, num_stages, **asked):
-    """The partition, whose bottleneck is the expected one, proved; None where there is none, and none is expected."""
+    """Check that `partition` proves a cut with the expected bottleneck, or finds none if None is expected."""
     try:
         found = partition(graph, num_stages, bandwidth_bytes_per_s=1, **asked)
     except PartitionError:

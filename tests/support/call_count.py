@@ -1,4 +1,4 @@
-"""Call count: which Python functions a piece of code calls, in place of its time, which depends on the machine."""
+"""Call count: counts the Python calls of a piece of code. Unlike its time, they do not depend on the machine."""
 
 import sys
 from collections import Counter

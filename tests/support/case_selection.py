@@ -1,4 +1,4 @@
-"""Which cases of a parametrised test run, where not all do."""
+"""Case selection: chooses the cases of a parametrized test to run if not all of them run."""
 
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
@@ -7,7 +7,7 @@ from typing import Any
 def spread(cases: Sequence[Mapping[str, Any]], count: int) -> list[int]:
     """Return the indices of ``count`` cases, each a dict of its parameters; the first case is always chosen.
 
-    Cases with values that no case before them has come first. Beyond these they are spread evenly over their order.
+    Cases with a value that has not occurred before come first. The remaining ones are spread evenly.
     """
     values = [{(name, value if _hashable(value) else repr(value)) for name, value in case.items()} for case in cases]
     rest = sorted(range(len(cases)), key=lambda place: place * 0.618034 % 1)

@@ -1,7 +1,7 @@
-"""What the tests of schedules share: simulation with uniform costs of a rank, and strategies for shapes and times.
+"""Shared helpers for tests of schedules: simulation with equal costs on all ranks, strategies for shapes and times.
 
-F, I, W: the time of a forward, an input gradient and a weight gradient of one rank and micro-batch; a chunk takes
-one v-th of it. T = F + I + W. c: the latency between two ranks. p ranks, m micro-batches, v chunks a rank.
+F, I, W: the time of a forward, of input gradients and of weight gradients of one micro-batch on a rank; a chunk takes
+1/v of this time. T = F + I + W. c: the latency between two ranks. p ranks, m micro-batches, v chunks per rank.
 """
 
 from fractions import Fraction
@@ -15,7 +15,7 @@ RANKS, MICROBATCHES, SECONDS = st.integers(1, 8), st.integers(1, 24), st.integer
 
 
 def built(name, p, m, *, v=1):
-    """The program of a schedule, with v chunks a rank if it has chunks."""
+    """Return the program of a schedule, with v chunks per rank if it has chunks."""
     plan = schedules.get(name)
     return plan.program(p, m, **({"chunks_per_rank": v} if "chunks_per_rank" in plan.options else {}))
 
@@ -27,18 +27,18 @@ def timed(name, p, m, *, F, I, W, c=0, v=1):  # noqa: E741
 
 
 def peaks(program):
-    """The most (stage, micro-batch) pairs that each rank holds at once."""
+    """Return the largest number of (stage, micro-batch) pairs that each rank holds at the same time."""
     return [peak_in_flight(order) for order in program.orders]
 
 
 def assert_makespan(trace, expected):
-    """The makespan is as expected, and no rank's own span is shorter than it: no gain without a barrier."""
+    """Check the makespan, and that a rank's span is as long, so steps that overlap would gain nothing."""
     assert trace.makespan_s == expected
     assert trace.span_s == expected
 
 
 @st.composite
 def times_with_short_weight_gradients(draw):
-    """(F, I, W, c) with W <= F, W <= I and c <= W / 2."""
+    """Draw (F, I, W, c) with W <= F, W <= I and c <= W / 2."""
     W = draw(st.integers(1, 9))
     return draw(st.integers(W, 12)), draw(st.integers(W, 12)), W, draw(st.integers(0, W // 2))

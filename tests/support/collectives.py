@@ -1,4 +1,4 @@
-"""Collectives: counts those that FSDP2 starts in this process."""
+"""Collectives: counts the collectives that FSDP2 starts in this process."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ NAMES = {
 
 @contextmanager
 def counted() -> Iterator[Counter[str]]:
-    """The number of gathers, reductions (reduce-scatters) and all-reduces that begin in this context."""
+    """Count the gathers, reductions (reduce-scatters) and all-reduces that start in this context."""
     calls: Counter[str] = Counter()
     with ExitStack() as stack:
         for name, kind in NAMES.items():

@@ -1,4 +1,4 @@
-"""Micro-batches that the caller cut, each of its own length, and the jobs of tests that train on them."""
+"""Micro-batches of different lengths that the caller splits, and jobs that train on them."""
 
 from typing import Any
 
@@ -24,7 +24,7 @@ def num_tokens(target: Tensor) -> Tensor:
 
 
 class Tagger(nn.Module):
-    """Embeds tokens, mixes along the sequence, skips over layers, and tags each token."""
+    """A model that embeds tokens, mixes them along the sequence, skips over layers, and tags each token."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ def looped(model: nn.Module, microbatches: list[Microbatch], step: int = 0, **op
 
 
 def trains(group: Any, schedule: str, inputs: Any = "all", **options: Any) -> None:
-    """Steps over lists of several lengths, and of another number of micro-batches, equal the loop's to the bit."""
+    """Check that steps over micro-batches of several lengths and numbers are bit-identical to the loop's."""
     expected, actual = tagger(), tagger()
     has_batch = inputs == "all" or places.is_one_process(group) or not group.rank()
     with pipeline(actual, places.place(group, inputs), schedule=schedule, **options) as pipe:
@@ -92,7 +92,7 @@ def trains(group: Any, schedule: str, inputs: Any = "all", **options: Any) -> No
 
 
 def streams(group: Any) -> list[float]:
-    """The losses of asynchronous steps over lists."""
+    """Return the losses of asynchronous steps over lists of micro-batches."""
     options: dict[str, Any] = {"optimizer": lambda parameters: torch.optim.SGD(parameters, 0.1)}
     losses = []
     with pipeline(tagger(), places.place(group), schedule="pipedream", **options) as pipe:

@@ -1,6 +1,6 @@
-"""Streams, events and NCCL that only write down what comes after what: CUDA code runs with them on CPU tensors.
+"""Fake streams, events and NCCL that record the order of operations, so that CUDA code runs with CPU tensors.
 
-A stream knows all that was launched before its present end, in it or in what it waited for.
+A stream records all operations that were launched before its current end, on it or on streams that it waited for.
 """
 
 import threading
@@ -51,7 +51,7 @@ class Event:
 
 
 class CUDA:
-    """The calls of torch.cuda that the package makes, with streams for each thread as torch has."""
+    """The functions of torch.cuda that pipesched calls, with separate streams for each thread, as in torch."""
 
     synchronized: ClassVar[list[str]] = []  # what a host waited for
 
@@ -91,7 +91,7 @@ class Work:
 
 
 class Tensor:
-    """A tensor of some device, as device streams use one."""
+    """A tensor with a fake device, for code that uses device streams."""
 
     def __init__(self, cuda: CUDA, device: Any) -> None:
         self.cuda, self.device, self.is_cuda = cuda, device, device != "cpu"
@@ -100,7 +100,7 @@ class Tensor:
         self.cuda.recorded.append((self, stream))
 
     def to(self, device: Any, non_blocking: bool = False) -> "Tensor":
-        """As torch does: in the source's current stream, between two waits of it and the destination's."""
+        """Copy like torch: on the source's current stream, which waits for the destination's stream, and vice versa."""
         assert non_blocking
         source, destination = self.cuda.current_stream(self.device), self.cuda.current_stream(device)
         source.wait_stream(destination)
@@ -111,7 +111,7 @@ class Tensor:
 
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> CUDA:
-    """In place of torch.cuda's."""
+    """Replace the functions and classes of torch.cuda with fakes."""
     fake = CUDA()
     for name in ("default_stream", "current_stream", "stream", "device"):
         monkeypatch.setattr(torch.cuda, name, getattr(fake, name))

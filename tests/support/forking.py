@@ -1,4 +1,4 @@
-"""What a forked child finds."""
+"""Forking: runs a function in a forked child process."""
 
 import os
 import select
@@ -9,7 +9,7 @@ from pipesched.errors import PipeschedError
 
 
 def in_child(act: Any) -> str:
-    """What a child process says of this: nothing, an error, or that it is still waiting after 30 s."""
+    """Run a function in a forked child; return "nothing", its error as text, or "it waits" after 30 s."""
     here, there = os.pipe()
     child = os.fork()
     if child == 0:

@@ -1,4 +1,4 @@
-"""Models with a forward of their own, large enough that their memory is that of their tensors."""
+"""Captured models that are so large that their tensors determine their memory."""
 
 import torch
 from torch import nn
@@ -11,7 +11,7 @@ WIDTH, ROWS, CLASSES = 64, 16, 50
 
 
 class GPT(nn.Module):
-    """Positions, blocks in a list, and the embedding as the head's weight."""
+    """A GPT with positions, a list of blocks, and a head that shares the embedding's weight."""
 
     def __init__(self, *, tied):
         super().__init__()
@@ -29,7 +29,7 @@ class GPT(nn.Module):
 
 
 class Opened(nn.Module):
-    """Attention between layers: what is kept are parts of one product's output."""
+    """A model with attention between layers, which keeps parts of a single product's output."""
 
     def __init__(self):
         super().__init__()
@@ -46,7 +46,7 @@ class Opened(nn.Module):
 
 
 class UNet(any_models.UNet):
-    """Long skips, over stages that do not use them."""
+    """A model with long skip connections over stages that do not use them."""
 
     def __init__(self):
         super().__init__(3, 8)
@@ -57,7 +57,7 @@ class UNet(any_models.UNet):
 
 
 def repeated():
-    """A row that uses one layer twice, and one weight in two layers."""
+    """Return a Sequential that contains one layer twice, and one weight in two layers."""
     block = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.ReLU(), nn.Linear(2 * WIDTH, WIDTH))
     first, last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
     last.weight = first.weight

@@ -11,7 +11,7 @@ class _Builder:
         self.graph, self._rng, self._numbers = nx.DiGraph(), random.Random(seed), count()
 
     def layer(self, before, time_s=None, size=None):
-        """A layer behind others; its costs are random unless given."""
+        """Add a layer after other layers; by default its costs are random."""
         name = f"layer{next(self._numbers)}"
         time = self._rng.uniform(1e-4, 3e-3) if time_s is None else time_s
         output = self._rng.randrange(10**6, 10**8) if size is None else size
@@ -22,14 +22,14 @@ class _Builder:
         return name
 
     def run(self, before, length):
-        """Layers one after the other."""
+        """Add layers in a chain."""
         for _ in range(length):
             before = self.layer([before])
         return before
 
 
 def branches(modules, seed=0):
-    """Modules of parallel branches: for each module the lengths of its branches."""
+    """Return modules of parallel branches; each module is given by the lengths of its branches."""
     build = _Builder(seed)
     last = build.run(build.layer([]), 3)
     for lengths in modules:
@@ -38,7 +38,7 @@ def branches(modules, seed=0):
 
 
 def residual(num_blocks, seed=0):
-    """Blocks of three layers, each passed by a skip connection; every fourth also over a layer of its own."""
+    """Return blocks of three layers with skip connections; every fourth skip connection contains a layer."""
     build = _Builder(seed)
     last = build.layer([])
     for block in range(num_blocks):
@@ -49,7 +49,7 @@ def residual(num_blocks, seed=0):
 
 
 def u_net(depth, seed=0):
-    """Each level down is needed again on the way up."""
+    """Return a graph in which each level on the way down is used again on the way up."""
     build = _Builder(seed)
     down = [build.layer([])]
     for _ in range(depth):
@@ -61,7 +61,7 @@ def u_net(depth, seed=0):
 
 
 def weights_as_layers(length, seed=0):
-    """A chain of which each layer has a source of its own: 2 ** length ideals, none of them of use."""
+    """Return a chain in which each layer also has a separate source: 2 ** length useless ideals."""
     build = _Builder(seed)
     layers = [build.layer([build.layer([], time_s=0, size=100)], time_s=1e-3 * (1 + i % 7)) for i in range(length)]
     build.graph.add_edges_from(pairwise(layers))
@@ -69,7 +69,7 @@ def weights_as_layers(length, seed=0):
 
 
 def chain(length, seed=0):
-    """Layers one after the other."""
+    """Return layers in a chain."""
     build = _Builder(seed)
     build.run(build.layer([]), length - 1)
     return build.graph

@@ -14,7 +14,7 @@ from pipesched.testing import reference_step
 
 
 class Function(nn.Module):
-    """A function as a layer."""
+    """A layer that calls a function."""
 
     def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -25,7 +25,7 @@ class Function(nn.Module):
 
 
 class TransformerBlock(nn.Module):
-    """With causal attention of four heads and dropout; rows are the tokens of one sequence."""
+    """A block with causal attention of four heads and dropout; its rows are the tokens of one sequence."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class TransformerBlock(nn.Module):
 
 
 class Scale(torch.autograd.Function):
-    """x * weight, with both gradients in one hand-written backward; counts how often that runs."""
+    """x * weight, with both gradients in one custom backward; counts how often this backward runs."""
 
     calls = 0
 
@@ -59,7 +59,7 @@ class Scale(torch.autograd.Function):
 
 
 class Scaled(nn.Module):
-    """A layer whose product lies inside a custom autograd.Function."""
+    """A layer whose matrix product is inside a custom autograd.Function."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class Scaled(nn.Module):
 
 
 class ScaledLoss(nn.Module):
-    """A loss with a parameter of its own."""
+    """A loss with a parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ class ScaledLoss(nn.Module):
 
 
 def mixed_model(width: int = 8) -> nn.Sequential:
-    """Twelve layers: dropout of two kinds, in-place ReLU, norms with buffers, nested and named children."""
+    """Return twelve layers with two kinds of dropout, in-place ReLU, norms with buffers, and nested children."""
     torch.manual_seed(0)
     return nn.Sequential(
         nn.Linear(width, 2 * width),
@@ -99,19 +99,19 @@ def mixed_model(width: int = 8) -> nn.Sequential:
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:
-    """The gradients by name."""
+    """Return the gradients by name."""
     return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
 
 
 def assert_equal_bits(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    """Same names, same bits."""
+    """Check that two states have the same names and the same bits."""
     assert actual.keys() == expected.keys()
     different = [name for name in expected if not torch.equal(actual[name], expected[name])]
     assert not different
 
 
 def assert_as(pipe: Pipeline, expected: nn.Module) -> None:
-    """The gradients and buffers that lie in this process, of all stages or of one rank's, have the expected bits."""
+    """Check that the gradients and buffers in this process (of one rank or of all) have the expected bits."""
     names = {name for name, _ in pipe.named_parameters()}
     mine = {name: parameter.grad for name, parameter in pipe.named_parameters() if parameter.grad is not None}
     assert_equal_bits(mine, {name: grad for name, grad in gradients(expected).items() if name in names})
@@ -128,9 +128,9 @@ def compare_step(
     loss_fn: Any = functional.cross_entropy,
     **options: Any,
 ) -> None:
-    """One step of the pipeline and of the plain loop: loss, gradients and buffers have equal bits.
+    """Check that loss, gradients and buffers of one step are bit-identical to those of a plain loop.
 
-    options: of the loop: the number of the step, 0 unless given, and what the pipeline was made with.
+    options: the options of the loop: the number of the step (default: 0), and the pipeline's options.
     """
     loss = pipe.step(*args, target=target)
     choices = {"num_microbatches": pipe.num_microbatches, **options}
@@ -142,7 +142,7 @@ def compare_step(
 
 
 def synchronous_names() -> list[str]:
-    """The schedules that leave updates to the caller."""
+    """Return the schedules without updates."""
     return [name for name in schedules.names() if not schedules.get(name).program(2, 2).has_updates]
 
 
@@ -155,7 +155,7 @@ KINDS = ["1f1b", "zb-h1", "interleaved-1f1b", "zb-v"]
 
 
 def shapes(max_stages: int = 4) -> Iterator[tuple[str, int]]:
-    """(schedule, ranks) for every exact schedule and every number of ranks up to so many stages."""
+    """Return (schedule, ranks) for every exact schedule and every number of ranks, up to a number of stages."""
     for name in EXACT:
         for num_ranks in range(1, max_stages + 1):
             if num_ranks * schedules.get(name).chunks_per_rank <= 2 * max_stages:
@@ -164,5 +164,5 @@ def shapes(max_stages: int = 4) -> Iterator[tuple[str, int]]:
 
 @pytest.fixture
 def every_product_deferred(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Defer products however small they are, so that small models show what large ones do."""
+    """Defer the gradients of all matrix products, so that small models behave like large ones."""
     monkeypatch.setattr(backward, "PAYS_FLOPS", 0)

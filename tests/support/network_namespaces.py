@@ -1,4 +1,4 @@
-"""Hosts that are network namespaces of this machine, each joined to each by a cable of its own, and ranks on them."""
+"""Network namespaces of this machine that act as hosts, with a virtual cable between every two of them."""
 
 import contextlib
 import ctypes
@@ -22,13 +22,13 @@ PORT = 29500  # of the first host alone: no other program is there
 
 
 class Hosts:
-    """So many hosts. Each has one address and, to every other host k, an interface ``to<k>`` with a route."""
+    """A number of hosts. Each has one address and, for every other host k, an interface ``to<k>`` with a route."""
 
     def __init__(self, count: int) -> None:
         self.names = [f"pipesched-{os.getpid()}-{host}" for host in range(count)]
 
     def make(self) -> None:
-        """Make the hosts and their cables. Raises CalledProcessError where that is not allowed."""
+        """Make the hosts and their cables. Raises CalledProcessError if this is not permitted."""
         for name in self.names:
             run("ip", "netns", "add", name)
             run("ip", "-n", name, "link", "set", "lo", "up")
@@ -42,7 +42,7 @@ class Hosts:
             run(*inside, "route", "add", self.address(there), "dev", f"to{there}")
 
     def remove(self) -> None:
-        """Remove the hosts that there are, and with them their cables."""
+        """Remove the existing hosts and their cables."""
         for name in self.names:
             subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)
 
@@ -51,13 +51,13 @@ class Hosts:
         return f"10.77.0.{host + 1}"
 
     def slow(self, a: int, b: int, bits_per_s: int) -> None:
-        """Let a cable carry no more, each way."""
+        """Limit the bandwidth of a cable in both directions."""
         for here, there in ((a, b), (b, a)):
             shaper = f"root tbf rate {bits_per_s}bit burst 32kb latency 400ms"
             run("tc", "-n", self.names[here], "qdisc", "add", "dev", f"to{there}", *shaper.split())
 
     def run(self, module: str, timeout_s: float) -> list[str]:
-        """Run a module as a rank on each host, with the environment that torchrun gives; what each printed."""
+        """Run a module as one rank on each host, in torchrun's environment; return the printed text of each rank."""
         end_s = time.monotonic() + timeout_s
         ranks = [self._start(host, module) for host in range(len(self.names))]
         try:
@@ -85,7 +85,7 @@ class Hosts:
 
 
 def _run_on_host(pipe: Any, name: str, environment: dict[str, str], module: str) -> None:
-    """Move this process to a host, and run the module's main there. Sends what it printed, in a tuple, or an error."""
+    """Move this process to a host and run the module's main. Send the printed text in a tuple, or an error."""
     with open(f"/run/netns/{name}") as host:
         if ctypes.CDLL(None, use_errno=True).setns(host.fileno(), _NETWORK):
             raise OSError(ctypes.get_errno(), f"{name} cannot be entered")
@@ -103,7 +103,7 @@ def run(*command: str) -> None:
 
 
 def why_not() -> str:
-    """Why this machine cannot have such hosts; "" where it can."""
+    """Return the reason why this machine cannot create such hosts; "" if it can."""
     missing = [name for name in ("ip", "tc") if shutil.which(name) is None]
     if sys.platform != "linux" or missing:
         return f"hosts need Linux with iproute2; missing: {', '.join(missing) or 'Linux'}"
@@ -122,7 +122,7 @@ def why_not() -> str:
 
 @contextmanager
 def hosts(count: int) -> Iterator[Hosts]:
-    """So many hosts, for a while."""
+    """Provide hosts within a context."""
     made = Hosts(count)
     try:
         made.make()

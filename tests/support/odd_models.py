@@ -1,4 +1,4 @@
-"""Models for tests of odd ones, and how they are checked: trained as the loop does, to the bit."""
+"""Unusual models, and a check that a pipeline trains them with results bit-identical to a loop's."""
 
 import warnings
 from collections.abc import Callable, Sequence
@@ -29,7 +29,7 @@ class Block(nn.Module):
 
 
 class InBlocks(nn.Module):
-    """Four layers of a kind in a list, each added to what goes into it."""
+    """Four layers of the same kind in a list; each adds its output to its input."""
 
     def __init__(self, kind: type[nn.Module]) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ def check(
     schedules: Sequence[str] = ("1f1b", "zb-h1"),
     loss_fn: Callable[[Any, Any], Any] | None = square,
 ) -> None:
-    """Train with dropout in each schedule, and compare loss, gradients and buffers; then evaluate as the model does."""
+    """Train with every schedule, and compare loss, gradients and buffers with the loop's; then compare evaluations."""
     target = {} if loss_fn is None else {"target": torch.zeros(ROWS, 8)}
     sample = tuple(value[:2] for value in args)
     for schedule in schedules:
@@ -92,7 +92,7 @@ def check(
 
 
 class Blocks(nn.Module):
-    """Six blocks in a row; what comes after each is another matter."""
+    """Six blocks in a list; subclasses define the code after each block."""
 
     def __init__(self) -> None:
         super().__init__()

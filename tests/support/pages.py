@@ -1,4 +1,4 @@
-"""The code blocks of Markdown pages, as a reader runs them: the blocks of a page in one session, diffs as applied."""
+"""The code blocks of Markdown pages as complete files: all blocks of a page in one session, with diffs applied."""
 
 import re
 from pathlib import Path

@@ -1,8 +1,7 @@
-"""What the tests of behaviours share: those that users of earlier pipeline libraries (torchgpipe, fairscale,
-DeepSpeed) rely on, under our names.
+"""Shared helpers for tests of behaviours that users of torchgpipe, fairscale and DeepSpeed rely on.
 
-Each test is named after the behaviour. Where those libraries refuse something, or get it wrong silently, it shows
-that it works here.
+Each test is named after a behaviour. If those libraries raise an error or give wrong results, the test shows that
+pipesched gives right results.
 """
 
 from collections import Counter
@@ -41,27 +40,27 @@ def assert_equal_bits(ours, theirs):
 
 
 def recomputed(pipe):
-    """How many micro-batches each stage recomputed in the last step."""
+    """Return the number of micro-batches that each stage recomputed in the last step."""
     again = Counter(span.action.stage for span in pipe.trace.spans if span.action.kind is Kind.R)
     return [again[stage] for stage in range(pipe.num_stages)]
 
 
 def pipeline(model, sample, num_stages=2, device="cpu", **choices):
-    """A pipeline with a stage a rank, cut evenly unless boundaries are given."""
+    """Return a pipeline with one stage per rank; by default the layers are divided evenly."""
     if "boundaries" not in choices:
         choices["boundaries"] = [len(model) * stage // num_stages for stage in range(1, num_stages)]
     return Pipeline(model, sample, devices=[device] * (len(choices["boundaries"]) + 1), **choices)
 
 
 def on_two_ranks(model, sample, schedule, **choices):
-    """A pipeline of as many stages as the schedule has on two ranks, cut evenly."""
+    """Return a pipeline with as many stages as the schedule has on two ranks, divided evenly."""
     num_stages = 2 * schedules.get(schedule).chunks_per_rank
     boundaries = [len(model) * stage // num_stages for stage in range(1, num_stages)]
     return Pipeline(model, sample, devices=["cpu"] * 2, boundaries=boundaries, schedule=schedule, **choices)
 
 
 class Function(nn.Module):
-    """A layer made of a function."""
+    """A layer that calls a function."""
 
     def __init__(self, function):
         super().__init__()
@@ -72,11 +71,11 @@ class Function(nn.Module):
 
 
 class Oops(Exception):
-    """A user's own error."""
+    """An error of the user's code."""
 
 
 class Raising(nn.Module):
-    """Raises in its n-th call, counted from zero, once it is armed."""
+    """A layer that raises an error in its n-th call (counted from 0) after it has been armed."""
 
     def __init__(self, call=0):
         super().__init__()

@@ -1,6 +1,6 @@
-"""Where a test's ranks run: threads of this process, or processes of their own. A test is written once for both.
+"""Places in which the ranks of a test run: threads of this process, or separate processes. One test covers both.
 
-Its job takes the group of its ranks; in one process ``OneProcess`` stands for the group.
+The test's job receives the group of its ranks; in one process ``OneProcess`` replaces the group.
 """
 
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ from pipesched.runtime.stage import split_backward as backward
 
 
 class OneProcess:
-    """A group whose ranks are all here."""
+    """A group whose ranks are all in this process."""
 
     def __init__(self, count: int) -> None:
         self._count = count
@@ -33,7 +33,7 @@ Group = Any
 
 
 class Run(Protocol):
-    """Runs a job, in each process of its ranks; what it returned there."""
+    """Runs a job in each process of its ranks, and returns the results."""
 
     def __call__(self, count: int, job: Any, *args: Any) -> list[Any]: ...
 
@@ -47,7 +47,7 @@ def is_one_process(group: Any) -> bool:
 
 
 def has_last_rank(group: Any) -> bool:
-    """Whether the last rank is here: of a chain with one stage a rank it has the outputs."""
+    """Whether the last rank is in this process. With one stage per rank in a chain, it has the outputs."""
     return is_one_process(group) or group.rank() == group.size() - 1
 
 
@@ -60,7 +60,7 @@ def place(group: Any, inputs: Inputs = "all") -> dict[str, Any]:
 
 @lru_cache
 def mesh_of(replicas: int, ranks: int) -> DeviceMesh:
-    """A mesh of all processes: so many replicas of so many ranks. Collective."""
+    """Return a mesh of all processes with these numbers of replicas and ranks. All processes must call this."""
     members = torch.arange(replicas * ranks).view(replicas, ranks)
     return DeviceMesh("cpu", members, mesh_dim_names=("dp", "pp"))
 
@@ -70,7 +70,7 @@ def even_boundaries(num_layers: int, num_stages: int) -> list[int]:
 
 
 def pipeline(group: Any, model: nn.Sequential, sample: Any, *, schedule: str = "1f1b", **options: Any) -> Pipeline:
-    """A Pipeline over the group, its layers cut evenly by their number."""
+    """Return a Pipeline over the group, with the layers divided evenly by their number."""
     num_stages = group.size() * schedules.get(schedule).chunks_per_rank
     choices = {"boundaries": even_boundaries(len(model), num_stages), "num_microbatches": 4, "seed": 5, **options}
     return Pipeline(model, sample, schedule=schedule, **place(group), **choices)
@@ -78,7 +78,7 @@ def pipeline(group: Any, model: nn.Sequential, sample: Any, *, schedule: str = "
 
 @contextmanager
 def every_product_deferred() -> Iterator[None]:
-    """Products are deferred however small they are, so that small models show what large ones do."""
+    """Defer the gradients of all matrix products, so that small models behave like large ones."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(backward, "PAYS_FLOPS", 0)
         yield

@@ -1,4 +1,4 @@
-"""Quick measurements: tests measure in fewer rounds than users, since few tests judge the figures."""
+"""Quick measurements: measures in fewer rounds than usual, because few tests check the measured figures."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -35,7 +35,7 @@ def measure_quickly() -> None:
 
 @pytest.fixture
 def thorough() -> Iterator[None]:
-    """Measure as users do: for tests that judge measured figures."""
+    """Measure in full, for tests that check measured figures."""
     _set(_THOROUGH)
     yield
     _set(_QUICK)

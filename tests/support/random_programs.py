@@ -1,4 +1,4 @@
-"""Random valid programs: any placement, any stage graph, backwards whole or split, any order that is allowed."""
+"""Random valid programs, with any placement, any stage graph, whole or split backwards, and any valid order."""
 
 import random
 
@@ -13,13 +13,13 @@ quick = settings(max_examples=60)
 
 
 def fitting(name, num_ranks):
-    """So many ranks, or one more where the schedule needs an even number of them."""
+    """Return this number of ranks, or one more if the schedule needs an even number."""
     return num_ranks + num_ranks % 2 if schedules.get(name).num_chains > 1 else num_ranks
 
 
 @st.composite
 def programs(draw, max_stages=5, max_microbatches=4):
-    """A valid compute-only program whose ranks run their actions in a random order that the dependencies allow."""
+    """Draw a valid compute-only program whose ranks run their actions in a random valid order."""
     rng = random.Random(draw(st.integers(0, 10**6)))
     num_stages = draw(st.integers(1, max_stages))
     num_microbatches = draw(st.integers(1, max_microbatches))
@@ -28,10 +28,10 @@ def programs(draw, max_stages=5, max_microbatches=4):
 
 
 def random_program(rng, num_ranks, num_stages, num_microbatches, *, skips, recomputes=False, ascending=False):
-    """Such a program of this shape.
+    """Return a random program of this shape.
 
-    skips: any stage may feed any later one. recomputes: some backwards have an R, as early as may be. ascending: each
-    stage takes the micro-batches one after the other, as exact programs do.
+    skips: any stage may send to any later one. recomputes: some backwards have an R, as early as possible. ascending:
+    each stage runs the micro-batches in ascending order, as in exact programs.
     """
     placement = tuple(rng.randrange(num_ranks) for _ in range(num_stages))
     graph = chain(num_stages)
@@ -52,7 +52,7 @@ def random_program(rng, num_ranks, num_stages, num_microbatches, *, skips, recom
 
 
 def _shuffled(actions, placement, num_microbatches, graph, rng, num_ranks, ascending):
-    """Run the actions in a random order, always one whose needs are done; each joins its rank's order."""
+    """Add the actions to the ranks' orders in a random order that keeps all dependencies."""
     asked = Program((tuple(actions),), placement, num_microbatches, graph)
     needs = {action: set(asked.needs(action)) for action in actions}
     if ascending:
@@ -72,7 +72,7 @@ def _shuffled(actions, placement, num_microbatches, graph, rng, num_ranks, ascen
 
 @st.composite
 def costs_for(draw, program, **others):
-    """Whole-number costs for the stages of a program, so that sums are exact."""
+    """Draw integer costs for the stages of a program, so that sums are exact."""
     rng = random.Random(draw(st.integers(0, 10**6)))
     times = ([rng.randint(0, 9) for _ in range(program.num_stages)] for _ in range(4))
     return Costs(*times, transfer_s=draw(st.integers(0, 6)), **others)

@@ -1,6 +1,6 @@
-"""Processes that serve as ranks for a whole test file: each runs the jobs it is sent, one after the other.
+"""Processes that serve as ranks for all tests of a file: each runs the jobs that it receives, one after the other.
 
-They are forked from a server that has imported torch once, so a test file starts them in a tenth of a second.
+They are forked from a server that has imported torch once, so starting them takes a tenth of a second.
 """
 
 import datetime
@@ -24,7 +24,7 @@ FORKED.set_forkserver_preload(
 
 
 class Ranks:
-    """So many processes with a gloo group for each number of them."""
+    """A number of processes, with a gloo group for each number of ranks."""
 
     def __init__(self, count: int) -> None:
         self._count = count
@@ -47,9 +47,9 @@ class Ranks:
             raise AssertionError(f"{started.count(True)} of {count} processes have started within a minute")
 
     def run(self, count: int, job: Any, *args: Any, timeout_s: float = 30) -> list[Any]:
-        """Run ``job(group, *args)`` on the first ``count`` ranks; its results. Fails where a rank raises or is late.
+        """Run ``job(group, *args)`` on the first ``count`` ranks; return the results. Fails if a rank raises an error.
 
-        Where a job before this one has ended a process, all are started anew.
+        It also fails if a rank is late. If an earlier job has ended a process, all processes are started again.
         """
         if not all(process.is_alive() for process in self.processes):
             self.close()

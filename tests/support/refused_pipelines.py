@@ -1,4 +1,4 @@
-"""Small pipelines that are built, or refused with an error."""
+"""Small pipelines, and a check that making a pipeline raises an error."""
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ def build(model=None, **choices):
 
 
 def refused(error, builtin, match, model=None, **choices):
-    """Construction raises this error, which is ours and also the built-in type."""
+    """Check that making the pipeline raises this error, which is a PipeschedError and the built-in exception."""
     with pytest.raises(error, match=match) as caught:
         build(model, **choices).close()
     assert isinstance(caught.value, PipeschedError)

@@ -1,4 +1,4 @@
-"""A small Hugging Face Llama that stops and continues with other replicas and ranks, and a loop that never stops."""
+"""A small Hugging Face Llama that stops and resumes with other numbers of replicas and ranks, and a loop."""
 
 import warnings
 from functools import cache
@@ -16,7 +16,7 @@ ROWS, TOKENS, VOCABULARY, MICROBATCHES, CLIP, SEED = 8, 12, 96, 4, 0.5, 3
 
 
 class Place(NamedTuple):
-    """Replicas of so many ranks; one process if it is not on a mesh."""
+    """A number of replicas and ranks; one process if it is not on a mesh."""
 
     replicas: int
     ranks: int
@@ -25,7 +25,7 @@ class Place(NamedTuple):
 
     @property
     def sums(self) -> tuple[int, int]:
-        """The numbers of replicas and of shards of a gradient, which determine how sums are rounded."""
+        """The numbers of replicas and of shards of a gradient, which determine the rounding of sums."""
         return self.replicas, self.replicas if self.zero == 2 else 1
 
     def __str__(self) -> str:
@@ -43,7 +43,7 @@ def llama(seed: int = 0) -> nn.Module:
 
 
 def batch(step: int) -> dict[str, Tensor]:
-    """Tokens that count upwards from a random one. Each row has another number of labels."""
+    """Return tokens that count up from a random token. The rows have different numbers of labels."""
     start = torch.randint(VOCABULARY, (ROWS, 1), generator=torch.Generator().manual_seed(step))
     tokens = (start + torch.arange(TOKENS)) % VOCABULARY
     labels = torch.where(torch.arange(TOKENS) < 4 + torch.arange(ROWS)[:, None], tokens, -100)
@@ -55,7 +55,7 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
 
 
 def train(group: Group, where: Place, steps: range, load: str | None, save: str | None) -> list[Tensor]:
-    """Load, train these steps, and save; return the losses."""
+    """Load, train these steps, save, and return the losses."""
     options: dict[str, Any] = place(group)
     if where.replicas > 1:
         options = {
@@ -88,7 +88,7 @@ def train(group: Group, where: Place, steps: range, load: str | None, save: str 
 
 
 def run(ranks: Ranks, where: Place, *args: Any) -> list[Tensor]:
-    """The losses of ``train``, which are the same on all ranks."""
+    """Return the losses of ``train``, which are the same on all ranks."""
     found = (
         ranks.run(4, train, where, *args, timeout_s=300) if where.mesh else run_here(where.ranks, train, where, *args)
     )
@@ -97,7 +97,7 @@ def run(ranks: Ranks, where: Place, *args: Any) -> list[Tensor]:
 
 
 def loop(before: Place, after: Place, stop: int, steps: int) -> list[Tensor]:
-    """The losses of a loop that adds gradients as the first place does, and from step ``stop`` as the second does."""
+    """Return the losses of a loop that adds gradients as the first place does, and as the second from ``stop`` on."""
     return _loop(before.sums, after.sums, stop, steps)
 
 

@@ -1,4 +1,4 @@
-"""Runs that stop after half of their steps and continue under another plan, and the run that never stopped."""
+"""Runs that stop halfway and resume under another plan, and the same runs without a stop."""
 
 import json
 import warnings
@@ -41,7 +41,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Blocks between two layers that share their weight."""
+    """Blocks between two layers that share a weight."""
 
     def __init__(self, seed: int = 0) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class Net(nn.Module):
 
 @dataclass(frozen=True)
 class Half:
-    """How one half of a run is planned."""
+    """The plan of one half of a run."""
 
     ranks: int = 2
     schedule: str = "1f1b"
@@ -75,7 +75,7 @@ class Half:
 
     @property
     def sums(self) -> tuple[int, int]:
-        """The numbers of replicas and of shards of a gradient, which determine how sums are rounded."""
+        """The numbers of replicas and of shards of a gradient, which determine the rounding of sums."""
         return self.replicas, self.replicas if self.zero >= 2 else 1
 
 
@@ -89,7 +89,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
 
 
 def pairwise_cases() -> list[tuple[Half, Half]]:
-    """Cases in which every pair of values of two factors, before and after, occurs at least once."""
+    """Return cases that cover every pair of values of any two factors, before and after the stop."""
     columns = [(half, name) for half in (0, 1) for name in FACTORS]
     values = [FACTORS[name] for _, name in columns]
     wanted = {
@@ -112,7 +112,7 @@ def pairwise_cases() -> list[tuple[Half, Half]]:
 
 
 def _gain(row: list[Any], at: int, value: Any, wanted: set[Any]) -> int:
-    """The number of wanted pairs that a value adds to a row, where open entries count as all values."""
+    """Return the number of missing pairs that a value adds to a row, where open entries can take any value."""
     return sum(
         (one == at and first == value and row[other] in (None, second))
         or (other == at and second == value and row[one] in (None, first))
@@ -130,7 +130,7 @@ def adam(parameters: Any) -> torch.optim.Optimizer:
 
 
 def replica_cases() -> list[tuple[Half, Half]]:
-    """Cases that begin or end with replicas, or both."""
+    """Return cases that begin or end with replicas, or both."""
     two, four = Half(2, place="mesh", replicas=2), Half(1, place="mesh", replicas=4)
     return [
         (two, Half(2, "zb-h1", "mesh", "pipeline", replicas=2)),
@@ -147,7 +147,7 @@ def replica_cases() -> list[tuple[Half, Half]]:
 
 
 def zero_cases() -> list[tuple[Half, Half]]:
-    """Every pair of places and levels of zero= before and after the stop, where one of them divides."""
+    """Return every pair of places and ``zero=`` levels before and after the stop in which one level is above 0."""
     schedule = {0: "1f1b", 1: "zb-h1", 2: "interleaved-1f1b", 3: "zb-v"}
     shapes = ((2, 2), (4, 1))
     levels = [Half(ranks, schedule[z], "mesh", "pipeline", replicas=n, zero=z) for n, ranks in shapes for z in schedule]
@@ -158,7 +158,7 @@ def zero_cases() -> list[tuple[Half, Half]]:
 def pipeline(
     group: Group, half: Half, model: nn.Module, seed: int = SEED, batch_norm: BatchNormMode = "micro-batch"
 ) -> Pipeline:
-    """A pipeline of the model, cut evenly."""
+    """Return a pipeline of the model with the layers divided evenly."""
     where = place(group)
     if half.replicas > 1:
         where["mesh"] = mesh_of(half.replicas, half.ranks)
@@ -182,7 +182,7 @@ def pipeline(
 
 
 class Trainer:
-    """A pipeline with its optimizer and its learning rate schedulers."""
+    """A pipeline with its optimizer and its learning-rate schedulers."""
 
     def __init__(
         self, group: Group, half: Half, model: nn.Module, seed: int = SEED, *, replicated: bool = False
@@ -199,7 +199,7 @@ class Trainer:
         self.half = half
 
     def train(self, steps: range) -> list[Tensor]:
-        """Train; return the losses."""
+        """Train, and return the losses."""
         losses = []
         for step in steps:
             x, y = (rows.chunk(self.half.replicas)[self.replica] for rows in batch(step))
@@ -213,7 +213,7 @@ class Trainer:
         return losses
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Weights, buffers and optimizer states of this process, by name. Rows of a state end in ``[first row]``."""
+        """Return this process's weights, buffers and optimizer states by name. Rows of states end in ``[row]``."""
         names = {parameter: name for name, parameter in self.pipe.named_parameters()}
         yield from ((name, parameter.detach()) for parameter, name in names.items())
         yield from self.pipe.named_buffers()
@@ -251,7 +251,7 @@ def first_half(group: Group, half: Half, path: str, replicated: bool = False, **
 def second_half(
     group: Group, half: Half, path: str, replicated: bool = False
 ) -> tuple[list[Tensor], dict[str, Tensor]]:
-    """Load into a model with other weights and train the other half of the steps; return losses and tensors."""
+    """Load into a model with other weights, train the other half of the steps; return losses and tensors."""
     trainer = Trainer(group, half, Net(seed=7), seed=99, replicated=replicated)
     with trainer.pipe as pipe, warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
@@ -268,9 +268,9 @@ def second_half(
 def never_stopped(
     sums: tuple[tuple[int, int], tuple[int, int]] | None = None,
 ) -> tuple[list[Tensor], dict[str, Tensor]]:
-    """The losses and tensors of a plain loop over all steps.
+    """Return the losses and tensors of a plain loop over all steps.
 
-    ``sums`` are the numbers of replicas and shards of both halves, for runs with replicas.
+    ``sums`` are the numbers of replicas and shards in both halves, for runs with replicas.
     """
     model = Net()
     optimizer = adam(model.parameters())
@@ -302,7 +302,7 @@ def never_stopped(
 
 
 def runs(ranks: Ranks) -> Any:
-    """Return a function that runs a job where a half of a run runs. Its results are those of all processes."""
+    """Return a function that runs a job on the ranks of one half, and returns the results of all processes."""
 
     def run(half: Half, job: Any, *args: Any) -> list[Any]:
         if half.place == "process":
@@ -319,7 +319,7 @@ def runs(ranks: Ranks) -> Any:
 
 
 def whole(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Join rows whose names end in their first row."""
+    """Join rows whose names end in the index of their first row."""
     rows: dict[str, dict[int, Tensor]] = {}
     for name, value in tensors.items():
         base, _, first = name.removesuffix("]").partition("[")
@@ -328,7 +328,7 @@ def whole(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def differences(run: Any, before: Half, after: Half, path: str) -> list[str]:
-    """Where a run that stopped differs from the one that never stopped; ``run(half, job, *args)`` runs a job."""
+    """Return the differences between the resumed run and the loop; ``run(half, job, *args)`` runs a job."""
     replicated = before.replicas * after.replicas > 1
     losses, tensors = never_stopped((before.sums, after.sums) if replicated else None)
     first = run(before, first_half, path, replicated)

@@ -1,4 +1,4 @@
-"""Runs jobs/exits.py in processes: how its processes end, and what they write beside what the script itself writes."""
+"""Runs jobs/exits.py in processes: returns their exit codes and the text that they write to stderr."""
 
 import os
 import re
@@ -16,7 +16,7 @@ PATIENCE_S = 120
 
 
 class Exit(NamedTuple):
-    """How a process ended. code: negative for a signal. said: on stderr, without what the script means to write."""
+    """The end of a process. code: negative for a signal. said: stderr, without the script's own traceback."""
 
     code: int
     ran: bool
@@ -24,7 +24,7 @@ class Exit(NamedTuple):
 
 
 def exits(place: str, schedule: str, end: str, num_ranks: int = 2) -> list[Exit]:
-    """Run the job: "threads" in one process, "mesh" in processes with torchrun's environment, "torchrun" with it."""
+    """Run the job: "threads": in one process, "mesh": in processes with torchrun's environment, or under "torchrun"."""
     if place == "torchrun":
         return _by_torchrun(schedule, end, num_ranks)
     environment = [_environment({})]
@@ -49,7 +49,7 @@ def exits(place: str, schedule: str, end: str, num_ranks: int = 2) -> list[Exit]
 
 
 def _by_torchrun(schedule: str, end: str, num_ranks: int) -> list[Exit]:
-    """One Exit, of torchrun itself: the signals of its ranks are in its report, which ``said`` then holds."""
+    """Run the job under torchrun. The Exit is that of torchrun; ``said`` holds the signals that ended ranks."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
     command += [f"--nproc-per-node={num_ranks}", "-m", JOB, "mesh", schedule, end]
     run = subprocess.run(
@@ -60,12 +60,12 @@ def _by_torchrun(schedule: str, end: str, num_ranks: int) -> list[Exit]:
 
 
 def _environment(more: dict[str, str]) -> dict[str, str]:
-    """Of a process: it computes with one thread, and its own streams are not torchrun's."""
+    """Return the environment of a process that computes with one thread."""
     return {**os.environ, "OMP_NUM_THREADS": "1", **more}
 
 
 def _beside_its_own(text: str) -> str:
-    """What a process wrote on stderr, without the traceback of the error that the script means to raise."""
+    """Return the text on stderr without the traceback of the error that the script raises on purpose."""
     if OWN_ERROR not in text:
         return text
     lines = [re.sub(r"^\[rank\d+\]: ", "", line) for line in text.splitlines()]

@@ -1,9 +1,9 @@
-"""Runs jobs/faults.py: which survivors ended, how long after the fault, and which rank their errors name.
+"""Runs jobs/faults.py: measures how soon survivors end after a fault, and finds the rank that their errors name.
 
     python -m tests.support.run_faults '[["SIGSTOP", "later forward", 1]]' [--timeout 5] [--side-by-side 1]
 
-Each case is a fault, a phase, a rank, and what differs from Case. Ranks are forked from processes that are forked from
-this one, which has torch imported and prints each outcome as a line of JSON.
+Each case is a fault, a phase, a rank, and further fields of Case. This process imports torch once; processes that are
+forked from it fork the ranks. Each outcome is printed as a line of JSON.
 """
 
 import argparse
@@ -35,9 +35,10 @@ _BLAME = re.compile(rf"({_RANK}(?:, {_RANK})*) (?:failed:|ha(?:s|ve) not joined)
 
 
 class Outcome(NamedTuple):
-    """seconds: from the fault until the last survivor's error, or its end. late: ranks for which that was too long.
+    """The outcome of a case. seconds: from the fault to the last survivor's error or end. late: late ranks.
 
-    wrong: what survivors said that do not name the failing rank alone. survivors: that failed. stuck: which never did.
+    wrong: texts of survivors that do not name only the failed rank. survivors: those that failed. stuck: those still
+    running.
     """
 
     case: Case
@@ -49,7 +50,7 @@ class Outcome(NamedTuple):
 
 
 def outcomes(cases: Sequence[Case], timeout_s: float, side_by_side: int = 1, patience_s: float = 600) -> list[Outcome]:
-    """Run cases, so many at a time, in a process of their own that imports torch once."""
+    """Run cases, several at a time, in a separate process that imports torch once."""
     command = [sys.executable, "-m", __spec__.name, json.dumps(cases)]
     command += ["--timeout", str(timeout_s), "--side-by-side", str(side_by_side)]
     run = subprocess.run(command, check=True, cwd=ROOT, stdout=subprocess.PIPE, text=True, timeout=patience_s)
@@ -94,7 +95,7 @@ def _judged(case: Case, said: Sequence[Path], ended: dict[int, float], timeout_s
 
 
 def _named(error: str) -> set[int]:
-    """The global ranks that an error blames."""
+    """Return the global ranks that an error names as failed."""
     found = _BLAME.search(error)
     if not found:
         return set()
@@ -127,7 +128,7 @@ def _forked(job: Callable[[], int], said: Path) -> int:
 
 @contextmanager
 def _folder() -> Iterator[Path]:
-    """Not tempfile's own context: forked processes would remove the folder at their exit."""
+    """Make a temporary folder. With tempfile's context, forked processes would remove it at their exit."""
     folder = Path(tempfile.mkdtemp())
     try:
         yield folder
@@ -137,7 +138,7 @@ def _folder() -> Iterator[Path]:
 
 @contextmanager
 def _store(case: Case, folder: Path) -> Iterator[int]:
-    """The port of a store in a process of its own; 0 where rank 0 has it."""
+    """Return the port of a store in a separate process; 0 if rank 0 has the store."""
     if case.store == "rank 0":
         yield 0
         return
@@ -161,7 +162,7 @@ def _serve(file: Path) -> int:
 
 
 def _watched(case: Case, started: Sequence[int], said: Path, timeout_s: float) -> dict[int, float]:
-    """When each survivor's process has ended, until all have, or are too late."""
+    """Return the time at which each survivor's process ended, once all have ended or are too late."""
     ended: dict[int, float] = {}
     end_s = time.monotonic() + 2 * PATIENCE_S
     seen = False

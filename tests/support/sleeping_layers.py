@@ -1,4 +1,4 @@
-"""Layers that wait, as for a device: the processor is free meanwhile."""
+"""Layers that sleep, as if they waited for a device, and leave the processor free."""
 
 import time
 from typing import Any
@@ -21,12 +21,12 @@ class _Waited(torch.autograd.Function):
 
 
 def waited(x: Tensor, seconds: float, back: float = 2.0) -> Tensor:
-    """The same values, after so many seconds; their gradient takes ``back`` times as long."""
+    """Return the same values after some seconds; their gradient takes ``back`` times as long."""
     return _Waited.apply(x, seconds, back)  # type: ignore[no-untyped-call,no-any-return]
 
 
 class Waiting(nn.Module):
-    """Scales its input, and waits. width: of its weight."""
+    """A layer that scales its input and sleeps. width: the width of its weight."""
 
     def __init__(self, seconds: float, *, back: float = 2.0, width: int = 1) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Modules that torch and matplotlib import late: imported once, before processes are forked that all need them."""
+"""Modules that torch and matplotlib import late, imported once here before processes are forked."""
 # ruff: noqa: F401
 
 import matplotlib.pyplot

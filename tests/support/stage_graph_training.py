@@ -1,4 +1,4 @@
-"""Real layers for any stage graph: trained by an executor as a program says, and by a plain loop without one."""
+"""Layers for any stage graph, trained by an executor that runs a program, and by a plain loop."""
 
 import random
 from collections.abc import Iterator
@@ -35,7 +35,7 @@ Result = dict[Any, np.ndarray]
 
 
 def program_of(seed: int) -> Program:
-    """A random valid program: any placement, any stage graph, backwards whole or split, some recomputed, any order."""
+    """Return a random valid program, with any placement, stage graph and order, and some recomputes."""
     rng = random.Random(seed)
     program = random_program(
         rng,
@@ -52,7 +52,7 @@ def program_of(seed: int) -> Program:
 
 
 class Join(nn.Module):
-    """The first layer of a stage: takes what its producers gave, each value in one place, and mixes it."""
+    """The first layer of a stage: mixes the values of its producers."""
 
     def __init__(self, num_values: int, adds: bool) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class Join(nn.Module):
 
 
 class Residual(nn.Module):
-    """One value in two places, inside a stage."""
+    """A layer that uses one value twice."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ class Residual(nn.Module):
 
 
 class Dressed(nn.Module):
-    """Gives out a dict: a tensor that is not contiguous, a second one with a gradient of its own, and no tensor."""
+    """A layer that returns a dict with a non-contiguous tensor, a tensor with a separate gradient, and no tensor."""
 
     def forward(self, x: Tensor) -> dict[str, Any]:
         return {"out": x.t().contiguous().t(), "gain": torch.sigmoid(x.mean(-1, keepdim=True)), "name": "dressed"}
@@ -93,7 +93,7 @@ BODIES = (
 
 
 def layers_of(program: Program, seed: int) -> list[dict[str, nn.Module]]:
-    """The layers of each stage, by name."""
+    """Return the layers of each stage by name."""
     rng = random.Random(seed)
     torch.manual_seed(seed)
     stages = []
@@ -115,7 +115,7 @@ def layers_of(program: Program, seed: int) -> list[dict[str, nn.Module]]:
 
 
 def batches(program: Program) -> Iterator[tuple[Any, list[float | None]]]:
-    """Micro-batches of unequal rows, and factors of their losses, of two steps with other numbers of rows."""
+    """Return micro-batches with unequal rows, and the factors of their losses, for two steps of different sizes."""
     m = program.num_microbatches
     for rows in (2 * m + 1, 2 * m + 1 + (m > 1)):
         x = torch.randn(rows, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(rows))
@@ -125,7 +125,7 @@ def batches(program: Program) -> Iterator[tuple[Any, list[float | None]]]:
 
 
 def by_hand(program: Program, seed: int) -> Result:
-    """Stage after stage, micro-batch after micro-batch; autograd alone does the rest."""
+    """Run stage after stage and micro-batch after micro-batch, with plain autograd."""
     stages, found = layers_of(program, seed), {}
     for step, (batch, factors) in enumerate(batches(program)):
         for mb, (args, _) in enumerate(batch.inputs):
@@ -148,7 +148,7 @@ def by_hand(program: Program, seed: int) -> Result:
 
 
 class Each(Chain):
-    """A chain whose output goes to several stages: each gets a copy of its own."""
+    """A chain whose output goes to several stages, each of which gets its own copy."""
 
     def __init__(self, layers: dict[str, nn.Module], num_takers: int) -> None:
         super().__init__(layers)
@@ -162,7 +162,7 @@ class Each(Chain):
 
 
 def sinks(program: Program) -> list[int]:
-    """The stages whose output goes nowhere: each has a loss."""
+    """Return the stages without successors; each has a loss."""
     return [stage for stage, consumers in enumerate(program.graph.consumers) if not consumers]
 
 
@@ -183,7 +183,7 @@ def state_of(stages: list[dict[str, nn.Module]]) -> Result:
 
 
 def by_executor(executor: Any, program: Program, seed: int) -> Result:
-    """As the program says; what ran here, all of it or one rank's."""
+    """Run the program, and return the results of the ranks in this process."""
     over_mesh = isinstance(executor, ProcessExecutor)
     own = program.chunks(executor.rank) if over_mesh else range(program.num_stages)
     layers = layers_of(program, seed)
@@ -215,7 +215,7 @@ def by_executor(executor: Any, program: Program, seed: int) -> Result:
 
 
 def over_mesh(group: Any, seeds: list[int]) -> list[Result]:
-    """What the processes of test_stage_graphs run: each program's results of this rank."""
+    """The job of test_stage_graphs: return this rank's results of each program."""
     backward.PAYS_FLOPS = 0  # every product is deferred, however small
     executor = ProcessExecutor(group, timeout_s=10)
     results = [by_executor(executor, program_of(seed), seed) for seed in seeds]

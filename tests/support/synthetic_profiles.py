@@ -1,4 +1,4 @@
-"""Profiles of layers in a row, made up from numbers."""
+"""Synthetic profiles: profiles of a chain of layers with given times."""
 
 import networkx as nx
 
@@ -6,7 +6,7 @@ from pipesched.simulation.profile import Profile
 
 
 def row(times, *, rows=1, fixed_s=0.0, split=1.0, parameter_bytes=1000, activation_bytes=100, output_bytes=10):
-    """Layers whose forward takes so long a row, and their backward twice that; I and W share it, times ``split``."""
+    """Return a chain of layers with these forward times per row; B takes twice as long, I and W ``split`` times."""
     graph = nx.DiGraph(parameters={})
     for at, seconds in enumerate(times):
         name, forward_s = f"layer{at}", seconds * rows + fixed_s

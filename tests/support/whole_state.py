@@ -1,4 +1,4 @@
-"""The whole state of a model as an object, to compare it before and after: nothing of it is taken from the code."""
+"""The whole state of a model as a dict, to find changes. It does not use pipesched's code."""
 
 from collections import deque
 from contextlib import contextmanager
@@ -39,7 +39,7 @@ def of_tensor(tensor: Tensor) -> dict[str, Any]:
 
 
 def whole_state(model: nn.Module) -> dict[str, Any]:
-    """By path: each module, attribute, hook, tensor, generator and mode, and what lists, dicts and objects hold."""
+    """Return all modules, attributes, hooks, tensors, generators, modes, and contents of containers, by path."""
     found: dict[str, Any] = {}
     seen: dict[int, Any] = {}
 
@@ -76,7 +76,7 @@ def whole_state(model: nn.Module) -> dict[str, Any]:
 
 @contextmanager
 def unchanged(model: nn.Module, what: str, *, but: str = "nothing"):
-    """but: what may change, of any tensor."""
+    """Check that a model does not change in this context. but: the end of the paths that may change."""
     before = whole_state(model)
     yield
     after = whole_state(model)
@@ -85,7 +85,7 @@ def unchanged(model: nn.Module, what: str, *, but: str = "nothing"):
 
 
 def prepared(model: nn.Module) -> list[Any]:
-    """A model that is in use: gradients, hooks of all kinds, frozen parts, a part in another mode; what hooks saw."""
+    """Give a model gradients, hooks, frozen parts and a part in another mode; return the calls of its hooks."""
     fired: list[Any] = []
     for number, parameter in enumerate(model.parameters()):
         if number % 3 == 0 and parameter.requires_grad:
@@ -100,7 +100,7 @@ def prepared(model: nn.Module) -> list[Any]:
 
 
 def check_nothing_changes(model: nn.Module, sample: Any, loss_fn: Any, target: Any, rows: int) -> None:
-    """The model is the same object, to the bit, after each that measures or builds."""
+    """Check that the model does not change when it is measured, planned or built into a pipeline."""
     fired = prepared(model)
     measured = {} if loss_fn is None or target is None else {"loss_fn": loss_fn, "target": target}
     with unchanged(model, "graph_of"):

@@ -1,4 +1,4 @@
-"""Tables of wrong arguments: what a public function does with each must be an error that says what to pass."""
+"""Tables of wrong arguments: a public function must raise an error with a remedy for each."""
 
 import math
 
@@ -34,18 +34,18 @@ STRANGE = {
 
 
 def but(*good):
-    """The strange values without those that an argument does take, by name."""
+    """Return the wrong values by name, without those that this argument accepts."""
     assert set(good) <= set(STRANGE)
     return [name for name in STRANGE if name not in good]
 
 
 def cases(table):
-    """(argument, name of the strange value) of a table {argument: the names}, for ``parametrize``."""
+    """Return (argument, name of the wrong value) for a table {argument: names}, for ``parametrize``."""
     return [pytest.param(argument, name, id=f"{argument} is {name}") for argument in table for name in table[argument]]
 
 
 def refused(call, **given):
-    """The call raises an error of pipesched, also a built-in one, of a rule, what was given, and a remedy."""
+    """Check that the call raises an error that states a rule, the value and a remedy."""
     with pytest.raises(PipeschedError) as caught:
         call(**given)
     assert isinstance(caught.value, ValueError | RuntimeError)

@@ -1,7 +1,7 @@
-"""The zoo: architectures of many kinds, built small from their configurations, with a mini-batch for each.
+"""The zoo: small models of many architectures, built from configurations, with a mini-batch for each.
 
-Nothing is downloaded: weights are drawn when a model is built. Dropout is on everywhere, also where a configuration
-leaves it out. Layers that are skipped at random (layerdrop) never are: a stage cannot tell another which it skipped.
+Nothing is downloaded; weights are drawn when a model is built. Dropout is enabled even if a configuration leaves it
+out. No layer is skipped at random (layerdrop), because all stages must run the layers that ran for the sample.
 """
 
 import copy
@@ -27,10 +27,10 @@ ROWS, TOKENS, VOCABULARY = 8, 12, 99
 
 @dataclass(frozen=True)
 class Specimen:
-    """One model: how it is built, its keyword inputs of ROWS rows, and where it has no loss of its own a loss.
+    """A model: its constructor, its keyword inputs of ROWS rows, and a loss function if it computes no loss.
 
-    ranks: how many have layers. rounded: a parameter that another layer reaches by a reference: its gradient is the
-    loop's within rounding.
+    ranks: the number of ranks for which it has layers. rounded: a parameter that another layer uses by reference, so
+    that its gradient equals the loop's within rounding.
     """
 
     build: Callable[[], nn.Module]
@@ -40,18 +40,18 @@ class Specimen:
     rounded: str | None = None
 
     def made(self) -> nn.Module:
-        """The model, in training mode, with the same weights each time."""
+        """Return the model in training mode, with the same weights at each call."""
         torch.manual_seed(0)
         return self.build().train()
 
     def rows(self, count: int) -> dict[str, Any]:
-        """The inputs' first rows."""
+        """Return the first rows of the inputs."""
         rowed = Tensor, list
         return {name: value[:count] if isinstance(value, rowed) else value for name, value in self.inputs.items()}
 
     @property
     def target(self) -> dict[str, Tensor]:
-        """What the loss function compares with, if there is one."""
+        """Return the target of the loss function, if there is one."""
         return {} if self.loss_fn is None else {"target": torch.zeros(ROWS)}
 
 
@@ -76,7 +76,7 @@ def _specimen(
 
 @cache
 def _transformers() -> Any:
-    """Import transformers when the first model is built: it takes two seconds, and collecting tests builds none."""
+    """Import transformers when the first model is built, because the import takes two seconds."""
     transformers = importlib.import_module("transformers")
     transformers.logging.set_verbosity_error()
     for name in (
@@ -101,7 +101,7 @@ def _drop(config: Any, rate: float) -> None:
 
 
 def _assigned(cost: Any) -> tuple[Any, Any]:
-    """Which rows and columns make the smallest sum: scipy's ``linear_sum_assignment``, for the few of a test."""
+    """Return the assignment with the smallest sum, like scipy's ``linear_sum_assignment``, for small inputs."""
     cost = np.asarray(cost)
     if len(cost) < cost.shape[1]:
         columns, rows = _assigned(cost.T)
@@ -125,7 +125,7 @@ def _random(*shape: int) -> Tensor:
 
 
 class UNet(nn.Module):
-    """Long skips, used last to first."""
+    """A model with long skip connections, which are used in reverse order."""
 
     def __init__(self, depth: int = 5, width: int = 8) -> None:
         super().__init__()
@@ -151,7 +151,7 @@ def _convolution(channels: int, width: int) -> nn.Sequential:
 
 
 class TwoTowers(nn.Module):
-    """Two inputs, two losses."""
+    """A model with two inputs and two losses."""
 
     def __init__(self, width: int = 32) -> None:
         super().__init__()
@@ -170,7 +170,7 @@ class TwoTowers(nn.Module):
 
 
 class Recurrent(nn.Module):
-    """LSTMs, each of which hands its state on to the next."""
+    """LSTMs, each of which passes its state on to the next."""
 
     def __init__(self, width: int = 32) -> None:
         super().__init__()

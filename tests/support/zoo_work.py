@@ -1,4 +1,4 @@
-"""The work of a model's layers, counted and not timed: the same on every machine and at every run."""
+"""Zoo work: counts the work of a model's layers, which is the same on every machine and in every run."""
 
 from math import prod
 from typing import Any
@@ -20,9 +20,9 @@ _FLOPS_A_BYTE = 10  # as many as a processor does in the time in which one byte 
 
 
 def counted(model: nn.Module, sample: dict[str, Any]) -> "nx.DiGraph[str]":
-    """The chain of layers that a pipeline cuts, with what the forward of each counts as its seconds.
+    """Return the chain of layers that a pipeline cuts, with each layer's forward work as its time.
 
-    That is the operations of its products and convolutions, and _FLOPS_A_BYTE for each byte of what any function gives.
+    The work is the number of operations of products and convolutions, plus _FLOPS_A_BYTE for each byte of results.
     """
     captured = CapturedModel(model, ((), sample))
     graph = nx.path_graph(captured.layers, nx.DiGraph)
@@ -46,7 +46,7 @@ def _work(layer: nn.Module, args: Any, kwargs: Any) -> float:
 
 
 def _recurrent(inputs: Any, from_input: Any, from_state: Any, *_: Any, **__: Any) -> int:
-    """Two products a token, of these shapes."""
+    """Return the work of two products per token with these shapes."""
     return 2 * prod(inputs[:2]) * (prod(from_input) + prod(from_state))
 
 
@@ -60,11 +60,11 @@ class _Bytes(TorchFunctionMode):
 
 
 def even_boundaries(graph: "nx.DiGraph[str]", num_stages: int) -> list[str]:
-    """Where stages begin that have the smallest bottleneck."""
+    """Return the boundaries with the smallest bottleneck."""
     return [names[0] for names in partition(graph, num_stages, exactly=True).stages[1:]]
 
 
 def shares(graph: "nx.DiGraph[str]", stages: list[list[str]]) -> list[float]:
-    """Each stage's share of all work."""
+    """Return each stage's share of the total work."""
     work = [sum(graph.nodes[name]["forward_s"] for name in names if name in graph) for names in stages]
     return [one / sum(work) for one in work]

@@ -479,7 +479,7 @@ class ProcessExecutor:
         if self.closed and not shared.arrived:
             raise ExecutionError(
                 f"a loss must be received before the pipeline is closed; this loss was not received: "
-                f"{self._fault or 'the rank that computed it left without sending it'}; read the loss right after its "
+                f"{self._fault or 'the rank that computed it ended without sending it'}; read the loss right after its "
                 f"step"
             )
         with self._stopping_all("receiving a broadcast"):

@@ -297,7 +297,7 @@ class Incoming:
     def _receive_aside(self, nbytes: int) -> Tensor:
         if not 0 <= nbytes <= _MOST_BYTES:
             raise lost(
-                self._peer, RuntimeError(f"the message header announced {nbytes} bytes, which is not a possible size")
+                self._peer, RuntimeError(f"the message header announced {nbytes} bytes, which is not a valid size")
             )
         memory = torch.empty(nbytes, dtype=torch.uint8)
         if nbytes:

@@ -197,7 +197,7 @@ class Links:
         new = [channel for channel in channels if self._rank in channel[:2] and channel not in self._links]
         if len(self._links) + len(new) > _MOST_LINKS:
             raise ExecutionError(
-                f"a rank on a CUDA device may have at most {_MOST_LINKS} channels, each with a CUDA stream of its own; "
+                f"a rank on a CUDA device may have at most {_MOST_LINKS} channels, each with its own CUDA stream; "
                 f"rank {self._rank} has {len(self._links) + len(new)} channels; move stage boundaries to where fewer "
                 f"edges cross"
             )
@@ -213,7 +213,7 @@ class Links:
                 peer = channel.giver + channel.taker - self._rank
                 raise ExecutionError(
                     f"devices of neighbouring ranks must be connected before a program runs; the devices of ranks "
-                    f"{self._rank} and {peer} could not connect ({error}); use a different device for each process"
+                    f"{self._rank} and {peer} could not connect ({error}); give every process a separate device"
                 ) from error
 
     def __getitem__(self, channel: Channel) -> Link:

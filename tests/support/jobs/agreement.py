@@ -1,4 +1,4 @@
-"""What test_agreement runs on ranks: pipelines that differ from one rank to another."""
+"""Jobs of test_agreement: pipelines that differ between ranks."""
 
 import logging
 from typing import Any
@@ -26,7 +26,7 @@ def made(group: Any, built: nn.Module, **options: Any) -> Pipeline:
 
 
 def builds(group: Any, change: str) -> str:
-    """The error on this rank if the last rank builds another pipeline."""
+    """Return the error on this rank if the last rank builds a different pipeline."""
     odd = group.rank() == group.size() - 1
     built = model(6 if odd and change == "shape" else 4)
     options: dict[str, Any] = {}
@@ -57,7 +57,7 @@ def builds(group: Any, change: str) -> str:
 
 
 def counts(group: Any) -> list[int]:
-    """How many messages of agreement each step costs."""
+    """Return the number of agreement messages of each step."""
     with made(group, model()) as pipe:
         executor = pipe._running.host.executor  # type: ignore[union-attr]
         compared = executor.agree_on
@@ -71,7 +71,7 @@ def counts(group: Any) -> list[int]:
 
 
 def forgets_train(group: Any) -> tuple[str, float]:
-    """One rank sets evaluation mode before the first step; after that has failed, all train."""
+    """One rank sets evaluation mode before the first step; after this step has failed, all ranks train."""
     with made(group, model()) as pipe:
         if group.rank() == 1:
             pipe.eval()
@@ -85,7 +85,7 @@ def forgets_train(group: Any) -> tuple[str, float]:
 
 
 def sets_own_modes(group: Any) -> None:
-    """Each rank may freeze and set the mode of its own stages alone."""
+    """Each rank may freeze its own stages and set their mode, independently of the other ranks."""
     with made(group, model()) as pipe:
         for name, module in pipe.named_modules():
             if name == "0":
@@ -96,7 +96,7 @@ def sets_own_modes(group: Any) -> None:
 
 
 def records_of_a_failure(group: Any) -> str:
-    """The log of a run in which a layer of the last rank fails in the third step."""
+    """Return the log of a run in which a layer of the last rank fails in the third step."""
 
     class Lines(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:

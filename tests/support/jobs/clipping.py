@@ -1,4 +1,4 @@
-"""What the ranks of the tests of clipping run: clipped training beside the plain loop, by the documented rule."""
+"""Jobs of the tests of clipping: clipped training compared with a plain loop that applies the documented rule."""
 
 import copy
 import math
@@ -22,11 +22,11 @@ ROWS, MICROBATCHES, VOCABULARY = 12, 4, 16
 
 
 class Head(nn.Linear):
-    """A head over the embedding's weight; two layers of the model have names of their own."""
+    """A head that uses the embedding's weight."""
 
 
 def tied_model(dtype: torch.dtype = torch.float32) -> nn.Sequential:
-    """An embedding whose weight is the head's, dropout, norms, and a layer that is not trained."""
+    """Return a model with an embedding and a head that share a weight, dropout, norms, and a frozen layer."""
     torch.manual_seed(0)
     layers = [nn.Embedding(VOCABULARY, 8)]
     for _ in range(4):
@@ -37,7 +37,7 @@ def tied_model(dtype: torch.dtype = torch.float32) -> nn.Sequential:
 
 
 def plain_model(dtype: torch.dtype = torch.float32) -> nn.Sequential:
-    """The same without tied weights."""
+    """Return the same model without tied weights."""
     model = tied_model()
     model[-1].weight = nn.Parameter(model[-1].weight.detach().clone())
     return model.to(dtype)
@@ -70,18 +70,18 @@ def adam(parameters: Any) -> torch.optim.Optimizer:
 
 
 def assert_same(pipe: Pipeline, expected: nn.Module) -> None:
-    """The parameters of this process are the loop's, bit by bit."""
+    """Check that the parameters of this process are bit-identical to the loop's."""
     due = dict(expected.named_parameters())
     assert [name for name, one in pipe.named_parameters() if not torch.equal(one, due[name])] == []
 
 
 def pipelined(group: Any, model: nn.Module, **options: Any) -> AbstractContextManager[Pipeline]:
-    """A pipeline of one of these models."""
+    """Return a pipeline of one of these models."""
     return pipeline(group, model, batch(0)[0][:3], loss_fn=loss_fn, **options)
 
 
 class Case(NamedTuple):
-    """A model, and how it is pipelined."""
+    """A model, and the settings of its pipeline."""
 
     schedule: str
     make: Callable[[torch.dtype], nn.Sequential]
@@ -89,7 +89,7 @@ class Case(NamedTuple):
     checkpoint: Any
 
     def models(self) -> tuple[nn.Sequential, nn.Sequential]:
-        """The model twice: for the plain loop, and for the pipeline."""
+        """Return the model twice: for the plain loop and for the pipeline."""
         return self.make(self.dtype), self.make(self.dtype)
 
     def pipelined(self, group: Any, model: nn.Module, **options: Any) -> AbstractContextManager[Pipeline]:
@@ -97,7 +97,7 @@ class Case(NamedTuple):
 
 
 def loop_step(model: nn.Module, optimizer: Any, step: int, norm_type: float) -> tuple[Tensor, Tensor]:
-    """A step of the plain loop, which clips: its loss and norm."""
+    """Run a step of the plain loop with clipping; return its loss and norm."""
     x, y = batch(step)
     loss = reference_step(model, x, loss_fn=loss_fn, target=y, num_microbatches=MICROBATCHES, seed=5, step=step)
     norm = clip_grad_norm_(model.parameters(), 1.0, norm_type)
@@ -129,7 +129,7 @@ def clip_between_steps(group: Any, case: Case, norm_type: float, steps: int = 3)
 
 
 def refuse_norms(group: Any) -> None:
-    """A norm that is not finite, other arguments on one rank, and gradients that are gone."""
+    """Check errors: a norm that is not finite, different arguments on one rank, and missing gradients."""
     model = plain_model()
     with pipelined(group, model) as pipe:
         x, y = batch(0)
@@ -198,7 +198,7 @@ def overflow_in(model: nn.Sequential, layer: int | None, at_step: int) -> Callab
 
 
 def scaled_update(pipe: Pipeline, scaler: GradScaler, optimizer: Any) -> Tensor:
-    """An update as torch's recipe for scalers writes it. Returns the norm."""
+    """Update as torch's recipe for scalers does; return the norm."""
     scaler.unscale_(optimizer)
     norm = pipe.clip_grad_norm_(1.0)
     scaler.step(optimizer)
@@ -208,7 +208,7 @@ def scaled_update(pipe: Pipeline, scaler: GradScaler, optimizer: Any) -> Tensor:
 
 
 def refuse_ranks_without_gradients(group: Any) -> None:
-    """A rank whose layers are frozen has nothing to show its scaler."""
+    """Check the error for a rank whose layers are frozen, so that its scaler has no gradient."""
     model = plain_model()
     for layer in model[: len(model) // 2]:
         layer.requires_grad_(False)
@@ -320,7 +320,7 @@ class Faulty(nn.Module):
 
 
 def find_nonfinite(group: Any, react: str, backward: bool, optimizers: bool, tied: bool) -> list[str]:
-    """Three steps with a fault in layer 6, in the second; weights that are not updated stay. Returns the messages."""
+    """Run three steps with a fault in layer 6 in the second step; return the messages."""
     model = (tied_model if tied else plain_model)()
     model[6] = Faulty()
     model[6].backward = backward
@@ -354,7 +354,7 @@ def find_nonfinite(group: Any, react: str, backward: bool, optimizers: bool, tie
 
 
 def fail_before_norms(group: Any) -> tuple[str, str]:
-    """Rank 0 fails in its last backward; the others wait for its norms. Returns each error's type and text."""
+    """Rank 0 fails in its last backward while the others wait for its norms. Return each error's type and text."""
     model = plain_model()
     with pipelined(group, model, optimizer=adam, numerics=Numerics(clip_grad_norm=1.0)) as pipe:
         x, y = batch(0)

@@ -1,4 +1,4 @@
-"""What the processes of test_cuda run. On CPUs the same runs over stand-ins for the links of devices."""
+"""Jobs of test_cuda. On CPUs they use stand-ins for the links between devices."""
 
 import random
 from typing import Any
@@ -20,7 +20,7 @@ X, Y = torch.randn(19, 8, generator=torch.Generator().manual_seed(3)), torch.ara
 
 
 def own_device(group: Any, kind: str) -> torch.device:
-    """A device for each rank."""
+    """Return a separate device for each rank."""
     if kind == "cpu":
         return torch.device("cpu")
     torch.cuda.set_device(group.rank())
@@ -28,7 +28,7 @@ def own_device(group: Any, kind: str) -> torch.device:
 
 
 def round_trips(group: Any, kind: str, seed: int) -> int:
-    """Values of any form, there and back, known and unknown; they come out on the device as they were."""
+    """Send values of all forms there and back; check that they arrive unchanged on the device."""
     device, rng = own_device(group, kind), random.Random(seed)
     outputs = [Payload.of(value(rng)).map_tensors(lambda one: one.to(device)) for _ in range(10)]
     grads = [tuple(rng.choice([None, tensor(rng).detach().to(device)]) for _ in range(3)) for _ in range(10)]
@@ -44,7 +44,7 @@ def round_trips(group: Any, kind: str, seed: int) -> int:
 
 
 def train(group: Any, kind: str, names: list[str], checkpoint: str) -> None:
-    """Losses and gradients of steps of two sizes equal the loop's on the same device, bit by bit."""
+    """Check that losses and gradients of steps of two sizes are bit-identical to the loop's on the same device."""
     device = own_device(group, kind)
     mesh = DeviceMesh.from_group(group, kind)
     x, y = X.to(device), Y.to(device)

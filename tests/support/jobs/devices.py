@@ -1,7 +1,7 @@
-"""What the processes of test_device_wire run: the jobs of other files, over links that stand for those of devices.
+"""Jobs of test_device_wire: the jobs of other files, with stand-ins for the links between devices.
 
-A stand-in does what a NCCL communicator of two ranks does on its stream: one operation after the other, in a thread;
-a send stands until its receive is posted, and reads its memory no sooner.
+Like a NCCL communicator of two ranks on its stream, a stand-in runs one operation after the other, in a thread. A send
+waits until its receive is posted, and does not read its memory before.
 """
 
 import threading
@@ -44,7 +44,7 @@ class Posted:
 
 
 class StandIn:
-    """One end of a link: a thread that works off what was posted, over gloo."""
+    """One end of a link: a thread that runs the posted operations over gloo."""
 
     def __init__(self, store: Any, sends: bool, timeout_s: float) -> None:
         self._sends, self._peer = sends, int(sends)
@@ -103,7 +103,7 @@ class StandIn:
 
 
 class StandIns:
-    """Makes them."""
+    """Makes the stand-ins."""
 
     device = torch.device("cpu")
 
@@ -118,7 +118,7 @@ class StandIns:
 
 
 def over_links(group: Any, job: Any, *args: Any) -> Any:
-    """Run a job of another file; it must have used links."""
+    """Run a job of another file; check that it used links."""
     before = made["posted"]
     with mock.patch.object(connections, "links_for", StandIns):
         result = job(group, *args)
@@ -145,7 +145,7 @@ def memory_of_messages(group: Any, num_microbatches: int) -> int:
 
 
 class Fails(Checks):
-    """Fails in its third forward, with messages of others on their way to it."""
+    """Fails in its third forward, while messages of other ranks are being sent to it."""
 
     def forward(self, microbatch: int, *arrived: Any, split: bool, checkpointed: bool) -> Any:
         if (self.index, microbatch) == (1, 2):
@@ -155,7 +155,7 @@ class Fails(Checks):
 
 
 def fail_with_messages_posted(group: Any) -> tuple[float, str, list[str]]:
-    """Seconds, what was raised, and which threads of links are left."""
+    """Return the seconds, the error, and the remaining threads of links."""
     executor = ProcessExecutor(group, timeout_s=10)
     program = lower(schedules.get("gpipe").program(group.size(), 8))
     checked_run(executor, program)
@@ -174,7 +174,7 @@ def fail_with_messages_posted(group: Any) -> tuple[float, str, list[str]]:
 
 
 def links_of_programs(group: Any, names: list[str]) -> list[list[tuple[int, ...]]]:
-    """The links of a rank after each program."""
+    """Return the links of a rank after each program."""
     executor = ProcessExecutor(group, timeout_s=10)
     links = []
     for name in names:

@@ -1,4 +1,4 @@
-"""Jobs of ranks for the tests of zero=3: they train replicas that hold their rows of the weights between steps."""
+"""Jobs of the tests of zero=3: they train replicas that hold only their rows of the weights between steps."""
 
 import copy
 import warnings
@@ -39,7 +39,7 @@ class Loop:
 
 
 def divided(group: Any, model: Any, dims: tuple[int, int] = (2, 2), **options: Any) -> tuple[Pipeline, int]:
-    """A pipeline with zero=3, and the replica of this process."""
+    """Return a pipeline with zero=3, and the number of this process's replica."""
     warnings.simplefilter("ignore")
     usual = {"optimizer": momentum, "distributed": Distributed(zero=3, timeout=20)}
     return made(group, dims, model, **{**usual, **options})
@@ -63,12 +63,12 @@ def check_state(state: dict[str, Tensor], model: nn.Module) -> None:
 
 
 def trained_only(parameters: list[Any]) -> Optimizer:
-    """An optimizer without the frozen parameters."""
+    """Return an optimizer without the frozen parameters."""
     return momentum([parameter for parameter in parameters if parameter.requires_grad])
 
 
 class Numbers(NamedTuple):
-    """Of one rank."""
+    """The counts of one rank."""
 
     weights: int  #: held between steps
     whole: int  #: of this rank's stages
@@ -77,7 +77,7 @@ class Numbers(NamedTuple):
 
 
 def count(group: Any, schedule: str) -> Numbers:
-    """Train, and count the numbers of the weights that this rank holds, and its collectives in a step."""
+    """Train; count the elements of the weights that this rank holds, and its collectives in a step."""
     pipe, replica = divided(group, plain(), schedule=schedule)
     with pipe:
         run(pipe.step, 0, replica)
@@ -166,7 +166,7 @@ def hooks(group: Any) -> list[tuple[str, bool]]:
 
 
 def refuse(group: Any, folder: Path) -> None:
-    """Uses of divided weights that are refused; saved weights are whole."""
+    """Check that invalid uses of divided weights raise errors, and that saved weights are whole."""
     model = plain()
     x, _ = batch(0)
     pipe, replica = divided(group, model)
@@ -217,7 +217,7 @@ class Scaled(nn.Module):
 
 
 class Reaching(nn.Module):
-    """A layer, and another that uses its weight."""
+    """A layer, and another layer that uses its weight."""
 
     def __init__(self, first: nn.Linear) -> None:
         super().__init__()

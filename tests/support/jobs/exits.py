@@ -1,8 +1,8 @@
-"""A script that ends while its pipelines are open, one process a rank.
+"""A script that ends while its pipelines are open, with one process per rank.
 
     python -m tests.support.jobs.exits PLACE SCHEDULE END
 
-PLACE: "threads", or "mesh" with torchrun's environment. END: how the script ends. It prints "ran" as its last line.
+PLACE: "threads", or "mesh" with torchrun's environment. END: how the script ends. Its last line of output is "ran".
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""What the processes of test_distributed run: ranks that raise, are late, die, or run another program."""
+"""Jobs of test_distributed: ranks that raise an error, are late, die, or run a different program."""
 
 import os
 import threading
@@ -14,7 +14,7 @@ from tests.support.jobs.programs import Checks, checked_run, run_spec
 
 
 class Raises(FakeStage):
-    """Fails in one action."""
+    """A stage that fails in one action."""
 
     failing: Action | None = None
     how: Any = None
@@ -43,7 +43,7 @@ def be_late() -> None:
 def fail(
     group: Any, failing: Action, how: Any, timeout_s: float = 10, slow: Action | None = None
 ) -> tuple[float, str, str, list[str], str]:
-    """One good step, then one that fails. Returns seconds, type, text, notes, and what the next step says."""
+    """Run a step, then a step that fails. Return the seconds, type, text and notes, and the error of the next step."""
     executor = ProcessExecutor(group, timeout_s=timeout_s)
     program = lower(schedules.get("1f1b").program(group.size(), 8))
     costs = Costs.uniform(program.num_stages, forward_s=0, input_grad_s=0, weight_grad_s=0)
@@ -71,7 +71,7 @@ def fail(
 
 
 def good_step(group: Any) -> None:
-    """One step, and a pipeline that is closed."""
+    """Run one step, and close the pipeline."""
     executor = ProcessExecutor(group, timeout_s=10)
     checked_run(executor, lower(schedules.get("1f1b").program(group.size(), 8)))
     executor.close()

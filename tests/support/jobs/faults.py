@@ -38,7 +38,7 @@ PHASES = (
 
 
 class Case(NamedTuple):
-    """rank: the one that fails. replicas: how many, by fully_shard of pipelines, or of one pipeline with replicas."""
+    """A fault. rank: the rank that fails. replicas: the number of replicas, of fully_shard or of one pipeline."""
 
     fault: str
     phase: str
@@ -50,14 +50,14 @@ class Case(NamedTuple):
 
 
 class Fuse:
-    """Makes this rank fail, once, where it comes to the phase."""
+    """Makes this rank fail once, when it reaches the phase."""
 
     def __init__(self, case: Case, here: bool, said: Path) -> None:
         self.phase, self._fault = case.phase if here else "", case.fault
         self._said = said
 
     def at(self, phase: str) -> None:
-        """Fail, where this is the phase."""
+        """Fail if this is the phase."""
         if not self.phase or phase != self.phase:
             return
         self.phase = ""
@@ -86,7 +86,7 @@ class _Backward(torch.autograd.Function):
 
 
 class Layer(nn.Module):
-    """A linear layer that runs into the fuse in its forward, or in its backward."""
+    """A linear layer that can fail in its forward or in its backward."""
 
     def __init__(self, fuse: Fuse) -> None:
         super().__init__()
@@ -104,7 +104,7 @@ class Layer(nn.Module):
 
 
 def run_rank(case: Case, rank: int, port: int, timeout_s: float, said: Path) -> None:
-    """What a rank's script does: makes a pipeline, trains, evaluates, gathers the state, and closes."""
+    """Run the script of a rank: make a pipeline, train, evaluate, gather the state, and close."""
     torch.set_num_threads(1)
     store = distributed.TCPStore("127.0.0.1", port, None, False, timedelta(seconds=60)) if port else None
     if store is None:

@@ -1,4 +1,4 @@
-"""What the processes of test_forked run: children of a rank."""
+"""Jobs of test_forked: child processes of a rank."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ X, Y = torch.randn(16, 8, generator=torch.Generator().manual_seed(3)), torch.ara
 
 
 def children_of_a_rank(group: Any, schedule: str) -> dict[str, str]:
-    """Each use in a child; then the rank goes on as if there had been none."""
+    """Try each use in a child process; afterwards the rank continues as if there had been no child."""
     optimizer = (lambda params: torch.optim.SGD(params, lr=0.1)) if schedule == "pipedream" else None
     options = {
         "loss_fn": functional.cross_entropy,

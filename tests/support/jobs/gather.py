@@ -1,4 +1,4 @@
-"""What the processes of test_gather_model run: a model over a mesh, read between steps, after close, and by others."""
+"""Jobs of test_gather_model: a model over a mesh that is read between steps, after close, and by other objects."""
 
 import copy
 import io
@@ -67,7 +67,7 @@ def cut(kind: str, stages: int) -> list[Any]:
 
 
 def reference(kind: str, steps: int) -> nn.Module:
-    """The same steps in a loop."""
+    """Run the same steps in a loop."""
     model = model_of(kind)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
     for step in range(steps):
@@ -79,7 +79,7 @@ def reference(kind: str, steps: int) -> nn.Module:
 
 
 def said(call: Any) -> str:
-    """What a call raises or warns."""
+    """Return the error or warning of a call."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
@@ -105,7 +105,7 @@ def assert_same(own: dict[str, Tensor], other: dict[str, Tensor]) -> None:
 
 
 def gathered(group: Any, kind: str, schedule: str, rank: int | None, closed: bool) -> None:
-    """The model is the loop's, to the bit; Parameters are the objects they were; before and after the next step."""
+    """Check that the model is bit-identical to the loop's and keeps its Parameters, before and after the next step."""
     model, chunks = model_of(kind), 2 if schedule == "zb-v" else 1
     parameters, told = dict(model.named_parameters()), rank in (None, group.rank())
     boundaries = cut(kind, group.size() * chunks)
@@ -197,7 +197,7 @@ def foreign(pipe: Pipeline) -> list[nn.Module]:
 
 
 def loaded(group: Any) -> None:
-    """A whole state makes the model whole again, whichever way it is loaded; a rank's own does not."""
+    """Check that loading a whole state, but not one rank's state, makes the model whole again."""
     model = mixed_model()
     with pipeline(group, model, boundaries=cut("row", group.size())) as pipe:
         for load in (model.load_state_dict, pipe.load_state_dict):
@@ -222,7 +222,7 @@ def loaded(group: Any) -> None:
 
 
 def several(group: Any) -> dict[str, str]:
-    """Pipelines over one model: with the same layers on the same ranks they train it in turn, others are refused."""
+    """Check that pipelines with the same layers on the same ranks train a model in turn; others raise an error."""
     model, found = mixed_model(), {}
     one = pipeline(group, model, boundaries=[4], optimizer=None)
     same = pipeline(group, model, boundaries=[4], optimizer=None, schedule="gpipe")
@@ -277,7 +277,7 @@ def adapted(stage: nn.Module, index: int) -> nn.Module:
 
 
 def without_contents(group: Any) -> tuple[str, str]:
-    """A model of which each rank made its own part alone is whole where it is gathered."""
+    """Check that gathering completes a model of which each rank made only its own part."""
 
     def build() -> nn.Module:
         return nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))

@@ -1,4 +1,4 @@
-"""Models that are built without contents, and what the ranks of test_giant_models do with them."""
+"""Models that are built without data, and the jobs of test_giant_models."""
 
 import ctypes
 import gc
@@ -36,7 +36,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """A tied head, a parameter and a computed buffer between layers, and code that looks at the inputs' contents."""
+    """A GPT with a tied head, a parameter and a computed buffer between layers, and code that reads its inputs."""
 
     scale: Tensor
 
@@ -67,7 +67,7 @@ class GPT(nn.Module):
 
 
 def row() -> nn.Sequential:
-    """Layers in a row: buffers that are reset, dropout, and a layer that is frozen."""
+    """Return a chain of layers with buffers that are reset, dropout, and a frozen layer."""
     layers = (nn.Linear(8, 8), nn.BatchNorm1d(8, track_running_stats=True), nn.Tanh(), nn.Dropout(0.2))
     model = nn.Sequential(*layers, nn.Linear(8, 16), nn.RMSNorm(16), nn.Linear(16, 8), nn.Linear(8, 4))
     model[4].requires_grad_(False)
@@ -80,7 +80,7 @@ def empty_row() -> nn.Sequential:
 
 
 def small(module: nn.Module) -> None:
-    """An init_fn."""
+    """An `init` function."""
     if isinstance(module, nn.Linear):
         nn.init.normal_(module.weight, std=0.5)
 
@@ -110,7 +110,7 @@ def assert_same(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> None:
 
 
 def drawn(group: places.Group) -> None:
-    """Weights are those of a pipeline of one stage, whoever makes them."""
+    """Check that the weights equal those of a pipeline with one stage."""
     for model, init, pipeline, layers in (
         (GPT, "reset", gpt_pipeline, 7),
         (GPT, small, gpt_pipeline, 7),
@@ -128,7 +128,7 @@ def drawn(group: places.Group) -> None:
 
 
 def loaded(group: places.Group, init: Any, schedule: str, options: Mapping[str, Any]) -> None:
-    """A model that is filled trains as one that had its weights from the beginning."""
+    """Check that a model that is filled later trains like one that had its weights from the beginning."""
     plain = real_gpt()
     cuts = [3] if schedules.get(schedule).chunks_per_rank == 1 else [2, 3, 5]
     given = plain.state_dict() if init is None else init
@@ -210,7 +210,7 @@ def wide() -> nn.Sequential:
 
 
 def begin_peak() -> None:
-    """From now on the peak counts anew, and what is freed is the system's again: glibc keeps much of it, by threads."""
+    """Reset the peak, and return freed memory, of which glibc keeps much, to the system."""
     gc.collect()
     with suppress(OSError, AttributeError):
         libc = ctypes.CDLL("libc.so.6")
@@ -226,7 +226,7 @@ def peak_bytes() -> int:
 
 
 def peaks(group: places.Group, init: Any, boundaries: list[int] | None) -> tuple[int, int, int]:
-    """A rank's share of the weights in bytes; how many more than before it held, with weights and with gradients."""
+    """Return a rank's share of the weights in bytes, and the added peaks with weights and with gradients."""
     x = torch.ones(4, WIDTH)
     with row_pipeline(row, **places.place(group)) as pipe:  # so that the code is loaded
         pipe.step(ROWS, target=TARGET)

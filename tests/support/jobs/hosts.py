@@ -1,6 +1,4 @@
-"""A rank on a host of its own, which network_namespaces.py starts with the environment of torchrun. Rank 0 prints what
-all found.
-"""
+"""A rank on a separate host, started by network_namespaces.py in torchrun's environment. Rank 0 prints all results."""
 
 import json
 import os
@@ -40,7 +38,7 @@ def last(output: Tensor, target: Tensor) -> Tensor:
 
 
 def steps_of(mesh: DeviceMesh, cuts: list[tuple[int, ...]]) -> list[list[float]]:
-    """How long each of some steps took, by cut; the cuts take turns."""
+    """Return the time of some steps by cut; the cuts take turns."""
     x, y = torch.ones(MICROBATCHES, 1), torch.zeros(MICROBATCHES)
     pipes = [
         Pipeline(

@@ -1,4 +1,4 @@
-"""Mixtures of what becomes of layers' saved activations, over any ranks."""
+"""Pipelines that keep, recompute or offload different layers' activations, on any ranks."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -32,7 +32,7 @@ def assert_trains_as_the_loop(group: Any, schedule: str, checkpoint: Mapping[str
 
 
 def mixtures(group: Any) -> None:
-    """Each schedule with another one."""
+    """Run each schedule with a different combination."""
     with places.every_product_deferred():
         for number, schedule in enumerate(SCHEDULES):
             words = {name: WORDS[(at + number) % len(WORDS)] for at, name in enumerate(LAYERS) if (at + number) % 3}

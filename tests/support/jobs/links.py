@@ -1,4 +1,4 @@
-"""What ranks run for the tests of links."""
+"""Jobs of the tests of links."""
 
 import threading
 import time
@@ -17,7 +17,7 @@ from pipesched.simulation.overheads import Overheads
 
 
 class Delivery:
-    """A message on its way."""
+    """A message that is being delivered."""
 
     def __init__(self, due_s: float, send: Any, message: Any) -> None:
         self.due_s, self.send, self.message = due_s, send, message
@@ -28,7 +28,7 @@ class Delivery:
 
 
 class Delayed:
-    """A port whose messages to some ranks stay on the way for a while; each channel keeps its order."""
+    """A port that delivers messages to some ranks late; each channel keeps its order."""
 
     def __init__(self, port: Any, delay_s: dict[int, float]) -> None:
         self._port, self._delay_s = port, delay_s
@@ -69,7 +69,7 @@ class Delayed:
 
 
 def probe(group: Any, slow: dict[tuple[int, int], float]) -> Links:
-    """The links as measured, where messages from one rank to another take so many seconds more."""
+    """Return the measured links if messages from one rank to another take some more seconds."""
     executor = ProcessExecutor(group, timeout_s=20)
     delay_s = {receiver: seconds for (sender, receiver), seconds in slow.items() if sender == group.rank()}
     ports = executor._wire._ports
@@ -83,5 +83,5 @@ def probe(group: Any, slow: dict[tuple[int, int], float]) -> Links:
 
 
 def overheads(group: Any) -> Overheads:
-    """What ranks take beside the work of their stages."""
+    """Return the overheads of ranks."""
     return probe_overheads(mesh=DeviceMesh.from_group(group, "cpu"), timeout=20, rounds=1)

@@ -1,4 +1,4 @@
-"""What the processes of test_distributed run: any value forward and back, and the memory that messages take."""
+"""Jobs of test_distributed: any value forward and back, and the memory of messages."""
 
 import random
 from typing import Any
@@ -17,7 +17,7 @@ PLAIN = [None, 3, 3.0, True, "text", float("nan"), (), -0.0]
 
 
 def tensor(rng: random.Random) -> Tensor:
-    """Any plain tensor: of any type, dense or with gaps, permuted, expanded, overlapping, empty, without dims."""
+    """Return a plain tensor of any dtype: dense or with gaps, permuted, expanded, overlapping, empty or a scalar."""
     shape = [rng.randrange(5) for _ in range(rng.randrange(4))]
     made = (
         torch.rand([2 * size for size in shape], generator=torch.Generator().manual_seed(rng.randrange(99))) * 9
@@ -69,7 +69,7 @@ def assert_same(got: Any, sent: Any) -> None:
 
 
 def sharing(leaves: Any) -> list[tuple[int, int]]:
-    """Which leaves lie in one memory."""
+    """Return which leaves share memory."""
     places = [
         leaf.untyped_storage().data_ptr() if isinstance(leaf, Tensor) and leaf.numel() else -index
         for index, leaf in enumerate(leaves)
@@ -129,7 +129,7 @@ def long_values(group: Any, kilobytes: list[int]) -> int:
 
 
 class Changing(Carries):
-    """Gives a copy, and changes it as soon as it has been sent."""
+    """A stage that returns a copy, and changes it directly after it has been sent."""
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
@@ -150,7 +150,7 @@ class Changing(Carries):
 
 
 def changed_once_sent(group: Any, kilobytes: list[int]) -> int:
-    """Tensors that are modified in place right after their send arrive as they were."""
+    """Check that tensors that are modified in place right after a send arrive unchanged."""
     outputs = [Payload.of(torch.full((size, 256), float(size))) for size in kilobytes]
     grads = [one.leaves for one in outputs]
     program = lower(schedules.get("gpipe").program(2, len(outputs)))

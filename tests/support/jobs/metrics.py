@@ -1,4 +1,4 @@
-"""What test_metrics runs, in one process and over processes."""
+"""Jobs of test_metrics, in one process and over processes."""
 
 from typing import Any
 
@@ -34,7 +34,7 @@ def values(pipe: Pipeline) -> dict[str, float]:
 
 
 def measures(group: Any, schedule: str, inputs: str = "all", *, adds: bool = False) -> list[dict[str, float]]:
-    """The metrics of steps and of an evaluation; gradients are those of the loop."""
+    """Return the metrics of steps and of an evaluation; the gradients must equal the loop's."""
     given = inputs == "all" or places.is_one_process(group) or not group.rank()
     batch: Any = (X,) if given else ()
     target = Y if given else None
@@ -72,7 +72,7 @@ def streams(group: Any) -> list[tuple[float, dict[str, float]]]:
 
 
 def differ(group: Any) -> list[str]:
-    """One rank passes metrics, the other does not."""
+    """One rank passes metrics, and the other does not."""
     said = []
     for passed in (0, 1):
         with Pipeline(
@@ -87,7 +87,7 @@ def differ(group: Any) -> list[str]:
 
 
 def returns_other_names(group: Any) -> str:
-    """The error on this rank if the last micro-batch has another metric."""
+    """Return the error on this rank if the last micro-batch has a different metric."""
     options: dict[str, Any] = {"loss_fn": functional.cross_entropy, "schedule": "1f1b", "num_microbatches": 3}
     with Pipeline(model(), X[:2], **places.place(group), boundaries=[2], **options) as pipe:
         try:

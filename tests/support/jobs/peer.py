@@ -1,4 +1,4 @@
-"""Jobs and models of test_peer_regressions: what its ranks run."""
+"""Jobs and models of test_peer_regressions."""
 
 import copy
 import io
@@ -44,7 +44,7 @@ def blocks(count: int = 8, seed: int = 0) -> nn.Sequential:
 
 
 def train(group: Group, expected: nn.Sequential, *, loss_fn: Any = functional.mse_loss, **options: Any) -> None:
-    """Two steps of each schedule, equal to the loop's; the gradients add up."""
+    """Check that two steps of each schedule equal the loop's, and that gradients accumulate."""
     names = options.pop("names", SOME)
     target = options.pop("target", rows(10))
     with every_product_deferred():
@@ -68,7 +68,7 @@ def infer(group: Group, sizes: list[int]) -> None:
 
 
 def has_output(group: Group, pipe: Pipeline) -> bool:
-    """Whether the last stage is here."""
+    """Return whether the last stage is in this process."""
     return is_one_process(group) or pipe.plan.program.placement[-1] == group.rank()
 
 
@@ -114,7 +114,7 @@ class Unpacks(nn.Module):
 
 
 class Views(nn.Module):
-    """Gives out a view of what a product gave."""
+    """A layer that returns a view of a product's result."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -125,14 +125,14 @@ class Views(nn.Module):
 
 
 class Transposes(nn.Module):
-    """Gives out a tensor that is not contiguous."""
+    """A layer that returns a tensor that is not contiguous."""
 
     def forward(self, x: Tensor) -> Tensor:
         return (x.t().contiguous() * 2).t()
 
 
 class Modifies(nn.Module):
-    """Works in place on what arrives."""
+    """A layer that modifies its input in place."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x.mul_(0.5)
@@ -152,7 +152,7 @@ def dict_loss(output: Tensor, target: dict[str, Any]) -> Tensor:
 
 
 class OwnLoss(nn.Module):
-    """The model makes its loss itself."""
+    """A model that computes its loss itself."""
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:
         return {"loss": x.square().mean(), "logits": x}
@@ -306,7 +306,7 @@ def make_replica(model: nn.Sequential, name: str, **place: Any) -> Pipeline:
 
 
 class Raises(nn.Module):
-    """Raises in one forward."""
+    """A layer that raises an error in one forward."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What the processes of test_distributed run: Pipeline(mesh=...)."""
+"""Jobs of test_distributed with Pipeline(mesh=...)."""
 
 from typing import Any
 
@@ -71,7 +71,7 @@ def train_with_optimizer(group: Any) -> None:
 
 
 def refusals(group: Any) -> list[str]:
-    """What a pipeline over a mesh says that it cannot do."""
+    """Return the errors of a pipeline over a mesh for uses that it does not support."""
     said = []
     mesh = DeviceMesh.from_group(group, "cpu")
     for options in (

@@ -1,4 +1,4 @@
-"""What the processes of test_distributed run: whole programs with fake stages, and what ranks say beside them."""
+"""Jobs of test_distributed: whole programs with fake stages."""
 
 import threading
 from typing import Any
@@ -69,7 +69,7 @@ def run_programs(group: Any, texts: list[str]) -> int:
 
 
 def one_clock(group: Any, name: str) -> list[Any]:
-    """The spans of all ranks, as rank 0 has them."""
+    """Return the spans of all ranks, as rank 0 collects them."""
     executor = ProcessExecutor(group, timeout_s=10)
     program = lower(schedules.get(name).program(group.size(), 4))
     costs = Costs.uniform(program.num_stages, forward_s=0.002, input_grad_s=0.002, weight_grad_s=0.002)
@@ -99,7 +99,7 @@ def several_at_once(group: Any) -> int:
 
 
 def settings(group: Any) -> dict[str, Any]:
-    """What a stage sees of the caller's settings, and that they are the caller's again afterwards."""
+    """Check that a stage sees the caller's settings, and that they are restored afterwards."""
     seen: dict[str, Any] = {}
 
     class Looks(FakeStage):

@@ -1,4 +1,4 @@
-"""What the processes of test_rendezvous run: pipelines that one rank does not make with the others."""
+"""Jobs of test_rendezvous: pipelines that one rank does not make together with the others."""
 
 import time
 from datetime import timedelta
@@ -58,7 +58,7 @@ def runs(group: Any) -> None:
 
 
 def mistakes(group: Any, wrong: int) -> dict[str, str]:
-    """One rank makes a mistake, again and again, and all go on without a word to each other."""
+    """One rank makes several mistakes in turn; after each, all ranks continue without communication."""
     found = {}
     for name, mistake in MISTAKES.items():
         found[name] = said(lambda: made(group, **(mistake if group.rank() == wrong else {})))
@@ -71,14 +71,14 @@ def mistakes(group: Any, wrong: int) -> dict[str, str]:
 
 
 def all_alike(group: Any) -> list[str]:
-    """All make the same mistake."""
+    """All ranks make the same mistake."""
     found = [said(lambda: made(group, seed="five")) for _ in range(3)]
     runs(group)
     return found
 
 
 def absent(group: Any, who: list[int]) -> list[str]:
-    """Some ranks do not come, for a reason of their own, and all come the next time."""
+    """Some ranks do not join because of an error, and all ranks join the next time."""
     store, found = group.get_group_store(), []
     for attempt in range(2):
         store.set(f"begin/{who}/{attempt}/{group.rank()}", "")
@@ -93,7 +93,7 @@ def absent(group: Any, who: list[int]) -> list[str]:
 
 
 def later(group: Any) -> None:
-    """Rank 1 comes late, once, but in time."""
+    """Rank 1 joins late, but before the timeout."""
     if group.rank() == 1:
         time.sleep(1)
     runs(group)

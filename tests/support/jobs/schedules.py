@@ -1,4 +1,4 @@
-"""What the processes of test_mesh_schedules run: each function in all ranks of a group at once."""
+"""Jobs of test_mesh_schedules: each function runs on all ranks of a group at the same time."""
 
 import time
 from datetime import timedelta
@@ -21,7 +21,7 @@ SEED = 5
 
 
 def pair(group: Any, name: str, **options: Any) -> tuple[Pipeline, Pipeline]:
-    """The same pipeline in this process and over the mesh, each over a model and a loss of its own."""
+    """Return the same pipeline in this process and over the mesh, each with its own copy of the model and loss."""
     parts = schedules.get(name).program(group.size(), 4).num_weights
     pipes = []
     for where in (
@@ -78,7 +78,7 @@ def shared_weights(group: Any, name: str, checkpoint: str) -> None:
 
 
 def assert_same_outputs(expected: Pipeline, actual: Pipeline, group: Any) -> None:
-    """On the rank where the first chain ends."""
+    """Check the outputs on the rank at the end of the first chain."""
     with torch.no_grad():
         wanted, found = expected(X), actual(X)
     outputs = actual.evaluate(X, target=Y, return_outputs=True)[1]
@@ -136,7 +136,7 @@ def streams(group: Any, name: str, optimizer: Any, checkpoint: str) -> None:
 
 
 def drained(group: Any, name: str) -> None:
-    """A program with updates of its own runs step by step."""
+    """Check that a program that contains updates runs step by step."""
     program = schedules.get(name).program(group.size(), 4)
     pipes = pair(group, name, optimizer=adam, schedule=program, num_microbatches=None)
     with pipes[0], pipes[1]:
@@ -240,7 +240,7 @@ def no_barrier(group: Any, name: str, key: str) -> bool:
 
 
 class Widen(nn.Module):
-    """Outputs of more than a MiB."""
+    """A layer with outputs of more than 1 MiB."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x.repeat(1, 20_000)

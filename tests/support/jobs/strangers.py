@@ -1,4 +1,4 @@
-"""What the processes of test_sent_types run: pipelines whose layers pass on values of many types."""
+"""Jobs of test_sent_types: pipelines whose layers pass on values of many types."""
 
 import enum
 from dataclasses import dataclass
@@ -68,7 +68,7 @@ WRAPS = {
 
 
 class Wraps(nn.Module):
-    """Gives a hidden state in a value of some type."""
+    """A layer that returns a hidden state in a value of some type."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ class Wraps(nn.Module):
 
 
 class Unwraps(nn.Module):
-    """Takes it from there."""
+    """A layer that takes the hidden state from such a value."""
 
     def __init__(self, name: str) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What the processes of test_mesh_surface run: each function in all ranks of a group at once."""
+"""Jobs of test_mesh_surface: each function runs on all ranks of a group at the same time."""
 
 import copy
 from contextlib import ExitStack, suppress
@@ -68,7 +68,7 @@ class Waits:
 
 
 def who_does_not_look_does_not_wait(group: Any) -> list[int]:
-    """The waits before each step and after it, of steps whose loss nobody looks at."""
+    """Return the number of waits before and after steps whose loss is never read."""
     with pipeline(group) as pipe:
         waits, counts = Waits(pipe), []
         for _ in range(4):
@@ -222,7 +222,7 @@ class Scored(nn.Module):
 
 
 def losses_in_outputs(group: Any, inputs: str) -> None:
-    """Outputs hold the batch's loss, not one for each micro-batch."""
+    """Check that outputs contain the loss of the whole batch, not one loss per micro-batch."""
     batch = {"x": X, "labels": torch.where(torch.arange(19) < 6, -100, Y)}
     own = batch if group.rank() == 0 or inputs == "all" else {}
     sample, expected = {name: value[:2] for name, value in batch.items()}, Scored()(**batch)["loss"].detach()
@@ -266,7 +266,7 @@ class First(nn.Module):
 
 
 def wrong_uses(group: Any, ends_swapped: str) -> dict[str, str]:
-    """What each wrong use says on this rank, and whether the pipeline is usable afterwards."""
+    """Return the error of each wrong use on this rank, and whether the pipeline is usable afterwards."""
     rank, said = group.rank(), {}
     good = ((X,), {"target": Y}) if rank == 0 else ((), {})
     uses = {
@@ -453,7 +453,7 @@ def planned_by_rank_0(group: Any) -> str:
 
 
 def no_plan_of_rank_0(group: Any) -> str:
-    """What each rank is told where rank 0 finds none."""
+    """Return the error of each rank if rank 0 finds no plan."""
     try:
         small = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
         pipeline(group, small, boundaries=None, search=Search(memory_limit_bytes=10))

@@ -1,4 +1,4 @@
-"""What the processes of test_distributed run: stages with real layers, trained by the executor."""
+"""Jobs of test_distributed: stages with real layers, trained by the executor."""
 
 from collections.abc import Hashable
 from typing import Any

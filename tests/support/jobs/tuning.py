@@ -1,4 +1,4 @@
-"""What the processes of test_mesh_tuning run: each function in all ranks of a group at once."""
+"""Jobs of test_mesh_tuning: each function runs on all ranks of a group at the same time."""
 
 import copy
 import time
@@ -47,7 +47,7 @@ def a_plan_is_confirmed_by_all(group: Any) -> dict[str, Any]:
 
 
 def only_rank_0_measures(group: Any) -> tuple[int, dict[str, Any]]:
-    """And the others wait for it."""
+    """Check that only rank 0 measures while the other ranks wait."""
     from pipesched.pipeline import tune as tuning
 
     real, calls = tuning.measure, []
@@ -74,7 +74,7 @@ def what_cannot_be_asked(group: Any) -> str:
 
 
 def what_fails_on_one_rank(group: Any) -> str:
-    """While plans run."""
+    """One rank fails while plans run."""
 
     class Broken(nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""What the processes of test_small_models run: pipelines over a mesh whose plans use some of its ranks."""
+"""Jobs of test_small_models: pipelines over a mesh whose plans use only some of its ranks."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ def model() -> nn.Sequential:
 
 
 def tiny() -> Profile:
-    """Layers of 8 us: no clock decides where they run."""
+    """Return layers that take 8 us, so that measured times do not decide where they run."""
     graph = graph_of(model(), X[:5])
     for _, node in graph.nodes(data=True):
         node.update(dict.fromkeys(("forward_s", "input_grad_s", "weight_grad_s"), 8e-06), backward_s=16e-6)

@@ -21,7 +21,7 @@ ROWS, MICROBATCHES, VOCABULARY, WIDTH = 16, 8, 96, 64
 
 
 class Tied(nn.Module):
-    """An embedding whose weight is the head's, dropout, a frozen layer, and rows that cannot be cut evenly."""
+    """An embedding and a head that share a weight, dropout, a frozen layer, and rows that cannot be divided evenly."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ def tied() -> nn.Module:
 
 
 def plain() -> nn.Module:
-    """Layers with enough rows to be cut for four replicas, and layers with too few."""
+    """Return layers with enough rows for four replicas, and layers with too few."""
     torch.manual_seed(0)
     widths = [VOCABULARY, 256, 33, 128, 64]
     layers: list[nn.Module] = [nn.Embedding(VOCABULARY, VOCABULARY)]
@@ -65,7 +65,7 @@ def batch(step: int) -> tuple[Tensor, Tensor]:
 
 
 class Whole(torch.optim.AdamW):
-    """An optimizer that is not known to be elementwise."""
+    """An optimizer that pipesched does not know to be elementwise."""
 
     def step(self, closure: Any = None) -> None:
         for group in self.param_groups:
@@ -76,7 +76,7 @@ class Whole(torch.optim.AdamW):
 
 
 def adamw(parameters: list[Any]) -> Optimizer:
-    """Two groups, chosen by the number of dimensions."""
+    """Return an AdamW with two groups, chosen by the number of dimensions."""
     groups = [
         {"params": [one for one in parameters if one.ndim > 1], "weight_decay": 0.1},
         {"params": [one for one in parameters if one.ndim < 2], "weight_decay": 0.0},
@@ -115,7 +115,7 @@ class Case(NamedTuple):
 
 
 def made(group: Any, dims: tuple[int, int], model: nn.Module, **options: Any) -> tuple[Pipeline, int]:
-    """A pipeline over a mesh of replicas and ranks, and the replica of this process."""
+    """Return a pipeline over a mesh of replicas and ranks, and the number of this process's replica."""
     mesh = init_device_mesh("cpu", dims, mesh_dim_names=("dp", "pp"))
     chosen: dict[str, Any] = {
         "loss_fn": nn.CrossEntropyLoss(),  # weighted by labels
@@ -284,7 +284,7 @@ def use_in_one_replica(group: Any, zero: int) -> None:
 
 
 def refuse(group: Any) -> None:
-    """Pipelines and calls that zero= does not allow."""
+    """Check that pipelines and calls that zero= does not allow raise errors."""
     with pytest.raises(PipeschedError, match=r"so it needs several replicas .* has 2 replicas and no optimizer="):
         made(group, (2, 2), plain(), distributed=Distributed(zero=1))
     with pytest.raises(PipeschedError, match="has 1 replica and an optimizer"):
