@@ -121,7 +121,7 @@ def sample(name):
     return MODELS[name][1]()
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize(
     ("name", "schedule"),
     [

@@ -82,7 +82,7 @@ def check(pairs):
         )
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize(
     ("make", "schedule", "checkpoint"),
     [

@@ -307,6 +307,7 @@ def test_wrong_ways_to_ask_for_statistics_say_so() -> None:
 # ---- stages that are sharded over a second dimension of a mesh ------------------------------------------------------
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("kind", "schedule", "sharded", "checkpoint"),
     [

@@ -402,6 +402,7 @@ def live_tensors() -> int:
     return sum(isinstance(thing, torch.Tensor) for thing in gc.get_objects())
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", [*KINDS, "chimera"])
 def test_steps_and_dropped_passes_leave_nothing_behind(name: str) -> None:
     with wrapped(name) as pipe:
