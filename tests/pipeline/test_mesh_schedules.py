@@ -65,6 +65,7 @@ def test_layers_that_do_not_keep_what_they_save(ranks: Ranks) -> None:
     ranks.run(2, jobs_keeping.mixtures)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize("failing", [0, 1, 2])
 def test_an_error_in_a_stream_ends_all_ranks(ranks: Ranks, failing: int, backward: bool) -> None:

@@ -51,6 +51,7 @@ def ran(trace: Trace) -> list[list[Action]]:
     return rows
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
 @pytest.mark.parametrize("name", synchronous_names())
 def test_the_order_that_ran_is_the_programs(name: str, checkpoint: str) -> None:
