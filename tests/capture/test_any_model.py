@@ -77,7 +77,7 @@ def train(group: places.Group, name: str, schedule: str, inputs: str) -> None:
         assert not [key for key, value in plain.state_dict().items() if not torch.equal(value, whole[key])]
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize(("schedule", "inputs"), [("1f1b", "all"), ("zb-v", "first")])
 @pytest.mark.parametrize("name", MODELS)
 def test_any_model_trains_over_a_mesh(ranks: Ranks, name: str, schedule: str, inputs: str) -> None:
@@ -244,7 +244,7 @@ def adam(params: Any) -> torch.optim.Optimizer:
     return torch.optim.Adam(params, lr=0.01)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize(("schedule", "kind"), [("1f1b", sgd), ("zb-v", adam)])
 @pytest.mark.parametrize("name", ["tied", "loose", "repeated"])
 def test_weights_after_steps_are_those_of_one_optimizer(run: places.Run, name: str, schedule: str, kind: Any) -> None:

@@ -427,7 +427,7 @@ def test_bound_prints_the_bound_the_best_known_and_the_gap(file):
     assert found[1].split()[:2] == ["bound", "711"]
     assert "above the bound" in found[2]
     assert Program.parse(best.read_text()).num_microbatches == 8
-    assert lines("bound", "--placement", "0,1,1,0")[0] == "4 stages on 2 ranks, 8 micro-batches"
+    assert lines("bound", "--placement", "0,1,1,0", "--microbatches", 3)[0] == "4 stages on 2 ranks, 3 micro-batches"
 
 
 def test_bound_says_what_is_wrong_and_needs_the_extra_for_a_proof(monkeypatch):

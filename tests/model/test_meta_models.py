@@ -48,7 +48,7 @@ def files_of(folder: Path, form: str) -> Any:
     return folder
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     ("form", "schedule", "options"),
     [

@@ -51,6 +51,7 @@ def units(time_s: float) -> int:
     return round(time_s * 1e10)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("name", GRAPHS or ["none"])
 def test_the_bottleneck_of_a_real_graph_is_the_optimum(name: str, model: str) -> None:

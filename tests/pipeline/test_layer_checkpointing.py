@@ -334,6 +334,7 @@ def test_compiled_layers_run_again_and_go_to_the_host() -> None:
         assert pool.apply(compiled_are_the_same)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("kind", ["pipedream", "pipedream-2bw"])
 def test_older_weights_are_those_of_the_forward_where_a_layer_runs_again(kind: str) -> None:
     ends = []

@@ -121,7 +121,7 @@ def sample(name):
     return MODELS[name][1]()
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize(
     ("name", "schedule"),
     [
@@ -155,6 +155,7 @@ def test_convolutions_that_run_again_keep_their_inputs(monkeypatch, model, sampl
     compare(monkeypatch, model, sample, "1f1b", checkpoint=dict.fromkeys(layers, word))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", ["unet"])
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_what_skips_stages_counts_with_each_that_passes_it_on(monkeypatch, model, sample, schedule):

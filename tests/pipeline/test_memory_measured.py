@@ -82,7 +82,7 @@ def check(pairs):
         )
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize(
     ("make", "schedule", "checkpoint"),
     [
@@ -109,7 +109,7 @@ def test_predicted_memory_is_at_least_what_ranks_hold_and_at_most_a_tenth_more(m
     check(compare(make, schedule, checkpoint=checkpoint))
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("make", [gpt, mlp, conv])
 @pytest.mark.parametrize("word", ["recompute", "recompute-cheap"])
 def test_layers_that_run_again_keep_their_inputs_and_what_is_dear(make, word):
@@ -171,7 +171,7 @@ def over_a_mesh(group, schedule):
 
 @pytest.mark.timeout(60)
 def test_receives_over_a_mesh_have_their_memory_ahead(ranks):
-    for schedule in ("1f1b", "gpipe", "interleaved-1f1b"):
+    for schedule in ("1f1b", "interleaved-1f1b"):
         ranks.run(2, over_a_mesh, schedule)
 
 

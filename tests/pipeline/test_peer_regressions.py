@@ -45,7 +45,7 @@ def test_batches_of_other_sizes_in_inference(run: Run, sizes: list[int]) -> None
     run(2, infer, sizes)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("sizes", [[32, 24, 32], [30, 7], [8, 64, 8]], ids=["smaller", "uneven", "larger"])
 def test_batches_of_other_sizes_in_training(run: Run, sizes: list[int]) -> None:
     run(2, train_sizes, sizes)
@@ -73,6 +73,7 @@ def test_any_value_passes_between_stages(run: Run, layers: list[type[nn.Module]]
 # ---- targets and losses -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.one_in(2)  # over a mesh: test_mesh_interface.py
 def test_a_target_is_any_value(run: Run) -> None:
     run(2, train_with_dict_target)
 
@@ -146,6 +147,7 @@ def test_what_ran_is_drawn_for_each_kind_of_schedule(run: Run) -> None:
     run(2, draw, [*KINDS, "chimera"])
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", ["1f1b", "interleaved-1f1b", "zb-v", "interleaved-zb"])
 def test_256_ranks_are_built_and_proved(name: str) -> None:
     """154 s, or more than 300: quadratic in the length of an order. Here the count of actions is linear in it."""

@@ -115,7 +115,7 @@ def test_the_model_is_as_it_was() -> None:
     assert model.last.weight is model.first.weight
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.filterwarnings("ignore:layer times should add up")  # of the profile, on a busy machine
 @pytest.mark.parametrize("name", ["tied", "towers", "unet"])
 def test_any_model_runs_with_its_own_loss_or_without_one(name: str) -> None:

@@ -55,7 +55,7 @@ def row(model: nn.Module, **options: Any) -> Pipeline:
     return Pipeline(model, X[:3], **choices)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("optimizer", [sgd, adam])
 @pytest.mark.parametrize("own", [True, False])
 def test_steps_under_changing_plans_are_the_plain_loops(optimizer: Callable, own: bool) -> None:

@@ -10,6 +10,7 @@ from tests.support.rank_processes import Ranks
 pytestmark = pytest.mark.timeout(120)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "case",
     [

@@ -154,6 +154,7 @@ def test_what_is_asked_for_is_kept() -> None:
 # ---- over a mesh -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("options", [{}, {"distributed": Distributed(inputs="first")}, {"cut": True}], ids=str)
 def test_ranks_of_a_mesh_that_are_not_used_wait_in_each_step(ranks: Ranks, options: dict[str, Any]) -> None:

@@ -239,7 +239,7 @@ def test_a_row_of_its_own_in_a_micro_batch_counts_as_one() -> None:
     assert model[3].num_batches_tracked == 3
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("schedule", ["zb-h1", "interleaved-1f1b", "chimera"])
 def test_statistics_are_the_loops_bit_by_bit(run: places.Run, schedule: str) -> None:
     run(2, loop_with_statistics, schedule, "row")
@@ -307,6 +307,7 @@ def test_wrong_ways_to_ask_for_statistics_say_so() -> None:
 # ---- stages that are sharded over a second dimension of a mesh ------------------------------------------------------
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("kind", "schedule", "sharded", "checkpoint"),
     [

@@ -137,11 +137,12 @@ def test_stages_that_do_not_divide_name_numbers_that_do():
 def test_a_limit_of_memory_counts_the_states_of_the_optimizer():
     own = model(width=8)
     known = profiled(own, torch.randn(2, 8), activation_bytes=0)
-    with made(own, known, devices=2, search=Search(memory_limit_bytes=10**6)) as pipe:
+    asked = {"devices": 2, "schedule": "1f1b"}
+    with made(own, known, search=Search(memory_limit_bytes=10**6), **asked) as pipe:
         limit = pipe.plan.alternatives[0].peak_bytes
     with pytest.raises(MemoryLimitError):  # Adam keeps two more of each weight, and its step needs some, too
-        made(own, known, devices=2, search=Search(memory_limit_bytes=limit), optimizer=torch.optim.Adam)
-    with made(own, known, devices=2, search=Search(memory_limit_bytes=3 * limit), optimizer=torch.optim.Adam) as pipe:
+        made(own, known, search=Search(memory_limit_bytes=limit), optimizer=torch.optim.Adam, **asked)
+    with made(own, known, search=Search(memory_limit_bytes=3 * limit), optimizer=torch.optim.Adam, **asked) as pipe:
         assert pipe.plan.memory()[0].optimizer > 0
 
 
@@ -220,16 +221,16 @@ def test_what_is_given_is_kept():
 
 def test_a_limit_of_memory_is_kept_by_recomputing():
     own = model()
-    with made(own) as pipe:
+    with made(own, schedule="1f1b") as pipe:
         free = pipe.plan
     limit = max(a.peak_bytes for a in free.alternatives[:1]) // 2
-    with made(own, search=Search(memory_limit_bytes=limit)) as pipe:
+    with made(own, schedule="1f1b", search=Search(memory_limit_bytes=limit)) as pipe:
         tight = pipe.plan.alternatives[0]
         assert tight.peak_bytes <= limit == tight.limit_bytes
         assert tight.step_s > free.alternatives[0].step_s
         pipe.step(torch.randn(32, 8), target=torch.randn(32, 8))
     with pytest.raises(MemoryLimitError, match="the smallest limit for a plan is"):
-        made(own, search=Search(memory_limit_bytes=10))
+        made(own, schedule="1f1b", search=Search(memory_limit_bytes=10))
 
 
 def test_the_size_of_micro_batches_is_chosen_where_nothing_learned_depends_on_it():

@@ -79,7 +79,7 @@ def test_corrected_costs_are_the_true_ones(heavy):
             assert own.memory == true.memory
 
 
-@settings(max_examples=8)
+@settings(max_examples=5)
 @given(st.lists(st.integers(1, 9), min_size=4, max_size=8), st.sampled_from([1.0, 1.3, 3.0]))
 def test_a_profile_that_is_right_stays_so_and_one_of_another_machine_is_scaled(times, slower):
     told, known = (profile([factor * time for time in times]) for factor in (1.0, slower))
@@ -92,7 +92,7 @@ def test_a_profile_that_is_right_stays_so_and_one_of_another_machine_is_scaled(t
         assert (own.stages, own.program) == (plan.stages, plan.program)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("limit_bytes", [5500, 6500])
 @pytest.mark.parametrize("checkpoint", [None, "always", "except_last"])
 def test_where_layers_are_recomputed_they_cost_what_they_did(checkpoint, limit_bytes):

@@ -72,7 +72,7 @@ def shortest(asked, allowed=WORDS):
 LARGE = {"activation_bytes": 100_000, "parameter_bytes": 10}  # what beside is held is small
 
 
-@settings(max_examples=4)
+@settings(max_examples=3)
 @given(
     times=st.lists(st.integers(1, 4).map(float), min_size=4, max_size=4),
     shape=st.sampled_from([(2, 8, "gpipe"), (3, 6, "1f1b")]),

@@ -12,7 +12,7 @@ from html.parser import HTMLParser
 import pytest
 import torch
 from click.testing import CliRunner
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -110,6 +110,7 @@ def measured_of(plan, *factors):
     return Trace(moved, trace.num_ranks, "measured")
 
 
+@settings(max_examples=25)
 @given(st.data(), st.sampled_from(["1f1b", "zb-h1", "interleaved-1f1b"]))
 def test_a_comparison_finds_how_far_off_each_stage_is(data, name):
     plan = plan_of(name, 3, 3)

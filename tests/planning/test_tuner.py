@@ -230,7 +230,7 @@ def test_a_small_effort_does_not_make_a_limit_one_that_nobody_keeps():
     assert find_plan(asked).alternatives[0].peak_bytes <= 5500
 
 
-@settings(max_examples=3)
+@settings(max_examples=2)
 @given(
     times=st.lists(st.sampled_from([1.0, 2.0, 5.0]), min_size=4, max_size=6),
     limit=st.integers(2_000, 8_000),
@@ -248,7 +248,7 @@ def test_what_fits_with_a_large_effort_fits_with_a_small_one(times, limit, ranks
         assert find_plan(replace(asked, effort=SMALL)).alternatives[0].peak_bytes <= limit
 
 
-@settings(max_examples=3)
+@settings(max_examples=2)
 @given(
     times=st.lists(st.sampled_from([1.0, 2.0, 5.0]), min_size=4, max_size=6),
     heavy=st.sampled_from([100, 1_000, 10_000]),

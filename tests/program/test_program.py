@@ -30,7 +30,7 @@ def variants(program):
 
 
 @pytest.mark.parametrize("name", schedules.names())
-@settings(quick, max_examples=15)
+@settings(quick, max_examples=8)
 @given(num_ranks=st.integers(1, 6), num_microbatches=st.integers(1, 10))
 def test_parse_is_the_inverse_of_str_for_every_schedule(name, num_ranks, num_microbatches):
     for program in variants(schedules.get(name).program(fitting(name, num_ranks), num_microbatches)):

@@ -47,14 +47,14 @@ gallery = loaded()
 
 
 def run(tree, *words, **environment):
-    environment = {**os.environ, "PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1", **environment}
+    environment = {**os.environ, "PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "", **environment}
     command = [sys.executable, "docs/gallery.py", *words]
     return subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, check=False)
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """A tree with a few schedules and their gallery."""
+    """A tree with a few schedules, their gallery and the compiled modules, which its copies keep."""
     tree = tmp_path_factory.mktemp("gallery")
     for name in ("pipesched", "viz"):
         shutil.copytree(ROOT / name, tree / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))

@@ -148,7 +148,7 @@ CORE = {
 CASES = [pytest.param(name, *each.values, id=f"{name}: {each.id}") for name in CORE for each in cases(CORE[name][2])]
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize(("name", "argument", "strange"), CASES)
 def test_an_argument_that_is_not_taken(name, argument, strange):
     function, good, _ = CORE[name]

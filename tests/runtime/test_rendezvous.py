@@ -17,6 +17,7 @@ NAMES = ["rank 0", "rank 1", "rank 2"]
 pytestmark = pytest.mark.timeout(120)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("wrong", [0, 2])
 def test_a_mistake_of_one_rank_ends_one_attempt_in_all(ranks: Ranks, wrong: int) -> None:
     for rank, found in enumerate(ranks.run(3, jobs.mistakes, wrong, timeout_s=100)):

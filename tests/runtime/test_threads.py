@@ -83,6 +83,7 @@ def test_a_with_block_that_raises_closes_the_pipeline():
     assert not set(threading.enumerate()) - before
 
 
+@pytest.mark.exhaustive  # test_exits.py ends such a script while a stream is under way
 def test_a_program_that_forgets_to_close_still_ends():
     script = """
 import torch, pipesched

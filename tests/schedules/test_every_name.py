@@ -31,7 +31,7 @@ def expected(microbatches: int) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]
     return loss, tuple(p.grad for p in own.parameters() if p.grad is not None)
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("p", range(1, 5))
 @pytest.mark.parametrize("name", schedules.names())
 def test_every_name_builds_validates_simulates_and_trains(name: str, p: int) -> None:

@@ -63,7 +63,7 @@ def test_no_random_program_is_faster(data):
 
 
 @pytest.mark.parametrize("name", [name for name in schedules.names() if schedules.get(name).num_chains == 1])
-@settings(quick, max_examples=40)
+@settings(quick, max_examples=25)
 @given(st.data())
 def test_no_schedule_is_faster(name, data):
     program = schedules.get(name).program(data.draw(st.integers(1, 5)), data.draw(st.integers(1, 12)))

@@ -1,6 +1,7 @@
 """Models and comparisons that several test files share."""
 
 from collections.abc import Callable, Iterator
+from functools import cache
 from typing import Any
 
 import pytest
@@ -141,6 +142,7 @@ def compare_step(
     assert_as(pipe, expected)
 
 
+@cache
 def synchronous_names() -> list[str]:
     """Return the schedules without updates."""
     return [name for name in schedules.names() if not schedules.get(name).program(2, 2).has_updates]

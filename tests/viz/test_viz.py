@@ -373,7 +373,7 @@ def test_an_overlapping_pair_is_drawn_as_two_halves():
     assert len(ax.get_legend().get_texts()) == 4 + 2 + 1  # kinds, chunks, bubble
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", schedules.names())
 @pytest.mark.parametrize("width", [40, 80, 200])
 @pytest.mark.parametrize("shape", [(1, 1), (4, 8), (12, 40)])

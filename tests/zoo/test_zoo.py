@@ -51,7 +51,7 @@ def parameters_of(pipe: Pipeline) -> list[int]:
     return [sum(p.numel() for layer in layers for p in layer.parameters()) for layers in stages]
 
 
-@pytest.mark.one_in(8)
+@pytest.mark.one_in(16)
 @pytest.mark.parametrize("name", ZOO)
 @pytest.mark.usefixtures("every_product_deferred")
 def test_it_trains_as_the_loop_bit_by_bit_in_even_stages(name: str) -> None:
@@ -80,7 +80,7 @@ def test_graph_of_leaves_it_as_it_is(name: str) -> None:
         assert pipesched.graph_of(model, specimen.rows(2)).number_of_nodes() > STAGES
 
 
-@pytest.mark.one_in(9)
+@pytest.mark.one_in(18)
 @pytest.mark.parametrize("name", MORE)
 @pytest.mark.usefixtures("every_product_deferred")
 def test_it_trains_as_the_loop_bit_by_bit_cut_by_measured_times(name: str) -> None:

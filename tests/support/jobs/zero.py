@@ -128,13 +128,9 @@ def made(group: Any, dims: tuple[int, int], model: nn.Module, **options: Any) ->
     return Pipeline(model, sample, mesh=mesh, **chosen), mesh.get_local_rank("dp")
 
 
-def train(group: Any, dims: tuple[int, int], cases: list[Case], steps: int) -> list[list[int]]:
-    """Train by each case, and compare with the loop; the numbers of state that this rank holds and the loop's."""
+def train(group: Any, dims: tuple[int, int], case: Case, steps: int) -> list[int]:
+    """Train, and compare with the loop; the numbers of state that this rank holds and the loop's."""
     warnings.simplefilter("ignore")
-    return [_trained(group, dims, case, steps) for case in cases]
-
-
-def _trained(group: Any, dims: tuple[int, int], case: Case, steps: int) -> list[int]:
     num_replicas = dims[0]
     clip = 0.05 if case.clips else None
     pipe, replica = made(

@@ -7,19 +7,24 @@ from typing import Any
 import torch
 from torch import Tensor, distributed, nn
 
-from pipesched import Distributed, Numerics, Pipeline
+from pipesched import Distributed, Numerics, Pipeline, schedules
 from pipesched.saving import writing
 from tests.support.jobs.saving import error_of
 from tests.support.jobs.zero import MICROBATCHES, Case, batch, made, momentum, plain
+from tests.support.places import even_boundaries
 
 
 def pipeline(group: Any, dims: tuple[int, int], case: Case, **options: Any) -> tuple[Pipeline, int]:
-    """The pipeline of a case, and the replica of this process."""
+    """The pipeline of a case, and the replica of this process. Its cut decides which name a tied weight has."""
+    model = case.model()
+    num_layers = len(list(model.children()))
+    num_stages = dims[1] * schedules.get(case.schedule).chunks_per_rank
     return made(
         group,
         dims,
-        case.model(),
+        model,
         schedule=case.schedule,
+        boundaries=even_boundaries(num_layers, num_stages),
         optimizer=case.optimizer,
         distributed=Distributed(zero=case.zero, timeout=20),
         numerics=Numerics(clip_grad_norm=0.05 if case.clips else None),
