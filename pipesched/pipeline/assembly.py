@@ -123,7 +123,9 @@ class Assembly:
         self._weight_copies = WeightCopies(host, self.ties.own)
         if host.sums is not None:
             check_replicas(spec.model, programs, spec.batch_norm)
-        programs.reduce([] if host.sums is None else self._bucket_layers())
+        programs.replicate(
+            [] if host.sums is None else self._bucket_layers(), spec.gather_once if spec.zero == 3 else None
+        )
         self.norms = MiniBatchNorms(spec.batch_norm, host)
         self.norms.check(spec.model, program, streams=programs.streams)
         layers = checkpoint_by_layer(programs.checkpoint).items()

@@ -20,7 +20,7 @@ from pipesched.model.parameter_order import ParameterOrder
 from pipesched.pipeline.assembly import AssemblySpec
 from pipesched.pipeline.auto_plan import AutoPlan, adds_up
 from pipesched.pipeline.construction import check_functions, choose_plan, ending_on_error, facts_of, start
-from pipesched.pipeline.cost_book import CostBook
+from pipesched.pipeline.cost_book import CostBook, replica_costs
 from pipesched.pipeline.gathering import gather_model, merged_state, place_weights
 from pipesched.pipeline.memory_forecast import MemoryForecast
 from pipesched.pipeline.options import Distributed, Numerics, Search, as_options
@@ -206,7 +206,7 @@ class Pipeline(SavingInterface):
                 devices=host.all_devices,
                 intra_op_threads=threads,
                 links=search.links,
-                grid=host.grid,
+                replicas=replica_costs(host.grid, distributed.zero, search.links),
             )
             loss_weight, loss_reduction = resolve_loss(
                 module,

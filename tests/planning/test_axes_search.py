@@ -93,7 +93,7 @@ def test_a_plan_with_axes_survives_json(plan):
     assert again == plan
     assert again.predicted().makespan_s == plan.predicted().makespan_s
     assert plan.alternatives[0].step_s == plan.predicted().makespan_s
-    with pytest.raises(ScheduleError, match="zero must be 0, 1 or 2; got 7"):
+    with pytest.raises(ScheduleError, match="zero must be 0, 1, 2 or 3; got 7"):
         Plan.from_dict({**saved, "replication": {**saved["replication"], "zero": 7}})
 
 
@@ -109,7 +109,7 @@ def test_a_plan_without_axes_is_saved_as_before():
         ({"axes": "all"}, PartitionError, "axes= must be 'auto', or a mapping .* got 'all'; pass for example"),
         ({"axes": {"pipeline": 3, "replicate": 2}}, PartitionError, "must multiply to the number of ranks; .* 4 ranks"),
         ({"axes": {"pipeline": 1, "replicate": 4}, "batch_size": 6}, PartitionError, "6 rows cannot .* among 4"),
-        ({"zero": 5}, PartitionError, "zero= must be 'auto', 0, 1 or 2; got 5"),
+        ({"zero": 5}, PartitionError, "zero= must be 'auto', 0, 1, 2 or 3; got 5"),
         ({"axes": None, "zero": 1}, InputError, "got zero=1 without axes="),
         ({"confirm": 2}, InputError, "by simulation alone, for num_ranks= ranks; got confirm=2"),
         ({"num_ranks": None, "devices": ["cpu"] * 4}, InputError, "got devices= or mesh=; pass num_ranks="),

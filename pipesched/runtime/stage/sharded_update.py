@@ -112,6 +112,10 @@ class ShardedUpdate:
         """The local parameters whose gradients are divided."""
         return [local for parameter, local in self.local.items() if parameter in self._taken]
 
+    def shape(self, parameter: nn.Parameter) -> torch.Size:
+        """Return the shape of the whole parameter."""
+        return self.shards.shape(parameter)
+
     def own_rows(self, parameter: nn.Parameter) -> tuple[int, int] | None:
         """Return the first of this replica's rows and the row after the last; None if the parameter is not cut."""
         return self.shards.own_rows(parameter)
@@ -132,7 +136,7 @@ class ShardedUpdate:
 
     def step(self) -> None:
         """Step the optimizer with this replica's rows of the gradients, and start to send the rows to all replicas."""
-        self.follow()  # the parameters may have moved, for example by pipe.to(dtype)
+        self.follow(self.local)  # the parameters may have moved, for example by pipe.to(dtype)
         for parameter, local in self.local.items():
             if parameter.grad is not None:
                 local.grad = self.shards.own(parameter, parameter.grad)
@@ -141,12 +145,12 @@ class ShardedUpdate:
             self._check_states()
         self._send()
 
-    def follow(self) -> None:
-        """Let the local parameters use the present memory of the parameters."""
-        for parameter, local in self.local.items():
-            values = self.shards.own(parameter, parameter.detach())
-            assert values is not None
-            local.data = values
+    def follow(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Let the local parameters of some of the stage's parameters use the present memory of these."""
+        for parameter in parameters:
+            values = self.shards.own(parameter, parameter.detach()) if parameter in self.local else None
+            if values is not None:
+                self.local[parameter].data = values
 
     def _check_states(self) -> None:
         """After the first step: check that the optimizer has used the local parameters."""
