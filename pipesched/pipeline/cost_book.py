@@ -228,4 +228,5 @@ class CostBook:
             partitioner=partitioner,
             partition=found if plan is None else plan.partition,
             alternatives=() if plan is None else plan.alternatives,
+            gather_once=plan is None or plan.replication is None or plan.replication.gather_once,
         )

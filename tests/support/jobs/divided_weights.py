@@ -96,6 +96,45 @@ def count(group: Any, schedule: str) -> Numbers:
         return Numbers(held, sum(whole[name].numel() for name in names), gathers.call_count, reductions.call_count)
 
 
+class Gathers(NamedTuple):
+    """The most gathers of a stage of one rank in a step, and all its gathers of layers."""
+
+    gathers_once: int  #: in the program of ``gather_once=True``
+    gathers_each: int  #: in the program of ``gather_once=False``
+    traced: int  #: in the trace of the step
+    collectives: int  #: that ran
+    due: int  #: in the program: those of each layer of a stage, once for each UNSHARD
+
+
+def gather_each_use(group: Any, schedule: str) -> Gathers:
+    """Train with ``gather_once=`` False and True; both have the bits of the plain loop."""
+    loop = Loop(plain(), momentum)
+    shared: dict[str, Any] = {"schedule": schedule, "boundaries": [4, 7, 10] if "inter" in schedule else [7]}
+    pipes = []
+    for once in (True, False):
+        options = Distributed(zero=3, gather_once=once, timeout=20)
+        pipes.append(divided(group, plain(), distributed=options, **shared))
+    (kept, replica), (freed, _) = pipes
+    gather = replica_sum._all_gather
+    with kept, freed:
+        for step in range(2):
+            due = loop.step(step)
+            assert torch.equal(run(kept.step, step, replica), due)
+            with patch.object(replica_sum, "_all_gather", side_effect=gather) as calls:
+                assert torch.equal(run(freed.step, step, replica), due)
+            assert torch.equal(run(freed.evaluate, 2, replica), run(kept.evaluate, 2, replica))
+        check_state(freed.full_state_dict(), loop.model)
+        once, each = (pipe._running.assembly.programs.full.timed for pipe in (kept, freed))
+        own = freed._running.assembly.stages
+        layers = {stage: sum(bool(bucket) for bucket in held.gradients.buckets) for stage, held in own.items()}
+        spans = [span for span in freed.trace.spans if str(span.action.kind) == "UNSHARD"]
+        assert all(span.end_s > span.start_s for span in spans)
+        traced = max(sum(span.action.stage == stage for span in spans) for stage in own)
+        number = sum(each.gathers[stage] * count for stage, count in layers.items())
+        most = [max(program.gathers[stage] for stage in own) for program in (once, each)]
+        return Gathers(*most, traced, calls.call_count, number)
+
+
 def train(group: Any, **options: Any) -> None:
     """Evaluate, load, change and train; the model has a tied weight and a frozen layer outside the optimizer."""
     model = tied()
