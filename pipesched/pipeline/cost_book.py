@@ -33,7 +33,7 @@ from pipesched.simulation.profile import Profile
 from pipesched.simulation.replication import ReplicaCosts, Replication
 from pipesched.tensors.meta_tensors import lacks_contents
 
-__all__ = ["CostBook", "replica_costs"]
+__all__ = ["CostBook", "divided_by", "replica_costs"]
 
 
 def replica_costs(grid: RankGrid, zero: int, links: Links | None) -> ReplicaCosts | None:
@@ -54,6 +54,13 @@ def replica_costs(grid: RankGrid, zero: int, links: Links | None) -> ReplicaCost
         consecutive="stages" if first == tuple(range(len(first))) else "replicas",
     )
     return ReplicaCosts(replication, len(first), links, grid.rows)
+
+
+def divided_by(replicas: ReplicaCosts | None, gather_once: bool | None) -> ReplicaCosts | None:
+    """Return the costs of replicas that divide the weights; None for others. ``gather_once`` is the user's choice."""
+    if replicas is None or replicas.replication.zero < 3:
+        return None
+    return replicas.gathering(once=gather_once is not False)
 
 
 class CostBook:
