@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.optim import Optimizer
 
-from pipesched import Distributed, Pipeline
+from pipesched import Distributed, Link, Links, Pipeline, Search, schedules
 from pipesched.errors import ExecutionError, GraphError
+from pipesched.program.lowering import add_gathers
 from pipesched.runtime.reductions import replica_sum
 from pipesched.runtime.stage import split_backward
 from pipesched.testing import reference_step
@@ -133,6 +134,30 @@ def gather_each_use(group: Any, schedule: str) -> Gathers:
         number = sum(each.gathers[stage] * count for stage, count in layers.items())
         most = [max(program.gathers[stage] for stage in own) for program in (once, each)]
         return Gathers(*most, traced, calls.call_count, number)
+
+
+def report(group: Any) -> tuple[str, set[str]]:
+    """The texts of a running plan and its report, and the kinds of the actions in the trace; links are known."""
+    search = Search(links=Links(inside=Link(1e-6, 1e9)), memory_limit_bytes=10**9)
+    pipe, replica = divided(group, plain(), schedule="1f1b", boundaries=[7], search=search)
+    with pipe:
+        run(pipe.step, 0, replica)
+        assert pipe.predicted.hidden_communication is not None
+        assert pipe.plan.treated.gathers == (1, 1)
+        return f"{pipe.plan.explain()}\n{pipe.report()}", {str(span.action.kind) for span in pipe.trace.spans}
+
+
+def own_program(group: Any) -> None:
+    """A program that was given with its gathers has the bits of the plain loop."""
+    program = schedules.get("1f1b").program(2, MICROBATCHES // 2)
+    shared: dict[str, Any] = {"boundaries": [7]}
+    pipe, replica = divided(group, plain(), schedule=add_gathers(program, prefetch=0), **shared)
+    loop = Loop(plain(), momentum)
+    with pipe:
+        for step in range(2):
+            assert torch.equal(run(pipe.step, step, replica), loop.step(step))
+            assert torch.equal(run(pipe.evaluate, 2, replica), run(pipe.evaluate, 2, replica))
+        check_state(pipe.full_state_dict(), loop.model)
 
 
 def train(group: Any, **options: Any) -> None:
