@@ -17,6 +17,7 @@ pytestmark = pytest.mark.timeout(120)
         Case((2, 2), "chimera", None, 0, FEW),
         Case((4, 1), "1f1b", adam, 2, FEW),
         Case((2, 2), "zb-h1", adam, 3, FEW),
+        Case((2, 2), "interleaved-1f1b", sgd, 3, FEW, gather_once=False, num_chunks=4),
     ],
 )
 def test_ranks_hold_and_send_what_was_predicted(ranks: Ranks, case: Case):
