@@ -61,7 +61,7 @@ class AssemblySpec:
     batch_norm: BatchNormMode
     compiled: Callable[[torch.device], Compiled | None]  #: the compiler of layers on a device
     wrap: Wrap | None
-    gather_once: bool  #: whether a run gathers the weights of sharded modules once
+    gather_once: bool | None  #: whether a run gathers divided weights once; None: as the plan says, else once
     optimizer: Callable[[list[Any]], Optimizer] | None
     rules: GradientRules | None = None  #: how gradients are treated before an update
     zero: int = 0  #: 1: optimizer states are divided over replicas; 2: summed gradients are, too; 3: weights are, too
@@ -80,6 +80,7 @@ class StageCut:
     partitioner: StagePartitioner
     partition: Partition | None  #: the cut with its costs; None until the costs are known
     alternatives: tuple[Alternative, ...] = ()  #: the other plans of the search
+    gather_once: bool = True  #: whether a step gathers the weights of a stage once, if replicas divide them
 
 
 class Assembly:
@@ -123,7 +124,8 @@ class Assembly:
         self._weight_copies = WeightCopies(host, self.ties.own)
         if host.sums is not None:
             check_replicas(spec.model, programs, spec.batch_norm)
-        programs.reduce([] if host.sums is None else self._bucket_layers())
+        once = stage_cut.gather_once if spec.gather_once is None else spec.gather_once
+        programs.replicate([] if host.sums is None else self._bucket_layers(), once if spec.zero == 3 else None)
         self.norms = MiniBatchNorms(spec.batch_norm, host)
         self.norms.check(spec.model, program, streams=programs.streams)
         layers = checkpoint_by_layer(programs.checkpoint).items()
@@ -317,7 +319,7 @@ class Assembly:
             compiled = self._spec.compiled(device)
             options: dict[str, Any] = {"ties": ties, "norms": norms, "compiled": compiled, "written": written[part]}
             if isinstance(body, WrappedBody):
-                body.sharded = ShardedModules.of(body.module, device, once=self._spec.gather_once)
+                body.sharded = ShardedModules.of(body.module, device, once=self._spec.gather_once is not False)
                 if body.sharded is not None and not self._sharded.isdisjoint(body.module.parameters()):
                     body.sharded.sum_gradients()
             stages[index] = Stage(body, device, head, **options, checkpoint_of_call=self.checkpoint_of_call)

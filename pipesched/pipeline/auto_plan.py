@@ -21,7 +21,7 @@ from pipesched.planning.plan import Plan
 from pipesched.planning.plan_request import PlanRequest
 from pipesched.planning.program_factory import MICROBATCHES_PER_RANK
 from pipesched.planning.search_request import Offload, SearchRequest
-from pipesched.planning.tuner import find_plan, too_small
+from pipesched.planning.tuner import find_plan, find_plan_of_replicas, too_small
 from pipesched.profiling.optimizer_costs import measure_updates
 from pipesched.profiling.profile_model import profile as measure
 from pipesched.profiling.profile_model import put_updates
@@ -30,6 +30,7 @@ from pipesched.runtime.stage.offloading import host_bytes_per_s
 from pipesched.simulation.layer_costs import LayerCosts, costs_of
 from pipesched.simulation.overheads import Machine, Overheads, RanksAre
 from pipesched.simulation.profile import Profile
+from pipesched.simulation.replication import ReplicaCosts
 from pipesched.torch_checks import as_call
 from pipesched.user_warning import warn
 
@@ -52,6 +53,8 @@ class AutoPlan:
     numerics: Numerics
     optimizer: Callable[[list[Any]], Optimizer] | None  #: the optimizers' states count towards a memory limit
     free: bool  #: whether results are independent of the number of micro-batches
+    replicas: ReplicaCosts | None = None  #: the costs of replicas that divide the weights
+    gather_once: bool | None = None  #: whether a step gathers divided weights once; None: if that fits into memory
 
     def is_wanted(self, request: PlanRequest, plan: Plan | None) -> bool:
         """Return whether a search is needed.
@@ -109,14 +112,15 @@ class AutoPlan:
             batch_size,
             request,
             memory_limit_bytes=self.search.memory_limit_bytes,
-            links=self.search.links,
+            links=self.search.links if self.replicas is None else self.replicas.pipeline_links(),
             ranks_are=self.ranks_are,
             num_cores=cores_of(self.devices, self.numerics.intra_op_threads),
             offload=self.search.offload,
             effort=self.search.effort,
             norms=self.optimizer is not None and self.numerics.needs_norms,
+            replica_costs=self.replicas,
         )
-        plan = find_plan(search_request)
+        plan = find_plan_of_replicas(search_request) if self.gather_once is None else find_plan(search_request)
         first = plan.alternatives[0] if plan.alternatives else None
         _LOG.info("chose a plan: %s", first.label if first else plan.schedule)
         if why := too_small(plan, len(self.devices)):

@@ -30,9 +30,37 @@ from pipesched.simulation.layer_costs import LayerCosts, costs_of, stage_costs, 
 from pipesched.simulation.links import Links
 from pipesched.simulation.overheads import Overheads
 from pipesched.simulation.profile import Profile
+from pipesched.simulation.replication import ReplicaCosts, Replication
 from pipesched.tensors.meta_tensors import lacks_contents
 
-__all__ = ["CostBook"]
+__all__ = ["CostBook", "divided_by", "replica_costs"]
+
+
+def replica_costs(grid: RankGrid, zero: int, links: Links | None) -> ReplicaCosts | None:
+    """Return the costs of a pipeline's replicas; None if there is one.
+
+    Args:
+        grid: the ranks of each replica.
+        zero: what the replicas divide, as in `Distributed`.
+        links: the links between the ranks of all replicas, if they are known.
+
+    """
+    first = grid.rows[0]
+    if len(grid.rows) == 1:
+        return None
+    replication = Replication(
+        num_replicas=len(grid.rows),
+        zero=zero,
+        consecutive="stages" if first == tuple(range(len(first))) else "replicas",
+    )
+    return ReplicaCosts(replication, len(first), links, grid.rows)
+
+
+def divided_by(replicas: ReplicaCosts | None, gather_once: bool | None) -> ReplicaCosts | None:
+    """Return the costs of replicas that divide the weights; None for others. ``gather_once`` is the user's choice."""
+    if replicas is None or replicas.replication.zero < 3:
+        return None
+    return replicas.gathering(once=gather_once is not False)
 
 
 class CostBook:
@@ -45,8 +73,8 @@ class CostBook:
         guard: the StaleGuard, which is lifted while the layers are measured.
         devices: one device per rank, including devices that the plan leaves unused.
         intra_op_threads: the number of CPU threads per rank.
-        links: the measured links between ranks, if any.
-        grid: the ranks of each replica of the pipeline.
+        links: the measured links between all ranks, if any.
+        replicas: the costs of the pipeline's replicas; None if there is one.
 
     """
 
@@ -60,11 +88,12 @@ class CostBook:
         devices: Sequence[torch.device],
         intra_op_threads: int,
         links: Links | None,
-        grid: RankGrid,
+        replicas: ReplicaCosts | None,
     ) -> None:
-        self._grid = grid
+        self._replicas = replicas
         self.layered = layered
-        self.links = links
+        #: The links between the ranks of one replica.
+        self.links = links if replicas is None else replicas.pipeline_links()
         #: The costs of each layer; None until they are measured.
         self.layers: dict[str, LayerCosts] | None = None
         #: The ranks' overheads outside their stages; None if no profile contains them.
@@ -79,6 +108,16 @@ class CostBook:
         self._guard = guard
         self._devices = devices
         self._intra_op_threads = intra_op_threads
+
+    def replication(self, programs: ProgramFactory) -> Replication | None:
+        """Return the replicas of these programs; None if there is one, or if it sums its gradients after the run."""
+        replicas = self._replica_costs(programs)
+        return None if replicas is None else replicas.replication
+
+    def _replica_costs(self, programs: ProgramFactory) -> ReplicaCosts | None:
+        if self._replicas is None or not programs.buckets:
+            return None
+        return self._replicas.gathering(once=programs.gather_once is not False)
 
     def measured(self, *, crowds: bool = False) -> dict[str, LayerCosts]:
         """Return the layers' costs, keyed by layer. The first call measures the layers; no step may be running then.
@@ -132,25 +171,14 @@ class CostBook:
         offloads = offloading(programs.checkpoint, cut)
         costs = stage_costs(stages, len(cut), host_bytes_per_s=self._host_bytes_per_s if offloads else None)
         costs = replace(slowed(costs, [self.slowness(rank) for rank in program.placement]), links=self.links)
-        return self._with_reductions(costs, program.placement, programs.buckets, costs_by_layer)
-
-    def _with_reductions(
-        self,
-        costs: Costs,
-        placement: Sequence[int],
-        buckets: Sequence[Sequence[str]],
-        layers: Mapping[str, LayerCosts],
-    ) -> Costs:
-        """Add the time and the memory of sums over replicas. Without measured links, they take no time."""
-        if not buckets:
+        replicas = self._replica_costs(programs)
+        if replicas is None:
             return costs
-        sizes = [[layers[name].parameter_bytes if name in layers else 0 for name in names] for names in buckets]
-        rings = [[row[rank] for row in self._grid.rows] for rank in placement]
-        times = [
-            [0.0 if self.links is None else self.links.all_reduce_s(size, ring) for size in own]
-            for own, ring in zip(sizes, rings, strict=True)
+        sizes = [
+            [costs_by_layer[name].parameter_bytes if name in costs_by_layer else 0 for name in names]
+            for names in programs.buckets
         ]
-        return replace(costs, reduce_bytes=tuple(map(tuple, sizes)), reduce_s=tuple(map(tuple, times)))
+        return replicas.added(costs, program.placement, sizes)
 
     def expected_costs(self, programs: ProgramFactory, cut: StageLayers) -> Costs:
         """Return the stages' costs, including the ranks' overheads."""
@@ -207,4 +235,5 @@ class CostBook:
             partitioner=partitioner,
             partition=found if plan is None else plan.partition,
             alternatives=() if plan is None else plan.alternatives,
+            gather_once=plan is None or plan.replication is None or plan.replication.gather_once,
         )

@@ -150,8 +150,11 @@ class MemoryForecast:
             return costs
         make = another(known)
         held = []
+        gathered = []
         transients = []
-        for stage, (weights, gradients) in enumerate(zip(costs.weight_bytes, costs.gradient_bytes, strict=True)):
+        sizes = zip(costs.weight_bytes, costs.gathered_bytes, costs.gradient_bytes, strict=True)
+        for stage, (own_weights, others, gradients) in enumerate(sizes):
+            weights = own_weights + others
             upkeep = upkeep_of(make, assembly.parameters(stage))
             whole = part = ModelStates(weights, gradients, upkeep.state_bytes)
             if self._shards(stage) is not None:
@@ -160,14 +163,26 @@ class MemoryForecast:
                 size = sum(own.nbytes for own in rows)
                 part = ModelStates(size, sum(own.nbytes for own in rows if own.requires_grad), upkeep.state_bytes)
             held.append(held_states(whole, part, zero=assembly.zero))
+            gathered.append(self._others_weights(stage))
             transients.append(upkeep.transient_bytes)
         return replace(
             costs,
-            weight_bytes=tuple(own.weights for own in held),
+            weight_bytes=tuple(own.weights - size for own, size in zip(held, gathered, strict=True)),
+            gathered_bytes=tuple(gathered),
             gradient_bytes=tuple(own.gradients for own in held),
             optimizer_bytes=tuple(own.optimizer for own in held),
             update_transient_bytes=tuple(transients),
         )
+
+    def _others_weights(self, stage: int) -> int:
+        """Return the bytes of a stage's weights that only the other replicas hold between steps."""
+        assembly = self._running.assembly
+        shards = self._shards(stage)
+        if assembly.zero < 3 or shards is None:
+            return 0
+        replica = self._running.host.grid.replica
+        divided = {p for bucket in assembly.buckets(stage) for p in bucket if p in shards}
+        return sum((shards.shape(p).numel() - shards.numbers(p)[replica]) * p.element_size() for p in divided)
 
     def _updated(self, stage: int) -> list[nn.Parameter]:
         """Return the rows of a stage's parameters that this replica updates, as views."""
@@ -206,6 +221,7 @@ class MemoryForecast:
         placement = assembly.program.placement
         if running.host.sums is None:
             return []
+        gathers = assembly.programs.full.timed.gathers
         return [
             StageReplicas(
                 buckets=assembly.buckets(stage),
@@ -213,6 +229,7 @@ class MemoryForecast:
                 num_replicas=len(running.host.grid.rows),
                 shards=self._shards(stage),
                 zero=assembly.zero,
+                num_gathers=gathers[stage],
             )
             for stage, rank in enumerate(placement)
         ]

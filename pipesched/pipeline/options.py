@@ -212,22 +212,24 @@ class Distributed:
         zero: with ``optimizer=`` and several replicas, the data that replicas divide among them instead of each
             holding all of it. With 1, each replica updates a part of every stage's weights and holds the optimizer
             states of this part only. With 2, it also keeps only this part of the gradients once they are summed. With
-            3, it also holds only this part of the weights between steps; a step gathers the weights of a stage once
-            and frees them after the stage's last backward. Default: 0 (nothing is divided).
-        gather_once: whether a step gathers the weights of modules that ``wrap=`` shards by ``fully_shard`` once, keeps
-            them until the last backward of their stage, and then reduces their gradients once. If False, the modules'
-            own flags decide; by default each forward and backward of a micro-batch then gathers the weights, and each
-            backward reduces the gradients, which takes longer but needs less memory. Default: True.
+            3, it also holds only this part of the weights between steps; a step gathers the weights of a stage before
+            their use and then frees them. Default: 0 (nothing is divided).
+        gather_once: whether a step gathers divided weights once and keeps them until the last backward of their stage.
+            If False and ``zero=3``, a step frees the weights of a stage while other stages of its rank run, and gathers
+            them again. For modules that ``wrap=`` shards by ``fully_shard``, True also reduces their gradients once; if
+            False, the modules' own flags decide, and by default each forward and backward of a micro-batch gathers the
+            weights, and each backward reduces the gradients. False takes longer but needs less memory. Default: None
+            (once, unless ``zero=3`` and only False fits ``memory_limit_bytes``).
 
     Raises:
-        InputError: zero is unknown, or zero=3 is combined with gather_once=False.
+        InputError: zero is unknown.
 
     """
 
     inputs: Inputs = "all"
     timeout: float | None = None
     zero: int = 0
-    gather_once: bool = True
+    gather_once: bool | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.zero, bool) or self.zero not in (0, 1, 2, 3):
@@ -235,10 +237,9 @@ class Distributed:
                 f"zero= must be 0 (nothing is divided over replicas), 1 (optimizer states are), 2 (summed gradients "
                 f"are, too) or 3 (weights are, too); got {shown(self.zero)}; pass one of them"
             )
-        if self.zero == 3 and not self.gather_once:
+        if self.gather_once not in (None, True, False):
             raise InputError(
-                "zero=3 gathers the weights once in a step; got zero=3 with gather_once=False, which applies only to "
-                "modules that are sharded by fully_shard in wrap=; leave gather_once= out"
+                f"gather_once= must be True, False or None; got {shown(self.gather_once)}; pass one of them"
             )
 
     def check_zero(self, *, num_replicas: int, has_optimizers: bool) -> None:

@@ -87,6 +87,7 @@ class RunningPlan:
             ties=self._ties(book.layered, model),
             alternatives=stage_cut.alternatives,
             layer_classes=class_names(model, chain.from_iterable(stage_cut.cut)),
+            replication=book.replication(programs),
         )
 
     def _ties(self, layered: LayeredModel, model: nn.Module) -> tuple[Tie, ...]:

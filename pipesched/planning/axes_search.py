@@ -7,6 +7,7 @@ the stages that were found. This ends when no bound is below the best step, or w
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any, Literal
 
 from pipesched.checks import is_count, is_whole, shown
@@ -27,7 +28,7 @@ __all__ = ["Axes", "AxesRequest", "Zero", "find_axes"]
 #: The numbers of ranks of a pipeline and of its replicas, as {"pipeline": 8, "replicate": 8}, or "auto".
 Axes = Literal["auto"] | Mapping[str, int]
 
-#: What replicas divide: 0, 1, 2, or "auto".
+#: What replicas divide: 0, 1, 2, 3, or "auto".
 Zero = Literal["auto"] | int
 
 _TRIED_LEVELS = (0, 2)  # zero=1 holds as much as zero=2 at the peak of a step, and sends more
@@ -64,7 +65,7 @@ class AxesRequest:
                 f"runs; got memory_limit_bytes={shown(limit)}; pass one number"
             )
         if self.zero != "auto" and (not is_whole(self.zero) or self.zero not in ZERO_LEVELS):
-            raise PartitionError(f"zero= must be 'auto', 0, 1 or 2; got {shown(self.zero)}; choose one of them")
+            raise PartitionError(f"zero= must be 'auto', 0, 1, 2 or 3; got {shown(self.zero)}; choose one of them")
         if isinstance(self.axes, str) and self.axes == "auto":
             return
         rule = "axes= must be 'auto', or a mapping with the numbers of 'pipeline' ranks and of replicas ('replicate')"
@@ -117,8 +118,10 @@ class AxesRequest:
                 continue
             if num_ranks > len(self.profile.layers):
                 continue
-            for zero in levels if count > 1 else (0,):
-                made = Replication(num_replicas=count, zero=zero)
+            for zero, once in [*product(levels, (True, False))] if count > 1 else [(0, True)]:
+                if zero < 3 and not once:
+                    continue
+                made = Replication(num_replicas=count, zero=zero, gather_once=once)
                 yield num_ranks, made
                 if self._order_matters and count > 1 and num_ranks > 1:
                     yield num_ranks, replace(made, consecutive="replicas")

@@ -44,12 +44,12 @@ class EvaluatedCandidate:
     def runs(self) -> Program:
         """The program that runs.
 
-        It contains recomputes, copies to and from the host, the sums of gradients over replicas, and the updates if
-        they wait for norms or replicas are considered.
+        It contains recomputes, copies to and from the host, the sums and gathers of replicas, and the updates if they
+        wait for norms or replicas are considered.
         """
         program = self.candidate.runs
         if self.replication is not None:
-            program = add_replication(program, self.costs)
+            program = add_replication(program, self.costs, self.replication)
         if self.norms:
             program = add_norms(add_updates(program))
         return add_offloading(program, offloading(self.candidate.checkpoint, self.stages))

@@ -124,9 +124,11 @@ class Plan:
 
     @property
     def treated(self) -> Program:
-        """The program with the recomputes and host copies that ``checkpoint`` adds, and with the sums of replicas."""
+        """The program with the recomputes and host copies that ``checkpoint`` adds, and the collectives of replicas."""
         program = add_offloading(add_recompute(self.program, self.checkpoint), offloading(self.checkpoint, self.stages))
-        return program if self.replication is None or self.costs is None else add_replication(program, self.costs)
+        if self.replication is None or self.costs is None:
+            return program
+        return add_replication(program, self.costs, self.replication)
 
     def predicted(self) -> Trace | None:
         """Return the simulated step, with the bound for these stages; None without costs."""

@@ -9,10 +9,11 @@ from typing import Any
 from pipesched import schedules
 from pipesched.errors import DeviceCountError, PartitionError, ScheduleError
 from pipesched.planning.plan_request import PlanRequest
-from pipesched.program.actions import Kind
 from pipesched.program.checkpoint_options import Checkpoint
 from pipesched.program.dependencies import StageGraph
+from pipesched.program.gathers import check_collectives
 from pipesched.program.lowering import (
+    add_gathers,
     add_norms,
     add_offloading,
     add_recompute,
@@ -69,6 +70,8 @@ class ProgramFactory:
         self.offloading: frozenset[int] = frozenset()
         #: For each stage, the layers whose gradients are added over replicas together; empty for a single replica.
         self.buckets: Sequence[Sequence[str]] = ()
+        #: If replicas divide the weights: whether a run gathers the weights of a stage once. None: weights are whole.
+        self.gather_once: bool | None = None
         self._made: dict[int, StepPrograms] = {}
 
     def of(self, num_microbatches: int) -> "StepPrograms":
@@ -135,10 +138,23 @@ class ProgramFactory:
             self._made.clear()
         return self.full.plain
 
-    def reduce(self, buckets: Sequence[Sequence[str]]) -> None:
-        """Add sums of gradients over replicas to training programs. ``buckets``: for each stage, the layers to sum."""
-        if buckets != self.buckets:
+    def replicate(self, buckets: Sequence[Sequence[str]], gather_once: bool | None = None) -> None:
+        """Add the sums of gradients over replicas, and the gathers of divided weights, to the programs.
+
+        Args:
+            buckets: for each stage, the layers whose gradients are added together; empty for a single replica.
+            gather_once: if replicas divide the weights, whether a run gathers the weights of a stage once, or again
+                after other stages of the rank have run. Default: None, each replica holds whole weights.
+
+        Raises:
+            ScheduleError: the user's program has other sums or gathers than the replicas need.
+
+        """
+        if isinstance(self.source, Program):
+            check_collectives(self.source, list(map(len, buckets)), gathers=gather_once is not None)
+        if (buckets, gather_once) != (self.buckets, self.gather_once):
             self.buckets = buckets
+            self.gather_once = gather_once
             self._made.clear()
 
     def check_updates(self) -> None:
@@ -217,8 +233,19 @@ class StepPrograms:
         program = add_norms(program) if factory.norms else program
         if factory.buckets:
             program = add_reductions(program, [len(layers) for layers in factory.buckets])
+        program = self._gathering(program)
         program = add_recompute(program, factory.checkpoint)
         return add_offloading(program, factory.offloading)
+
+    def _gathering(self, program: Program) -> Program:
+        """Add the gathers of divided weights, if there are any, to a program of this pipeline."""
+        factory = self._factory
+        if factory.gather_once is None or program.has_gathers:
+            return program
+        stages = [stage for stage, layers in enumerate(factory.buckets) if layers]
+        program = add_gathers(program, keep=factory.gather_once, stages=stages)
+        validate(program)
+        return program
 
     def _beginning(self, schedule: Schedule) -> Program:
         """Return the first steps of a stream of overlapping steps, enough for the order of actions to repeat.
@@ -266,7 +293,7 @@ class StepPrograms:
     @cached_property
     def inference(self) -> Program:
         """The program with only the forwards, and transfers between ranks."""
-        return lower(self.plain.forward())
+        return lower(self._gathering(self.plain.forward()))
 
     @cached_property
     def open_pass(self) -> Program:
@@ -372,11 +399,5 @@ def _fixed(program: Program, num_devices: int, request: PlanRequest) -> Program:
             "a pipeline can only train a chain of stages, or several chains over the same weights; this program has a "
             "different stage graph, or no backward passes; pass a program with such a stage graph and with backward "
             "passes"
-        )
-    if program.has_gathers:
-        raise ScheduleError(
-            f"a program that a pipeline runs must not have UNSHARD and RESHARD actions; program {program.name!r} has "
-            f"{int(program.columns.are(Kind.UNSHARD).sum())} UNSHARDs; pass the program without them, and simulate the "
-            f"gathers with simulate"
         )
     return program

@@ -21,6 +21,7 @@ from typing import Any
 import networkx as nx
 
 from pipesched import schedules
+from pipesched.errors import MemoryLimitError
 from pipesched.partitioning.result import StageLayers
 from pipesched.planning.alternatives import Alternative
 from pipesched.planning.boundary_refinement import refined
@@ -40,7 +41,7 @@ from pipesched.simulation.layer_costs import costs_of
 from pipesched.simulation.tied_weight_costs import parameter_bytes, tied_groups, tied_traffic_bytes
 from pipesched.units import quote_time
 
-__all__ = ["Tuner", "find_plan", "too_small"]
+__all__ = ["Tuner", "find_plan", "find_plan_of_replicas", "too_small"]
 
 # The boundaries of candidates within this factor of the fastest step are refined, each with half the remaining effort.
 _NEAR = 1.3
@@ -67,6 +68,20 @@ def find_plan(search: SearchRequest, progress: Callable[[float], None] = lambda 
     plan = tuner.plan(tuner.search())
     progress(1)
     return plan
+
+
+def find_plan_of_replicas(search: SearchRequest) -> Plan:
+    """Find the best plan for a request; gather divided weights for each use if no plan that gathers them once fits.
+
+    Raises the same errors as ``find_plan``.
+    """
+    replicas = search.replica_costs
+    try:
+        return find_plan(search)
+    except MemoryLimitError:
+        if replicas is None or replicas.replication.zero < 3:
+            raise
+        return find_plan(replace(search, replica_costs=replicas.gathering(once=False)))
 
 
 def too_small(plan: Plan, num_ranks: int) -> str:

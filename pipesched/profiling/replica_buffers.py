@@ -27,6 +27,8 @@ class StageReplicas:
     shards: Shards | None
     #: The model states that replicas divide: 1: optimizer states; 2: also summed gradients; 3: also weights.
     zero: int
+    #: The number of times that a step gathers the weights of the stage, if replicas divide them.
+    num_gathers: int = 0
 
     def memory(self, freed: Sequence[int]) -> ReplicaMemory:
         """Return the memory of the stage's sums and exchanges.
@@ -35,12 +37,16 @@ class StageReplicas:
             freed: for each bucket, the activations that the last backward has freed when the bucket is complete.
 
         """
-        sent_late = [self.late] if self.zero == 3 else [*self.buckets, self.late]  # the others are gathered by a run
+        gathers = self.zero == 3
+        sent_late = [self.late] if gathers else [*self.buckets, self.late]
         exchanged = [size for bucket in sent_late for size in self._exchanged(bucket)]
+        gathered = [size for bucket in self.buckets for size in self._exchanged(bucket)] if gathers else []
+        rows = sum(gathered)
         return ReplicaMemory(
             buckets=tuple(self._copies(bucket, size) for bucket, size in zip(self.buckets, freed, strict=True)),
             late=self._copies(self.late),
             spread=(self.num_replicas + 1) * max(exchanged, default=0),
+            gather=CopyMemory(rows, (self.num_replicas + 1) * max(gathered, default=0), rows),
         )
 
     def sent_bytes(self) -> int:
@@ -53,7 +59,8 @@ class StageReplicas:
         for bucket in (*self.buckets, self.late):
             whole, parts = self._reduced(bucket)
             sent += 2 * others * sum(whole) // self.num_replicas
-            sent += others * (sum(parts) + sum(self._exchanged(bucket)))
+            times = self.num_gathers if self.zero == 3 and bucket is not self.late else 1
+            sent += others * (sum(parts) + times * sum(self._exchanged(bucket)))
         return sent
 
     def _copies(self, bucket: Sequence[nn.Parameter], freed: int = 0) -> CopyMemory:

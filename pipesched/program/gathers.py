@@ -8,14 +8,31 @@ replicas, which run the same program. If replicas waited for each other in a cyc
 and validation would find it.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from pipesched.errors import ScheduleError
 from pipesched.program.action_arrays import CODES
 from pipesched.program.actions import Action, Kind
+from pipesched.program.dependencies import WEIGHT_USES
 from pipesched.program.program import Program, marked_grid
 
-__all__ = ["check_gathers"]
+__all__ = ["check_collectives", "check_gathers", "first_uses"]
+
+
+def first_uses(program: Program) -> frozenset[int]:
+    """Return the rows of the actions that wait for gathers: the first action after each UNSHARD that uses its weights.
+
+    A gather that no action uses has no such row.
+    """
+    if not program.has_gathers:
+        return frozenset()
+    row, needed = program.requirements
+    uses = program.columns.are(Kind.UNSHARD)[needed] & (needed >= 0) & program.columns.are(*WEIGHT_USES)[row]
+    first = np.full(len(program.columns), len(program.columns), np.int64)
+    np.minimum.at(first, needed[uses], row[uses])
+    return frozenset(first[first < len(program.columns)].tolist())
 
 
 def check_gathers(program: Program) -> None:
@@ -47,6 +64,43 @@ def check_gathers(program: Program) -> None:
         due = Action(int(stage[at]), Kind.RESHARD, int(turn[at]) // 2)
         raise _misplaced(program, int(rows[at]), f"has no {due}. Add it after the last action that uses the weights")
     _check_updated_once(program)
+
+
+def check_collectives(program: Program, buckets: Sequence[int], *, gathers: bool) -> None:
+    """Check that a program that was given runs all sums and gathers that its pipeline needs, and no others.
+
+    A program without REDUCEs, or without UNSHARDs, is valid: they are added to it.
+
+    Args:
+        program: the program.
+        buckets: the number of buckets of gradients of each stage; empty for a single replica.
+        gathers: whether replicas divide the weights.
+
+    Raises:
+        ScheduleError: the program does not fit.
+
+    """
+    for stage, (has, due) in enumerate(zip(program.buckets, buckets, strict=False)):
+        if any(program.buckets) and has != due:
+            raise ScheduleError(
+                f"a program with REDUCEs must sum every bucket of gradients, one for each layer with weights; stage "
+                f"{stage} of program {program.name!r} has {has} REDUCEs and {due} such layers; add or remove REDUCEs, "
+                f"or pass the program without them"
+            )
+    if not program.has_gathers:
+        return
+    if not gathers:
+        raise ScheduleError(
+            f"UNSHARDs gather weights that replicas divide among them; program {program.name!r} has "
+            f"{sum(program.gathers)} UNSHARDs, but this pipeline divides no weights; pass "
+            f"distributed=Distributed(zero=3) with a mesh of replicas, or the program without UNSHARDs and RESHARDs"
+        )
+    for stage, count in enumerate(buckets):
+        if count and not program.gathers[stage]:
+            raise ScheduleError(
+                f"if a program has UNSHARDs, each stage with weights must have one; stage {stage} of program "
+                f"{program.name!r} has none; add it, or pass the program without UNSHARDs and RESHARDs"
+            )
 
 
 def _check_updated_once(program: Program) -> None:

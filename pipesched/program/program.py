@@ -176,9 +176,15 @@ class Program:
         return tuple(np.bincount(reduced, minlength=self.num_stages).tolist())
 
     @cached_property
+    def gathers(self) -> tuple[int, ...]:
+        """For each stage, the number of UNSHARD actions, which gather weights that are divided over replicas."""
+        gathered = self.columns.stage[self.columns.are(Kind.UNSHARD)]
+        return tuple(np.bincount(gathered, minlength=self.num_stages).tolist())
+
+    @property
     def has_gathers(self) -> bool:
         """Whether the program has UNSHARD actions, because the weights are divided over replicas."""
-        return bool(self.columns.are(Kind.UNSHARD).any())
+        return any(self.gathers)
 
     @cached_property
     def index(self) -> Index:

@@ -242,7 +242,7 @@ class Splitter:
         """
         if not isinstance(microbatches, Sequence) or not all(isinstance(one, Microbatch) for one in microbatches):
             raise InputError(
-                f"microbatches= must be a list of Microbatch objects; got {shown(microbatches)}; pass for example "
+                f"microbatches= must be a list of Microbatch objects; got {shown(microbatches)}; for example, pass "
                 f"[Microbatch(x, target=y) for x, y in parts]"
             )
         count = len(microbatches)

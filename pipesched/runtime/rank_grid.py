@@ -188,7 +188,7 @@ def _dims(mesh: DeviceMesh, axes: Axes | None) -> dict[str, int]:
     if not isinstance(axes, Mapping) or "pipeline" not in axes or not set(axes) <= set(_KNOWN):
         raise DeviceCountError(
             f"axes= must map 'pipeline', and 'replicate' or 'shard' if there are replicas, to names of mesh "
-            f"dimensions; got {shown(axes)}; pass for example axes={{'pipeline': 'pp', 'replicate': 'dp'}}"
+            f"dimensions; got {shown(axes)}; for example, pass axes={{'pipeline': 'pp', 'replicate': 'dp'}}"
         )
     for axis, name in axes.items():
         if name not in names:

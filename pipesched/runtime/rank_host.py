@@ -41,6 +41,7 @@ from pipesched.simulation.layer_costs import LayerCosts
 from pipesched.simulation.layer_memory import LayerMemory, LossMemory
 from pipesched.simulation.links import Link, Links
 from pipesched.simulation.overheads import Overheads
+from pipesched.simulation.replication import Replication
 from pipesched.simulation.trace import Span
 from pipesched.tensors.caller_context import Caller
 from pipesched.tensors.payload import Payload
@@ -69,6 +70,7 @@ _DECIDED = (
     Overheads,
     Link,
     Links,
+    Replication,
 )
 
 #: Splits a call of rank 0 into rank 0's own part and a message for each rank.

@@ -201,7 +201,7 @@ class Restoring:
             )
         elif shards[0] != shards[1]:
             warn(
-                f"zero=2 combines the norm that clips gradients from the norms of each replica's rows, which rounds "
+                f"zero=2 and 3 combine the norm that clips gradients from norms of each replica's rows, which rounds "
                 f"differently; {self._saved.where} was saved with gradients in {counted(shards[0], 'part')}, and this "
                 f"pipeline has {counted(shards[1], 'part')}; the run continues, but differs in rounding; for identical "
                 f"bits pass {'Distributed(zero=2)' if shards[0] > 1 else 'zero=0 or zero=1'}, or else ignore this "

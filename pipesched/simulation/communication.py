@@ -19,7 +19,7 @@ class AxisCommunication:
 
     Attributes:
         axis: "pipeline" for outputs and their gradients, "replicas" for the sums of gradients, or "zero" for gathering
-            the updated weights.
+            the updated weights or, if they are divided, the weights before their use.
         size: the number of ranks along the axis.
         sent_bytes: the bytes that a rank sends in a step; the most of any rank.
         seconds: the time of a rank's communication in a step; the longest of any rank.
@@ -51,7 +51,7 @@ def communication(program: Program, costs: Costs, replication: Replication | Non
     """Return the communication along each axis with at least two ranks.
 
     Args:
-        program: the program of one replica as it runs, with its REDUCEs and UPDATEs.
+        program: the program of one replica as it runs, with its REDUCEs, UNSHARDs and UPDATEs.
         costs: the costs of its stages.
         replication: the replicas. None: there is one pipeline.
 
@@ -75,24 +75,26 @@ def _axes(program: Program, costs: Costs, replication: Replication | None) -> It
     if replication is None or replication.num_replicas == 1:
         return
     own = [[stage for stage, place in enumerate(program.placement) if place == rank] for rank in ranks]
-    reduced = [sum(map(sum, map(costs.reduce_bytes.__getitem__, stages))) for stages in own]
-    to_sum, to_gather = zip(*map(replication.sent_bytes, reduced), strict=True)
+    to_sum, to_gather = zip(*(replication.sent_bytes(sum(sizes)) for sizes in costs.reduce_bytes), strict=True)
     sum_s = [sum(sum(costs.reduce_s[stage]) for stage in stages) for stages in own]
     count = replication.num_replicas
     instant = tuple((0,) * len(times) for times in costs.reduce_s)
     yield AxisCommunication(
         axis="replicas",
         size=count,
-        sent_bytes=max(to_sum),
+        sent_bytes=max(sum(map(to_sum.__getitem__, stages)) for stages in own),
         seconds=max(sum_s),
         exposed_s=exposed_s(replace(costs, reduce_s=instant)),
     )
     if replication.zero:
-        gather_s = [sum(costs.gather_s[stage] for stage in stages) for stages in own]
+        counts = [1] * program.num_stages if replication.zero < 3 else program.gathers
+        gather_s = [
+            sum(counts[stage] * (costs.gather_s[stage] + costs.unshard_s[stage]) for stage in stages) for stages in own
+        ]
         yield AxisCommunication(
             axis="zero",
             size=count,
-            sent_bytes=max(to_gather),
+            sent_bytes=max(sum(counts[stage] * to_gather[stage] for stage in stages) for stages in own),
             seconds=max(gather_s),
-            exposed_s=exposed_s(replace(costs, gather_s=())),
+            exposed_s=exposed_s(replace(costs, gather_s=(), unshard_s=())),
         )

@@ -12,6 +12,7 @@ import numpy as np
 
 from pipesched.program.action_arrays import Ints
 from pipesched.program.actions import Kind
+from pipesched.program.gathers import first_uses
 from pipesched.program.program import Program
 from pipesched.program.reductions import early_stages, last_gradients
 
@@ -86,6 +87,9 @@ class ReplicaMemory:
     late: CopyMemory = _NO_COPIES
     #: Buffers of an exchange of updated weights.
     spread: int = 0
+    #: Buffers of a gather of the stage's weights, from the UNSHARD until their first use. The copies are this replica's
+    #: own parts, which are then held twice.
+    gather: CopyMemory = _NO_COPIES
 
     @classmethod
     def of_buffers(cls, sizes: Sequence[int]) -> "ReplicaMemory":
@@ -143,6 +147,7 @@ class _Rank:
         self._released: dict[int, int] = {}
         self._spread = 0
         self._early = early_stages(program)
+        self._first_uses = first_uses(program)
 
     def fill(self, rank: int) -> None:
         """Write the bytes of this rank's actions."""
@@ -159,8 +164,9 @@ class _Rank:
         columns = self._program.columns
         last = last_gradients(self._program)
         here = {row for stage in self._early if begin <= (row := int(last[stage])) < end}
-        rows = np.flatnonzero(columns.are(Kind.REDUCE, Kind.NORM, Kind.UPDATE)[begin:end]) + begin
-        for row in sorted(here.union(rows.tolist())):
+        uses = {row for row in self._first_uses if begin <= row < end}
+        rows = np.flatnonzero(columns.are(Kind.REDUCE, Kind.UNSHARD, Kind.NORM, Kind.UPDATE)[begin:end]) + begin
+        for row in sorted({*here, *uses, *rows.tolist()}):
             yield row, row in here
 
     def _write(self, rows: slice) -> None:
@@ -172,6 +178,10 @@ class _Rank:
         action = self._program.columns.action(row)
         stage = action.stage
         here = slice(row, row + 1)
+        gather = self._stages[stage].gather
+        if row in self._first_uses:
+            self._started.remove((stage, gather))
+            self._write(here)
         if early:
             self._write(here)
             for copies in self._stages[stage].buckets:
@@ -179,6 +189,9 @@ class _Rank:
                 within = self._level(self._spread) - self._released.get(stage, 0) - copies.freed
                 self._held.buffers[row] = max(int(self._held.buffers[row]), within)
                 self._release(stage, copies)
+        elif action.kind is Kind.UNSHARD:
+            self._started.append((stage, gather))
+            self._write(here)
         elif action.kind is Kind.REDUCE:
             buckets = self._stages[stage].buckets
             started = () if stage in self._early else buckets[action.microbatch : action.microbatch + 1]
@@ -186,7 +199,7 @@ class _Rank:
             self._write(here)
             for copies in started:
                 self._release(stage, copies)
-        else:
+        elif action.kind in (Kind.NORM, Kind.UPDATE):
             self._end_sums(stage)
             self._write(here)
             if action.kind is Kind.UPDATE:

@@ -1,7 +1,8 @@
 """Replication: the costs of a pipeline that several replicas train, each on its own rows.
 
 The gradients of each layer form a bucket, which a REDUCE sums over the replicas in a ring. With ``zero=``, the replicas
-divide the optimizer's work and states among them, and gather the updated weights after each update.
+divide the optimizer's work and states among them, and gather the updated weights after each update. With ``zero=3``
+they divide the weights, too, and an UNSHARD gathers those of a stage before their use.
 """
 
 from collections.abc import Mapping, Sequence
@@ -9,10 +10,10 @@ from dataclasses import asdict, dataclass, replace
 from functools import cache
 from typing import Any, Literal
 
-from pipesched.checks import is_count, shown
+from pipesched.checks import check_type, is_count, shown
 from pipesched.errors import ScheduleError
 from pipesched.json_files import read_fields
-from pipesched.program.lowering import add_reductions, add_updates
+from pipesched.program.lowering import add_gathers, add_reductions, add_updates
 from pipesched.program.program import Program
 from pipesched.simulation.costs import Costs
 from pipesched.simulation.links import Link, Links
@@ -21,7 +22,7 @@ from pipesched.simulation.replica_memory import ModelStates, held_states
 __all__ = ["ZERO_LEVELS", "Buckets", "ReplicaCosts", "Replication", "add_replication"]
 
 #: The values of ``zero=``.
-ZERO_LEVELS = (0, 1, 2)
+ZERO_LEVELS = (0, 1, 2, 3)
 
 #: The bytes of each bucket of gradients, for each stage.
 Buckets = Sequence[Sequence[int]]
@@ -33,7 +34,10 @@ class Replication:
 
     Attributes:
         num_replicas: the number of replicas.
-        zero: what the replicas divide: 0 nothing, 1 the optimizer's states, 2 also the summed gradients. Default: 0.
+        zero: what the replicas divide: 0 nothing, 1 the optimizer's states, 2 also the summed gradients, 3 also the
+            weights. Default: 0.
+        gather_once: with ``zero=3``, whether a step gathers the weights of a stage once. If False, it gathers them
+            again after other stages of the rank have run. Default: True.
         consecutive: the ranks with consecutive numbers: the "stages" of one pipeline, or the "replicas" of one stage.
             Hosts contain ranks with consecutive numbers. Default: "stages".
 
@@ -44,6 +48,7 @@ class Replication:
 
     num_replicas: int = 1
     zero: int = 0
+    gather_once: bool = True
     consecutive: Literal["stages", "replicas"] = "stages"
 
     def __post_init__(self) -> None:
@@ -52,7 +57,8 @@ class Replication:
                 f"num_replicas must be a whole number, at least 1; got {shown(self.num_replicas)}; pass 1 or more"
             )
         if not is_count(self.zero, 0) or self.zero not in ZERO_LEVELS:
-            raise ScheduleError(f"zero must be 0, 1 or 2; got {shown(self.zero)}; pass one of them")
+            raise ScheduleError(f"zero must be 0, 1, 2 or 3; got {shown(self.zero)}; pass one of them")
+        check_type(self.gather_once, bool, "gather_once must be True or False", "pass one of them")
         if self.consecutive not in ("stages", "replicas"):
             raise ScheduleError(
                 f"consecutive must be 'stages' or 'replicas'; got {shown(self.consecutive)}; pass one of them"
@@ -74,17 +80,18 @@ class Replication:
         return [range(replica, num_ranks * count, count) for replica in range(count)]
 
     def sent_bytes(self, size: int) -> tuple[int, int]:
-        """Return the bytes that a rank sends in a step to sum gradients of ``size`` bytes, and to gather the weights.
+        """Return the bytes that a rank sends to sum gradients of ``size`` bytes, and to gather the weights once.
 
         A ring sends (n-1)/n of the bytes to sum into shards, and (n-1)/n more to gather a whole tensor.
         """
         part = size * (self.num_replicas - 1) // self.num_replicas
-        return (part if self.zero == 2 else 2 * part), (part if self.zero else 0)
+        return (part if self.zero >= 2 else 2 * part), (part if self.zero else 0)
 
     def describe(self, num_ranks: int) -> str:
         """Return the axes as text, such as ``dp 8 x pp 4, zero 2``, in the order of the mesh's dimensions."""
         sizes = " x ".join(f"{name} {size}" for name, size in self.mesh(num_ranks).items())
-        return f"{sizes}, zero {self.zero}" if self.zero else sizes
+        often = "" if self.gather_once or self.zero < 3 else ", weights gathered for each use"
+        return f"{sizes}, zero {self.zero}{often}" if self.zero else sizes
 
     def held(self, whole: ModelStates) -> ModelStates:
         """Return the most model states of a stage that one replica holds in a step, given those without replicas."""
@@ -92,8 +99,11 @@ class Replication:
         return held_states(whole, part, zero=self.zero)
 
     def to_dict(self) -> dict[str, Any]:
-        """Convert to plain values for JSON."""
-        return asdict(self)
+        """Convert to plain values for JSON. ``gather_once`` is left out unless replicas divide the weights."""
+        values = asdict(self)
+        if self.zero < 3:
+            del values["gather_once"]
+        return values
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "Replication":
@@ -101,9 +111,17 @@ class Replication:
         return read_fields(cls, values, "a replication must have")
 
 
-def add_replication(program: Program, costs: Costs) -> Program:
-    """Append the updates to a program, and insert a REDUCE for each bucket in ``costs.reduce_s``."""
-    return add_reductions(add_updates(program), [len(times) for times in costs.reduce_s])
+def add_replication(program: Program, costs: Costs, replication: Replication) -> Program:
+    """Append the updates to a program, and insert a REDUCE for each bucket in ``costs.reduce_s``.
+
+    If the replicas divide the weights, the stages with buckets also get UNSHARDs and RESHARDs.
+    """
+    buckets = [len(times) for times in costs.reduce_s]
+    program = add_reductions(add_updates(program), buckets)
+    if replication.zero < 3:
+        return program
+    stages = [stage for stage, count in enumerate(buckets) if count]
+    return add_gathers(program, keep=replication.gather_once, stages=stages)
 
 
 class ReplicaCosts:
@@ -113,15 +131,26 @@ class ReplicaCosts:
         replication: the replicas.
         num_ranks: the number of ranks of one pipeline.
         links: the links between all ranks of all replicas. Default: None, communication takes no time.
+        rows: the ranks of each replica, in pipeline order. Default: those of ``replication``.
 
     """
 
-    def __init__(self, replication: Replication, num_ranks: int, links: Links | None = None) -> None:
+    def __init__(
+        self,
+        replication: Replication,
+        num_ranks: int,
+        links: Links | None = None,
+        rows: Sequence[Sequence[int]] | None = None,
+    ) -> None:
         self.replication = replication
         self._links = links
-        self._rows = replication.rows(num_ranks)
+        self._rows = replication.rows(num_ranks) if rows is None else rows
         self._all_reduce_s = cache(lambda size, rank: self._on_ring("all_reduce_s", size, rank))
         self._half_s = cache(lambda size, rank: self._on_ring("all_gather_s", size, rank))
+
+    def gathering(self, *, once: bool) -> "ReplicaCosts":
+        """Return the costs if a step gathers divided weights once, or for each use."""
+        return ReplicaCosts(replace(self.replication, gather_once=once), len(self._rows[0]), self._links, self._rows)
 
     def pipeline_links(self) -> Links | None:
         """Return the links between the ranks of one pipeline. Where replicas differ, the slowest link counts."""
@@ -144,19 +173,25 @@ class ReplicaCosts:
 
         """
         own = self.replication
-        part = own.num_replicas if own.zero else 1
-        sizes = [list(stage) if own.num_replicas > 1 else [] for stage in buckets]
-        sum_s = self._half_s if own.zero == 2 else self._all_reduce_s
+        count = own.num_replicas
+        part = count if own.zero else 1
+        sizes = [list(stage) if count > 1 else [] for stage in buckets]
+        sum_s = self._half_s if own.zero >= 2 else self._all_reduce_s
         times = [[sum_s(size, rank) for size in stage] for rank, stage in zip(placement, sizes, strict=True)]
-        gathered = [
+        gather_s = tuple(
             self._half_s(sum(stage), rank) if own.zero else 0 for rank, stage in zip(placement, sizes, strict=True)
-        ]
+        )
+        others = [sum(stage) - -(-sum(stage) // count) if own.zero == 3 else 0 for stage in sizes]
+        others = list(map(min, others, costs.weight_bytes))
         columns = zip(costs.weight_bytes, costs.gradient_bytes, costs.optimizer_bytes, strict=True)
         return replace(
             costs,
             reduce_s=tuple(map(tuple, times)),
             reduce_bytes=tuple(map(tuple, sizes)),
-            gather_s=tuple(gathered),
+            gather_s=() if own.zero == 3 else gather_s,
+            unshard_s=gather_s if own.zero == 3 else (),
+            weight_bytes=tuple(size - other for size, other in zip(costs.weight_bytes, others, strict=True)),
+            gathered_bytes=tuple(others),
             update_s=tuple(seconds / part for seconds in costs.update_s),
             optimizer_bytes=tuple(own.held(ModelStates(*stage)).optimizer for stage in columns),
             update_transient_bytes=tuple(-(-size // part) for size in costs.update_transient_bytes),

@@ -53,9 +53,9 @@ def add_loss(value: Tensor, *, name: str | None = None) -> None:
 
     """
     if not isinstance(value, Tensor):
-        raise InputError(f"an added loss must be a tensor of shape []; got {shown(value)}; pass for example x.mean()")
+        raise InputError(f"an added loss must be a tensor of shape []; got {shown(value)}; for example, pass x.mean()")
     if name is not None and (not isinstance(name, str) or not name):
-        raise InputError(f"the name of an added loss must be a string; got {shown(name)}; pass for example 'balance'")
+        raise InputError(f"the name of an added loss must be a string; got {shown(name)}; for example, pass 'balance'")
     added_loss(value, _NAME if name is None else name)
 
 

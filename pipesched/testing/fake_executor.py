@@ -88,6 +88,7 @@ class FakeStage:
         self._versions = versions
         self._gradients: list[int] = []
         self._reduced: dict[int, tuple[float, float]] = {}
+        self._gathers: dict[int, tuple[float, float]] = {}
         self.updates: list[list[int]] = []  # the micro-batches of each update
 
     def forward(self, microbatch: int, *arrived: Any, split: bool, checkpointed: bool) -> Action:
@@ -173,6 +174,20 @@ class FakeStage:
     def reduced(self) -> Mapping[int, tuple[float, float]]:
         """Return the start and the end of each started sum over replicas."""
         return self._reduced
+
+    def unshard(self, number: int) -> None:
+        """Run UNSHARD (start to gather the weights), which ends at once."""
+        self._gathers[number] = self._clock.now(), self._clock.now()
+
+    def await_weights(self) -> None:
+        """Return at once: the weights have arrived."""
+
+    def reshard(self, number: int, *, last: bool) -> None:
+        """Run RESHARD (free the weights)."""
+
+    def gathered(self) -> Mapping[int, tuple[float, float]]:
+        """Return the start and the end of each gather."""
+        return self._gathers
 
     def norm(self, number: int) -> Action:
         """Run NORM (measure the gradients). Returns the action in place of norms."""

@@ -90,7 +90,7 @@ class MemoryMeter:
             own = host.executor
             streams = host.executor._streams
             books = self._books[host.rank] = books_of(own.device)
-            own._streams = _Metered(streams, books, copies=False, arriving=self._arriving)
+            own._streams = _Metered(streams, books, copies=False)
             self._put_back.append(lambda: setattr(own, "_streams", streams))
             assembly = self._pipe._running.assembly
             for holder, name in ((own, "run"), (assembly, "reduce_late"), (assembly, "update_late")):
@@ -104,12 +104,6 @@ class MemoryMeter:
         """Replace a method that an object or class inherits, until counting stops."""
         setattr(holder, name, change(getattr(holder, name)))
         self._put_back.append(lambda: delattr(holder, name))
-
-    def _arriving(self) -> list[Tensor]:
-        """Return the weights that the stages are gathering from other replicas."""
-        stages = self._pipe._running.assembly.stages.values()
-        divided = [stage.divided_weights for stage in stages if stage.divided_weights is not None]
-        return [whole for weights in divided for whole in weights.arriving.values()]
 
     @property
     def peak_bytes(self) -> dict[int, int]:
@@ -140,16 +134,10 @@ def _own(stage: Stage) -> Iterable[Tensor]:
 
 
 class _Metered:
-    """Wraps the DeviceStreams of a rank, to count the allocations that this rank makes.
+    """Wraps the DeviceStreams of a rank, to count the allocations that this rank makes."""
 
-    ``arriving`` returns tensors that were allocated for the run before the rank started.
-    """
-
-    def __init__(
-        self, streams: DeviceStreams, books: Books, *, copies: bool, arriving: Callable[[], list[Tensor]] = list
-    ) -> None:
+    def __init__(self, streams: DeviceStreams, books: Books, *, copies: bool) -> None:
         self._streams = streams
-        self._arriving = arriving
         self._books = books
         self._copies = copies
 
@@ -158,8 +146,6 @@ class _Metered:
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        if isinstance(self._books, Ledger):
-            self._books.add(self._arriving())
         with self._streams.entered(), self._books.watching():
             yield
 

@@ -48,6 +48,27 @@ def test_a_model_without_weights_is_filled_as_without_zero(ranks: Ranks):
     ranks.run(4, jobs.start_empty)
 
 
-def test_gathering_for_each_action_is_refused():
-    with pytest.raises(InputError, match=r"zero=3 gathers the weights once in a step; .* leave gather_once= out"):
-        Distributed(zero=3, gather_once=False)
+def test_plan_report_and_trace_show_what_replicas_send(ranks: Ranks):
+    for text, kinds in ranks.run(4, jobs.report):
+        assert "2 replicas of 2 ranks (dp 2 x pp 2, zero 3)" in text
+        assert "zero: 2 ranks, " in text
+        assert "replicas: 2 ranks, " in text
+        assert kinds >= {"UNSHARD", "RESHARD", "REDUCE"}
+
+
+def test_a_program_with_its_own_gathers_runs(ranks: Ranks):
+    ranks.run(4, jobs.own_program)
+
+
+def test_an_unknown_way_to_gather_is_refused():
+    with pytest.raises(InputError, match=r"gather_once= must be True, False or None; got 'often'; pass one of them"):
+        Distributed(zero=3, gather_once="often")
+
+
+@pytest.mark.parametrize(("schedule", "times"), [("interleaved-1f1b", 2), ("1f1b", 1)])
+def test_weights_gathered_for_each_use_train_as_those_gathered_once(ranks: Ranks, schedule: str, times: int):
+    for own in ranks.run(4, jobs.gather_each_use, schedule):
+        assert own.gathers_once == 1
+        assert own.gathers_each >= times
+        assert own.collectives == own.due
+        assert own.traced == own.gathers_each

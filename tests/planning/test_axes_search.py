@@ -1,6 +1,7 @@
 """Tests of the division of ranks into pipelines and replicas."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,7 +11,11 @@ import pipesched
 from pipesched import Link, Links, Plan
 from pipesched.errors import DeviceCountError, InputError, MemoryLimitError, PartitionError, ScheduleError
 from pipesched.pipeline.replica_checks import check_axes
+from pipesched.planning.plan_request import PlanRequest
 from pipesched.planning.report.report import Report
+from pipesched.planning.search_request import SearchRequest
+from pipesched.planning.tuner import find_plan, find_plan_of_replicas
+from pipesched.simulation.replication import ReplicaCosts, Replication
 from tests.support.synthetic_profiles import profile
 
 FAST = Links(inside=Link(1e-6, 1e12))
@@ -57,6 +62,31 @@ def test_zero_divides_states_instead_of_a_deeper_pipeline():
     assert plan.memory()[0].optimizer == 6 * 10**6
 
 
+def test_divided_weights_are_gathered_for_each_use_only_if_memory_requires_it():
+    """4 stages of 1 MB on a rank: kept, a rank holds 4 MB of weights when its activations peak; freed, less."""
+    known = profile([1e-3] * 8, (1, 2), parameter_bytes=10**6, activation_bytes=10**6)
+    request = PlanRequest(
+        schedule="interleaved-1f1b", num_stages=8, boundaries=list(range(1, 8)), num_microbatches=4, checkpoint="never"
+    )
+    replicas = ReplicaCosts(Replication(num_replicas=2, zero=3), 2, FAST)
+    limits = {}
+    for once in (True, False):
+        search = SearchRequest.of(known, 2, 8, request, replica_costs=replicas.gathering(once=once))
+        limits[once] = max(own.total_bytes for own in find_plan(search).memory())
+    assert limits[True] > limits[False]
+    for limit, once in ((limits[True], True), (limits[True] - 1, False)):
+        search = SearchRequest.of(known, 2, 8, request, replica_costs=replicas, memory_limit_bytes=limit)
+        chosen = find_plan_of_replicas(search)
+        assert chosen.replication.gather_once is once
+        assert ("weights gathered for each use" in str(Report(chosen))) is not once
+        assert Plan.from_dict(json.loads(json.dumps(chosen.to_dict()))).replication == chosen.replication
+    assert [own.axis for own in chosen.communication()] == ["pipeline", "replicas", "zero"]
+    gathers = sum(map(chosen.treated.gathers.__getitem__, (0, 2, 4, 6)))
+    assert chosen.communication()[2].sent_bytes == gathers * 10**6 // 2
+    with pytest.raises(MemoryLimitError):
+        find_plan_of_replicas(replace(search, memory_limit_bytes=(limits[False] // 2,) * 2))
+
+
 @pytest.fixture(scope="module")
 def plan():
     return tuned(axes={"pipeline": 2, "replicate": 2}, zero=2, num_microbatches=4)
@@ -93,7 +123,7 @@ def test_a_plan_with_axes_survives_json(plan):
     assert again == plan
     assert again.predicted().makespan_s == plan.predicted().makespan_s
     assert plan.alternatives[0].step_s == plan.predicted().makespan_s
-    with pytest.raises(ScheduleError, match="zero must be 0, 1 or 2; got 7"):
+    with pytest.raises(ScheduleError, match="zero must be 0, 1, 2 or 3; got 7"):
         Plan.from_dict({**saved, "replication": {**saved["replication"], "zero": 7}})
 
 
@@ -109,7 +139,7 @@ def test_a_plan_without_axes_is_saved_as_before():
         ({"axes": "all"}, PartitionError, "axes= must be 'auto', or a mapping .* got 'all'; for example, pass"),
         ({"axes": {"pipeline": 3, "replicate": 2}}, PartitionError, "must multiply to the number of ranks; .* 4 ranks"),
         ({"axes": {"pipeline": 1, "replicate": 4}, "batch_size": 6}, PartitionError, "6 rows cannot .* among 4"),
-        ({"zero": 5}, PartitionError, "zero= must be 'auto', 0, 1 or 2; got 5"),
+        ({"zero": 5}, PartitionError, "zero= must be 'auto', 0, 1, 2 or 3; got 5"),
         ({"axes": None, "zero": 1}, InputError, "got zero=1 without axes="),
         ({"confirm": 2}, InputError, "by simulation alone, for num_ranks= ranks; got confirm=2"),
         ({"num_ranks": None, "devices": ["cpu"] * 4}, InputError, "got devices= or mesh=; pass num_ranks="),

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from pipesched import Action, Kind, Program, lower, schedules, validate
 from pipesched.errors import PipeschedError, ScheduleError
 from pipesched.program.dependencies import WEIGHT_USES
+from pipesched.program.gathers import check_collectives
 from pipesched.program.lowering import add_gathers, add_norms, add_recompute, add_reductions, add_updates
 from pipesched.program.reductions import early_stages
 from tests.support.random_programs import fitting, programs, quick
@@ -226,3 +227,16 @@ def test_a_program_without_gathers_has_no_dependency_on_them():
     assert not program.index.has_gathers.any()
     assert len(add_gathers(program).requirements.row) == len(program.requirements.row) + len(program.columns) + 3
     assert replace(add_gathers(program), orders=program.orders) == program
+
+
+def test_a_given_program_must_have_the_collectives_of_its_pipeline():
+    program = schedules.get("1f1b").program(2, 4)
+    for made, gathers, words in (
+        (add_gathers(program), False, "'1f1b' has 2 UNSHARDs, but this pipeline divides no weights; pass"),
+        (add_gathers(program, stages=[0]), True, "each stage with weights must have one; stage 1 of program '1f1b'"),
+        (add_reductions(program, 1), False, "must sum every bucket .* stage 0 of program '1f1b' has 1 REDUCEs and 3"),
+    ):
+        with pytest.raises(ScheduleError, match=words):
+            check_collectives(made, [3, 3], gathers=gathers)
+    check_collectives(program, [3, 3], gathers=True)
+    check_collectives(add_reductions(add_gathers(program, stages=[0]), [3, 0]), [3, 0], gathers=True)

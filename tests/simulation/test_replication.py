@@ -67,7 +67,7 @@ def test_zero_divides_states_and_updates_and_gathers_weights():
 def test_one_replica_adds_no_sums():
     costs = ReplicaCosts(Replication(), 2, LINKS).added(stages(), (0, 1), BUCKETS)
     assert costs.reduce_s == ((), ())
-    program = add_replication(schedules.get("1f1b").program(2, 4), costs)
+    program = add_replication(schedules.get("1f1b").program(2, 4), costs, Replication())
     assert program.has_updates
     assert not any(program.buckets)
 
@@ -87,14 +87,16 @@ def test_each_replica_holds_all_weights_and_gradients_but_its_part_of_the_states
 def test_the_update_lasts_until_the_weights_are_gathered():
     costs = of_two(zero=2)
     assert costs.times(Kind.UPDATE) == (14, 19)
-    trace = simulate(add_replication(schedules.get("1f1b").program(2, 1), costs), costs)
+    trace = simulate(
+        add_replication(schedules.get("1f1b").program(2, 1), costs, Replication(num_replicas=2, zero=2)), costs
+    )
     assert trace.makespan_s == max(24 + 5 + 14, 16 + 15 + 19)
 
 
 def test_communication_is_reported_for_each_axis():
     """Rank 1's sum takes 30 s behind the 8 s of rank 0's backward, and delays its update."""
     costs = of_two()
-    program = add_replication(schedules.get("1f1b").program(2, 1), costs)
+    program = add_replication(schedules.get("1f1b").program(2, 1), costs, Replication(num_replicas=2))
     pipeline, replicas = communication(program, costs, Replication(num_replicas=2))
     assert (pipeline.axis, pipeline.size, pipeline.seconds, pipeline.hidden) == ("pipeline", 2, 0, None)
     assert (replicas.axis, replicas.size, replicas.sent_bytes, replicas.seconds) == ("replicas", 2, 300, 30)
@@ -121,7 +123,7 @@ def test_costs_with_gathers_survive_json():
     ("fields", "words"),
     [
         ({"num_replicas": 0}, "num_replicas must be a whole number, at least 1; got 0; pass 1 or more"),
-        ({"zero": 3}, "zero must be 0, 1 or 2; got 3"),
+        ({"zero": 4}, "zero must be 0, 1, 2 or 3; got 4"),
         ({"consecutive": "hosts"}, "consecutive must be 'stages' or 'replicas'; got 'hosts'"),
     ],
 )

@@ -62,6 +62,18 @@ class StageLike(Protocol):
         Returns the start and the end of each bucket's sum.
         """
 
+    def unshard(self, number: int) -> None:
+        """UNSHARD: start to gather weights that are divided over replicas."""
+
+    def await_weights(self) -> None:
+        """Wait for the weights that the last UNSHARD gathers. Called before the first action that uses them."""
+
+    def reshard(self, number: int, *, last: bool) -> None:
+        """RESHARD: free the gathered weights. ``last`` states whether the step gathers them no more."""
+
+    def gathered(self) -> Mapping[int, tuple[Any, Any]]:
+        """Return the start and the end of each gather of this step."""
+
     def norm(self, number: int) -> Any:
         """NORM: return the norms of the gradients since the last update."""
 
@@ -214,6 +226,9 @@ class Rank:
         self._split = {(action.stage, action.microbatch) for action in whole if action.kind is Kind.I}
         self._recomputed = {(action.stage, action.microbatch) for action in whole if action.kind is Kind.R}
         self._reduces = {action.stage for action in whole if action.kind is Kind.REDUCE}
+        #: For each stage, the number of its last gather.
+        self._last_gathers = {action.stage: action.microbatch for action in whole if action.kind is Kind.UNSHARD}
+        self._unawaited: set[int] = set()  # the stages whose gather no action bound so far has awaited
         #: The last backward of each stage that starts its REDUCEs.
         self._last = {program.columns.action(int(last_gradients(program)[stage])) for stage in early_stages(program)}
         self._bound: tuple[Sequence[Action], list[_Step]] = ((), [])
@@ -239,11 +254,13 @@ class Rank:
         call = partial(self.stages[stage].forward, microbatch, split=split, checkpointed=checkpointed)
         takes = [self._edge(producer, stage, False, microbatch) for producer in self._graph.producers[stage]]
         gives = [self._edge(stage, consumer, False, microbatch) for consumer in self._graph.consumers[stage]]
-        return _Step(action, call, takes, gives)
+        return _Step(action, call, takes, gives, self._await_weights(stage))
 
     def _recompute(self, action: Action) -> _Step:
-        split = (action.stage, self._pair(action.microbatch)) in self._split
-        return _Step(action, partial(self.stages[action.stage].recompute, action.microbatch, split=split))
+        stage, _, microbatch, _ = action
+        split = (stage, self._pair(microbatch)) in self._split
+        call = partial(self.stages[stage].recompute, microbatch, split=split)
+        return _Step(action, call, wait=self._await_weights(stage))
 
     def _backward(self, action: Action) -> _Step:
         stage, kind, microbatch, _ = action
@@ -251,10 +268,27 @@ class Rank:
         run = own.last_backward if action in self._last else own.backward if kind is Kind.B else own.input_grad
         takes = [self._edge(consumer, stage, True, microbatch) for consumer in self._graph.consumers[stage]]
         gives = [self._edge(stage, producer, True, microbatch) for producer in self._graph.producers[stage]]
-        return _Step(action, partial(run, microbatch), takes, gives)
+        return _Step(action, partial(run, microbatch), takes, gives, self._await_weights(stage))
 
     def _weight_grad(self, action: Action) -> _Step:
-        return _Step(action, partial(self.stages[action.stage].weight_grad, action.microbatch))
+        stage, _, microbatch, _ = action
+        return _Step(action, partial(self.stages[stage].weight_grad, microbatch), wait=self._await_weights(stage))
+
+    def _await_weights(self, stage: int) -> Callable[[], None] | None:
+        """Return the wait of the first action after an UNSHARD of the stage; None for other actions."""
+        if stage not in self._unawaited:
+            return None
+        self._unawaited.discard(stage)
+        return self.stages[stage].await_weights
+
+    def _unshard(self, action: Action) -> _Step:
+        self._unawaited.add(action.stage)
+        return _Step(action, partial(self.stages[action.stage].unshard, action.microbatch))
+
+    def _reshard(self, action: Action) -> _Step:
+        stage, _, number, _ = action
+        last = number == self._last_gathers[stage]
+        return _Step(action, partial(self.stages[stage].reshard, number, last=last))
 
     def _copy(self, action: Action) -> _Step:
         stage = self.stages[action.stage]
@@ -265,13 +299,15 @@ class Rank:
         return _Step(action, partial(self.stages[action.stage].reduce, action.microbatch))
 
     def finish(self, stamps: Stamps) -> None:
-        """At the end of an order: wait for its reductions, and set their stamps to the times of the collectives."""
-        if not self._reduces:
+        """At the end of an order: wait for its reductions, and replace the stamps of collectives by their own times."""
+        if not self._reduces and not self._last_gathers:
             return
-        spans = {stage: self.stages[stage].reduced() for stage in self._reduces}
-        for position, action in enumerate(stamps.order):
-            if action.kind is Kind.REDUCE and action.microbatch in spans[action.stage]:
-                stamps.starts[position], stamps.ends[position] = spans[action.stage][action.microbatch]
+        spans = {(Kind.REDUCE, stage): self.stages[stage].reduced() for stage in self._reduces}
+        spans |= {(Kind.UNSHARD, stage): self.stages[stage].gathered() for stage in self._last_gathers}
+        for position, (stage, kind, number, _) in enumerate(stamps.order):
+            span = spans.get((kind, stage), {}).get(number)
+            if span is not None:
+                stamps.starts[position], stamps.ends[position] = span
 
     def _norm(self, action: Action) -> _Step:
         measure = partial(self.stages[action.stage].norm, action.microbatch)
@@ -302,6 +338,8 @@ _BINDERS: dict[Kind, Callable[[Rank, Action], _Step]] = {
     Kind.W: Rank._weight_grad,
     Kind.R: Rank._recompute,
     Kind.REDUCE: Rank._reduce,
+    Kind.UNSHARD: Rank._unshard,
+    Kind.RESHARD: Rank._reshard,
     Kind.NORM: Rank._norm,
     Kind.UPDATE: Rank._update,
     Kind.OFFLOAD: Rank._copy,

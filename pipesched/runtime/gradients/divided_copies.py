@@ -14,6 +14,9 @@ __all__ = ["Divided", "DividedCopies"]
 class Divided(Protocol):
     """Takes this replica's part of a parameter's gradient."""
 
+    def shape(self, parameter: nn.Parameter) -> torch.Size:
+        """Return the shape of the whole parameter."""
+
     def parts(self, parameter: nn.Parameter, tensor: Tensor) -> list[Tensor | None]:
         """Return each replica's rows of a tensor of the parameter's shape; None for a replica without rows."""
 
@@ -46,10 +49,7 @@ class DividedCopies:
 
     @torch.no_grad()
     def _arranged(self, dtype: torch.dtype, parameters: list[nn.Parameter]) -> Tensor:
-        parts = [
-            self._divided[parameter].parts(parameter, parameter if parameter.grad is None else parameter.grad)
-            for parameter in parameters
-        ]
+        parts = [self._divided[parameter].parts(parameter, self._gradient(parameter)) for parameter in parameters]
         sizes = [sum(0 if part is None else part.numel() for part in own) for own in zip(*parts, strict=True)]
         buffer = torch.zeros(len(sizes), max(sizes) + len(parameters), dtype=dtype, device=parameters[0].device)
         buffer[:, -len(parameters) :] = buffer.new_tensor([parameter in self._given for parameter in parameters])
@@ -59,6 +59,12 @@ class DividedCopies:
                 if parameter in self._given:
                     place.copy_(part)
         return buffer
+
+    def _gradient(self, parameter: nn.Parameter) -> Tensor:
+        """Return the parameter's gradient; if it has none, a tensor of the whole parameter's shape without memory."""
+        if parameter.grad is not None:
+            return parameter.grad
+        return parameter.new_empty(()).expand(self._divided[parameter].shape(parameter))
 
     @torch.no_grad()
     def deliver(self, before: dict[nn.Parameter, Any]) -> None:

@@ -158,7 +158,7 @@ class ReplicaSums:
             raise ModelTypeError(
                 f"wrap= may divide weights among replicas only over the mesh dimension that axes= maps to 'shard'; "
                 f"parameter {name!r} is divided among global ranks {sorted(holders)}, but the ranks of that dimension "
-                f"are {sorted(due)}; pass for example axes={{'pipeline': 'pp', 'shard': 'fsdp'}} and "
+                f"are {sorted(due)}; for example, pass axes={{'pipeline': 'pp', 'shard': 'fsdp'}} and "
                 f"fully_shard(..., mesh=mesh['fsdp'])"
             )
         return True

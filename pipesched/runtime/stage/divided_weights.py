@@ -1,12 +1,12 @@
 """Divided weights: between runs, each replica holds only its rows of a stage's weights.
 
-A run gathers the whole weights once. The stage's first forward waits for them, and they are freed when the sums of the
-stage's gradients are complete. The optimizer updates the rows, so nothing is sent after an update: the next run gathers
-the updated rows.
+UNSHARD starts to gather the whole weights. The first action that uses them waits for them, and RESHARD frees them. The
+optimizer updates the rows, so nothing is sent after an update: the next run gathers the updated rows.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,7 @@ class DividedWeights:
     """The weights of one stage, divided by rows: between runs, each replica holds only its own rows.
 
     A divided parameter stays the same object. Its ``data`` is this replica's rows, or an empty tensor if the replica
-    has none; from ``wait`` to ``release`` its ``data`` is the whole tensor. Three kinds of parameters are never
+    has none; from ``wait`` to ``reshard`` its ``data`` is the whole tensor. Three kinds of parameters are never
     divided: parameters that are trained without the pipeline's optimizer, because their gradients are whole; those
     that are not contiguous; and those in no unit.
 
@@ -50,10 +50,14 @@ class DividedWeights:
         self._updated = {*(() if update is None else update.parameters)}
         self._spread = spread
         self._divided: set[nn.Parameter] = set()
-        #: The whole tensors that are being gathered.
-        self.arriving: dict[nn.Parameter, Tensor] = {}
-        self._gathered: list[nn.Parameter] = []  # the divided parameters that are whole for a run
+        #: The whole tensors of this run. Between two gathers of a run their storages are empty.
+        self._whole: dict[nn.Parameter, Tensor] = {}
+        self._arriving = False  # whether the whole tensors are being gathered
+        self._gathered = False  # whether the parameters are whole
+        self._number = 0
         self._ticket: Ticket | None = None
+        #: The start and the end of each gather of this run, on the clock of the rank's executor.
+        self.spans: dict[int, tuple[Any, Any]] = {}
 
     def __contains__(self, parameter: object) -> bool:
         return parameter in self._divided
@@ -69,27 +73,33 @@ class DividedWeights:
             if parameter not in self._divided and parameter.is_contiguous() and not self._stays_whole(parameter):
                 self._divided.add(parameter)
                 self._cut(parameter)
-        self._follow()
+        self._follow(self._updated)  # all, because a cast may have replaced the memory of whole parameters, too
 
     def _cut(self, parameter: nn.Parameter) -> None:
         """Replace the whole tensor by this replica's rows."""
         rows = self._shards.own(parameter, parameter.detach())
         none = (0, *self._shards.shape(parameter)[1:])
         parameter.data = parameter.detach().new_empty(none) if rows is None else rows.clone()
+        self._follow([parameter])
 
-    def _follow(self) -> None:
+    def _follow(self, parameters: Iterable[nn.Parameter]) -> None:
         if self._update is not None:
-            self._update.follow()
+            self._update.follow(parameters)
 
     def _stays_whole(self, parameter: nn.Parameter) -> bool:
         return parameter.requires_grad and parameter not in self._updated
 
+    def begin(self) -> None:
+        """Start a run: keep only this replica's rows."""
+        self.spans.clear()
+        with torch.inference_mode(False):
+            self.divide()
+
     @torch.no_grad()
-    def gather(self) -> None:
-        """Start a run: begin to gather the whole weights."""
+    def unshard(self, number: int) -> None:
+        """UNSHARD: begin to gather the whole weights. ``number`` counts the gathers of a run."""
         parts = []
         with torch.inference_mode(False):  # weights are ordinary tensors in any run
-            self.divide()
             for unit in self._units:
                 by_dtype: dict[torch.dtype, list[list[Tensor]]] = {}
                 for parameter in unit:
@@ -99,12 +109,22 @@ class DividedWeights:
                         for own, rows in zip(lists, self._begun(parameter), strict=True):
                             own.extend([] if rows is None else [rows])
                 parts += [lists for lists in by_dtype.values() if any(lists)]
+            self._arriving = True
+            self._number = number
             if parts:
                 self._ticket = self._spread.spread(parts)
 
     def _begun(self, parameter: nn.Parameter) -> list[Tensor | None]:
-        """Allocate the whole tensor, with this replica's rows in it. Return the view for each replica's rows."""
-        whole = self.arriving[parameter] = self._allocated(parameter)
+        """Allocate the whole tensor, with this replica's rows in it. Return the view for each replica's rows.
+
+        The autograd graphs of micro-batches in flight hold views of the tensor of an earlier gather. So a later gather
+        of the run fills the same tensor.
+        """
+        whole = self._whole.get(parameter)
+        if whole is None:
+            whole = self._whole[parameter] = self._allocated(parameter)
+        else:
+            whole.untyped_storage().resize_(whole.numel() * whole.element_size())
         own = self._shards.own(parameter, whole)
         if own is not None:
             own.copy_(parameter.detach())
@@ -115,41 +135,52 @@ class DividedWeights:
 
     def wait(self) -> None:
         """Wait for the whole weights, and assign them to the parameters. Does nothing if this has been done."""
-        if not self.arriving:
+        if not self._arriving:
             return
         self._wait()
-        for parameter, whole in self.arriving.items():
+        self._arriving = False
+        self._gathered = True
+        for parameter, whole in self._whole.items():
             parameter.data = whole
             if whole.is_cuda:
-                whole.record_stream(torch.cuda.current_stream(whole.device))  # another stream has allocated it
-        self._gathered = [*self.arriving]
-        self.arriving = {}
-        self._follow()  # frees the rows
+                whole.record_stream(torch.cuda.current_stream(whole.device))  # another stream may have allocated it
+        self._follow(self._whole)  # frees the rows
 
     def _wait(self) -> None:
         if self._ticket is not None:
             ticket, self._ticket = self._ticket, None
             ticket.wait(self._spread.check)
+            if ticket.span is not None:
+                self.spans[self._number] = ticket.span
 
     @torch.no_grad()
-    def release(self, *, failed: bool = False) -> None:
-        """Free the whole weights after their last use in a run, and keep this replica's rows.
+    def reshard(self, *, last: bool) -> None:
+        """RESHARD: free the whole weights, and keep this replica's rows.
 
-        Does nothing if this has been done. ``failed`` states whether the run has failed.
+        ``last`` states whether the run gathers them no more. The memory is then freed once nothing else uses it.
+        Otherwise it is freed at once, although the graphs of micro-batches in flight refer to it.
         """
-        if self.arriving and not failed:  # a run that did not use the stage
-            self._wait()
-        self._ticket = None
-        self.arriving = {}
-        if not self._gathered:
-            return
-        for parameter in self._gathered:
-            if self._stays_whole(parameter):  # it was frozen when it was divided
-                self._divided.discard(parameter)
-            else:
+        with torch.inference_mode(False):
+            self.wait()
+            self._gathered = False
+            for parameter in [*self._whole]:  # one by one, so that rows take the place of whole weights
+                if self._stays_whole(parameter):  # it was frozen when it was divided
+                    self._divided.discard(parameter)
+                    del self._whole[parameter]
+                    continue
                 self._cut(parameter)
-        self._gathered = []
-        self._follow()
+                if last:
+                    del self._whole[parameter]
+                else:
+                    self._whole[parameter].untyped_storage().resize_(0)
+
+    def end(self) -> None:
+        """End a run: keep only this replica's rows, also if the run has failed."""
+        self._ticket = None
+        self._arriving = False
+        if self._gathered:
+            self.reshard(last=True)
+        self._whole = {}
 
     @torch.no_grad()
     def assemble(self, exchange: _Exchange) -> None:

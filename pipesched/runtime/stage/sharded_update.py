@@ -112,6 +112,10 @@ class ShardedUpdate:
         """The local parameters whose gradients are divided."""
         return [local for parameter, local in self.local.items() if parameter in self._taken]
 
+    def shape(self, parameter: nn.Parameter) -> torch.Size:
+        """Return the shape of the whole parameter."""
+        return self.shards.shape(parameter)
+
     def own_rows(self, parameter: nn.Parameter) -> tuple[int, int] | None:
         """Return this replica's rows as (first, last + 1); None if the parameter is not cut."""
         return self.shards.own_rows(parameter)
@@ -132,7 +136,7 @@ class ShardedUpdate:
 
     def step(self) -> None:
         """Step the optimizer with this replica's rows of the gradients, and start to send the rows to all replicas."""
-        self.follow()  # the parameters may have moved, for example by pipe.to(dtype)
+        self.follow(self.local)  # the parameters may have moved, for example by pipe.to(dtype)
         for parameter, local in self.local.items():
             if parameter.grad is not None:
                 local.grad = self.shards.own(parameter, parameter.grad)
@@ -141,12 +145,12 @@ class ShardedUpdate:
             self._check_states()
         self._send()
 
-    def follow(self) -> None:
-        """Make the local parameters views of the parameters' current memory."""
-        for parameter, local in self.local.items():
-            values = self.shards.own(parameter, parameter.detach())
-            assert values is not None
-            local.data = values
+    def follow(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Make the local parameters of these parameters views of the parameters' current memory."""
+        for parameter in parameters:
+            values = self.shards.own(parameter, parameter.detach()) if parameter in self.local else None
+            if values is not None:
+                self.local[parameter].data = values
 
     def _check_states(self) -> None:
         """After the first step: check that the optimizer has used the local parameters."""

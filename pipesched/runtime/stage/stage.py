@@ -99,7 +99,7 @@ class Stage:
         self._runner.begin(step_data, self.weights)
 
     def gather(self, last_backward: int | None) -> None:
-        """Begin to gather weights that are divided among processes, for this run.
+        """Prepare weights that are divided among processes for this run; begin to gather those of sharded modules.
 
         ``last_backward`` is the micro-batch of the stage's last B or W, which then reduces the gradients; None if the
         run has no backward.
@@ -108,7 +108,7 @@ class Stage:
         if self.sharded is not None:
             self.sharded.gather()
         if self.divided_weights is not None:
-            self.divided_weights.gather()
+            self.divided_weights.begin()
 
     def end(self, failed: bool) -> None:
         """End a step and release its state. After a failed step, also clear the optimizer's gradients."""
@@ -116,7 +116,7 @@ class Stage:
         if self.sharded is not None:
             self.sharded.release(failed=failed)
         if self.divided_weights is not None:
-            self.divided_weights.release(failed=failed)
+            self.divided_weights.end()
         if failed:
             self.optimizer.drop_gradients()
 
@@ -132,8 +132,6 @@ class Stage:
             the loss if ``StepData.factors`` is set.
 
         """
-        if self.divided_weights is not None:
-            self.divided_weights.wait()
         step_data = self._step_data
         payload, takes_inputs = self._body_inputs(microbatch, arrived)
         saved = MicrobatchState(
@@ -245,10 +243,27 @@ class Stage:
         if self.gradients is None:
             return {}
         self.gradients.wait()
-        if self.divided_weights is not None:
-            self.divided_weights.release()
         self.optimizer.wait()
         return self.gradients.spans
+
+    def unshard(self, number: int) -> None:
+        """UNSHARD: start to gather the stage's weights from all replicas."""
+        if self.divided_weights is not None:
+            self.divided_weights.unshard(number)
+
+    def await_weights(self) -> None:
+        """Wait for the weights that the last UNSHARD gathers."""
+        if self.divided_weights is not None:
+            self.divided_weights.wait()
+
+    def reshard(self, number: int, *, last: bool) -> None:
+        """RESHARD: free the gathered weights. ``last`` states whether the step gathers them no more."""
+        if self.divided_weights is not None:
+            self.divided_weights.reshard(last=last)
+
+    def gathered(self) -> Mapping[int, tuple[Any, Any]]:
+        """Return the start and the end of each gather of this step."""
+        return {} if self.divided_weights is None else self.divided_weights.spans
 
     def norm(self, number: int) -> GradientNorms:
         """NORM: return the norms of the gradients accumulated since the last update."""

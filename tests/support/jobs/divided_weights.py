@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.optim import Optimizer
 
-from pipesched import Distributed, Pipeline
+from pipesched import Distributed, Link, Links, Pipeline, Search, schedules
 from pipesched.errors import ExecutionError, GraphError
+from pipesched.program.lowering import add_gathers
 from pipesched.runtime.reductions import replica_sum
 from pipesched.runtime.stage import split_backward
 from pipesched.testing import reference_step
@@ -94,6 +95,69 @@ def count(group: Any, schedule: str) -> Numbers:
         whole = pipe.full_state_dict()
         assert sum(one.numel() for one in pipe.parameters()) == held
         return Numbers(held, sum(whole[name].numel() for name in names), gathers.call_count, reductions.call_count)
+
+
+class Gathers(NamedTuple):
+    """The most gathers of a stage of one rank in a step, and all its gathers of layers."""
+
+    gathers_once: int  #: in the program of ``gather_once=True``
+    gathers_each: int  #: in the program of ``gather_once=False``
+    traced: int  #: in the trace of the step
+    collectives: int  #: that ran
+    due: int  #: in the program: those of each layer of a stage, once for each UNSHARD
+
+
+def gather_each_use(group: Any, schedule: str) -> Gathers:
+    """Train with ``gather_once=`` False and True; both have the bits of the plain loop."""
+    loop = Loop(plain(), momentum)
+    shared: dict[str, Any] = {"schedule": schedule, "boundaries": [4, 7, 10] if "inter" in schedule else [7]}
+    pipes = []
+    for once in (True, False):
+        options = Distributed(zero=3, gather_once=once, timeout=20)
+        pipes.append(divided(group, plain(), distributed=options, **shared))
+    (kept, replica), (freed, _) = pipes
+    gather = replica_sum._all_gather
+    with kept, freed:
+        for step in range(2):
+            due = loop.step(step)
+            assert torch.equal(run(kept.step, step, replica), due)
+            with patch.object(replica_sum, "_all_gather", side_effect=gather) as calls:
+                assert torch.equal(run(freed.step, step, replica), due)
+            assert torch.equal(run(freed.evaluate, 2, replica), run(kept.evaluate, 2, replica))
+        check_state(freed.full_state_dict(), loop.model)
+        once, each = (pipe._running.assembly.programs.full.timed for pipe in (kept, freed))
+        own = freed._running.assembly.stages
+        layers = {stage: sum(bool(bucket) for bucket in held.gradients.buckets) for stage, held in own.items()}
+        spans = [span for span in freed.trace.spans if str(span.action.kind) == "UNSHARD"]
+        assert all(span.end_s > span.start_s for span in spans)
+        traced = max(sum(span.action.stage == stage for span in spans) for stage in own)
+        number = sum(each.gathers[stage] * count for stage, count in layers.items())
+        most = [max(program.gathers[stage] for stage in own) for program in (once, each)]
+        return Gathers(*most, traced, calls.call_count, number)
+
+
+def report(group: Any) -> tuple[str, set[str]]:
+    """The texts of a running plan and its report, and the kinds of the actions in the trace; links are known."""
+    search = Search(links=Links(inside=Link(1e-6, 1e9)), memory_limit_bytes=10**9)
+    pipe, replica = divided(group, plain(), schedule="1f1b", boundaries=[7], search=search)
+    with pipe:
+        run(pipe.step, 0, replica)
+        assert pipe.predicted.hidden_communication is not None
+        assert pipe.plan.treated.gathers == (1, 1)
+        return f"{pipe.plan.explain()}\n{pipe.report()}", {str(span.action.kind) for span in pipe.trace.spans}
+
+
+def own_program(group: Any) -> None:
+    """A program that was given with its gathers has the bits of the plain loop."""
+    program = schedules.get("1f1b").program(2, MICROBATCHES // 2)
+    shared: dict[str, Any] = {"boundaries": [7]}
+    pipe, replica = divided(group, plain(), schedule=add_gathers(program, prefetch=0), **shared)
+    loop = Loop(plain(), momentum)
+    with pipe:
+        for step in range(2):
+            assert torch.equal(run(pipe.step, step, replica), loop.step(step))
+            assert torch.equal(run(pipe.evaluate, 2, replica), run(pipe.evaluate, 2, replica))
+        check_state(pipe.full_state_dict(), loop.model)
 
 
 def train(group: Any, **options: Any) -> None:

@@ -76,6 +76,8 @@ class Case(NamedTuple):
     optimizer: Callable[[list[Any]], Optimizer] | None
     zero: int = 0
     shape: Shape = SMALL
+    gather_once: bool = True
+    num_chunks: int | None = None
 
 
 class Held(NamedTuple):
@@ -115,7 +117,8 @@ def compare(group: Any, case: Case) -> Held:
     """Train for two steps; the bytes of this rank in the second step."""
     shape = case.shape
     mesh = init_device_mesh("cpu", case.dims, mesh_dim_names=("dp", "pp"))
-    num_stages = case.dims[1] * (1 if case.schedule == "chimera" else schedules.get(case.schedule).chunks_per_rank)
+    usual = 1 if case.schedule == "chimera" else schedules.get(case.schedule).chunks_per_rank
+    num_stages = case.dims[1] * (case.num_chunks or usual)
     x = torch.arange(shape.tokens * MICROBATCHES) % WORDS
     pipe = Pipeline(
         made(shape),
@@ -126,7 +129,7 @@ def compare(group: Any, case: Case) -> Held:
         num_microbatches=MICROBATCHES,
         boundaries=[1 + shape.count * stage // num_stages for stage in range(1, num_stages)],
         optimizer=case.optimizer,
-        distributed=Distributed(zero=case.zero, timeout=20),
+        distributed=Distributed(zero=case.zero, gather_once=case.gather_once, timeout=20),
     )
     with pipe, MemoryMeter(pipe) as meter:
         rank = mesh.get_local_rank("pp")
