@@ -131,7 +131,7 @@ class CostBook:
         stages = [[costs_by_layer[name] for name in cut[part]] for part in program.weights]
         offloads = offloading(programs.checkpoint, cut)
         costs = stage_costs(stages, len(cut), host_bytes_per_s=self._host_bytes_per_s if offloads else None)
-        costs = replace(slowed(costs, [self.slowness(rank) for rank in program.placement]), links=self.links)
+        costs = replace(slowed(costs, [self.slowness(rank) for rank in program.placement]), links=self._own_links)
         return self._with_reductions(costs, program.placement, programs.buckets, costs_by_layer)
 
     def _with_reductions(
@@ -155,6 +155,13 @@ class CostBook:
     def expected_costs(self, programs: ProgramFactory, cut: StageLayers) -> Costs:
         """Return the stages' costs, including the ranks' overheads."""
         return replace(self.stage_costs(programs, cut), overheads=self.overheads)
+
+    @property
+    def _own_links(self) -> Links | None:
+        """The links between the ranks of the first replica, in the order of its pipeline."""
+        if not isinstance(self.links, Links) or len(self._grid.rows) == 1:
+            return self.links
+        return self.links.among(self._grid.rows[0])
 
     @cached_property
     def _host_bytes_per_s(self) -> float | None:
@@ -197,7 +204,7 @@ class CostBook:
             program=program,
             graph=lambda: self.layered.graph(self.treated(programs)),
             checkpoint=programs.checkpoint,
-            links=self.links,
+            links=self._own_links,
             speeds=speeds,
         )
         cut, found = host.agreed(partitioner.partition)

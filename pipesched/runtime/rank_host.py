@@ -40,7 +40,7 @@ from pipesched.runtime.step_call import SENT_TYPES, StepCall, received
 from pipesched.simulation.costs import Costs
 from pipesched.simulation.layer_costs import LayerCosts
 from pipesched.simulation.layer_memory import LayerMemory, LossMemory
-from pipesched.simulation.links import Link, Links
+from pipesched.simulation.links import Collectives, Link, Links
 from pipesched.simulation.overheads import Overheads
 from pipesched.simulation.trace import Span
 from pipesched.tensors.caller_context import Caller
@@ -68,6 +68,7 @@ _DECIDED = (
     Partition,
     StageSummary,
     Overheads,
+    Collectives,
     Link,
     Links,
 )
