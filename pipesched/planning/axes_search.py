@@ -27,10 +27,11 @@ __all__ = ["Axes", "AxesRequest", "Zero", "find_axes"]
 #: The numbers of ranks of a pipeline and of its replicas, as {"pipeline": 8, "replicate": 8}, or "auto".
 Axes = Literal["auto"] | Mapping[str, int]
 
-#: What replicas divide: 0, 1, 2, or "auto".
+#: What replicas divide: 0, 1, 2, 3, or "auto".
 Zero = Literal["auto"] | int
 
-_TRIED_LEVELS = (0, 2)  # zero=1 holds as much as zero=2 at the peak of a step, and sends more
+#: zero=1 and zero=3 hold as much as zero=2 at the peak of a step; zero=1 sends more, and zero=3 as much.
+_TRIED_LEVELS = (0, 2)
 _EFFORT = 6_000_000  # actions to simulate in all full searches together
 _EFFORT_EACH = 1_500_000  # actions to simulate in the full search of one division
 _SHOWN = 12  # number of alternatives to list
@@ -64,7 +65,7 @@ class AxesRequest:
                 f"runs; got memory_limit_bytes={shown(limit)}; pass one number"
             )
         if self.zero != "auto" and (not is_whole(self.zero) or self.zero not in ZERO_LEVELS):
-            raise PartitionError(f"zero= must be 'auto', 0, 1 or 2; got {shown(self.zero)}; choose one of them")
+            raise PartitionError(f"zero= must be 'auto', 0, 1, 2 or 3; got {shown(self.zero)}; choose one of them")
         if isinstance(self.axes, str) and self.axes == "auto":
             return
         rule = "axes= must be 'auto', or a mapping with the numbers of 'pipeline' ranks and of replicas ('replicate')"

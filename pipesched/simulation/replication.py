@@ -1,7 +1,8 @@
 """Replication: the costs of a pipeline that several replicas train, each on its own rows.
 
 The gradients of each layer form a bucket, which a REDUCE sums over the replicas in a ring. With ``zero=``, the replicas
-divide the optimizer's work and states among them, and gather the updated weights after each update.
+divide the optimizer's work and states among them, and gather the updated weights after each update. With ``zero=3``,
+the next step gathers them; its time is counted after the update, too.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,7 +22,7 @@ from pipesched.simulation.replica_memory import ModelStates, held_states
 __all__ = ["ZERO_LEVELS", "Buckets", "ReplicaCosts", "Replication", "add_replication"]
 
 #: The values of ``zero=``.
-ZERO_LEVELS = (0, 1, 2)
+ZERO_LEVELS = (0, 1, 2, 3)
 
 #: The bytes of each bucket of gradients, for each stage.
 Buckets = Sequence[Sequence[int]]
@@ -33,7 +34,8 @@ class Replication:
 
     Attributes:
         num_replicas: the number of replicas.
-        zero: what the replicas divide: 0 nothing, 1 the optimizer's states, 2 also the summed gradients. Default: 0.
+        zero: what the replicas divide: 0 nothing, 1 the optimizer's states, 2 also the summed gradients, 3
+            also the weights between steps. Default: 0.
         consecutive: the ranks with consecutive numbers: the "stages" of one pipeline, or the "replicas" of one stage.
             Hosts contain ranks with consecutive numbers. Default: "stages".
 
@@ -52,7 +54,7 @@ class Replication:
                 f"num_replicas must be a whole number, at least 1; got {shown(self.num_replicas)}; pass 1 or more"
             )
         if not is_count(self.zero, 0) or self.zero not in ZERO_LEVELS:
-            raise ScheduleError(f"zero must be 0, 1 or 2; got {shown(self.zero)}; pass one of them")
+            raise ScheduleError(f"zero must be 0, 1, 2 or 3; got {shown(self.zero)}; pass one of them")
         if self.consecutive not in ("stages", "replicas"):
             raise ScheduleError(
                 f"consecutive must be 'stages' or 'replicas'; got {shown(self.consecutive)}; pass one of them"
@@ -79,7 +81,7 @@ class Replication:
         A ring sends (n-1)/n of the bytes to sum into shards, and (n-1)/n more to gather a whole tensor.
         """
         part = size * (self.num_replicas - 1) // self.num_replicas
-        return (part if self.zero == 2 else 2 * part), (part if self.zero else 0)
+        return (part if self.zero >= 2 else 2 * part), (part if self.zero else 0)
 
     def describe(self, num_ranks: int) -> str:
         """Return the axes as text, such as ``dp 8 x pp 4, zero 2``, in the order of the mesh's dimensions."""
@@ -146,7 +148,7 @@ class ReplicaCosts:
         own = self.replication
         part = own.num_replicas if own.zero else 1
         sizes = [list(stage) if own.num_replicas > 1 else [] for stage in buckets]
-        sum_s = self._half_s if own.zero == 2 else self._all_reduce_s
+        sum_s = self._half_s if own.zero >= 2 else self._all_reduce_s
         times = [[sum_s(size, rank) for size in stage] for rank, stage in zip(placement, sizes, strict=True)]
         gathered = [
             self._half_s(sum(stage), rank) if own.zero else 0 for rank, stage in zip(placement, sizes, strict=True)

@@ -11,6 +11,8 @@ from pipesched import Link, Links, Plan
 from pipesched.errors import DeviceCountError, InputError, MemoryLimitError, PartitionError, ScheduleError
 from pipesched.pipeline.replica_checks import check_axes
 from pipesched.planning.report.report import Report
+from tests.support.jobs import axes
+from tests.support.rank_processes import Ranks
 from tests.support.synthetic_profiles import profile
 
 FAST = Links(inside=Link(1e-6, 1e12))
@@ -66,6 +68,22 @@ def test_given_axes_and_zero_are_kept(plan):
     assert (plan.replication.num_replicas, plan.program.num_ranks, plan.replication.zero) == (2, 2, 2)
 
 
+def test_weights_divided_between_steps_cost_as_much_as_gathered_updates(plan):
+    divided = tuned(axes={"pipeline": 2, "replicate": 2}, zero=3, num_microbatches=4)
+    assert divided.replication.zero == 3
+    assert divided.predicted().makespan_s == plan.predicted().makespan_s
+    assert divided.memory() == plan.memory()
+    assert [own.sent_bytes for own in divided.communication()] == [own.sent_bytes for own in plan.communication()]
+
+
+@pytest.mark.parametrize("zero", [0, 2, 3])
+def test_the_plan_runs_on_the_mesh_that_it_asks_for(ranks: Ranks, zero: int):
+    """The ranks tune, each for itself; the results are those of the loop."""
+    found = ranks.run(4, axes.runs_a_plan, zero)
+    assert found == [found[0]] * 4
+    assert found[0] == ({"dp": 2, "pp": 2}, zero)
+
+
 def test_replicas_go_inside_a_host_if_sums_are_larger_than_messages():
     links = Links.of_hosts(2, 4, inside=Link(1e-6, 1e12), between=Link(1e-6, 1e8))
     plan = tuned(axes={"pipeline": 2, "replicate": 2}, links=links, zero=0)
@@ -79,8 +97,8 @@ def test_the_batch_is_that_of_all_replicas(plan):
 
 
 def test_the_plan_states_its_axes_in_every_form(plan):
-    axes = [own.axis for own in plan.communication()]
-    assert axes == ["pipeline", "replicas", "zero"]
+    names = [own.axis for own in plan.communication()]
+    assert names == ["pipeline", "replicas", "zero"]
     assert "replicas: 2 ranks, 1.91 MiB sent by a rank per step" in plan.explain()
     report = Report(plan).text()
     assert "2 replicas of 2 ranks (dp 2 x pp 2, zero 2)" in report
@@ -93,7 +111,7 @@ def test_a_plan_with_axes_survives_json(plan):
     assert again == plan
     assert again.predicted().makespan_s == plan.predicted().makespan_s
     assert plan.alternatives[0].step_s == plan.predicted().makespan_s
-    with pytest.raises(ScheduleError, match="zero must be 0, 1 or 2; got 7"):
+    with pytest.raises(ScheduleError, match="zero must be 0, 1, 2 or 3; got 7"):
         Plan.from_dict({**saved, "replication": {**saved["replication"], "zero": 7}})
 
 
@@ -109,7 +127,7 @@ def test_a_plan_without_axes_is_saved_as_before():
         ({"axes": "all"}, PartitionError, "axes= must be 'auto', or a mapping .* got 'all'; pass for example"),
         ({"axes": {"pipeline": 3, "replicate": 2}}, PartitionError, "must multiply to the number of ranks; .* 4 ranks"),
         ({"axes": {"pipeline": 1, "replicate": 4}, "batch_size": 6}, PartitionError, "6 rows cannot .* among 4"),
-        ({"zero": 5}, PartitionError, "zero= must be 'auto', 0, 1 or 2; got 5"),
+        ({"zero": 5}, PartitionError, "zero= must be 'auto', 0, 1, 2 or 3; got 5"),
         ({"axes": None, "zero": 1}, InputError, "got zero=1 without axes="),
         ({"confirm": 2}, InputError, "by simulation alone, for num_ranks= ranks; got confirm=2"),
         ({"num_ranks": None, "devices": ["cpu"] * 4}, InputError, "got devices= or mesh=; pass num_ranks="),

@@ -121,7 +121,7 @@ def test_costs_with_gathers_survive_json():
     ("fields", "words"),
     [
         ({"num_replicas": 0}, "num_replicas must be a whole number, at least 1; got 0; pass 1 or more"),
-        ({"zero": 3}, "zero must be 0, 1 or 2; got 3"),
+        ({"zero": 4}, "zero must be 0, 1, 2 or 3; got 4"),
         ({"consecutive": "hosts"}, "consecutive must be 'stages' or 'replicas'; got 'hosts'"),
     ],
 )
