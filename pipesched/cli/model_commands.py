@@ -109,10 +109,10 @@ def graph(model: str, *, stages: int, output: Path | None) -> None:
 )
 @click.option(
     "--zero",
-    type=click.Choice(["auto", "0", "1", "2"]),
+    type=click.Choice(["auto", "0", "1", "2", "3"]),
     default="auto",
     show_default=True,
-    help="What replicas divide: nothing, optimizer states, or also gradients.",
+    help="What replicas divide: nothing, optimizer states, also gradients, or also weights.",
 )
 @click.option("--memory-limit", callback=as_bytes, help="Memory limit of each rank, such as 16GB.  [default: no limit]")
 @click.option(

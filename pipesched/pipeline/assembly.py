@@ -21,7 +21,15 @@ from pipesched.model.tied_weights import Ties
 from pipesched.model.weight_owners import Owners
 from pipesched.partitioning.partition import Partition
 from pipesched.partitioning.result import StageLayers
-from pipesched.pipeline.replica_checks import check_own_weights, check_replicas, warn_of_written
+from pipesched.pipeline.replica_checks import (
+    TREE,
+    ZERO_3,
+    NeedsOwnWeights,
+    check_own_weights,
+    check_replicas,
+    check_tree,
+    warn_of_written,
+)
 from pipesched.planning.alternatives import Alternative
 from pipesched.planning.program_factory import ProgramFactory
 from pipesched.planning.stage_partitioner import StagePartitioner
@@ -31,6 +39,7 @@ from pipesched.program.program import Program
 from pipesched.runtime.gradients.buckets import GradientBuckets, local
 from pipesched.runtime.gradients.norms import GradientNorms
 from pipesched.runtime.gradients.rules import GradientRules, Verdict
+from pipesched.runtime.gradients.tree_sums import ReductionOrder
 from pipesched.runtime.rank_host import RankHost, ThreadRanks
 from pipesched.runtime.shared_overflow import share_overflow
 from pipesched.runtime.stage.batch_norm import BatchNormMode, MiniBatchNorms
@@ -40,10 +49,11 @@ from pipesched.runtime.stage.divided_stage import divided_update, divided_weight
 from pipesched.runtime.stage.divided_weights import DividedWeights
 from pipesched.runtime.stage.optimizers import Inheritance, optimizers_for
 from pipesched.runtime.stage.sharded_update import ShardedUpdate
-from pipesched.runtime.stage.stage import Stage
+from pipesched.runtime.stage.stage import Stage, TreeStage
 from pipesched.runtime.stage.weight_copies import WeightCopies
 from pipesched.tensors.caller_context import intra_op
 from pipesched.tensors.meta_tensors import put_on
+from pipesched.units import counted
 from pipesched.user_warning import warn
 
 __all__ = ["Assembly", "AssemblySpec", "StageCut"]
@@ -65,6 +75,7 @@ class AssemblySpec:
     optimizer: Callable[[list[Any]], Optimizer] | None
     rules: GradientRules | None = None  #: how gradients are treated before an update
     zero: int = 0  #: 1: optimizer states are divided over replicas; 2: summed gradients are, too; 3: weights are, too
+    reduction_order: ReductionOrder = "sequential"  #: the order in which the gradients of micro-batches are added
 
     @property
     def updates_by_rules(self) -> bool:
@@ -138,6 +149,9 @@ class Assembly:
         #: One Body for each stage that holds its own weights. A Body runs the layers of a stage.
         self.bodies = self._bodies()
         self.owners = self._owners(self.bodies)
+        if spec.reduction_order == "tree":
+            check_tree(spec.model, program, self.bodies, self.ties.parameters)
+            self._check_own_weights(TREE, [0] * len(self.cut))
         self._check_reached()
         #: The parameters of this process that replicas divide among them.
         self._sharded = self._sharded_parameters()
@@ -209,9 +223,7 @@ class Assembly:
                 if gradients is not None:
                     gradients.divided = divided
         if self._spec.zero == 3:
-            spec = self._spec
-            tied = self.ties.parameters
-            check_own_weights(spec.model, spec.layered, self.cut, self.program.placement, self.owners.stage, tied)
+            self._check_own_weights(ZERO_3, self.program.placement)
             self.divided_weights = [divided_weights(stage, *place) for stage in self.stages.values()]
 
     @property
@@ -250,6 +262,11 @@ class Assembly:
         self._filling_s = time.perf_counter() - begin
         holds = self._host.holds
         return wrapped_bodies(spec.wrap, spec.model, spec.layers, bodies, program, devices, holds, tied)
+
+    def _check_own_weights(self, option: NeedsOwnWeights, placement: Sequence[int]) -> None:
+        spec = self._spec
+        tied = self.ties.parameters
+        check_own_weights(option, spec.model, spec.layered, self.cut, placement, self.owners.stage, tied)
 
     def _owners(self, bodies: Sequence[Body]) -> Owners:
         homes = [(self.program.placement[part], body.layers) for part, body in enumerate(bodies)]
@@ -322,7 +339,8 @@ class Assembly:
                 body.sharded = ShardedModules.of(body.module, device, once=self._spec.gather_once is not False)
                 if body.sharded is not None and not self._sharded.isdisjoint(body.module.parameters()):
                     body.sharded.sum_gradients()
-            stages[index] = Stage(body, device, head, **options, checkpoint_of_call=self.checkpoint_of_call)
+            make = TreeStage if self._spec.reduction_order == "tree" else Stage
+            stages[index] = make(body, device, head, **options, checkpoint_of_call=self.checkpoint_of_call)
             stages[index].gradients = self._gradients(index)
         self._check_sharded({index: stage.sharded for index, stage in stages.items() if stage.sharded is not None})
         return dict(sorted(stages.items()))
@@ -330,6 +348,12 @@ class Assembly:
     def _check_sharded(self, sharded: Mapping[int, ShardedModules]) -> None:
         """Check that the program can run stages whose weights are divided among several processes."""
         program = self.program
+        if sharded and self._spec.reduction_order == "tree":
+            raise GraphError(
+                f"reduction_order='tree' needs gradients that pipesched adds itself, but fully_shard adds those of the "
+                f"modules that it shards; wrap= shards {counted(len(sharded), 'stage')} of this process; do not shard "
+                f"them, or leave reduction_order= out"
+            )
         if sharded and program.has_updates:
             raise ScheduleError(
                 f"a stage that wrap= shards by fully_shard must not be updated while micro-batches are in flight, "

@@ -1,7 +1,8 @@
 """Memory forecast: predicts each rank's peak memory, and checks batches against the memory limits."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from torch import nn
 
@@ -21,7 +22,7 @@ from pipesched.runtime.rank_host import ThreadRanks
 from pipesched.runtime.stage.divided_stage import shards_for
 from pipesched.simulation.costs import Costs
 from pipesched.simulation.layer_memory import SCALARS_BYTES
-from pipesched.simulation.memory import AHEAD, RankMemory, rank_memory
+from pipesched.simulation.memory import AHEAD, Message, RankMemory, rank_memory
 from pipesched.simulation.replica_memory import ModelStates, ReplicaMemory, held_states
 from pipesched.tensors.meta_tensors import lacks_contents
 from pipesched.units import counted, quote_bytes
@@ -75,7 +76,7 @@ class MemoryForecast:
             messages = messages_of(program, stages)
         timed = running.assembly.programs.full.timed
         costs = self._with_states(_with_losses(costs, timed, known=not stages or not own_loss))
-        return rank_memory(timed, costs, posted=self._posted, messages=messages, replicas=self._replicas())
+        return self._rank_memory(timed, costs, messages)
 
     def check_rows(self, rows: Sequence[int]) -> None:
         """Check the memory limits for micro-batches with these numbers of rows.
@@ -98,7 +99,7 @@ class MemoryForecast:
         costs = self._book.stage_costs(programs, running.cut, self._book.for_rows(max(rows)))
         timed = programs.of(len(rows)).timed
         costs = self._with_states(costs)
-        needs = rank_memory(timed, costs, posted=self._posted, replicas=self._replicas())
+        needs = self._rank_memory(timed, costs)
         limits = self.limits
         worst = max(range(len(needs)), key=lambda rank: needs[rank].total_bytes - limits[rank])
         need = needs[worst].total_bytes
@@ -119,6 +120,12 @@ class MemoryForecast:
     @property
     def _posted(self) -> int:
         return 0 if isinstance(self._running.host, ThreadRanks) else AHEAD
+
+    def _rank_memory(
+        self, program: Program, costs: Costs, messages: Mapping[tuple[int, int], Message] | None = None
+    ) -> tuple[RankMemory, ...]:
+        options: dict[str, Any] = {"replicas": self._replicas(), "in_tree": self._spec.reduction_order == "tree"}
+        return rank_memory(program, costs, posted=self._posted, messages=messages, **options)
 
     def _stage_sizes(self) -> Sequence[StageSizes]:
         """Return the memory needs of a captured model's stages, each measured as a whole.

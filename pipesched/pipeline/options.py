@@ -14,6 +14,7 @@ from pipesched.model.parameter_order import ParameterOrder
 from pipesched.planning.search_request import Offload, check_offload
 from pipesched.runtime.gradients.loss_scale import LossScale
 from pipesched.runtime.gradients.rules import GradientRules, OnNonfinite
+from pipesched.runtime.gradients.tree_sums import ReductionOrder
 from pipesched.runtime.microbatches import SplitDims
 from pipesched.runtime.rank_host import Inputs
 from pipesched.runtime.stage.batch_norm import BatchNormMode
@@ -106,11 +107,17 @@ class Numerics:
             before the update, "skip" the update on all ranks and warn (requires ``optimizer=``), or only "warn". The
             message names the first layer and micro-batch with such a value. With GPUs in a single process, "raise" and
             "warn" react one step later, after the update. Default: None (not checked).
+        reduction_order: the order in which the gradients and losses of micro-batches are added. With "sequential", a
+            replica adds those of its micro-batches one after the other, and then the sums of the replicas are added in
+            replica order. With "tree", they are added as a binary tree over the micro-batches of all replicas, so the
+            results do not depend on the number of replicas, if the number of micro-batches of all replicas together
+            stays the same. A rank then holds up to log2(n) more copies of its gradients, where n is the largest power
+            of two that divides its number of micro-batches. Default: "sequential".
 
     Raises:
         ModelTypeError: loss_weight is not a function.
         InputError: intra_op_threads is not a whole number of at least 1, clip_grad_norm or norm_type is not a number
-            above 0, or on_nonfinite is unknown or combined with a scaler.
+            above 0, on_nonfinite is unknown or combined with a scaler, or reduction_order is unknown.
         ArgumentError: scaler is not a GradScaler.
 
     """
@@ -124,6 +131,7 @@ class Numerics:
     norm_type: float = 2.0
     scaler: GradScaler | None = None
     on_nonfinite: OnNonfinite | None = None
+    reduction_order: ReductionOrder = "sequential"
 
     def __post_init__(self) -> None:
         as_function(self.loss_weight, "loss_weight")
@@ -150,6 +158,31 @@ class Numerics:
             raise InputError(
                 f"scaler= and on_nonfinite= must not be combined, because a scaler already skips updates with infinite "
                 f"gradients; got on_nonfinite={self.on_nonfinite!r} with scaler=; leave one of the two out"
+            )
+
+        if self.reduction_order not in get_args(ReductionOrder):
+            raise InputError(
+                f"reduction_order must be one of {', '.join(get_args(ReductionOrder))}; got "
+                f"{shown(self.reduction_order)}; pass 'tree' if results must not depend on the number of replicas, or "
+                f"leave reduction_order= out"
+            )
+
+    def check_reduction_order(self, *, num_replicas: int, zero: int) -> None:
+        """Raise InputError if the results would depend on the number of replicas despite the order "tree"."""
+        if self.reduction_order != "tree":
+            return
+        if num_replicas & (num_replicas - 1):
+            raise InputError(
+                f"reduction_order='tree' adds the sums of replicas in pairs, so the number of replicas must be a power "
+                f"of two; this pipeline has {num_replicas} replicas; use for example "
+                f"{1 << num_replicas.bit_length() - 1}, or leave reduction_order= out"
+            )
+        if zero >= 2 and self.clip_grad_norm is not None:
+            raise InputError(
+                f"with zero=2 or 3, the norm that clips gradients is combined from the parts of each replica, so its "
+                f"bits depend on the number of replicas despite reduction_order='tree'; got zero={zero} with "
+                f"clip_grad_norm={self.clip_grad_norm}; pass zero=1 or 0, or leave reduction_order= or clip_grad_norm= "
+                f"out"
             )
 
     def gradient_rules(self, order: ParameterOrder, *, has_optimizers: bool, lags: bool) -> GradientRules | None:
@@ -193,7 +226,8 @@ class Numerics:
     def agreed(self) -> tuple[Any, ...]:
         """The options that must be identical in all processes, in a form that can be compared."""
         scaler = None if self.scaler is None else sorted(self.scaler.state_dict().items())
-        return self.intra_op_threads, self.batch_norm, self.clip_grad_norm, self.norm_type, scaler, self.on_nonfinite
+        clipping = self.clip_grad_norm, self.norm_type
+        return self.intra_op_threads, self.batch_norm, *clipping, scaler, self.on_nonfinite, self.reduction_order
 
 
 @dataclass(frozen=True, kw_only=True)

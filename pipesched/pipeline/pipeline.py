@@ -164,7 +164,7 @@ class Pipeline(SavingInterface):
         check_functions(loss_fn=loss_fn, wrap=wrap, optimizer=optimizer)
         call = as_call(sample)
         own_seed = torch.initial_seed() if seed is None else as_seed(seed)
-        host = host_for(devices, mesh, threads, distributed.timeout, distributed.inputs, axes)
+        host = host_for(devices, mesh, threads, distributed.timeout, distributed.inputs, axes, numerics.reduction_order)
         with ending_on_error(host):
             run_seed = host.agreed(lambda: own_seed)
             module = built(chain, run_seed)
@@ -173,6 +173,7 @@ class Pipeline(SavingInterface):
             shared |= {"zero": distributed.zero}
             host.agree_on(lambda: facts_of(module, call, shared), "make the same pipeline on every rank")
             distributed.check_zero(num_replicas=len(host.grid.rows), has_optimizers=optimizer is not None)
+            numerics.check_reduction_order(num_replicas=len(host.grid.rows), zero=distributed.zero)
             check_axes(plan, len(host.all_devices), len(host.grid.rows), distributed.zero)
             layers = layered(module, call, whole_layers)
             initial = Initial(module, init, run_seed, loss_fn)
@@ -197,6 +198,7 @@ class Pipeline(SavingInterface):
                     lags=mesh is None and any(device.type != "cpu" for device in host.all_devices),
                 ),
                 zero=distributed.zero,
+                reduction_order=numerics.reduction_order,
             )
             replicas = replica_costs(host.grid, distributed.zero, search.links)
             self._book = CostBook(
@@ -249,7 +251,7 @@ class Pipeline(SavingInterface):
                 spec=self._spec,
                 host=host,
                 book=self._book,
-                splitter=Splitter(1, False, numerics.split_dims, loss_weight, loss_reduction),
+                splitter=Splitter(1, False, numerics.split_dims, loss_weight, loss_reduction, numerics.reduction_order),
                 plan=plan,
                 request=request,
                 agreed=(repr(seed), *numerics.agreed),

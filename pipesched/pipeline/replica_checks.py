@@ -1,21 +1,49 @@
 """Replica checks: refuse or warn about models and programs whose replicas would not stay equal."""
 
 from collections.abc import Callable, Collection, Sequence
+from typing import NamedTuple
 
 from torch import Tensor, nn
 
 from pipesched.capture.layered_model import LayeredModel, LayersInARow
+from pipesched.capture.stage_body import Body
 from pipesched.errors import DeviceCountError, GraphError, InputError, ScheduleError
 from pipesched.model.state_guard import reachable_parameters
 from pipesched.partitioning.result import StageLayers
 from pipesched.planning.plan import Plan
 from pipesched.planning.program_factory import ProgramFactory
+from pipesched.program.program import Program
 from pipesched.runtime.stage.batch_norm import BatchNormMode
 from pipesched.runtime.stage.buffer_copies import own_buffers
 from pipesched.units import and_more, counted
 from pipesched.user_warning import warn
 
-__all__ = ["check_axes", "check_own_weights", "check_replicas", "warn_of_written"]
+__all__ = [
+    "TREE",
+    "ZERO_3",
+    "NeedsOwnWeights",
+    "check_axes",
+    "check_own_weights",
+    "check_replicas",
+    "check_tree",
+    "warn_of_written",
+]
+
+
+class NeedsOwnWeights(NamedTuple):
+    """An option with which a layer may use only weights of its own stage."""
+
+    name: str
+    reason: str
+    remedy: str
+    #: Whether frozen weights must belong to the stage, too.
+    frozen: bool
+
+
+ZERO_3 = NeedsOwnWeights("zero=3", "each stage gathers its own weights", "pass zero=2", True)
+TREE = NeedsOwnWeights(
+    "reduction_order='tree'", "each stage adds the gradients of its own weights", "leave reduction_order= out", False
+)
 
 
 def check_replicas(model: nn.Module, programs: ProgramFactory, batch_norm: BatchNormMode) -> None:
@@ -41,6 +69,7 @@ def check_replicas(model: nn.Module, programs: ProgramFactory, batch_norm: Batch
 
 
 def check_own_weights(
+    option: NeedsOwnWeights,
     model: nn.Module,
     layered: LayeredModel,
     cut: StageLayers,
@@ -48,39 +77,71 @@ def check_own_weights(
     stage_of: Callable[[nn.Parameter], int | None],
     tied: Collection[nn.Parameter],
 ) -> None:
-    """Check that no layer uses a weight of another stage of its rank, which may be divided at that time.
+    """Check that no layer uses a weight of another stage of its rank, as an option demands.
 
     Args:
+        option: the option.
         model: the user's module.
         layered: the model as layers.
         cut: the layers of each stage.
         placement: the rank of each stage.
         stage_of: maps a parameter to the stage that holds it; None for a parameter of a loss module.
-        tied: parameters that several layers use, which are never divided.
+        tied: parameters that several layers use, for which other rules apply.
 
     Raises:
         GraphError: a layer of a captured model has used such a weight, or a layer of an nn.Sequential refers to one.
 
     """
     names = {parameter: name for name, parameter in model.named_parameters()}
-    uses = [(layer, name, stage) for layer, name, stage in layered.reached(cut, frozen=True)]
+    uses = [(layer, name, stage) for layer, name, stage in layered.reached(cut, frozen=option.frozen)]
     if isinstance(layered, LayersInARow):
         uses += [
             (layer, names[parameter], stage)
             for stage, layers in enumerate(cut)
             for layer in layers
             for parameter in reachable_parameters(layered.layers[layer])
-            if parameter in names and parameter not in tied
+            if parameter in names and parameter not in tied and (option.frozen or parameter.requires_grad)
         ]
     for layer, name, stage in uses:
         home = stage_of(model.get_parameter(name))
         if home is not None and home != stage and placement[home] == placement[stage]:
             raise GraphError(
-                f"with zero=3, a layer may use only weights of its own stage and weights passed to it as tensors, "
-                f"because each stage gathers its own weights; layer {layer!r} (stage {stage}) uses {name!r} of stage "
-                f"{home} through a module or a reference; pass the weight to the layer as an argument, keep this layer "
-                f"and the weight's layer in one stage with together=, or pass zero=2"
+                f"with {option.name}, a layer may use only weights of its own stage and weights passed to it as "
+                f"tensors, because {option.reason}; layer {layer!r} (stage {stage}) uses {name!r} of stage {home} "
+                f"through a module or a reference; pass the weight to the layer as an argument, keep this layer and "
+                f"the weight's layer in one stage with together=, or {option.remedy}"
             )
+
+
+def check_tree(model: nn.Module, program: Program, bodies: Sequence[Body], tied: Collection[nn.Parameter]) -> None:
+    """Check that all gradients of a model can be added as a tree of micro-batches.
+
+    Raises ScheduleError for a program that is not exact or updates weights while micro-batches are in flight, and
+    GraphError for weights that several layers use, and for weights of no layer.
+    """
+    rule = "reduction_order='tree' needs"
+    remedy = "or leave reduction_order= out"
+    if program.has_updates or not program.exact:
+        does = "updates weights while micro-batches are in flight" if program.has_updates else "is not exact"
+        raise ScheduleError(
+            f"{rule} a program that adds gradients in ascending order of micro-batches and updates the weights once; "
+            f"{program.name!r} {does}; choose another schedule, such as 1f1b or zb-v, {remedy}"
+        )
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    shared = [names[parameter] for parameter in tied if parameter in names]
+    if shared:
+        raise GraphError(
+            f"{rule} weights that one layer uses, because the gradients of a shared weight are added over its uses "
+            f"first; {counted(len(shared), 'weight')} of this model are used several times: {and_more(shared)}; untie "
+            f"them, {remedy}"
+        )
+    held = {parameter for body in bodies for layer in body.layers.values() for parameter in layer.parameters()}
+    others = [name for parameter, name in names.items() if parameter.requires_grad and parameter not in held]
+    if others:
+        raise GraphError(
+            f"{rule} that every trained weight belongs to a layer of a stage; {and_more(others)} belong to none; "
+            f"freeze them, {remedy}"
+        )
 
 
 def check_axes(plan: Plan | None, num_ranks: int, num_replicas: int, zero: int) -> None:

@@ -299,7 +299,9 @@ class SavingInterface(ModuleInterface):
             "batch_norm": self._numerics.batch_norm,
             "intra_op_threads": self._numerics.intra_op_threads,
         }
-        if assembly.zero == 2 and self._numerics.clip_grad_norm is not None:
+        if self._numerics.reduction_order == "tree":
+            settings["reduction_order"] = "tree"
+        if assembly.zero >= 2 and self._numerics.clip_grad_norm is not None:
             settings["num_shards"] = num_replicas  # of the gradients whose norm clips
         return Facts(step=running.step, seed=running.seed, settings=settings, plan=self._described[1])
 

@@ -31,7 +31,8 @@ Axes = Literal["auto"] | Mapping[str, int]
 #: What replicas divide: 0, 1, 2, 3, or "auto".
 Zero = Literal["auto"] | int
 
-_TRIED_LEVELS = (0, 2)  # zero=1 holds as much as zero=2 at the peak of a step, and sends more
+#: zero=1 and zero=3 hold as much as zero=2 at the peak of a step; zero=1 sends more, and zero=3 as much.
+_TRIED_LEVELS = (0, 2)
 _EFFORT = 6_000_000  # actions to simulate in all full searches together
 _EFFORT_EACH = 1_500_000  # actions to simulate in the full search of one division
 _SHOWN = 12  # number of alternatives to list

@@ -2,14 +2,19 @@
 
 The programs run like training programs, so the results include packing, sending and unpacking. The three stages of a
 chain are placed on rank a, rank b and rank a. The time from the end of the first stage to the start of the third is a
-round trip, measured with the clock of rank a only.
+round trip, measured with the clock of rank a only. If the mesh has replicas, the sums and the gathers over replicas are
+measured as well, as a training step runs them.
 """
 
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import replace
 from statistics import median
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from pipesched.program.actions import Action, Kind
@@ -20,8 +25,11 @@ from pipesched.runtime.coordination.rendezvous import collective
 from pipesched.runtime.executors.interpreter import StageLike
 from pipesched.runtime.executors.processes import ProcessExecutor
 from pipesched.runtime.executors.threads import RunSpec
+from pipesched.runtime.rank_grid import Axes, grid_of
 from pipesched.runtime.rank_host import MeshRanks
-from pipesched.simulation.links import Link, Links
+from pipesched.runtime.reductions.collective_lane import Ticket
+from pipesched.runtime.reductions.replica_sum import ReplicaSums
+from pipesched.simulation.links import Collectives, Link, Links
 from pipesched.simulation.trace import Span
 from pipesched.tensors.payload import Payload
 
@@ -32,6 +40,7 @@ _LONG_TRIPS = 5  # round trips of messages of each size
 _FIRST_BYTES = 1 << 16
 _GROWTH = 8  # ratio of successive message sizes
 _MOST_BYTES = 1 << 22
+_COLLECTIVE_BYTES = 64, 1 << 19, _MOST_BYTES
 _LONG_S = 0.02  # seconds; latency hardly affects the bandwidth measured by a transfer of this length
 
 #: Runs a program whose stages have outputs of these sizes in bytes, and returns the spans of all ranks.
@@ -40,35 +49,44 @@ Pair = tuple[int, int]
 
 
 @collective
-def probe_links(mesh: DeviceMesh, *, timeout: float = 60.0) -> Links:
+def probe_links(mesh: DeviceMesh, *, timeout: float = 60.0, axes: Axes | None = None) -> Links:
     """Measure latency and bandwidth between all ranks of a mesh, for ``Costs(links=...)``. Collective.
 
     ::
 
-        links = pipesched.probe_links(mesh["pp"])
+        links = pipesched.probe_links(mesh)
         links.to_dict()  # for JSON
 
     Takes about one second per rank, more on slow links. Every rank exchanges messages with one other rank at a time,
     and all these pairs run at the same time. If pairs share a network cable, each gets only a part of its bandwidth.
 
     Args:
-        mesh: a one-dimensional torch DeviceMesh.
+        mesh: a torch DeviceMesh: one dimension for the ranks of a pipeline, or also a dimension for its replicas.
         timeout: the number of seconds that a rank waits for another rank. Default: 60.
+        axes: the mesh dimensions of the pipeline and its replicas, as for ``Pipeline``. Default: recognised by name.
 
     Returns:
         The Links, the same on every rank, with three figures for each pair and direction. ``latency_s`` is half of the
         median round trip of an empty message. ``bytes_per_s`` is measured with messages that are long enough to take 20
         ms, up to 4 MiB. ``spread`` is the range of these messages' round trips divided by their median; a large spread
-        means that the measurement was disturbed.
+        means that the measurement was disturbed. With replicas, there is a figure for each pair of ranks of
+        all replicas, and ``collectives`` has an entry for the ranks that hold the same stages in all replicas, with the
+        times of their all-reduces, reduce-scatters and all-gathers, measured with tensors of up to 4 MiB.
 
     Raises:
-        DeviceCountError: the mesh has several dimensions.
+        DeviceCountError: the mesh has several dimensions that are neither ranks of a pipeline nor replicas.
         ExecutionError: a rank did not respond within the timeout.
 
     """
-    host = MeshRanks(mesh, 1, timeout)
+    host = MeshRanks(mesh, 1, timeout, axes=axes)
     try:
-        return measure_links(host.executor)
+        if host.sums is None:
+            return measure_links(host.executor)
+        group, *_ = grid_of(mesh, axes, timeout)
+        with closing(ProcessExecutor(group, device=host.devices[0], timeout_s=timeout)) as every:
+            links = measure_links(every)
+        collectives = measure_collectives(host, host.sums)
+        return host.agreed(lambda: replace(links, collectives=collectives))
     finally:
         host.close()
 
@@ -87,6 +105,57 @@ def measure_links(executor: ProcessExecutor) -> Links:
         return executor.gather(executor.run(run_spec, grad=False, looks=looks))
 
     return find_links(executor.num_ranks, run)
+
+
+def measure_collectives(host: MeshRanks, sums: ReplicaSums) -> tuple[Collectives, ...]:
+    """Measure the collectives over replicas, for each group of ranks with the same stages. Collective."""
+    device = host.devices[0]
+    count = len(host.grid.rows)
+
+    def whole(size: int) -> Tensor:
+        return torch.zeros(sums.length(max(1, size // 4)), dtype=torch.float32, device=device)
+
+    def gather(size: int) -> Ticket:
+        return sums.spread([[[row] for row in whole(size).view(count, -1)]])
+
+    starts: dict[str, Callable[[int], Ticket]] = {
+        "all_reduce": lambda size: sums.start([whole(size)]),
+        "reduce_scatter": lambda size: sums.scatter([whole(size).view(count, -1)]),
+        "all_gather": gather,
+    }
+    own = {kind: _timed(start, sums, device) for kind, start in starts.items()}
+    every = host.gathered_in_all(own)
+    rings = [[row[rank] for row in host.grid.rows] for rank in range(len(host.grid.rows[0]))]
+    return tuple(
+        Collectives(tuple(ring), **{kind: _slowest([every[rank][kind] for rank in ring]) for kind in starts})
+        for ring in rings
+    )
+
+
+def _timed(start: Callable[[int], Ticket], sums: ReplicaSums, device: torch.device) -> dict[int, list[float]]:
+    """Return the seconds of a collective for tensors of growing size, keyed by the size in bytes."""
+    found: dict[int, list[float]] = {}
+    for size in _COLLECTIVE_BYTES:
+        trips = []
+        for _ in range(1 + _LONG_TRIPS):
+            sums.any(torch.zeros((), device=device))  # all ranks start together
+            begin = time.perf_counter()
+            start(size).wait(sums.check)
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            trips.append(time.perf_counter() - begin)
+        found[size] = trips[1:]
+    return found
+
+
+def _slowest(members: Sequence[dict[int, list[float]]]) -> Link:
+    """Return the link of the slowest member: the latency of a small tensor, and the speed for the largest."""
+    smallest, *_, largest = sorted(members[0])
+    latency_s = max(median(own[smallest]) for own in members)
+    slowest = max((own[largest] for own in members), key=median)
+    travel_s = median(slowest) - latency_s
+    speed = (largest - smallest) / travel_s if travel_s > 0 else None
+    return Link(latency_s, speed, (max(slowest) - min(slowest)) / median(slowest))
 
 
 def find_links(num_ranks: int, run: Run) -> Links:

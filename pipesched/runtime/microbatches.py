@@ -13,6 +13,7 @@ from pipesched.capture.stage_body import loss_entry
 from pipesched.checks import shown
 from pipesched.errors import InputError
 from pipesched.program.near_equal_parts import near_equal_parts
+from pipesched.runtime.gradients.tree_sums import ReductionOrder, tree_sum
 from pipesched.tensors.payload import choose_rows, gather, opened, pytree, rows_of, split, trainable_leaves
 from pipesched.units import counted
 
@@ -142,12 +143,14 @@ class Weighting(NamedTuple):
     factors: list[float | None]
     #: An additional factor of each loss, applied only when the losses are summed to the mini-batch's loss.
     shares: list[float | None]
+    #: The order in which the losses are added.
+    reduction_order: ReductionOrder = "sequential"
 
     def of_replica(self, replica: int, num_replicas: int) -> "Weighting":
         """Return one replica's part of the weights of all replicas' micro-batches."""
         size = len(self.factors) // num_replicas
         own = slice(replica * size, (replica + 1) * size)
-        return Weighting(self.factors[own], self.shares[own])
+        return Weighting(self.factors[own], self.shares[own], self.reduction_order)
 
     def weighted(self, losses: Sequence[Tensor]) -> list[Tensor]:
         """Multiply the micro-batches' losses by their factors."""
@@ -159,6 +162,8 @@ class Weighting(NamedTuple):
     def total(self, losses: Sequence[Tensor]) -> Tensor:
         """Return the mini-batch's loss. ``losses`` are the micro-batches' losses, multiplied by their factors."""
         parts = [loss if share is None else loss * share for loss, share in zip(losses, self.shares, strict=True)]
+        if self.reduction_order == "tree":
+            return tree_sum(parts)
         total = parts[0]
         for part in parts[1:]:  # added in the same order for every schedule
             total = total + part.to(total.device)
@@ -177,6 +182,7 @@ class Splitter:
     #: is weighted by its number of rows.
     loss_weight: Callable[..., Any] | None = None
     loss_reduction: LossReduction = "mean"
+    reduction_order: ReductionOrder = "sequential"
 
     def __post_init__(self) -> None:
         for dim in self._given_dims():
@@ -369,7 +375,7 @@ class Splitter:
         if self.loss_reduction == "sum":
             if across is not None:
                 across([1] * len(batch.rows))
-            return Weighting([None] * len(batch.rows), [None] * len(batch.rows))
+            return Weighting([None] * len(batch.rows), [None] * len(batch.rows), self.reduction_order)
         weights = batch.rows if self.loss_weight is None else _weights(batch, self.loss_weight)
         every = [weights] if across is None else across(weights)
         total = sum([weight for own in every for weight in own])
@@ -377,7 +383,7 @@ class Splitter:
             remedy = getattr(self.loss_weight, "remedy", "check loss_weight, or skip this batch")
             raise InputError(f"the sum of the loss weights must be finite and above 0; got {total}; {remedy}")
         if len(groups) < 2:
-            return Weighting([weight / total for weight in weights], [None] * len(batch.rows))
+            return Weighting([weight / total for weight in weights], [None] * len(batch.rows), self.reduction_order)
         factors = [0.0] * len(batch.rows)
         shares = [0.0] * len(batch.rows)
         for group in groups:
@@ -396,7 +402,7 @@ class Splitter:
         except Exception:  # loss_weight may fail on inputs without labels, whose outputs have no loss
             return None
         total = sum(weights) or nan  # NaN, like a mean over no labels in PyTorch
-        return Weighting([weight / total for weight in weights], [None] * len(batch.rows))
+        return Weighting([weight / total for weight in weights], [None] * len(batch.rows), self.reduction_order)
 
 
 def _weights(batch: Batch, loss_weight: Callable[..., Any]) -> list[float]:

@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
-from functools import cached_property, reduce
+from functools import cached_property, partial, reduce
 from threading import Lock
 from typing import Any, Literal, NoReturn, Protocol, TypeVar, get_args
 
@@ -30,6 +30,7 @@ from pipesched.runtime.executors.rank_run import RankTimeline
 from pipesched.runtime.executors.threads import RunSpec, ThreadExecutor, Timeline
 from pipesched.runtime.gradients.nonfinite_watch import Nonfinite
 from pipesched.runtime.gradients.norms import GradientNorms
+from pipesched.runtime.gradients.tree_sums import ReductionOrder, tree_sum
 from pipesched.runtime.microbatches import Batch
 from pipesched.runtime.rank_grid import Axes, RankGrid, grid_of
 from pipesched.runtime.reductions.collective_lane import CollectiveLane
@@ -39,7 +40,7 @@ from pipesched.runtime.step_call import SENT_TYPES, StepCall, received
 from pipesched.simulation.costs import Costs
 from pipesched.simulation.layer_costs import LayerCosts
 from pipesched.simulation.layer_memory import LayerMemory, LossMemory
-from pipesched.simulation.links import Link, Links
+from pipesched.simulation.links import Collectives, Link, Links
 from pipesched.simulation.overheads import Overheads
 from pipesched.simulation.replication import Replication
 from pipesched.simulation.trace import Span
@@ -68,6 +69,7 @@ _DECIDED = (
     Partition,
     StageSummary,
     Overheads,
+    Collectives,
     Link,
     Links,
     Replication,
@@ -299,6 +301,7 @@ class MeshRanks:
         inputs: the ranks that pass a batch.
         axes: the mesh dimensions of the pipeline, of its replicas, and of replicas that divide weights. Default:
             recognised by their names.
+        reduction_order: the order in which gradients and losses of replicas are added.
 
     """
 
@@ -309,6 +312,7 @@ class MeshRanks:
         timeout_s: float,
         inputs: Inputs = "all",
         axes: Axes | None = None,
+        reduction_order: ReductionOrder = "sequential",
     ) -> None:
         timeout_s = as_timeout(timeout_s)
         group, self.grid, sums = grid_of(mesh, axes, timeout_s)
@@ -317,6 +321,7 @@ class MeshRanks:
             device = torch.device("cuda", torch.cuda.current_device())
         self.devices = self.all_devices = [device] * len(self.grid.pipeline)
         self._inputs = inputs
+        self.reduction_order: ReductionOrder = reduction_order
         self.replicas_per_batch = len(self.grid.rows) if inputs == "first" else 1
         self._crossings = 0
         self._timeout_s = timeout_s
@@ -340,8 +345,8 @@ class MeshRanks:
         if len(self.grid.rows) > 1:
             rows = str([[members[rank] for rank in row] for row in self.grid.rows])
             executor.agree_on({"the ranks of the replicas": rows}, "pass the same mesh= and axes= on every rank")
-            whole = ReplicaGroup(sums.whole, timeout_s)
-            shards = whole if self.grid.num_shards == 1 else ReplicaGroup(sums.shards, timeout_s)
+            whole = ReplicaGroup(sums.whole, timeout_s, reduction_order)
+            shards = whole if self.grid.num_shards == 1 else ReplicaGroup(sums.shards, timeout_s, reduction_order)
             self.sums = ReplicaSums(whole, shards, CollectiveLane(device, executor.now), executor.check_peers)
 
     @property
@@ -525,7 +530,7 @@ class MeshRanks:
         here = self.devices[rank]
         if len(self.grid.rows) > 1:
             take_all = self.executor.share_in_all([row[rank] for row in self.grid.rows], Payload.of(value))
-            return lambda: summed([_loss_and_metrics(own) for own in take_all()], here)
+            return lambda: summed([_loss_and_metrics(own) for own in take_all()], here, self.reduction_order)
         if value is not None:
             self.executor.share(rank, Payload.of(value))
             return lambda: value
@@ -578,17 +583,14 @@ class MeshRanks:
             self.sums.close()
 
 
-def summed(parts: Sequence[LossAndMetrics], device: torch.device) -> LossAndMetrics:
-    """Add the losses and the metrics of replicas, in replica order."""
+def summed(parts: Sequence[LossAndMetrics], device: torch.device, order: ReductionOrder) -> LossAndMetrics:
+    """Add the losses and the metrics of replicas, which are in replica order."""
+    add = tree_sum if order == "tree" else partial(reduce, torch.add)
     losses = [loss.to(device) for loss, _ in parts]
     given = [metrics for _, metrics in parts if metrics is not None]
     names = given[0] if len(given) == len(parts) else ()
-    metrics = {name: _sum([one[name].to(device) for one in given]) for name in names}
-    return _sum(losses), metrics if len(given) == len(parts) else None
-
-
-def _sum(values: Sequence[Tensor]) -> Tensor:
-    return reduce(torch.add, values)
+    metrics = {name: add([one[name].to(device) for one in given]) for name in names}
+    return add(losses), metrics if len(given) == len(parts) else None
 
 
 def _loss_and_metrics(message: Any) -> LossAndMetrics:
@@ -606,6 +608,7 @@ def host_for(
     timeout: float | None,
     inputs: Inputs,
     axes: Axes | None = None,
+    reduction_order: ReductionOrder = "sequential",
 ) -> RankHost:
     """Create the host of a Pipeline from its arguments. Raises InputError, DeviceCountError, ExecutionError."""
     if inputs not in get_args(Inputs):
@@ -629,4 +632,4 @@ def host_for(
         if axes is not None:
             raise InputError(f"axes= may only be passed with a mesh=; axes is {axes!r} without a mesh; leave axes= out")
         return ThreadRanks(as_devices(devices), threads)
-    return MeshRanks(mesh, threads, 60.0 if timeout is None else timeout, inputs, axes)
+    return MeshRanks(mesh, threads, 60.0 if timeout is None else timeout, inputs, axes, reduction_order)

@@ -16,6 +16,7 @@ from pipesched.capture.stage_body import Body
 from pipesched.errors import InputError
 from pipesched.program.program import Program
 from pipesched.runtime.executors.channel_plan import look
+from pipesched.runtime.gradients.tree_sums import ReductionOrder
 from pipesched.runtime.microbatches import Batch, Weighting
 from pipesched.runtime.stage.output_metrics import Metrics
 from pipesched.runtime.stage.step_data import StepData
@@ -92,6 +93,7 @@ class _Opening:
     return_outputs: bool
     gather: bool
     has_loss: bool
+    reduction_order: ReductionOrder
 
 
 @dataclass(frozen=True)
@@ -159,7 +161,7 @@ def _dealt_in_replica(
             f"with inputs='first', an input that requires a gradient may be used on rank 0 only; rank {others[0]} also "
             f"uses such an input; detach the input, or pass the batch on every rank with inputs='all'"
         )
-    factors, shares = call.weighting or ((), ())
+    weighting = call.weighting or Weighting([], [])
     opening = _Opening(
         method=call.method,
         rows=batch.rows,
@@ -169,8 +171,9 @@ def _dealt_in_replica(
         return_outputs=call.return_outputs,
         gather=call.gather,
         has_loss=call.weighting is not None,
+        reduction_order=weighting.reduction_order,
     )
-    for_all = opening, _written(factors), _written(shares)
+    for_all = opening, _written(weighting.factors), _written(weighting.shares)
     return [(*for_all, own, batch.targets if rank in lasts else None) for rank, own in enumerate(inputs)]
 
 
@@ -187,7 +190,9 @@ def received(message: tuple[Any, ...]) -> StepCall:
         looks=opening.looks,
         as_given=opening.as_given,
     )
-    weighting = Weighting(_read(factors, size), _read(shares, size)) if opening.has_loss else None
+    weighting = None
+    if opening.has_loss:
+        weighting = Weighting(_read(factors, size), _read(shares, size), opening.reduction_order)
     return StepCall(opening.method, batch, weighting, return_outputs=opening.return_outputs, gather=opening.gather)
 
 

@@ -79,12 +79,13 @@ class StepMetrics:
         shared = host.shared((own, rows)) if adds else host.loss_with_metrics(run.rank, own)
         rank, here, weighting, measures = run.rank, host.devices[run.rank], run.weighting, run.measures
         size = len(run.microbatches)
+        order = host.reduction_order
         found: list[_Result] = []
 
         def result() -> _Result:  # must not reference the run, which would keep the batch alive
             if not found:
                 parts: Any = shared()
-                loss, metrics = summed([ranks[rank][0] for ranks in parts], here) if adds else parts
+                loss, metrics = summed([ranks[rank][0] for ranks in parts], here, order) if adds else parts
                 if measures and metrics is None:
                     raise ExecutionError(
                         f"if any rank passes metrics=, all must pass it; another rank passed metrics=, but rank "

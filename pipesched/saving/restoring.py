@@ -30,7 +30,7 @@ _REMEDIES = {
 }
 
 
-_ROUNDING = ("num_replicas", "num_shards")  # settings that only change how sums are rounded
+_ROUNDING = ("num_replicas", "num_shards", "reduction_order")  # settings that only change how sums are rounded
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,7 +192,15 @@ class Restoring:
         """Warn about saved states for which no argument was passed, and about sums that are rounded differently."""
         saved, own = self._replicas
         shards = self._both("num_shards")
-        if saved != own:
+        orders = [one.facts.settings.get("reduction_order", "sequential") for one in (self._saved, self._run)]
+        if orders[0] != orders[1]:
+            warn(
+                f"the order in which gradients are added affects the bits of a run; {self._saved.where} was saved with "
+                f"reduction_order={orders[0]!r}, and this pipeline has {orders[1]!r}; the run continues, but differs "
+                f"in rounding; for identical bits pass Numerics(reduction_order={orders[0]!r}), or else ignore this "
+                f"warning"
+            )
+        elif saved != own and orders[0] == "sequential":
             warn(
                 f"gradients are added within each replica and then over replicas, so the bits of a run depend on their "
                 f"number; {self._saved.where} was saved with {saved} replica{'s' * (saved > 1)}, and this pipeline has "

@@ -14,7 +14,7 @@ from pipesched.errors import ScheduleError
 from pipesched.json_files import read_fields
 from pipesched.program.action_arrays import Ints
 
-__all__ = ["Link", "Links", "check_speed", "check_times", "plain"]
+__all__ = ["Collectives", "Link", "Links", "check_speed", "check_times", "plain"]
 
 
 def plain(value: Any) -> Any:
@@ -70,6 +70,41 @@ class Link:
         """The time for which one byte occupies the link, in seconds."""
         return 0 if self.bytes_per_s is None else 1 / self.bytes_per_s
 
+    def time_s(self, num_bytes: float) -> float:
+        """Return the time of a message, or of a collective that takes as long as a message on this link."""
+        return self.latency_s + num_bytes * self.byte_s
+
+
+@dataclass(frozen=True)
+class Collectives:
+    """Measured times of collectives: one of a tensor of n bytes takes ``latency_s + n / bytes_per_s`` seconds.
+
+    Attributes:
+        ranks: the ranks that take part.
+        all_reduce: the time of an all-reduce.
+        reduce_scatter: the time of a reduce-scatter. The tensor is the whole one.
+        all_gather: the time of an all-gather. The tensor is the gathered one.
+
+    """
+
+    ranks: tuple[int, ...]
+    all_reduce: Link
+    reduce_scatter: Link
+    all_gather: Link
+
+    def __post_init__(self) -> None:
+        rule = "collectives must have a list with the ranks that take part, each of them once"
+        object.__setattr__(self, "ranks", tuple(as_list(self.ranks, rule, "pass for example (0, 2)")))
+        if not self.ranks or len({*self.ranks}) < len(self.ranks) or not all(is_count(one, 0) for one in self.ranks):
+            raise ScheduleError(f"{rule}; got {shown(self.ranks)}; pass for example (0, 2)")
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "Collectives":
+        """Make collectives from the dict that ``asdict`` returned. Raises ScheduleError for invalid values."""
+        link = Link.from_dict
+        links: dict[str, Any] = {"all_reduce": link, "reduce_scatter": link, "all_gather": link}
+        return read_fields(cls, values, "collectives must have", **links)
+
 
 @dataclass(frozen=True)
 class Links:
@@ -86,6 +121,8 @@ class Links:
         special: links of individual pairs of ranks, as ``((from rank, to rank), link)`` or a mapping. Default: none.
         contended: whether a link carries only one message at a time, in the order in which they are sent. Default:
             False, messages do not delay each other.
+        collectives: measured collectives, one entry for each group of ranks. Default: none, the times of collectives
+            follow from the links.
 
     Raises:
         ScheduleError: for invalid values.
@@ -97,6 +134,7 @@ class Links:
     hosts: tuple[int, ...] = ()
     special: tuple[tuple[tuple[int, int], Link], ...] = ()
     contended: bool = False
+    collectives: tuple[Collectives, ...] = ()
 
     def __post_init__(self) -> None:
         rule = "hosts must be a list with the host number of each rank"
@@ -122,6 +160,10 @@ class Links:
         for link in (self.inside, self.between, *(link for _, link in self.special)):
             if not isinstance(link, Link):
                 raise ScheduleError(f"a link must be a pipesched.Link; got {link!r}; pass Link(latency_s, bytes_per_s)")
+        measured = tuple(as_list(self.collectives, _COLLECTIVES, _AS_TO_DICT))
+        object.__setattr__(self, "collectives", measured)
+        if not all(isinstance(one, Collectives) for one in measured) or len(self._collectives) < len(measured):
+            raise ScheduleError(f"{_COLLECTIVES}; got {shown(measured)}; {_AS_TO_DICT}")
 
     @classmethod
     def of_hosts(cls, ranks_per_host: int, num_ranks: int, **links: Any) -> "Links":
@@ -159,7 +201,13 @@ class Links:
             for (one, other), link in self.special
             if one in places and other in places
         )
-        return replace(self, hosts=tuple(map(numbers.__getitem__, hosts)), special=special)
+        collectives = tuple(
+            replace(one, ranks=tuple(map(places.__getitem__, one.ranks)))
+            for one in self.collectives
+            if places.keys() >= {*one.ranks}
+        )
+        own = tuple(map(numbers.__getitem__, hosts))
+        return replace(self, hosts=own, special=special, collectives=collectives)
 
     def _host(self, rank: int) -> int:
         if rank >= len(self.hosts):
@@ -170,7 +218,7 @@ class Links:
         return self.hosts[rank]
 
     def all_reduce_s(self, num_bytes: float, ranks: Sequence[int]) -> float:
-        """Return the time of an all-reduce in seconds: a reduce-scatter, then an all-gather, both in a ring.
+        """Return the time of an all-reduce in seconds: as measured, or a reduce-scatter and an all-gather in a ring.
 
         The times of a stage's buckets go into ``Costs.reduce_s``. With a link of 10 GB/s to the other replica:
 
@@ -183,15 +231,21 @@ class Links:
             ranks: the ranks that take part, in the order of the ring. The slowest link determines the time.
 
         """
-        return self.reduce_scatter_s(num_bytes, ranks) + self.all_gather_s(num_bytes, ranks)
+        ring_s = 2 * self._ring_s(num_bytes, ranks)
+        measured = self._collectives.get(frozenset(ranks))
+        return ring_s if measured is None else measured.all_reduce.time_s(num_bytes)
 
     def all_gather_s(self, num_bytes: float, ranks: Sequence[int]) -> float:
         """Return the time of an all-gather in seconds. ``num_bytes``: the size of the gathered tensor."""
-        return self._ring_s(num_bytes, ranks)
+        ring_s = self._ring_s(num_bytes, ranks)
+        measured = self._collectives.get(frozenset(ranks))
+        return ring_s if measured is None else measured.all_gather.time_s(num_bytes)
 
     def reduce_scatter_s(self, num_bytes: float, ranks: Sequence[int]) -> float:
         """Return the time of a reduce-scatter in seconds. ``num_bytes``: the size of the whole tensor."""
-        return self._ring_s(num_bytes, ranks)
+        ring_s = self._ring_s(num_bytes, ranks)
+        measured = self._collectives.get(frozenset(ranks))
+        return ring_s if measured is None else measured.reduce_scatter.time_s(num_bytes)
 
     def _ring_s(self, num_bytes: float, ranks: Sequence[int]) -> float:
         """Return the time of d - 1 rounds in a ring of d ranks, each with 1/d of the bytes on every link."""
@@ -208,6 +262,10 @@ class Links:
     @cached_property
     def _special(self) -> dict[tuple[int, int], Link]:
         return dict(self.special)
+
+    @cached_property
+    def _collectives(self) -> dict[frozenset[int], Collectives]:
+        return {frozenset(one.ranks): one for one in self.collectives}
 
     def latencies(self, senders: Ints, receivers: Ints) -> NDArray[Any]:
         """Return the latency of each message, in seconds."""
@@ -231,10 +289,12 @@ class Links:
 
     def to_dict(self) -> dict[str, Any]:
         """Convert to plain lists and numbers for JSON."""
-        return asdict(self) | {
+        plain = asdict(self) | {
             "hosts": list(self.hosts),
             "special": [[sender, receiver, asdict(link)] for (sender, receiver), link in self.special],
+            "collectives": [asdict(one) | {"ranks": list(one.ranks)} for one in self.collectives],
         }
+        return plain if self.collectives else {name: plain[name] for name in plain if name != "collectives"}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "Links":
@@ -255,8 +315,15 @@ class Links:
                 raise ScheduleError(f"{_SPECIAL}; got {shown(wrong)}; {_AS_TO_DICT}")
             return tuple(((sender, receiver), link(own)) for sender, receiver, own in rows)
 
-        return read_fields(cls, values, "links must have", partly=False, inside=link, between=link, special=special)
+        def collectives(rows: Any) -> tuple[Any, ...]:
+            return tuple(map(Collectives.from_dict, as_list(rows, _COLLECTIVES, _AS_TO_DICT)))
+
+        if isinstance(values, Mapping):
+            values = {"collectives": (), **values}  # files of links without replicas lack it
+        makes: dict[str, Any] = {"inside": link, "between": link, "special": special, "collectives": collectives}
+        return read_fields(cls, values, "links must have", partly=False, **makes)
 
 
+_COLLECTIVES = "collectives must be a list of Collectives, one for each group of ranks"
 _SPECIAL = "special must be a list of [from rank, to rank, link]"
 _AS_TO_DICT = "write the links with to_dict"

@@ -16,6 +16,7 @@ from pipesched.program.actions import OTHER_END, Holding, Kind
 from pipesched.program.liveness import bytes_held
 from pipesched.program.lowering import lower
 from pipesched.program.program import Program
+from pipesched.program.tree_groups import copies_held, num_tree_groups
 from pipesched.simulation.costs import Costs
 from pipesched.simulation.replica_memory import ReplicaMemory, held_with_replicas
 from pipesched.units import counted
@@ -82,6 +83,7 @@ def rank_memory(
     posted: int = 0,
     messages: Mapping[tuple[int, int], Message] | None = None,
     replicas: Sequence[ReplicaMemory] | None = None,
+    in_tree: bool = False,
 ) -> tuple[RankMemory, ...]:
     """Return an upper bound on each rank's peak memory in bytes, broken down by purpose.
 
@@ -95,6 +97,7 @@ def rank_memory(
             output.
         replicas: the memory that each stage needs because the pipeline has replicas. Default: the flat copies of
             ``costs.reduce_bytes``.
+        in_tree: whether the gradients of micro-batches are added as a tree. Default: False (one after the other).
 
     Raises:
         ScheduleError: if the costs and the program have different numbers of stages.
@@ -109,7 +112,7 @@ def rank_memory(
         program = replace(program, orders=program.orders.where(~program.columns.are(*OTHER_END)))
     if replicas is None:
         replicas = [ReplicaMemory.of_buffers(sizes) for sizes in costs.reduce_bytes]
-    held = _held(program, costs, _Sizes.of(program, costs, messages), posted, replicas)
+    held = _held(program, costs, _Sizes.of(program, costs, messages), posted, replicas, in_tree=in_tree)
     total = sum(held.values(), np.zeros(len(program.columns), np.int64))
     ends = pairwise(program.orders.offsets.tolist())
     rows = [start + int(np.argmax(total[start:stop])) if stop > start else None for start, stop in ends]
@@ -197,7 +200,13 @@ class _Sizes(NamedTuple):
 
 
 def _held(
-    program: Program, costs: Costs, messages: _Sizes, posted: int, replicas: Sequence[ReplicaMemory]
+    program: Program,
+    costs: Costs,
+    messages: _Sizes,
+    posted: int,
+    replicas: Sequence[ReplicaMemory],
+    *,
+    in_tree: bool,
 ) -> dict[str, Ints]:
     """Return the peak bytes during each action, keyed by purpose (a field of `RankMemory`)."""
     columns = program.columns
@@ -207,7 +216,7 @@ def _held(
     activations = _holding(
         program, replace(costs, input_bytes=inputs), Holding.INPUT, Holding.ACTIVATIONS, Holding.OFFLOADED
     )
-    gradients = _Gradients.of(program, sizes)
+    gradients = _Gradients.of(program, sizes, in_tree=in_tree)
     with_replicas = held_with_replicas(program, replicas, costs.update_transient_bytes)
     return {
         "gradients": gradients.around.before - with_replicas.released,
@@ -242,14 +251,17 @@ def _met(program: Program, buffer_bytes: Ints) -> _Around:
 
 
 class _Gradients(NamedTuple):
-    """The bytes of parameter gradients, held from a stage's first backward to its update or the end of the step."""
+    """The bytes of parameter gradients, held from a stage's first backward to its update or the end of the step.
+
+    If gradients are added as a tree, the sums of complete subtrees are held as well, until the last backward.
+    """
 
     around: _Around
     #: A mask of the actions that allocate the gradients.
     first: Mask
 
     @classmethod
-    def of(cls, program: Program, sizes: Mapping[str, Ints]) -> "_Gradients":
+    def of(cls, program: Program, sizes: Mapping[str, Ints], *, in_tree: bool) -> "_Gradients":
         """Compute the bytes of the gradients around each action of a program."""
         columns = program.columns
         whole = sizes["gradient_bytes"]
@@ -266,8 +278,41 @@ class _Gradients(NamedTuple):
             firsts = rows[np.unique(number[rows] * len(size) + columns.stage[rows], return_index=True)[1]]
             change[firsts] += size[columns.stage[firsts]]
             first[firsts] = True
+            if in_tree:
+                _add_subtrees(program, rows, size, change, first)
+        if in_tree:
+            _end_subtrees(program, whole, change)
         change[updates] -= whole[columns.stage[updates]]
         return cls(_Around.of(program, change), first)
+
+
+def _add_subtrees(program: Program, rows: Ints, size: Ints, change: Ints, first: Mask) -> None:
+    """Add the sums of subtrees to the bytes held: each later group of micro-batches starts with new gradients.
+
+    Args:
+        program: the program.
+        rows: the backwards that add these gradients.
+        size: the bytes of these gradients of each stage.
+        change: the bytes by which each action changes the memory held.
+        first: a mask of the actions that allocate gradients.
+
+    """
+    groups = num_tree_groups(program.num_microbatches)
+    columns = program.columns[rows]
+    group = columns.microbatch // (program.num_microbatches // groups)
+    held = np.asarray([copies_held(number) for number in range(groups)], np.int64)
+    begins = np.unique(columns.stage * groups + group, return_index=True)[1]
+    begins = begins[group[begins] > 0]
+    change[rows[begins]] += size[columns.stage[begins]] * np.diff(held, prepend=0)[group[begins]]
+    first[rows[begins]] = True
+
+
+def _end_subtrees(program: Program, whole: Ints, change: Ints) -> None:
+    """Take the sums of subtrees from the bytes held, before the first action that uses the sum of all gradients."""
+    columns = program.columns
+    rows = np.flatnonzero(columns.are(Kind.REDUCE, Kind.NORM, Kind.UPDATE))
+    rows = rows[np.unique(columns.stage[rows], return_index=True)[1]]
+    change[rows - 1] -= copies_held(num_tree_groups(program.num_microbatches) - 1) * whole[columns.stage[rows]]
 
 
 def _transients(columns: Columns, sizes: Mapping[str, Ints], gradients: _Gradients) -> Ints:

@@ -101,7 +101,8 @@ class Ledger:
 
     def _storages(self, tensors: Iterable[Tensor]) -> list[Any]:
         """Return the storages of the tensors on devices of this type. A live storage keeps the same Python object."""
-        mine = [tensor for tensor in tensors if tensor.layout is torch.strided and tensor.device.type == self._device]
+        held = map(_held_here, tensors)
+        mine = [tensor for tensor in held if tensor.layout is torch.strided and tensor.device.type == self._device]
         return [tensor.untyped_storage() for tensor in mine]
 
     def _write(self, storage: Any) -> None:
@@ -162,6 +163,16 @@ class _Allocator:
 
     def watching(self) -> AbstractContextManager[Any]:
         return nullcontext()
+
+
+def _held_here(tensor: Tensor) -> Tensor:
+    """Return the tensor in memory: for a DTensor, whose own storage has the size of the whole, this process's shard."""
+    to_local = getattr(tensor, "to_local", None)
+    if to_local is None:
+        return tensor
+    with torch.no_grad():
+        shard: Tensor = to_local()
+    return shard
 
 
 def _tensors(value: Any) -> list[Tensor]:

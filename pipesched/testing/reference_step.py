@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import reduce
 from typing import Any
 
 import torch
@@ -18,6 +19,8 @@ from pipesched.errors import InputError, ModelTypeError
 from pipesched.model.module_tree import check_initialised, is_in_a_row, layers_of
 from pipesched.model.state_guard import no_graph, untouched
 from pipesched.model.tied_weights import deliver
+from pipesched.program.tree_groups import num_tree_groups
+from pipesched.runtime.gradients.tree_sums import ReductionOrder
 from pipesched.runtime.microbatches import Microbatch, SplitDims, Splitter
 from pipesched.runtime.rank_host import ThreadRanks
 from pipesched.runtime.stage.batch_norm import BatchNormMode, MiniBatchNorms, Norms
@@ -48,6 +51,7 @@ def reference_step(
     whole_layers: Collection[str] = (),
     microbatches: Sequence[Microbatch] | None = None,
     num_replicas: int = 1,
+    reduction_order: ReductionOrder = "sequential",
     **kwargs: Any,
 ) -> Tensor:
     """Run one training step without a pipeline, one micro-batch after the other, as the reference for tests.
@@ -83,6 +87,8 @@ def reference_step(
         num_replicas: the number of replicas of the pipeline. The mini-batch is split into ``num_replicas`` times
             ``num_microbatches`` parts. Gradients are added first within each replica, then over the replicas in
             replica order. The total is added to the gradients from before the step. Default: 1.
+        reduction_order: how gradients and losses are added, as in ``Numerics``. With "tree", only the product of
+            ``num_microbatches`` and ``num_replicas`` matters. Default: "sequential".
         **kwargs: the model's keyword inputs, for the whole mini-batch.
 
     Returns:
@@ -107,7 +113,7 @@ def reference_step(
     whole_layers = as_whole_layers(whole, whole_layers)
     first = (args, kwargs) if not microbatches else (microbatches[0].args, microbatches[0].kwargs)
     weight, reduction = resolve_loss(whole, first, loss_fn, loss_weight, loss_reduction, split_dims)
-    splitter = Splitter(num_microbatches, False, split_dims, weight, reduction)
+    splitter = Splitter(num_microbatches, False, split_dims, weight, reduction, reduction_order)
     if microbatches is None:
         batch = splitter.batch(args, kwargs, target, num_replicas=num_replicas)
     else:
@@ -124,12 +130,13 @@ def reference_step(
         own_norms = norms.of_stage((0, 0), (0, 0), modules)
         run = _Unpipelined(whole, loss_fn, own_norms, batch.inputs[0], whole_layers, step_data)
         total: Tensor | None = None
-        replica_sums = _ReplicaSums(modules, num_replicas)
+        num_parts = num_replicas if reduction_order == "sequential" else num_tree_groups(len(factors))
+        parts = _PartSums(modules, num_parts, reduction_order)
         with norms.counting():
             for microbatch, (inputs, factor) in enumerate(zip(batch.inputs, factors, strict=True)):
-                if microbatch and microbatch % (len(factors) // num_replicas) == 0:
+                if microbatch and microbatch % (len(factors) // num_parts) == 0:
                     run.deliver()
-                    total = replica_sums.end(total)
+                    total = parts.end(total)
                 target_part = batch.targets[microbatch] if batch.targets else None
                 loss = run.loss(inputs, target_part, Key(seed, step, microbatch))
                 root = torch.zeros_like(loss) if factor == 0 else loss if factor is None else loss * factor
@@ -139,42 +146,54 @@ def reference_step(
                         torch.autograd.backward((edge_of(root), *run.added_edges()))
                 total = root.detach() if total is None else total + root.detach()
         run.deliver()
-        total = replica_sums.end(total)
+        total = parts.end(total)
     finally:
         torch.set_num_threads(threads)
     assert total is not None  # a batch has at least one micro-batch
     return with_added(total, step_data.added, weighting)
 
 
-class _ReplicaSums:
-    """Adds the losses and the gradients of replicas in replica order. Has no effect with one replica.
+class _PartSums:
+    """Adds the losses and the gradients of parts of a batch, which are replicas or groups of micro-batches.
 
-    Gradients from before the step are set aside, and the sum over replicas is added to them.
+    Gradients from before the step are set aside, and the sum over the parts is added to them. One replica changes
+    nothing.
     """
 
-    def __init__(self, modules: Mapping[str, nn.Module], num_replicas: int) -> None:
-        self._parameters = [p for module in modules.values() for p in module.parameters()] if num_replicas > 1 else []
-        self._left = num_replicas
+    def __init__(self, modules: Mapping[str, nn.Module], num_parts: int, order: ReductionOrder) -> None:
+        all_parameters = [parameter for module in modules.values() for parameter in module.parameters()]
+        self._parameters = all_parameters if num_parts > 1 or order == "tree" else []
+        self._num_parts = num_parts
+        self._sum = _in_a_row if order == "sequential" else _as_a_tree
         self._before = self._taken()
-        self._sums: list[Tensor | None] = [None] * len(self._parameters)
-        self._loss: Tensor | None = None
+        self._grads: list[list[Tensor | None]] = []
+        self._losses: list[Tensor | None] = []
 
     def end(self, loss: Tensor | None) -> Tensor | None:
-        """Add a replica's loss and gradients. Return the sum of the losses after the last replica, else None."""
-        self._left -= 1
-        self._loss = _added(self._loss, loss)
-        self._sums = [_added(total, grad) for total, grad in zip(self._sums, self._taken(), strict=True)]
-        if self._left:
+        """End a part with this loss. Return None, and after the last part the sum of the losses."""
+        self._losses.append(loss)
+        self._grads.append(self._taken())
+        if len(self._losses) < self._num_parts:
             return None
-        for parameter, before, total in zip(self._parameters, self._before, self._sums, strict=True):
-            parameter.grad = _added(before, total)
-        return self._loss
+        for parameter, before, *grads in zip(self._parameters, self._before, *self._grads, strict=True):
+            parameter.grad = _added(before, self._sum(grads))
+        return self._sum(self._losses)
 
     def _taken(self) -> list[Tensor | None]:
         grads = [parameter.grad for parameter in self._parameters]
         for parameter in self._parameters:
             parameter.grad = None
         return grads
+
+
+def _in_a_row(values: Sequence[Tensor | None]) -> Tensor | None:
+    return reduce(_added, values)
+
+
+def _as_a_tree(values: Sequence[Tensor | None]) -> Tensor | None:
+    """Add the halves of a power of two of values."""
+    half = len(values) // 2
+    return _added(_as_a_tree(values[:half]), _as_a_tree(values[half:])) if half else values[0]
 
 
 def _added(total: Tensor | None, value: Tensor | None) -> Tensor | None:

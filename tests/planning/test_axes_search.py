@@ -16,6 +16,8 @@ from pipesched.planning.report.report import Report
 from pipesched.planning.search_request import SearchRequest
 from pipesched.planning.tuner import find_plan, find_plan_of_replicas
 from pipesched.simulation.replication import ReplicaCosts, Replication
+from tests.support.jobs import axes
+from tests.support.rank_processes import Ranks
 from tests.support.synthetic_profiles import profile
 
 FAST = Links(inside=Link(1e-6, 1e12))
@@ -96,6 +98,22 @@ def test_given_axes_and_zero_are_kept(plan):
     assert (plan.replication.num_replicas, plan.program.num_ranks, plan.replication.zero) == (2, 2, 2)
 
 
+def test_weights_divided_between_steps_cost_as_much_as_gathered_updates(plan):
+    divided = tuned(axes={"pipeline": 2, "replicate": 2}, zero=3, num_microbatches=4)
+    assert divided.replication.zero == 3
+    assert divided.predicted().makespan_s == plan.predicted().makespan_s
+    assert divided.memory() == plan.memory()
+    assert [own.sent_bytes for own in divided.communication()] == [own.sent_bytes for own in plan.communication()]
+
+
+@pytest.mark.parametrize("zero", [0, 2, 3])
+def test_the_plan_runs_on_the_mesh_that_it_asks_for(ranks: Ranks, zero: int):
+    """The ranks tune, each for itself; the results are those of the loop."""
+    found = ranks.run(4, axes.runs_a_plan, zero)
+    assert found == [found[0]] * 4
+    assert found[0] == ({"dp": 2, "pp": 2}, zero)
+
+
 def test_replicas_go_inside_a_host_if_sums_are_larger_than_messages():
     links = Links.of_hosts(2, 4, inside=Link(1e-6, 1e12), between=Link(1e-6, 1e8))
     plan = tuned(axes={"pipeline": 2, "replicate": 2}, links=links, zero=0)
@@ -109,8 +127,8 @@ def test_the_batch_is_that_of_all_replicas(plan):
 
 
 def test_the_plan_states_its_axes_in_every_form(plan):
-    axes = [own.axis for own in plan.communication()]
-    assert axes == ["pipeline", "replicas", "zero"]
+    names = [own.axis for own in plan.communication()]
+    assert names == ["pipeline", "replicas", "zero"]
     assert "replicas: 2 ranks, 1.91 MiB sent by a rank per step" in plan.explain()
     report = Report(plan).text()
     assert "2 replicas of 2 ranks (dp 2 x pp 2, zero 2)" in report

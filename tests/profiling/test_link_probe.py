@@ -50,6 +50,18 @@ def test_the_probe_finds_what_the_links_are(data: Any, num_ranks: int, contended
         assert seen.spread < 1e-3
 
 
+def test_collectives_over_replicas_are_measured_and_decide_the_times_of_reductions(ranks: Ranks) -> None:
+    (links, times), *others = ranks.run(4, jobs.collectives, 0.02)
+    assert all(found == links for found, _ in others)
+    assert [one.ranks for one in links.collectives] == [(0, 2), (1, 3)]
+    for one in links.collectives:
+        assert one.all_gather.latency_s >= 0.02
+        assert one.all_reduce.latency_s >= 0.02
+        assert one.reduce_scatter.latency_s > 0
+    expected = [links.all_reduce_s(size * 4, ring) for size, ring in ((8 * 8 + 8, (0, 2)), (8 * 64 + 64, (1, 3)))]
+    assert [times["0REDUCE0"], times["1REDUCE0"]] == pytest.approx(expected)
+
+
 def test_latency_that_differs_by_direction_counts_half_each_way() -> None:
     links = Links(special={(0, 1): Link(0.01, 1e6), (1, 0): Link(0.03, 1e6)})
     found = probed(2, links)

@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 from pipesched import Costs, Program, lower, schedules, simulate
 from pipesched.errors import ScheduleError
 from pipesched.program.lowering import add_recompute
-from pipesched.simulation.links import Link, Links
+from pipesched.simulation.links import Collectives, Link, Links
 from pipesched.testing.fake_executor import run_virtual
 from tests.support.random_programs import costs_for, programs, quick
 
@@ -96,6 +97,25 @@ def test_links_without_figures_change_nothing(data):
 def test_the_fake_executor_and_the_simulator_agree_on_latency():
     program, costs = schedules.get("zb-h1").program(4, 8), Costs.uniform(4, transfer_s=2)
     assert run_virtual(program, costs).by_rank == simulate(program, costs).by_rank
+
+
+def test_measured_collectives_come_before_the_ring():
+    slow, fast = Link(1.0, 10.0), Link(0.5, None)
+    measured = Collectives((2, 0), all_reduce=slow, reduce_scatter=fast, all_gather=slow)
+    links = Links(inside=Link(1e-3, 1e6), collectives=(measured,))
+    assert links.all_reduce_s(20, (0, 2)) == links.all_gather_s(20, [0, 2]) == 3
+    assert links.reduce_scatter_s(20, (0, 2)) == 0.5
+    assert links.all_reduce_s(20, (0, 1)) == Links(inside=Link(1e-3, 1e6)).all_reduce_s(20, (0, 1))
+    assert Links.from_dict(json.loads(json.dumps(links.to_dict()))) == links
+    assert links.among([2, 3, 0]).collectives == (replace(measured, ranks=(0, 2)),)
+    assert not links.among([1, 2]).collectives
+    assert "collectives" not in Links().to_dict()  # files stay as they were
+    for wrong in ((measured, measured), (slow,)):
+        with pytest.raises(ScheduleError, match="collectives must be a list of Collectives, one for each group"):
+            Links(collectives=wrong)
+    for ranks in ((), (1, 1), (-1,)):
+        with pytest.raises(ScheduleError, match="the ranks that take part, each of them once"):
+            replace(measured, ranks=ranks)
 
 
 def test_links_come_back_from_json():

@@ -1,8 +1,8 @@
-"""Replica sum: adds tensors of several processes in replica order, so that the sum has the same bits in all of them.
+"""Replica sum: adds tensors of several processes in a fixed order, so that the sum has the same bits in all of them.
 
-Each process receives one shard of the tensor from every replica, adds the shards in replica order, and sends the sum
-back. A reduce-scatter or all-reduce of a library would send as many bytes, but it leaves the order of the additions to
-its algorithm, which depends on the number of bytes and the topology.
+Each process receives one shard of the tensor from every replica, adds the shards in replica order or as a binary tree
+over the replicas, and sends the sum back. A reduce-scatter or all-reduce of a library would send as many bytes, but it
+leaves the order of the additions to its algorithm, which depends on the number of bytes and the topology.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, distributed
 
 from pipesched.errors import ModelTypeError
+from pipesched.runtime.gradients.tree_sums import ReductionOrder
 from pipesched.runtime.rank_grid import own_group
 from pipesched.runtime.reductions.collective_lane import CollectiveLane, Ticket
 from pipesched.tensors.flat_buffers import free, padded, places
@@ -31,10 +32,14 @@ class ReplicaGroup:
     Args:
         groups: the global ranks of all such groups in the mesh, each in replica order.
         timeout_s: how long a process waits for another one, in seconds.
+        reduction_order: the order in which tensors of the replicas are added.
 
     """
 
-    def __init__(self, groups: Sequence[Sequence[int]], timeout_s: float) -> None:
+    def __init__(
+        self, groups: Sequence[Sequence[int]], timeout_s: float, reduction_order: ReductionOrder = "sequential"
+    ) -> None:
+        self._reduction_order = reduction_order
         ranks = next(ranks for ranks in groups if distributed.get_rank() in ranks)
         #: The global ranks of the group, in replica order.
         self.ranks = tuple(ranks)
@@ -52,14 +57,14 @@ class ReplicaGroup:
 
     @torch.no_grad()
     def add(self, buffer: Tensor) -> None:
-        """Replace a flat buffer with the sum of the replicas' buffers, added in replica order. Blocks the thread."""
+        """Replace a flat buffer with the sum of the replicas' buffers. Blocks the thread."""
         total = self._sum_of_own(buffer)
         _all_gather(buffer, total, group=self._group)
         free(total)
 
     @torch.no_grad()
     def scatter(self, buffer: Tensor) -> Tensor:
-        """Add the replicas' buffers in replica order, and return this replica's row of the sum. Blocks the thread.
+        """Return the sum of this replica's row of all replicas' buffers. Blocks the thread.
 
         ``buffer`` has a row for each replica. Its memory is freed.
         """
@@ -75,17 +80,20 @@ class ReplicaGroup:
         return own
 
     def _sum_of_own(self, buffer: Tensor) -> Tensor:
-        """Add all members' shards for this process in replica order. Returns the sum as a view of a new buffer.
+        """Return the sum of all members' shards for this process: a view of a new buffer.
 
         ``buffer`` holds this process's shard for each member, in the order of the group.
         """
         shards = torch.empty_like(buffer)
         distributed.all_to_all_single(shards, buffer, group=self._group)
         of_member = dict(zip(self._replicas, shards.view(self.size, -1), strict=True))
-        total: Tensor = of_member[0]
-        for replica in range(1, self.size):
-            total = total.add_(of_member[replica])
-        return total
+        sums: list[Tensor] = [of_member[replica] for replica in range(self.size)]
+        if self._reduction_order == "tree":  # of a power of two of replicas
+            while len(sums) > 1:
+                sums = [one.add_(other) for one, other in zip(sums[::2], sums[1::2], strict=True)]
+        for following in sums[1:]:
+            sums[0].add_(following)
+        return sums[0]
 
     @torch.no_grad()
     def spread(self, parts: Sequence[Sequence[Tensor]]) -> None:

@@ -3,7 +3,7 @@
 A stage contains no scheduling, rank or transport logic. Its `LayerRunner` calls the user's own layers.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from itertools import islice
@@ -18,6 +18,7 @@ from pipesched.program.checkpoint_options import LayerCheckpoint
 from pipesched.program.weight_versions import Uses
 from pipesched.runtime.gradients.buckets import GradientBuckets
 from pipesched.runtime.gradients.norms import GradientNorms
+from pipesched.runtime.gradients.tree_sums import TreeSums
 from pipesched.runtime.stage.batch_norm import Norms
 from pipesched.runtime.stage.compiled_layers import Compiled
 from pipesched.runtime.stage.divided_weights import DividedWeights
@@ -30,7 +31,7 @@ from pipesched.runtime.stage.weight_stash import WeightStash
 from pipesched.tensors.keyed_random import Key
 from pipesched.tensors.payload import Gradients, Payload, PerConsumer, memory_of, pytree, used_here
 
-__all__ = ["Stage"]
+__all__ = ["Stage", "TreeStage"]
 
 _NONE_BACK = PerConsumer()
 
@@ -84,8 +85,8 @@ class Stage:
         self._runner = LayerRunner(self.body, device, head, **options)
         self.modules = self._runner.modules
         self.optimizer = StageOptimizer(self.modules, self.layers)
-        #: Creates a new stage over the same layers, for a forward whose backward runs after other steps.
-        self.fresh = partial(Stage, self.body, device, head, **options)
+        #: Creates a new stage over the same layers, for a pass that stays open while other passes run.
+        self.fresh: Callable[[], Stage] = partial(Stage, self.body, device, head, **options)
 
     def begin(self, step_data: StepData, uses: Uses | None = None) -> None:
         """Start a step. State left by a failed step is discarded.
@@ -335,3 +336,50 @@ class Stage:
             return PerConsumer((grads,))
         left = iter(grads)
         return PerConsumer(tuple(islice(left, count)) for count in saved.num_grads)
+
+
+class TreeStage(Stage):
+    """A stage that adds the gradients of its micro-batches as a binary tree. The arguments are those of `Stage`."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.fresh = partial(TreeStage, *args, **options)
+        self._tree = TreeSums()
+
+    def begin(self, step_data: StepData, uses: Uses | None = None) -> None:
+        super().begin(step_data, uses)
+        own = (parameter for module in self.modules.values() for parameter in module.parameters())
+        self._tree.begin(own, len(step_data.inputs))
+
+    def end(self, failed: bool) -> None:
+        if not failed:
+            self._tree.finish()
+        super().end(failed)
+
+    def backward(self, microbatch: int, *grads: Gradients) -> PerConsumer:
+        with self._tree.adding(microbatch):
+            return super().backward(microbatch, *grads)
+
+    def input_grad(self, microbatch: int, *grads: Gradients) -> PerConsumer:
+        with self._tree.adding(microbatch):
+            return super().input_grad(microbatch, *grads)
+
+    def weight_grad(self, microbatch: int) -> None:
+        with self._tree.adding(microbatch):
+            super().weight_grad(microbatch)
+
+    def reduce(self, bucket: int) -> None:
+        self._tree.finish()
+        super().reduce(bucket)
+
+    def last_backward(self, microbatch: int, *grads: Gradients) -> PerConsumer:
+        """B: run the stage's last backward. No REDUCE starts during it, because the sums are complete only after it."""
+        return self.backward(microbatch, *grads)
+
+    def norm(self, number: int) -> GradientNorms:
+        self._tree.finish()
+        return super().norm(number)
+
+    def update(self, number: int, norms: Sequence[GradientNorms] = ()) -> None:
+        self._tree.finish()
+        super().update(number, norms)

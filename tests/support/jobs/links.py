@@ -5,12 +5,17 @@ import time
 from queue import SimpleQueue
 from typing import Any
 
-from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from pipesched import Distributed, Pipeline, Search, probe_links
 from pipesched.profiling.link_probe import measure_links
 from pipesched.profiling.overhead_probe import probe_overheads
+from pipesched.program.actions import Kind
 from pipesched.runtime.executors.processes import ProcessExecutor
+from pipesched.runtime.reductions import replica_sum
 from pipesched.runtime.transport.ports import Ports
 from pipesched.simulation.links import Links
 from pipesched.simulation.overheads import Overheads
@@ -85,3 +90,24 @@ def probe(group: Any, slow: dict[tuple[int, int], float]) -> Links:
 def overheads(group: Any) -> Overheads:
     """Return the overheads of ranks."""
     return probe_overheads(mesh=DeviceMesh.from_group(group, "cpu"), timeout=20, rounds=1)
+
+
+def collectives(group: Any, slow_s: float) -> tuple[Links, dict[str, float]]:
+    """The links of 2x2 ranks whose gathers take so many seconds more, and the predicted times of two reductions."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+    gather = replica_sum._all_gather
+
+    def slowly(*given: Any, **options: Any) -> None:
+        time.sleep(slow_s)
+        gather(*given, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(replica_sum, "_all_gather", slowly)
+        links = probe_links(mesh, timeout=20)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 64))
+    x = torch.zeros(2, 8)
+    options: dict[str, Any] = {"schedule": "1f1b", "boundaries": [1], "num_microbatches": 2}
+    options |= {"search": Search(links=links), "distributed": Distributed(timeout=20)}
+    with Pipeline(model, x, loss_fn=lambda output, _: output.sum(), mesh=mesh, **options) as pipe:
+        spans = [span for span in pipe.predicted.spans if span.action.kind is Kind.REDUCE]
+        return links, {str(span.action): float(span.end_s - span.start_s) for span in spans}
