@@ -1,6 +1,6 @@
 """Optimality: how far orders are from proven optima.
 
-python benchmarks/optimality.py [--generated | --large] [--effort 1] [--every 1]
+python benchmarks/optimality.py [--generated | --large | --equal] [--effort 1] [--every 1]
 
 `optima.json` has small problems that CP-SAT has solved to a proven optimum. For each family of problems, the script
 prints the best of the fixed schedules and the searched order, over the optimum of exact programs: median, 90th
@@ -9,7 +9,8 @@ of exact programs, that of all programs is used. A quotient below 1, and a searc
 of the fixed schedules, end the script with an error. ``--generated`` takes the problems of `instances.py` instead.
 
 ``--large`` prints the CPU seconds of searches with many micro-batches, and their orders over those of a search with
-20 times the effort, which takes about 5 s for p = 8 if numba is installed, and over the bound.
+20 times the effort, which takes about 5 s for p = 8 if numba is installed, and over the bound. ``--equal`` prints the
+idle time of schedules at equal times F = I = W with 8 ranks and 20 micro-batches, in forwards of a rank's layers.
 """
 
 import argparse
@@ -69,8 +70,12 @@ def main() -> None:
     parser.add_argument("--effort", type=Fraction, default=Fraction(1), help="the effort of the search, such as 1/40")
     parser.add_argument("--every", type=int, default=1, help="solve one of this many problems")
     parser.add_argument("--generated", action="store_true", help="the problems of instances.py, with stored optima")
+    parser.add_argument("--equal", action="store_true", help="idle time at equal times, by number of stages on a rank")
     parser.add_argument("--large", action="store_true", help="problems with many micro-batches")
     arguments = parser.parse_args()
+    if arguments.equal:
+        print_equal()
+        return
     solve(next(sample(1)), Fraction(0))  # compiles, if numba is installed
     if arguments.large:
         print_large(arguments.effort)
@@ -164,6 +169,23 @@ def print_large(effort: Fraction) -> None:
                 more = f"{longer:12.2f}  {makespan / simulate(other, problem.costs).makespan_s:22.3f}"
             name = f"{chunks} {place.__name__ if chunks > 1 else ''}"
             print(f"{p:3} {m:4}  {name:6}  {limit or '':5}  {seconds:7.2f}  {float(makespan / bound):14.3f}  {more}")
+
+
+def print_equal(p: int = 8, m: int = 20) -> None:
+    """Print the idle time of a rank's span at equal times, and the idle time that no schedule can avoid."""
+    print("schedule        stages on a rank   idle   least possible for chains with these stages")
+    of_each = [(name, chunks) for name in ("interleaved-zb", "searched") for chunks in range(1, 7)]
+    for name, chunks in (("dualpipe", 2), ("zb-v", 2), *of_each):
+        options = {"interleaved-zb": {"chunks_per_rank": chunks}, "searched": {"placement": v(p, chunks)}}
+        program = schedules.get(name).program(p, m, **options.get(name, {}))
+        costs = Costs.uniform(program.num_stages)
+        parts = int(program.visits.sum()) // m // p  # stages of a rank that a micro-batch visits
+        idle = simulate(program, costs).makespan_s / parts - 3 * m
+        least = ""
+        if program.is_chain:
+            bound = lower_bound(costs, m, placement=program.placement, effort=0)
+            least = f"{float(bound / parts - 3 * m):.2f}"
+        print(f"{name:15} {chunks:16}  {float(idle):5.2f}   {least}")
 
 
 def row(name: str, results: list[Result]) -> str:
