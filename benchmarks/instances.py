@@ -1,6 +1,9 @@
 """Instances: compares the bound with proved optima of random small scheduling problems. Needs ortools.
 
-python benchmarks/instances.py --count 40 [--file optima.json] [--effort 60]
+python benchmarks/instances.py --count 40 [--seed 0] [--effort 60] [--independent | --stored | --file optima.json]
+
+With ``--independent`` the solver does not know the bound, so a bound above the optimum is found. `optima.json` has the
+optima of 2,002 instances that were proved in this way; ``--stored`` reads them.
 """
 
 import argparse
@@ -8,7 +11,7 @@ import json
 import random
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median, quantiles
 from time import process_time
@@ -17,7 +20,9 @@ from pipesched import Costs, lower_bound
 from pipesched.program.placement import Placement, loop, v
 from pipesched.simulation.exact_solver import solve
 
-__all__ = ["FAMILIES", "Instance", "instances"]
+__all__ = ["FAMILIES", "OPTIMA", "Instance", "instances", "realistic_costs", "stored"]
+
+OPTIMA = Path(__file__).parent / "optima.json"
 
 FAMILIES = (
     "small",
@@ -66,7 +71,7 @@ def _one(family: str, rng: random.Random) -> Instance:
         limit = None if "cap" not in family else max(1, ranks - 1) if family.endswith("p-1") else ranks
         return Instance(
             family=family,
-            costs=_realistic_costs(ranks, rng),
+            costs=realistic_costs(ranks, rng),
             num_microbatches=rng.randint(4, 8),
             placement=tuple(range(ranks)),
             max_in_flight=limit,
@@ -88,7 +93,7 @@ def _random_costs(stages: int, rng: random.Random) -> Costs:
     return Costs(forward, inputs, weights, _whole(inputs, weights, rng), transfer_s=rng.choice((0, 0, 1, 3)))
 
 
-def _realistic_costs(stages: int, rng: random.Random) -> Costs:
+def realistic_costs(stages: int, rng: random.Random) -> Costs:
     """Return similar stages, one of which takes up to 1.6 times as long, like a stage with the head."""
     forward = [rng.randint(14, 20) for _ in range(stages)]
     heavy = rng.randrange(stages)
@@ -124,6 +129,15 @@ def counted_chunks(chunks: int) -> str:
     return "1 stage per rank" if chunks == 1 else f"{chunks} stages per rank"
 
 
+def stored(every: int = 1) -> Iterator[Instance]:
+    """Yield one of ``every`` generated instances whose optima are proved and stored."""
+    found = json.loads(OPTIMA.read_text())["generated"]
+    for family, optima in found["optima"].items():
+        for number, instance in enumerate(instances(family, len(optima), found["seed"])):
+            if number % every == 0:
+                yield replace(instance, optimum_s=optima[number])
+
+
 def bounds_of(instance: Instance) -> tuple[float, float, float]:
     """Return the bound by formulas alone, the whole bound, and the CPU seconds of the latter."""
     limits = {"placement": instance.placement, "max_in_flight": instance.max_in_flight}
@@ -138,13 +152,12 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=20, help="instances of each family (2,000 in all: --count 286)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--effort", type=float, default=60.0, help="most deterministic time of a proof, in seconds")
+    parser.add_argument("--independent", action="store_true", help="do not tell the solver the bound")
+    parser.add_argument("--stored", action="store_true", help="read the instances with stored optima instead")
     parser.add_argument("--file", type=Path, help="read instances with proved optima instead")
     args = parser.parse_args()
-    every = (
-        read(args.file)
-        if args.file
-        else (each for family in FAMILIES for each in instances(family, args.count, args.seed))
-    )
+    generated = (each for family in FAMILIES for each in instances(family, args.count, args.seed))
+    every = read(args.file) if args.file else stored() if args.stored else generated
     rows = defaultdict(list)
     above = unproved = 0
     for each in every:
@@ -155,6 +168,7 @@ def main() -> None:
                 each.num_microbatches,
                 placement=each.placement,
                 max_in_flight=each.max_in_flight,
+                low=0 if args.independent else None,
                 effort=args.effort,
             )
             if not found.proved or found.makespan_s is None:

@@ -1,30 +1,64 @@
-"""Optimality: compares orders with proven optima. ``python benchmarks/optimality.py [--effort 1] [--every 1]``.
+"""Optimality: compares orders with proven optima.
+
+python benchmarks/optimality.py [--generated | --large | --equal] [--effort 1] [--every 1]
 
 `optima.json` has small problems that CP-SAT has solved to a proven optimum. For each family of problems, the script
 prints the best of the fixed schedules and the searched order, over the optimum of exact programs: median, 90th
 percentile and maximum, and the share of problems that are solved to the optimum. If CP-SAT has not proved the optimum
-of exact programs, that of all programs is used. A quotient below 1 ends the script with an error.
+of exact programs, that of all programs is used. A quotient below 1, and a searched order that is longer than the best
+of the fixed schedules, end the script with an error. ``--generated`` takes the problems of `instances.py` instead.
+
+``--large`` prints the CPU seconds of searches with many micro-batches, and their orders over those of a search with
+20 times the effort, which takes about 5 s for p = 8 if numba is installed, and over the bound. ``--equal`` prints the
+idle time of schedules at equal times F = I = W with 8 ranks and 20 micro-batches, in forwards of a rank's layers.
 """
 
 import argparse
 import json
+import random
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from fractions import Fraction
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from pipesched import Costs, lower_bound, schedules, simulate, validate
+from instances import OPTIMA, Instance, realistic_costs, stored
 
-Problem = dict[str, Any]
+from pipesched import Costs, Program, lower_bound, schedules, simulate, validate
+from pipesched.program.placement import loop, v
+from pipesched.simulation.best_known import best_known
+
 LONG = 9  # problems with a longer forward have times as in real models; the others are random
+LARGER = 20  # the effort to compare with
+#: Ranks, micro-batches, stages on a rank, placement, limit, and whether to compare with more effort.
+LARGE = (
+    (8, 32, 1, loop, None, True),
+    (8, 32, 1, loop, 8, True),
+    (8, 32, 2, loop, None, True),
+    (8, 32, 2, loop, 16, True),
+    (8, 32, 2, v, None, True),
+    (8, 32, 2, v, 16, True),
+    (16, 128, 2, loop, None, False),
+    (16, 128, 2, v, 32, False),
+    (64, 512, 1, loop, None, False),
+)
+
+
+class Case(NamedTuple):
+    """A problem, its optimum and what is known of it."""
+
+    instance: Instance
+    #: The optimum of all programs, if it is known; otherwise of exact ones.
+    optimum_s: float
+    exact_optimum_s: float
+    #: The best of the fixed schedules, or None if none fits.
+    fixed_s: float | None
 
 
 class Result(NamedTuple):
     """The makespans of a problem."""
 
-    optimum_s: int
-    fixed_s: int | None
+    optimum_s: float
+    fixed_s: float | None
     searched_s: float
     bound_s: float
     seconds: float
@@ -35,12 +69,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--effort", type=Fraction, default=Fraction(1), help="the effort of the search, such as 1/40")
     parser.add_argument("--every", type=int, default=1, help="solve one of this many problems")
+    parser.add_argument("--generated", action="store_true", help="the problems of instances.py, with stored optima")
+    parser.add_argument("--equal", action="store_true", help="idle time at equal times, by number of stages on a rank")
+    parser.add_argument("--large", action="store_true", help="problems with many micro-batches")
     arguments = parser.parse_args()
-    instances = json.loads((Path(__file__).parent / "optima.json").read_text())["instances"]
-    solve(instances[0], Fraction(0))  # compiles, if numba is installed
+    if arguments.equal:
+        print_equal()
+        return
+    solve(next(sample(1)), Fraction(0))  # compiles, if numba is installed
+    if arguments.large:
+        print_large(arguments.effort)
+        return
     families: dict[str, list[Result]] = {}
-    for instance in instances[:: arguments.every]:
-        families.setdefault(family(instance), []).append(solve(instance, arguments.effort))
+    for case in generated(arguments.every) if arguments.generated else sample(arguments.every):
+        families.setdefault(case.instance.family, []).append(solve(case, arguments.effort))
     print(f"{'':28}      fixed / optimum            searched / optimum         optimum / bound        seconds")
     print(f"{'family':28} cases  median  p90    max    exact  median  p90    max    exact  median  p90    max    max")
     for name, results in sorted(families.items()):
@@ -48,35 +90,102 @@ def main() -> None:
     print(row("all", [result for results in families.values() for result in results]))
 
 
-def family(instance: Problem) -> str:
-    """Name the family of a problem: its times, its stages and its limit."""
-    num_ranks, limit = instance["num_ranks"], instance["max_in_flight"]
-    times = "real" if max(instance["forward_s"]) > LONG else "random"
-    chunks = len(instance["placement"]) // num_ranks
-    room = "no limit" if limit is None else "limit < p" if limit < num_ranks else "limit >= p"
-    return f"{times}, {chunks} a rank, {room}"
+def sample(every: int) -> Iterator[Case]:
+    """Yield the problems of optima.json."""
+    for each in json.loads(OPTIMA.read_text())["instances"][::every]:
+        num_ranks, limit = each["num_ranks"], each["max_in_flight"]
+        times = "real" if max(each["forward_s"]) > LONG else "random"
+        chunks = len(each["placement"]) // num_ranks
+        room = "no limit" if limit is None else "limit < p" if limit < num_ranks else "limit >= p"
+        names = ("forward_s", "input_grad_s", "weight_grad_s", "backward_s", "transfer_s")
+        instance = Instance(
+            family=f"{times}, {chunks} a rank, {room}",
+            costs=Costs(**{name: each[name] for name in names}),
+            num_microbatches=each["num_microbatches"],
+            placement=tuple(each["placement"]),
+            max_in_flight=limit,
+        )
+        optimum = each["optimum_s"]
+        yield Case(instance, optimum, each["exact_optimum_s"] or optimum, each["best_of_catalogue_s"])
 
 
-def solve(instance: Problem, effort: Fraction) -> Result:
+def generated(every: int) -> Iterator[Case]:
+    """Yield the problems of instances.py with stored optima."""
+    fixed = [name for name in schedules.names() if name != "searched"]
+    for each in stored(every):
+        assert each.optimum_s is not None
+        program = best_known(each.costs, each.num_microbatches, each.placement, each.max_in_flight, names=fixed)
+        fixed_s = None if program is None else simulate(program, each.costs).makespan_s
+        yield Case(each, each.optimum_s, each.optimum_s, fixed_s)
+
+
+def search(each: Instance, effort: Fraction) -> tuple[Program, float]:
+    """Return the searched program of a problem, and the CPU seconds of the search."""
+    searched = schedules.get("searched").with_options(costs=each.costs, placement=each.placement, effort=effort)
+    began = time.process_time()
+    program = searched.program(max(each.placement) + 1, each.num_microbatches, max_in_flight=each.max_in_flight)
+    return program, time.process_time() - began
+
+
+def solve(case: Case, effort: Fraction) -> Result:
     """Search an order for a problem, check it, and compare it with the optimum."""
-    names = ("forward_s", "input_grad_s", "weight_grad_s", "backward_s", "transfer_s")
-    costs = Costs(**{name: instance[name] for name in names})
-    placement, limit = tuple(instance["placement"]), instance["max_in_flight"]
-    searched = schedules.get("searched").with_options(costs=costs, placement=placement, max_in_flight=limit)
-    began = time.perf_counter()
-    program = searched.program(instance["num_ranks"], instance["num_microbatches"], effort=effort)
-    seconds = time.perf_counter() - began
-    validate(program, max_in_flight=limit, exact=True)
+    each = case.instance
+    program, seconds = search(each, effort)
+    validate(program, max_in_flight=each.max_in_flight, exact=True)
+    limits = {"placement": each.placement, "max_in_flight": each.max_in_flight}
     result = Result(
-        optimum_s=instance["exact_optimum_s"] or instance["optimum_s"],
-        fixed_s=instance["best_of_catalogue_s"],
-        searched_s=simulate(program, costs).makespan_s,
-        bound_s=lower_bound(costs, instance["num_microbatches"], placement=placement, max_in_flight=limit),
+        optimum_s=case.exact_optimum_s,
+        fixed_s=case.fixed_s,
+        searched_s=simulate(program, each.costs).makespan_s,
+        bound_s=lower_bound(each.costs, each.num_microbatches, **limits),
         seconds=seconds,
     )
-    if not result.bound_s <= instance["optimum_s"] <= result.searched_s:
-        raise SystemExit(f"a bound above the optimum, or an order below it: {result}, {instance}")
+    if not result.bound_s <= case.optimum_s <= result.searched_s:
+        raise SystemExit(f"a bound above the optimum, or an order below it: {result}, {each}")
+    if result.fixed_s is not None and result.searched_s > result.fixed_s:
+        raise SystemExit(f"a searched order that is longer than a fixed schedule: {result}, {each}")
     return result
+
+
+def print_large(effort: Fraction) -> None:
+    """Print the times and the results of searches with many micro-batches."""
+    print("  p    m  stages  limit    CPU s  over the bound   CPU s with more effort  over its result")
+    for p, m, chunks, place, limit, compare in LARGE:
+        for number in range(2 if compare else 1):
+            problem = Instance(
+                family="large",
+                costs=realistic_costs(p * chunks, random.Random(number)),
+                num_microbatches=m,
+                placement=place(p, chunks),
+                max_in_flight=limit,
+            )
+            search(problem, Fraction(0))  # loads the compiled code
+            program, seconds = search(problem, effort)
+            makespan = simulate(program, problem.costs).makespan_s
+            bound = lower_bound(problem.costs, m, placement=problem.placement, max_in_flight=limit, effort=0)
+            more = f"{'':12}"
+            if compare:
+                other, longer = search(problem, LARGER * effort)
+                more = f"{longer:12.2f}  {makespan / simulate(other, problem.costs).makespan_s:22.3f}"
+            name = f"{chunks} {place.__name__ if chunks > 1 else ''}"
+            print(f"{p:3} {m:4}  {name:6}  {limit or '':5}  {seconds:7.2f}  {float(makespan / bound):14.3f}  {more}")
+
+
+def print_equal(p: int = 8, m: int = 20) -> None:
+    """Print the idle time of a rank's span at equal times, and the idle time that no schedule can avoid."""
+    print("schedule        stages on a rank   idle   least possible for chains with these stages")
+    of_each = [(name, chunks) for name in ("interleaved-zb", "searched") for chunks in range(1, 7)]
+    for name, chunks in (("dualpipe", 2), ("zb-v", 2), *of_each):
+        options = {"interleaved-zb": {"chunks_per_rank": chunks}, "searched": {"placement": v(p, chunks)}}
+        program = schedules.get(name).program(p, m, **options.get(name, {}))
+        costs = Costs.uniform(program.num_stages)
+        parts = int(program.visits.sum()) // m // p  # stages of a rank that a micro-batch visits
+        idle = simulate(program, costs).makespan_s / parts - 3 * m
+        least = ""
+        if program.is_chain:
+            bound = lower_bound(costs, m, placement=program.placement, effort=0)
+            least = f"{float(bound / parts - 3 * m):.2f}"
+        print(f"{name:15} {chunks:16}  {float(idle):5.2f}   {least}")
 
 
 def row(name: str, results: list[Result]) -> str:

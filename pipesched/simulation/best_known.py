@@ -15,7 +15,12 @@ __all__ = ["best_known"]
 
 
 def best_known(
-    costs: Costs, num_microbatches: int, placement: Placement, max_in_flight: int | Sequence[int] | None = None
+    costs: Costs,
+    num_microbatches: int,
+    placement: Placement,
+    max_in_flight: int | Sequence[int] | None = None,
+    *,
+    names: Sequence[str] | None = None,
 ) -> Program | None:
     """Return the fastest exact program of any schedule; None if no schedule has this placement within the limits.
 
@@ -25,23 +30,28 @@ def best_known(
         placement: the rank of each stage.
         max_in_flight: the most (stage, micro-batch) pairs that a rank may hold: one number, or one per rank.
             Default: no limit.
+        names: the names of the schedules to compare. Default: all schedules.
 
     """
     fitting = [
         program
-        for program in _programs(costs, num_microbatches, tuple(placement), max_in_flight)
+        for program in _programs(costs, num_microbatches, tuple(placement), max_in_flight, names)
         if max_in_flight is None or _fits(program, rank_limits(max_in_flight, program.num_ranks))
     ]
     return min(fitting, key=lambda program: step_time(program, costs), default=None)
 
 
 def _programs(
-    costs: Costs, num_microbatches: int, placement: Placement, max_in_flight: int | Sequence[int] | None
+    costs: Costs,
+    num_microbatches: int,
+    placement: Placement,
+    max_in_flight: int | Sequence[int] | None,
+    names: Sequence[str] | None,
 ) -> Iterator[Program]:
     """Yield the program of each schedule that has this placement. Schedules with an option ``costs`` get the costs."""
     num_ranks = max(placement) + 1
     chunks = len(placement) // num_ranks
-    for name in schedules.names():
+    for name in schedules.names() if names is None else names:
         schedule = schedules.get(name)
         given: dict[str, Any] = {"chunks_per_rank": chunks, "costs": costs, "placement": placement}
         if isinstance(max_in_flight, int):

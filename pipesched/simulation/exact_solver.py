@@ -66,6 +66,7 @@ def solve(
     max_in_flight: int | Sequence[int] | None = None,
     split: bool = True,
     start: Program | None = None,
+    low: float | None = None,
     effort: float = _EFFORT,
 ) -> Solution:
     """Find the fastest exact program for a chain of stages, and prove how fast a program can be.
@@ -81,6 +82,8 @@ def solve(
         split: whether each backward can be one B, or an I and a W. If False, every backward is a B. Default: True.
         start: the program to start from, with this placement and within the limits. Default: the fastest program of
             all schedules.
+        low: a lower bound in seconds on the makespan, from which the solver starts. With 0, the solver's result is
+            independent of ``lower_bound``, and checks it. Default: ``lower_bound``.
         effort: the limit on the solver's deterministic time; one unit takes about a second. Default: 60.
 
     Raises:
@@ -96,7 +99,8 @@ def solve(
     if isinstance(effort, bool) or not isinstance(effort, int | float) or not effort > 0:
         raise ScheduleError(f"effort must be a number above 0; got {effort!r}; for example, pass 60")
     placement = tuple(range(costs.num_stages)) if placement is None else tuple(placement)
-    low = lower_bound(costs, num_microbatches, placement=placement, max_in_flight=max_in_flight, split=split)
+    if low is None:
+        low = lower_bound(costs, num_microbatches, placement=placement, max_in_flight=max_in_flight, split=split)
     if start is None:
         start = best_known(costs, num_microbatches, placement, max_in_flight)
     elif start.placement != placement or start.num_microbatches != num_microbatches:

@@ -1,6 +1,8 @@
 """The search for orders: its evaluation, its limits, its results against proven optima."""
 
 import json
+import random
+from dataclasses import replace
 from fractions import Fraction
 from itertools import pairwise
 from pathlib import Path
@@ -11,6 +13,8 @@ from hypothesis import strategies as st
 
 from pipesched import Costs, Program, schedules, simulate, validate
 from pipesched.errors import MemoryLimitError, ScheduleError
+from pipesched.program.search.problem import Problem, Resource
+from pipesched.program.search.search import search
 from pipesched.simulation.links import Link, Links
 from tests.support.random_programs import quick
 
@@ -96,7 +100,6 @@ def makespan(program, costs):
     """The makespan as the search evaluates it, in seconds."""
     from pipesched.program.generators import searched_orders as orders
     from pipesched.program.order import Shape
-    from pipesched.program.search.search import search
 
     shape = Shape(program.num_ranks, program.num_microbatches, 1, program.placement)
     problem = orders._problem(shape, [costs] * program.num_microbatches, [])
@@ -190,3 +193,41 @@ def test_uneven_numbers_of_stages_and_several_limits():
     validate(program, max_in_flight=(4, 1), exact=True)
     assert isinstance(program, Program)
     assert all(a.microbatch <= b.microbatch for a, b in pairwise(a for a in program.orders[1] if a.kind == "F"))
+
+
+def rows(num_stages, num_microbatches, seed):
+    """The times of F, I, W and B for each stage and micro-batch: uneven stages, and a B that is shorter than I + W."""
+    rng = random.Random(seed)
+    times = [[rng.randint(14, 24) for _ in range(num_stages)] for _ in range(3)]
+    times.append([i + w - rng.randint(0, 4) for _, i, w in zip(*times, strict=True)])
+    return [[[time] * num_microbatches for time in row] for row in times]
+
+
+def uneven_problem(num_ranks=4, num_microbatches=20, chunks=1):
+    stages = num_ranks * chunks
+    one = [[[1] * num_microbatches] * stages] * 2
+    none = [[[0] * num_microbatches] * stages] * 2
+    return Problem(
+        num_ranks=num_ranks,
+        placement=tuple(range(num_ranks)) * chunks,
+        num_microbatches=num_microbatches,
+        times=rows(stages, num_microbatches, seed=1),
+        forward_lags=[[1] * num_microbatches] * (stages - 1),
+        backward_lags=[[1] * num_microbatches] * (stages - 1),
+        resources=[Resource(takes=[one[0], *none, none[0]], gives=[*none, *one], limits=[num_ranks] * num_ranks)],
+    )
+
+
+def test_a_rule_for_each_rank_is_better_than_one_for_all():
+    same, own = (search(uneven_problem(), [], steps=0, lists=1, climbs=climbs) for climbs in (0, 40))
+    assert own.makespan < same.makespan
+    assert own.evaluations > same.evaluations
+    assert own == search(uneven_problem(), [], steps=0, lists=1, climbs=40)
+
+
+def test_a_problem_with_fewer_microbatches():
+    problem = uneven_problem()
+    assert problem.shortened(3).num_microbatches == 3
+    assert problem.shortened(20) is None
+    times = [[[*row[:-1], 50] for row in table] for table in problem.times]
+    assert replace(problem, times=times).shortened(3) is None  # its last micro-batch is longer

@@ -21,7 +21,6 @@ from pipesched.program.liveness import peak_in_flight, rank_limits
 from pipesched.program.order import Order, Schedule, Shape
 from pipesched.program.program import Program
 from pipesched.program.search.problem import BACKWARD, FORWARD, INPUT_GRAD, KINDS, WEIGHT_GRAD, Problem, Resource
-from pipesched.program.search.search import search
 from pipesched.units import counted
 
 __all__ = ["StageCosts", "searched_orders"]
@@ -29,7 +28,10 @@ __all__ = ["StageCosts", "searched_orders"]
 _STEPS = 400_000  # steps of annealing at effort 1
 _LISTS = 300  # list schedules at effort 1
 _FEW_LISTS = 16  # the least number of list schedules
-_LISTED = 50_000  # the most actions in all list schedules together, unless _FEW_LISTS schedules have more
+_LISTED = 24_000  # the most actions in all list schedules together, unless _FEW_LISTS schedules have more
+_CLIMBS = 100  # list schedules that improve the rules, for each stage of a rank, at effort 1
+_FEW_ACTIONS = 100  # a problem with at most this many actions is searched without improving rules
+_CLIMBED = 600_000  # the most actions in these list schedules together, at effort 1
 _LONGEST = 1 << 32  # the longest time, in units of the search
 _MOST_SEARCHED = 20_000  # (stage, micro-batch) pairs up to which known schedules that search take part
 _KIND_OF = {Kind.F: FORWARD, Kind.I: INPUT_GRAD, Kind.W: WEIGHT_GRAD, Kind.B: BACKWARD}
@@ -97,6 +99,8 @@ def searched_orders(
     """
     if not isinstance(effort, int | float | Fraction) or not 0 <= effort < _LONGEST:
         raise ScheduleError(f"effort must be a number, at least 0; got {shown(effort)}; pass 1 for the default")
+    from pipesched.program.search.search import ROUNDS, search  # here, because it imports numba if that is installed
+
     of_each = _of_each_microbatch(shape, costs)
     resources = _resources(shape, of_each, limits)
     problem = _problem(shape, of_each, resources)
@@ -106,7 +110,7 @@ def searched_orders(
     lists = max(
         _FEW_LISTS, min(int(_LISTS * math.sqrt(effort)), _LISTED // (3 * shape.num_stages * shape.num_microbatches))
     )
-    found = search(problem, known, steps=int(_STEPS * effort), lists=lists)
+    found = search(problem, known, steps=int(_STEPS * effort), lists=lists, climbs=_climbs(shape, effort, ROUNDS))
     if found is None:
         given = ", ".join(f"{name}={shown(limit)}" for name, limit in limits.items() if limit is not None)
         raise MemoryLimitError(
@@ -115,6 +119,14 @@ def searched_orders(
             f"limit, use more ranks, or cut the model into smaller stages"
         )
     return [_order(shape, codes) for codes in found.orders]
+
+
+def _climbs(shape: Shape, effort: float, rounds: int) -> int:
+    """Return the number of list schedules to improve rules: none for problems that annealing solves better."""
+    actions = 3 * shape.num_stages * min(shape.num_microbatches, rounds * shape.num_ranks)
+    if actions <= _FEW_ACTIONS:
+        return 0
+    return int(effort * min(_CLIMBS * -(-shape.num_stages // shape.num_ranks), _CLIMBED // actions))
 
 
 class _Equal:

@@ -1,7 +1,6 @@
 """Simulated annealing of orders (Kirkpatrick et al. 1983), reproducible on every machine.
 
-Random numbers come from a xorshift generator with two words of 32 bits (Marsaglia 2003), and all arithmetic is on
-whole numbers. Equal inputs therefore give equal orders on every machine, with and without compilation.
+All arithmetic is on whole numbers. Equal inputs therefore give equal orders on every machine, with and without compilation.
 """
 
 import math
@@ -11,10 +10,10 @@ from pipesched.program.search.compiled import Whole, compiled, whole
 from pipesched.program.search.evaluation import UNFIT, Clocks, Sequences, clocks, copy, evaluate, hold, sequences
 from pipesched.program.search.moves import fuse, rotate, shift, split
 from pipesched.program.search.problem import BACKWARD, FORWARD, KINDS, Tables
+from pipesched.program.search.random_numbers import draw, start, state
 
 __all__ = ["Annealer", "Cooling"]
 
-_WORD = 0xFFFFFFFF
 _DRAWS = 1024  # different values of a random acceptance
 _ONE = 1 << 16  # fixed point: 1.0
 _STAGES = 64  # different temperatures of a run
@@ -51,7 +50,7 @@ class Annealer:
 
     def __init__(self, tables: Tables) -> None:
         self._tables = tables
-        self._memory = _Memory(clocks(tables), whole([0] * len(tables.rank_of_slot)), whole([0, 0]))
+        self._memory = _Memory(clocks(tables), whole([0] * len(tables.rank_of_slot)), state())
         self._current = sequences(tables)
 
     def run(self, best: Sequences, makespan: int, cooling: Cooling, *, goal: int, seed: int) -> tuple[int, int]:
@@ -73,8 +72,7 @@ class Annealer:
         mean = max(1, int(total)) / max(1, sum(best.lengths))
         ratio = cooling.cold / cooling.hot
         heats = [cooling.hot * mean * ratio ** (stage / (_STAGES - 1)) for stage in range(_STAGES)]
-        self._memory.random[0] = seed * 2654435769 + 362436069 & _WORD
-        self._memory.random[1] = 521288629
+        start(self._memory.random, seed)
         copy(best, self._current)
         heat = whole(round(value * 256) for value in heats)
         steps = max(1, cooling.steps // _STAGES)
@@ -95,20 +93,6 @@ class _Run(NamedTuple):
 
 
 @compiled
-def _draw(random: Whole) -> int:
-    """Return a random number of 32 bits."""
-    a = random[0]
-    b = random[1]
-    a ^= (a << 10) & _WORD
-    a ^= a >> 13
-    random[0] = b
-    b ^= b >> 10
-    b ^= a
-    random[1] = b
-    return b
-
-
-@compiled
 def _anneal(tables: Tables, memory: _Memory, orders: Sequences, best: Sequences, run: _Run) -> tuple[int, int]:
     random = memory.random
     slots = len(tables.rank_of_slot)
@@ -120,11 +104,11 @@ def _anneal(tables: Tables, memory: _Memory, orders: Sequences, best: Sequences,
             if shortest <= run.goal:
                 return shortest, step
             step += 1
-            slot = _draw(random) % slots
+            slot = draw(random) % slots
             rank = tables.rank_of_slot[slot]
             if slot >= tables.first[rank] + orders.lengths[rank]:
                 continue
-            bits = _draw(random)
+            bits = draw(random)
             most = current + (heat * run.patience[bits % _DRAWS] >> 24)
             bits //= _DRAWS
             kind = orders.slots[slot] % KINDS

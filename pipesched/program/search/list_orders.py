@@ -14,33 +14,43 @@ from pipesched.program.search.compiled import Whole, compiled, whole
 from pipesched.program.search.evaluation import UNFIT, Clocks, Sequences, clocks
 from pipesched.program.search.problem import BACKWARD, FORWARD, INPUT_GRAD, KINDS, WEIGHT_GRAD, Problem, Tables
 
-__all__ = ["ListScheduler", "Rule", "rules"]
+__all__ = [
+    "CHOICES",
+    "DEPTH",
+    "FILLING",
+    "FIRST_APART",
+    "FUSED",
+    "IN_TURN",
+    "LAST_APART",
+    "PATIENCE",
+    "WINDOW",
+    "Progress",
+    "progress_of",
+    "rules",
+    "write",
+]
 
 _ONE = 256  # fixed point: 1.0
 _NEVER = 1 << 53  # later than every start
+_NONE = -1
 _GOLDEN = 0.618  # multiples of the golden ratio spread evenly
-_FIRST_STAGE, _NONE_OWED = 1, 2  # values of ``Rule.fused``
+#: The choices of a rank. A rule has a number for each choice and rank; choice c of rank r is at c x ranks + r.
+#:
+#: WINDOW: the most micro-batches by which the rank's forwards are ahead of its oldest unfinished micro-batch.
+#: IN_TURN: whether the rank runs forwards and backwards in turn, 1 or 0; otherwise a backward comes before a forward.
+#: FILLING: how much of a weight gradient must fit in a gap, in 1/256; below 0, weight gradients wait for no gap.
+#: PATIENCE: how much later than the earliest action a better one may start, in 1/256 of its time.
+#: DEPTH: which of several forwards comes first: 0: that of the deepest stage, 1: of the shallowest, 2: of the oldest
+#: micro-batch.
+#: FUSED: where a B replaces I and W: 0: nowhere, 1: on the first stage, 2: wherever the stage owes no W.
+#: FIRST_APART, LAST_APART: the number of first and of last micro-batches that have no B.
+WINDOW, IN_TURN, FILLING, PATIENCE, DEPTH, FUSED, FIRST_APART, LAST_APART = range(8)
+CHOICES = 8
+_FIRST_STAGE, _NONE_OWED = 1, 2
 
 
-class Rule(NamedTuple):
-    """The choices of a list schedule."""
-
-    #: The most micro-batches by which a rank's forwards are ahead of its oldest unfinished micro-batch.
-    window: int
-    #: Whether a rank runs forwards and backwards in turn, 1 or 0; otherwise a backward comes before a forward.
-    in_turn: int
-    #: The share of a weight gradient that must fit in a gap, in 1/256.
-    filling: int
-    #: The delay of a preferred action after the earliest possible start that is accepted, in 1/256 of its time.
-    patience: int
-    #: The forward that comes first: 0: of the deepest stage, 1: of the shallowest stage, 2: of the oldest micro-batch.
-    depth: int
-    #: Where a B replaces I and W: 0: nowhere, 1: on the first stage, 2: wherever all earlier W of the stage have run.
-    fused: int
-
-
-def rules(problem: Problem) -> Iterator[Rule]:
-    """Yield the rules worth trying, shuffled, so that the first few already differ in every choice."""
+def rules(problem: Problem) -> Iterator[Whole]:
+    """Yield rules that are the same for all ranks, in an order whose first part has some of each choice."""
     ranks, most = problem.num_ranks, problem.num_microbatches
     windows = sorted({min(most, max(1, window)) for window in (ranks // 2, ranks, 2 * ranks, most)}, reverse=True)
     several = max(map(len, problem.chunks)) > 1
@@ -50,10 +60,11 @@ def rules(problem: Problem) -> Iterator[Rule]:
     stride = next(step for step in range(int(len(choices) * _GOLDEN), 2 * len(choices)) if gcd(step, len(choices)) == 1)
     for number in range(len(choices)):
         depth, fuse, in_turn, patience, filling, window = choices[number * stride % len(choices)]
-        yield Rule(window, in_turn, filling, patience, depth, fuse)
+        own = {WINDOW: window, IN_TURN: in_turn, FILLING: filling, PATIENCE: patience, DEPTH: depth, FUSED: fuse}
+        yield whole(own.get(choice, 0) for choice in range(CHOICES) for _ in range(ranks))
 
 
-class _Progress(NamedTuple):
+class Progress(NamedTuple):
     """The state of all ranks and stages while orders are written. A W is owed from its I until the W is written."""
 
     clocks: Clocks
@@ -71,44 +82,69 @@ class _Progress(NamedTuple):
     #: The next action of each rank, or -1, and its start.
     choice: Whole
     start: Whole
+    #: The next F and the next gradient of each stage, if they can run, or -1, and their starts.
+    option: Whole
+    option_start: Whole
     #: Whether the last action of each rank but W was a forward: 1 or 0.
     forward_last: Whole
+    #: The least time of the actions that each rank has not run yet, now and at the start.
+    left: Whole
+    work: Whole
 
 
-class ListScheduler:
-    """Writes list schedules of a problem.
-
-    Args:
-        tables: the problem.
-
-    """
-
-    def __init__(self, tables: Tables) -> None:
-        self._tables = tables
-
-    def write(self, rule: Rule, orders: Sequences) -> int:
-        """Write the orders by a rule. Return their makespan, or UNFIT if the limits are too tight for it."""
-        tables = self._tables
-        stages, ranks = [0] * tables.num_stages, [0] * tables.num_ranks
-        pairs = [0] * (tables.num_stages * tables.num_microbatches)
-        amounts = [0] * (tables.num_resources * tables.num_ranks)
-        progress = _Progress(
-            clocks(tables),
-            forwards=whole(stages),
-            gradients=whole(stages),
-            weights=whole(stages),
-            fused=whole(pairs),
-            held=whole(amounts),
-            owed=whole(amounts),
-            choice=whole(ranks),
-            start=whole(ranks),
-            forward_last=whole(ranks),
-        )
-        return int(_write(tables, rule, progress, orders))
+def progress_of(tables: Tables) -> Progress:
+    """Return memory for list schedules."""
+    stages, ranks = [0] * tables.num_stages, [0] * tables.num_ranks
+    amounts = [0] * (tables.num_resources * tables.num_ranks)
+    progress = Progress(
+        clocks(tables),
+        forwards=whole(stages),
+        gradients=whole(stages),
+        weights=whole(stages),
+        fused=whole([0] * (tables.num_stages * tables.num_microbatches)),
+        held=whole(amounts),
+        owed=whole(amounts),
+        choice=whole(ranks),
+        start=whole(ranks),
+        option=whole(2 * stages),
+        option_start=whole(2 * stages),
+        forward_last=whole(ranks),
+        left=whole(ranks),
+        work=whole(ranks),
+    )
+    _add_work(tables, progress.work)
+    return progress
 
 
 @compiled
-def _write(tables: Tables, rule: Rule, progress: _Progress, orders: Sequences) -> int:
+def _add_work(tables: Tables, work: Whole) -> None:
+    """Add the least time of all actions of each rank."""
+    seconds = tables.seconds
+    for pair in range(tables.num_stages * tables.num_microbatches):
+        code = pair * KINDS
+        apart = seconds[code + INPUT_GRAD] + seconds[code + WEIGHT_GRAD]
+        rank = tables.rank_of[pair // tables.num_microbatches]
+        work[rank] += seconds[code] + min(apart, seconds[code + BACKWARD])
+
+
+@compiled
+def _reset(progress: Progress) -> None:
+    for row in (progress.forwards, progress.gradients, progress.weights, progress.fused):
+        for at in range(len(row)):
+            row[at] = 0
+    for row in (progress.held, progress.owed, progress.forward_last):
+        for at in range(len(row)):
+            row[at] = 0
+    for rank in range(len(progress.work)):
+        progress.clocks.clock[rank] = 0
+        progress.left[rank] = progress.work[rank]
+
+
+@compiled
+def write(tables: Tables, rule: Whole, progress: Progress, orders: Sequences, most: int) -> int:
+    """Write the orders of a rule. Return their makespan, or UNFIT if limits are too tight or it is above ``most``."""
+    _reset(progress)
+    progress.clocks.done[:] = tables.blank
     left = tables.num_stages * tables.num_microbatches * 2  # all F, and an I or a B of each; each I adds a W
     for rank in range(tables.num_ranks):
         orders.lengths[rank] = 0
@@ -123,6 +159,8 @@ def _write(tables: Tables, rule: Rule, progress: _Progress, orders: Sequences) -
             return UNFIT
         code = progress.choice[rank]
         _run(tables, progress, orders, rank, code)
+        if progress.clocks.clock[rank] + progress.left[rank] > most:
+            return UNFIT
         kind = code % KINDS
         if kind != INPUT_GRAD:
             left -= 1
@@ -139,93 +177,107 @@ def _write(tables: Tables, rule: Rule, progress: _Progress, orders: Sequences) -
 
 
 @compiled
-def _run(tables: Tables, progress: _Progress, orders: Sequences, rank: int, code: int) -> None:
+def _run(tables: Tables, progress: Progress, orders: Sequences, rank: int, code: int) -> None:
     """Append an action to a rank's order."""
     slot = tables.first[rank] + orders.lengths[rank]
+    seconds = tables.seconds
     orders.slots[slot] = code
     orders.lengths[rank] += 1
-    orders.busy[rank] += tables.seconds[code]
-    end = progress.start[rank] + tables.seconds[code]
+    orders.busy[rank] += seconds[code]
+    end = progress.start[rank] + seconds[code]
     progress.clocks.clock[rank] = end
     progress.clocks.done[tables.yields[code]] = end
     pair = code // KINDS
     kind = code % KINDS
     stage = pair // tables.num_microbatches
+    later = pair * KINDS + WEIGHT_GRAD
     if kind == FORWARD:
         progress.forwards[stage] += 1
         progress.forward_last[rank] = 1
+        progress.left[rank] -= seconds[code]
     elif kind == WEIGHT_GRAD:
         progress.weights[stage] += 1
+        progress.left[rank] -= seconds[code]
     else:
         progress.gradients[stage] += 1
         progress.forward_last[rank] = 0
         progress.fused[pair] = 1 if kind == BACKWARD else 0
+        apart = seconds[pair * KINDS + INPUT_GRAD] + seconds[later]
+        progress.left[rank] -= min(apart, seconds[pair * KINDS + BACKWARD])
+        if kind == INPUT_GRAD:
+            progress.left[rank] += seconds[later]
     codes = tables.num_stages * tables.num_microbatches * KINDS
     for resource in range(tables.num_resources):
         at = resource * tables.num_ranks + rank
         net = tables.takes[resource * codes + code] - tables.gives[resource * codes + code]
         progress.held[at] += net
-        later = resource * codes + pair * KINDS + WEIGHT_GRAD
         if kind == INPUT_GRAD:
-            progress.owed[at] += tables.gives[later] - tables.takes[later]
+            progress.owed[at] += tables.gives[resource * codes + later] - tables.takes[resource * codes + later]
         elif kind == WEIGHT_GRAD:
             progress.owed[at] += net
 
 
 @compiled
-def _choose(tables: Tables, rule: Rule, progress: _Progress, rank: int) -> None:
+def _choose(tables: Tables, rule: Whole, progress: Progress, rank: int) -> None:
     """Choose the next action of a rank and its start."""
     now = progress.clocks.clock[rank]
-    owed = _oldest_owed(tables, progress, rank)
+    begin = tables.first_chunk[rank]
+    stop = tables.first_chunk[rank + 1]
+    oldest = tables.num_microbatches
+    for at in range(begin, stop):
+        oldest = min(oldest, progress.gradients[tables.chunks[at]])
+    window = oldest + rule[WINDOW * tables.num_ranks + rank]
     earliest = _NEVER
     blocked = _NEVER
-    for at in range(tables.first_chunk[rank], tables.first_chunk[rank + 1]):
+    for at in range(begin, stop):
         stage = tables.chunks[at]
-        code = _gradient(tables, rule, progress, stage)
-        if code >= 0:
+        for forward in range(2):
+            if forward:
+                code = _forward(tables, progress, rank, stage, window)
+            else:
+                code = _gradient(tables, rule, progress, rank, stage)
+            option = 2 * stage + forward
+            progress.option[option] = _NONE
+            if code < 0:
+                continue
             start = _ready(tables, progress, now, code)
             if _fits(tables, progress, rank, code):
+                progress.option[option] = code
+                progress.option_start[option] = start
                 earliest = min(earliest, start)
             else:
                 blocked = min(blocked, start)
-        code = _forward(tables, rule, progress, rank, stage)
-        if code >= 0:
-            start = _ready(tables, progress, now, code)
-            if _fits(tables, progress, rank, code):
-                earliest = min(earliest, start)
-            else:
-                blocked = min(blocked, start)
-    gap = earliest - now
-    fills = owed >= 0 and gap > 0 and gap * _ONE >= rule.filling * tables.seconds[owed]
-    if owed >= 0 and (fills or (blocked <= earliest and blocked < _NEVER)):
-        progress.choice[rank] = owed
-        progress.start[rank] = now
-    else:
-        _prefer(tables, rule, progress, rank, earliest)
+    owed = _oldest_owed(tables, progress, rank)
+    if owed >= 0:
+        gap = earliest - now
+        filling = rule[FILLING * tables.num_ranks + rank]
+        fills = filling < 0 or (gap > 0 and gap * _ONE >= filling * tables.seconds[owed])
+        if fills or (blocked <= earliest and blocked < _NEVER):
+            progress.choice[rank] = owed
+            progress.start[rank] = now
+            return
+    _prefer(tables, rule, progress, rank, earliest)
 
 
 @compiled
-def _prefer(tables: Tables, rule: Rule, progress: _Progress, rank: int, earliest: int) -> None:
+def _prefer(tables: Tables, rule: Whole, progress: Progress, rank: int, earliest: int) -> None:
     """Choose between the actions of a rank that can start at about the same time."""
-    now = progress.clocks.clock[rank]
     progress.start[rank] = _NEVER
     if earliest == _NEVER:
         return
-    turn = 1 if rule.in_turn and not progress.forward_last[rank] else 0  # 1: forwards come first
+    in_turn = rule[IN_TURN * tables.num_ranks + rank]
+    patience = rule[PATIENCE * tables.num_ranks + rank]
+    depth = rule[DEPTH * tables.num_ranks + rank]
+    turn = 1 if in_turn and not progress.forward_last[rank] else 0  # 1: forwards come first
     best = -_NEVER
     for at in range(tables.first_chunk[rank], tables.first_chunk[rank + 1]):
         stage = tables.chunks[at]
         for forward in range(2):
-            if forward:
-                code = _forward(tables, rule, progress, rank, stage)
-            else:
-                code = _gradient(tables, rule, progress, stage)
-            if code < 0 or not _fits(tables, progress, rank, code):
+            code = progress.option[2 * stage + forward]
+            start = progress.option_start[2 * stage + forward]
+            if code < 0 or (start - earliest) * _ONE > patience * tables.seconds[code]:
                 continue
-            start = _ready(tables, progress, now, code)
-            if (start - earliest) * _ONE > rule.patience * tables.seconds[code]:
-                continue
-            rating = _rating(tables, rule, code)
+            rating = _rating(tables, depth, code)
             if forward != turn:
                 rating -= 1 << 50
             if rating > best:
@@ -235,25 +287,25 @@ def _prefer(tables: Tables, rule: Rule, progress: _Progress, rank: int, earliest
 
 
 @compiled
-def _rating(tables: Tables, rule: Rule, code: int) -> int:
+def _rating(tables: Tables, depth: int, code: int) -> int:
     """Return the priority of an action among forwards or among backwards."""
     stage = code // KINDS // tables.num_microbatches
-    if code % KINDS != FORWARD or rule.depth == 1:
+    if code % KINDS != FORWARD or depth == 1:
         return -stage
-    if rule.depth == 0:
+    if depth == 0:
         return stage
     microbatch = code // KINDS % tables.num_microbatches
     return stage - microbatch * tables.num_stages
 
 
 @compiled
-def _ready(tables: Tables, progress: _Progress, now: int, code: int) -> int:
+def _ready(tables: Tables, progress: Progress, now: int, code: int) -> int:
     """Return when an action of a rank that is free at ``now`` can start."""
     return max(now, progress.clocks.done[tables.needs[code]] + tables.lag[code])
 
 
 @compiled
-def _fits(tables: Tables, progress: _Progress, rank: int, code: int) -> bool:
+def _fits(tables: Tables, progress: Progress, rank: int, code: int) -> bool:
     """Return whether an action fits in the rank's memory now."""
     codes = tables.num_stages * tables.num_microbatches * KINDS
     for resource in range(tables.num_resources):
@@ -264,7 +316,7 @@ def _fits(tables: Tables, progress: _Progress, rank: int, code: int) -> bool:
 
 
 @compiled
-def _oldest_owed(tables: Tables, progress: _Progress, rank: int) -> int:
+def _oldest_owed(tables: Tables, progress: Progress, rank: int) -> int:
     """Return the owed W of a rank with the lowest micro-batch; -1 if no W is owed."""
     count = tables.num_microbatches
     best = -1
@@ -280,42 +332,42 @@ def _oldest_owed(tables: Tables, progress: _Progress, rank: int) -> int:
 
 
 @compiled
-def _gradient(tables: Tables, rule: Rule, progress: _Progress, stage: int) -> int:
+def _gradient(tables: Tables, rule: Whole, progress: Progress, rank: int, stage: int) -> int:
     """Return the next I or B of a stage, or -1 if there is none or its input is not known yet."""
     microbatch = progress.gradients[stage]
     if microbatch >= progress.forwards[stage]:
-        return -1
+        return _NONE
     pair = stage * tables.num_microbatches + microbatch
     code = pair * KINDS + INPUT_GRAD
     if progress.clocks.done[tables.needs[code]] < 0:
-        return -1
-    if progress.weights[stage] < microbatch or rule.fused == 0:
+        return _NONE
+    ranks = tables.num_ranks
+    fused = rule[FUSED * ranks + rank]
+    if progress.weights[stage] < microbatch or fused == 0:
         return code
-    return code - INPUT_GRAD + BACKWARD if rule.fused == _NONE_OWED or stage == 0 else code
+    last = tables.num_microbatches - rule[LAST_APART * ranks + rank]
+    if microbatch < rule[FIRST_APART * ranks + rank] or microbatch >= last:
+        return code
+    return code - INPUT_GRAD + BACKWARD if fused == _NONE_OWED or stage == 0 else code
 
 
 @compiled
-def _forward(tables: Tables, rule: Rule, progress: _Progress, rank: int, stage: int) -> int:
+def _forward(tables: Tables, progress: Progress, rank: int, stage: int, window: int) -> int:
     """Return the next F of a stage, or -1 if there is none, its input is not known yet, or it must wait."""
     microbatch = progress.forwards[stage]
-    if microbatch >= tables.num_microbatches:
-        return -1
+    if microbatch >= min(window, tables.num_microbatches):
+        return _NONE
     code = (stage * tables.num_microbatches + microbatch) * KINDS
     if progress.clocks.done[tables.needs[code]] < 0:
-        return -1
-    oldest = progress.gradients[stage]
-    for at in range(tables.first_chunk[rank], tables.first_chunk[rank + 1]):
-        oldest = min(oldest, progress.gradients[tables.chunks[at]])
-    if microbatch >= oldest + rule.window:
-        return -1
+        return _NONE
     for resource in range(tables.num_resources):
         if not _roomy(tables, progress, rank, resource, stage):
-            return -1
+            return _NONE
     return code
 
 
 @compiled
-def _roomy(tables: Tables, progress: _Progress, rank: int, resource: int, stage: int) -> bool:
+def _roomy(tables: Tables, progress: Progress, rank: int, resource: int, stage: int) -> bool:
     """Return whether a rank can still finish all micro-batches that it holds, after one more F of a stage."""
     at = resource * tables.num_ranks + rank
     base = resource * tables.num_stages * tables.num_microbatches * KINDS

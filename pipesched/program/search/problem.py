@@ -1,7 +1,7 @@
 """Problem: the stages, times and memory limits for which orders are searched. All numbers are whole."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -65,6 +65,14 @@ class Problem:
     def chunks(self) -> tuple[tuple[int, ...], ...]:
         """The stages of each rank."""
         return tuple(chunks_of(self.placement, rank) for rank in range(self.num_ranks))
+
+    def shortened(self, count: int) -> "Problem | None":
+        """Return the problem with ``count`` micro-batches, or None if there are fewer or they differ."""
+        tables = (*self.times, self.forward_lags, self.backward_lags)
+        tables += tuple(table for of in self.resources for table in (*of.takes, *of.gives))
+        if count >= self.num_microbatches or any(min(row) != max(row) for table in tables for row in table):
+            return None
+        return replace(self, num_microbatches=count)
 
     @cached_property
     def fuses(self) -> bool:

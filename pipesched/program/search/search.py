@@ -6,11 +6,16 @@ from itertools import islice
 
 from pipesched.program.search.annealing import Annealer, Cooling
 from pipesched.program.search.bound import lower_bound
+from pipesched.program.search.compiled import Whole
 from pipesched.program.search.evaluation import UNFIT, Sequences, clocks, copy, evaluate, hold, sequences
-from pipesched.program.search.list_orders import ListScheduler, rules
+from pipesched.program.search.list_orders import progress_of, rules, write
 from pipesched.program.search.problem import BACKWARD, INPUT_GRAD, KINDS, WEIGHT_GRAD, Problem
+from pipesched.program.search.rule_search import RuleSearch
 
-__all__ = ["Found", "search"]
+__all__ = ["ROUNDS", "Found", "search"]
+
+#: The micro-batches for each rank that show the pattern of a rule.
+ROUNDS = 4
 
 _MOST = 1 << 61  # more than every makespan
 
@@ -35,17 +40,21 @@ class Found:
     known: int | None
 
 
-def search(problem: Problem, known: Iterable[Sequence[Sequence[int]]], *, steps: int, lists: int) -> Found | None:
+def search(
+    problem: Problem, known: Iterable[Sequence[Sequence[int]]], *, steps: int, lists: int, climbs: int = 0
+) -> Found | None:
     """Find orders with a short makespan. None: no orders within the limits were found.
 
     Args:
         problem: the stages, times and limits.
         known: known orders, as codes of actions; simpler ones first. Those that break a limit are left out.
         steps: the most steps of annealing.
-        lists: the most list schedules to try.
+        lists: the most list schedules by rules that are the same for all ranks.
+        climbs: the most list schedules to improve the best of these rules, with choices of its own for each rank.
+            Default: 0.
 
     """
-    return _Search(problem, steps, lists).run(known)
+    return _Search(problem, steps, lists, climbs).run(known)
 
 
 @dataclass(order=True)
@@ -59,12 +68,13 @@ class _Start:
 
 
 class _Search:
-    def __init__(self, problem: Problem, steps: int, lists: int) -> None:
+    def __init__(self, problem: Problem, steps: int, lists: int, climbs: int) -> None:
         self._problem = problem
         self._tables = problem.tables
         self._clocks = clocks(self._tables)
         self._steps = steps
         self._lists = lists
+        self._climbs = climbs
         self._starts: list[_Start] = []
         self._bound = lower_bound(problem)
         self._tried = 0
@@ -109,13 +119,39 @@ class _Search:
         return orders
 
     def _list(self) -> None:
-        scheduler = ListScheduler(self._tables)
+        """Write list schedules by rules that are the same for all ranks, then improve the best of these rules."""
+        progress = progress_of(self._tables)
+        best: tuple[int, Whole, Sequences] | None = None
         for rule in islice(rules(self._problem), self._lists):
             orders = sequences(self._tables)
-            if scheduler.write(rule, orders) != UNFIT:
-                self._add(orders)
+            makespan = int(write(self._tables, rule, progress, orders, _MOST))
+            if makespan == UNFIT:
+                continue
+            self._add(orders)
             if self._done:
                 return
+            if best is None or makespan < best[0]:
+                best = makespan, rule, orders
+        if best and self._climbs:
+            self._climb(best[1])
+
+    def _climb(self, rule: Whole) -> None:
+        """Improve a rule, with many micro-batches for fewer of them first, because their schedules take less time."""
+        count = self._problem.num_microbatches
+        fewer = self._problem.shortened(ROUNDS * self._problem.num_ranks)
+        for problem, share in ((fewer, 1), (self._problem, _SHARE if fewer else 1)):
+            if problem is None:
+                continue
+            orders = sequences(problem.tables)
+            makespan = int(write(problem.tables, rule, progress_of(problem.tables), orders, _MOST))
+            if makespan == UNFIT:
+                continue
+            goal = self._bound if problem is self._problem else 0
+            rules = RuleSearch(problem, count)
+            _, ran = rules.run(rule, orders, makespan, steps=self._climbs // share, goal=goal)
+            self._tried += ran
+        if makespan != UNFIT:
+            self._add(orders)
 
     def _anneal(self) -> _Start:
         """Improve the best starts by annealing, one after the other, and return the best result."""
@@ -190,5 +226,6 @@ class _Search:
 
 _SMALL = 100  # the most actions for which annealing starts hot, and so can find orders unlike those it starts from
 _RUNS = 6
+_SHARE = 8  # after a search with fewer micro-batches, one schedule with all of them for this many
 _HOT = (1.0, 0.05)
 _COLD = (0.1, 0.01)

@@ -1,0 +1,32 @@
+"""Random numbers that are the same everywhere: a xorshift generator with two words of 32 bits (Marsaglia 2003)."""
+
+from pipesched.program.search.compiled import Whole, compiled, whole
+
+__all__ = ["WORD", "draw", "start", "state"]
+
+WORD = 0xFFFFFFFF
+
+
+def state() -> Whole:
+    """Return memory for a generator."""
+    return whole([0, 0])
+
+
+def start(random: Whole, seed: int) -> None:
+    """Start a generator."""
+    random[0] = seed * 2654435769 + 362436069 & WORD
+    random[1] = 521288629
+
+
+@compiled
+def draw(random: Whole) -> int:
+    """Return a random number of 32 bits."""
+    a = random[0]
+    b = random[1]
+    a ^= (a << 10) & WORD
+    a ^= a >> 13
+    random[0] = b
+    b ^= b >> 10
+    b ^= a
+    random[1] = b
+    return b
