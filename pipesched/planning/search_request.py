@@ -85,6 +85,19 @@ class SearchRequest:
         return self.profile.machine.host_bytes_per_s is not None and not self.profile.machine.on_host
 
     @property
+    def searches_orders(self) -> bool:
+        """Whether to search orders for the stages: with any schedule, or with `searched` without costs of its own."""
+        if self.schedule is None:
+            return True
+        given = self.schedule.options
+        return self.schedule.name == "searched" and all(given[name] is None for name in ("costs", "placement", "found"))
+
+    @property
+    def known_schedule(self) -> Schedule | None:
+        """The schedule to evaluate before orders are searched. None: any synchronous one."""
+        return None if self.searches_orders else self.schedule
+
+    @property
     def axes(self) -> str:
         """The axes as text; "" without replicas."""
         own = self.replica_costs

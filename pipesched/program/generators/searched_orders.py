@@ -6,6 +6,7 @@ other times are rounded to a part in 4 x 10**9 of the longest one.
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from fractions import Fraction
 from numbers import Rational
 from typing import Any, Protocol
@@ -24,7 +25,7 @@ from pipesched.program.search.problem import BACKWARD, FORWARD, INPUT_GRAD, KIND
 from pipesched.program.search.search import search
 from pipesched.units import counted
 
-__all__ = ["StageCosts", "searched_orders"]
+__all__ = ["StageCosts", "searched_orders", "shortened_orders"]
 
 _STEPS = 400_000  # steps of annealing at effort 1
 _LISTS = 300  # list schedules at effort 1
@@ -113,6 +114,21 @@ def searched_orders(
             f"limit, use more ranks, or cut the model into smaller stages"
         )
     return [_order(shape, codes) for codes in found.orders]
+
+
+def shortened_orders(shape: Shape, found: Program) -> list[Order]:
+    """Return the orders of a program, without the micro-batches that the shape does not have.
+
+    Raises ScheduleError if the program has other stages.
+    """
+    if found.placement != shape.placement or found.num_ranks != shape.num_ranks or not _is_searched(found):
+        raise ScheduleError(
+            f"found= must be the program of an earlier search for the same placement; it places stages on ranks "
+            f"{found.placement}, but the pipeline on {shape.placement}; also pass placement=program.placement"
+        )
+    rows = found.columns.microbatch < shape.num_microbatches
+    kept = replace(found, orders=found.orders.where(rows), num_microbatches=shape.num_microbatches)
+    return [_order(shape, codes) for codes in _codes(kept)]
 
 
 class _Equal:
@@ -279,8 +295,13 @@ def _built(schedule: Schedule, shape: Shape, passed: dict[str, Any]) -> Program 
 
 def _is_start(program: Program, shape: Shape) -> bool:
     same = (program.placement, program.num_microbatches) == (shape.placement, shape.num_microbatches)
+    return same and _is_searched(program) and program.num_ranks == shape.num_ranks
+
+
+def _is_searched(program: Program) -> bool:
+    """Return whether a search could return this program: an exact chain of F, I, W and B."""
     kinds = set(np.unique(program.columns.kind).tolist()) <= {CODES[kind] for kind in _KIND_OF}
-    return same and kinds and program.exact and program.is_chain and program.num_ranks == shape.num_ranks
+    return kinds and program.exact and program.is_chain
 
 
 def _codes(program: Program) -> list[list[int]]:
