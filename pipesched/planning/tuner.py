@@ -148,7 +148,7 @@ class Tuner:
     def _chosen(self) -> EvaluatedCandidate:
         """Return the simplest of the known schedules that are about as fast, or a searched order that is faster.
 
-        No known schedule on a balanced cut is faster than the returned candidate, unless that uses fewer ranks.
+        No known schedule on a balanced cut is faster than the returned candidate, unless that uses one rank.
         """
         searched = list(filter(is_searched, self._found))
         known = [found for found in self._found if not is_searched(found)]
@@ -159,7 +159,7 @@ class Tuner:
         chosen = simplest(
             (found, found.step_s)
             for found in known
-            if found.step_s <= most_s or found.candidate.num_ranks < self._search.num_ranks
+            if found.step_s <= most_s or found.candidate.num_ranks == 1
         )
         gain = _ORDER_GAIN if chosen.candidate.num_ranks == self._search.num_ranks else WORTH
         faster = [(found, found.step_s) for found in searched if found.step_s < fastest_s * (1 - gain)]

@@ -157,7 +157,7 @@ class OrderSearch:
             before = best
             move(best, step_s, lambda: self._effort.left > until)
             if best is not before:
-                best = min(best, *self._made([best], self._all * _PER_PAIR), key=_speed)
+                best = min((best, *self._made([best], self._all * _PER_PAIR)), key=_speed)
                 yield best
 
     def _share(self, candidate: Candidate, effort: float) -> float | None:
