@@ -8,6 +8,8 @@ held, recomputed or offloaded. `pipesched.partitioning.activation_options` lists
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
+from itertools import combinations
+from math import comb
 from typing import Any
 
 import networkx as nx
@@ -100,6 +102,15 @@ class RecomputationChooser:
             return None
         found = self.evaluated(candidate.recomputing(self._search.checkpoint or LADDER[0]), stages)
         return None if any(self._excess_bytes(found)) else found
+
+    def all_cuts(self, candidate: Candidate, most: int) -> list[StageLayers]:
+        """Return all allowed cuts of the layers into the candidate's stages; [] if there are more than ``most``."""
+        pins = self._search.pins
+        layers = len(pins.layers)
+        if pins.complete or comb(layers - 1, candidate.num_stages - 1) > most:
+            return []
+        every = ((0, *starts) for starts in combinations(range(1, layers), candidate.num_stages - 1))
+        return [pins.stages(starts) for starts in every if pins.allows(starts)]
 
     def within_limits(
         self, candidate: Candidate, allowed: Collection[LayerCheckpoint] = ()

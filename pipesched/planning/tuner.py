@@ -157,9 +157,7 @@ class Tuner:
         fastest_s = min(found.step_s for found in known)
         most_s = max(fastest_s, self._balanced_s)
         chosen = simplest(
-            (found, found.step_s)
-            for found in known
-            if found.step_s <= most_s or found.candidate.num_ranks == 1
+            (found, found.step_s) for found in known if found.step_s <= most_s or found.candidate.num_ranks == 1
         )
         gain = _ORDER_GAIN if chosen.candidate.num_ranks == self._search.num_ranks else WORTH
         faster = [(found, found.step_s) for found in searched if found.step_s < fastest_s * (1 - gain)]

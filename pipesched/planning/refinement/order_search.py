@@ -34,6 +34,7 @@ Mover = Callable[[EvaluatedCandidate, Callable[[StageLayers], float], Callable[[
 _NAME = "searched"
 _NEAR = 1.15  # cuts within this factor of the fastest step are searched
 _PAIRS = 4  # most pairs of a cut and a placement to search
+_CUTS = 64  # most cuts of a placement that are all searched
 _MOVED = 2  # most of them whose boundaries are moved
 _TRIES = 3  # searches with a lowered limit, while the whole memory of a rank exceeds its limit
 _STARTS = 8  # most programs to start from
@@ -93,10 +94,24 @@ class OrderSearch:
         for known in _groups(found, best_s):
             if self._bound_s(known[0]) < best_s:
                 made += self._made(known, self._all * _PER_PAIR)
+            made += self._of_all_cuts(known[0], min((best_s, *(each.step_s for each in made))))
         made.sort(key=_speed)
         for number, each in enumerate(made[:_MOVED]):
             made += self._moved(each, move, until=self._effort.left * (1 - 1 / (_MOVED - number)))
         return made
+
+    def _of_all_cuts(self, found: EvaluatedCandidate, best_s: float) -> Iterator[EvaluatedCandidate]:
+        """Yield candidates with other cuts and new orders, each faster than those before. Only for few cuts."""
+        cuts = [self._chooser.evaluated(found.candidate, cut) for cut in self._chooser.all_cuts(found.candidate, _CUTS)]
+        self._effort.spend(_A_MOVE * len(cuts))
+        bounds = [self._bound_s(cut) for cut in cuts]
+        for at in sorted(range(len(cuts)), key=bounds.__getitem__):
+            if bounds[at] >= best_s or self._effort.left < self._all / 2:
+                return
+            for made in self._made([cuts[at]], self._all * _PER_MOVE):
+                if made.step_s < best_s:
+                    best_s = made.step_s
+                    yield made
 
     def _made(self, known: Sequence[EvaluatedCandidate], effort: float) -> Iterator[EvaluatedCandidate]:
         """Yield the candidate with a searched order, if one is found within the limits.
