@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from pipesched.order import Order, Schedule, Shape, loop, schedule
-from pipesched.program.generators.searched_orders import searched_orders
+from pipesched.program.generators.searched_orders import searched_orders, shortened_orders
 
 if TYPE_CHECKING:
     from pipesched.program.program import Program
@@ -21,6 +21,7 @@ def searched(
     memory_limit_bytes: int | Sequence[int] | None = None,
     effort: float = 1,
     starts: "Sequence[Schedule | Program]" = (),
+    found: "Program | None" = None,
 ) -> list[Order]:
     """The shortest order that a search finds for the given stage costs, placement and limits.
 
@@ -33,7 +34,10 @@ def searched(
     each rank may hold: one number, or one per rank (default: no limit). memory_limit_bytes: the most bytes that the
     micro-batches of a rank may hold, as ``Trace.peak_bytes`` counts them: one number, or one per rank (default: no
     limit). effort: the number of search steps, relative to the default. starts: schedules and programs to start from
-    (default: all other schedules).
+    (default: all other schedules). found: the program of an earlier search. If it has enough micro-batches, its orders
+    are used without a search, and the last micro-batches are dropped if there are too many (default: none).
     """
+    if found is not None and shape.num_microbatches <= found.num_microbatches:
+        return shortened_orders(shape, found)
     limits = {"max_in_flight": max_in_flight, "memory_limit_bytes": memory_limit_bytes}
     return searched_orders(shape, costs, limits=limits, effort=effort, starts=starts)

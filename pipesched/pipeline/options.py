@@ -46,7 +46,8 @@ class Search:
         links: the speed of the connections between ranks, from `probe_links`. Default: None (transfers take no time).
         offload: whether activations may be moved to the host to keep within a memory limit: "auto", True or False.
             Default: "auto", which is False on CPUs because it would free no memory there.
-        effort: the most actions that the search simulates. Default: 200,000.
+        effort: the most actions that the search simulates; the search of orders may take as long again. Default:
+            200,000.
 
     Raises:
         InputError: effort is not a whole number of at least 1.

@@ -20,12 +20,12 @@ from pipesched.pipeline.cost_book import CostBook
 from pipesched.pipeline.gathering import named_tensors
 from pipesched.pipeline.running_plan import RunningPlan
 from pipesched.pipeline.step_history import StepHistory
-from pipesched.planning.boundary_refinement import refined
 from pipesched.planning.cost_correction import StageTimes
 from pipesched.planning.pins import Pins
 from pipesched.planning.plan import Plan
 from pipesched.planning.plan_request import PlanRequest
 from pipesched.planning.program_factory import ProgramFactory
+from pipesched.planning.refinement.boundary_refinement import refined
 from pipesched.planning.replan_verdict import Replanned, certain, layers_moved, strayed, verdict
 from pipesched.program.checkpoint_options import offloading
 from pipesched.program.program import Program

@@ -19,7 +19,7 @@ from pipesched.planning.pins import Boundaries
 from pipesched.planning.plan import Plan
 from pipesched.planning.plan_request import PlanRequest
 from pipesched.planning.proof import proved
-from pipesched.planning.search_request import Offload, SearchRequest
+from pipesched.planning.search_request import EFFORT, Offload, SearchRequest
 from pipesched.planning.tuner import find_plan, too_small
 from pipesched.profiling.profile_model import as_loss
 from pipesched.profiling.profile_model import profile as measure
@@ -68,6 +68,7 @@ def tune(
     split_dims: SplitDims = 0,
     whole_layers: Collection[str] = (),
     offload: Offload = "auto",
+    effort: int | None = None,
     axes: Axes | None = None,
     zero: Zero = "auto",
     confirm: int | None = None,
@@ -123,6 +124,8 @@ def tune(
         whole_layers: modules to treat as one layer each, as for Pipeline. Default: none.
         offload: whether activations may be moved to the host to keep within a memory limit: "auto", True or False.
             Default: "auto", which is True if the profile holds a ``host_bytes_per_s`` and the devices are not CPUs.
+        effort: the most actions that a search simulates; the search of orders may take as long again. Default:
+            3,000,000.
         axes: how to divide num_ranks into pipelines and replicas: "auto" tries every division, and a mapping such as
             ``{"pipeline": 8, "replicate": 4}`` gives one. batch_size is then the batch of all replicas,
             num_microbatches counts the micro-batches of one replica, all ranks are used, and the plan is chosen by
@@ -164,6 +167,7 @@ def tune(
     if mesh is not None or axes is not None:
         ranks_are = "processes"
     _check_axes(axes, zero, num_ranks, confirm)
+    _check_effort(effort, axes)
     count = _to_confirm(confirm, model, num_ranks is None, here=mesh is not None or ranks_are == "threads")
     if count and isinstance(num_ranks, int):
         devices = _devices_for(num_ranks)
@@ -209,6 +213,7 @@ def tune(
             ranks_are=ranks_are,
             num_cores=cores_of(list(map(torch.device, places))) if devices or mesh is not None else None,
             offload=offload,
+            effort=EFFORT if effort is None else effort,
         )
         with _bar(progress) as told:
             plan = confirmed_plan(search, run, count, told) if count else find_plan(search, told)
@@ -252,6 +257,20 @@ def _check_axes(axes: Any, zero: Any, num_ranks: int | None, confirm: int | None
         raise InputError(
             f"axes= are chosen by simulation alone, for num_ranks= ranks; got {got}; pass num_ranks=, and leave {got} "
             f"out"
+        )
+
+
+def _check_effort(effort: Any, axes: Any) -> None:
+    """Raise InputError if the effort is no number of actions, or if it cannot be set."""
+    if effort is not None and not is_count(effort):
+        raise InputError(
+            f"effort= must be the number of actions that a search may simulate, at least 1; got {shown(effort)}; pass "
+            f"a whole number such as {EFFORT:_}"
+        )
+    if effort is not None and axes is not None:
+        raise InputError(
+            f"effort= limits a single search, but axes= starts one for each division of the ranks; got "
+            f"effort={effort!r} with axes={shown(axes)}; leave one of them out"
         )
 
 

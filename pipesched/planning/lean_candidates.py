@@ -36,7 +36,11 @@ class LeanCandidates:
         search = self._search
         ranks = [search.num_ranks] if search.all_ranks else smaller_counts(search.num_ranks)
         return candidates(
-            search.schedule, search.num_stages, ranks, search.num_microbatches, most_stages=len(search.pins.layers)
+            search.known_schedule,
+            search.num_stages,
+            ranks,
+            search.num_microbatches,
+            most_stages=len(search.pins.layers),
         )
 
     @cached_property

@@ -15,6 +15,7 @@ from pipesched.partitioning.result import Partition, StageLayers, span, with_cla
 from pipesched.planning.alternatives import Alternative, taken
 from pipesched.program.checkpoint_options import Checkpoint, as_checkpoint, checkpoint_in_words, offloading
 from pipesched.program.dependencies import StageGraph, chain
+from pipesched.program.liveness import peak_in_flight
 from pipesched.program.lowering import add_offloading, add_recompute
 from pipesched.program.order import Schedule
 from pipesched.program.program import Program
@@ -28,8 +29,10 @@ from pipesched.simulation.trace import Trace
 from pipesched.units import counted, quote_bytes, quote_time
 from pipesched.viz.notebook import timeline_html
 
-__all__ = ["Plan", "Tie"]
+__all__ = ["Plan", "Tie", "searched_before"]
 
+_EFFORT = 1 / 40  # of searches for more micro-batches than a plan's program has
+_ROUNDING = 1e-9  # a step this close to a bound is optimal: sums of times are rounded
 _OPTIMAL = 1e-4  # a step this close to a proved bound is optimal: the solver rounds times
 
 
@@ -117,6 +120,8 @@ class Plan:
             return None
         try:
             schedule = _schedule(self.schedule, self.options, program.num_stages // program.num_ranks)
+            if "found" in schedule.options:
+                schedule = searched_before(self.chained, self.costs)
             made = schedule.program(program.num_ranks, program.num_microbatches)
         except ScheduleError:  # raised if another schedule has this name
             return None
@@ -178,10 +183,10 @@ class Plan:
             return []
         bound = quote_time(predicted.bound_s)
         if self.proved_bound_s is None:
-            return [
-                f"no schedule of these stages on these ranks can take less than {bound}; "
-                f"the predicted step is {predicted.above_bound:.1%} above this bound"
-            ]
+            least = f"no schedule of these stages on these ranks can take less than {bound}"
+            if predicted.above_bound < _ROUNDING:
+                return [f"{least}; the predicted step is optimal"]
+            return [f"{least}; the predicted step is {predicted.above_bound:.1%} above this bound"]
         least = f"a solver has proved that no exact order of these stages on these ranks can take less than {bound}"
         if predicted.above_bound < _OPTIMAL:
             return [f"{least}; the predicted step is optimal"]
@@ -363,6 +368,28 @@ _MORE = (
     "replication",
     "proved_bound_s",
 )
+
+
+def searched_before(program: Program, costs: Costs | None) -> Schedule:
+    """Return the schedule of a program that a search has found.
+
+    Programs with as many or fewer micro-batches need no other search. Those with more micro-batches are searched with
+    these costs, and no rank then holds more (stage, micro-batch) pairs than in the given program.
+
+    Args:
+        program: the program, for a chain of stages.
+        costs: the costs of the stages. None: all stages take the same time.
+
+    """
+    return schedules.get("searched").with_options(
+        chunks_per_rank=program.num_stages // program.num_ranks,
+        placement=program.placement,
+        max_in_flight=tuple(peak_in_flight(program.orders.rank(rank)) for rank in range(program.num_ranks)),
+        costs=costs,
+        effort=_EFFORT,
+        starts=(),
+        found=program,
+    )
 
 
 def _schedule(name: str, options: Mapping[str, Any], chunks: int) -> Schedule:

@@ -8,12 +8,14 @@ held, recomputed or offloaded. `pipesched.partitioning.activation_options` lists
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
+from itertools import combinations
+from math import comb
 from typing import Any
 
 import networkx as nx
 
 from pipesched.errors import PartitionError
-from pipesched.partitioning.partition import Partition
+from pipesched.partitioning.partition import Partition, balance
 from pipesched.partitioning.result import StageLayers
 from pipesched.planning.candidates import LADDER, Candidate
 from pipesched.planning.effort import AT_LEAST, FOR_MEMORY, FOR_PARTITION, IN_ORDER_SEARCH, Effort
@@ -22,6 +24,7 @@ from pipesched.planning.search_request import SearchRequest
 from pipesched.planning.stage_partitioner import StagePartitioner
 from pipesched.program.checkpoint_options import LayerCheckpoint, checkpoint_by_layer
 from pipesched.program.program import Program
+from pipesched.simulation.layer_costs import costs_of
 
 __all__ = ["RecomputationChooser"]
 
@@ -47,6 +50,7 @@ class RecomputationChooser:
         self._search = search
         self._effort = effort
         self._partitions: dict[Any, _Partitioned | None] = {}
+        self._balanced: dict[tuple[int, int], StageLayers | None] = {}
 
     def choices(self, candidate: Candidate) -> Iterator[EvaluatedCandidate]:
         """Assign layers to the candidate's stages, and choose the layers to recompute or offload.
@@ -77,6 +81,36 @@ class RecomputationChooser:
         """Return the candidate with the smallest bottleneck, ignoring limits. None if the layers have no partition."""
         found = self._partitioned(candidate, None)
         return None if found is None else self.evaluated(candidate, found[0])
+
+    def balanced(self, candidate: Candidate) -> EvaluatedCandidate | None:
+        """Return the candidate with the shortest slowest stage, also if ranks have several stages.
+
+        None if boundaries are given, if there are too few layers, or if the cut is not allowed or not within the
+        limits.
+        """
+        pins = self._search.pins
+        if pins.complete or candidate.num_stages > len(pins.layers):
+            return None
+        key = candidate.num_stages, candidate.num_microbatches
+        if key not in self._balanced:
+            self._effort.spend(AT_LEAST)
+            layers = [costs_of(self.graph(candidate.num_microbatches), name) for name in pins.layers]
+            starts = balance([own.forward_s + own.backward_s for own in layers], candidate.num_stages)
+            self._balanced[key] = pins.stages(starts) if pins.allows(starts) else None
+        stages = self._balanced[key]
+        if stages is None:
+            return None
+        found = self.evaluated(candidate.recomputing(self._search.checkpoint or LADDER[0]), stages)
+        return None if any(self._excess_bytes(found)) else found
+
+    def all_cuts(self, candidate: Candidate, most: int) -> list[StageLayers]:
+        """Return all allowed cuts of the layers into the candidate's stages; [] if there are more than ``most``."""
+        pins = self._search.pins
+        layers = len(pins.layers)
+        if pins.complete or comb(layers - 1, candidate.num_stages - 1) > most:
+            return []
+        every = ((0, *starts) for starts in combinations(range(1, layers), candidate.num_stages - 1))
+        return [pins.stages(starts) for starts in every if pins.allows(starts)]
 
     def within_limits(
         self, candidate: Candidate, allowed: Collection[LayerCheckpoint] = ()

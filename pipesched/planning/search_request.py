@@ -20,12 +20,13 @@ from pipesched.simulation.overheads import RanksAre
 from pipesched.simulation.profile import Profile
 from pipesched.simulation.replication import ReplicaCosts
 
-__all__ = ["Offload", "SearchRequest", "check_offload", "limits_of"]
+__all__ = ["EFFORT", "Offload", "SearchRequest", "check_offload", "limits_of"]
 
 #: Whether activations can be offloaded to the host. "auto": if the host's memory is separate and its bandwidth known.
 Offload = Literal["auto"] | bool
 
-_EFFORT = 3_000_000  # default number of actions to simulate, about three seconds
+#: The default number of actions to simulate, about three seconds.
+EFFORT = 3_000_000
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ class SearchRequest:
     #: Whether activations can be offloaded. "auto": if the host's bandwidth is known and the device is not a CPU.
     offload: Offload = "auto"
     #: The number of actions that the search is allowed to simulate.
-    effort: int = _EFFORT
+    effort: int = EFFORT
     #: Whether the updates of a step wait for the norm of all gradients.
     norms: bool = False
     #: The costs of replicas, each of which runs the plan on ``num_ranks`` ranks with ``batch_size`` rows. None: one
@@ -83,6 +84,19 @@ class SearchRequest:
         if self.offload != "auto":
             return self.offload
         return self.profile.machine.host_bytes_per_s is not None and not self.profile.machine.on_host
+
+    @property
+    def searches_orders(self) -> bool:
+        """Whether to search orders for the stages: with any schedule, or with `searched` without costs of its own."""
+        if self.schedule is None:
+            return True
+        given = self.schedule.options
+        return self.schedule.name == "searched" and all(given[name] is None for name in ("costs", "placement", "found"))
+
+    @property
+    def known_schedule(self) -> Schedule | None:
+        """The schedule to evaluate before orders are searched. None: any synchronous one."""
+        return None if self.searches_orders else self.schedule
 
     @property
     def axes(self) -> str:

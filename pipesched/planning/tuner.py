@@ -8,7 +8,8 @@ first in the queue again. The search ends when no bound is below the best step t
 the candidates that need the least memory are tried with extra effort (`pipesched.planning.lean_candidates`). If none of
 these fits, the plan with the smallest peak memory is determined (`pipesched.planning.infeasibility`). At the end, stage
 boundaries of the best candidates are moved while this shortens the simulated step
-(`pipesched.planning.boundary_refinement`).
+(`pipesched.planning.refinement.boundary_refinement`), and orders are searched for their stages
+(`pipesched.planning.refinement.order_search`).
 """
 
 import heapq
@@ -24,7 +25,6 @@ from pipesched import schedules
 from pipesched.errors import MemoryLimitError
 from pipesched.partitioning.result import StageLayers
 from pipesched.planning.alternatives import Alternative
-from pipesched.planning.boundary_refinement import refined
 from pipesched.planning.candidates import LADDER, Candidate
 from pipesched.planning.effort import AT_LEAST, IN_ORDER_SEARCH, Effort
 from pipesched.planning.evaluated_candidate import WORTH, EvaluatedCandidate, label_of, simplest
@@ -33,6 +33,8 @@ from pipesched.planning.lean_candidates import LeanCandidates
 from pipesched.planning.plan import Plan, Tie
 from pipesched.planning.proof import chain_costs
 from pipesched.planning.recomputation_choice import RecomputationChooser
+from pipesched.planning.refinement.boundary_refinement import refined
+from pipesched.planning.refinement.order_search import OrderSearch, as_searched, is_searched
 from pipesched.planning.search_request import SearchRequest
 from pipesched.program.actions import Kind
 from pipesched.simulation.bounds import lower_bound
@@ -45,8 +47,10 @@ __all__ = ["Tuner", "find_plan", "find_plan_of_replicas", "too_small"]
 
 # The boundaries of candidates within this factor of the fastest step are refined, each with half the remaining effort.
 _NEAR = 1.3
-_A_MOVE = 500  # effort of summing the stage costs after a boundary has moved, in actions
+_A_MOVE = 2_000  # effort of summing the stage costs after a boundary has moved, in actions
+_ORDER_GAIN = 0.001  # a searched order with a saving below this fraction of a step does not replace a known schedule
 _TO_REFINE = 0.4  # the fraction of the effort that is reserved for refining boundaries
+_KNOWN = 0.6  # the fraction of the progress that known schedules make; searched orders make the rest
 _SHOWN = 8  # number of alternatives to list besides the baselines
 _BASELINES = ("1f1b", "gpipe")
 _WHY = "the search chose the split by simulated step time, not by the bottleneck alone"
@@ -109,7 +113,9 @@ class Tuner:
         self._search = search
         self._rival_s = inf
         self._in_need = False
-        self._effort = Effort(search.effort, progress)
+        self._balanced_s = inf
+        self._effort = Effort(search.effort, lambda share: progress(share * _KNOWN))
+        self._order_effort = Effort(search.effort, lambda share: progress(_KNOWN + share * (1 - _KNOWN)))
         self._chooser = RecomputationChooser(search, self._effort)
         self._lean = LeanCandidates(search, self._chooser, self._effort)
         self._found: list[EvaluatedCandidate] = []
@@ -145,13 +151,40 @@ class Tuner:
         return bool(self._found)
 
     def refine(self) -> EvaluatedCandidate:
-        """Move the boundaries of the best candidates, and return the simplest of those that are about as fast."""
+        """Move the boundaries of the best candidates, search orders for them, and return the one to use."""
+        self._move_boundaries()
+        if self._search.searches_orders:
+            orders = OrderSearch(self._chooser, self._order_effort, lambda found: _bound_s(found, split=True))
+            self._found += orders.improve(self._found, self._moved)
+            if self._search.schedule is not None:  # `searched` is asked for, and starts from the best known order
+                self._found.append(as_searched(self.best()[0]))
+        return self._chosen()
+
+    def _chosen(self) -> EvaluatedCandidate:
+        """Return the simplest of the known schedules that are about as fast, or a searched order that is faster.
+
+        No known schedule on a balanced cut is faster than the returned candidate, unless that uses one rank.
+        """
+        searched = list(filter(is_searched, self._found))
+        known = [found for found in self._found if not is_searched(found)]
+        if self._search.schedule is not None or not known:
+            return simplest((found, found.step_s) for found in searched or known)
+        fastest_s = min(found.step_s for found in known)
+        most_s = max(fastest_s, self._balanced_s)
+        chosen = simplest(
+            (found, found.step_s) for found in known if found.step_s <= most_s or found.candidate.num_ranks == 1
+        )
+        gain = _ORDER_GAIN if chosen.candidate.num_ranks == self._search.num_ranks else WORTH
+        faster = [(found, found.step_s) for found in searched if found.step_s < fastest_s * (1 - gain)]
+        return simplest(faster) if faster else chosen
+
+    def _move_boundaries(self) -> None:
+        """Move the boundaries of the best candidates."""
         to_refine = _TO_REFINE * self._search.effort
         fastest = self.best()[0].step_s
         for found in [found for found in self.best() if found.step_s <= _NEAR * fastest]:
             share = (to_refine if self._in_need else self._effort.left) / 2
             self._found.append(self._refined(found, until=self._effort.left - share))
-        return simplest((found, found.step_s) for found in self._found)
 
     def _leanest(self) -> EvaluatedCandidate:
         """Find the plan that needs the least memory. Raises MemoryLimitError if this plan exceeds the limits.
@@ -183,6 +216,7 @@ class Tuner:
         for candidate in sorted(filter(self._is_usual, every), key=lambda each: each.num_ranks):
             if not self._is_beaten(self._least_s(candidate), candidate):
                 self._found += [self._simulated(found) for found in self._chooser.choices(candidate)]
+        self._balance(every)
         others = [each for each in every if not self._is_usual(each)]
         number = count()
         line: list[Any] = [(self._least_s(each), each.order, next(number), each, None) for each in others]
@@ -205,6 +239,23 @@ class Tuner:
                 fits = True
                 heapq.heappush(line, (_bound_s(own), own.candidate.order, next(number), own.candidate, own))
         return list(rest.values())
+
+    def _balance(self, every: Sequence[Candidate]) -> None:
+        """Evaluate the candidates on all ranks with balanced cuts, those with the smallest lower bounds first."""
+        until = self._search.effort / 2
+        line = []
+        for candidate in every:
+            if candidate.num_ranks == self._search.num_ranks and self._effort.left > until:
+                found = self._chooser.balanced(candidate)
+                if found is not None:
+                    self._effort.spend(_A_MOVE)
+                    line.append((_bound_s(found), candidate.order, found))
+        for bound_s, _, found in sorted(line, key=lambda each: each[:2]):
+            best_s = min((own.step_s for own in self._found), default=inf)
+            if bound_s < min(self._balanced_s, best_s * (1 + WORTH)) and self._effort.left > until:
+                self._balanced_s = min(self._balanced_s, self._simulated(found).step_s)
+                if found.step_s < best_s:
+                    self._found.append(found)
 
     def _thrifty_first(self, rest: Sequence[Candidate]) -> None:
         """Try candidates until one fits, starting with the candidates that are likely to need the least memory.
@@ -265,22 +316,29 @@ class Tuner:
     def _refined(self, found: EvaluatedCandidate, until: float) -> EvaluatedCandidate:
         """Move the candidate's boundaries while this shortens the step and more than ``until`` effort is left."""
         candidate = found.candidate
-        pins = self._search.pins
-        if pins.complete or candidate.num_stages in (1, len(pins.layers)):
-            return found
-        graph = self._chooser.graph(candidate.num_microbatches)
-        home = {layer: stage for stage, names in enumerate(found.stages) for layer in names}
-        ties = [users for users in tied_groups(graph) if len({home[layer] for layer in users}) == 1]
-        pins = replace(pins, together=(*pins.together, *ties))
 
         def step_s(stages: StageLayers) -> float:
             moved = self._chooser.evaluated(candidate, stages)
             self._effort.spend(len(moved.runs.columns) + _A_MOVE)
             return inf if any(moved.excess_bytes) else moved.step_s
 
+        stages = self._moved(found, step_s, lambda: self._effort.left > until)
+        return found if stages == found.stages else self.simulated(candidate, stages)
+
+    def _moved(
+        self, found: EvaluatedCandidate, step_s: Callable[[StageLayers], float], goes_on: Callable[[], bool]
+    ) -> StageLayers:
+        """Move the candidate's boundaries while this shortens the step, within the constraints of the request."""
+        candidate = found.candidate
+        pins = self._search.pins
+        if pins.complete or candidate.num_stages in (1, len(pins.layers)):
+            return found.stages
+        graph = self._chooser.graph(candidate.num_microbatches)
+        home = {layer: stage for stage, names in enumerate(found.stages) for layer in names}
+        ties = [users for users in tied_groups(graph) if len({home[layer] for layer in users}) == 1]
+        pins = replace(pins, together=(*pins.together, *ties))
         seconds = [costs_of(graph, name).forward_s + costs_of(graph, name).backward_s for name in pins.layers]
-        stages = refined(found.stages, pins, seconds, step_s, goes_on=lambda: self._effort.left > until)
-        return self.simulated(candidate, stages)
+        return refined(found.stages, pins, seconds, step_s, goes_on=goes_on)
 
     # ---- results ----------------------------------------------------------------------------------------------------
 

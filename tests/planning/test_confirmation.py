@@ -112,7 +112,7 @@ def test_no_two_plans_of_one_sort_run():
     confirmed_plan(search(known, 3, (4, 8, 16)), machine, 5)
     (ran,) = machine.ran
     assert len(ran) == 5
-    assert len({(schedule, count) for schedule, _, count in ran}) == 5
+    assert len({(schedule, len(stages), count) for schedule, stages, count in ran}) == 5
 
 
 def test_within_noise_the_prediction_decides():

@@ -59,8 +59,8 @@ def test_the_plan_is_within_one_percent_of_the_best_of_all_schedules_and_cuts(ti
 def test_what_is_not_among_the_first_may_be_the_fastest_once_its_cuts_are_moved():
     """Light and heavy layers in turn, and a heavy last one: as smallest bottlenecks cut them zb-h2 is ahead."""
     plan = find_plan(search([0.1] + [1.2, 2.1] * 8 + [5.0], 4, (4,)))
-    assert plan.schedule == "interleaved-zb"
-    assert plan.predicted().makespan_s <= 115  # 122.8 by zb-h2
+    known = {each.label: each.step_s for each in plan.alternatives}
+    assert plan.predicted().makespan_s <= known["interleaved-zb, 2 chunks"] <= 115 < known["zb-h2"]
 
 
 @settings(max_examples=15)

@@ -6,6 +6,7 @@ stay below 2**32. Other costs are rounded to a multiple of the longest time divi
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from fractions import Fraction
 from numbers import Rational
 from typing import Any, Protocol
@@ -23,7 +24,7 @@ from pipesched.program.program import Program
 from pipesched.program.search.problem import BACKWARD, FORWARD, INPUT_GRAD, KINDS, WEIGHT_GRAD, Problem, Resource
 from pipesched.units import counted
 
-__all__ = ["StageCosts", "searched_orders"]
+__all__ = ["StageCosts", "searched_orders", "shortened_orders"]
 
 _STEPS = 400_000  # steps of annealing at effort 1
 _LISTS = 300  # list schedules at effort 1
@@ -127,6 +128,21 @@ def _climbs(shape: Shape, effort: float, rounds: int) -> int:
     if actions <= _FEW_ACTIONS:
         return 0
     return int(effort * min(_CLIMBS * -(-shape.num_stages // shape.num_ranks), _CLIMBED // actions))
+
+
+def shortened_orders(shape: Shape, found: Program) -> list[Order]:
+    """Return the orders of a program, without the micro-batches that the shape does not have.
+
+    Raises ScheduleError if the program has other stages.
+    """
+    if found.placement != shape.placement or found.num_ranks != shape.num_ranks or not _is_searched(found):
+        raise ScheduleError(
+            f"found= must be the program of an earlier search for the same placement; it places stages on ranks "
+            f"{found.placement}, but the pipeline on {shape.placement}; also pass placement=program.placement"
+        )
+    rows = found.columns.microbatch < shape.num_microbatches
+    kept = replace(found, orders=found.orders.where(rows), num_microbatches=shape.num_microbatches)
+    return [_order(shape, codes) for codes in _codes(kept)]
 
 
 class _Equal:
@@ -293,8 +309,13 @@ def _built(schedule: Schedule, shape: Shape, passed: dict[str, Any]) -> Program 
 
 def _is_start(program: Program, shape: Shape) -> bool:
     same = (program.placement, program.num_microbatches) == (shape.placement, shape.num_microbatches)
+    return same and _is_searched(program) and program.num_ranks == shape.num_ranks
+
+
+def _is_searched(program: Program) -> bool:
+    """Return whether a search could return this program: an exact chain of F, I, W and B."""
     kinds = set(np.unique(program.columns.kind).tolist()) <= {CODES[kind] for kind in _KIND_OF}
-    return same and kinds and program.exact and program.is_chain and program.num_ranks == shape.num_ranks
+    return kinds and program.exact and program.is_chain
 
 
 def _codes(program: Program) -> list[list[int]]:

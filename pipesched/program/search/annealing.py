@@ -1,6 +1,7 @@
 """Simulated annealing of orders (Kirkpatrick et al. 1983), reproducible on every machine.
 
-All arithmetic is on whole numbers. Equal inputs therefore give equal orders on every machine, with and without compilation.
+All arithmetic is on whole numbers. So equal inputs give equal orders on every machine, with and without
+compilation.
 """
 
 import math

@@ -1,0 +1,1 @@
+"""Refinement of the best candidates of a search: their stage boundaries and their orders."""

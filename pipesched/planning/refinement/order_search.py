@@ -1,0 +1,249 @@
+"""Order search: orders made for the stages, links and memory limits of the best candidates.
+
+The schedule `searched` starts from the programs of the candidates with the same placement. It knows the times of the
+stages, messages between free links, and the memory of the micro-batches. Its orders are then evaluated like every other
+candidate, with all overheads and the memory of the whole rank, so that only orders that are really faster, and within
+the limits, remain.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from math import inf
+from typing import Any
+
+from pipesched import schedules
+from pipesched.errors import MemoryLimitError
+from pipesched.partitioning.result import StageLayers
+from pipesched.planning.candidates import LADDER, Candidate
+from pipesched.planning.effort import Effort
+from pipesched.planning.evaluated_candidate import EvaluatedCandidate
+from pipesched.planning.plan import searched_before
+from pipesched.planning.recomputation_choice import RecomputationChooser
+from pipesched.program.actions import Kind
+from pipesched.program.program import Program
+from pipesched.simulation.costs import Costs
+from pipesched.simulation.links import Links
+from pipesched.simulation.simulator import simulate
+
+__all__ = ["OrderSearch", "as_searched", "is_searched"]
+
+#: A function that moves the boundaries of a candidate: (candidate, step time of given stages, whether to go on) -> the
+#: best stages.
+Mover = Callable[[EvaluatedCandidate, Callable[[StageLayers], float], Callable[[], bool]], StageLayers]
+
+_NAME = "searched"
+_NEAR = 1.15  # cuts within this factor of the fastest step are searched
+_PAIRS = 4  # most pairs of a cut and a placement to search
+_CUTS = 64  # most cuts of a placement that are all searched
+_MOVED = 2  # most of them whose boundaries are moved
+_TRIES = 3  # searches with a lowered limit, while the whole memory of a rank exceeds its limit
+_STARTS = 8  # most programs to start from
+_PER_PAIR = 0.2  # the fraction of the effort for the orders of one cut
+_PER_MOVE = 0.02  # the fraction of the effort for the orders of a cut with a moved boundary
+_A_MOVE = 2_000  # cost of the costs and the bound of a cut with a moved boundary, in actions
+_SHARES = (1, 1 / 4, 1 / 10, 1 / 40, 1 / 160, 0)  # efforts of `searched`, relative to its default
+_STEPS = 400_000  # steps of `searched` at effort 1 for programs of at most ``_SMALL`` actions, ...
+_SMALL = 100
+_A_STEP = 0.15  # ... and the cost of a step per action of the program, in actions
+_LISTS = 300  # list schedules of `searched` at effort 1, ...
+_FEW_LISTS = 16  # ... at effort 0, ...
+_LISTED = 50_000  # ... the actions that they place at most, ...
+_A_LIST = 15  # ... and the cost of a list schedule per action of the program, in actions
+
+
+def is_searched(found: EvaluatedCandidate) -> bool:
+    """Return whether the candidate's order was made for its costs."""
+    return found.candidate.schedule.name == _NAME
+
+
+def as_searched(found: EvaluatedCandidate) -> EvaluatedCandidate:
+    """Return the candidate with the same order as the result of a search."""
+    candidate = found.candidate
+    program = replace(candidate.program, name=_NAME)
+    return replace(found, candidate=_with(candidate, program, found.costs))
+
+
+class OrderSearch:
+    """Searches orders for the best candidates of a search.
+
+    Args:
+        chooser: evaluates candidates.
+        effort: the remaining effort, from which all work is subtracted.
+        bound_s: a function that returns a lower bound on the step time of a candidate, for any order of its stages.
+
+    """
+
+    def __init__(
+        self, chooser: RecomputationChooser, effort: Effort, bound_s: Callable[[EvaluatedCandidate], float]
+    ) -> None:
+        self._chooser = chooser
+        self._effort = effort
+        self._all = effort.left
+        self._bound_s = bound_s
+
+    def improve(self, found: Sequence[EvaluatedCandidate], move: Mover) -> list[EvaluatedCandidate]:
+        """Return candidates with searched orders, each within the limits.
+
+        Args:
+            found: the evaluated candidates of the search, at least one.
+            move: a function that moves boundaries.
+
+        """
+        best_s = min(each.step_s for each in found)
+        made: list[EvaluatedCandidate] = []
+        for known in _groups(found, best_s):
+            if self._bound_s(known[0]) < best_s:
+                made += self._made(known, self._all * _PER_PAIR)
+            made += self._of_all_cuts(known[0], min((best_s, *(each.step_s for each in made))))
+        made.sort(key=_speed)
+        for number, each in enumerate(made[:_MOVED]):
+            made += self._moved(each, move, until=self._effort.left * (1 - 1 / (_MOVED - number)))
+        return made
+
+    def _of_all_cuts(self, found: EvaluatedCandidate, best_s: float) -> Iterator[EvaluatedCandidate]:
+        """Yield candidates with other cuts and new orders, each faster than those before. Only for few cuts."""
+        cuts = [self._chooser.evaluated(found.candidate, cut) for cut in self._chooser.all_cuts(found.candidate, _CUTS)]
+        self._effort.spend(_A_MOVE * len(cuts))
+        bounds = [self._bound_s(cut) for cut in cuts]
+        for at in sorted(range(len(cuts)), key=bounds.__getitem__):
+            if bounds[at] >= best_s or self._effort.left < self._all / 2:
+                return
+            for made in self._made([cuts[at]], self._all * _PER_MOVE):
+                if made.step_s < best_s:
+                    best_s = made.step_s
+                    yield made
+
+    def _made(self, known: Sequence[EvaluatedCandidate], effort: float) -> Iterator[EvaluatedCandidate]:
+        """Yield the candidate with a searched order, if one is found within the limits.
+
+        Args:
+            known: candidates with the same stages, the fastest first. The search uses the costs of the first, and
+                starts from the programs of all.
+            effort: the effort of the search, in actions.
+
+        """
+        first = known[0]
+        candidate = first.candidate
+        share = self._share(candidate, effort)
+        if share is None:
+            return
+        costs = _times(first)
+        room = _room(first, costs)
+        for _ in range(_TRIES):
+            schedule = schedules.get(_NAME).with_options(
+                placement=candidate.placement,
+                costs=costs,
+                memory_limit_bytes=room,
+                effort=share,
+                starts=tuple(each.candidate.program for each in known[:_STARTS]),
+            )
+            self._effort.spend(_cost(candidate, share))
+            try:
+                program = schedule.program(candidate.num_ranks, candidate.num_microbatches)
+            except MemoryLimitError:
+                return
+            made = replace(first, candidate=_with(candidate, program, first.costs))
+            if not any(made.excess_bytes):
+                yield made
+                return
+            room = [own - excess for own, excess in zip(room or (), made.excess_bytes, strict=False)]
+
+    def _moved(self, found: EvaluatedCandidate, move: Mover, until: float) -> Iterator[EvaluatedCandidate]:
+        """Yield the candidate with moved boundaries and new orders, as long as this shortens the step."""
+        best = found
+
+        def step_s(stages: StageLayers) -> float:
+            nonlocal best
+            if stages == best.stages:
+                return best.step_s
+            self._effort.spend(_A_MOVE)
+            same = self._chooser.evaluated(best.candidate, stages)
+            if self._bound_s(same) >= best.step_s:
+                return inf
+            self._effort.spend(len(same.runs.columns))
+            fit = [each for each in (same, *self._made([same], self._all * _PER_MOVE)) if not any(each.excess_bytes)]
+            if min((each.step_s for each in fit), default=inf) >= best.step_s:
+                return inf
+            best = min(fit, key=_speed)
+            return best.step_s
+
+        before = None
+        while best is not before and self._effort.left > until:
+            before = best
+            move(best, step_s, lambda: self._effort.left > until)
+            if best is not before:
+                best = min((best, *self._made([best], self._all * _PER_PAIR)), key=_speed)
+                yield best
+
+    def _share(self, candidate: Candidate, effort: float) -> float | None:
+        """Return the largest share of the default effort of `searched` within an effort; None if there is none."""
+        within = min(effort, self._effort.left)
+        return next((share for share in _SHARES if _cost(candidate, share) <= within), None)
+
+
+def _speed(found: EvaluatedCandidate) -> float:
+    return found.step_s
+
+
+def _groups(found: Iterable[EvaluatedCandidate], best_s: float) -> list[list[EvaluatedCandidate]]:
+    """Return the candidates to search orders for: of each placement the fastest cut, with all programs on it."""
+    several = sorted((each for each in found if each.candidate.num_ranks > 1), key=_speed)
+    groups: dict[Any, list[EvaluatedCandidate]] = {}
+    for each in several:
+        own = each.candidate
+        if each.step_s <= best_s * _NEAR and not own.program.has_updates:
+            groups.setdefault((own.placement, own.num_microbatches, repr(own.checkpoint)), []).append(each)
+    return list(groups.values())[:_PAIRS]
+
+
+def _cost(candidate: Candidate, share: float) -> float:
+    """Return the cost of a search with a share of the default effort of `searched`, in actions."""
+    actions = 3 * candidate.num_stages * candidate.num_microbatches
+    lists = max(_FEW_LISTS, min(_LISTS * share**0.5, _LISTED / actions))
+    steps = share * _STEPS * min(1, _SMALL / actions) ** 1.5
+    return float(actions * (lists * _A_LIST + steps * _A_STEP))
+
+
+def _with(candidate: Candidate, program: Program, costs: Costs) -> Candidate:
+    """Return the candidate with a searched program."""
+    schedule = searched_before(program, costs)
+    made = replace(candidate, schedule=schedule, splits=bool(program.columns.are(Kind.W).any()))
+    made.__dict__["program"] = program
+    return made
+
+
+def _times(found: EvaluatedCandidate) -> Costs:
+    """Return the costs of F, I, W and B as the search reads them: with overheads, and with the recompute before I or B.
+
+    Recomputed stages hold their inputs instead of their activations.
+    """
+    costs = found.costs
+    overheads = costs.overheads
+    action_s = overheads.action_s if overheads else 0
+    recomputes = found.candidate.checkpoint in LADDER[1:]
+    before = [own + action_s for own in costs.recompute_s] if recomputes else [0.0] * costs.num_stages
+    gradients: dict[str, Any] = {
+        name: tuple(own + more + action_s for own, more in zip(getattr(costs, name), before, strict=True))
+        for name in ("input_grad_s", "backward_s")
+    }
+    return replace(
+        costs,
+        forward_s=tuple(own + action_s for own in costs.forward_s),
+        weight_grad_s=tuple(own + action_s for own in costs.weight_grad_s),
+        links=costs.links or (Links(overheads.link) if overheads else None),
+        overheads=None,
+        activation_bytes=costs.input_bytes if recomputes else costs.activation_bytes,
+        **gradients,
+    )
+
+
+def _room(found: EvaluatedCandidate, costs: Costs) -> list[int] | None:
+    """Return the bytes that the micro-batches of each rank can hold; None without limits.
+
+    This is the limit without the bytes that a rank holds for other purposes, such as weights and transients, at the
+    peak of the known program.
+    """
+    if found.limit_bytes is None:
+        return None
+    own = simulate(found.candidate.program, costs).peak_bytes
+    return [limit - peak + held for limit, peak, held in zip(found.limit_bytes, found.peak_bytes, own, strict=False)]

@@ -1,0 +1,120 @@
+"""Plans with searched orders: when they are chosen, the limits they keep, and what a saved one needs."""
+
+import pytest
+
+from pipesched import Plan, schedules, simulate, validate
+from pipesched.errors import ScheduleError
+from pipesched.partitioning.partition import balance
+from pipesched.planning.candidates import candidates
+from pipesched.planning.pins import Pins
+from pipesched.planning.plan import searched_before
+from pipesched.planning.plan_request import PlanRequest
+from pipesched.planning.program_factory import ProgramFactory
+from pipesched.planning.search_request import SearchRequest
+from pipesched.planning.tuner import find_plan
+from pipesched.program.generators import searched_orders
+from pipesched.program.lowering import add_recompute
+from pipesched.simulation.memory import rank_memory
+from tests.support.synthetic_profiles import profile
+
+TIMES = [0.5, 1.0, 2.0, 1.0, 1.0, 2.0, 1.0, 4.0]
+EFFORT = 300_000
+
+
+def search(times=TIMES, ranks=2, count=4, layers=None, **asked):
+    known = profile(times, **(layers or {}))
+    pins = Pins(list(known.layers), asked.pop("boundaries", None))
+    return SearchRequest(known, pins, ranks, count, (count,), **{"effort": EFFORT, "all_ranks": True, **asked})
+
+
+@pytest.fixture(scope="module")
+def plan():
+    return find_plan(search())
+
+
+@pytest.fixture
+def without_search(monkeypatch):
+    def search(*_, **__):
+        raise AssertionError("a search runs")
+
+    monkeypatch.setattr(searched_orders, "search", search)
+
+
+def rival_s(asked):
+    """The shortest step of all schedules and numbers of chunks on the cut with the shortest slowest stage."""
+    layers = asked.pins.layers
+    times = [asked.profile.graph(1).nodes[layer]["forward_s"] for layer in layers]
+    rivals = candidates(None, None, [asked.num_ranks], asked.num_microbatches, most_stages=len(layers))
+    steps = []
+    for rival in rivals:
+        costs = asked.profile.costs(asked.pins.stages(balance(times, rival.num_stages)), 1)
+        steps.append(simulate(rival.program, costs).makespan_s)
+    return min(steps)
+
+
+@pytest.mark.parametrize("times", [TIMES, [1.0] * 8, [4.0, 1, 1, 1, 1, 1, 1]])
+def test_no_schedule_on_the_balanced_cut_is_faster(times):
+    asked = search(times)
+    assert find_plan(asked).predicted().makespan_s <= rival_s(asked)
+
+
+def test_a_faster_order_is_chosen_and_named(plan):
+    own, *others = plan.alternatives
+    assert (own.label, plan.schedule, plan.program.name) == ("searched, 2 chunks", "searched", "searched")
+    assert own.step_s == plan.predicted().makespan_s < min(each.step_s for each in others) * 0.99
+    validate(plan.program, exact=True)
+    text = plan.explain()
+    assert text.startswith("searched on 2 ranks")
+    assert "no schedule of these stages on these ranks can take less than" in text
+
+
+def test_a_known_schedule_wins_a_tie():
+    plan = find_plan(search([1.0] * 4, boundaries=[2]))
+    assert plan.schedule == "zb-h1"
+    assert "the predicted step is optimal" in plan.explain()
+
+
+@pytest.mark.parametrize("limit", [75_000, 90_000])
+def test_a_searched_order_stays_within_the_bytes_of_a_rank(limit):
+    layers = {"activation_bytes": 10_000, "output_bytes": 100, "parameter_bytes": 100}
+    plan = find_plan(search([1.0, 2.0, 3.0, 1.0, 1.0, 2.0, 2.0, 4.0], 2, 6, layers, memory_limit_bytes=(limit,) * 2))
+    assert plan.schedule == "searched"
+    program = add_recompute(plan.program, plan.checkpoint)
+    assert max(rank.total_bytes for rank in rank_memory(program, plan.costs)) <= limit
+
+
+def test_orders_of_recomputed_stages_stay_within_the_bytes_of_a_rank():
+    layers = {"activation_bytes": 10_000, "output_bytes": 4_000, "parameter_bytes": 100}
+    limit = 52_000
+    plan = find_plan(search([1.0, 1.5] * 2, 2, 8, layers, checkpoint="always", memory_limit_bytes=(limit,) * 2))
+    program = add_recompute(plan.program, plan.checkpoint)
+    assert max(rank.total_bytes for rank in rank_memory(program, plan.costs)) <= limit
+
+
+def test_the_schedule_that_is_asked_for_is_searched_with_the_costs_of_the_layers():
+    plan = find_plan(search([1.0] * 4, schedule=schedules.get("searched")))
+    assert plan.schedule == "searched"
+    assert plan.predicted().makespan_s == pytest.approx(find_plan(search([1.0] * 4)).predicted().makespan_s)
+
+
+def test_a_saved_plan_needs_no_search(plan, without_search):
+    again = Plan.from_dict(plan.to_dict())
+    assert again == plan
+    request = PlanRequest().pinned(again, [name for names in plan.stages for name in names])
+    programs = ProgramFactory(request, 2)
+    assert programs.full.plain == plan.program
+    for count in range(1, 4):
+        short = programs.of(count).plain
+        validate(short, exact=True)
+        assert (short.num_microbatches, short.placement) == (count, plan.program.placement)
+
+
+def test_more_microbatches_than_planned_hold_no_more_at_once(plan):
+    schedule = searched_before(plan.program, plan.costs)
+    validate(schedule.program(2, 6), exact=True, max_in_flight=schedule.options["max_in_flight"])
+
+
+def test_a_program_of_other_stages_is_refused(plan):
+    other = schedules.get("searched").with_options(found=plan.program, placement=(0, 1, 1, 0, 0, 1))
+    with pytest.raises(ScheduleError, match="found= must be the program of an earlier search for the same placement"):
+        other.program(2, 4)
