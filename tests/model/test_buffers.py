@@ -193,6 +193,6 @@ class WritesBoth(Scaling):
 def test_a_buffer_that_both_write_to_is_refused_by_its_name() -> None:
     with (
         Pipeline(made(lambda: InBlocks(WritesBoth)), FLOATS[:2], devices=["cpu"] * 2, loss_fn=square) as pipe,
-        pytest.raises(ExecutionError, match=r"both write to buffer 'amax' of layer 'blocks\.\d'; let the"),
+        pytest.raises(ExecutionError, match=r"both write to buffer 'amax' of layer 'blocks\.\d'; make the"),
     ):
         pipe.step(FLOATS, target=FLOATS)

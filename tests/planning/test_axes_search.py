@@ -98,11 +98,9 @@ def test_given_axes_and_zero_are_kept(plan):
     assert (plan.replication.num_replicas, plan.program.num_ranks, plan.replication.zero) == (2, 2, 2)
 
 
-def test_weights_divided_between_steps_cost_as_much_as_gathered_updates(plan):
+def test_weights_divided_between_steps_send_as_much_as_gathered_updates(plan):
     divided = tuned(axes={"pipeline": 2, "replicate": 2}, zero=3, num_microbatches=4)
     assert divided.replication.zero == 3
-    assert divided.predicted().makespan_s == plan.predicted().makespan_s
-    assert divided.memory() == plan.memory()
     assert [own.sent_bytes for own in divided.communication()] == [own.sent_bytes for own in plan.communication()]
 
 

@@ -12,7 +12,6 @@ from pipesched.planning.plan_request import PlanRequest
 from pipesched.planning.program_factory import ProgramFactory
 from pipesched.planning.search_request import SearchRequest
 from pipesched.planning.tuner import find_plan
-from pipesched.program.generators import searched_orders
 from pipesched.program.lowering import add_recompute
 from pipesched.simulation.memory import rank_memory
 from tests.support.synthetic_profiles import profile
@@ -37,7 +36,7 @@ def without_search(monkeypatch):
     def search(*_, **__):
         raise AssertionError("a search runs")
 
-    monkeypatch.setattr(searched_orders, "search", search)
+    monkeypatch.setattr("pipesched.program.search.search.search", search)
 
 
 def rival_s(asked):

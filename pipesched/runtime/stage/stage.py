@@ -368,6 +368,11 @@ class TreeStage(Stage):
         with self._tree.adding(microbatch):
             super().weight_grad(microbatch)
 
+    def reshard(self, number: int, *, last: bool) -> None:
+        if last:  # torch does not let a gradient of another shape than its parameter be assigned
+            self._tree.finish()
+        super().reshard(number, last=last)
+
     def reduce(self, bucket: int) -> None:
         self._tree.finish()
         super().reduce(bucket)
