@@ -37,7 +37,7 @@ def _registered() -> dict[str, Schedule]:
         taken = registered.setdefault(schedule.name.lower(), schedule)
         if taken is not schedule:
             raise ScheduleError(
-                f"schedule names must be unique, ignoring upper and lower case; {schedule.name!r} of "
+                f"schedule names must be unique (case is ignored); {schedule.name!r} of "
                 f"{schedule.module} is already used by {taken.module}; rename one"
             )
     return dict(sorted(_with_starts(registered).items()))

@@ -254,7 +254,7 @@ class _Recorder(TorchFunctionMode):
             by_the_way = sorted(self._by_the_way, key=str)
             result, call = self._new(name, "", taken, changed_in_place(taken, versions), result)
         except Exception as error:
-            error.add_note(f"while layer {name!r} ran with the given sample")
+            error.add_note(f"while layer {name!r} was running with the given sample")
             raise
         finally:
             self._inside = False

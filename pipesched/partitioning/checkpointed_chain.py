@@ -146,7 +146,7 @@ class CheckpointedChain:
             yield first, last
 
     def _next_alone(self, slot: Slot, begins: Sequence[Run], bound: int) -> int:
-        """Return the next larger bound that allows a single-block stage at one more of these starts, or INFINITE."""
+        """Return the smallest larger bound that allows another single-block stage at these starts; INFINITE if none."""
         single = self._single(slot)
         if single[-1] <= bound:
             return INFINITE

@@ -209,7 +209,7 @@ class _Descent:
         return best[0] < now
 
     def _as_good(self, index: int, now: Key, first: int, last: int) -> range:
-        """Return the positions of a cut at which neither of its two ranks takes longer than the slowest rank takes now.
+        """Return the positions of a cut at which the ranks on both sides are no slower than the currently slowest rank.
 
         If a rank exceeds its memory limit, all positions from ``first`` to ``last`` are returned.
         """

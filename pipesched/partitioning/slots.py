@@ -148,7 +148,7 @@ def placed(ranks: Sequence[Rank], in_flight: Sequence[int], placement: Sequence[
 
 
 def free_order(ranks: Sequence[Rank], in_flight: Sequence[int], *, exactly: bool) -> LineUp:
-    """Return the slots for ranks in any order: a state is the number of used ranks of each kind."""
+    """Return the slots for ranks in any order. A state counts the ranks of each kind that are already used."""
     kinds = sorted(set(ranks), key=lambda kind: (-kind.speed, -1 if kind.limit is None else -kind.limit))
     counts = [ranks.count(kind) for kind in kinds]
     states = sorted(product(*(range(count + 1) for count in counts)), key=lambda used: (sum(used), used))

@@ -59,8 +59,8 @@ class AutoPlan:
     def is_wanted(self, request: PlanRequest, plan: Plan | None) -> bool:
         """Return whether a search is needed.
 
-        No search is needed if a plan is given. Without search options, a given schedule, a complete cut or a single
-        device also makes the search unnecessary. Raises PartitionError if search options were given together with a
+        No search is needed if a plan is given. If no search options are given, none is needed for a given schedule, a
+        complete cut or a single device either. Raises PartitionError if search options were given together with a
         plan.
         """
         if plan is not None and self.search.is_asked_for:

@@ -208,8 +208,8 @@ def limits_of(given: int | Sequence[int] | None, num_ranks: int) -> tuple[int, .
     limits = list(given) if isinstance(given, Sequence) else [given] * num_ranks
     if len(limits) != num_ranks or not all(map(_is_size, limits)):
         raise PartitionError(
-            f"memory_limit_bytes must be a number of bytes above 0 for all ranks, or a list with a number for each of "
-            f"{num_ranks} ranks; got {shown(given)}; for example, pass 16 * 2**30"
+            f"memory_limit_bytes must be a positive number of bytes, which applies to each rank, or a list with a "
+            f"number for each of {num_ranks} ranks; got {shown(given)}; for example, pass 16 * 2**30"
         )
     return tuple(map(int, limits))
 

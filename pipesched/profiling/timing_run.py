@@ -329,7 +329,7 @@ def _naming(subject: Subject, device: torch.device) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        error.add_note(f"while layer {subject.name!r} was measured on {device} with the given sample")
+        error.add_note(f"while layer {subject.name!r} was being measured on {device} with the given sample")
         raise
 
 
@@ -341,7 +341,7 @@ def _naming_turn(turns: Sequence[_Turn], device: torch.device) -> Iterator[None]
     except Exception as error:
         come = [turn.subject.name for turn in turns if turn.came is not None]
         place = f"the backward of layer {come[0]!r}" if come else "a backward"
-        error.add_note(f"while {place} was measured on {device} with the given sample")
+        error.add_note(f"while {place} was being measured on {device} with the given sample")
         raise
 
 

@@ -201,8 +201,8 @@ class Splitter:
         same number of them.
 
         Raises:
-            InputError: if the batch has no rows, if its arguments and target have different numbers of rows, or if
-                there are fewer rows than a program with a fixed number of micro-batches, or the replicas, need.
+            InputError: if the batch has no rows, if its arguments and target have different numbers of rows, or if it
+                has fewer rows than replicas, or fewer than the micro-batches of a program that fixes their number.
 
         """
         if not isinstance(self.split_dims, int):

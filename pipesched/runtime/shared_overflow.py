@@ -23,7 +23,7 @@ def share_overflow(parameters: Sequence[nn.Parameter], host: RankHost, intra_op_
 
     Args:
         parameters: the parameters of this process's stages.
-        host: the host of the ranks.
+        host: the RankHost that runs the ranks of this process.
         intra_op_threads: the number of CPU threads that read the gradients.
 
     Raises:

@@ -57,7 +57,7 @@ def kept_here(host: RankHost, rank: int, what: str, items: Mapping[str, Encoded]
     """Return the names of the values that this process saves: the first process that has a value saves it. Collective.
 
     Args:
-        host: the host of the ranks.
+        host: the RankHost that runs the ranks of this process.
         rank: the rank of this process within its replica.
         what: the kind of values, as a plural noun for error messages.
         items: the values of this process, keyed by name.

@@ -30,7 +30,7 @@ def export_weights(folder: Path, weights: Mapping[str, Tensor], model: nn.Module
         weights: the parameters and buffers that this process writes, keyed by their names in the model's
             ``state_dict``.
         model: the model. Its configuration is also saved if the configuration has a ``save_pretrained`` method.
-        host: the host of the ranks.
+        host: the RankHost that runs the ranks of this process.
         process: the number of this process.
 
     Raises:

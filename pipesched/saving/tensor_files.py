@@ -216,7 +216,7 @@ class TensorFile:
                     count = file.readinto(view)
                     if not count:
                         raise DamagedCheckpointError(
-                            f"a checkpoint's files must not change while it is loaded; {self._path} was cut off; load "
+                            f"a checkpoint's files must not change while it is loaded; {self._path} is too short; load "
                             f"the checkpoint again, or load another checkpoint"
                         )
                     view = view[count:]

@@ -89,7 +89,7 @@ def together(host: RankHost, work: Work[T], hurry: Event | None = None) -> T:
     While a process waits, it exchanges messages with the others, so that no process times out.
 
     Args:
-        host: the host of the ranks.
+        host: the RankHost that runs the ranks of this process.
         work: the work, already started.
         hurry: an event that is set if a process fails, so that the work stops waiting for other processes soon.
             Default: None.

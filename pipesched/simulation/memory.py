@@ -262,7 +262,7 @@ class _Gradients(NamedTuple):
 
     @classmethod
     def of(cls, program: Program, sizes: Mapping[str, Ints], *, in_tree: bool) -> "_Gradients":
-        """Compute the bytes of the gradients around each action of a program."""
+        """Compute the bytes of gradients that are held before and after each action of a program."""
         columns = program.columns
         whole = sizes["gradient_bytes"]
         deferred = sizes["deferred_gradient_bytes"]

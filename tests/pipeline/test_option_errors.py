@@ -394,7 +394,7 @@ def test_counts_that_are_no_whole_numbers(count):
 
 @pytest.mark.parametrize("limit", ["10 GB", ["10 GB", "1 GB"], True, [1e9], [1e9, None], [1e9, -1.0]])
 def test_limits_of_memory_that_are_none(limit):
-    match = r"bytes above 0 for all ranks, or a list with a number for each of 2 ranks; got .*; for example, pass 16 "
+    match = r"bytes, which applies to each rank, or a list with a number for each of 2 ranks; got .*; for example, pass"
     refused(PartitionError, ValueError, match, search=Search(memory_limit_bytes=limit))
 
 
@@ -531,4 +531,4 @@ def test_what_a_layer_raises_of_a_batch_in_the_samples_form_is_its_own():
 def test_a_sample_that_a_captured_models_layer_refuses_names_it():
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as caught:
         Pipeline(Keyed(), ({"x": torch.ones(2, 7)},), devices=["cpu"] * 2)
-    assert caught.value.__notes__ == ["while layer 'layers.0' ran with the given sample"]
+    assert caught.value.__notes__ == ["while layer 'layers.0' was running with the given sample"]

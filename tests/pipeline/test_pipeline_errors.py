@@ -246,7 +246,7 @@ def test_a_layer_that_takes_the_name_of_the_loss_module():
 def test_a_sample_that_does_not_fit_names_the_layer_that_refused_it():
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as caught:
         Pipeline(linears(), torch.ones(2, 7), devices=["cpu"] * 2)
-    assert caught.value.__notes__ == ["while layer '0' was measured on cpu with the given sample"]
+    assert caught.value.__notes__ == ["while layer '0' was being measured on cpu with the given sample"]
 
 
 # ---- other choices --------------------------------------------------------------------------------------------------

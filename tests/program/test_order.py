@@ -184,7 +184,7 @@ def test_a_schedule_whose_name_is_in_capitals_is_found_and_listed_as_it_is_writt
 
 def test_names_that_differ_in_case_alone_are_refused(tmp_path):
     error = found_with(tmp_path, mine="GPipe").stderr
-    assert "schedule names must be unique, ignoring upper and lower case" in error
+    assert "schedule names must be unique (case is ignored)" in error
     assert "'GPipe' of pipesched.schedules.mine is already used by pipesched.schedules.gpipe; rename one" in error
 
 

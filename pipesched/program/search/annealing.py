@@ -137,7 +137,7 @@ def _distance(bits: int) -> int:
 
 @compiled
 def _shifted(tables: Tables, memory: _Memory, orders: Sequences, slot: int, most: int, bits: int) -> int:
-    """Move an action. Return the makespan, or UNFIT and undo the move if the makespan would exceed ``most``."""
+    """Move an action, and return the makespan. If it would exceed ``most``, undo the move and return UNFIT."""
     rank = tables.rank_of_slot[slot]
     to = shift(tables, orders, rank, slot, _distance(bits))
     if to == slot:

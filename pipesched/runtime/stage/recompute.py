@@ -150,8 +150,8 @@ def _checked(seen: _Seen, layer: nn.Module, own: Mapping[str, Tensor], which: _C
     for name, (buffer, version) in seen.still.items():
         if now[name] is not buffer or buffer._version != version:
             raise ExecutionError(
-                f"a layer must be recomputed with the buffers of its forward; buffer {name!r} of layer {which[0]!r} "
-                f"changed after the forward, although the first forward left it unchanged; take the layer out of "
+                f"a layer must be recomputed with the same buffer values as in its forward; buffer {name!r} of layer "
+                f"{which[0]!r} was modified between the forward and the recomputation; take the layer out of "
                 f"checkpoint="
             )
     return seen.copies

@@ -155,7 +155,7 @@ class Sweep:
         return tuple(deadline for deadline, keeps in zip(self._deadlines, kept, strict=True) if not keeps)
 
     def _following(self, states: _States) -> Iterator[tuple[int, _States]]:
-        """Yield the states after each possible next action, with the number of actions taken: 2 for B."""
+        """Yield the states after each possible next action. A B counts as two actions, an I and a W."""
         for chunk in range(self._chunks):
             yield 1, self._after_forward(states, chunk)
             yield 2, self._after_gradient(states, chunk, whole=True)
