@@ -2,14 +2,14 @@
 
     python benchmarks/hidden_reductions.py [--steps 14] [--replicas 2] [--schedules 1f1b zb-h1]
 
-A pipeline of four ranks with two replicas runs steps of 8 micro-batches on 8 processes. The stages sleep, as a host
-that waits for its accelerators does, and so does each sum over replicas, as if the link between the replicas were slow:
-the sums of a stage take 90 % of one of its backward passes. The prediction simulates the program with the times of each
-kind of action in the first half of the steps; the other half is measured. The script prints the makespan, predicted and
-measured, and for each rank the share of its sums that lies in bubbles, under compute, and after the last backward pass
-of all ranks. Under 1f1b it also counts the sums of rank 0 that start under its last backward, and it states whether the
-targets are met: a makespan of at most 1.03 of the predicted one, 90 % of the sums of ranks 1 to 3 in bubbles, and all
-sums of rank 0 but the last under its last backward.
+A pipeline of four ranks with two replicas runs steps of 8 micro-batches on 8 processes. Stages and sums over replicas
+sleep in place of computing and sending. The sums of a stage together take 90 % of the time of one of its backward
+passes, as over a slow link. The prediction simulates the program with the times of each kind of action in the first
+half of the steps; the other half is measured. The script prints the makespan, predicted and measured, and for each rank
+the share of its sums that lies in bubbles, under compute, and after the last backward pass of all ranks. Under 1f1b it
+also counts the sums of rank 0 that start under its last backward, and it states whether the targets are met: a makespan
+of at most 1.03 of the predicted one, 90 % of the sums of ranks 1 to 3 in bubbles, and all sums of rank 0 but the last
+under its last backward.
 """
 
 import argparse

@@ -91,11 +91,11 @@ class Replicas:
         if self.count == 1:
             return program
         if program.num_weights < program.num_stages or program.forward_only:
+            has = f"{counted(program.num_stages, 'stage')} with {counted(program.num_weights, 'weight copy')}"
             raise ScheduleError(
-                f"replicas reduce the gradients of weights that one stage holds; {program.name!r} has "
-                f"{counted(program.num_stages, 'stage')} but {program.num_weights} weight copies"
-                f"{', and no backward passes' if program.forward_only else ''}; leave --replicas out, or choose "
-                f"another schedule, such as 1f1b"
+                f"--replicas needs a schedule with backward passes and separate weights for each stage; "
+                f"{program.name!r} has {'no backward passes' if program.forward_only else has}; leave --replicas out, "
+                f"or choose another schedule, such as 1f1b"
             )
         program = add_reductions(program, _BUCKETS)
         return add_gathers(program, keep=self.gather_once) if self.zero == 3 else program
@@ -128,7 +128,7 @@ class Replicas:
             yield f"of {quote_time(total_s)} of collectives on {counted(program.num_ranks, 'rank')}: {hidden}"
 
     def _sent(self, program: Program) -> Iterator[str]:
-        """Yield the bytes of each purpose. A rank sends (n - 1) / n of the bytes that n replicas gather or reduce."""
+        """Yield the sizes that a rank sends, as text: (n - 1) / n of the bytes that n replicas reduce or gather."""
         share = (self.count - 1) / self.count
         ranks = range(program.num_ranks)
         held = [[stage for stage in program.chunks(rank) if program.buckets[stage]] for rank in ranks]

@@ -406,7 +406,7 @@ class Assembly:
         return None if sums is None else GradientBuckets(self.buckets(stage), sums, self._sharded)
 
     def buckets(self, stage: int) -> list[list[nn.Parameter]]:
-        """Return the parameters of each bucket of a stage, which may be a stage of another process."""
+        """Return the parameters of each bucket of a stage. The stage may belong to another process."""
         tied = self.ties.parameters
         layers = self.programs.buckets[stage] if self.programs.buckets else []
         modules = self._modules(stage)

@@ -192,7 +192,7 @@ def _check_sum(
     if why := doubt_of_sum(costs, whole):
         warn(
             f"layer times should add up to the model's time; {why}; the machine may have been busy: measure again when "
-            f"it is idle; if the difference stays, the model's own code takes time that is not in the profile"
+            f"it is idle; if the difference persists, the model's own code takes time that is not in the profile"
         )
 
 

@@ -99,7 +99,7 @@ def check_collectives(program: Program, buckets: Sequence[int], *, gathers: bool
         if count and not program.gathers[stage]:
             raise ScheduleError(
                 f"if a program has UNSHARDs, each stage with weights must have one; stage {stage} of program "
-                f"{program.name!r} has none; add it, or pass the program without UNSHARDs and RESHARDs"
+                f"{program.name!r} has none; add one, or pass the program without UNSHARDs and RESHARDs"
             )
 
 

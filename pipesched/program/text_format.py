@@ -151,7 +151,8 @@ def _complete(read: _Read) -> dict[str, Any]:
     header = read.header
     if "num_microbatches" not in header:
         raise ScheduleError(
-            "a program's text must have its number of micro-batches; there is no such line; add 'microbatches N'"
+            "a program's text must state the number of micro-batches; it has no line 'microbatches'; add "
+            "'microbatches N'"
         )
     if not read.ranks:
         raise ScheduleError("a program must have at least one rank; there is none; add 'rank 0: 0F0 0B0'")
@@ -171,7 +172,7 @@ def _complete(read: _Read) -> dict[str, Any]:
             missing = next(number for number in range(count) if number not in table)
             raise ScheduleError(
                 f"if any micro-batch has a route, all must have one; micro-batch {min(table)} of {count:,} has a "
-                f"route, but micro-batch {missing} has no route; add it, or correct the number of micro-batches"
+                f"route, but micro-batch {missing} has no route; add one, or correct the number of micro-batches"
             )
         if table:
             header[name] = tuple(table.get(number, ()) for number in range(count))

@@ -470,8 +470,8 @@ def check_exact(program: Program) -> None:
     if program.num_weights < program.num_stages:
         raise ScheduleError(
             f"every stage of an exact program must have its own weights; here {counted(program.num_stages, 'stage')} "
-            f"share {counted(program.num_weights, 'weight copy')}, so each stage adds up its own gradients before they "
-            f"are added together; validate without exact=True: results then agree only up to rounding"
+            f"share {counted(program.num_weights, 'weight copy')}, so the gradients of a copy are summed within each "
+            f"stage and then over stages, which rounds differently; validate without exact=True"
         )
     if program.slices_per_microbatch > 1:
         raise ScheduleError(

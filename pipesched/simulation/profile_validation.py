@@ -63,8 +63,8 @@ def _check_alike(one: "nx.DiGraph[str]", other: "nx.DiGraph[str]", rows: str) ->
             figures = [_figures(values.get(key)) for values in (first, second)]
             if figures[0] != figures[1]:
                 raise ScheduleError(
-                    f"all sizes of a profile must have the same figures; {key} of {name!r} is not of the same form for "
-                    f"micro-batches of {rows} rows; {_AGAIN}"
+                    f"a profile must contain the same values for every micro-batch size; {key} of {name!r} is a number "
+                    f"for only one of the sizes {rows}; {_AGAIN}"
                 )
 
 

@@ -170,7 +170,7 @@ class _PartSums:
         self._losses: list[Tensor | None] = []
 
     def end(self, loss: Tensor | None) -> Tensor | None:
-        """End a part with this loss. Return None, and after the last part the sum of the losses."""
+        """Record the loss and the gradients of a part. Return the sum of all losses after the last part, else None."""
         self._losses.append(loss)
         self._grads.append(self._taken())
         if len(self._losses) < self._num_parts:

@@ -1,4 +1,4 @@
-"""Processes: runs one rank in a separate process, over torch.distributed, with the same interpreter as threads.
+"""Processes: runs one rank per process, with torch.distributed for messages and the same interpreter as `threads`.
 
 Why a step cannot hang. The program is valid: its orders, its dependencies, and the edges from the k-th send of a
 channel to its k-th receive have no cycle. A send copies its message and returns, so it never blocks its rank. A receive

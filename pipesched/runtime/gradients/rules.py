@@ -81,7 +81,7 @@ class GradientRules:
         return nonfinite
 
     def decide(self, parts: Sequence[GradientNorms]) -> Verdict:
-        """Decide from all stages' norms whether to skip an update. Waits for a GPU if the update could be skipped."""
+        """Decide from all stages' norms whether to skip an update. Synchronizes with the GPU if it could be."""
         norms = GradientNorms.merged(parts)
         norm = norms.total(self.norm_type)
         nonfinite = norms.nonfinite

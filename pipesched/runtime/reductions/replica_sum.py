@@ -150,9 +150,9 @@ class ReplicaSums:
         self._lane = lane
 
     def is_sharded(self, name: str, parameter: Tensor) -> bool:
-        """Return whether replicas divide a parameter among them over the mesh dimension "shard".
+        """Return whether a parameter is sharded over the mesh dimension of the axis "shard".
 
-        Raises ModelTypeError if they divide it over another dimension.
+        Raises ModelTypeError if it is sharded over another dimension.
         """
         mesh = getattr(parameter, "device_mesh", None)
         own = distributed.get_rank()

@@ -47,7 +47,7 @@ class TimeUnits:
         return tuple(map(self.down, seconds))
 
     def up(self, seconds: float) -> int:
-        """Return a bound in units. It is rounded up if all times, and so all makespans, are whole numbers of units."""
+        """Return a lower bound in units: rounded up if makespans are whole numbers of units, else rounded down."""
         own = Fraction(seconds) * self.per_second
         return ceil(own) if self.exact else floor(own)
 
