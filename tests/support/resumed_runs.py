@@ -213,9 +213,13 @@ class Trainer:
         return losses
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Return this process's weights, buffers and optimizer states by name. Rows of states end in ``[row]``."""
+        """Return this process's weights, buffers and optimizer states by name. Rows of states end in ``[row]``.
+
+        Collective, because replicas may divide the weights.
+        """
         names = {parameter: name for name, parameter in self.pipe.named_parameters()}
-        yield from ((name, parameter.detach()) for parameter, name in names.items())
+        weights = self.pipe.full_state_dict()
+        yield from ((name, weights[name]) for name in names.values())
         yield from self.pipe.named_buffers()
         rows: dict[Any, int] = {}
         for update in self.pipe._running.assembly.divided_updates.values():
