@@ -154,8 +154,9 @@ class CapturedModel:
                 if call.place in apart:
                     raise GraphError(
                         f"a layer that is recomputed in the backward must receive all tensors of other layers through "
-                        f"its arguments; {call} has attributes that other code sets, or shares tensors with other "
-                        f"layers through objects; take the layer out of checkpoint=, or pass those tensors as arguments"
+                        f"its arguments; {call} reads attributes that are set outside of it, or shares tensors with "
+                        f"other layers through an object; take the layer out of checkpoint=, or pass those tensors as "
+                        f"arguments"
                     )
         return [call.place for call in found]
 

@@ -30,7 +30,7 @@ _Options = Sequence[tuple[int, ActivationOption]]
 
 @dataclass(frozen=True, kw_only=True)
 class _Front:
-    """The undominated states of some items, which no other state beats in all costs, in ascending order of bytes."""
+    """The Pareto front of choices for a group of items: those that no other beats in every cost, by ascending bytes."""
 
     #: The bytes held in each state.
     held: Ints

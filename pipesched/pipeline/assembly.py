@@ -382,9 +382,9 @@ class Assembly:
                     put_on(module, stage.device)
 
     def _bucket_layers(self) -> list[list[str]]:
-        """Return the layers of each stage whose gradients form a bucket, the last layer first.
+        """Return, for each stage, the layers whose gradients form a bucket, the last layer first.
 
-        There are none if several stages share weights: such gradients are complete only after a run.
+        The lists are empty if several stages share weights, because their gradients are complete only after a run.
         """
         program = self.program
         if program.num_weights < program.num_stages:

@@ -131,9 +131,9 @@ def check_tree(model: nn.Module, program: Program, bodies: Sequence[Body], tied:
     shared = [names[parameter] for parameter in tied if parameter in names]
     if shared:
         raise GraphError(
-            f"{rule} weights that one layer uses, because the gradients of a shared weight are added over its uses "
-            f"first; {counted(len(shared), 'weight')} of this model are used several times: {and_more(shared)}; untie "
-            f"them, {remedy}"
+            f"{rule} weights that are each used by one layer, because the gradients of a shared weight are first "
+            f"added over its uses; {counted(len(shared), 'weight')} of this model are used several times: "
+            f"{and_more(shared)}; untie them, {remedy}"
         )
     held = {parameter for body in bodies for layer in body.layers.values() for parameter in layer.parameters()}
     others = [name for parameter, name in names.items() if parameter.requires_grad and parameter not in held]

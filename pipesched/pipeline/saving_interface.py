@@ -89,7 +89,7 @@ class SavingInterface(ModuleInterface):
         scheduler: Any = None,
         extra: Mapping[str, Any] | None = None,
     ) -> Restored:
-        """Load a checkpoint, and continue the saved run, also under another plan or on another number of ranks.
+        """Load a checkpoint and continue the saved run, even under another plan or with another number of ranks.
 
         ::
 

@@ -87,7 +87,7 @@ class AxesRequest:
             )
 
     def searches(self) -> Iterator[SearchRequest]:
-        """Yield the search for each division that the request allows. The last division needs the least memory."""
+        """Yield a search for each allowed division of the ranks into replicas. The last needs the least memory."""
         for num_ranks, replication in self._divisions():
             own = ReplicaCosts(replication, num_ranks, self.links or self.profile.machine.links)
             batch_size = self.batch_size // replication.num_replicas

@@ -140,7 +140,8 @@ class Action(NamedTuple):
         if (match[4] or "") != _ARROWS.get(kind, ""):
             want = f"{match[1]}{kind}{match[3]}{_ARROWS.get(kind, '')}"
             raise ScheduleError(
-                f"a send must end in '>' and the receiving stage, a receive in '<' and the sending stage, and any "
-                f"other action in its micro-batch; got {text!r}; write {want}{'<stage>' if kind in _ARROWS else ''}"
+                f"a send must end with '>' and the receiving stage, a receive must end with '<' and the sending "
+                f"stage, and any other action must end with its micro-batch; got {text!r}; write "
+                f"{want}{'<stage>' if kind in _ARROWS else ''}"
             )
         return cls(int(match[1]), kind, int(match[3]), int(match[5]) if match[5] else None)

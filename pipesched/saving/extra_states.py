@@ -35,7 +35,7 @@ class _Leaf:
 
 
 class _ExtraEncoder(Encoder):
-    """Encodes values, and collects tensors that have the name and shape of a model's tensor in ``leaves``."""
+    """Encodes values. ``leaves`` collects the tensors with the name and shape of one of the model's tensors."""
 
     def __init__(self, prefix: str, shapes: Mapping[str, tuple[int, ...]]) -> None:
         super().__init__(prefix)

@@ -195,25 +195,26 @@ class Restoring:
         orders = [one.facts.settings.get("reduction_order", "sequential") for one in (self._saved, self._run)]
         if orders[0] != orders[1]:
             warn(
-                f"the order in which gradients are added affects the bits of a run; {self._saved.where} was saved with "
+                f"the order in which gradients are added affects rounding; {self._saved.where} was saved with "
                 f"reduction_order={orders[0]!r}, and this pipeline has {orders[1]!r}; the run continues, but differs "
                 f"in rounding; for identical bits pass Numerics(reduction_order={orders[0]!r}), or else ignore this "
                 f"warning"
             )
         elif saved != own and orders[0] == "sequential":
             warn(
-                f"gradients are added within each replica and then over replicas, so the bits of a run depend on their "
-                f"number; {self._saved.where} was saved with {saved} replica{'s' * (saved > 1)}, and this pipeline has "
-                f"{own}; the run continues with the same micro-batches and random numbers, but differs in rounding; "
-                f"for identical bits use a mesh of {saved} replica{'s' * (saved > 1)}, or else ignore this warning"
+                f"the number of replicas affects rounding, because gradients are added within each replica and then "
+                f"over replicas; {self._saved.where} was saved with {saved} replica{'s' * (saved > 1)}, and this "
+                f"pipeline has {own}; the run continues with the same micro-batches and random numbers, but differs in "
+                f"rounding; for identical bits use a mesh of {saved} replica{'s' * (saved > 1)}, or else ignore this "
+                f"warning"
             )
         elif shards[0] != shards[1]:
             warn(
-                f"zero=2 and 3 combine the norm that clips gradients from norms of each replica's rows, which rounds "
-                f"differently; {self._saved.where} was saved with gradients in {counted(shards[0], 'part')}, and this "
-                f"pipeline has {counted(shards[1], 'part')}; the run continues, but differs in rounding; for identical "
-                f"bits pass {'Distributed(zero=2)' if shards[0] > 1 else 'zero=0 or zero=1'}, or else ignore this "
-                f"warning"
+                f"with zero=2 and 3, the norm for clipping is computed from norms of each replica's rows, which "
+                f"affects rounding; {self._saved.where} was saved with gradients in {counted(shards[0], 'part')}, and "
+                f"this pipeline has {counted(shards[1], 'part')}; the run continues, but differs in rounding; for "
+                f"identical bits pass {'Distributed(zero=2)' if shards[0] > 1 else 'zero=0 or zero=1'}, or else ignore "
+                f"this warning"
             )
         if self.left:
             warn(

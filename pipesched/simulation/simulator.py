@@ -175,7 +175,7 @@ def _leads(program: Program, seconds: NDArray[Any]) -> dict[int, Any]:
 
 
 def _own_links(program: Program) -> Ints | None:
-    """Return, for each action, the number of the link of its rank that it occupies, or -1. None if there are none.
+    """Return which link of its rank each action occupies, -1 for no link; None if no action occupies one.
 
     Each rank has three links: two to the host, one per direction, and one for its collectives.
     """

@@ -415,10 +415,10 @@ class Trace:
     def load(cls, path: str | PathLike[str]) -> "Trace":
         """Read a trace from a JSON file.
 
-        The file contains either the JSON of ``to_dict``, or it was written by ``to_chrome`` and contains spans only.
+        The file is the JSON of ``to_dict``, or a file that ``to_chrome`` wrote and that contains only spans.
 
         Raises:
-            ScheduleError: with the file's name, for an invalid trace.
+            ScheduleError: the trace is invalid; the message names the file.
 
         """
         return load_json(path, lambda values: cls.from_dict(_from_chrome(values)))

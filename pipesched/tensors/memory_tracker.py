@@ -79,7 +79,7 @@ class Ledger:
             self._write(storage)
 
     def resized(self, storage: Any) -> None:
-        """Count a storage with its new size, if it is counted."""
+        """Record the new size of a storage, if the storage is tracked."""
         with self._lock:
             known = self._living.pop(id(storage), None)
             if known is not None:

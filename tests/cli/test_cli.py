@@ -151,7 +151,7 @@ def test_show_gathers_the_weights_of_several_chunks_once_or_often():
     ("args", "code", "said"),
     [
         (["1f1b", "--zero", 2], 2, "got --zero 2 and one replica; pass --replicas 2 or more"),
-        (["dualpipe", "--replicas", 2], 1, "has 8 stages but 4 weight copies; leave --replicas out"),
+        (["dualpipe", "--replicas", 2], 1, "has 8 stages with 4 weight copies; leave --replicas out"),
         (["pipedream", "--replicas", 2], 1, "choose a schedule that updates once a step"),
         (["1f1b", "--replicas", 2, "--weight-bytes", "much"], 2, "'much' is not a number of bytes"),
         (["1f1b", "--replicas", 2, "--replica-bandwidth", "0"], 1, "bytes_per_s"),

@@ -70,7 +70,7 @@ def test_what_is_no_action_is_refused_with_the_form_and_the_kinds(text):
     ],
 )
 def test_a_wrong_peer_is_refused_with_the_right_form(text, remedy):
-    with pytest.raises(ScheduleError, match="a send must end in '>'") as error:
+    with pytest.raises(ScheduleError, match="a send must end with '>'") as error:
         Action.parse(text)
     assert f"got {text!r}" in str(error.value)
     assert str(error.value).endswith(remedy)

@@ -105,7 +105,7 @@ def test_a_graph_without_edges_keeps_its_text_form():
         ("rank 2: 0F0", r"line 4: ranks must be written in order.*got 'rank 2:'; write 'rank 1:'"),
         ("rank 1", r"line 4: ranks must be written in order.*write 'rank 1:'"),
         ("rank 1: 1F0 1Q0", r"line 4: an action must have the form .* got '1Q0'"),
-        ("rank 1: 1SEND_B0", r"line 4: a send must end in '>'.*got '1SEND_B0'"),
+        ("rank 1: 1SEND_B0", r"line 4: a send must end with '>'.*got '1SEND_B0'"),
         ("microbatches two", r"line 4: expected whole numbers; got 'microbatches two'"),
         ("microbatches 1 2", r"line 4: a line must be 'name NAME'.*got 'microbatches 1 2'"),
         ("placement 0 x", r"line 4: expected whole numbers; got 'placement 0 x'"),

@@ -54,6 +54,7 @@ def test_a_report_says_how_much_of_both_is_hidden(trace):
     )()
     said = "\n".join(findings(plan, trace, None, None, []))
     assert (
-        "of the time of gradient reductions and weight gathers, 50.0% lies in bubbles, 16.7% under compute, and 33.3% "
+        "gradient reductions and weight gathers: 50.0% of their time is in bubbles, 16.7% overlaps with compute, and "
+        "33.3% "
         "is exposed"
     ) in said

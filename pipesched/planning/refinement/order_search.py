@@ -52,7 +52,7 @@ _A_LIST = 15  # ... and the cost of a list schedule per action of the program, i
 
 
 def is_searched(found: EvaluatedCandidate) -> bool:
-    """Return whether the candidate's order was made for its costs."""
+    """Return whether the order search found the candidate's order."""
     return found.candidate.schedule.name == _NAME
 
 

@@ -92,8 +92,9 @@ def _communication(predicted: Trace | None) -> Iterator[str]:
     in_bubbles, under_compute, exposed = (f"{part / sum(parts):.1%}" for part in parts)
     gathers = Kind.UNSHARD in predicted.kinds
     yield (
-        f"of the time of gradient reductions{' and weight gathers' if gathers else ''}, {in_bubbles} lies in bubbles, "
-        f"{under_compute} under compute, and {exposed} {'is exposed' if gathers else 'after the last backward'}"
+        f"gradient reductions{' and weight gathers' if gathers else ''}: {in_bubbles} of their time is in bubbles, "
+        f"{under_compute} overlaps with compute, and "
+        f"{exposed} {'is exposed' if gathers else 'comes after the last backward'}"
     )
 
 

@@ -313,7 +313,7 @@ def _is_start(program: Program, shape: Shape) -> bool:
 
 
 def _is_searched(program: Program) -> bool:
-    """Return whether a search could return this program: an exact chain of F, I, W and B."""
+    """Return whether a search could return this program: exact, a chain of stages, only F, I, W and B actions."""
     kinds = set(np.unique(program.columns.kind).tolist()) <= {CODES[kind] for kind in _KIND_OF}
     return kinds and program.exact and program.is_chain
 

@@ -92,8 +92,8 @@ class TreeSums:
             return
         if grad.is_sparse:
             raise ExecutionError(
-                f"gradients must be dense to be added as a tree; a parameter of shape {tuple(parameter.shape)} has a "
-                f"sparse gradient; make its layer with sparse=False, or leave reduction_order= out"
+                f"reduction_order='tree' supports only dense gradients; a parameter of shape {tuple(parameter.shape)} "
+                f"has a sparse gradient; make its layer with sparse=False, or leave reduction_order= out"
             )
         sums = self._sums.setdefault(parameter, [])
         _merge(sums, group)

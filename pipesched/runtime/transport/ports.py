@@ -27,8 +27,8 @@ class ShortPort(Protocol):
     def sender(self, to: int, tag: int, /) -> Callable[[Sequence[Any], int], Work | None]:
         """Return a function (buffers, their size in bytes) that sends the buffers without waiting.
 
-        The buffers may be changed afterwards. The function returns None if all bytes are written, otherwise the pending
-        send.
+        The caller may reuse the buffers as soon as the function returns. The function returns None if all bytes have
+        been written, otherwise the pending send.
         """
 
     def reader(self, from_: int, tag: int, /) -> Callable[[memoryview], None]:

@@ -243,8 +243,8 @@ class SocketPort:
     def sender(self, to: int, tag: int, /) -> Callable[[Sequence[Any], int], _Pending | None]:
         """Return a function (buffers, their size in bytes) that sends the buffers without waiting.
 
-        The buffers may be changed afterwards. The function returns None if all bytes are written, otherwise the pending
-        send.
+        The caller may reuse the buffers as soon as the function returns. The function returns None if all bytes have
+        been written, otherwise the pending send.
         """
         if (to, tag) not in self._senders:
             self._senders[to, tag] = _Sender(partial(self._connect, to, tag), self._timeout_s)

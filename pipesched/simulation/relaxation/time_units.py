@@ -16,7 +16,7 @@ _MOST = 2**38  # far below 2**63, so that sums do not overflow
 
 @dataclass(frozen=True)
 class TimeUnits:
-    """A unit of time. Every time becomes a whole number of units, exactly or rounded down."""
+    """A unit of time. Durations are converted to whole numbers of units, exactly or rounded down."""
 
     per_second: Fraction
     #: Whether every time is a whole number of units.
