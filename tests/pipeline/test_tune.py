@@ -291,9 +291,9 @@ def test_a_profile_of_another_model_is_an_error():
         (
             {"num_ranks": 2, "memory_limit_bytes": [1]},
             PartitionError,
-            r"for all ranks, or a list with a number for each of 2 ranks; got",
+            r"applies to each rank, or a list with a number for each of 2 ranks; got",
         ),
-        ({"num_ranks": 2, "memory_limit_bytes": -1}, PartitionError, r"number of bytes above 0"),
+        ({"num_ranks": 2, "memory_limit_bytes": -1}, PartitionError, r"positive number of bytes"),
         (
             {"num_ranks": 2, "schedule": "pipedream"},
             ScheduleError,

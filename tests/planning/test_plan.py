@@ -295,7 +295,7 @@ def test_a_file_without_an_entry_names_it(tmp_path, key):
             [["a", "b", "c"]],
             r"the plan lists 1 stage, but its program cuts the model into 2 parts; correct one of them",
         ),
-        ("program", ["rank 0: 0F0"], r"no such line; add 'microbatches N'"),
+        ("program", ["rank 0: 0F0"], r"no line 'microbatches'; add 'microbatches N'"),
         ("program", ["microbatches 1", "rank 0: 0F0 0Z0"], r"line 2: .*0Z0"),
         ("program", 3, r"a value is wrong \(TypeError: expected a list, got 3\); save the plan again"),
         ("program", {"digest": 3}, r"the plan has the digest 3: the plan was made by another version"),
