@@ -94,7 +94,7 @@ def _random_costs(stages: int, rng: random.Random) -> Costs:
 
 
 def realistic_costs(stages: int, rng: random.Random) -> Costs:
-    """Return similar stages, one of which takes up to 1.6 times as long, like a stage with the head."""
+    """Return similar stages. One stage takes up to 1.6 times as long, as a stage with the model's head does."""
     forward = [rng.randint(14, 20) for _ in range(stages)]
     heavy = rng.randrange(stages)
     forward[heavy] = round(forward[heavy] * rng.uniform(1, 1.6))

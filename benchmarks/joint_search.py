@@ -1,4 +1,4 @@
-"""Joint search: plans beside proved optima of small chains, and beside the trivial rival on models. Needs ortools.
+"""Joint search: compares plans with proved optima of small chains, and with a simple planner. Needs ortools.
 
     python benchmarks/joint_search.py --chains 200 [--solver 20] [--first 0]
     python benchmarks/joint_search.py --models 5 --ranks 4 8 16 --counts 1 2 3 4
@@ -8,9 +8,9 @@ over one stage a rank and two stages a rank in a loop and in a V, and over all e
 of `pipesched.lower_bound`. CP-SAT proves each cut whose bound is below the best step so far; a chain with a cut that it
 cannot prove is left out and counted.
 
-The trivial rival cuts the layers so that the slowest stage is as fast as possible, and takes the fastest of all exact
+The simple planner cuts the layers so that the slowest stage is as fast as possible, and takes the fastest of all exact
 schedules and numbers of chunks. The micro-batches of a case are the ranks times each of ``--counts``. The script prints
-how often the plan is within 1 % and 3 % of the optimum, and how often it is behind the rival.
+how often the plan is within 1 % and 3 % of the optimum, and how often it is slower than the simple planner's.
 """
 
 import argparse

@@ -44,7 +44,7 @@ LARGE = (
 
 
 class Case(NamedTuple):
-    """A problem, its optimum and what is known of it."""
+    """A scheduling problem, its proven optimum, and results that are known for it."""
 
     instance: Instance
     #: The optimum of all programs, if it is known; otherwise of exact ones.

@@ -7,7 +7,6 @@ the stages that were found. This ends when no bound is below the best step, or w
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
 from typing import Any, Literal
 
 from pipesched.checks import is_count, is_whole, shown
@@ -31,7 +30,8 @@ Axes = Literal["auto"] | Mapping[str, int]
 #: What replicas divide: 0, 1, 2, 3, or "auto".
 Zero = Literal["auto"] | int
 
-#: zero=1 and zero=3 hold as much as zero=2 at the peak of a step; zero=1 sends more, and zero=3 as much.
+#: At the peak of a step, zero=1 holds as much as zero=2, and sends more. zero=3 holds less than zero=2 only if weights
+#: are gathered for each use.
 _TRIED_LEVELS = (0, 2)
 _EFFORT = 6_000_000  # actions to simulate in all full searches together
 _EFFORT_EACH = 1_500_000  # actions to simulate in the full search of one division
@@ -113,15 +113,14 @@ class AxesRequest:
         """Yield the ranks of a pipeline and the replication of each division of the ranks."""
         given = None if isinstance(self.axes, str) else self.axes["replicate"]
         levels = _TRIED_LEVELS if self.zero == "auto" else (int(self.zero),)
+        choices = [(zero, once) for zero in levels for once in ((True, False) if zero == 3 else (True,))]
         for count in range(self.num_ranks, 0, -1):
             num_ranks = self.num_ranks // count
             if given not in (None, count) or self.num_ranks % count or self.batch_size % count:
                 continue
             if num_ranks > len(self.profile.layers):
                 continue
-            for zero, once in [*product(levels, (True, False))] if count > 1 else [(0, True)]:
-                if zero < 3 and not once:
-                    continue
+            for zero, once in choices if count > 1 else [(0, True)]:
                 made = Replication(num_replicas=count, zero=zero, gather_once=once)
                 yield num_ranks, made
                 if self._order_matters and count > 1 and num_ranks > 1:

@@ -94,9 +94,9 @@ class Collectives:
 
     def __post_init__(self) -> None:
         rule = "collectives must have a list with the ranks that take part, each of them once"
-        object.__setattr__(self, "ranks", tuple(as_list(self.ranks, rule, "pass for example (0, 2)")))
+        object.__setattr__(self, "ranks", tuple(as_list(self.ranks, rule, "for example, pass (0, 2)")))
         if not self.ranks or len({*self.ranks}) < len(self.ranks) or not all(is_count(one, 0) for one in self.ranks):
-            raise ScheduleError(f"{rule}; got {shown(self.ranks)}; pass for example (0, 2)")
+            raise ScheduleError(f"{rule}; got {shown(self.ranks)}; for example, pass (0, 2)")
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "Collectives":
@@ -231,21 +231,23 @@ class Links:
             ranks: the ranks that take part, in the order of the ring. The slowest link determines the time.
 
         """
-        ring_s = 2 * self._ring_s(num_bytes, ranks)
-        measured = self._collectives.get(frozenset(ranks))
-        return ring_s if measured is None else measured.all_reduce.time_s(num_bytes)
+        return self._collective_s("all_reduce", 2 * self._ring_s(num_bytes, ranks), num_bytes, ranks)
 
     def all_gather_s(self, num_bytes: float, ranks: Sequence[int]) -> float:
         """Return the time of an all-gather in seconds. ``num_bytes``: the size of the gathered tensor."""
-        ring_s = self._ring_s(num_bytes, ranks)
-        measured = self._collectives.get(frozenset(ranks))
-        return ring_s if measured is None else measured.all_gather.time_s(num_bytes)
+        return self._collective_s("all_gather", self._ring_s(num_bytes, ranks), num_bytes, ranks)
 
     def reduce_scatter_s(self, num_bytes: float, ranks: Sequence[int]) -> float:
         """Return the time of a reduce-scatter in seconds. ``num_bytes``: the size of the whole tensor."""
-        ring_s = self._ring_s(num_bytes, ranks)
+        return self._collective_s("reduce_scatter", self._ring_s(num_bytes, ranks), num_bytes, ranks)
+
+    def _collective_s(self, kind: str, ring_s: float, num_bytes: float, ranks: Sequence[int]) -> float:
+        """Return the measured time of a collective between these ranks; ``ring_s`` if it was not measured."""
         measured = self._collectives.get(frozenset(ranks))
-        return ring_s if measured is None else measured.reduce_scatter.time_s(num_bytes)
+        if measured is None:
+            return ring_s
+        link: Link = getattr(measured, kind)
+        return link.time_s(num_bytes)
 
     def _ring_s(self, num_bytes: float, ranks: Sequence[int]) -> float:
         """Return the time of d - 1 rounds in a ring of d ranks, each with 1/d of the bytes on every link."""

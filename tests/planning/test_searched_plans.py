@@ -1,4 +1,4 @@
-"""Plans with searched orders: when they are chosen, the limits they keep, and what a saved one needs."""
+"""Plans with searched orders: when they are chosen, their memory limits, and loading one without a search."""
 
 import pytest
 

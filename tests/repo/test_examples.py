@@ -32,7 +32,7 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 
 
 def printed_by(script, folder):
-    """Run a script in this folder; what it printed."""
+    """Run a script in this folder, and return its output."""
     os.chdir(folder)
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         runpy.run_path(str(script), run_name="__main__")

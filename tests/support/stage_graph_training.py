@@ -148,7 +148,7 @@ def by_hand(program: Program, seed: int) -> Result:
 
 
 class Each(Chain):
-    """A chain whose output goes to several stages, each of which gets its own copy."""
+    """A chain whose output is copied to several stages, one copy for each."""
 
     def __init__(self, layers: dict[str, nn.Module], num_takers: int) -> None:
         super().__init__(layers)

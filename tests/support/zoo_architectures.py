@@ -170,7 +170,7 @@ class TwoTowers(nn.Module):
 
 
 class Recurrent(nn.Module):
-    """LSTMs, each of which passes its state on to the next."""
+    """A row of LSTMs. Each passes its state on to the next."""
 
     def __init__(self, width: int = 32) -> None:
         super().__init__()

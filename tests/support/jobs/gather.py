@@ -277,7 +277,7 @@ def adapted(stage: nn.Module, index: int) -> nn.Module:
 
 
 def without_contents(group: Any) -> tuple[str, str]:
-    """Check that gathering completes a model of which each rank made only its own part."""
+    """Each rank makes only its own part of a model. Check that gathering completes the model on every rank."""
 
     def build() -> nn.Module:
         return nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))

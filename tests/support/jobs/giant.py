@@ -210,7 +210,7 @@ def wide() -> nn.Sequential:
 
 
 def begin_peak() -> None:
-    """Reset the peak, and return freed memory, of which glibc keeps much, to the system."""
+    """Reset the peak, and return freed memory to the system, because glibc keeps much of it."""
     gc.collect()
     with suppress(OSError, AttributeError):
         libc = ctypes.CDLL("libc.so.6")

@@ -93,7 +93,7 @@ def overheads(group: Any) -> Overheads:
 
 
 def collectives(group: Any, slow_s: float) -> tuple[Links, dict[str, float]]:
-    """The links of 2x2 ranks whose gathers take so many seconds more, and the predicted times of two reductions."""
+    """Measure 2x2 ranks with slowed gathers. Return their links, and the predicted times of two reductions."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
     gather = replica_sum._all_gather
 
