@@ -25,12 +25,14 @@ from pipesched.planning.tuner import find_plan, find_plan_of_replicas, too_small
 from pipesched.profiling.optimizer_costs import measure_updates
 from pipesched.profiling.profile_model import profile as measure
 from pipesched.profiling.profile_model import put_updates
+from pipesched.runtime.executors.channel_plan import look
 from pipesched.runtime.microbatches import Splitter
 from pipesched.runtime.stage.offloading import host_bytes_per_s
 from pipesched.simulation.layer_costs import LayerCosts, costs_of
 from pipesched.simulation.overheads import Machine, Overheads, RanksAre
 from pipesched.simulation.profile import Profile
 from pipesched.simulation.replication import ReplicaCosts
+from pipesched.simulation.size_fit import Size, SizeFit
 from pipesched.torch_checks import as_call
 from pipesched.user_warning import warn
 
@@ -79,7 +81,7 @@ class AutoPlan:
 
     def find(
         self, request: PlanRequest, measured: Callable[[], Mapping[str, LayerCosts]]
-    ) -> tuple[Plan, dict[str, LayerCosts], Overheads | None, int]:
+    ) -> tuple[Plan, dict[str, LayerCosts], Overheads | None, Size, SizeFit]:
         """Search for the plan. Raises the same errors as `pipesched.tune`.
 
         Args:
@@ -87,11 +89,12 @@ class AutoPlan:
             measured: a function that measures the layers with the sample and returns layer name -> costs.
 
         Returns:
-            The plan, the layers' costs for the plan's micro-batches, the ranks' overheads outside their stages, and the
-            number of rows of a micro-batch.
+            The plan, the layers' costs for the plan's micro-batches, the ranks' overheads outside their stages, the
+            size of a micro-batch, and the costs as functions of this size.
 
         """
-        sample_rows = self._sample_rows()
+        sample = self._sample_size()
+        sample_rows = sample.rows
         batch_size = self.search.batch_size
         if batch_size is None:
             batch_size = sample_rows * (request.num_microbatches or MICROBATCHES_PER_RANK * len(self.devices))
@@ -128,11 +131,12 @@ class AutoPlan:
         rows = -(-batch_size // plan.program.num_microbatches)
         graph = profile.graph(rows)
         overheads = plan.costs.overheads if plan.costs else None
-        return plan, {name: costs_of(graph, name) for name in graph}, overheads, rows
+        size = Size(rows, max(1, rows * sample.elements // sample_rows))
+        return plan, {name: costs_of(graph, name) for name in graph}, overheads, size, profile.size_fit
 
-    def _sample_rows(self) -> int:
+    def _sample_size(self) -> Size:
         splitter = Splitter(1, fixed=False, split_dims=self.numerics.split_dims)
-        return splitter.batch(*as_call(self.sample)).rows[0]
+        return splitter.batch(*as_call(self.sample)).sizes(look)[0]
 
     def _profile(self, rows: int, measured: Callable[[], Mapping[str, LayerCosts]], *, several: bool) -> Profile:
         """Return the given profile, or measure the layers.

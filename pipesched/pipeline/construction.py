@@ -103,7 +103,7 @@ def choose_plan(
     if auto_plan.is_wanted(request, plan):
         crowds = auto_plan.ranks_are == "threads"
         result = host.agreed(lambda: auto_plan.find(request, lambda: book.measured(crowds=crowds)))
-        plan, book.layers, book.overheads, book.planned_rows = result
+        plan, book.layers, book.overheads, book.planned, book.size_fit = result
         request = PlanRequest()
     if plan is not None:
         request = request.pinned(plan, list(auto_plan.layered.layers))

@@ -31,6 +31,7 @@ from pipesched.simulation.links import Links
 from pipesched.simulation.overheads import Overheads
 from pipesched.simulation.profile import Profile
 from pipesched.simulation.replication import ReplicaCosts, Replication
+from pipesched.simulation.size_fit import Size, SizeFit
 from pipesched.tensors.meta_tensors import lacks_contents
 
 __all__ = ["CostBook", "divided_by", "replica_costs"]
@@ -98,8 +99,10 @@ class CostBook:
         self.layers: dict[str, LayerCosts] | None = None
         #: The ranks' overheads outside their stages; None if no profile contains them.
         self.overheads: Overheads | None = None
-        #: The rows of a micro-batch for which the plan was found; 0 without a search.
-        self.planned_rows = 0
+        #: The size of a micro-batch for which the plan was found; 0 rows without a search.
+        self.planned = Size(0, 0)
+        #: The layers' costs as functions of the size of a micro-batch.
+        self.size_fit = SizeFit()
         #: Device -> the device's time relative to the other devices, for devices with a different measured speed.
         self.slow: dict[Hashable, float] = {}
         self._kinds: dict[str, Hashable] | None = None
@@ -147,8 +150,12 @@ class CostBook:
 
     def for_rows(self, rows: int) -> dict[str, LayerCosts]:
         """Return the layers' costs for micro-batches of ``rows`` rows, scaled from the costs for the planned size."""
-        graph = Profile({self.planned_rows: self.layered.graph(self.measured())}).graph(rows)
+        graph = Profile({self.planned.rows: self.layered.graph(self.measured())}).graph(rows)
         return {name: costs_of(graph, name) for name in graph}
+
+    def for_size(self, size: Size) -> dict[str, LayerCosts]:
+        """Return the layers' costs for micro-batches of a size, scaled from the costs for the planned size."""
+        return self.size_fit.scaled(self.measured(), self.planned, size)
 
     def treated(self, programs: ProgramFactory) -> dict[str, LayerCosts]:
         """Return the layers' costs with the checkpointing of these programs, keyed by layer."""

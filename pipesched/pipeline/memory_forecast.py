@@ -85,7 +85,7 @@ class MemoryForecast:
         Warns if the micro-batches of the first step differ in size from the plan.
         """
         running = self._running
-        planned = self._book.planned_rows
+        planned = self._book.planned.rows
         if running.step == 0 and planned not in (0, max(rows)) and running.host.holds(0):
             warn(
                 f"the first step must have micro-batches of the planned size; the plan was found for micro-batches of "

@@ -30,6 +30,7 @@ from pipesched.pipeline.sample_form import MISFITS, CallForm, check_form
 from pipesched.pipeline.saving_interface import SavingInterface
 from pipesched.pipeline.step_history import StepHistory
 from pipesched.pipeline.step_runner import StepRunner
+from pipesched.pipeline.uneven_orders import UnevenOrders
 from pipesched.planning.pins import Boundaries, Pins
 from pipesched.planning.plan import Plan
 from pipesched.planning.plan_request import PlanRequest
@@ -269,6 +270,7 @@ class Pipeline(SavingInterface):
             has_loss_fn=loss_fn is not None,
             guard=self._guard,
             memory=self._memory,
+            orders=UnevenOrders(self._running, self._book, schedule=schedule, limited=limits is not None),
             intra_op_threads=threads,
         )
         self._replanner = Replanner(

@@ -13,6 +13,7 @@ from pipesched.partitioning.result import StageLayers
 from pipesched.pipeline.assembly import Assembly
 from pipesched.pipeline.cost_book import CostBook
 from pipesched.planning.plan import Plan, Tie
+from pipesched.planning.program_factory import StepPrograms
 from pipesched.program.checkpoint_options import checkpoint_in_words
 from pipesched.program.program import Program
 from pipesched.runtime.async_steps import Stream
@@ -39,6 +40,8 @@ class RunningPlan:
     updates: bool  #: whether ``optimizer=`` makes the updates part of a step
     stream: Stream | None = None  #: the steps of an asynchronous schedule that are under way
     step: int = 0  #: the number of steps that have started
+    last_programs: StepPrograms | None = None  #: the programs of the last synchronous step
+    num_sizes: int = 0  #: the number of different sizes of its micro-batches; 0 if pipesched cut the batch
     runs: deque[Timeline] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))  #: the timelines of the last steps
 
     @property
@@ -61,6 +64,8 @@ class RunningPlan:
         self.assembly = assembly
         self.splitter = splitter
         self.stream = None
+        self.last_programs = None
+        self.num_sizes = 0
         self.runs.clear()
 
     def plan(self, book: CostBook, model: nn.Module, costs: Costs | None) -> Plan:

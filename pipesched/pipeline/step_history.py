@@ -65,12 +65,16 @@ class StepHistory:
 
         """
         running = self._running
-        name = f"{running.program.name}, measured"
+        searched_for = set(running.last_programs.sizes) if running.last_programs else ()
+        name = f"{running.program.name}{f' for {len(searched_for)} sizes' if searched_for else ''}, measured"
         sizes = None if self._book.layers is None else self._book.stage_costs(running.assembly.programs, running.cut)
         spans = tuple(span for run in runs for span in run.spans())
         return Trace(spans, len(running.host.devices), name, sizes, versions)
 
     def _with_bound(self, trace: Trace) -> Trace:
+        """Return the trace with its bound, which is known only for micro-batches of the same size."""
+        if self._running.num_sizes > 1:
+            return trace
         program = self._running.assembly.programs.of(trace.num_microbatches).plain
         bound_s = program_bound(program, measured_costs([trace], program.num_stages, trace.costs))
         return replace(trace, versions=program.versions, bound_s=bound_s)
@@ -118,5 +122,17 @@ class StepHistory:
             earlier = len(self._earlier)
             source = f"action times of {counted(earlier, 'earlier step') if len(runs) > 2 else first}"
             yield f"predicted from {source if earlier else 'measured layer times'}"
+            if self._running.num_sizes > 1:
+                yield self._uneven()
             if len(runs) == 1:
                 yield f"the measured step is {first}; run more steps before you compare"
+
+    def _uneven(self) -> str:
+        """Return a note on a measured step whose micro-batches have different sizes."""
+        running = self._running
+        programs = running.assembly.programs
+        sizes = f"the measured step has micro-batches of {counted(running.num_sizes, 'size')}"
+        if running.last_programs is None or not running.last_programs.sizes:
+            return f"{sizes}, in the order for equal ones"
+        searched = counted(programs.num_searched, "order")
+        return f"{sizes}, in an order made for them ({searched} searched so far); the prediction is for equal ones"

@@ -15,6 +15,7 @@ from pipesched.pipeline.autograd_bridge import OpenPass, attach, deliver_input_g
 from pipesched.pipeline.memory_forecast import MemoryForecast
 from pipesched.pipeline.running_plan import RunningPlan
 from pipesched.pipeline.step_loss import explain_backward, without_attributes
+from pipesched.pipeline.uneven_orders import UnevenOrders
 from pipesched.program.actions import Kind
 from pipesched.program.lowering import halves
 from pipesched.program.program import Program
@@ -49,6 +50,7 @@ class StepRunner:
         has_loss_fn: whether there is a loss function, which needs a target.
         guard: the StaleGuard, which refuses calls that would use stale weights.
         memory: the MemoryForecast, which checks batches against the memory limits.
+        orders: chooses the programs of a step.
         intra_op_threads: the number of CPU threads per rank.
 
     """
@@ -62,6 +64,7 @@ class StepRunner:
         has_loss_fn: bool,
         guard: StaleGuard,
         memory: MemoryForecast,
+        orders: UnevenOrders,
         intra_op_threads: int,
     ) -> None:
         self._running = running
@@ -71,6 +74,7 @@ class StepRunner:
         self._agrees = False
         self._guard = guard
         self._memory = memory
+        self._orders = orders
         self._intra_op_threads = intra_op_threads
         self._nonfinite = NonfiniteReaction()
         #: Returns the loss weights of all replicas; None if there is one replica.
@@ -98,7 +102,7 @@ class StepRunner:
         assembly = running.assembly
         if assembly.programs.streams:
             return self._enqueue(call, metrics)
-        programs = assembly.programs.of(len(call.batch.rows))
+        programs = self._orders.of(call.batch)
         step_data = call.step_data(running.seed, running.step, metrics, replica=running.host.grid.replica)
         rules = assembly.rules
         if rules is not None:
@@ -112,6 +116,7 @@ class StepRunner:
             assembly.begin_reductions()
         with assembly.delivering(), assembly.norms.counting():
             running.runs.append(running.host.run(run_spec, call.batch, grad=True))
+        running.last_programs = programs
         if has_replicas:
             assembly.reduce_late()
         if assembly.updates_late:

@@ -22,11 +22,13 @@ from pipesched.profiling.layered_costs import measure
 from pipesched.profiling.loss_costs import loss_costs, with_loss_bytes
 from pipesched.profiling.optimizer_costs import Update, measure_updates
 from pipesched.profiling.plausibility import doubt_of_sum
-from pipesched.runtime.microbatches import Batch, SplitDims, Splitter
+from pipesched.runtime.executors.channel_plan import look
+from pipesched.runtime.microbatches import Batch, Microbatch, SplitDims, Splitter
 from pipesched.runtime.stage.offloading import host_bytes_per_s
 from pipesched.simulation.layer_costs import TIMES, LayerCosts
 from pipesched.simulation.overheads import Machine
 from pipesched.simulation.profile import Profile
+from pipesched.simulation.size_fit import SizeFit
 from pipesched.tensors.caller_context import Caller
 from pipesched.tensors.meta_tensors import lacks_contents
 from pipesched.torch_checks import as_call, as_device, as_function, as_optimizer, as_threads
@@ -52,6 +54,7 @@ def profile(
     target: Any = None,
     optimizer: Callable[[list[Any]], Optimizer] | None = None,
     rows: Collection[int] | None = None,
+    microbatches: Sequence[Microbatch] = (),
     device: Any = "cpu",
     intra_op_threads: int = 1,
     split_dims: SplitDims = 0,
@@ -79,6 +82,9 @@ def profile(
             ``optimizer_bytes``. Default: None.
         rows: the micro-batch sizes to measure, in rows. The micro-batches are made from the sample's rows. A size of 1
             is measured as 2. Default: a quarter, half, one and two times the sample's number of rows.
+        microbatches: more micro-batches to measure, with other shapes than the sample, such as the shortest and the
+            longest sequences. The profile then has the costs of the layers as functions of a micro-batch's size, for
+            orders of micro-batches of different lengths. Default: none.
         device: the torch device to measure on. Default: "cpu".
         intra_op_threads: the number of CPU threads per operation. Default: 1.
         split_dims: the dimension of the rows: an int, a sequence by position, or a mapping by position or name. An
@@ -108,6 +114,7 @@ def profile(
     loss = as_loss(loss_fn, target)
     has = splitter.batch(args, kwargs, target).rows[0]
     sizes = _sizes(rows, has)
+    others = splitter.as_given(microbatches) if microbatches else None
     own = fingerprint(form_of(chain))
     measured_on = device_name(where), torch.__version__, threads, Caller.here([where.type], grad=True)
     parts = (
@@ -119,27 +126,35 @@ def profile(
         *measured_on,
         own,
         code_of(optimizer),
+        *([form_of((others.inputs, others.targets))] if others else []),
     )
     file = None if cache is None else as_path(cache) / f"{fingerprint(*parts)}.json"
     if file is not None and file.exists():
         return Profile.load(file)
-    batches = {count: splitter.resized(args, kwargs, target, count) for count in sizes}
-    known = {count: layered(chain, batch.inputs[0], whole_layers) for count, batch in batches.items()}
-    passes: dict[int, list[dict[str, LayerCosts]]] = {count: [] for count in sizes}
-    for number, (count, own_passes) in product(range(_PASSES), passes.items()):
+    batches = [splitter.resized(args, kwargs, target, count) for count in sizes]
+    batches += [others.of_replica(number, len(microbatches)) for number in range(len(microbatches))] if others else []
+    known = [layered(chain, batch.inputs[0], whole_layers) for batch in batches]
+    passes: list[list[dict[str, LayerCosts]]] = [[] for _ in batches]
+    for number, (batch, model_of, own_passes) in product(range(_PASSES), zip(batches, known, passes, strict=True)):
         effort = replace(_CROWDED, checks=number == _PASSES - 1)
         with set_aside(chain, loss):
-            own_passes.append(measure(known[count], where, threads, effort))
-            if count == has and effort.checks:
-                _check_sum(own_passes[-1], chain, batches[count], where, threads)
+            own_passes.append(measure(model_of, where, threads, effort))
+            if batch.rows[0] == has and effort.checks:
+                _check_sum(own_passes[-1], chain, batch, where, threads)
             if loss is not None:
                 last, costs = own_passes[-1].popitem()
-                own_passes[-1][last] = _with_loss(costs, chain, batches[count], loss, where, threads)
-    graphs = {count: known[count].graph(_between(own)) for count, own in passes.items()}
+                own_passes[-1][last] = _with_loss(costs, chain, batch, loss, where, threads)
+    costs_of_batches = [_between(each) for each in passes]
+    measured = zip(sizes, known, costs_of_batches, strict=False)
+    graphs = {count: model_of.graph(costs) for count, model_of, costs in measured}
     if optimizer is not None:
         put_updates(graphs.values(), measure_updates(optimizer, dict(chain.named_parameters()), where, threads))
     machine = Machine(device_name(where), host_bytes_per_s=host_bytes_per_s(where), on_host=where.type == "cpu")
-    found = Profile(graphs, own, machine)
+    fit = SizeFit()
+    if others:
+        of_sizes = [batch.sizes(look)[0] for batch in batches]
+        fit = SizeFit.of(list(zip(of_sizes, costs_of_batches, strict=True)))
+    found = Profile(graphs, own, machine, fit)
     if file is not None:
         file.parent.mkdir(parents=True, exist_ok=True)
         found.save(file)

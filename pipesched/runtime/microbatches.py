@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
-from math import inf, nan
+from math import inf, nan, prod
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +14,7 @@ from pipesched.checks import shown
 from pipesched.errors import InputError
 from pipesched.program.near_equal_parts import near_equal_parts
 from pipesched.runtime.gradients.tree_sums import ReductionOrder, tree_sum
+from pipesched.simulation.size_fit import Size
 from pipesched.tensors.payload import choose_rows, gather, opened, pytree, rows_of, split, trainable_leaves
 from pipesched.units import counted
 
@@ -103,6 +104,11 @@ class Batch:
         looks = {rows: look(value) for rows, value in dict(zip(self.rows, self.inputs, strict=True)).items()}
         return [looks[rows] for rows in self.rows]
 
+    def sizes(self, look: Callable[[Any], Hashable]) -> list[Size]:
+        """Return the size of each micro-batch. ``look`` computes a micro-batch's form."""
+        looks: list[Any] = self.looks or self.looking(look)
+        return [Size(rows, _elements(own, rows)) for rows, own in zip(self.rows, looks, strict=True)]
+
     def wanted_inputs(self) -> list[list[Tensor]]:
         """Return the input tensors that require a gradient, one list per micro-batch."""
         return [trainable_leaves(value) for value in self.inputs]
@@ -123,6 +129,12 @@ class Batch:
         losses = [pytree.tree_leaves(opened(output))[places[0]] for output in outputs]
         total = weighting.total(weighting.weighted(losses))
         return pytree.tree_unflatten([total if at in places else leaf for at, leaf in enumerate(leaves)], spec)
+
+
+def _elements(look: Sequence[Any], rows: int) -> int:
+    """Return the number of elements of the first tensor with dims in a micro-batch's form, at least 1."""
+    shapes = (leaf[1] for leaf in look if isinstance(leaf, tuple))
+    return max(1, prod(next(filter(None, shapes), (rows,))))
 
 
 def loss_places(output: Any) -> list[int]:

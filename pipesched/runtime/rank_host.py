@@ -43,6 +43,7 @@ from pipesched.simulation.layer_memory import LayerMemory, LossMemory
 from pipesched.simulation.links import Collectives, Link, Links
 from pipesched.simulation.overheads import Overheads
 from pipesched.simulation.replication import Replication
+from pipesched.simulation.size_fit import Size, SizeFit
 from pipesched.simulation.trace import Span
 from pipesched.tensors.caller_context import Caller
 from pipesched.tensors.payload import Payload
@@ -73,6 +74,8 @@ _DECIDED = (
     Link,
     Links,
     Replication,
+    Size,
+    SizeFit,
 )
 
 #: Splits a call of rank 0 into rank 0's own part and a message for each rank.

@@ -12,6 +12,7 @@ from pipesched.simulation.costs import Costs
 from pipesched.simulation.layer_memory import LayerMemory, LossMemory, dropping_bytes, offloaded_bytes, stage_memory
 
 __all__ = [
+    "FIXED",
     "MEMORY_COLUMNS",
     "NEEDED",
     "TIMES",
@@ -34,6 +35,18 @@ TIMES = ("forward_s", "backward_s", "input_grad_s", "weight_grad_s")
 
 #: The names of the times and sizes that every layer of a profile must have.
 NEEDED = (*TIMES, "input_bytes", "output_bytes", "activation_bytes", "weight_grad_bytes", "parameter_bytes")
+
+#: The names of the costs that do not depend on the size of a micro-batch.
+FIXED = (
+    "parameter_bytes",
+    "num_parameters",
+    "gradient_bytes",
+    "deferred_gradient_bytes",
+    "buffer_bytes",
+    "optimizer_bytes",
+    "update_transient_bytes",
+    "update_s",
+)
 
 #: The names of the sizes that `LayerMemory` and `Costs` have in common. `kept_output_bytes` is excluded, because for a
 #: stage it is the value of the last layer, even if a loss follows.
@@ -90,6 +103,16 @@ class LayerCosts:
         loss = {f"loss_{name}": size for name, size in vars(self.loss).items()}
         return figures | vars(self.memory) | loss
 
+    @classmethod
+    def of_figures(cls, figures: Mapping[str, Any]) -> "LayerCosts":
+        """Make the costs from times and sizes by name, as ``figures`` returns them. Other names are ignored."""
+
+        def known(kind: type, prefix: str = "") -> dict[str, Any]:
+            return {item.name: figures[prefix + item.name] for item in fields(kind) if prefix + item.name in figures}
+
+        memory, loss = LayerMemory(**known(LayerMemory)), LossMemory(**known(LossMemory, "loss_"))
+        return cls(**known(cls), memory=memory, loss=loss)
+
     def recomputed(self, *, keeps_dear: bool = False) -> "LayerCosts":
         """Return the costs of the layer if its forward is recomputed before the backward.
 
@@ -113,14 +136,7 @@ class LayerCosts:
 
 def costs_of(graph: "nx.DiGraph[str]", layer: str) -> LayerCosts:
     """Return the costs of a layer in a measured graph."""
-    node = graph.nodes[layer]
-
-    def known(kind: type, prefix: str = "") -> dict[str, Any]:
-        return {item.name: node[prefix + item.name] for item in fields(kind) if prefix + item.name in node}
-
-    return LayerCosts(
-        **known(LayerCosts), memory=LayerMemory(**known(LayerMemory)), loss=LossMemory(**known(LossMemory, "loss_"))
-    )
+    return LayerCosts.of_figures(graph.nodes[layer])
 
 
 def stage_costs(

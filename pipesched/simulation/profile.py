@@ -15,9 +15,10 @@ from pipesched.errors import PipeschedError, ScheduleError
 from pipesched.json_files import load_json
 from pipesched.program.checkpoint_options import LayerCheckpoint
 from pipesched.simulation.costs import Costs
-from pipesched.simulation.layer_costs import LayerCosts, Stages, costs_of, costs_of_stage, joined_costs, messages
+from pipesched.simulation.layer_costs import FIXED, LayerCosts, Stages, costs_of, costs_of_stage, joined_costs, messages
 from pipesched.simulation.overheads import Machine, RanksAre
 from pipesched.simulation.profile_validation import check_graphs, check_model
+from pipesched.simulation.size_fit import SizeFit
 from pipesched.simulation.size_interpolation import figure_at
 from pipesched.simulation.tied_weight_costs import parameter_bytes, stage_parameters
 from pipesched.units import counted, quote_time
@@ -40,6 +41,8 @@ class Profile:
             `pipesched.graph_of` returns. All graphs have the same layers and edges.
         model: a digest of the measured model.
         machine: device name, links, overheads and host bandwidth of the machine.
+        size_fit: the costs of the layers as functions of a micro-batch's size, for orders of micro-batches of
+            different lengths. Default: all costs are proportional to the number of elements.
 
     Raises:
         ScheduleError: for graphs with different layers or edges, and for invalid figures.
@@ -49,10 +52,16 @@ class Profile:
     graphs: Mapping[int, "nx.DiGraph[str]"]
     model: str = ""
     machine: Machine = field(default_factory=Machine)
+    size_fit: SizeFit = field(default_factory=SizeFit)
     _known: dict[int, "nx.DiGraph[str]"] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         check_graphs(self.graphs)
+        if self.size_fit.layers and list(self.size_fit.layers) != list(self.layers):
+            raise ScheduleError(
+                f"a profile must fit the costs of all its layers; it has {counted(len(self.layers), 'layer')}, but "
+                f"fits those of {len(self.size_fit.layers)}, or others; measure the model again"
+            )
 
     def __repr__(self) -> str:
         rows = max(self.graphs)
@@ -164,17 +173,18 @@ class Profile:
             "model": self.model,
             "machine": self.machine.to_dict(),
             "sizes": {str(rows): _plain(graph) for rows, graph in sorted(self.graphs.items())},
+            **({"size_fit": self.size_fit.to_dict()} if self.size_fit.layers else {}),
         }
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "Profile":
         """Make a profile from the dict that ``to_dict`` returned. Raises ScheduleError for invalid values."""
         try:
-            check_known("a profile must have", values, ("model", "machine", "sizes"))
+            check_known("a profile must have", values, ("model", "machine", "sizes", "size_fit"))
             machine = Machine.from_dict(values["machine"])
             graphs = {_rows(rows): _graph(graph) for rows, graph in values["sizes"].items()}
             check_type(values["model"], str, "the model of a profile must be a digest", _AGAIN)
-            return cls(graphs, values["model"], machine)
+            return cls(graphs, values["model"], machine, SizeFit.from_dict(values.get("size_fit", {})))
         except PipeschedError:
             raise
         except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -263,19 +273,6 @@ def _graph(values: Mapping[str, Any]) -> "nx.DiGraph[str]":
     return graph
 
 
-#: The names of a layer's costs that do not depend on the number of rows.
-_FIXED = (
-    "parameter_bytes",
-    "num_parameters",
-    "gradient_bytes",
-    "deferred_gradient_bytes",
-    "buffer_bytes",
-    "optimizer_bytes",
-    "update_transient_bytes",
-    "update_s",
-)
-
-
 def _at(graphs: Mapping[int, "nx.DiGraph[str]"], rows: int) -> "nx.DiGraph[str]":
     """Interpolate the graph for a micro-batch size that was not measured."""
     sizes = sorted(graphs)
@@ -294,6 +291,6 @@ def _at(graphs: Mapping[int, "nx.DiGraph[str]"], rows: int) -> "nx.DiGraph[str]"
 
 def _put(own: dict[str, Any], measured: Sequence[Mapping[str, Any]], sizes: Sequence[int], rows: int) -> None:
     for key, number in own.items():
-        if isinstance(number, int | float) and key not in _FIXED:
+        if isinstance(number, int | float) and key not in FIXED:
             value = figure_at(sizes, [one[key] for one in measured], rows)
             own[key] = math.ceil(value) if key.endswith("bytes") else value

@@ -1,0 +1,69 @@
+"""Uneven orders: chooses the programs of a step, with an order made for micro-batches of different sizes.
+
+Each rank searches the order itself, from the same sizes and costs, and the search gives equal orders for equal inputs.
+Before the first run of a program, the executor compares its digest between all ranks.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from pipesched.pipeline.cost_book import CostBook
+from pipesched.pipeline.running_plan import RunningPlan
+from pipesched.planning.program_factory import StepPrograms
+from pipesched.program.order import Schedule
+from pipesched.runtime.executors.channel_plan import look
+from pipesched.runtime.microbatches import Batch
+from pipesched.simulation.costs import Costs
+from pipesched.simulation.size_fit import Size
+
+__all__ = ["UnevenOrders"]
+
+
+class UnevenOrders:
+    """Chooses the programs of a step.
+
+    The order is made for the sizes of the micro-batches if the caller cut the batch, the schedule is `searched`, and
+    the layers' costs are known from a search for the plan.
+
+    Args:
+        running: the running plan.
+        book: the known costs of layers and devices.
+        schedule: the user's choice of a schedule. If it is `searched` with limits, orders stay within them.
+        limited: whether the ranks have memory limits. If so, no rank holds more micro-batches than in the order for
+            equal ones, even if the schedule allows more.
+
+    """
+
+    def __init__(self, running: RunningPlan, book: CostBook, *, schedule: Any, limited: bool) -> None:
+        self._running = running
+        self._book = book
+        options = schedule.options if isinstance(schedule, Schedule) else {}
+        self._limits: dict[str, Any] = {"memory_limit_bytes": options.get("memory_limit_bytes")}
+        if not limited:
+            self._limits["max_in_flight"] = options.get("max_in_flight")
+
+    def of(self, batch: Batch) -> StepPrograms:
+        """Return the programs of a step over this replica's part of a batch. Collective over replicas."""
+        running = self._running
+        factory = running.assembly.programs
+        sizes = tuple(size.rounded() for size in batch.sizes(look)) if batch.as_given else ()
+        running.num_sizes = len(set(sizes))
+        if factory.searches and self._book.planned.rows:
+            sizes = _largest(running.host.across([(size.rows, size.elements) for size in sizes]))
+            if len(set(sizes)) > 1:
+                return factory.of_sizes(sizes, self._costs, **self._limits)
+        return factory.of(len(batch.rows))
+
+    def _costs(self, size: Size) -> Costs:
+        running = self._running
+        return self._book.stage_costs(running.assembly.programs, running.cut, self._book.for_size(size))
+
+
+def _largest(replicas: Sequence[Sequence[tuple[int, int]]]) -> tuple[Size, ...]:
+    """Return the largest size of each micro-batch over all replicas, because replicas run the same program.
+
+    The result is empty if a replica's caller did not cut its batch.
+    """
+    if not all(replicas):
+        return ()
+    return tuple(Size(*map(max, zip(*sizes, strict=True))) for sizes in zip(*replicas, strict=True))
