@@ -29,11 +29,11 @@ from statistics import median
 from typing import Any, NamedTuple
 
 import torch
-from measure import Delays, delays, in_ranks, machine, ratio
+from measure import Delays, delays, in_ranks, machine, ratio, slowest_s
 from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional
-from versus_torch import same_gradients, seconds, torch_step
+from versus_torch import same_gradients, torch_step
 
 from pipesched import Costs, Pipeline, Trace, lower, schedules, simulate
 from pipesched.program.actions import Action, Kind
@@ -186,7 +186,7 @@ def beside_torch(
         for step in both:
             step()
         agree = same_gradients(ours.pipe, theirs)
-        runs = [[seconds(step) for step in both] for _ in range(pairs)]
+        runs = [[slowest_s(step) for step in both] for _ in range(pairs)]
         found.append((*map(list, zip(*runs, strict=True)), agree))
         ours.close()
     return found
