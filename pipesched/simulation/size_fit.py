@@ -18,7 +18,15 @@ Factors = tuple[float, float, float]
 
 _ONE, _LINEAR, _SQUARE = range(3)
 #: The terms of a fit that may have a factor above 0, in order of preference.
-_CHOICES = ([_LINEAR], [_ONE], [_SQUARE], [_ONE, _LINEAR], [_LINEAR, _SQUARE], [_ONE, _SQUARE], [_ONE, _LINEAR, _SQUARE])
+_CHOICES = (
+    [_LINEAR],
+    [_ONE],
+    [_SQUARE],
+    [_ONE, _LINEAR],
+    [_LINEAR, _SQUARE],
+    [_ONE, _SQUARE],
+    [_ONE, _LINEAR, _SQUARE],
+)
 _TINY = 1e-6  # values below this fraction of the largest value are treated as this fraction
 _SAME = 1e-12  # sums of squared relative errors that differ by less are equal
 _COLLINEAR = 1e-3  # terms whose singular values have a smaller ratio cannot be told apart

@@ -55,9 +55,8 @@ def test_random_lengths_train_to_the_bits_of_the_loop() -> None:
     with jobs.pipeline(HERE) as pipe:
         for step in range(12):
             count = rng.randint(1, 7)
-            batch = parts(
-                tuple(rng.choice((2, 3, 9, 20, 33)) for _ in range(count)), tuple(rng.randint(1, 3) for _ in range(count))
-            )
+            lengths = tuple(rng.choice((2, 3, 9, 20, 33)) for _ in range(count))
+            batch = parts(lengths, tuple(rng.randint(1, 3) for _ in range(count)))
             assert torch.equal(pipe.step(microbatches=batch), looped(expected, batch, step))
             assert_as(pipe, expected)
 

@@ -25,7 +25,7 @@ def profile() -> Profile:
         seconds = dict.fromkeys(TIMES, 0.003 if name == "head" else 0.001)
         node.update({**LayerCosts().figures(), **node, **seconds, "backward_s": 2 * seconds["forward_s"]})
         node.update({key: 0 for key, value in node.items() if value is None})
-    fit = {name: {time: (0.0, 1.0, 0.0) for time in TIMES} for name in graph}
+    fit = {name: dict.fromkeys(TIMES, (0.0, 1.0, 0.0)) for name in graph}
     return Profile({2: graph}, size_fit=SizeFit(fit))
 
 

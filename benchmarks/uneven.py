@@ -1,0 +1,198 @@
+"""Uneven: compares orders made for the lengths of a batch's micro-batches with other orders of the same micro-batches.
+
+    python benchmarks/uneven.py [--ranks 4] [--microbatches 8] [--batches 6] [--visits 4]
+
+Each rank is a process that holds one layer; messages use gloo. The forward of a micro-batch takes 5 ms per 64 tokens,
+and its backward 10 ms; in the meantime the processor is free. The lengths of the micro-batches
+are drawn from a log-normal distribution, between 16 and 512 tokens. The profile is measured: the layers run with
+micro-batches of 16, 64 and 512 tokens, and their times are fitted as functions of the length.
+
+All pipelines run the same batches in turn, A B C ..., and run each batch several times. The first visit of a batch
+includes the search for its order. The script prints, for each rival, the median ratio of our step to the rival's with a
+95 % bootstrap interval: of the makespan, of the wall time of first visits and of the wall time of later visits, and the
+most (stage, micro-batch) pairs that a rank holds.
+
+The rivals are the order of ``searched`` for micro-batches of equal length, and fixed schedules. "ours, capped" holds no
+more pairs on a rank than that order.
+"""
+
+import argparse
+import random
+import tempfile
+import time
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch
+from measure import in_ranks, machine, ratio, slowest_s
+from sleeping import wake_in_time
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn import functional
+
+import pipesched
+from pipesched import Microbatch, Pipeline, Search
+
+SECONDS = 0.005 / 64  # of F, for each token; B takes twice as long
+WIDTH = 16
+SHORTEST, MIDDLE, LONGEST = 16, 64, 512
+EVEN, OURS, CAPPED = "searched, equal", "ours", "ours, capped"
+RIVALS = (EVEN, "1f1b", "eager-1f1b", "gpipe")
+_MUCH = 1 << 40  # a limit that every plan keeps, so that orders hold no more than the plan
+
+
+class Waited(torch.autograd.Function):
+    """Waits in the forward, and twice as long in the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        time.sleep(x.shape[1] * SECONDS)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        time.sleep(2 * grad.shape[1] * SECONDS)
+        return grad.clone()
+
+
+class Reading(nn.Module):
+    """A layer whose forward and backward take a time proportional to the number of tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Waited.apply(x * self.weight)
+
+
+def model(num_ranks: int) -> nn.Sequential:
+    """A chain with one layer for each rank, with the same weights in all processes."""
+    torch.manual_seed(0)
+    return nn.Sequential(*(Reading() for _ in range(num_ranks)))
+
+
+def microbatch(length: int) -> Microbatch:
+    """A micro-batch of one sequence."""
+    return Microbatch(torch.randn(1, length, WIDTH), target=torch.randn(1, length, WIDTH))
+
+
+def drawn(count: int, batches: int) -> list[list[int]]:
+    """The lengths of the micro-batches of each batch."""
+    draw = random.Random(0)
+    lengths = [[round(MIDDLE * draw.lognormvariate(0, 0.8)) for _ in range(count)] for _ in range(batches)]
+    return [[min(LONGEST, max(SHORTEST, length)) for length in each] for each in lengths]
+
+
+class Visit(NamedTuple):
+    """One step of each pipeline over one batch, by the pipelines' names."""
+
+    is_first: bool
+    makespans_s: dict[str, float]
+    walls_s: dict[str, float]
+
+
+class Results(NamedTuple):
+    """The steps, the most pairs that a rank has held, and whether all pipelines have the same gradients."""
+
+    visits: list[Visit]
+    peaks: dict[str, int]
+    agree: bool
+
+
+def run(rank: int, num_ranks: int, batches: list[list[int]], visits: int, file: str) -> Results:
+    """Run all pipelines in turn, in each rank."""
+    wake_in_time()
+    mesh = init_device_mesh("cpu", (num_ranks,))
+    options: dict[str, Any] = {"loss_fn": functional.mse_loss, "mesh": mesh, "num_microbatches": len(batches[0])}
+    options["boundaries"] = list(range(1, num_ranks))
+    searches = {OURS: Search(profile=file), CAPPED: Search(profile=file, memory_limit_bytes=_MUCH)}
+    sample = torch.randn(1, MIDDLE, WIDTH)
+    pipes = {
+        name: Pipeline(
+            model(num_ranks),
+            sample,
+            schedule=name if name in pipesched.schedules.names() else "searched",
+            search=searches.get(name),
+            **options,
+        )
+        for name in (OURS, CAPPED, *RIVALS)
+    }
+    equal = [microbatch(MIDDLE) for _ in batches[0]]
+    for pipe in pipes.values():
+        pipe.step(microbatches=equal)
+    found = []
+    peaks = dict.fromkeys(pipes, 0)
+    for number, lengths in enumerate(batches):
+        torch.manual_seed(number)
+        given = [microbatch(length) for length in lengths]
+        for visit in range(visits):
+            makespans, walls = {}, {}
+            for name, pipe in pipes.items():
+                walls[name] = slowest_s(partial(pipe.step, microbatches=given))
+                trace = pipe.gather_trace()
+                makespans[name] = trace.makespan_s
+                peaks[name] = max(peaks[name], *trace.peak_in_flight)
+            found.append(Visit(not visit, makespans, walls))
+    every = [[p.grad for p in pipe.parameters()] for pipe in pipes.values()]
+    agree = all(torch.equal(one, other) for own in every for one, other in zip(own, every[0], strict=True))
+    for pipe in pipes.values():
+        pipe.close()
+    return Results(found, peaks, agree)
+
+
+def show(num_ranks: int, count: int, batches: int, visits: int) -> None:
+    """Measure the profile, run all pipelines and print one line for each pair of pipelines."""
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "profile.json"
+        others = [microbatch(SHORTEST), microbatch(LONGEST)]
+        options: dict[str, Any] = {"rows": [2], "loss_fn": functional.mse_loss, "target": others[1].target[:, :MIDDLE]}
+        sample = torch.randn(1, MIDDLE, WIDTH)
+        pipesched.profile(model(num_ranks), sample, microbatches=others, **options).save(file)
+        results = in_ranks(num_ranks, run, num_ranks, drawn(count, batches), visits, str(file))
+    found, peaks = results[0].visits, results[0].peaks
+    agree = all(each.agree for each in results)
+    print(f"{num_ranks} ranks, {count} micro-batches, {batches} batches, {visits} visits of each; bits equal: {agree}")
+    first, later = ([visit for visit in found if visit.is_first is is_first] for is_first in (True, False))
+    print(f"{'':14}{'rival':18}{'makespan':>24}{'wall, first visit':>24}{'wall, later':>24}{'pairs':>10}{'s':>8}")
+    for own in (OURS, CAPPED):
+        for rival in (*RIVALS, *([CAPPED] if own == OURS else [])):
+            columns = [
+                ratio([times(visit)[own] for visit in those], [times(visit)[rival] for visit in those])
+                for times, those in ((_makespans, found), (_walls, first), (_walls, later))
+            ]
+            cells = "".join(f"{column!s:>24}" for column in columns)
+            print(
+                f"{own:14}{rival:18}{cells}{f'{peaks[own]} / {peaks[rival]}':>10}{columns[0].second:8.3f}", flush=True
+            )
+    searched_s = median(visit.walls_s[OURS] for visit in first) - median(visit.walls_s[OURS] for visit in later)
+    print(
+        f"a first visit takes {searched_s * 1e3:.0f} ms longer than later ones: all {num_ranks} ranks search the order"
+    )
+
+
+def _makespans(visit: Visit) -> dict[str, float]:
+    return visit.makespans_s
+
+
+def _walls(visit: Visit) -> dict[str, float]:
+    return visit.walls_s
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--microbatches", type=int, default=8)
+    parser.add_argument("--batches", type=int, default=6)
+    parser.add_argument("--visits", type=int, default=4)
+    args = parser.parse_args()
+    print(machine())
+    show(args.ranks, args.microbatches, args.batches, args.visits)
+
+
+if __name__ == "__main__":
+    main()
