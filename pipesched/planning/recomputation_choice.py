@@ -6,16 +6,16 @@ held, recomputed or offloaded. `pipesched.partitioning.activation_options` lists
 `pipesched.partitioning.knapsack` chooses the fastest combination that fits. If none fits, whole stages are recomputed.
 """
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import combinations
+from itertools import combinations, pairwise
 from math import comb
 from typing import Any
 
 import networkx as nx
 
 from pipesched.errors import PartitionError
-from pipesched.partitioning.partition import Partition, balance
+from pipesched.partitioning.partition import Partition, balance, partition
 from pipesched.partitioning.result import StageLayers
 from pipesched.planning.candidates import LADDER, Candidate
 from pipesched.planning.effort import AT_LEAST, FOR_MEMORY, FOR_PARTITION, IN_ORDER_SEARCH, Effort
@@ -29,6 +29,7 @@ from pipesched.simulation.layer_costs import costs_of
 __all__ = ["RecomputationChooser"]
 
 _TRIES = 6  # most partitions to try under a memory limit
+_PER_BYTE = 1e-12  # seconds that stand for a byte: the partitioner counts picoseconds
 _RECOMPUTE: tuple[LayerCheckpoint, ...] = ("recompute",)
 _RECOMPUTE_OR_OFFLOAD: tuple[LayerCheckpoint, ...] = ("recompute", "offload")
 
@@ -50,7 +51,7 @@ class RecomputationChooser:
         self._search = search
         self._effort = effort
         self._partitions: dict[Any, _Partitioned | None] = {}
-        self._balanced: dict[tuple[int, int], StageLayers | None] = {}
+        self._simple_cuts: dict[Any, list[StageLayers]] = {}
 
     def choices(self, candidate: Candidate) -> Iterator[EvaluatedCandidate]:
         """Assign layers to the candidate's stages, and choose the layers to recompute or offload.
@@ -82,26 +83,41 @@ class RecomputationChooser:
         found = self._partitioned(candidate, None)
         return None if found is None else self.evaluated(candidate, found[0])
 
-    def balanced(self, candidate: Candidate) -> EvaluatedCandidate | None:
-        """Return the candidate with the shortest slowest stage, also if ranks have several stages.
+    def with_simple_cuts(self, candidate: Candidate) -> list[EvaluatedCandidate]:
+        """Return the candidate with each simple cut that is allowed and within the limits.
 
-        None if boundaries are given, if there are too few layers, or if the cut is not allowed or not within the
-        limits.
+        The cuts are the one with the shortest slowest stage and, under memory limits, also the one with the fewest
+        bytes of weights on the rank with the most, and the one with the same number of layers in each stage. [] if
+        boundaries are given or if there are too few layers.
         """
         pins = self._search.pins
         if pins.complete or candidate.num_stages > len(pins.layers):
-            return None
-        key = candidate.num_stages, candidate.num_microbatches
-        if key not in self._balanced:
-            self._effort.spend(AT_LEAST)
-            layers = [costs_of(self.graph(candidate.num_microbatches), name) for name in pins.layers]
-            starts = balance([own.forward_s + own.backward_s for own in layers], candidate.num_stages)
-            self._balanced[key] = pins.stages(starts) if pins.allows(starts) else None
-        stages = self._balanced[key]
-        if stages is None:
-            return None
-        found = self.evaluated(candidate.recomputing(self._search.checkpoint or LADDER[0]), stages)
-        return None if any(self._excess_bytes(found)) else found
+            return []
+        key = candidate.placement, candidate.num_microbatches
+        if key not in self._simple_cuts:
+            cuts = dict.fromkeys(map(tuple, self._cuts(candidate)))
+            self._simple_cuts[key] = [pins.stages(starts) for starts in cuts if pins.allows(starts)]
+        plain = candidate.recomputing(self._search.checkpoint or LADDER[0])
+        every = [self.evaluated(plain, stages) for stages in self._simple_cuts[key]]
+        return [found for found in every if not any(self._excess_bytes(found))]
+
+    def _cuts(self, candidate: Candidate) -> Iterator[Sequence[int]]:
+        """Yield the first layers of the stages of each simple cut."""
+        self._effort.spend(AT_LEAST)
+        graph = self.graph(candidate.num_microbatches)
+        layers = [costs_of(graph, name) for name in graph]
+        yield balance([own.forward_s + own.backward_s for own in layers], candidate.num_stages)
+        if self._search.memory_limit_bytes is None:
+            return
+        yield balance([1] * len(layers), candidate.num_stages)
+        weights: nx.DiGraph[str] = nx.DiGraph()
+        for name, node in graph.nodes(data=True):
+            weights.add_node(name, forward_s=node["parameter_bytes"] * _PER_BYTE, backward_s=0)
+        weights.add_edges_from(pairwise(graph))
+        self._effort.spend(FOR_PARTITION * (len(layers) + candidate.num_stages))
+        placement = candidate.placement if candidate.schedule.chunks_per_rank > 1 else None
+        found = partition(weights, candidate.num_stages, placement=placement, exactly=True)
+        yield [self._search.pins.places[stage[0]] for stage in found.stages]
 
     def all_cuts(self, candidate: Candidate, most: int) -> list[StageLayers]:
         """Return all allowed cuts of the layers into the candidate's stages; [] if there are more than ``most``."""

@@ -113,7 +113,7 @@ class Tuner:
         self._search = search
         self._rival_s = inf
         self._in_need = False
-        self._balanced_s = inf
+        self._simple_s = inf
         self._effort = Effort(search.effort, lambda share: progress(share * _KNOWN))
         self._order_effort = Effort(search.effort, lambda share: progress(_KNOWN + share * (1 - _KNOWN)))
         self._chooser = RecomputationChooser(search, self._effort)
@@ -163,14 +163,14 @@ class Tuner:
     def _chosen(self) -> EvaluatedCandidate:
         """Return the simplest of the known schedules that are about as fast, or a searched order that is faster.
 
-        No known schedule on a balanced cut is faster than the returned candidate, unless that uses one rank.
+        No known schedule on a simple cut is faster than the returned candidate, unless that uses one rank.
         """
         searched = list(filter(is_searched, self._found))
         known = [found for found in self._found if not is_searched(found)]
         if self._search.schedule is not None or not known:
             return simplest((found, found.step_s) for found in searched or known)
         fastest_s = min(found.step_s for found in known)
-        most_s = max(fastest_s, self._balanced_s)
+        most_s = max(fastest_s, self._simple_s)
         chosen = simplest(
             (found, found.step_s) for found in known if found.step_s <= most_s or found.candidate.num_ranks == 1
         )
@@ -216,7 +216,7 @@ class Tuner:
         for candidate in sorted(filter(self._is_usual, every), key=lambda each: each.num_ranks):
             if not self._is_beaten(self._least_s(candidate), candidate):
                 self._found += [self._simulated(found) for found in self._chooser.choices(candidate)]
-        self._balance(every)
+        self._try_simple_cuts(every)
         others = [each for each in every if not self._is_usual(each)]
         number = count()
         line: list[Any] = [(self._least_s(each), each.order, next(number), each, None) for each in others]
@@ -240,20 +240,19 @@ class Tuner:
                 heapq.heappush(line, (_bound_s(own), own.candidate.order, next(number), own.candidate, own))
         return list(rest.values())
 
-    def _balance(self, every: Sequence[Candidate]) -> None:
-        """Evaluate the candidates on all ranks with balanced cuts, those with the smallest lower bounds first."""
+    def _try_simple_cuts(self, every: Sequence[Candidate]) -> None:
+        """Evaluate the candidates on all ranks with simple cuts, those with the smallest lower bounds first."""
         until = self._search.effort / 2
         line = []
         for candidate in every:
             if candidate.num_ranks == self._search.num_ranks and self._effort.left > until:
-                found = self._chooser.balanced(candidate)
-                if found is not None:
+                for found in self._chooser.with_simple_cuts(candidate):
                     self._effort.spend(_A_MOVE)
                     line.append((_bound_s(found), candidate.order, found))
         for bound_s, _, found in sorted(line, key=lambda each: each[:2]):
             best_s = min((own.step_s for own in self._found), default=inf)
-            if bound_s < min(self._balanced_s, best_s * (1 + WORTH)) and self._effort.left > until:
-                self._balanced_s = min(self._balanced_s, self._simulated(found).step_s)
+            if bound_s < min(self._simple_s, best_s * (1 + WORTH)) and self._effort.left > until:
+                self._simple_s = min(self._simple_s, self._simulated(found).step_s)
                 if found.step_s < best_s:
                     self._found.append(found)
 
