@@ -20,6 +20,7 @@ from pipesched.planning.evaluated_candidate import EvaluatedCandidate
 from pipesched.planning.plan import searched_before
 from pipesched.planning.recomputation_choice import RecomputationChooser
 from pipesched.program.actions import Kind
+from pipesched.program.generators.searched_orders import num_lists, num_steps
 from pipesched.program.program import Program
 from pipesched.simulation.costs import Costs
 from pipesched.simulation.links import Links
@@ -41,14 +42,9 @@ _STARTS = 8  # most programs to start from
 _PER_PAIR = 0.2  # the fraction of the effort for the orders of one cut
 _PER_MOVE = 0.02  # the fraction of the effort for the orders of a cut with a moved boundary
 _A_MOVE = 2_000  # cost of the costs and the bound of a cut with a moved boundary, in actions
-_SHARES = (1, 1 / 4, 1 / 10, 1 / 40, 1 / 160, 0)  # efforts of `searched`, relative to its default
-_STEPS = 400_000  # steps of `searched` at effort 1 for programs of at most ``_SMALL`` actions, ...
-_SMALL = 100
-_A_STEP = 0.15  # ... and the cost of a step per action of the program, in actions
-_LISTS = 300  # list schedules of `searched` at effort 1, ...
-_FEW_LISTS = 16  # ... at effort 0, ...
-_LISTED = 50_000  # ... the actions that they place at most, ...
-_A_LIST = 15  # ... and the cost of a list schedule per action of the program, in actions
+_SHARES = (1, 1 / 2, 1 / 8, 1 / 20, 1 / 80, 1 / 320, 0)  # efforts of `searched`, relative to its default
+_A_STEP = 0.15  # cost of a step of annealing per action of the program, in actions, ...
+_A_LIST = 15  # ... and of a list schedule
 
 
 def is_searched(found: EvaluatedCandidate) -> bool:
@@ -199,9 +195,8 @@ def _groups(found: Iterable[EvaluatedCandidate], best_s: float) -> list[list[Eva
 def _cost(candidate: Candidate, share: float) -> float:
     """Return the cost of a search with a share of the default effort of `searched`, in actions."""
     actions = 3 * candidate.num_stages * candidate.num_microbatches
-    lists = max(_FEW_LISTS, min(_LISTS * share**0.5, _LISTED / actions))
-    steps = share * _STEPS * min(1, _SMALL / actions) ** 1.5
-    return float(actions * (lists * _A_LIST + steps * _A_STEP))
+    lists = num_lists(actions, share)
+    return float(actions * (lists * _A_LIST + num_steps(actions, share) * _A_STEP))
 
 
 def _with(candidate: Candidate, program: Program, costs: Costs) -> Candidate:

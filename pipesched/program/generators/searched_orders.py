@@ -24,14 +24,14 @@ from pipesched.program.program import Program
 from pipesched.program.search.problem import BACKWARD, FORWARD, INPUT_GRAD, KINDS, WEIGHT_GRAD, Problem, Resource
 from pipesched.units import counted
 
-__all__ = ["StageCosts", "searched_orders", "shortened_orders"]
+__all__ = ["StageCosts", "num_lists", "num_steps", "searched_orders", "shortened_orders"]
 
-_STEPS = 400_000  # steps of annealing at effort 1
+_STEPS = 800_000  # steps of annealing at effort 1
 _LISTS = 300  # list schedules at effort 1
 _FEW_LISTS = 16  # the least number of list schedules
 _LISTED = 24_000  # the most actions in all list schedules together, unless _FEW_LISTS schedules have more
 _CLIMBS = 100  # list schedules that improve the rules, for each stage of a rank, at effort 1
-_FEW_ACTIONS = 100  # a problem with at most this many actions is searched without improving rules
+_FEW_ACTIONS = 100  # a problem with at most this many actions is annealed in full, without improving rules
 _CLIMBED = 600_000  # the most actions in these list schedules together, at effort 1
 _LONGEST = 1 << 32  # the longest time, in units of the search
 _MOST_SEARCHED = 20_000  # (stage, micro-batch) pairs up to which known schedules that search take part
@@ -108,10 +108,14 @@ def searched_orders(
     passed: dict[str, Any] = {"costs": of_each[0] if costs is not None and len(set(map(id, of_each))) == 1 else None}
     passed |= {"max_in_flight": limits["max_in_flight"] if is_count(limits["max_in_flight"]) else None}
     known = [_codes(program) for program in _known(shape, starts, passed)]
-    lists = max(
-        _FEW_LISTS, min(int(_LISTS * math.sqrt(effort)), _LISTED // (3 * shape.num_stages * shape.num_microbatches))
+    actions = 3 * shape.num_stages * shape.num_microbatches
+    found = search(
+        problem,
+        known,
+        steps=num_steps(actions, effort),
+        lists=num_lists(actions, effort),
+        climbs=_climbs(shape, effort, ROUNDS),
     )
-    found = search(problem, known, steps=int(_STEPS * effort), lists=lists, climbs=_climbs(shape, effort, ROUNDS))
     if found is None:
         given = ", ".join(f"{name}={shown(limit)}" for name, limit in limits.items() if limit is not None)
         raise MemoryLimitError(
@@ -120,6 +124,16 @@ def searched_orders(
             f"limit, use more ranks, or cut the model into smaller stages"
         )
     return [_order(shape, codes) for codes in found.orders]
+
+
+def num_steps(actions: int, effort: float) -> int:
+    """Return the steps of annealing for a program with this number of actions."""
+    return int(_STEPS * effort * min(1, _FEW_ACTIONS / actions) ** 1.8)
+
+
+def num_lists(actions: int, effort: float) -> int:
+    """Return the number of list schedules for a program with this number of actions."""
+    return max(_FEW_LISTS, min(int(_LISTS * math.sqrt(effort)), _LISTED // actions))
 
 
 def _climbs(shape: Shape, effort: float, rounds: int) -> int:
