@@ -124,7 +124,7 @@ def tune(
         whole_layers: modules to treat as one layer each, as for Pipeline. Default: none.
         offload: whether activations may be moved to the host to keep within a memory limit: "auto", True or False.
             Default: "auto", which is True if the profile holds a ``host_bytes_per_s`` and the devices are not CPUs.
-        effort: the most actions that a search simulates; the search of orders may take as long again. Default:
+        effort: the most actions that a search simulates; the search of orders may take three times as many. Default:
             3,000,000.
         axes: how to divide num_ranks into pipelines and replicas: "auto" tries every division, and a mapping such as
             ``{"pipeline": 8, "replicate": 4}`` gives one. batch_size is then the batch of all replicas,

@@ -51,6 +51,7 @@ _A_MOVE = 2_000  # effort of summing the stage costs after a boundary has moved,
 _ORDER_GAIN = 0.001  # a searched order with a saving below this fraction of a step does not replace a known schedule
 _TO_REFINE = 0.4  # the fraction of the effort that is reserved for refining boundaries
 _KNOWN = 0.6  # the fraction of the progress that known schedules make; searched orders make the rest
+_FOR_ORDERS = 3  # the effort of the order search, relative to the effort of the request
 _SHOWN = 8  # number of alternatives to list besides the baselines
 _BASELINES = ("1f1b", "gpipe")
 _WHY = "the search chose the split by simulated step time, not by the bottleneck alone"
@@ -115,7 +116,7 @@ class Tuner:
         self._in_need = False
         self._simple_s = inf
         self._effort = Effort(search.effort, lambda share: progress(share * _KNOWN))
-        self._order_effort = Effort(search.effort, lambda share: progress(_KNOWN + share * (1 - _KNOWN)))
+        self._order_effort = Effort(_FOR_ORDERS * search.effort, lambda share: progress(_KNOWN + share * (1 - _KNOWN)))
         self._chooser = RecomputationChooser(search, self._effort)
         self._lean = LeanCandidates(search, self._chooser, self._effort)
         self._found: list[EvaluatedCandidate] = []

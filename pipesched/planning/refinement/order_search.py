@@ -33,9 +33,9 @@ __all__ = ["OrderSearch", "as_searched", "is_searched"]
 Mover = Callable[[EvaluatedCandidate, Callable[[StageLayers], float], Callable[[], bool]], StageLayers]
 
 _NAME = "searched"
-_NEAR = 1.15  # cuts within this factor of the fastest step are searched
+_NEAR = 1.4  # cuts within this factor of the fastest step are searched
 _PAIRS = 4  # most pairs of a cut and a placement to search
-_CUTS = 64  # most cuts of a placement that are all searched
+_CUTS = 200  # most cuts of a placement that are all searched
 _MOVED = 2  # most of them whose boundaries are moved
 _TRIES = 3  # searches with a lowered limit, while the whole memory of a rank exceeds its limit
 _STARTS = 8  # most programs to start from
