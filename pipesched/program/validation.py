@@ -406,7 +406,7 @@ def check_deadlock(program: Program) -> None:
 
 
 def deadlock_error(program: Program, reached: Sequence[int]) -> DeadlockError:
-    """Return the error for a deadlock, with the cycle of waiting ranks. ``reached``: how many actions each rank ran."""
+    """Return a deadlock error that shows the waiting ranks. ``reached``: the number of actions that each rank ran."""
     waits: dict[int, tuple[Action, Action]] = {}
     for rank, order in enumerate(program.orders):
         if reached[rank] < len(order):

@@ -66,11 +66,11 @@ class StageCosts(StageTimes, Protocol):
 
     @property
     def activation_bytes(self) -> Sequence[int]:
-        """The bytes held from F to I or B."""
+        """The bytes that each stage holds for a micro-batch from its F to its I or B."""
 
     @property
     def weight_grad_bytes(self) -> Sequence[int]:
-        """The bytes held from I to W."""
+        """The bytes that each stage holds for a micro-batch from its I to its W."""
 
 
 def searched_orders(
@@ -83,7 +83,7 @@ def searched_orders(
 ) -> list[Order]:
     """Search for the orders of all ranks with the shortest makespan.
 
-    The program is exact, and at most as long as each program of ``starts`` that is within the limits.
+    The program is exact. Its makespan is at most that of any program in ``starts`` that is within the limits.
 
     Args:
         shape: the ranks, micro-batches and placement.
@@ -91,7 +91,7 @@ def searched_orders(
         limits: the most (stage, micro-batch) pairs on a rank (``max_in_flight``), and the most bytes that its
             micro-batches hold (``memory_limit_bytes``): one number, one per rank, or None for no limit.
         effort: the number of steps, relative to the default.
-        starts: schedules and programs to start from. Those that do not fit the shape or the limits are left out.
+        starts: schedules and programs to start from. Starts that do not fit the shape or the limits are skipped.
 
     Raises:
         ScheduleError: an argument is invalid.
@@ -123,7 +123,7 @@ def searched_orders(
 
 
 def _climbs(shape: Shape, effort: float, rounds: int) -> int:
-    """Return the number of list schedules to improve rules: none for problems that annealing solves better."""
+    """Return the number of list schedules for rule search; 0 for problems that annealing solves better."""
     actions = 3 * shape.num_stages * min(shape.num_microbatches, rounds * shape.num_ranks)
     if actions <= _FEW_ACTIONS:
         return 0
@@ -131,13 +131,13 @@ def _climbs(shape: Shape, effort: float, rounds: int) -> int:
 
 
 def shortened_orders(shape: Shape, found: Program) -> list[Order]:
-    """Return the orders of a program, without the micro-batches that the shape does not have.
+    """Return the orders of a program for the shape's micro-batches. Further micro-batches are removed.
 
-    Raises ScheduleError if the program has other stages.
+    Raises ScheduleError if the program has a different placement, or could not come from a search.
     """
     if found.placement != shape.placement or found.num_ranks != shape.num_ranks or not _is_searched(found):
         raise ScheduleError(
-            f"found= must be the program of an earlier search for the same placement; it places stages on ranks "
+            f"found= must be the program of an earlier search for the same placement; it places the stages on ranks "
             f"{found.placement}, but the pipeline on {shape.placement}; also pass placement=program.placement"
         )
     rows = found.columns.microbatch < shape.num_microbatches
@@ -161,7 +161,7 @@ _FIELDS = tuple(vars(_Equal(1)))
 
 
 def _of_each_microbatch(shape: Shape, costs: Any) -> list[StageCosts]:
-    """Return the costs of each micro-batch. Raises ScheduleError for costs of another number of stages."""
+    """Return the costs of each micro-batch. Raises ScheduleError for costs that do not fit the shape."""
     if costs is None:
         costs = _Equal(shape.num_stages)
     several = isinstance(costs, Sequence) and not isinstance(costs, str)
@@ -277,7 +277,7 @@ def _as_list(limit: Any, num_ranks: int) -> list[Any]:
 
 
 def _known(shape: Shape, starts: Iterable[Schedule | Program], passed: dict[str, Any]) -> list[Program]:
-    """Return the programs to start from, the simplest first: unsplit backwards, no search, the lowest peaks."""
+    """Return the programs to start from: unsplit backwards first, then programs without a search, then low peaks."""
     found = []
     for start in starts:
         program = start if isinstance(start, Program) else _built(start, shape, passed)
@@ -289,7 +289,7 @@ def _known(shape: Shape, starts: Iterable[Schedule | Program], passed: dict[str,
 
 
 def _built(schedule: Schedule, shape: Shape, passed: dict[str, Any]) -> Program | None:
-    """Return a schedule's program for the shape, or None if it has none for this placement."""
+    """Return a schedule's program for the shape, or None if the schedule does not support the shape."""
     large = shape.num_stages * shape.num_microbatches > _MOST_SEARCHED
     if schedule.num_chains > 1 or (large and schedule.searches):
         return None
@@ -313,7 +313,7 @@ def _is_start(program: Program, shape: Shape) -> bool:
 
 
 def _is_searched(program: Program) -> bool:
-    """Return whether a search could return this program: exact, a chain of stages, only F, I, W and B actions."""
+    """Return whether a program is exact, has a chain of stages, and has only F, I, W and B actions."""
     kinds = set(np.unique(program.columns.kind).tolist()) <= {CODES[kind] for kind in _KIND_OF}
     return kinds and program.exact and program.is_chain
 
