@@ -19,7 +19,7 @@ class Bar(NamedTuple):
     chunk: int
     kind: Kind
     stage: int
-    microbatch: int  # of a reduction, the bucket; of a gather, its number
+    microbatch: int  # or the bucket of a reduction, or the number of a gather
     start_s: float
     end_s: float
     #: In an overlapping pair, -1 for the forward (upper half) and 1 for the backward (lower half); otherwise 0.

@@ -1,4 +1,4 @@
-"""Communication: the time and the bytes of a step's communication along each axis, and how much of it is hidden."""
+"""Communication: the time, the bytes and the hidden fraction of a step's communication along each axis."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace

@@ -1,4 +1,4 @@
-"""Communication time: how much of a rank's collectives is hidden in its bubbles or under its compute."""
+"""Communication time: the time of a rank's collectives in its bubbles, under its compute, and exposed."""
 
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple

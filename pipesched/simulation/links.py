@@ -321,7 +321,7 @@ class Links:
             return tuple(map(Collectives.from_dict, as_list(rows, _COLLECTIVES, _AS_TO_DICT)))
 
         if isinstance(values, Mapping):
-            values = {"collectives": (), **values}  # files of links without replicas lack it
+            values = {"collectives": (), **values}  # older files have no collectives
         makes: dict[str, Any] = {"inside": link, "between": link, "special": special, "collectives": collectives}
         return read_fields(cls, values, "links must have", partly=False, **makes)
 

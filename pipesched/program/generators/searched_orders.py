@@ -34,7 +34,7 @@ _CLIMBS = 100  # list schedules that improve the rules, for each stage of a rank
 _FEW_ACTIONS = 100  # a problem with at most this many actions is searched without improving rules
 _CLIMBED = 600_000  # the most actions in these list schedules together, at effort 1
 _LONGEST = 1 << 32  # the longest time, in units of the search
-_MOST_SEARCHED = 20_000  # (stage, micro-batch) pairs up to which known schedules that search take part
+_MOST_SEARCHED = 20_000  # with more (stage, micro-batch) pairs, known schedules that search are skipped
 _KIND_OF = {Kind.F: FORWARD, Kind.I: INPUT_GRAD, Kind.W: WEIGHT_GRAD, Kind.B: BACKWARD}
 _WRITE: tuple[Callable[[Order, int], None], ...] = (Order.F, Order.I, Order.W, Order.B)
 
@@ -88,8 +88,9 @@ def searched_orders(
     Args:
         shape: the ranks, micro-batches and placement.
         costs: the costs of the stages, or of each micro-batch. None: every F, I and W takes the same time.
-        limits: the most (stage, micro-batch) pairs on a rank (``max_in_flight``), and the most bytes that its
-            micro-batches hold (``memory_limit_bytes``): one number, one per rank, or None for no limit.
+        limits: ``max_in_flight`` is the largest number of (stage, micro-batch) pairs on a rank; ``memory_limit_bytes``
+            is the largest number of bytes that a rank's micro-batches hold. Each is one number, one per rank, or None
+            for no limit.
         effort: the number of steps, relative to the default.
         starts: schedules and programs to start from. Starts that do not fit the shape or the limits are skipped.
 
