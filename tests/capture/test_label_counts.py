@@ -154,7 +154,7 @@ def test_losses_that_are_all_equal_tell_nothing() -> None:
     model = made("plain")
     for parameter in model.head.parameters():
         nn.init.zeros_(parameter)
-    with pytest.warns(UserWarning, match="the model's loss could be the mean over any of these: "):
+    with pytest.warns(UserWarning, match="the model's loss could be the mean over more than one of these: "):
         assert counted_labels(model, sample("plain", 2)) is None
 
 

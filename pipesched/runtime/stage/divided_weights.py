@@ -73,7 +73,7 @@ class DividedWeights:
             if parameter not in self._divided and parameter.is_contiguous() and not self._stays_whole(parameter):
                 self._divided.add(parameter)
                 self._cut(parameter)
-        self._follow(self._updated)  # all, because a cast may have replaced the memory of whole parameters, too
+        self._follow(self._updated)  # includes whole parameters, whose memory a cast may have replaced
 
     def _cut(self, parameter: nn.Parameter) -> None:
         """Replace the whole tensor by this replica's rows."""
@@ -134,7 +134,7 @@ class DividedWeights:
         return torch.empty(self._shards.shape(parameter), dtype=parameter.dtype, device=parameter.device)
 
     def wait(self) -> None:
-        """Wait for the whole weights, and assign them to the parameters. Does nothing if this has been done."""
+        """Wait for the whole weights, and assign them to the parameters. Does nothing without a gather in progress."""
         if not self._arriving:
             return
         self._wait()
@@ -157,8 +157,8 @@ class DividedWeights:
     def reshard(self, *, last: bool) -> None:
         """RESHARD: free the whole weights, and keep this replica's rows.
 
-        ``last`` states whether the run gathers them no more. The memory is then freed once nothing else uses it.
-        Otherwise it is freed at once, although the graphs of micro-batches in flight refer to it.
+        ``last`` states whether this is the last RESHARD in the run. If so, the memory is freed once nothing else uses
+        it. Otherwise the memory is freed at once, although the graphs of micro-batches in flight refer to it.
         """
         with torch.inference_mode(False):
             self.wait()
