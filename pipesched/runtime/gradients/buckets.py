@@ -183,7 +183,7 @@ def _check_dense(parameters: Sequence[nn.Parameter]) -> None:
 
 @torch.no_grad()
 def _flat(dtype: torch.dtype, parameters: Sequence[nn.Parameter], length: Callable[[int], int]) -> Tensor:
-    """Return a buffer with the parameters' gradients, then one number for each: 1 if it has a gradient, else 0."""
+    """Return a buffer with all gradients, then one number per parameter: 1 if it has a gradient, else 0."""
     shapes = [local(parameter) for parameter in parameters]
     count = sum(shape.numel() for shape in shapes)
     buffer = torch.zeros(length(count + len(parameters)), dtype=dtype, device=shapes[0].device)

@@ -86,7 +86,7 @@ class TreeSums:
                 self._group[parameter] = group
 
     def _set_aside(self, parameter: Tensor, grad: Tensor) -> None:
-        """Keep the sum of a complete group, or the gradient from before the step."""
+        """Store the sum of a complete group, or the gradient that existed before the step."""
         group = self._group.get(parameter)
         if group is None:
             self._before[parameter] = grad

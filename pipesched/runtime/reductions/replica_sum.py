@@ -80,7 +80,7 @@ class ReplicaGroup:
         return own
 
     def _sum_of_own(self, buffer: Tensor) -> Tensor:
-        """Return the sum of all members' shards for this process: a view of a new buffer.
+        """Return the sum of all members' shards for this process, as a view of a new buffer.
 
         ``buffer`` holds this process's shard for each member, in the order of the group.
         """

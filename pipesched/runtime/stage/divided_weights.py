@@ -22,7 +22,7 @@ _Exchange = Callable[[list[Tensor]], list[list[Tensor]]]
 
 
 class DividedWeights:
-    """The weights of one stage, divided by rows: between runs, each replica holds only its own rows.
+    """The weights of one stage, divided by rows. Between runs, each replica holds only its own rows.
 
     A divided parameter stays the same object. Its ``data`` is this replica's rows, or an empty tensor if the replica
     has none; from ``wait`` to ``reshard`` its ``data`` is the whole tensor. Three kinds of parameters are never
@@ -175,7 +175,7 @@ class DividedWeights:
                     self._whole[parameter].untyped_storage().resize_(0)
 
     def end(self) -> None:
-        """End a run: keep only this replica's rows, also if the run has failed."""
+        """End a run: keep only this replica's rows, even if the run has failed."""
         self._ticket = None
         self._arriving = False
         if self._gathered:

@@ -26,7 +26,7 @@ _Call = tuple[str, int]
 
 
 class _Seen(NamedTuple):
-    """A layer's buffers before a call: those that the call changes, and those that it leaves unchanged."""
+    """A layer's buffers before a call: first the buffers that the call changes, then the unchanged ones."""
 
     #: Copies of the buffers that the call changes.
     copies: dict[str, Tensor]
