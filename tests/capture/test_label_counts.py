@@ -143,7 +143,7 @@ def test_the_way_is_told_of_a_model_without_contents(how: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("how", "why"), [("sum", "over none of these"), ("no ignored", "the model failed on four rows")]
+    ("how", "why"), [("sum", "is not the mean over any of these"), ("no ignored", "the model failed on four rows")]
 )
 def test_where_it_cannot_be_told_rows_count_and_a_warning_says_so(how: str, why: str) -> None:
     with pytest.warns(UserWarning, match=f"(?s){why}.*loss_weight="):
