@@ -62,7 +62,7 @@ class DividedCopies:
         return buffer
 
     def _gradient(self, parameter: nn.Parameter) -> Tensor:
-        """Return the parameter's gradient; if it is None, a tensor of the whole shape that uses no memory."""
+        """Return the parameter's gradient. If it is None, return a tensor of the whole shape that uses no memory."""
         if parameter.grad is not None:
             return parameter.grad
         return parameter.new_empty(()).expand(self._divided[parameter].shape(parameter))

@@ -126,7 +126,7 @@ class _MasterWeights:
         self._widened = []
 
     def narrow_after_failure(self, optimizer: Optimizer) -> None:
-        """After a failed step: do the same as ``narrow``, but leave uninitialised optimizer states empty."""
+        """After a failed step: do the same as ``narrow``, but keep an uninitialised optimizer state empty."""
         parameters = [parameter for parameter, _, _ in self._widened]
         self.narrow(optimizer, (), {})
         for parameter in parameters:

@@ -378,7 +378,7 @@ class TreeStage(Stage):
         super().reduce(bucket)
 
     def last_backward(self, microbatch: int, *grads: Gradients) -> PerConsumer:
-        """B: run the stage's last backward. No REDUCE starts in it, because the sums are complete only afterwards."""
+        """B: run the stage's last backward. REDUCEs start after it, because only then are the sums complete."""
         return self.backward(microbatch, *grads)
 
     def norm(self, number: int) -> GradientNorms:
