@@ -79,7 +79,7 @@ class RecomputationChooser:
         return [evaluated for evaluated in (both, recomputed) if evaluated is not None]
 
     def without_limits(self, candidate: Candidate) -> EvaluatedCandidate | None:
-        """Return the candidate with the smallest bottleneck, ignoring limits. None if the layers have no partition."""
+        """Return the candidate with the smallest bottleneck, ignoring limits; None if the layers have no partition."""
         found = self._partitioned(candidate, None)
         return None if found is None else self.evaluated(candidate, found[0])
 
@@ -139,7 +139,7 @@ class RecomputationChooser:
 
         Args:
             candidate: the candidate.
-            allowed: the ways to save memory that can be chosen per layer: "recompute", "offload" or both.
+            allowed: the settings that can be chosen for a layer to save memory: "recompute", "offload" or both.
 
         """
         asked = [float(limit) for limit in (self._search.memory_limit_bytes or ())[: candidate.num_ranks]]
@@ -164,7 +164,7 @@ class RecomputationChooser:
         return None
 
     def _excess_bytes(self, found: EvaluatedCandidate) -> tuple[int, ...]:
-        """Return the bytes by which each rank exceeds its limit; () without limits. Spends effort on computing them."""
+        """Return the bytes by which each rank exceeds its limit; () without limits. Subtracts the effort for this."""
         if found.limit_bytes is not None:
             searches = found.candidate.schedule.searches and not found.candidate.is_written
             self._effort.spend(found.candidate.num_actions * (IN_ORDER_SEARCH if searches else FOR_MEMORY))
@@ -203,7 +203,7 @@ class RecomputationChooser:
         return [[sizes[name] for name in reversed(names) if sizes[name]] for names in stages]
 
     def graph(self, num_microbatches: int) -> "nx.DiGraph[str]":
-        """Return the graph of the measured layers at the micro-batch size that this number of micro-batches gives."""
+        """Return the graph of layers, measured at the micro-batch size for this number of micro-batches."""
         return self._search.profile.graph(self._rows(num_microbatches))
 
     def partitioner(self, candidate: Candidate, program: Program) -> StagePartitioner:

@@ -205,7 +205,7 @@ def test_baselines_are_held_against_what_was_asked():
     with made(model(), boundaries=["1"], num_microbatches=4, devices=2) as pipe:  # most of the work on one rank
         own, *others = pipe.plan.alternatives
         assert any(
-            each.note.endswith("x faster, but the request does not allow it")
+            each.note.endswith("x faster, but the request does not allow this plan")
             for each in others
             if each.label == "equal split"
         )

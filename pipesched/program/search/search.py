@@ -50,7 +50,7 @@ def search(
         known: known orders, as codes of actions; simpler ones first. Those that break a limit are left out.
         steps: the most steps of annealing.
         lists: the most list schedules by rules that are the same for all ranks.
-        climbs: the most list schedules to improve the best of these rules, with choices of its own for each rank.
+        climbs: the most list schedules to improve the best of these rules, with separate choices for each rank.
             Default: 0.
 
     """
@@ -136,7 +136,7 @@ class _Search:
             self._climb(best[1])
 
     def _climb(self, rule: Whole) -> None:
-        """Improve a rule, with many micro-batches for fewer of them first, because their schedules take less time."""
+        """Improve a rule. With many micro-batches, first improve it for fewer, whose schedules take less time."""
         count = self._problem.num_microbatches
         fewer = self._problem.shortened(ROUNDS * self._problem.num_ranks)
         for problem, share in ((fewer, 1), (self._problem, _SHARE if fewer else 1)):
@@ -201,7 +201,7 @@ class _Search:
         return chosen
 
     def _split(self, orders: Sequences) -> None:
-        """Split each B into I and W if that takes no more time or memory. The stage before then waits less."""
+        """Split each B into I and W if that takes no more time or memory. The previous stage then waits less."""
         for rank, codes in enumerate(self._codes(orders)):
             pieces = [piece for code in codes for piece in self._pieces(code)]
             kept = codes
