@@ -216,6 +216,83 @@ def t5_3b(sequences: int = 8) -> Layers:
     yield Layer("head", head(written, width, vocabulary), 4)
 
 
+def nemotron_h_8b(rows: int = 8192) -> Layers:
+    """Attention and state spaces: Nemotron-H 8B (NVIDIA 2025, and its published configuration), 8,192 tokens.
+
+    A layer is a Mamba-2 layer (M), a feed-forward layer with a squared ReLU (-), or attention (*).
+    """
+    width, vocabulary = 4096, 131_072
+    given = rows * width * WIDE
+    works = {
+        "M": mamba_2(rows, width),
+        "-": feed_forward(rows, width, 21504, gated=False),
+        "*": self_attention(rows, rows, width, 32, 128, 8, causal=True),
+    }
+    yield Layer("embedding", embedding(rows, width, vocabulary), given)
+    for layer, kind in enumerate("M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-"):
+        yield Layer(f"layers.{layer}", works[kind], given)
+    yield Layer("head", head(rows, width, vocabulary), 4)
+
+
+def mamba_2(rows: int, width: int, heads: int = 128, head_dim: int = 64, state: int = 128, groups: int = 8) -> Work:
+    """A Mamba-2 layer (Dao and Gu 2024): projections, a short convolution, and the scan in chunks of 128 tokens.
+
+    Inside a chunk the scan is like attention; between chunks it passes on states. The backward does twice the work.
+    """
+    inner, mixed, chunk = heads * head_dim, groups * state, 128
+    scan_s = rows * (2 * chunk * (mixed + inner) + 4 * state * inner) / PRODUCTS_PER_S
+    return (
+        passes(rows * width, 4)
+        + product(rows, width, 2 * inner + 2 * mixed + heads)
+        + passes(rows * (inner + 2 * mixed), 4)  # the convolution of four taps, and its activation
+        + Work(scan_s, 2 * scan_s, 0, 0, 2 * rows * inner * WIDE)
+        + passes(rows * inner, 3)  # the gate and its norm
+        + product(rows, inner, width)
+    )
+
+
+def deepseek_v3(rows: int = 4096) -> Layers:
+    """A mixture of experts with latent attention: DeepSeek-V3 (DeepSeek-AI 2024, section 4.2), 4,096 tokens.
+
+    The first three layers are dense. The others have 256 experts, eight of which serve a token, and one expert that
+    serves every token. The layer that predicts a second token is left out.
+    """
+    width, heads, vocabulary = 7168, 128, 129_280
+    given = rows * width * WIDE
+    latent = (
+        passes(rows * width, 4)
+        + product(rows, width, 1536)  # queries are compressed to 1,536 elements,
+        + product(rows, 1536, heads * (128 + 64))
+        + product(rows, width, 512 + 64)  # and keys with values to 512
+        + product(rows, 512, heads * (128 + 128))
+        + attention(rows, rows, heads, 160)  # the mean of keys (192) and values (128)
+        + product(rows, heads * 128, width)
+    )
+    dense = latent + feed_forward(rows, width, 18432, gated=True)
+    mixture = latent + feed_forward(rows, width, 2048, gated=True, experts=256, chosen=8)
+    mixture += feed_forward(rows, width, 2048, gated=True)
+    yield Layer("embedding", embedding(rows, width, vocabulary), given)
+    for layer in range(61):
+        yield Layer(f"layers.{layer}", dense if layer < 3 else mixture, given)
+    yield Layer("head", head(rows, width, vocabulary), 4)
+
+
+def gemma_3_27b(rows: int = 4096) -> Layers:
+    """A GPT with local attention and a large vocabulary: Gemma 3 27B (Gemma Team 2025), one sequence of 4,096 tokens.
+
+    Five of six layers attend to the last 1,024 tokens only.
+    """
+    width, given, vocabulary, window = 5376, rows * 5376 * WIDE, 262_144, 1024
+    context = window - window**2 // (2 * rows)  # a token's mean number of keys: the first tokens have fewer
+    local = self_attention(rows, context, width, 32, 128, 16, causal=False)
+    everywhere = self_attention(rows, rows, width, 32, 128, 16, causal=True)
+    dense = feed_forward(rows, width, 21504, gated=True)
+    yield Layer("embedding", embedding(rows, width, vocabulary), given)
+    for layer in range(62):
+        yield Layer(f"layers.{layer}", dense + (everywhere if layer % 6 == 5 else local), given)
+    yield Layer("head", head(rows, width, vocabulary), 4)
+
+
 def table(layers: Iterable[Layer]) -> "nx.DiGraph[str]":
     """The layers as a measured graph, in the form of `pipesched.graph_of`."""
     graph: nx.DiGraph[str] = nx.DiGraph(parameters={})
@@ -252,4 +329,7 @@ TABLES: Mapping[str, Callable[[], Layers]] = {
     "attention and state spaces (Jamba)": jamba,
     "convolution net (ResNet-152)": resnet_152,
     "T5-3B": t5_3b,
+    "attention, states (Nemotron-H 8B)": nemotron_h_8b,
+    "mixture of experts (DeepSeek-V3)": deepseek_v3,
+    "GPT, local attention (Gemma 3 27B)": gemma_3_27b,
 }

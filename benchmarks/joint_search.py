@@ -21,19 +21,15 @@ from itertools import combinations
 
 import networkx as nx
 from cost_tables import TABLES, table
-from planners import Case, ours
+from planners import ROUNDING, Case, any_plans, ours
 
-from pipesched import Costs, lower_bound, simulate
-from pipesched.partitioning.partition import balance
-from pipesched.planning.candidates import candidates
+from pipesched import Costs, lower_bound
 from pipesched.planning.pins import Pins
 from pipesched.planning.search_request import SearchRequest
 from pipesched.planning.tuner import find_plan
 from pipesched.program.placement import Placement, linear, loop, v
 from pipesched.simulation.exact_solver import solve
 from pipesched.simulation.profile import Profile
-
-ROUNDING = 1e-9
 
 
 def main() -> None:
@@ -131,13 +127,6 @@ def against_optima(seeds: range, effort: float) -> None:
 # ---- models ---------------------------------------------------------------------------------------------------------
 
 
-def rival_s(case: Case) -> float:
-    """Return the shortest step of all schedules and numbers of chunks on the best-balanced cut."""
-    work = case.column("forward_s", "backward_s")
-    every = candidates(None, None, [case.num_ranks], [case.num_microbatches], most_stages=len(case.layers))
-    return min(simulate(each.program, case.costs(balance(work, each.num_stages))).makespan_s for each in every)
-
-
 def against_rival(models: list[str], ranks: list[int], counts: list[int]) -> None:
     """Compare the plans of models with the trivial rival."""
     ratios = []
@@ -149,7 +138,7 @@ def against_rival(models: list[str], ranks: list[int], counts: list[int]) -> Non
                 begin = time.process_time()
                 step_s = ours(case)
                 seconds = time.process_time() - begin
-                ratios.append(step_s / rival_s(case))
+                ratios.append(step_s / min(plan.step_s for plan in any_plans(case)))
                 print(
                     f"{model:<36}{num_ranks:>4}{case.num_microbatches:>4}  ours / bound {step_s / case.bound_s:.4f}, "
                     f"ours / rival {ratios[-1]:.4f}, {seconds:.2f} s",

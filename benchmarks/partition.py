@@ -33,36 +33,26 @@ LINK = {"bandwidth_bytes_per_s": 1e11}
 
 
 def unit_moves(times: list[float], num_stages: int) -> list[int]:
-    """The block partition of torchgpipe (Barany and Grinberg 2015): the layers at which stages begin.
+    """The block partition of torchgpipe 0.0.7 (after Barany and Grinberg 2015): the layers at which stages begin.
 
-    Times are scaled so that the largest is 1. While the largest and the smallest stage differ by more than 1, one layer
-    at a time moves over a boundary from the largest stage towards the nearest stage that is small enough to take it.
+    Times are scaled to lie between 0 (the smallest) and 1 (the largest). At first every stage but the last has the same
+    number of layers. While the largest and the smallest stage differ by more than 1, the smallest one takes a layer
+    from its neighbour on the side of the largest one. The largest stage is chosen again after it has given a layer.
     """
-    scaled = [time / max(times) for time in times]
-    count = len(scaled)
-    cuts = [round(stage * count / num_stages) for stage in range(num_stages + 1)]
+    least, spread = min(times), max(times) - min(times)
+    scaled = [(time - least) / spread if spread else 0.0 for time in times]
+    cuts = [len(times) // num_stages * stage for stage in range(num_stages)] + [len(times)]
 
-    def load(stage: int) -> float:
-        return sum(scaled[cuts[stage] : cuts[stage + 1]])
+    def sizes() -> list[tuple[float, int]]:
+        return [(sum(scaled[cuts[stage] : cuts[stage + 1]]), stage) for stage in range(num_stages)]
 
-    for _ in range(count * num_stages):
-        loads = [load(stage) for stage in range(num_stages)]
-        largest = max(range(num_stages), key=loads.__getitem__)
-        if loads[largest] <= min(loads) + 1:
-            break
-        while True:
-            small = [stage for stage in range(num_stages) if load(stage) < loads[largest] - 1]
-            if not small:
-                break
-            target = min(small, key=lambda stage: abs(stage - largest))
-            step = 1 if target > largest else -1
-            giver = target - step  # the neighbour on the way moves its layer first
-            boundary = target if step > 0 else target + 1
-            if cuts[giver + 1] - cuts[giver] == 0:
-                break
-            cuts[boundary] -= step
-            if load(largest) < loads[largest]:
-                break
+    most, largest = max(sizes())
+    while most > min(sizes())[0] + 1:
+        smallest = min(sizes())[1]
+        towards = 1 if largest > smallest else -1
+        cuts[smallest + (towards > 0)] += towards
+        if smallest + towards == largest:
+            most, largest = max(sizes())
     return cuts[:-1]
 
 

@@ -1,23 +1,33 @@
 """Planners: compares the simulated steps of pipesched's plans with those of other planners' plans.
 
-    python benchmarks/planners.py [--models N] [--ranks 4 8 16]
+    python benchmarks/planners.py [--models NAME ...] [--ranks 4 8 16] [--counts 1 4]
 
 The script prints each simulated step divided by a lower bound. All planners use the same cost tables (`cost_tables`),
-so no runtime affects the comparison, and none except "ours, lean" has a memory limit. Hosts have eight ranks, with
-links of 250 GB/s and 5 us inside a host and 25 GB/s and 10 us between hosts. The other planners cut layers by their
-published rules, reimplemented here, and run 1F1B; torchgpipe runs GPipe:
+so no runtime affects the comparison. Hosts have eight ranks, with links of 250 GB/s and 5 us inside a host and 25 GB/s
+and 10 us between hosts. The micro-batches of a case are the ranks times each of ``--counts``. The other planners cut
+layers by their published rules, reimplemented here, and run 1F1B unless stated otherwise:
 
 equal layers     the same number of layers in each stage, plus the embedding in the first and the head in the last
                  stage (Megatron-LM)
-equal, ends      the same, with the embedding and the head counted as a layer each (torchtitan)
 equal, chunks    equal layers with interleaved 1F1B, the faster of two and four stages on each rank (Megatron-LM)
-parameters       the same number of parameters in each stage (DeepSpeed's default, partition_method="parameters")
-unit moves       torchgpipe's block partition (Barany and Grinberg 2015) of measured times
+uneven ends      the first and the last rank have fewer layers, the others the same number, with one, two and four
+                 stages on each rank; the fastest of all such cuts. Megatron-LM's users choose them by hand, with its
+                 options for the embedding, the loss, and the layers of the first and the last rank.
+equal, ends      equal layers, with the embedding and the head counted as a layer each (torchtitan)
 equal, any       "equal, ends" with the fastest of all schedules of torch.distributed.pipelining
+parameters       the same number of parameters in each stage (DeepSpeed's default, partition_method="parameters")
+unit moves       torchgpipe's block partition of measured times, GPipe
 balanced         the cut with the smallest bottleneck (proposed for torch.distributed.pipelining in
                  pytorch/pytorch#179212)
-ours             `pipesched.planning.tuner`: searches schedule, chunks and cuts
-ours, lean       the same, with the memory of every rank limited to the largest of any rank under "balanced"
+any              "balanced" with the fastest of all schedules and numbers of stages on each rank that pipesched knows
+ours             `pipesched.planning.tuner`: searches schedule, chunks, cuts and orders
+
+Plans use different amounts of memory. Three more columns have a memory limit for every rank, the largest memory of any
+rank under another plan:
+
+any, lean        "any" with the limit of "balanced"
+ours, lean       ours with the limit of "balanced"
+ours = chunks    ours with the limit of "equal, chunks"
 
 The bound is valid for every plan. It is an equal share of the work of all micro-batches, or `pipesched.lower_bound` of
 the model with one rank for each layer, whichever is larger.
@@ -25,17 +35,18 @@ the model with one rank for each layer, whichever is larger.
 
 import argparse
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
-from typing import Any
+from functools import cached_property
+from itertools import accumulate, pairwise
 
 import networkx as nx
 from cost_tables import TABLES, table
 from partition import max_min, unit_moves
 
-from pipesched import lower_bound, schedules, simulate
+from pipesched import Costs, Program, lower_bound, schedules, simulate
 from pipesched.partitioning.partition import balance
+from pipesched.planning.candidates import candidates
 from pipesched.planning.pins import Pins
 from pipesched.planning.search_request import SearchRequest
 from pipesched.planning.tuner import find_plan
@@ -45,6 +56,7 @@ from pipesched.simulation.profile import Profile
 from pipesched.units import quote_speed
 
 HOST = 8  # ranks
+ROUNDING = 1e-9
 LINKS = Links(inside=Link(5e-6, 250e9), between=Link(10e-6, 25e9), hosts=tuple(rank // HOST for rank in range(64)))
 
 
@@ -64,24 +76,48 @@ class Case:
         """The sum of some attributes, for each layer."""
         return [sum(self.graph.nodes[layer][name] for name in names) for layer in self.graph]
 
-    def step_s(self, starts: Sequence[int], schedule: str = "1f1b") -> float:
-        """The simulated step of a plan whose stages begin at these layers."""
+    def plan(self, starts: Sequence[int], schedule: str = "1f1b") -> "Planned":
+        """Return the plan whose stages begin at these layers."""
         made = schedules.get(schedule)
         if len(starts) > self.num_ranks:
             made = made.with_options(chunks_per_rank=len(starts) // self.num_ranks)
-        return simulate(made.program(self.num_ranks, self.num_microbatches), self.costs(starts)).makespan_s
+        return Planned(made.program(self.num_ranks, self.num_microbatches), self.costs(starts))
 
-    def costs(self, starts: Sequence[int]) -> Any:
+    def costs(self, starts: Sequence[int]) -> Costs:
+        """The costs of the stages that begin at these layers."""
         stages = [self.layers[begin:end] for begin, end in pairwise([*starts, len(self.layers)])]
         return replace(Profile({1: self.graph}).costs(stages, 1), links=LINKS)
+
+    @cached_property
+    def work(self) -> list[float]:
+        """The time of each layer's forward and backward."""
+        return self.column("forward_s", "backward_s")
 
     @property
     def bound_s(self) -> float:
         """The time that no plan can beat."""
-        work = self.column("forward_s", "backward_s")
+        work = self.work
         shares = self.num_microbatches * sum(work) / self.num_ranks
         alone = replace(self.costs(range(len(self.layers))), links=None)
         return max(shares, lower_bound(alone, self.num_microbatches))
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A program with the costs of its stages."""
+
+    program: Program
+    costs: Costs
+
+    @cached_property
+    def step_s(self) -> float:
+        """The simulated step."""
+        return simulate(self.program, self.costs).makespan_s
+
+    @cached_property
+    def most_bytes(self) -> int:
+        """The largest memory of any rank."""
+        return max(memory.total_bytes for memory in rank_memory(self.program, self.costs))
 
 
 # ---- the others -----------------------------------------------------------------------------------------------------
@@ -109,67 +145,104 @@ def _begin(case: Case, at: int) -> int:
     return at
 
 
-def equal_layers(case: Case) -> float:
+def chunk_counts(case: Case) -> list[int]:
+    """The numbers of stages on a rank for which there are enough blocks: one, two and four."""
+    return [chunks for chunks in (1, 2, 4) if chunks * case.num_ranks <= len(blocks_of(case))]
+
+
+def fastest(plans: Iterable[Planned]) -> Planned | None:
+    """Return the plan with the shortest step, or None if there are no plans."""
+    return min(plans, key=lambda plan: plan.step_s, default=None)
+
+
+def equal_layers(case: Case) -> Planned:
     """Megatron-LM."""
-    return case.step_s(equal(case, case.num_ranks))
+    return case.plan(equal(case, case.num_ranks))
 
 
-def equal_ends(case: Case) -> float:
-    """Torchtitan."""
-    return case.step_s(even(len(case.layers), case.num_ranks))
-
-
-def equal_chunks(case: Case) -> float:
+def equal_chunks(case: Case) -> Planned | None:
     """Megatron-LM with virtual stages."""
-    counts = [chunks * case.num_ranks for chunks in (2, 4) if chunks * case.num_ranks <= len(blocks_of(case))]
-    steps = [case.step_s(equal(case, count), "interleaved-1f1b") for count in counts]
-    return min(steps, default=math.nan)
+    return fastest(
+        case.plan(equal(case, chunks * case.num_ranks), "interleaved-1f1b") for chunks in chunk_counts(case)[1:]
+    )
 
 
-def equal_any(case: Case) -> float:
+def uneven_ends(case: Case) -> Planned | None:
+    """Megatron-LM with the best numbers of layers on the first and the last rank."""
+    return fastest(
+        case.plan(starts, "1f1b" if chunks == 1 else "interleaved-1f1b")
+        for chunks in chunk_counts(case)
+        for starts in uneven_cuts(case, chunks)
+    )
+
+
+def uneven_cuts(case: Case, chunks: int) -> Iterator[list[int]]:
+    """Yield the cuts in which no rank has more layers than in an equal cut, but for those that relieve the ends.
+
+    A rank's layers are divided evenly among its stages.
+    """
+    blocks = blocks_of(case)
+    most = -(-len(blocks) // case.num_ranks)
+    for first in range(chunks, most + 1):
+        for last in range(chunks, most + 1):
+            between = even_sizes(len(blocks) - first - last, case.num_ranks - 2)
+            ranks = [even_sizes(size, chunks) for size in (first, *between, last)]
+            sizes = [rank[chunk] for chunk in range(chunks) for rank in ranks]
+            yield [0, *(_begin(case, blocks[start]) for start in accumulate(sizes[:-1]))]
+
+
+def even_sizes(count: int, parts: int) -> list[int]:
+    """Return the sizes of equal parts; the first parts have one more if the number is not divisible."""
+    return [count // parts + (part < count % parts) for part in range(parts)]
+
+
+def equal_ends(case: Case) -> Planned:
+    """Torchtitan."""
+    return case.plan(even(len(case.layers), case.num_ranks))
+
+
+def equal_any(case: Case) -> Planned | None:
     """torchtitan, with the fastest of all schedules."""
-    steps = [case.step_s(even(len(case.layers), case.num_ranks), name) for name in ("gpipe", "1f1b")]
+    plans = [case.plan(even(len(case.layers), case.num_ranks), name) for name in ("gpipe", "1f1b")]
     if 2 * case.num_ranks <= len(case.layers):
         starts = even(len(case.layers), 2 * case.num_ranks)
-        steps += [case.step_s(starts, name) for name in OF_TORCH]
-    return min(steps)
+        plans += [case.plan(starts, name) for name in OF_TORCH]
+    return fastest(plans)
 
 
 OF_TORCH = ("interleaved-1f1b", "looped-bfs", "interleaved-zb", "zb-v", "dualpipe-v")  # with two stages on each rank
 
 
-def parameters(case: Case) -> float:
+def parameters(case: Case) -> Planned:
     """DeepSpeed."""
-    return case.step_s(max_min(case.column("num_parameters"), case.num_ranks))
+    return case.plan(max_min(case.column("num_parameters"), case.num_ranks))
 
 
-def torchgpipe(case: Case) -> float:
+def torchgpipe(case: Case) -> Planned:
     """torchgpipe, which runs GPipe."""
-    return case.step_s(unit_moves(case.column("forward_s", "backward_s"), case.num_ranks), "gpipe")
+    return case.plan(unit_moves(case.work, case.num_ranks), "gpipe")
 
 
-def balanced(case: Case) -> float:
+def balanced(case: Case) -> Planned:
     """The proposal for torch.distributed.pipelining."""
-    return case.step_s(balance(case.column("forward_s", "backward_s"), case.num_ranks))
+    return case.plan(balance(case.work, case.num_ranks))
+
+
+def any_plans(case: Case) -> Iterator[Planned]:
+    """Yield all exact schedules and numbers of chunks on the best-balanced cut."""
+    for each in candidates(None, None, [case.num_ranks], [case.num_microbatches], most_stages=len(case.layers)):
+        yield Planned(each.program, case.costs(balance(case.work, each.num_stages)))
+
+
+def any_schedule(case: Case, limit_bytes: float = math.inf) -> Planned | None:
+    """The fastest of these plans within a memory limit."""
+    return fastest(plan for plan in any_plans(case) if plan.most_bytes <= limit_bytes)
 
 
 # ---- ours -----------------------------------------------------------------------------------------------------------
 
 
-def ours(case: Case) -> float:
-    """The search without a memory limit."""
-    return searched(case, None)
-
-
-def ours_lean(case: Case) -> float:
-    """The search with a memory limit: the largest memory of any rank under a balanced cut and 1F1B."""
-    program = schedules.get("1f1b").program(case.num_ranks, case.num_microbatches)
-    costs = case.costs(balance(case.column("forward_s", "backward_s"), case.num_ranks))
-    most = max(memory.total_bytes for memory in rank_memory(program, costs))
-    return searched(case, (most,) * case.num_ranks)
-
-
-def searched(case: Case, limits: tuple[int, ...] | None) -> float:
+def ours(case: Case, limit_bytes: int | None = None) -> float:
     """The simulated step of the plan that the search returns."""
     count = case.num_microbatches
     search = SearchRequest(
@@ -179,70 +252,96 @@ def searched(case: Case, limits: tuple[int, ...] | None) -> float:
         batch_size=count,
         num_microbatches=(count,),
         links=LINKS,
-        memory_limit_bytes=limits,
+        memory_limit_bytes=None if limit_bytes is None else (limit_bytes,) * case.num_ranks,
     )
-    chosen = find_plan(search).alternatives[0]
-    CHOSEN.append(f"{chosen.schedule} x{chosen.chunks_per_rank} {chosen.checkpoint}")
-    return chosen.step_s
+    return float(find_plan(search).alternatives[0].step_s)
 
 
-CHOSEN: list[str] = []
+def steps_s(case: Case) -> dict[str, float]:
+    """Return the step of every planner. NaN: the planner has no plan."""
+    plans = {name: planner(case) for name, planner in OTHERS.items()}
+    chunks, limit_bytes = plans["equal, chunks"], balanced(case).most_bytes
+    plans["any, lean"] = any_schedule(case, limit_bytes)
+    return {name: math.nan if plan is None else plan.step_s for name, plan in plans.items()} | {
+        "ours": ours(case),
+        "ours, lean": ours(case, limit_bytes),
+        "ours = chunks": math.nan if chunks is None else ours(case, chunks.most_bytes),
+    }
 
-PLANNERS: dict[str, Callable[[Case], float]] = {
+
+OTHERS: dict[str, Callable[[Case], Planned | None]] = {
     "equal layers": equal_layers,
-    "equal, ends": equal_ends,
     "equal, chunks": equal_chunks,
+    "uneven ends": uneven_ends,
+    "equal, ends": equal_ends,
     "equal, any": equal_any,
     "parameters": parameters,
     "unit moves": torchgpipe,
     "balanced": balanced,
-    "ours": ours,
-    "ours, lean": ours_lean,
+    "any": any_schedule,
 }
+COLUMNS = (*OTHERS, "any, lean", "ours", "ours, lean", "ours = chunks")
 
 
 # ---- rows -----------------------------------------------------------------------------------------------------------
 
 
-def cases(models: Sequence[str], ranks: Sequence[int]) -> Iterator[tuple[str, Case]]:
-    """Yield the cases of these models and numbers of ranks."""
+def cases(models: Sequence[str], ranks: Sequence[int], counts: Sequence[int]) -> Iterator[tuple[str, Case]]:
+    """Yield the cases of these models, numbers of ranks, and micro-batches per rank."""
     for model in models:
         graph = table(TABLES[model]())
         for num_ranks in ranks:
-            for num_microbatches in (num_ranks, 4 * num_ranks):
-                yield model, Case(graph, num_ranks, num_microbatches)
+            for count in counts:
+                yield model, Case(graph, num_ranks, count * num_ranks)
 
 
 def main() -> None:
     """Print a row for each case, and a summary for each planner."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", type=int, default=len(TABLES))
-    parser.add_argument("--ranks", type=int, nargs="*", default=[4, 8, 16])
+    parser.add_argument("--models", nargs="+", default=list(TABLES), choices=list(TABLES))
+    parser.add_argument("--ranks", type=int, nargs="+", default=[4, 8, 16])
+    parser.add_argument("--counts", type=int, nargs="+", default=[1, 4])
     asked = parser.parse_args()
-    print(f"{'step / lower bound':<36}{'p':>4}{'m':>4}" + "".join(f"{name:>14}" for name in PLANNERS))
-    over: dict[str, list[float]] = {name: [] for name in PLANNERS}
-    for model, case in cases(list(TABLES)[: asked.models], asked.ranks):
-        CHOSEN.clear()
+    print(f"{'step / lower bound':<36}{'p':>4}{'m':>4}" + "".join(f"{name:>14}" for name in COLUMNS))
+    over: dict[str, list[float]] = {name: [] for name in COLUMNS}
+    for model, case in cases(asked.models, asked.ranks, asked.counts):
         bound_s = case.bound_s
-        ratios = {name: planner(case) / bound_s for name, planner in PLANNERS.items()}
-        for name, value in ratios.items():
-            over[name].append(value)
-        figures = "".join(f"{value:>14.3f}" for value in ratios.values())
-        print(f"{model:<36}{case.num_ranks:>4}{case.num_microbatches:>4}{figures}   {'; '.join(CHOSEN)}", flush=True)
+        ratios = {name: step_s / bound_s for name, step_s in steps_s(case).items()}
+        for name in COLUMNS:
+            over[name].append(ratios[name])
+        figures = "".join(f"{ratios[name]:>14.3f}" for name in COLUMNS)
+        print(f"{model:<36}{case.num_ranks:>4}{case.num_microbatches:>4}{figures}", flush=True)
     summary(over)
 
 
 def summary(over: dict[str, list[float]]) -> None:
-    """Print the geometric mean and the worst case of each planner, and the ratio of its step to ours."""
+    """Print the geometric mean and the worst case of each planner, and compare ours with it."""
     print()
     for name, values in over.items():
-        pairs = [(value, own) for value, own in zip(values, over["ours"], strict=True) if not math.isnan(value)]
-        longer = [value / own for value, own in pairs]
-        kept = [value for value, _ in pairs]
-        line = f"{name:<16} mean {mean(kept):.3f}, worst {max(kept):.3f}"
-        if name != "ours":
-            line += f"; ours is {quote_speed(mean(longer))} ({quote_speed(min(longer))} to {quote_speed(max(longer))})"
-        print(line)
+        known = [value for value in values if not math.isnan(value)]
+        print(f"{name:<16} mean {mean(known):.3f}, worst {max(known):.3f}" if known else f"{name:<16} no plan")
+    print()
+    others = [over[name] for name in OTHERS if name != "any"]
+    over["fastest but any"] = [
+        min(case_s for case_s in row if not math.isnan(case_s)) for row in zip(*others, strict=True)
+    ]
+    for own, rivals in (
+        ("ours", [*OTHERS, "fastest but any"]),
+        ("ours, lean", ["balanced", "any, lean"]),
+        ("ours = chunks", ["equal, chunks"]),
+    ):
+        for rival in rivals:
+            compare(own, rival, over)
+
+
+def compare(own: str, rival: str, over: dict[str, list[float]]) -> None:
+    """Print how much faster one planner's steps are than another's."""
+    pairs = zip(over[rival], over[own], strict=True)
+    longer = [theirs / its for theirs, its in pairs if not math.isnan(theirs / its)]
+    if longer:
+        behind = sum(ratio < 1 - ROUNDING for ratio in longer)
+        figures = f"{quote_speed(mean(longer))} ({quote_speed(min(longer))} to {quote_speed(max(longer))})"
+        print(f"{own:<13} against {rival:<20}: {figures}, slower in {behind} of {len(longer)} cases")
 
 
 def mean(values: Sequence[float]) -> float:

@@ -50,7 +50,8 @@ ROWS, WIDTH = 16, 256  # of a micro-batch: the smallest product whose weight gra
 class Clock:
     """Times the current action: a wait ends at a deadline, regardless of the work before it."""
 
-    def __init__(self) -> None:
+    def __init__(self, seconds: float = SECONDS) -> None:
+        self.seconds = seconds
         self.began_s = 0.0
         self.in_backward = False
 
@@ -60,7 +61,7 @@ class Clock:
 
     def wait(self, parts: int = 1) -> None:
         """Wait until the action, or ``parts`` parts of it, has taken its time. The next part starts then."""
-        self.began_s += parts * SECONDS
+        self.began_s += parts * self.seconds
         time.sleep(max(0.0, self.began_s - time.perf_counter()))
 
 
@@ -88,12 +89,12 @@ class Edge(torch.autograd.Function):
 
 
 class Sleeping(nn.Module):
-    """A layer that takes 10 ms in F, in I, and in W, when its weight gradient arrives."""
+    """A layer that takes the same time in F, in I, and in W, when its weight gradient arrives. Default: 10 ms."""
 
-    def __init__(self) -> None:
+    def __init__(self, seconds: float = SECONDS) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / WIDTH)
-        self.clock = Clock()
+        self.clock = Clock(seconds)
         self.weight.register_hook(self._arrived)
 
     def _arrived(self, grad: Tensor) -> Tensor:

@@ -64,8 +64,10 @@ def blocks(tiny: bool) -> nn.Sequential:
     return nn.Sequential(*(nn.TransformerEncoderLayer(256, 4, 1024, **options) for _ in range(16)))
 
 
-def torch_step(name: str, model: nn.Sequential, rank: int, ranks: int, m: int) -> Any:
-    """A function that runs one step of torch's schedule."""
+def torch_step(
+    name: str, model: nn.Sequential, rank: int, ranks: int, m: int, loss_fn: Callable[..., Any] = functional.mse_loss
+) -> Any:
+    """A function that runs one step of torch's schedule, with the same number of layers in each stage."""
     made, chunks, in_a_v = NAMES[name]
     count = ranks * chunks
     size = len(model) // count
@@ -75,7 +77,7 @@ def torch_step(name: str, model: nn.Sequential, rank: int, ranks: int, m: int) -
     stages = [
         PipelineStage(model[stage * size : (stage + 1) * size], stage, count, torch.device("cpu")) for stage in own
     ]
-    schedule = made(stages[0] if chunks == 1 else stages, m, loss_fn=functional.mse_loss)
+    schedule = made(stages[0] if chunks == 1 else stages, m, loss_fn=loss_fn)
     last = rank == (0 if in_a_v else ranks - 1)
 
     def step(x: Tensor, y: Tensor) -> None:

@@ -31,7 +31,7 @@ except ImportError:
 
 
 class Embed(nn.Module):
-    """Map bytes to vectors: the embedding of the byte plus that of its position."""
+    """Map bytes to vectors: the embedding of the byte plus the embedding of its position."""
 
     def __init__(self, width: int, context: int) -> None:
         super().__init__()
@@ -169,8 +169,8 @@ def median_step(traces: list[pipesched.Trace]) -> tuple[pipesched.Trace, str]:
     spread = ""
     if len(times) > 1:
         low, _, high = quantiles(times, n=4, method="inclusive")
-        spread = f"; the middle half took {low:.1f} to {high:.1f} ms"
-    words = f"measured is the step of median length of {len(times)}: {middle:.1f} ms{spread}"
+        spread = f"; the middle half of the steps took {low:.1f} to {high:.1f} ms"
+    words = f"measured: the median step took {middle:.1f} ms ({len(times)} measured){spread}"
     return steps[times.index(middle)], words
 
 

@@ -105,7 +105,7 @@ def ranks(replicas: int) -> dict[str, Any]:
 
 
 def rate(step: int, steps: int, warmup: int = 50) -> float:
-    """The learning rate of a step, as a fraction of the largest: a linear warm-up, then half a cosine."""
+    """The learning rate of a step, as a fraction of the largest: a linear warm-up, then a cosine decay."""
     if step < warmup:
         return (step + 1) / warmup
     return 0.1 + 0.45 * (1 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup)))
@@ -178,7 +178,7 @@ def main() -> None:
     pipe.save(options.folder, keep=2, **state)
     bar.close()
     if first:
-        words = "done" if done == options.steps else "stopped; run the same command to go on"
+        words = "done" if done == options.steps else "stopped; run the same command to continue"
         print(f"{words} after step {done}; saved in {options.folder}")
     pipe.close()
     if distributed.is_initialized():

@@ -32,7 +32,7 @@ _LONGEST = 80  # the most characters of a value that an error shows
 
 
 def shown(value: Any) -> str:
-    """Format a value for an error: the full repr if it is short, the start of a long string, or else only the type."""
+    """Format a value for an error: the full repr if it is short, the start of a long string, or otherwise the type."""
     if isinstance(value, str) and len(value) > _LONGEST:
         return f"{value[: _LONGEST // 2]!r}... ({len(value):,} characters)"
     try:

@@ -46,7 +46,7 @@ class ScheduleError(PipeschedError, ValueError):
 
 
 class DeadlockError(ScheduleError):
-    """The orders of several ranks wait for each other in a cycle."""
+    """Several ranks wait for each other in a cycle."""
 
 
 class MemoryLimitError(ScheduleError):

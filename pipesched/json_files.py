@@ -37,11 +37,11 @@ def parse_json(text: str | bytes, deepest: int = _DEEPEST) -> Any:
 
     Args:
         text: the text.
-        deepest: the most levels of nesting. Default: 32.
+        deepest: the largest allowed depth of nesting. Default: 32.
 
     Raises:
-        ScheduleError: the text is not JSON, repeats a key, nests deeper than ``deepest`` levels, or holds an integer
-            of more than 64 bits or a string that is not valid Unicode.
+        ScheduleError: the text is not JSON, repeats a key, is nested more than ``deepest`` levels deep, or contains an
+            integer of more than 64 bits or a string that is not valid Unicode.
 
     """
     try:
@@ -159,7 +159,7 @@ def maybe(make: Callable[[Any], _Made]) -> Callable[[Any], _Made | None]:
 
 
 def _of_type(value: Any, hint: Any, what: str) -> Any:
-    """Return the value, with a list converted to the container type ``hint``. Raises ScheduleError for a wrong type."""
+    """Return a value, with lists converted to the type ``hint``. Raises ScheduleError if the value has another type."""
     origin = get_origin(hint)
     args = get_args(hint)
     if origin in (Union, UnionType):

@@ -1,4 +1,4 @@
-"""Units: formats times, sizes and counts as short text in a fitting unit."""
+"""Units: formats times, sizes and counts as short text in a suitable unit."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -44,12 +44,12 @@ def byte_unit(size: float) -> Unit:
 
 
 def quote_time(seconds: float) -> str:
-    """Format a time with a fitting unit, in at most four digits, such as ``1.25 ms``."""
+    """Format a time in a suitable unit, with at most four digits, such as ``1.25 ms``."""
     return _quoted(seconds, time_unit(seconds), 4)
 
 
 def quote_bytes(size: float, digits: int = 3) -> str:
-    """Format a size in bytes with a fitting unit, in at most ``digits`` digits, such as ``1.5 MiB``."""
+    """Format a size in bytes in a suitable unit, with at most ``digits`` digits, such as ``1.5 MiB``."""
     return _quoted(size, byte_unit(size), digits)
 
 

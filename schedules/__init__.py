@@ -44,7 +44,7 @@ def _registered() -> dict[str, Schedule]:
 
 
 def _with_starts(registered: dict[str, Schedule]) -> dict[str, Schedule]:
-    """Pass all schedules without an option ``starts`` to those with this option, which search from them."""
+    """Pass all other schedules to each schedule with an option ``starts``, which uses them as starts of its search."""
     starts = _Starts(schedule for _, schedule in sorted(registered.items()) if "starts" not in schedule.options)
     return {
         name: schedule if schedule in starts else schedule.with_options(starts=starts)

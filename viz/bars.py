@@ -19,7 +19,7 @@ class Bar(NamedTuple):
     chunk: int
     kind: Kind
     stage: int
-    microbatch: int  # of a reduction, the bucket; of a gather, its number
+    microbatch: int  # or the bucket of a reduction, or the number of a gather
     start_s: float
     end_s: float
     #: In an overlapping pair, -1 for the forward (upper half) and 1 for the backward (lower half); otherwise 0.
@@ -27,7 +27,7 @@ class Bar(NamedTuple):
 
 
 def bars(trace: Trace) -> Iterator[Bar]:
-    """Yield a bar for each compute span, rank by rank in time order. Of an overlapping pair, the forward is first."""
+    """Yield a bar for each compute span, rank by rank in time order. In an overlap, the forward comes first."""
     zero = trace.start_s
     for rank, row in enumerate(trace.by_rank):
         chunk = {stage: k for k, stage in enumerate(sorted({span.action.stage for span in row}))}

@@ -1,7 +1,7 @@
 """Colours: one for each kind of action, from the colour-blind-safe palette of Okabe and Ito (2008).
 
-The colours of compute actions are light enough for dark numbers on them. The later chunks of a rank have lighter
-shades.
+The colours of compute actions are light, so that dark numbers on them are readable. The later chunks of a rank have
+lighter shades.
 """
 
 from pipesched.program.actions import Kind

@@ -68,7 +68,7 @@ def plot_memory(trace: Trace, ax: "Axes | None" = None) -> "Axes":
 
 
 def _line_width(rank: int, num_ranks: int) -> float:
-    """Return the width of a rank's line. Of few lines, the first are wider, to stay visible where lines coincide."""
+    """Return the width of a rank's line. If there are few lines, the first are wider, so that no line hides another."""
     return 1.2 if num_ranks > _FEW else 1.2 + 2.4 * (num_ranks - 1 - rank) / num_ranks
 
 
@@ -89,6 +89,6 @@ def _pairs(trace: Trace, rank: int) -> list[tuple[float, int]]:
 
 
 def _whole(trace: Trace, points: list[tuple[float, int]]) -> list[tuple[float, int]]:
-    """Add points for the start and the end of the trace. Of several points with the same time, keep the last."""
+    """Add points for the start and the end of the trace. If several points have the same time, keep the last."""
     last = points[-1][1] if points else 0
     return list(dict([(0, 0), *points, (trace.makespan_s, last)]).items())

@@ -1,9 +1,9 @@
 """Routes: the positions of the boxes in a layer picture, and the paths of the connections between them.
 
-Layers stand in rows ("lines") from left to right; a stage has one or more lines. Below each line of boxes runs a
-channel, with one horizontal track for each connection that turns in the channel. Beside the boxes run vertical
-lanes: on the right for connections that skip lines, on the left for tied weights. All connections that start at the
-same layer share a lane.
+Layers are placed from left to right in rows ("lines"); a stage has one or more lines. A channel runs below each line of
+boxes, with one horizontal track for each connection that turns in the channel. Vertical lanes run beside the boxes: on
+the right for connections that skip lines, on the left for tied weights. All connections that start at the same layer
+share a lane.
 """
 
 import math

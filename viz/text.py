@@ -18,7 +18,7 @@ _FEWEST = 10  # fewest columns of a timeline, even if the terminal is narrower
 
 
 class _Scale(NamedTuple):
-    """The scale of a text timeline: how time is mapped to columns of text."""
+    """The scale of a text timeline, which maps time to columns of text."""
 
     columns: int
     #: The number of columns per second of the trace.

@@ -1,8 +1,8 @@
 """Capture: the record of one forward, with each layer call, each function call between layers, and the data flow.
 
-The model's own code runs on a sample. Each recorded call lists the earlier values that it takes; a value is one tensor
-that a call returned. Replay runs the same code again and skips some of the calls. No code is translated, so
-containers may use any Python code.
+The recorder runs the model's own code on a sample. Each recorded call lists the earlier values that the call takes. A
+value is one tensor that a call returned. Replay runs the same code again and skips some of the calls. No code is
+translated, so containers can use any Python code.
 """
 
 from collections.abc import Callable, Mapping, Set
@@ -65,11 +65,11 @@ class Call:
 
     @property
     def place(self) -> Place:
-        """A key of a call that uses parameters; the same in training and in evaluation mode."""
+        """A key for a call that uses parameters. The key is the same in training mode and in evaluation mode."""
         return self.layer, self.number
 
     def join(self, index: int) -> None:
-        """Keep this call and the calls from ``index`` on in one stage."""
+        """Keep all calls from number ``index`` to this call in one stage."""
         self.joined = index if self.joined is None else min(self.joined, index)
 
     def __str__(self) -> str:
@@ -132,8 +132,8 @@ class Capture:
         """The calls that any stage may repeat instead of receiving their values, such as calls that compute masks.
 
         Free calls use no weights, draw no random numbers, and take only the model's inputs and values of free calls.
-        Only free calls change the memory of these inputs and values: a stage that repeats a call does not repeat the
-        writes of calls that are not free.
+        Only free calls change the memory of these inputs and values, because a stage that repeats a call does not
+        repeat the writes of calls that are not free.
         """
         written: set[Value] = set()
         while True:
@@ -144,7 +144,7 @@ class Capture:
             written |= changed
 
     def _free_without(self, written: Set[Value]) -> frozenset[int]:
-        """Return the free calls, if calls that are not free write to these values."""
+        """Return the free calls, given that other calls write to the values in ``written``."""
         free: set[int] = set()
         made_by = {index for index, _ in written}
         for call in self.calls:
@@ -156,12 +156,15 @@ class Capture:
 
     @cached_property
     def written_inputs(self) -> frozenset[Any]:
-        """Names of the model's inputs whose memory a call changes."""
+        """The names of the model's inputs that some call writes to."""
         return frozenset(name for call in self.calls for index, name in call.writes if index == INPUT)
 
     @cached_property
     def free_writes(self) -> dict[Value, list[int]]:
-        """Value -> the free calls that write to its memory. A stage that repeats the value's call repeats these too."""
+        """Value -> the free calls that write to its memory.
+
+        A stage that repeats the call of a value also repeats these calls.
+        """
         found: dict[Value, list[int]] = {}
         for call in self.calls:
             for value in call.writes if call.index in self.free else ():
@@ -179,7 +182,7 @@ class Capture:
 
     @cached_property
     def crossing_bytes(self) -> list[int]:
-        """For each call, by index: the bytes that would be sent across a stage boundary before this call."""
+        """For each call, the number of bytes that a stage boundary before this call would send."""
         last: dict[Value, int] = {}
         for call in self.calls:
             if call.index not in self.free:

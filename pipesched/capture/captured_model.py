@@ -131,7 +131,7 @@ class CapturedModel:
         ]
 
     def calls_of(self, layer: str, *, again: bool) -> list[tuple[str, int]]:
-        """Return the call of the layer, and the later layer calls that must stay in one stage with it.
+        """Return the call of the layer, and the later layer calls that must stay in the same stage.
 
         Args:
             layer: name of the layer.
@@ -206,7 +206,8 @@ class CapturedModel:
     def reached(self, cut: StageLayers, *, frozen: bool = False) -> list[tuple[str, str, int]]:
         """Return (layer, parameter, stage of the layer) for each use of another layer's trained parameter.
 
-        Considers only the capture in the model's current mode. ``frozen`` adds parameters that are not trained.
+        Considers only the capture in the model's current mode. ``frozen`` also includes parameters that are not
+        trained.
         """
         parts = self.parts(cut)[self.model.training]
         calls = self.captures[self.model.training].calls

@@ -3,7 +3,7 @@
 Micro-batches have different numbers of labels that are not padding, so their mean losses need unequal weights. The
 model's code decides over which labels it averages. For example, a language model that shifts its labels drops the
 first label of each row. A probe computes the loss of four rows, and the losses of the first two and of the last two
-rows. These three losses are consistent with only one way of counting.
+rows. Usually, these three losses are consistent with only one counting method.
 """
 
 import inspect
@@ -49,14 +49,15 @@ def counted_labels(model: nn.Module, sample: tuple[tuple[Any, ...], dict[str, An
     """Find the labels over which a model averages its own loss; None if it averages over rows or there are no labels.
 
     The model runs three times in evaluation mode and is left unchanged. A model on the meta device runs with stand-ins
-    for its layers' outputs. If no way of counting fits, or more than one, a warning says so and the result is None.
+    for its layers' outputs. If none of the counting methods fits, or several do, a warning says so and the result is
+    None.
 
     Args:
         model: the user's module.
         sample: the arguments (args, kwargs) of a forward.
 
     Returns:
-        The name of the way of counting, to pass to ``counts``; None for the number of rows.
+        The name of the counting method, to pass to ``counts``; None for the number of rows.
 
     """
     given = _labels_of(model, sample)
@@ -77,7 +78,7 @@ def counted_labels(model: nn.Module, sample: tuple[tuple[Any, ...], dict[str, An
     if given.dim() == 1 and "labels" in fitting:
         return "labels"  # one label per row: the same number as rows unless some labels are ignored
     if len(fitting) != 1:
-        answer = "could be the mean over any" if fitting else "is the mean over none"
+        answer = "could be the mean over more than one" if fitting else "is not the mean over any"
         return _unknown(f"the model's loss {answer} of these: {', '.join(fitting or _WAYS)}")
     return None if fitting[0] == "rows" else fitting[0]
 

@@ -277,7 +277,7 @@ class LayersInARow:
         return output
 
     def _run(self, mode: bool, written: list[Tensor]) -> Generator[tuple[str, Any]]:
-        """Run the layers in a mode and yield each output; the tensors that layers write to are added to ``written``."""
+        """Run the layers in a mode and yield each output. Record in ``written`` the tensors that layers write to."""
         with untouched(self._model, mode) as changed, torch.no_grad():
             yield from self._each(*self.sample)
         written += changed

@@ -1,4 +1,4 @@
-"""Loss reduction: finds whether a loss is a mean or a sum, and each micro-batch's weight in the loss of the batch.
+"""Loss reduction: finds whether a loss is a mean or a sum, and computes the weight of each micro-batch's loss.
 
 For losses of ``torch.nn`` and ``torch.nn.functional``, the reduction and the weights follow from the options of the
 loss. Most means are over elements, so a micro-batch is weighted by its number of rows. Cross entropy and ``nll_loss``
@@ -88,7 +88,7 @@ def resolve_loss(
 
 
 def reduces(loss_fn: Any) -> bool:
-    """Return whether a loss is a torch loss, so that the options of the loss determine reduction and weights."""
+    """Return whether a loss is a torch loss, whose options determine the reduction and the weights."""
     return _options(loss_fn) is not None
 
 

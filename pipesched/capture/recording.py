@@ -30,7 +30,7 @@ _OF_ALL_MODULES = vars(nn.Module()).keys()
 
 @dataclass(kw_only=True)
 class Recording:
-    """The capture of a model in one mode, and the state that forwards in this mode set."""
+    """The capture of a model in one mode, and the attributes that the first forward in this mode sets."""
 
     capture: Capture
     #: Attributes that only the first forward sets, with the values that it sets.
@@ -50,7 +50,7 @@ class Recording:
 def recorded(
     model: nn.Module, layers: Mapping[str, nn.Module], mode: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Recording:
-    """Record a model in one mode. Runs one forward, and further forwards if it sets attributes of containers.
+    """Record a model in one mode. Runs one forward, and more if the first forward sets attributes of containers.
 
     Stages start every micro-batch with the attributes already set. A forward that starts with these attributes must
     therefore make the same calls and return the same result as the recorded forward. If only the first forward differs,

@@ -230,7 +230,7 @@ class _Run(TorchFunctionMode):
         kwargs = kwargs or {}
         call = self._calls[self._position] if self._position < len(self._calls) else None
         if (call is None or call.function != name) and (name in self._quiet or name == _DEVICE):
-            return self._ask(name, func, args, kwargs)  # also after the last call: leaving no_grad makes such a call
+            return self._ask(name, func, args, kwargs)  # leaving no_grad makes such a call even after the last call
         if self._next() is None or call is None or call.function != name:
             raise self._lost(f"calls {name}")
         if call.index not in self._runs:

@@ -78,8 +78,8 @@ def _shape_options(command: _Command) -> _Command:
 
 
 def _cost_options(command: _Command) -> _Command:
-    """Add the options for times. A time is the same on every rank, and its option is named after a field of Costs."""
-    share = "Seconds for the {} of one micro-batch on a rank, divided equally among its chunks."
+    """Add the options for times. Each time applies to every rank, and each option has the name of a field of Costs."""
+    share = "Seconds for the {} of one micro-batch on a rank, divided equally among the rank's chunks."
     work = {"forward": "forward", "input_grad": "input gradients", "weight_grad": "weight gradients"}
     texts = {name: share.format(words) for name, words in work.items()}
     texts["transfer"] = "Seconds to send a tensor from one rank to another."
@@ -224,9 +224,9 @@ def show(  # noqa: PLR0913  # one parameter for each option
     torch.distributed.pipelining with one row for each rank.
 
     The text output is a timeline with these figures: makespan; bubble, which is idle time / (ranks x makespan); the
-    lower bound for any schedule of these stages on these ranks, and how far the makespan is above it; span, the
-    longest time from first start to last end on one rank; and the peak number of (stage, micro-batch) pairs in flight
-    on each rank. Several outputs can be combined.
+    lower bound for any schedule of these stages on these ranks, and how far the makespan is above it; span, the longest
+    time from the start of a rank's first action to the end of its last action; and the peak number of (stage,
+    micro-batch) pairs in flight on each rank. Several outputs can be combined.
 
     With --replicas, the timeline also shows how each rank sums gradients over the replicas in 4 buckets per stage, and,
     with --zero 3, how it gathers weights. The figures then include the bytes that a rank sends to other replicas in a
@@ -287,7 +287,7 @@ def check(file: str, max_in_flight: int | None, exact: bool) -> None:
     """Check that the program in FILE is complete, correctly ordered and free of deadlock.
 
     FILE is the output of `pipesched show --program`, a .csv file of torch.distributed.pipelining with one row for each
-    rank, or '-' for standard input. Prints one line with the program's figures; for an invalid program, prints the
+    rank, or '-' for standard input. Prints one line with the program's figures. If the program is invalid, prints the
     first error with its place and exits with code 1.
 
     \b

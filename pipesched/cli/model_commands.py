@@ -1,4 +1,4 @@
-"""Model commands: cut a model into stages, search for a plan, and report a plan. Only running a model imports torch."""
+"""Model commands: cut a model into stages, search for a plan, report a plan. Torch is imported only to run a model."""
 
 import importlib.util
 import shutil
@@ -40,8 +40,9 @@ __all__ = ["graph", "report", "tune"]
 def report(plan: Path, trace: Path | None, *, output: tuple[Path, ...], width: int | None) -> None:
     """Explain PLAN, a file written by Plan.save: the compared plans, stages, lower bound and predicted step.
 
-    With TRACE, a measured step saved by Trace.to_chrome or as the JSON of Trace.to_dict, the report compares predicted
-    and measured times stage by stage. Without -o it prints to the terminal, in colour if rich is installed.
+    TRACE is a measured step, saved by Trace.to_chrome or as the JSON of Trace.to_dict. With TRACE, the report also
+    compares the predicted and measured times of each stage. Without -o it prints to the terminal, in colour if rich is
+    installed.
 
     \b
     Examples:
@@ -148,10 +149,10 @@ def tune(  # noqa: PLR0913  # one parameter for each option
 ) -> None:
     """Search for the fastest plan for MODEL, and compare it with the alternatives.
 
-    MODEL is a saved profile, or, as for `pipesched graph`, a function that returns a model and a sample:
-    file.py:function or module:function. The model of a function is profiled before the search. Identical profiles
-    give identical plans. With --confirm, the best plans run for some steps: on GPUs if there is one for each rank,
-    otherwise on the CPU. The measured times of these runs correct the costs, and the fastest plan is chosen.
+    MODEL is a saved profile, or a function that returns a model and a sample. A function is written as for `pipesched
+    graph`: file.py:function or module:function. Its model is profiled before the search. Identical profiles give
+    identical plans. With --confirm, the best plans run for some steps: on GPUs if there is one for each rank, otherwise
+    on the CPU. The measured times of these runs correct the costs, and the fastest plan is chosen.
 
     \b
     Examples:
@@ -221,7 +222,7 @@ def _called(function: Callable[..., Any], target: str) -> Any:
 
 
 def _module(place: str) -> Any:
-    """Import a Python file, or a module by name; the current folder is on the path."""
+    """Import a Python file, or a module by name. The import path includes the current folder."""
     if not place.endswith(".py"):
         sys.path.insert(0, "")
         return importlib.import_module(place)

@@ -1,4 +1,4 @@
-"""Replicas: the options of ``pipesched show`` for data parallelism, and the figures that it prints about it."""
+"""Replicas: the options of ``pipesched show`` for data parallelism, and the lines of text about data parallelism."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -115,7 +115,7 @@ class Replicas:
         }
 
     def lines(self, program: Program, trace: Trace) -> Iterator[str]:
-        """Yield the axes, the bytes that a rank sends to other replicas in a step, and how much of it is hidden."""
+        """Yield lines on the axes, the bytes that a rank sends to other replicas, and the hidden communication time."""
         if self.count == 1:
             return
         yield f"axes: pipeline {program.num_ranks} x replicate {self.count}" + (f", zero={self.zero}" * bool(self.zero))
@@ -128,7 +128,7 @@ class Replicas:
             yield f"of {quote_time(total_s)} of collectives on {counted(program.num_ranks, 'rank')}: {hidden}"
 
     def _sent(self, program: Program) -> Iterator[str]:
-        """Yield the sizes that a rank sends, as text: (n - 1) / n of the bytes that n replicas reduce or gather."""
+        """Yield the sizes that a rank sends to other replicas in a step, as text. Each collective is a ring."""
         share = (self.count - 1) / self.count
         ranks = range(program.num_ranks)
         held = [[stage for stage in program.chunks(rank) if program.buckets[stage]] for rank in ranks]
@@ -147,7 +147,7 @@ class Replicas:
             yield f"{_quoted(updated)} of updated weights, which are not drawn"
 
     def _stage_bytes(self, program: Program) -> list[float]:
-        """Return the size of each stage's weights: that of its rank, divided equally among the rank's stages."""
+        """Return the size of each stage's weights. The weights of a rank are divided equally among its stages."""
         return [self.weight_bytes / len(program.chunks(rank)) for rank in program.placement]
 
 

@@ -80,7 +80,7 @@ def _held(value: Any) -> _Held:
 def _form(value: Any, *, inside: bool = True) -> Any:
     """Return a key for comparisons: two values have equal keys if a forward would find no difference between them.
 
-    With ``inside``, containers are compared by their contents, else by identity.
+    With ``inside``, containers are compared by their contents, otherwise by identity.
     """
     if isinstance(value, Tensor):
         return _Contents(value)
@@ -108,8 +108,8 @@ def changed_classes(
 ) -> tuple[ClassState, tuple[ClassAttribute, ...]]:
     """Find the class attributes that forwards change.
 
-    If a forward changed any, a second forward runs with other values in its tensors. Attributes that are set only once,
-    or always to the same value, do not count as changed by each forward.
+    If the first forward changed an attribute, a second forward runs with different tensor values. Attributes that are
+    set only once, or always to the same value, do not count as changed by each forward.
 
     Args:
         model: the user's module.

@@ -101,7 +101,7 @@ def _size(module: nn.Module) -> int:
 class _Copies:
     """Copies of a model's modules. The copies refer to each other as the original modules do."""
 
-    _shares = True  # lists and the like that refer to no module are shared with the originals
+    _shares = True  # lists and similar values that refer to no module are shared with the originals
 
     def __init__(self, model: nn.Module) -> None:
         self._translated: dict[int, tuple[Any, Any]] = {}
@@ -225,7 +225,7 @@ def set_attributes(values: Mapping[tuple[nn.Module, str], Any]) -> None:
 
 
 class Twin(_Copies):
-    """A copy of a layer with the same tensors, so that two threads can replace these differently."""
+    """A copy of a layer with the same tensors, so that two threads can replace the tensors independently."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__(layer)

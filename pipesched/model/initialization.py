@@ -256,7 +256,7 @@ def _check_names(state: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> No
         lacking = f"missing names ({len(missing)} of the model's {len(state)}): {_some(missing)}"
         unknown = f"unknown names ({len(unexpected)} of {len(given)} that were passed): {_some(unexpected)}"
         parts = [lacking] * bool(missing) + [unknown] * bool(unexpected)
-        remedies = ["add or rename the missing weights"] * bool(missing) + ["remove the unknown ones"] * bool(
+        remedies = ["add or rename the missing weights"] * bool(missing) + ["remove the unknown weights"] * bool(
             unexpected
         )
         raise InputError(

@@ -1,4 +1,4 @@
-"""Parameter order: keys of a model's parameters, identical in every process, that sort in the model's order."""
+"""Parameter order: sort keys for a model's parameters, identical in every process and in the model's order."""
 
 from collections.abc import Iterable, Iterator, Mapping
 
@@ -12,8 +12,8 @@ _ADDED = "~"  # sorts after digits
 class ParameterOrder:
     """The order of a model's parameters before ``wrap=`` changes them. Parameters added later follow, sorted by name.
 
-    A tied parameter is sorted by its first name. ``roots`` maps the prefix of parameter names to the model and to
-    the loss module.
+    A tied parameter is sorted by its first name. ``roots`` maps prefixes of parameter names to modules: one for the
+    model, one for the loss module.
     """
 
     def __init__(self, roots: Mapping[str, nn.Module]) -> None:

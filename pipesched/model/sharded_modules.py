@@ -18,7 +18,7 @@ __all__ = ["ShardedModules"]
 
 
 class ShardedModules:
-    """The modules of one stage that ``fully_shard`` has sharded. Over the shard group, all methods are collective.
+    """The modules of one stage that ``fully_shard`` has sharded. All methods are collective over the shard group.
 
     Args:
         roots: the sharded modules that lie in no other sharded module.

@@ -149,7 +149,7 @@ class StaleHook:
         return self.passing > 0
 
     def refuse(self, event: str) -> NoReturn:
-        """Raise an ExecutionError that says which weights are stale."""
+        """Raise an ExecutionError that names stale weights."""
         raise ExecutionError(self._said(event))
 
     def _said(self, event: str) -> str:

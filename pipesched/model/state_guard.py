@@ -207,7 +207,7 @@ class _Copies:
 
 
 class _CopiesOfWritten(_Copies, TorchDispatchMode):
-    """The dispatch mode of `_Copies`; a separate class for the reason given in tensors/memory_tracker.py."""
+    """The dispatch mode of `_Copies`. tensors/memory_tracker.py explains why it is a separate class."""
 
     supports_higher_order_operators = True
 
@@ -346,7 +346,7 @@ def set_aside(*roots: Any) -> Iterator[None]:
 
 @contextmanager
 def no_graph(model: nn.Module) -> Iterator[None]:
-    """Enable grad mode while no parameter requires a gradient, so that forwards keep nothing for a backward pass."""
+    """Enable grad mode while no parameter requires a gradient, so that forwards save nothing for a backward pass."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     try:
         for parameter in trained:

@@ -1,4 +1,4 @@
-"""Tied weights: one leaf tensor per use of a shared weight, to add gradients in the same order for every plan.
+"""Tied weights: one leaf tensor per use of a shared weight, so that every plan adds gradients in the same order.
 
 A leaf shares the Parameter's memory, or is a copy on its stage's device. The leaf accumulates the gradients of all
 micro-batches. After a run the leaves' gradients are added in call order and passed to the Parameter, whose hooks run

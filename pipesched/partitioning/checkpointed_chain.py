@@ -200,7 +200,8 @@ class CheckpointedChain:
         return Found(bottleneck=max(times), order=self._order, ends=ends, slots=slots)
 
     def settled(self, found: Found) -> Found:
-        """Among partitions with the same bottleneck, find the one with the least total time, then the most even stages.
+        """Among partitions with the same bottleneck, find the one with the least total time; in ties, the most even
+        one.
 
         The result includes the option chosen for each layer. If the given partition has fewer stages than possible, its
         cuts are kept.

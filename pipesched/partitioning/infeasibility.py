@@ -156,7 +156,7 @@ def _pins(request: Request) -> tuple[str, str, str]:
 
 
 def _without(request: Request) -> str:
-    """Return the advice to drop one requirement if this makes a partition possible, otherwise to drop several."""
+    """Return the advice to remove one requirement if this makes a partition possible, otherwise to remove several."""
     starts: dict[Any, int] = dict(request.starts)
     for layer in starts:
         others = {name: stage for name, stage in starts.items() if name != layer}

@@ -1,9 +1,9 @@
 """Interleaving: chooses cuts for ranks with several stages, to minimise the time of the busiest rank by descent.
 
 The descent starts from the cuts that minimise the slowest stage, and from cuts that divide the work evenly. It moves
-one cut at a time to the position that gives the busiest rank the least time (among equally good positions, the most
-even times), until no cut moves. Then it moves some cuts at random (this is called a kick), with a fixed seed, descends
-again, and keeps the result if it is better.
+one cut at a time to the position that gives the busiest rank the least time, until no cut moves. Among equally good
+positions, it takes the one with the most even times. Then it moves some cuts at random with a fixed seed, which is
+called a kick. It descends again, and keeps the result if the result is better.
 """
 
 import random

@@ -30,7 +30,7 @@ _Options = Sequence[tuple[int, ActivationOption]]
 
 @dataclass(frozen=True, kw_only=True)
 class _Front:
-    """The Pareto front of choices for a group of items: those that no other beats in every cost, by ascending bytes."""
+    """The Pareto front of a group of items: the states that no other state dominates, in ascending order of bytes."""
 
     #: The bytes held in each state.
     held: Ints
@@ -125,7 +125,7 @@ class Knapsack:
         return needed <= limit and not any(option.copy_ticks for _, option in fastest)
 
     def least_bytes(self, items: Sequence[int]) -> int:
-        """Return the smallest number of bytes into which the items fit, regardless of their time."""
+        """Return the smallest memory in bytes into which the items fit, regardless of their time."""
         kinds = {item: self._options[item] for item in items}
         needed = []
         for working in self._sizes(kinds.values()):

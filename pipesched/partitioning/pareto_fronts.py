@@ -1,7 +1,8 @@
 """Pareto fronts: for each ideal at which a stage can end, the ideals at which the stage should start.
 
 Without memory limits, the best start is the ideal that leaves the stage the least work. With limits, one start can
-leave the stage less work, and another start less memory. A start is dropped only if another start is better in both.
+leave the stage less work, and another start less memory. A start is dropped only if another start is better in both
+respects.
 """
 
 import numpy as np
@@ -52,7 +53,7 @@ class Front:
         return lower
 
     def _all(self, values: Ints, rows: slice, absent: int) -> Ints:
-        """Extend an array from some slots (``rows``) to all slots, with the value ``absent`` for the others."""
+        """Extend an array from some slots (``rows``) to all slots. The other slots get the value ``absent``."""
         every = np.full((len(self._worth), *values.shape[1:]), absent)
         every[rows] = values
         return every

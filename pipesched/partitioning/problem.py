@@ -106,7 +106,7 @@ class Problem:
 
     @property
     def counted(self) -> list[set[int]]:
-        """For each pin, two sets of blocks to count in ideals: the block of the layer, the blocks of the ancestors."""
+        """For each pin, two sets of blocks to count in ideals: the layer's block, and the blocks of its ancestors."""
         groups = [group for pin in self.pins for group in ([pin.layer], pin.ancestors)]
         return [{int(self.blocks.block_of[layer]) for layer in group} for group in groups]
 

@@ -46,7 +46,7 @@ class Search:
         links: the speed of the connections between ranks, from `probe_links`. Default: None (transfers take no time).
         offload: whether activations may be moved to the host to keep within a memory limit: "auto", True or False.
             Default: "auto", which is False on CPUs because it would free no memory there.
-        effort: the most actions that the search simulates; the search of orders may take as long again. Default:
+        effort: the most actions that the search simulates; the search of orders may take three times as many. Default:
             200,000.
 
     Raises:

@@ -1,6 +1,6 @@
 """Tune: search for the plan with the shortest step, from a model or its profile."""
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from os import PathLike
 from typing import Any
@@ -124,7 +124,7 @@ def tune(
         whole_layers: modules to treat as one layer each, as for Pipeline. Default: none.
         offload: whether activations may be moved to the host to keep within a memory limit: "auto", True or False.
             Default: "auto", which is True if the profile holds a ``host_bytes_per_s`` and the devices are not CPUs.
-        effort: the most actions that a search simulates; the search of orders may take as long again. Default:
+        effort: the most actions that a search simulates; the search of orders may take three times as many. Default:
             3,000,000.
         axes: how to divide num_ranks into pipelines and replicas: "auto" tries every division, and a mapping such as
             ``{"pipeline": 8, "replicate": 4}`` gives one. batch_size is then the batch of all replicas,
@@ -177,7 +177,10 @@ def tune(
         num_ranks = len(places)
 
     def decide(run: Run) -> Plan:
-        known = _profile(model, sample, profile, places[0], loss_fn, target, split_dims, whole_layers)
+        options: dict[str, Any] = {"split_dims": split_dims, "whole_layers": whole_layers, "device": places[0]}
+        if axes is None and isinstance(num_microbatches, int) and is_count(num_microbatches) and is_count(batch_size):
+            options["rows"] = [-(-batch_size // num_microbatches)]  # no other size is needed
+        known = _profile(model, sample, profile, loss_fn, target, options)
         if (devices or mesh is not None) and memory_limit_bytes is not None:
             known = on_devices(known, list(map(torch.device, places)), offload)
         request = PlanRequest(
@@ -308,24 +311,14 @@ def _devices_for(count: int) -> list[str]:
     return [f"cuda:{at}" for at in range(count)] if torch.cuda.device_count() >= count else ["cpu"] * count
 
 
-def _profile(
-    model: Any,
-    sample: Any,
-    profile: Any,
-    device: Any,
-    loss_fn: Any,
-    target: Any,
-    split_dims: SplitDims,
-    whole_layers: Collection[str],
-) -> Profile:
-    """Return the layers' costs: the given profile, or a profile measured on the device."""
+def _profile(model: Any, sample: Any, profile: Any, loss_fn: Any, target: Any, options: Mapping[str, Any]) -> Profile:
+    """Return the layers' costs: the given profile, or a profile measured with these options."""
     as_loss(loss_fn, target)
     if profile is None:
-        options: dict[str, Any] = {"split_dims": split_dims, "whole_layers": whole_layers}
-        return measure(model, sample, loss_fn=loss_fn, target=target, device=device, **options)
+        return measure(model, sample, loss_fn=loss_fn, target=target, **options)
     known = as_profile(profile)
     if model is not None:
-        known.check_model(layered(as_model(model), as_call(sample), whole_layers).graph({}))
+        known.check_model(layered(as_model(model), as_call(sample), options["whole_layers"]).graph({}))
     return known
 
 

@@ -1,8 +1,9 @@
 """Axes search: divides ranks into pipelines and replicas, and finds the plan with the shortest simulated step.
 
-Each division of the ranks has a search of its own (`pipesched.planning.tuner`), with the batch of one replica. At first
-each search evaluates only 1F1B. The divisions are then searched in full, in order of a lower bound on the step time of
-the stages that were found. This ends when no bound is below the best step, or when the effort is spent.
+Each division of the ranks gets its own search (`pipesched.planning.tuner`) for the batch of one replica. The first pass
+evaluates only 1F1B for each division. The stages that it finds give a lower bound on the division's step time. The
+second pass searches the divisions in full, in ascending order of this bound. It ends when no remaining bound is below
+the best step time, or when no effort is left.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,7 +28,7 @@ __all__ = ["Axes", "AxesRequest", "Zero", "find_axes"]
 #: The numbers of ranks of a pipeline and of its replicas, as {"pipeline": 8, "replicate": 8}, or "auto".
 Axes = Literal["auto"] | Mapping[str, int]
 
-#: What replicas divide: 0, 1, 2, 3, or "auto".
+#: The ZeRO level, which sets the tensors that replicas divide: 0, 1, 2, 3, or "auto".
 Zero = Literal["auto"] | int
 
 #: At the peak of a step, zero=1 holds as much as zero=2, and sends more. zero=3 holds less than zero=2 only if weights
@@ -87,7 +88,7 @@ class AxesRequest:
             )
 
     def searches(self) -> Iterator[SearchRequest]:
-        """Yield a search for each allowed division of the ranks into replicas. The last needs the least memory."""
+        """Yield a search for each allowed division of the ranks into replicas. The last one needs the least memory."""
         for num_ranks, replication in self._divisions():
             own = ReplicaCosts(replication, num_ranks, self.links or self.profile.machine.links)
             batch_size = self.batch_size // replication.num_replicas
@@ -110,7 +111,7 @@ class AxesRequest:
             )
 
     def _divisions(self) -> Iterator[tuple[int, Replication]]:
-        """Yield the ranks of a pipeline and the replication of each division of the ranks."""
+        """For each division of the ranks, yield the number of ranks per pipeline and the replication."""
         given = None if isinstance(self.axes, str) else self.axes["replicate"]
         levels = _TRIED_LEVELS if self.zero == "auto" else (int(self.zero),)
         choices = [(zero, once) for zero in levels for once in ((True, False) if zero == 3 else (True,))]
@@ -128,7 +129,7 @@ class AxesRequest:
 
     @property
     def _order_matters(self) -> bool:
-        """Whether links differ, so that it matters which ranks have consecutive numbers."""
+        """Whether the links differ. If they do, the numbering of the ranks affects the step time."""
         links = self.links or self.profile.machine.links
         return links is not None and (1 < len({*links.hosts}) < len(links.hosts) or bool(links.special))
 
@@ -178,7 +179,7 @@ def find_axes(request: AxesRequest, progress: Callable[[float], None] = lambda _
 
 
 def _best_of_axes(found: Sequence[tuple[Tuner, EvaluatedCandidate]]) -> list[tuple[Tuner, EvaluatedCandidate]]:
-    """Return the fastest candidate of each division, with its search."""
+    """Return the fastest candidate of each division, together with the search that found it."""
     ordered = sorted(found, key=lambda pair: pair[1].step_s)
     best: dict[str, tuple[Tuner, EvaluatedCandidate]] = {}
     for tuner, own in ordered:
@@ -191,7 +192,7 @@ def _no_division(request: AxesRequest) -> PartitionError:
     asked = "" if count is None else f" with {counted(count, 'micro-batch')} in each replica"
     return PartitionError(
         f"replicas must divide the batch, and each pipeline needs a layer for each rank and micro-batches of a "
-        f"measured size; no division of {counted(request.num_ranks, 'rank')} meets this for "
+        f"measured size; no division of {counted(request.num_ranks, 'rank')} meets these conditions for "
         f"{counted(request.batch_size, 'row')}{asked}, {counted(len(request.profile.layers), 'layer')} and measured "
         f"sizes {', '.join(map(str, sorted(request.profile.graphs)))}; pass a different batch_size, num_ranks or "
         f"num_microbatches, or measure more sizes"
@@ -199,7 +200,7 @@ def _no_division(request: AxesRequest) -> PartitionError:
 
 
 def _infeasible(request: AxesRequest, searches: Sequence[SearchRequest]) -> Plan:
-    """Search once more with the deepest pipeline, to raise an error that states the memory that it needs."""
+    """Search again with the deepest pipeline. Raises an error that states how much memory this pipeline needs."""
     deepest = searches[-1]
     try:
         return find_plan(deepest)

@@ -26,9 +26,10 @@ _MOST_COUNTS = 12  # at most this many numbers of micro-batches are tried
 
 @cache
 def synchronous() -> tuple[Schedule, ...]:
-    """Return the registered schedules that keep training results unchanged: exact, with no updates inside a step.
+    """Return the registered schedules that do not change training results: exact schedules without updates inside a
+    step.
 
-    Schedules that search from other schedules are left out.
+    Excludes schedules that start a search from other schedules.
     """
     fixed = [known for known in map(schedules.get, schedules.names()) if "starts" not in known.options]
     return tuple(known for known in fixed if _is_exact(known.program(2, 4)))
@@ -143,7 +144,7 @@ def candidates(
 
 
 def _variants(schedule: Schedule, *, chosen: bool) -> Iterator[tuple[Schedule, bool]]:
-    """Yield the schedule with each number of chunks to try, and whether this variant splits each B into I and W."""
+    """Yield pairs: the schedule with a number of chunks to try, and whether this variant splits each B into I and W."""
     if "chunks_per_rank" not in schedule.options:
         variants = [schedule]
     else:
@@ -168,8 +169,8 @@ def smaller_counts(num_ranks: int) -> list[int]:
 def microbatch_counts(batch_size: int, num_ranks: int, sizes: Iterable[int]) -> list[int]:
     """Return the numbers of micro-batches to try for a batch.
 
-    Each number divides the batch evenly or is a multiple of the number of ranks, and gives a micro-batch size within
-    the range of the measured sizes.
+    Each number divides the batch evenly or is a multiple of the number of ranks. The resulting micro-batch size is
+    within the range of the measured sizes.
 
     Args:
         batch_size: the number of rows of a batch.

@@ -1,7 +1,7 @@
 """Confirmation: runs the best plans for a few steps, corrects the costs from the measurements, and chooses the fastest.
 
-After the correction the search is repeated. The caller supplies the function that runs plans: normally it runs them on
-devices; in tests it simulates them with other costs.
+The search is repeated with the corrected costs. The caller supplies the function that runs plans. Usually, the function
+runs the plans on devices. In tests, it simulates them with other costs.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -43,7 +43,7 @@ _SWEEPS = 3  # passes over all plans that ran: costs corrected with one plan cha
 
 @dataclass(frozen=True)
 class _Tried:
-    """A plan that ran, with the measured steps."""
+    """A plan that has been run, and its measured steps."""
 
     #: The plan, simulated with the current costs.
     found: EvaluatedCandidate
@@ -83,14 +83,15 @@ class _Tried:
 
 
 def _needed(noise: float) -> float:
-    """Return the relative difference between step times above which the difference is more than noise."""
+    """Return the smallest relative difference between two step times that is not considered noise."""
     return max(_LEAST, _TIMES_NOISE * noise)
 
 
 def confirmed_plan(search: SearchRequest, run: Run, count: int, progress: Progress = lambda _: None) -> Plan:
     """Search for plans, run the best ones, and return the fastest with corrected costs.
 
-    Of plans that differ by no more than noise, the one with the shortest expected step is chosen. The alternatives of
+    If the times of several plans differ only by noise, the plan with the shortest expected step is chosen. The
+    alternatives of
     the returned plan include the measured times. Raises the same errors as ``find_plan``.
 
     Args:
@@ -159,11 +160,11 @@ def _part(progress: Progress, begin: float, end: float) -> Progress:
 
 
 def _best_of_sorts(chosen: EvaluatedCandidate, best: Sequence[EvaluatedCandidate]) -> list[EvaluatedCandidate]:
-    """Return the chosen candidate and the best candidate of each other sort.
+    """Return the chosen candidate, and the best candidate of every other sort.
 
-    Candidates of one sort have the same ranks, micro-batches, chunks, backward splitting and checkpointing: they do the
-    same work in different orders. The simulation predicts the effect of the order well, but its errors differ between
-    sorts.
+    Candidates of one sort have the same ranks, micro-batches, chunks, backward splitting and checkpointing. They differ
+    only in the order of their actions. The simulation predicts the effect of the order well, but its errors differ
+    between sorts.
     """
     sorts: dict[Any, EvaluatedCandidate] = {}
     for found in (chosen, *best):
@@ -187,7 +188,7 @@ def _alike(one: EvaluatedCandidate, other: EvaluatedCandidate) -> bool:
 
 
 def _fastest(tried: Sequence[_Tried]) -> _Tried:
-    """Return the fastest plan that ran or, of plans equally fast within noise, the one that a search would choose."""
+    """Return the fastest plan that ran. Of plans equally fast within noise, return the one that a search prefers."""
     least = min(tried, key=lambda one: one.step_s)
     near = [one for one in tried if not one.is_slower(least)]
     chosen = simplest((one.found, one.expected_s) for one in near)
@@ -320,7 +321,7 @@ def _ratios(new: LayerCosts, first: LayerCosts) -> dict[str, float]:
 
 
 def _scaled(graph: "nx.DiGraph[str]", factors: Mapping[str, Mapping[str, float]]) -> "nx.DiGraph[str]":
-    """Scale the layer times of a graph. Waiting and crowding times scale with the sum of forward and backward."""
+    """Scale the layer times of a graph. Waiting and crowding times grow in proportion to forward plus backward time."""
     scaled = graph.copy()
     for name, node in scaled.nodes(data=True):
         first = costs_of(graph, name)

@@ -1,10 +1,10 @@
 """Cost correction: updates layer costs from measured stage times, and detects slow devices.
 
-A stage's time does not show how much of it is due to each layer or to the device. All layers of a stage are therefore
-scaled by one ratio, measured / known time. If layers of the same kind run faster in another stage, they get the smaller
-ratio of that stage. The part of the slow stage's extra time that this leaves unexplained is assigned to the layers
-whose kind occurs only in this stage. If no such layers exist, and layers of the same kinds run faster on other devices,
-the device is regarded as slow.
+The time of a stage does not show which layer or device is slow. All layers of a stage are therefore scaled by the same
+ratio: measured time divided by known time. If another stage runs layers of the same kind faster, these layers get the
+smaller ratio of that stage. The rest of the slow stage's extra time is assigned to the layers whose kind occurs only in
+this stage. If there are no such layers, and other devices run layers of the same kinds faster, the device is regarded
+as slow.
 """
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -70,7 +70,7 @@ class Known:
         return known._with({name: _mean(costs) for name, costs in found.items()}, {stage.device for stage in stages})
 
     def _least_ratios(self, stages: Sequence[StageTimes]) -> dict[str, float]:
-        """Return the smallest measured / known time of the stages that have a layer of this kind, keyed by layer."""
+        """For each layer, return the smallest ratio of measured to known time over stages with a layer of its kind."""
         least: dict[Hashable, float] = {}
         for stage in stages:
             ratio = self._ratio(stage)
@@ -101,7 +101,7 @@ class Known:
     def _by_kind(
         self, stages: Sequence[StageTimes], value: Callable[[StageTimes], Hashable]
     ) -> dict[Hashable, set[Hashable]]:
-        """Return the distinct results of ``value`` for all stages with layers of each kind, keyed by kind of layer."""
+        """For each kind of layer, return the distinct results of ``value`` over the stages that contain this kind."""
         found: dict[Hashable, set[Hashable]] = {}
         for stage in stages:
             for name in stage.layers:
@@ -109,7 +109,7 @@ class Known:
         return found
 
     def _ratio(self, stage: StageTimes, factors: Mapping[str, float] | None = None) -> float:
-        """Return the ratio of a stage's measured to known time. ``factors``, if given, first scale the known times."""
+        """Return the ratio of a stage's measured to its known time. ``factors``, if given, scale the known times."""
         known = sum(
             (self.layers[name].forward_s + self.layers[name].backward_s) * (factors or {}).get(name, 1.0)
             for name in stage.layers
@@ -158,7 +158,7 @@ def _mean(costs: Sequence[LayerCosts]) -> LayerCosts:
 
 
 def slowed(costs: Costs, slowness: Sequence[float]) -> Costs:
-    """Return the costs with the times of each stage multiplied by the factor for this stage in ``slowness``."""
+    """Return a copy of the costs in which each stage's times are multiplied by the stage's factor in ``slowness``."""
     times: dict[str, Any] = {
         time: tuple(own * slow for own, slow in zip(getattr(costs, time), slowness, strict=True))
         for time in (*TIMES, "recompute_s", "update_s", "waiting_s")

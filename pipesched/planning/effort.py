@@ -14,7 +14,7 @@ IN_ORDER_SEARCH = 40  # cost of finding a program's order by search, per action 
 
 
 class Effort:
-    """The effort that is left to one search.
+    """The remaining effort of one search.
 
     Args:
         actions: the number of actions that the search is allowed to simulate.
@@ -29,6 +29,6 @@ class Effort:
         self.left = actions
 
     def spend(self, actions: float) -> None:
-        """Subtract finished work from the effort that is left."""
+        """Subtract finished work from the remaining effort."""
         self.left -= actions
         self._progress(min(1.0, 1 - self.left / self._all))

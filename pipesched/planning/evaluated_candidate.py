@@ -44,8 +44,8 @@ class EvaluatedCandidate:
     def runs(self) -> Program:
         """The program that runs.
 
-        It contains recomputes, copies to and from the host, the sums and gathers of replicas, and the updates if they
-        wait for norms or replicas are considered.
+        It contains the recomputes, the copies to and from the host, and the sums and gathers of replicas. It contains
+        the updates if they wait for norms, or if replicas are considered.
         """
         program = self.candidate.runs
         if self.replication is not None:
@@ -72,21 +72,21 @@ class EvaluatedCandidate:
 
     @property
     def excess_bytes(self) -> tuple[int, ...]:
-        """The bytes by which each rank exceeds its limit; () without limits."""
+        """The number of bytes by which each rank exceeds its limit; () without limits."""
         if self.limit_bytes is None:
             return ()
         return tuple(max(0, peak - limit) for peak, limit in zip(self.peak_bytes, self.limit_bytes, strict=False))
 
     @property
     def order(self) -> tuple[Any, ...]:
-        """Sort key that puts simpler plans first and, of equally simple plans, those that need less memory."""
+        """Sort key: simpler plans first; equally simple plans in ascending order of memory."""
         chunks, *others = self.candidate.order
         zero = self.replication.zero if self.replication else 0
         return (chunks, zero, _weight(self.candidate.checkpoint), max(self.peak_bytes), *others)
 
     @property
     def label(self) -> str:
-        """The name of the candidate in tables: its axes if replicas are considered, else its schedule and chunks."""
+        """The candidate's name in tables: the axes if replicas are considered, else the schedule and its chunks."""
         if self.replication is None:
             return label_of(self.candidate)
         return self.replication.describe(self.candidate.num_ranks)
@@ -117,14 +117,14 @@ class EvaluatedCandidate:
         if more := max(self.excess_bytes, default=0):
             note = f"exceeds the memory limit by {quote_bytes(more)}"
         elif share < -WORTH:
-            note = f"{speed}, but the request does not allow it"
+            note = f"{speed}, but the request does not allow this plan"
         else:
             note = speed if share > WORTH else "equally fast, but not simpler"
         return self.alternative(label, note)
 
 
 def simplest(found: Iterable[tuple[EvaluatedCandidate, float]]) -> EvaluatedCandidate:
-    """Return the simplest of the candidates whose step time exceeds the shortest by at most a fraction ``WORTH``.
+    """Return the simplest candidate whose step time exceeds the shortest step time by at most the fraction ``WORTH``.
 
     Args:
         found: candidates, each with its step time in seconds.

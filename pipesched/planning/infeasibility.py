@@ -1,4 +1,4 @@
-"""Infeasibility: the plan with the least memory, and the errors for requests that no plan meets."""
+"""Infeasibility: finds the plan that needs the least memory, and builds the errors for requests that no plan meets."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -50,7 +50,7 @@ def infeasible(search: SearchRequest, least: int, fitting: "FittingPlans") -> Me
 
     Args:
         search: the request.
-        least: the smallest limit per rank with which a plan exists, in bytes.
+        least: the smallest limit per rank, in bytes, for which a plan exists.
         fitting: finds plans within other limits.
 
     """
@@ -75,7 +75,7 @@ def infeasible(search: SearchRequest, least: int, fitting: "FittingPlans") -> Me
 def _on_the_host(search: SearchRequest, fitting: "FittingPlans") -> str:
     """Return the part of the message that recommends offloading; "" if offloading is already possible or does not help.
 
-    The time that the copies take is not considered.
+    Ignores the time that the copies take.
     """
     machine = search.profile.machine
     if machine.on_host or (search.may_offload and search.checkpoint is None):
@@ -140,7 +140,7 @@ def _leaner(
 
 
 def _ranks(search: SearchRequest, fitting: "FittingPlans") -> int | None:
-    """Return the smallest number of ranks for which a plan is found if every rank has the smallest given limit.
+    """Return the smallest number of ranks that have a plan if the smallest given limit applies to every rank.
 
     Returns None if no plan is found.
     """
@@ -165,7 +165,7 @@ def _ranks(search: SearchRequest, fitting: "FittingPlans") -> int | None:
 
 
 def _largest_layer(search: SearchRequest) -> tuple[str, int]:
-    """Return the layer that needs the most memory when alone on a rank with one micro-batch, and its bytes."""
+    """Return the layer that needs the most memory if it is alone on a rank with one micro-batch, and its bytes."""
     layers = list(search.pins.layers)
     rows = -(-search.batch_size // max(search.num_microbatches))
     costs = search.profile.costs([[name] for name in layers], rows)
@@ -188,7 +188,7 @@ class FittingPlans:
         self._until = -inf
 
     def any(self, search: SearchRequest) -> EvaluatedCandidate | None:
-        """Return a plan within the limits, of a schedule that needs little memory; None if no plan fits."""
+        """Return a plan within the limits that uses a schedule with a low memory need; None if no plan fits."""
         lean = self.lean(search)
         checkpoint = repr(search.checkpoint)
         if checkpoint not in self._thrifty:

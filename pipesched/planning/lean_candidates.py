@@ -1,4 +1,4 @@
-"""Lean candidates: the candidates that are likely to need the least memory, for searches in which no other fits."""
+"""Lean candidates: the candidates likely to need the least memory, for searches in which no other candidate fits."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
@@ -45,7 +45,7 @@ class LeanCandidates:
 
     @cached_property
     def thrifty(self) -> list[Schedule]:
-        """The simplest schedule, then all schedules in order of their peak memory without limits, least first."""
+        """The simplest schedule, followed by all schedules in ascending order of their peak memory without limits."""
         found = []
         for candidate in self._largest():
             evaluated = self._chooser.without_limits(candidate.recomputing(self._search.checkpoint or LADDER[-1]))
@@ -56,7 +56,7 @@ class LeanCandidates:
         return [evaluated.candidate.schedule for evaluated in found[:1] + thrifty]
 
     def by_thrift(self, every: Iterable[Candidate], thrifty: Sequence[Schedule]) -> list[Candidate]:
-        """Sort candidates: most ranks first, then smallest micro-batches, then schedules in ``thrifty``'s order."""
+        """Sort candidates by ranks (most first), then by micro-batch size (smallest first), then as in ``thrifty``."""
         places = thrifty[1:]
 
         def place(each: Candidate) -> int:
@@ -114,7 +114,7 @@ class LeanCandidates:
 
     @cached_property
     def _kept_bytes(self) -> tuple[int, int]:
-        """Return the bytes that the layers hold throughout a step, and the bytes of their gradients."""
+        """Return the bytes that the layers occupy throughout a step, and the bytes of their gradients."""
         profile = self._search.profile
         whole = profile.costs([list(self._search.pins.layers)], min(profile.graphs))
         if self._search.replica_costs is not None:

@@ -53,7 +53,7 @@ class Tie:
             way = f"all {len(self.stages)} uses are in stage {places[0]}"
         else:
             cost = f"{quote_bytes(self.bytes_per_step)} sent per step" if self.bytes_per_step else "nothing is sent"
-            way = f"used in stages {', '.join(map(str, places))}, gradients are summed, {cost}"
+            way = f"used in stages {', '.join(map(str, places))}; gradients are summed; {cost}"
         return f"tied: {self.parameters[0]}{others}: {way}"
 
 
@@ -78,8 +78,8 @@ class Plan:
         partition: the times and sizes of the stages, and the reason for the boundaries. None: not measured.
         ties: the parameters that several layer calls use.
         alternatives: the plans that the search compared, this one first. Empty if there was no search.
-        replication: the replicas that run the program, each on its own rows, and what they divide (``zero``). The costs
-            are those of one replica. None: the plan does not depend on replicas.
+        replication: the number of replicas that run the program, each on its own rows, and the tensors that they divide
+            (``zero``). The costs are those of one replica. None: the plan does not depend on replicas.
         proved_bound_s: the step time that no exact order of these stages can beat, proved by a solver. None: no proof.
 
     """
@@ -259,8 +259,8 @@ class Plan:
     def from_dict(cls, values: Mapping[str, Any]) -> "Plan":
         """Make a plan from the dict that ``to_dict`` returned, and validate its program.
 
-        ``"program"`` can be text lines even where ``to_dict`` writes a digest. If the stages were edited, costs, ties
-        and alternatives are dropped, because they describe the stages before the edit.
+        ``"program"`` can contain text lines even if ``to_dict`` wrote a digest. If the stages were edited, the costs,
+        ties and alternatives are dropped, because they describe the stages before the edit.
 
         Raises:
             ScheduleError: for an invalid plan, or if the schedule no longer creates the program that was saved.
@@ -373,8 +373,9 @@ _MORE = (
 def searched_before(program: Program, costs: Costs | None) -> Schedule:
     """Return the schedule of a program that a search has found.
 
-    Programs with as many or fewer micro-batches need no other search. Those with more micro-batches are searched with
-    these costs, and no rank then holds more (stage, micro-batch) pairs than in the given program.
+    The schedule uses the given program for the same or a smaller number of micro-batches. For larger numbers it
+    searches
+    again with these costs, and no rank holds more (stage, micro-batch) pairs than in the given program.
 
     Args:
         program: the program, for a chain of stages.
@@ -439,7 +440,7 @@ def _digest(program: Program) -> str:
 
 
 def _check_agrees(values: Mapping[str, Any], program: Program) -> None:
-    """Raise ScheduleError if the saved schedule or number of ranks or micro-batches differs from the program's."""
+    """Raise ScheduleError if the plan and its program differ in schedule, number of ranks or micro-batches."""
     runs = {
         "schedule": program.name or values["schedule"],
         "num_ranks": program.num_ranks,

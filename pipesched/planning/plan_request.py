@@ -20,7 +20,7 @@ __all__ = ["PlanRequest"]
 
 @dataclass(frozen=True, kw_only=True)
 class PlanRequest:
-    """The choices of a user. None leaves a choice to pipesched."""
+    """The choices of a user. If a choice is None, pipesched makes it."""
 
     schedule: str | Schedule | Program = "auto"
     num_stages: int | None = None

@@ -45,7 +45,7 @@ MICROBATCHES_PER_RANK = 4  # enough for a small bubble (GPipe, Huang et al. 2019
 
 
 class ProgramFactory:
-    """Creates and validates the programs of a pipeline, once for each number of micro-batches, and adds transfers.
+    """Creates and validates the programs of a pipeline and adds transfers, once for each number of micro-batches.
 
     Args:
         request: the user's choices.
@@ -165,7 +165,7 @@ class ProgramFactory:
         return {option: value for option, value in options.items() if isinstance(value, int | float | str)}
 
     def connect(self, edges: Sequence[tuple[int, int]], offloading: Collection[int] = ()) -> Program:
-        """Connect the stages: set which stage uses the outputs of which other stages, identically in all chains.
+        """Define which stages use the outputs of which other stages. All chains get the same connections.
 
         Args:
             edges: pairs of a producing and a consuming stage of one chain.
@@ -185,15 +185,15 @@ class ProgramFactory:
         return self.full.plain
 
     def replicate(self, buckets: Sequence[Sequence[str]], gather_once: bool | None = None) -> None:
-        """Add the sums of gradients over replicas, and the gathers of divided weights, to the programs.
+        """Add the actions of replicas to the programs: sums of gradients, and gathers of divided weights.
 
         Args:
             buckets: for each stage, the layers whose gradients are added together; empty for a single replica.
-            gather_once: if replicas divide the weights, whether a run gathers the weights of a stage once, or again
+            gather_once: whether a run gathers the divided weights of a stage only once. If False, it gathers them again
                 after other stages of the rank have run. Default: None, each replica holds whole weights.
 
         Raises:
-            ScheduleError: the user's program has other sums or gathers than the replicas need.
+            ScheduleError: the sums or gathers in the user's program are not the ones that the replicas need.
 
         """
         if isinstance(self.source, Program):
@@ -315,9 +315,9 @@ class StepPrograms:
         return program
 
     def _beginning(self, schedule: Schedule) -> Program:
-        """Return the first steps of a stream of overlapping steps, enough for the order of actions to repeat.
+        """Return the first steps of a stream of overlapping steps, until the order of actions repeats.
 
-        The longer a schedule uses old weight versions, the later its order repeats.
+        The order of a schedule repeats later if the schedule uses old weight versions for a longer time.
         """
         num_ranks = self._factory.num_ranks
         steps = enough_steps(num_ranks, self.num_microbatches)

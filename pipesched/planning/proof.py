@@ -1,4 +1,4 @@
-"""Proof: how fast any exact order of a plan's stages can be, and a faster order if the solver finds one."""
+"""Proof: proves a lower bound on the step time of a plan's stages in any exact order, and can find a faster order."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -19,7 +19,7 @@ _SOLVED = "solved"
 
 
 def proved(plan: Plan, memory_limit_bytes: Sequence[int] | None = None, *, effort: float = 60.0) -> Plan:
-    """Return the plan with a bound that a solver has proved, and with the solver's order if it is worth it.
+    """Return the plan with a bound that a solver has proved, and with the solver's order if this order is faster.
 
     The bound holds for all exact orders of these stages with unlimited memory. It includes the shortest possible times
     of links, overheads and recomputes. The solver's order is used if it fits into memory and its simulated step, with
@@ -70,7 +70,7 @@ def _fits(plan: Plan, memory_limit_bytes: Sequence[int] | None) -> bool:
 
 
 def chain_costs(costs: Costs, placement: Placement) -> Costs:
-    """Adapt costs for `lower_bound` and `solve`, which do not know links and overheads.
+    """Adapt costs for `lower_bound` and `solve`, which do not support links and overheads.
 
     The smallest overhead per action is added to all actions, and the smallest latency to all messages.
     """

@@ -6,16 +6,16 @@ held, recomputed or offloaded. `pipesched.partitioning.activation_options` lists
 `pipesched.partitioning.knapsack` chooses the fastest combination that fits. If none fits, whole stages are recomputed.
 """
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import combinations
+from itertools import combinations, pairwise
 from math import comb
 from typing import Any
 
 import networkx as nx
 
 from pipesched.errors import PartitionError
-from pipesched.partitioning.partition import Partition, balance
+from pipesched.partitioning.partition import Partition, balance, partition
 from pipesched.partitioning.result import StageLayers
 from pipesched.planning.candidates import LADDER, Candidate
 from pipesched.planning.effort import AT_LEAST, FOR_MEMORY, FOR_PARTITION, IN_ORDER_SEARCH, Effort
@@ -29,6 +29,7 @@ from pipesched.simulation.layer_costs import costs_of
 __all__ = ["RecomputationChooser"]
 
 _TRIES = 6  # most partitions to try under a memory limit
+_PER_BYTE = 1e-12  # seconds that stand for a byte: the partitioner counts picoseconds
 _RECOMPUTE: tuple[LayerCheckpoint, ...] = ("recompute",)
 _RECOMPUTE_OR_OFFLOAD: tuple[LayerCheckpoint, ...] = ("recompute", "offload")
 
@@ -50,7 +51,7 @@ class RecomputationChooser:
         self._search = search
         self._effort = effort
         self._partitions: dict[Any, _Partitioned | None] = {}
-        self._balanced: dict[tuple[int, int], StageLayers | None] = {}
+        self._simple_cuts: dict[Any, list[StageLayers]] = {}
 
     def choices(self, candidate: Candidate) -> Iterator[EvaluatedCandidate]:
         """Assign layers to the candidate's stages, and choose the layers to recompute or offload.
@@ -78,30 +79,45 @@ class RecomputationChooser:
         return [evaluated for evaluated in (both, recomputed) if evaluated is not None]
 
     def without_limits(self, candidate: Candidate) -> EvaluatedCandidate | None:
-        """Return the candidate with the smallest bottleneck, ignoring limits. None if the layers have no partition."""
+        """Return the candidate with the smallest bottleneck, ignoring limits; None if the layers have no partition."""
         found = self._partitioned(candidate, None)
         return None if found is None else self.evaluated(candidate, found[0])
 
-    def balanced(self, candidate: Candidate) -> EvaluatedCandidate | None:
-        """Return the candidate with the shortest slowest stage, also if ranks have several stages.
+    def with_simple_cuts(self, candidate: Candidate) -> list[EvaluatedCandidate]:
+        """Return the candidate with each simple cut that is allowed and within the limits.
 
-        None if boundaries are given, if there are too few layers, or if the cut is not allowed or not within the
-        limits.
+        The cuts are the one with the shortest slowest stage and, under memory limits, also the one with the fewest
+        bytes of weights on the rank with the most, and the one with the same number of layers in each stage. [] if
+        boundaries are given or if there are too few layers.
         """
         pins = self._search.pins
         if pins.complete or candidate.num_stages > len(pins.layers):
-            return None
-        key = candidate.num_stages, candidate.num_microbatches
-        if key not in self._balanced:
-            self._effort.spend(AT_LEAST)
-            layers = [costs_of(self.graph(candidate.num_microbatches), name) for name in pins.layers]
-            starts = balance([own.forward_s + own.backward_s for own in layers], candidate.num_stages)
-            self._balanced[key] = pins.stages(starts) if pins.allows(starts) else None
-        stages = self._balanced[key]
-        if stages is None:
-            return None
-        found = self.evaluated(candidate.recomputing(self._search.checkpoint or LADDER[0]), stages)
-        return None if any(self._excess_bytes(found)) else found
+            return []
+        key = candidate.placement, candidate.num_microbatches
+        if key not in self._simple_cuts:
+            cuts = dict.fromkeys(map(tuple, self._cuts(candidate)))
+            self._simple_cuts[key] = [pins.stages(starts) for starts in cuts if pins.allows(starts)]
+        plain = candidate.recomputing(self._search.checkpoint or LADDER[0])
+        every = [self.evaluated(plain, stages) for stages in self._simple_cuts[key]]
+        return [found for found in every if not any(self._excess_bytes(found))]
+
+    def _cuts(self, candidate: Candidate) -> Iterator[Sequence[int]]:
+        """Yield the first layers of the stages of each simple cut."""
+        self._effort.spend(AT_LEAST)
+        graph = self.graph(candidate.num_microbatches)
+        layers = [costs_of(graph, name) for name in graph]
+        yield balance([own.forward_s + own.backward_s for own in layers], candidate.num_stages)
+        if self._search.memory_limit_bytes is None:
+            return
+        yield balance([1] * len(layers), candidate.num_stages)
+        weights: nx.DiGraph[str] = nx.DiGraph()
+        for name, node in graph.nodes(data=True):
+            weights.add_node(name, forward_s=node["parameter_bytes"] * _PER_BYTE, backward_s=0)
+        weights.add_edges_from(pairwise(graph))
+        self._effort.spend(FOR_PARTITION * (len(layers) + candidate.num_stages))
+        placement = candidate.placement if candidate.schedule.chunks_per_rank > 1 else None
+        found = partition(weights, candidate.num_stages, placement=placement, exactly=True)
+        yield [self._search.pins.places[stage[0]] for stage in found.stages]
 
     def all_cuts(self, candidate: Candidate, most: int) -> list[StageLayers]:
         """Return all allowed cuts of the layers into the candidate's stages; [] if there are more than ``most``."""
@@ -123,7 +139,7 @@ class RecomputationChooser:
 
         Args:
             candidate: the candidate.
-            allowed: the ways to save memory that can be chosen per layer: "recompute", "offload" or both.
+            allowed: the settings that can be chosen for a layer to save memory: "recompute", "offload" or both.
 
         """
         asked = [float(limit) for limit in (self._search.memory_limit_bytes or ())[: candidate.num_ranks]]
@@ -148,7 +164,7 @@ class RecomputationChooser:
         return None
 
     def _excess_bytes(self, found: EvaluatedCandidate) -> tuple[int, ...]:
-        """Return the bytes by which each rank exceeds its limit; () without limits. Spends effort on computing them."""
+        """Return the bytes by which each rank exceeds its limit; () without limits. Subtracts the effort for this."""
         if found.limit_bytes is not None:
             searches = found.candidate.schedule.searches and not found.candidate.is_written
             self._effort.spend(found.candidate.num_actions * (IN_ORDER_SEARCH if searches else FOR_MEMORY))
@@ -187,7 +203,7 @@ class RecomputationChooser:
         return [[sizes[name] for name in reversed(names) if sizes[name]] for names in stages]
 
     def graph(self, num_microbatches: int) -> "nx.DiGraph[str]":
-        """Return the graph of the measured layers at the micro-batch size that this number of micro-batches gives."""
+        """Return the graph of layers, measured at the micro-batch size for this number of micro-batches."""
         return self._search.profile.graph(self._rows(num_microbatches))
 
     def partitioner(self, candidate: Candidate, program: Program) -> StagePartitioner:

@@ -1,7 +1,7 @@
 """Replan verdict: whether a better plan saves enough to justify moving layers.
 
-Thresholds keep noise from causing moves. The saving must exceed 3 % of the step time and twice the noise, and over all
-remaining steps it must exceed the cost of moving.
+Thresholds prevent moves that are caused by noise. The saving per step must exceed 3 % of the step time and twice the
+noise. The total saving in the remaining steps must exceed the cost of moving.
 """
 
 from collections.abc import Mapping, Sequence
@@ -88,9 +88,9 @@ def layers_moved(before: Mapping[str, int], after: Mapping[str, int]) -> dict[st
 
 
 def strayed(steps: Sequence[Trace]) -> float:
-    """Return the median relative deviation of a rank's work from step to step, for the rank where it is largest.
+    """Return the median relative deviation of a rank's work between steps. The result is the largest value of any rank.
 
-    Each action is compared with actions of the same stage and kind, so the steps can differ in their number of
+    Each action is compared with actions of the same stage and kind. Steps can therefore have different numbers of
     micro-batches.
     """
     seconds: dict[tuple[int, Kind], list[float]] = {}
@@ -113,7 +113,7 @@ def strayed(steps: Sequence[Trace]) -> float:
 
 
 def certain(noise: float) -> float:
-    """Return the relative difference between two stage times above which the difference is more than noise."""
+    """Return the smallest relative difference between two stage times that is not considered noise."""
     return max(_CERTAIN, _TIMES_NOISE * noise)
 
 

@@ -87,7 +87,7 @@ class SearchRequest:
 
     @property
     def searches_orders(self) -> bool:
-        """Whether to search orders for the stages: with any schedule, or with `searched` without costs of its own."""
+        """Whether to search orders for the stages: without a given schedule, or if `searched` has no own costs."""
         if self.schedule is None:
             return True
         given = self.schedule.options
@@ -95,7 +95,7 @@ class SearchRequest:
 
     @property
     def known_schedule(self) -> Schedule | None:
-        """The schedule to evaluate before orders are searched. None: any synchronous one."""
+        """The schedule to evaluate before orders are searched. None: any synchronous schedule."""
         return None if self.searches_orders else self.schedule
 
     @property

@@ -1,7 +1,7 @@
 """Stage partitioner: assigns layers to the stages of a program, within the user's constraints.
 
-It calls `pipesched.partitioning`, which does not use programs, and adds the program's ranks to the explanation of the
-result.
+The partitioner calls `pipesched.partitioning`, which does not use programs. It then adds the program's ranks to the
+explanation of the result.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -125,7 +125,7 @@ class StagePartitioner:
     def _with_ties_together(self, graph: "nx.DiGraph[str]", row: "nx.DiGraph[str]") -> Partition:
         """Return the best partition of a chain of layers.
 
-        All users of a tied weight share a stage unless that makes the step slower.
+        All layers that use a tied weight are in the same stage, unless this makes the step slower.
         """
         starts = self.pins.starts
         together = tuple(tuple(group) for group in self.pins.together)
@@ -207,7 +207,9 @@ class StagePartitioner:
         return (max(link.latency_s for link in both), 1 / slowest) if slowest else None
 
     def _cost(self, graph: "nx.DiGraph[str]", found: Partition) -> tuple[float, int]:
-        """Return the sort key of a partition: the part of the step time that it changes, and bytes for tied weights."""
+        """Return the sort key of a partition: the part of the step time that it affects, then the bytes of tied
+        weights.
+        """
         rank_of = {layer: rank for names, rank in zip(found.stages, self._ranks, strict=True) for layer in names}
         moved = sum(
             tied_traffic_bytes(parameter_bytes(graph, names), [rank_of[user] for user in users])
@@ -257,7 +259,7 @@ def _against(found: Partition, best: Partition, choice: str) -> str:
 
 
 def _in_a_row(graph: "nx.DiGraph[str]") -> "nx.DiGraph[str]":
-    """Return the graph as a chain in execution order. Neighbours without an edge get an edge without tensors."""
+    """Return the graph as a chain in execution order, with an edge without tensors where neighbours had no edge."""
     row = graph.copy()
     row.add_edges_from(
         (one, other, {"tensors": {}}) for one, other in pairwise(graph) if not graph.has_edge(one, other)

@@ -51,6 +51,7 @@ _A_MOVE = 2_000  # effort of summing the stage costs after a boundary has moved,
 _ORDER_GAIN = 0.001  # a searched order with a saving below this fraction of a step does not replace a known schedule
 _TO_REFINE = 0.4  # the fraction of the effort that is reserved for refining boundaries
 _KNOWN = 0.6  # the fraction of the progress that known schedules make; searched orders make the rest
+_FOR_ORDERS = 3  # the effort of the order search, relative to the effort of the request
 _SHOWN = 8  # number of alternatives to list besides the baselines
 _BASELINES = ("1f1b", "gpipe")
 _WHY = "the search chose the split by simulated step time, not by the bottleneck alone"
@@ -75,7 +76,9 @@ def find_plan(search: SearchRequest, progress: Callable[[float], None] = lambda 
 
 
 def find_plan_of_replicas(search: SearchRequest) -> Plan:
-    """Find the best plan for a request; gather divided weights for each use if no plan that gathers them once fits.
+    """Find the best plan for a request with replicas.
+
+    Divided weights are gathered once per step. If no such plan fits into memory, they are gathered for each use.
 
     Raises the same errors as ``find_plan``.
     """
@@ -107,15 +110,15 @@ def _expected_s(alternative: Alternative) -> float:
 
 
 class Tuner:
-    """One search for a plan: the candidates evaluated so far, and the effort that is left."""
+    """One search for a plan: the candidates evaluated so far, and the remaining effort."""
 
     def __init__(self, search: SearchRequest, progress: Callable[[float], None] = lambda _: None) -> None:
         self._search = search
         self._rival_s = inf
         self._in_need = False
-        self._balanced_s = inf
+        self._simple_s = inf
         self._effort = Effort(search.effort, lambda share: progress(share * _KNOWN))
-        self._order_effort = Effort(search.effort, lambda share: progress(_KNOWN + share * (1 - _KNOWN)))
+        self._order_effort = Effort(_FOR_ORDERS * search.effort, lambda share: progress(_KNOWN + share * (1 - _KNOWN)))
         self._chooser = RecomputationChooser(search, self._effort)
         self._lean = LeanCandidates(search, self._chooser, self._effort)
         self._found: list[EvaluatedCandidate] = []
@@ -135,7 +138,7 @@ class Tuner:
         return self.refine()
 
     def explore(self, rival_s: float = inf, known: Sequence[EvaluatedCandidate] = ()) -> bool:
-        """Evaluate the promising candidates. Returns whether any was found.
+        """Evaluate the most promising candidates. Returns whether any candidate was found.
 
         Args:
             rival_s: the step time of the best plan of another search; candidates that cannot be faster are left out.
@@ -151,7 +154,7 @@ class Tuner:
         return bool(self._found)
 
     def refine(self) -> EvaluatedCandidate:
-        """Move the boundaries of the best candidates, search orders for them, and return the one to use."""
+        """Move the boundaries of the best candidates, search orders for them, and return the candidate to use."""
         self._move_boundaries()
         if self._search.searches_orders:
             orders = OrderSearch(self._chooser, self._order_effort, lambda found: _bound_s(found, split=True))
@@ -163,14 +166,14 @@ class Tuner:
     def _chosen(self) -> EvaluatedCandidate:
         """Return the simplest of the known schedules that are about as fast, or a searched order that is faster.
 
-        No known schedule on a balanced cut is faster than the returned candidate, unless that uses one rank.
+        No known schedule with a simple cut is faster than the returned candidate, unless this candidate uses one rank.
         """
         searched = list(filter(is_searched, self._found))
         known = [found for found in self._found if not is_searched(found)]
         if self._search.schedule is not None or not known:
             return simplest((found, found.step_s) for found in searched or known)
         fastest_s = min(found.step_s for found in known)
-        most_s = max(fastest_s, self._balanced_s)
+        most_s = max(fastest_s, self._simple_s)
         chosen = simplest(
             (found, found.step_s) for found in known if found.step_s <= most_s or found.candidate.num_ranks == 1
         )
@@ -216,7 +219,7 @@ class Tuner:
         for candidate in sorted(filter(self._is_usual, every), key=lambda each: each.num_ranks):
             if not self._is_beaten(self._least_s(candidate), candidate):
                 self._found += [self._simulated(found) for found in self._chooser.choices(candidate)]
-        self._balance(every)
+        self._try_simple_cuts(every)
         others = [each for each in every if not self._is_usual(each)]
         number = count()
         line: list[Any] = [(self._least_s(each), each.order, next(number), each, None) for each in others]
@@ -240,27 +243,27 @@ class Tuner:
                 heapq.heappush(line, (_bound_s(own), own.candidate.order, next(number), own.candidate, own))
         return list(rest.values())
 
-    def _balance(self, every: Sequence[Candidate]) -> None:
-        """Evaluate the candidates on all ranks with balanced cuts, those with the smallest lower bounds first."""
+    def _try_simple_cuts(self, every: Sequence[Candidate]) -> None:
+        """Evaluate the candidates on all ranks with simple cuts, those with the smallest lower bounds first."""
         until = self._search.effort / 2
         line = []
         for candidate in every:
             if candidate.num_ranks == self._search.num_ranks and self._effort.left > until:
-                found = self._chooser.balanced(candidate)
-                if found is not None:
+                for found in self._chooser.with_simple_cuts(candidate):
                     self._effort.spend(_A_MOVE)
                     line.append((_bound_s(found), candidate.order, found))
         for bound_s, _, found in sorted(line, key=lambda each: each[:2]):
             best_s = min((own.step_s for own in self._found), default=inf)
-            if bound_s < min(self._balanced_s, best_s * (1 + WORTH)) and self._effort.left > until:
-                self._balanced_s = min(self._balanced_s, self._simulated(found).step_s)
+            if bound_s < min(self._simple_s, best_s * (1 + WORTH)) and self._effort.left > until:
+                self._simple_s = min(self._simple_s, self._simulated(found).step_s)
                 if found.step_s < best_s:
                     self._found.append(found)
 
     def _thrifty_first(self, rest: Sequence[Candidate]) -> None:
         """Try candidates until one fits, starting with the candidates that are likely to need the least memory.
 
-        This can exceed the search's effort, so that a small effort does not turn a feasible limit into an error.
+        The attempts can exceed the effort of the search. Otherwise a small effort could cause an error for a feasible
+        limit.
         """
         until = self._effort.left - self._lean.effort_in_need
         for candidate in self._lean.by_thrift(rest, self._lean.thrifty):
@@ -271,7 +274,7 @@ class Tuner:
                 self._found += [self._simulated(found) for found in self._chooser.choices(candidate)]
 
     def _is_usual(self, candidate: Candidate) -> bool:
-        """Return whether a candidate is a standard choice, to be evaluated first: one rank, or 1F1B on all ranks."""
+        """Return whether a candidate is a standard choice that is evaluated first: one rank, or 1F1B on all ranks."""
         own = candidate.schedule.name == _BASELINES[0] and candidate.num_ranks == self._search.num_ranks
         return own or candidate.num_ranks == 1
 
@@ -308,7 +311,7 @@ class Tuner:
         return self._simulated(self._chooser.evaluated(candidate, stages))
 
     def _simulated(self, found: EvaluatedCandidate) -> EvaluatedCandidate:
-        """Subtract the effort of a candidate's simulation, and return the candidate unchanged."""
+        """Subtract the effort of simulating a candidate, and return the candidate unchanged."""
         per_action = IN_ORDER_SEARCH if found.candidate.schedule.searches else 2  # creating and simulating the program
         self._effort.spend(AT_LEAST + len(found.runs.columns) * per_action)
         return found
@@ -419,10 +422,10 @@ class Tuner:
 
 
 def _work(graph: "nx.DiGraph[str]") -> tuple[float, float, float]:
-    """Return three times in seconds, each for one micro-batch on all layers or on one layer.
+    """Return three times of one micro-batch, in seconds.
 
-    The first is the sum over all layers, with the faster of B and I + W for each layer. The second is the sum with B
-    only. The third is the time of the slowest layer, with the faster of B and I + W.
+    The first time is the sum over all layers, with the faster of B and I + W for each layer. The second time is the sum
+    over all layers with B. The third time is that of the slowest layer, with the faster of B and I + W.
     """
     layers = [costs_of(graph, name) for name in graph]
     each = [own.forward_s + min(own.backward_s, own.input_grad_s + own.weight_grad_s) for own in layers]
@@ -430,12 +433,12 @@ def _work(graph: "nx.DiGraph[str]") -> tuple[float, float, float]:
 
 
 def _speed(found: EvaluatedCandidate) -> tuple[Any, ...]:
-    """Return the sort key that puts the fastest candidates first and, of equally fast ones, the simplest."""
+    """Return the sort key of a candidate: the fastest first; equally fast candidates with the simplest first."""
     return found.step_s, found.candidate.order
 
 
 def _bound_s(found: EvaluatedCandidate, *, split: bool = False) -> float:
-    """Return a lower bound on the step time for any order of these stages' actions, with ``split`` for I and W too."""
+    """Return a lower bound on the step time of these stages in any order; with ``split``, also with I and W."""
     candidate = found.candidate
     bound_s = lower_bound(
         chain_costs(found.costs, candidate.placement),
@@ -450,7 +453,8 @@ def _bound_s(found: EvaluatedCandidate, *, split: bool = False) -> float:
 def _end_s(costs: Costs) -> float:
     """Return a lower bound on the time from the last gradient of all stages to the end of the step.
 
-    The last gradient of a stage completes a bucket, which is then summed; after the sum, the weights are updated.
+    The last gradient of a stage completes a bucket. The bucket is then summed over replicas, and the weights are
+    updated.
     """
     sums = (times[-1] if times else 0 for times in costs.reduce_s)
     return min(map(sum, zip(sums, costs.times(Kind.UPDATE), strict=True)))

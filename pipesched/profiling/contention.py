@@ -67,10 +67,11 @@ def crowd(
 
 
 def _round(lap: TimingRun) -> float:
-    """Return the seconds that the layers take in two F, one B, one I and one W.
+    """Return the time in seconds that the layers take for two F, one B, one I and one W.
 
-    Work between layers that only serves the measurement is not included, because it slows other threads down more than
-    layers do.
+    The time excludes the work between layers that only the measurement needs, because this work slows other threads
+    down
+    more than layers do.
     """
     lap.round()
     lap.weight_round(apart=True)

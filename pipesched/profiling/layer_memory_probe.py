@@ -23,7 +23,7 @@ __all__ = ["Layer", "Sizes", "sizes_of"]
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
-    """A single layer that runs as a stage, or a whole stage, after a first run of F, I and W."""
+    """A layer that runs as a stage, or a whole stage. It has already run F, I and W once."""
 
     stage: Stage
     #: (input, whether to leave weight gradients to W) -> output, as a PerConsumer if consumers get different values.
@@ -47,7 +47,7 @@ class Sizes:
 
 
 def sizes_of(layer: Layer, arrived: Payload) -> Sizes:
-    """Measure a layer's memory with B and with I and W, on copies of its input. Frees the layer's gradients."""
+    """Measure a layer's memory twice, with B and with I and W, on copies of its input. Frees the layer's gradients."""
     books = books_of(layer.stage.device)
     for weight in layer.weights:
         weight.grad = None
@@ -94,7 +94,7 @@ class _Notes:
 
 
 class _Dear(_Notes, TorchDispatchMode):
-    """Records the memory of results that `pipesched.runtime.stage.recompute` keeps under "recompute-cheap"."""
+    """Records the memory of the results that `pipesched.runtime.stage.recompute` keeps for "recompute-cheap"."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -104,8 +104,8 @@ class _Dear(_Notes, TorchDispatchMode):
 class _Pass:
     """Measures one forward, and either B or I and W.
 
-    Input and output are counted only to the extent that the stage keeps them. F, B, I and W are the forward, the whole
-    backward, the input gradient and the weight gradient. The attributes hold bytes:
+    The input and the output count only if the stage keeps them. F, B, I and W are the forward, the whole backward, the
+    input gradient and the weight gradient. The attributes hold bytes:
 
     - ``forward``: the peak of the forward, including its input.
     - ``backward``: the peak of B or I in addition to the kept activations, including the output's gradients.

@@ -34,7 +34,7 @@ Calls = Mapping[str, tuple[nn.Module, Payload | None]]
 
 @dataclass(frozen=True, kw_only=True)
 class Effort:
-    """How thoroughly layers are measured."""
+    """The settings that determine how thoroughly layers are measured."""
 
     #: Maximum number of rounds. A round times every layer once.
     rounds: int = 3
@@ -62,8 +62,9 @@ def measure_layers(
 ) -> dict[str, LayerCosts]:
     """Measure a chain of layers on one micro-batch, as medians of several runs.
 
-    Of several layers of the same kind whose inputs have the same shapes, only some are measured. If some modules are in
-    training mode, each module keeps its mode; otherwise all modules run in training mode.
+    If several layers have the same kind and the same input shapes, only some of them are measured. If some modules are
+    in
+    training mode, each module keeps its mode. Otherwise all modules run in training mode.
 
     Args:
         layers: layer name -> layer, in the order of the chain.
@@ -85,12 +86,12 @@ def measure_calls(
     intra_op_threads: int,
     effort: Effort = QUICK,
 ) -> dict[str, LayerCosts]:
-    """Measure layers as ``measure_layers`` does, but each with its own arguments.
+    """Measure layers like ``measure_layers``, but call each layer with its own arguments.
 
     Args:
         calls: name -> a layer and its arguments (args, kwargs).
-        wanted: the names of calls in which the gradients of all floating-point arguments are computed. In other calls
-            only the gradients of arguments that require them are computed.
+        wanted: the names of calls that compute the gradients of all floating-point arguments. Other calls compute only
+            the gradients of arguments that require gradients.
         device: the device to run on.
         intra_op_threads: the number of intra-op threads.
         effort: how thoroughly to measure. Default: enough to choose stage boundaries.
@@ -104,7 +105,9 @@ def measure_calls(
 
 
 def _measured(calls: Calls, device: torch.device, threads: int, effort: Effort) -> dict[str, LayerCosts]:
-    """Measure in a new thread, like the thread of a rank, because a memory allocator may treat threads differently."""
+    """Measure layers in a new thread. Ranks also run in new threads, and memory allocators can treat threads
+    differently.
+    """
     caller = replace(Caller.here([device.type], grad=True), inference=False)
     layers = [layer for layer, _ in calls.values()]
     survey = _Survey(device, caller, threads, effort)
@@ -170,7 +173,7 @@ class _Kind:
         )
 
     def measured(self, costs: LayerCosts) -> Measured:
-        """Return the costs and the times for the plausibility check."""
+        """Return the costs and times that the plausibility check needs."""
         each_s = [
             median(subject.seconds["forward_s"]) + median(subject.seconds["backward_s"]) for subject in self.subjects
         ]
@@ -193,7 +196,7 @@ _WAITS = 0.1  # a layer that spends more than this fraction of its time waiting 
 
 
 class Between(nn.Module):
-    """A layer that calls a function from the code between layers; without costs if the function cannot run alone."""
+    """A layer that calls a function from the code between layers. It has no costs if the function cannot run alone."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__()
@@ -207,7 +210,7 @@ class Between(nn.Module):
 
 
 class _Survey:
-    """Measures the layer calls of a model. Of several calls with the same costs, only some are measured."""
+    """Measures the layer calls of a model. If several calls have the same costs, only some of them are measured."""
 
     def __init__(self, device: torch.device, caller: Caller, threads: int, effort: Effort) -> None:
         self._device = device
@@ -220,7 +223,7 @@ class _Survey:
         self.warnings: list[str] = []
 
     def of(self, calls: Calls) -> dict[str, LayerCosts]:
-        """Measure the calls in order, in groups whose weights and activations exceed the CPU's caches."""
+        """Measure the calls in order, in groups whose weights and activations are larger than the CPU's caches."""
         kinds: dict[str, Any] = {}
         together: list[Subject] = []
         room = _TOGETHER_BYTES
@@ -334,8 +337,8 @@ class _Survey:
 class _Held(nn.Module):
     """Calls a layer without registering the layer's parameters.
 
-    While layers are timed, plain tensors (copies) replace the parameters. A Stage would not split the backward then,
-    because it does so only if all registered parameters are of type ``nn.Parameter``.
+    While layers are timed, plain tensors (copies) replace the parameters. A Stage splits the backward only if all
+    registered parameters are of type ``nn.Parameter``, so these layers must not register their parameters.
     """
 
     def __init__(self, layer: nn.Module) -> None:
@@ -347,7 +350,7 @@ class _Held(nn.Module):
 
 
 class _Alone:
-    """A layer that runs as a stage, after a first run of F, I and W. ``caller`` holds the autocast settings."""
+    """A layer that runs as a stage and has already run F, I and W once. ``caller`` holds the autocast settings."""
 
     def __init__(self, lap: TimingRun, subject: Subject, device: torch.device, caller: Caller) -> None:
         self._lap = lap
@@ -377,8 +380,9 @@ class _Alone:
 def _kind(layer: nn.Module, given: Payload) -> Any:
     """Return a key that is the same for calls with the same costs.
 
-    The key consists of types, shapes, settings, and the ``requires_grad`` of parameters and inputs. Integer attributes
-    are left out, because blocks often store their own index.
+    The key consists of types, shapes, settings, and the ``requires_grad`` of parameters and inputs. The key omits
+    integer
+    attributes, because blocks often store their own index.
     """
     modules = tuple((name, type(module), repr(module), _settings(module)) for name, module in layer.named_modules())
     parameters = tuple((name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in layer.named_parameters())

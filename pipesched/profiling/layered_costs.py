@@ -32,7 +32,7 @@ def graph_of(
         graph = pipesched.graph_of(nn.Sequential(nn.Linear(64, 64), nn.ReLU()), torch.randn(8, 64))
         graph.nodes["0"]["forward_s"], graph.edges["0", "1"]["bytes"]
 
-    Nodes are the layers at which a stage may begin, in call order; the second call of a layer is named ``name#2``.
+    Nodes are the layers at which a stage can begin, in call order. The second call of a layer is named ``name#2``.
     Code between two layers counts as part of one of these layers. The model is left unchanged.
 
     Args:
@@ -78,7 +78,7 @@ def measure(
 def _measure_captured(
     known: CapturedModel, device: torch.device, intra_op_threads: int, effort: Effort
 ) -> dict[str, LayerCosts]:
-    """Return measured costs, keyed by layer, including later calls that must stay in the layer's stage."""
+    """Return measured costs, keyed by layer. They include later calls that must stay in the layer's stage."""
     capture = known.captures[known.model.training]
     trained = capture.trained({name for name, parameter in known.model.named_parameters() if parameter.requires_grad})
     calls = {}
@@ -106,7 +106,7 @@ def _measure_captured(
 
 
 def _as_told(layer: nn.Module, capture: Capture, call: Call) -> nn.Module:
-    """Return the layer, with the attributes that code between layers had set on it before this call."""
+    """Return the layer with the attributes that code between layers has set before this call."""
     if call.index not in capture.told:
         return layer
     copy = Twin(layer).layer
@@ -115,7 +115,7 @@ def _as_told(layer: nn.Module, capture: Capture, call: Call) -> nn.Module:
 
 
 def _with_grads(between: FunctionCall, trained: Set[Value]) -> Any:
-    """Return the arguments of a call, in which tensors that depend on trained parameters require gradients."""
+    """Return the arguments of a call. Tensors that depend on trained parameters require gradients."""
     leaves, spec = pytree.tree_flatten(between.arguments)
     places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
     for place, value in zip(places, between.values, strict=False):

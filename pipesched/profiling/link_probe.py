@@ -1,9 +1,10 @@
 """Link probe: measures latency and bandwidth between ranks with programs that send messages back and forth.
 
 The programs run like training programs, so the results include packing, sending and unpacking. The three stages of a
-chain are placed on rank a, rank b and rank a. The time from the end of the first stage to the start of the third is a
-round trip, measured with the clock of rank a only. If the mesh has replicas, the sums and the gathers over replicas are
-measured as well, as a training step runs them.
+chain are placed on rank a, rank b and rank a. A round trip lasts from the end of the first stage to the start of the
+third stage, so the clock of rank a alone measures
+it. If the mesh has replicas, the probe also measures the sums and the gathers over replicas as a training step runs
+them.
 """
 
 import time
@@ -57,8 +58,10 @@ def probe_links(mesh: DeviceMesh, *, timeout: float = 60.0, axes: Axes | None = 
         links = pipesched.probe_links(mesh)
         links.to_dict()  # for JSON
 
-    Takes about one second per rank, more on slow links. Every rank exchanges messages with one other rank at a time,
-    and all these pairs run at the same time. If pairs share a network cable, each gets only a part of its bandwidth.
+    The probe takes about one second per rank, more on slow links. Every rank exchanges messages with one other rank at
+    a
+    time, and all these pairs run at the same time. If pairs share a network cable, each pair gets only a part of the
+    cable's bandwidth.
 
     Args:
         mesh: a torch DeviceMesh: one dimension for the ranks of a pipeline, or also a dimension for its replicas.
@@ -149,7 +152,7 @@ def _timed(start: Callable[[int], Ticket], sums: ReplicaSums, device: torch.devi
 
 
 def _slowest(members: Sequence[dict[int, list[float]]]) -> Link:
-    """Return the link of the slowest member: the latency of a small tensor, and the speed for the largest."""
+    """Return the slowest member's link: the latency of a small tensor, and the bandwidth for the largest tensor."""
     smallest, *_, largest = sorted(members[0])
     latency_s = max(median(own[smallest]) for own in members)
     slowest = max((own[largest] for own in members), key=median)
@@ -198,7 +201,7 @@ def _measured(pairs: list[Pair], num_ranks: int, run: Run) -> dict[Pair, Link]:
 
 
 def _trips(sizes: dict[Pair, int], num_ranks: int, count: int, run: Run) -> dict[Pair, list[float]]:
-    """Return the seconds of ``count`` round trips, keyed by pair: a message of the given size, then an empty reply."""
+    """Return the seconds of ``count`` round trips, keyed by pair: a message of this size and an empty reply."""
     program = lower(_there_and_back(list(sizes), num_ranks, 1 + count))
     spans = run(program, [nbytes for size in sizes.values() for nbytes in (size, 0, 0)])
     times = {span.action: (span.start_s, span.end_s) for span in spans}

@@ -43,10 +43,10 @@ def with_loss_bytes(costs: LayerCosts, loss: LayerCosts) -> LayerCosts:
 def with_supposed_loss(
     costs: LayerCosts, loss_fn: Callable[[Any, Any], Any], output: Any, device: torch.device, threads: int
 ) -> LayerCosts:
-    """Return the last layer's costs plus the memory of a loss with an unknown target.
+    """Return the last layer's costs plus the memory of a loss whose target is unknown.
 
     Tries two targets: one class per row, and a tensor like the output. If the loss accepts both targets, the target
-    with the lower memory need is used. If the loss accepts neither, the costs stay unchanged.
+    that needs less memory is used. If the loss accepts neither target, the costs stay unchanged.
     """
     found = []
     for target in _supposed(output):

@@ -24,7 +24,7 @@ _ROUNDS = 7
 
 
 class Update(NamedTuple):
-    """The time and memory for updating one parameter."""
+    """The time and memory that the update of one parameter needs."""
 
     #: The part of the optimizer's step that updates the parameter, in seconds.
     update_s: float
@@ -42,8 +42,8 @@ def measure_updates(
 ) -> dict[str, Update]:
     """Measure the time and memory that an optimizer's step needs for each parameter.
 
-    The step is timed on tensors of the same shapes, up to a total size that exceeds the caches. Each parameter gets a
-    time in proportion to its bytes. Frozen parameters have no entry.
+    The step is timed on tensors of the same shapes, up to a total size that exceeds the caches. The time of each
+    parameter is in proportion to its bytes. Frozen parameters have no entry.
 
     Args:
         optimizer: ``optimizer(params)`` -> torch.optim.Optimizer.

@@ -37,8 +37,9 @@ def another(optimizer: Optimizer) -> Callable[[list[Any]], Optimizer]:
 def upkeep_of(make: Callable[[list[Any]], Optimizer], parameters: Sequence[Tensor]) -> Upkeep:
     """Find the memory that an optimizer needs for these parameters after its first step.
 
-    Stand-ins replace the parameters: meta tensors if the optimizer's step accepts them, else small tensors. With small
-    tensors the result is scaled up: the state dimension by dimension, the peak in proportion to the bytes.
+    Stand-ins replace the parameters: meta tensors if the optimizer's step accepts meta tensors, otherwise small
+    tensors. The
+    results of small tensors are scaled up: the state dimension by dimension, the peak in proportion to the bytes.
 
     Args:
         make: a function that takes parameters and returns an Optimizer.
@@ -58,7 +59,7 @@ def upkeep_of(make: Callable[[list[Any]], Optimizer], parameters: Sequence[Tenso
 def _stepped(
     make: Callable[[list[Any]], Optimizer], parameters: Sequence[Tensor], stand_ins: Sequence[Tensor]
 ) -> Upkeep:
-    """Run two steps on the stand-ins; return their memory needs, scaled up to the size of the parameters."""
+    """Run two steps on the stand-ins, and return the memory that they need, scaled up to the size of the parameters."""
     ledger = Ledger(stand_ins[0].device.type)
     weights = [nn.Parameter(tensor) for tensor in stand_ins]
     for weight in weights:
@@ -83,9 +84,9 @@ def _stepped(
 def _enlarged(value: Tensor, stand_in: Tensor, parameter: Tensor) -> int:
     """Return the bytes of a parameter's state tensor, given the state tensor of the parameter's stand-in.
 
-    A dimension as large as the same dimension of the stand-in becomes as large as this dimension of the parameter. A
-    state tensor with a different number of dimensions than the stand-in is scaled in proportion to the bytes, unless
-    the state tensor is a scalar.
+    If a dimension of the state tensor has the size of the stand-in's dimension, it gets the size of the parameter's
+    dimension. A state tensor with a different number of dimensions is scaled in proportion to the bytes. A scalar stays
+    a scalar.
     """
     if value.dim() != stand_in.dim():
         return math.ceil(value.nbytes * parameter.nbytes / max(1, stand_in.nbytes)) if value.dim() else value.nbytes

@@ -1,11 +1,11 @@
 """Overhead probe: measures the time that ranks need in addition to the work of their stages.
 
 Test programs run on the executors and stages that training uses. A stage's layer times its own work, so the rest of an
-action is overhead. If a rank has twice as much work as its neighbour, the neighbour always waits. Such programs
-separate the overhead of an action without messages, of sending, of receiving, and of the transfer.
+action is overhead. If a rank has twice as much work as its neighbour, the neighbour always waits. With such programs,
+the probe measures four overheads separately: an action without messages, sending, receiving, and the transfer.
 
 The cost of waking up a waiting rank is measured on a pipeline in which all ranks only wait, as they would for a GPU.
-This cost is computed from the measured and the simulated time of the whole pipeline, because delays of different ranks
+This cost is computed from the measured and the simulated time of the whole pipeline, because the delays of all ranks
 add up.
 """
 
@@ -63,7 +63,7 @@ _KINDS = Kind.F, Kind.B
 
 
 class _Worked(torch.autograd.Function):
-    """Runs the same work in the forward and in the backward."""
+    """An autograd function that does the same work in the forward and in the backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, work: Callable[[Tensor], Tensor]) -> Tensor:
@@ -104,7 +104,7 @@ class _Layer(nn.Module):
 
 @dataclass(frozen=True)
 class Ran:
-    """The trace of a program's run, and the seconds of work, without overhead, keyed by action."""
+    """The trace of a program's run, and the time of the work alone in seconds, keyed by action."""
 
     trace: Trace
     work_s: dict[Action, float]
@@ -126,7 +126,7 @@ class Run(Protocol):
 
 
 def _chains(over: Sequence[tuple[int, ...]], num_ranks: int, num_microbatches: int = _MICROBATCHES) -> Program:
-    """Return a program of parallel chains of stages, each over the given ranks: all F, then all B."""
+    """Return a program of parallel chains of stages over these ranks. Each rank runs all F, then all B."""
     orders: list[list[Action]] = [[] for _ in range(num_ranks)]
     placement = tuple(rank for ranks in over for rank in ranks)
     for stage, rank in enumerate(placement):
@@ -149,9 +149,10 @@ def probe_overheads(
 
         threads = pipesched.probe_overheads(devices=["cpu"] * 4)
 
-    Predictions include the overheads if you store the result in a profile's machine, as ``Machine(threads=...)`` or,
-    for a mesh, ``Machine(processes=...)``. The measurement takes several seconds. If there are more ranks than cores,
-    the surplus ranks do not compute.
+    Store the result in a profile's machine, as ``Machine(threads=...)`` or, for a mesh, ``Machine(processes=...)``.
+    Predictions then include the overheads. The measurement takes several seconds. If there are more ranks than cores,
+    only
+    as many ranks as cores compute.
 
     Args:
         devices: one CPU device per rank, if all ranks are in this process. Pass either devices or mesh.
@@ -273,7 +274,7 @@ def _waking_s(alone: Ran, program: Program, ran: Ran, awake: Overheads) -> float
     """Return the extra seconds per action of waiting ranks, along the longest path through the program.
 
     Args:
-        alone: a run of one waiting rank; its work takes as long as a profile would state.
+        alone: a run of one waiting rank. A profile would contain the time of this rank's work.
         program: the program of all ranks.
         ran: a run of this program in which all ranks wait instead of computing.
         awake: the other overheads, which are subtracted.
@@ -301,7 +302,8 @@ class _Seen:
     """Collects overheads in seconds, keyed by the kind of action and the rows of the message.
 
     There are four cases: an action without messages, an action that sends a message, an action that receives a message,
-    and a pair of actions on two ranks, the second of which waits for the first.
+    and
+    a pair of actions on two ranks. In a pair, the second action waits for the first.
     """
 
     def __init__(self) -> None:
@@ -376,7 +378,7 @@ def _per_action(ran: Ran, ranks: Sequence[int], kind: Kind) -> list[float]:
 
 
 def _chained(ran: Ran, kind: Kind) -> list[float]:
-    """Return the seconds from an action's start to the end of the action that waits for it, minus the work of both."""
+    """Return the seconds from an action's start to the end of the waiting action, minus the work of both actions."""
     spans = {span.action: span for rank in ran.trace.by_rank for span in rank}
     found = []
     for action, span in spans.items():

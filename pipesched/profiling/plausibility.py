@@ -1,7 +1,7 @@
 """Plausibility: checks whether the measured times of layers can be correct.
 
-Three of the profiles that PipeDream published have an implausible layer; a plan made from such a profile can be up to
-three times slower than necessary.
+Three of the profiles that PipeDream published have a layer with an implausible time. A plan made from such a profile
+can be up to three times slower than necessary.
 """
 
 from collections.abc import Mapping, Sequence
@@ -32,7 +32,9 @@ class Measured:
 
 
 def doubt(layer: Measured, all_s: float) -> str:
-    """Return a description of a layer's implausible time, or "". ``all_s`` is the time of all layers, in seconds."""
+    """Return a description of a layer's implausible time; "" if the time is plausible. ``all_s``: the sum of all
+    layers' times.
+    """
     costs = layer.costs
     if costs.forward_s + costs.backward_s < max(_LEAST_S, _HEAVY * all_s):
         return ""
@@ -52,7 +54,7 @@ def doubt(layer: Measured, all_s: float) -> str:
 
 
 def doubt_of_sum(layers: Mapping[str, LayerCosts], whole: LayerCosts) -> str:
-    """Return text if the sum of the layers' times is far from the whole model's time, else ""."""
+    """Return a description if the sum of the layers' times differs much from the whole model's time, else ""."""
     for column, name in (("forward_s", "forward"), ("backward_s", "backward")):
         took = getattr(whole, column)
         together = sum(getattr(costs, column) for costs in layers.values())

@@ -1,4 +1,4 @@
-"""Replica buffers: the memory and the messages of a stage's sums and exchanges over replicas, from its parameters."""
+"""Replica buffers: computes the memory and the messages that a stage needs for sums and exchanges over replicas."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -78,7 +78,7 @@ class StageReplicas:
     def _reduced(self, bucket: Sequence[nn.Parameter]) -> tuple[list[int], list[int]]:
         """Return the sizes of a bucket's undivided buffers, and the sizes of a replica's part of its divided buffers.
 
-        A buffer also holds how many replicas have a gradient, for each parameter.
+        For each parameter, a buffer also stores the number of replicas that have a gradient.
         """
         trained = [parameter for parameter in bucket if parameter.requires_grad]
         whole = []
@@ -92,7 +92,7 @@ class StageReplicas:
         return whole, parts
 
     def _exchanged(self, bucket: Sequence[nn.Parameter]) -> list[int]:
-        """Return the sizes of the rows of a bucket's weights that each replica sends to each other replica."""
+        """Return the sizes of the weight rows of a bucket that each replica sends to each other replica."""
         shards = self.shards
         gathers = self.zero == 3 and bucket is not self.late
         updated = [p for p in bucket if (p.requires_grad or gathers) and shards is not None and p in shards]

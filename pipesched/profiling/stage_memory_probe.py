@@ -1,8 +1,8 @@
 """Stage memory probe: measures the memory of each stage of a captured model by running the stage as a whole.
 
-A stage needs more memory than the sum of its layers: a view keeps its whole storage, values that skip layers are held
-until they are used, the gradients of such a value are held until they are added, and variables of code between layers
-keep tensors alive.
+A stage needs more memory than the sum of its layers, for four reasons. A view keeps its whole storage alive. Values
+that skip layers stay in memory until they are used. The gradients of such a value stay in memory until they are added.
+Variables of code between layers keep tensors alive.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -59,7 +59,7 @@ def stage_sizes(
 ) -> list[StageSizes]:
     """Measure the memory of each stage by running the sample through the stages, each on its device.
 
-    The model is left unchanged: the run shares the memory of its parameters, but not their gradients and hooks.
+    The model is left unchanged. The run shares the memory of the parameters, but not their gradients and hooks.
 
     Args:
         captured: the model.
@@ -155,7 +155,7 @@ class _Holder(nn.Module):
 
 
 class _Alone:
-    """A stage that runs without the other stages. ``arrived`` holds the payload from each producer."""
+    """A stage that runs without the other stages. ``arrived`` contains the payload from each producer."""
 
     def __init__(self, stage: Stage, sample: Any, caller: Caller, arrived: Sequence[Payload]) -> None:
         self._stage = stage
@@ -169,7 +169,7 @@ class _Alone:
         stage.weight_grad(0)
 
     def sizes(self, leaves: Sequence[Tensor]) -> Sizes:
-        """Measure the stage's memory; ``leaves`` are the tensors that accumulate the stage's gradients."""
+        """Measure the stage's memory. ``leaves`` are the tensors that accumulate the stage's gradients."""
         buffers = {buffer for module in self._stage.modules.values() for buffer in module.buffers()}
         layer = Layer(
             stage=self._stage,

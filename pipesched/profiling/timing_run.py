@@ -1,8 +1,8 @@
 """Timing run: times layers together, first their forwards in order, then their backward passes in reverse order.
 
-The caches are then in the same state as in a step: a layer's input has just been written, and its weights were last
-used in the previous round. One backward pass runs through all layers and records when it reaches each layer, so work
-between layers is not counted. Layers run on copies of their weights.
+In this order, the caches are in the same state as in a step: a layer's input has just been written, and its weights
+were last used in the previous round. One backward pass runs through all layers and records the time at which it reaches
+each layer, so work between layers is not counted. Layers run on copies of their weights.
 """
 
 import copy
@@ -38,7 +38,7 @@ _TOGETHER = "weight_grads_together_s"
 
 @dataclass(eq=False, kw_only=True)
 class Subject:
-    """A measured call of a layer, and the times of that call."""
+    """A call of a layer to measure, and the measured times."""
 
     name: str
     layer: nn.Module
@@ -101,7 +101,7 @@ class TimingRun(nn.Module):
         return torch.func.functional_call(self, self.tensors, (act,))
 
     def forget(self) -> None:
-        """Free the copies of the weights. For a model on the meta device, which may be large, free them immediately."""
+        """Free the copies of the weights; for a model on the meta device immediately, because it can be large."""
         for layer in self.layers:
             self.forget_graphs(layer)
         for tensor in self.tensors.values():
@@ -113,7 +113,7 @@ class TimingRun(nn.Module):
     # ---- rounds, each of which adds its times to the subjects ------------------------------------------------------
 
     def round(self, *, split: bool = False, clock: "Clock | None" = None) -> Run:
-        """Run F of all layers, and then B of all layers or, with ``split``, I of all layers."""
+        """Run F of all layers, and then B of all layers. With ``split``, run I instead of B."""
         own = clock or Clock(self._device)
         self._deferral.begin()
         run = Run(deferred=split and self._deferral.decide(0, lambda: None))
@@ -222,7 +222,7 @@ class TimingRun(nn.Module):
             end = turn.note(column, end)
 
     def weight_grads(self, products: Sequence[Product]) -> None:
-        """Compute the weight gradients that I has deferred."""
+        """Compute the weight gradients that the I of each layer has left to W."""
         with self._backward_mode[False]:
             weight_grad(products)
 
@@ -249,7 +249,7 @@ class _AddedLosses:
 
 
 class Clock:
-    """Measures times on a device, with the clocks of this thread, or with events on this thread's CUDA stream."""
+    """Measures times on a device, either with the clocks of this thread or with events on this thread's CUDA stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -311,7 +311,7 @@ class _Turn:
 class _Begin(torch.autograd.Function):
     """Marks the start of a layer's backward pass.
 
-    The _Turn must not hold the graph, because the garbage collector cannot find a reference cycle through the graph.
+    The _Turn must not refer to the graph, because the garbage collector cannot find reference cycles through a graph.
     """
 
     @staticmethod

@@ -76,11 +76,12 @@ def chain(num_stages: int, num_chains: int = 1) -> StageGraph:
 
 
 class _At(Enum):
-    """Where a needed action is: on the same stage, on its producers, on its consumers, or on the peer of a transfer.
+    """The stage of a needed action: the same stage, its producers, its consumers, or the peer of a transfer.
 
-    EVERY: on every stage, but only if the action's own stage has such an action. NUMBERED: on the same stage, all
-    actions of a kind that is numbered from 0, such as the REDUCEs of all buckets. GATHER: on the same stage, the
-    UNSHARD whose weights the action uses. Its number is the number of RESHARDs of the stage before the action.
+    EVERY: all stages, but only if the action's own stage has such an action. NUMBERED: the same stage; the action needs
+    all actions of a kind that is numbered from 0, such as the REDUCEs of all buckets. GATHER: the same stage; the
+    action needs the UNSHARD whose weights it uses. The number of that UNSHARD is the number of RESHARDs of the stage
+    before the action.
     """
 
     OWN = auto()
@@ -134,8 +135,8 @@ def needs(action: Action, graph: StageGraph, present: Container[Action]) -> Iter
     """Yield the actions that must have ended before ``action`` starts.
 
     A dependency may have alternatives, such as I and B. The first alternative in ``present`` (the program's actions) is
-    yielded; if there is none, the last alternative. If ``present`` is an Index, the UNSHARD that ``action`` needs is
-    yielded too, which depends on the order.
+    yielded; if there is none, the last alternative. The UNSHARD that ``action`` needs depends on the order of the
+    actions, so it is yielded only if ``present`` is an Index.
     """
     for need in NEEDS.get(action.kind, ()):
         if need.at is _At.EVERY and action._replace(kind=need.kinds[0]) not in present:

@@ -1,11 +1,11 @@
-"""Gathers: the UNSHARD and RESHARD actions, for weights that are divided over replicas, and the rules they follow.
+"""Gathers: the UNSHARD and RESHARD actions for weights that are divided over replicas, and the rules for them.
 
 Each replica runs the same program and holds a part of every weight. An UNSHARD gathers the whole weights of a stage
 from the ranks that run the same orders in the other replicas, and a RESHARD frees them. UNSHARDs and REDUCEs share one
-lane: a rank runs them one after the other, in the order of the program, and computes meanwhile. Because the ranks that
-take part all have the same order, their collectives cannot cross. A collective waits only for the same action in other
-replicas, which run the same program. If replicas waited for each other in a cycle, this program would contain a cycle,
-and validation would find it.
+lane: a rank runs them one after the other, in the order of the program, and computes meanwhile. All ranks that take
+part in a collective have the same order, so they start their collectives in the same order. A collective waits only for
+the same action in other replicas, which run the same program. If replicas waited for each other in a cycle, this
+program would contain a cycle, and validation would find it.
 """
 
 from collections.abc import Sequence
@@ -67,9 +67,9 @@ def check_gathers(program: Program) -> None:
 
 
 def check_collectives(program: Program, buckets: Sequence[int], *, gathers: bool) -> None:
-    """Check that a program that was given runs all sums and gathers that its pipeline needs, and no others.
+    """Check that the user's program has all REDUCEs and UNSHARDs that the pipeline needs, and no others.
 
-    A program without REDUCEs, or without UNSHARDs, is valid: they are added to it.
+    A program without any REDUCEs is valid, because the pipeline adds them. The same applies to UNSHARDs.
 
     Args:
         program: the program.

@@ -265,8 +265,9 @@ def add_norms(program: Program) -> Program:
 def add_reductions(program: Program, buckets: int | Sequence[int]) -> Program:
     """Insert the REDUCEs of each stage after its last gradient, for training with several replicas.
 
-    A program that already has REDUCEs is returned unchanged, and so is a program without gradients or with weights that
-    several stages hold (chimera, dualpipe): such gradients are complete only after the step.
+    A program is returned unchanged if it already has REDUCEs or has no gradients. A program with weights that several
+    stages hold (chimera, dualpipe) is also returned unchanged, because the gradients of such weights are complete only
+    after the step.
 
     Args:
         program: the program of one replica, before or after `add_gathers`, `add_updates`, `add_norms` or `lower`.
@@ -306,8 +307,8 @@ def add_gathers(
         add_gathers(schedules.get("interleaved-1f1b").program(4, 8), keep=False)
 
     The RESHARD directly follows the last use of the weights, before the REDUCEs of the stage. The copies that the
-    REDUCEs make then take the place of the whole weights, and the peak is lower. A program that already has UNSHARDs is
-    returned unchanged, and so is a program with weights that several stages hold (chimera, dualpipe).
+    REDUCEs make then take the place of the whole weights, and the peak is lower. A program is returned unchanged if it
+    already has UNSHARDs, or if several stages hold the same weights (chimera, dualpipe).
 
     Args:
         program: the program of one replica, before or after `add_reductions`, `add_updates` or `add_norms`. Call
@@ -316,8 +317,8 @@ def add_gathers(
             backward. If False, a stage frees its weights whenever more than ``prefetch`` actions of other stages of its
             rank follow, and gathers them again later. A rank with a single stage still gathers only once, because
             freeing the weights would not lower its peak. Default: True.
-        prefetch: the number of compute actions of the rank that can run during a gather: the UNSHARD comes this many
-            actions before the first use. Two overlapping actions count as one. Default: 1.
+        prefetch: the number of compute actions between an UNSHARD and the first use of its weights. The rank can run
+            them during the gather. Two overlapping actions count as one. Default: 1.
         stages: the stages whose weights are gathered. Default: all stages.
 
     Returns:
@@ -334,7 +335,7 @@ def add_gathers(
     rows = np.flatnonzero(columns.are(*WEIGHT_USES))
     firsts = rows[~columns.overlapping[rows]]  # one row for each action or overlapping pair
     turn = np.cumsum(~columns.overlapping[rows]) - 1  # the index in ``firsts`` of each use
-    begins = np.searchsorted(firsts, program.orders.offsets[:-1])[program.orders.rank_of[rows]]  # of each use's rank
+    begins = np.searchsorted(firsts, program.orders.offsets[:-1])[program.orders.rank_of[rows]]  # on each use's rank
     order = np.argsort(columns.stage[rows], kind="stable")[np.isin(np.sort(columns.stage[rows]), chosen)]
     stage = columns.stage[rows][order]
     turn = turn[order]

@@ -389,7 +389,7 @@ class Schedule:
         return program if self.num_chains == 1 else _with_chains(program, shape)
 
     def _placed(self, num_ranks: int) -> Placement:
-        """Return the rank of each stage. Raises ScheduleError if the option ``placement`` has other ranks."""
+        """Return the rank of each stage. Raises ScheduleError if the option ``placement`` uses more or fewer ranks."""
         fixed = self.fixed_placement
         if fixed is None:
             return self.placement(num_ranks, self.chunks_per_rank * self.num_chains)

@@ -50,12 +50,12 @@ class Program:
         placement: the rank of each stage.
         num_microbatches: the total number of micro-batches, over all steps of the program; with token slices, the total
             number of slices.
-        graph: which stage feeds which. Default: a chain, in which every stage feeds the next.
+        graph: the producers and consumers of each stage. Default: a chain, in which every stage feeds the next.
         forward_only: whether the program has no backward, for evaluation. Default: False.
         name: the schedule's name, for display; ignored by ``==``. Default: "".
         weights: the index of each stage's weight copy. Stages with the same index hold the same layers. Default: each
             stage has its own weight copy.
-        routes: for each micro-batch, the stages that it visits, which form a whole chain of the graph. Default: all
+        routes: for each micro-batch, the stages that it visits. They form a whole chain of the graph. Default: all
             stages.
         versions: for each stage, the weight version that each micro-batch uses in its forward and its backward. Version
             v is the weights after v updates. () means the newest weights at the time of the forward. Default: () for

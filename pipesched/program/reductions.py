@@ -1,10 +1,10 @@
-"""Reductions: the REDUCE actions, which sum gradients over replicas, and the rules that they follow.
+"""Reductions: the REDUCE actions, which sum gradients over replicas, and the rules for these actions.
 
 Each replica runs the same program. The gradients of a stage are divided into buckets, and a REDUCE sums a bucket over
 the ranks that run the same orders in the other replicas. REDUCEs share a lane with the gathers of weights
-(`program.gathers`): a rank runs them one after the other, in the order of the program, and computes meanwhile. The
-ranks that take part in a REDUCE all have the same order, so their collectives cannot cross. A REDUCE waits for no other
-rank of its replica. So REDUCEs add no cycle to a program, and cannot cause a deadlock.
+(`program.gathers`): a rank runs them one after the other, in the order of the program, and computes meanwhile. All
+ranks that take part in a REDUCE have the same order, so they start their collectives in the same order. A REDUCE waits
+for no other rank of its replica. So REDUCEs add no cycle to a program, and cannot cause a deadlock.
 """
 
 import numpy as np
@@ -26,7 +26,7 @@ def last_gradients(program: Program) -> Ints:
 
 
 def early_stages(program: Program) -> frozenset[int]:
-    """Return the stages whose buckets start during the stage's last backward, as soon as each bucket is complete.
+    """Return the stages that start the REDUCE of each bucket during their last backward, when the bucket is complete.
 
     These are the stages without a producer, if their last gradient is a B that overlaps with no F, and if their REDUCEs
     directly follow it. After the last backward of such a stage, no action is left that could hide its reductions. The

@@ -1,8 +1,8 @@
 """Validation: proves that a program is complete, ordered and free of deadlock, with one function for each rule.
 
-Rules are checked in this order: places, routes, complete, slices, overlaps, offloads, dependencies, transfers,
-versions, reductions, gathers, deadlock, and on request memory and exactness. Errors name the rank, the position and the
-action, and show a grid of the orders with the action marked.
+Rules are checked in this order: places, routes, completeness, slices, overlaps, offloads, dependencies, transfers,
+versions, reductions, gathers, deadlock; then, on request, memory and exactness. Errors name the rank, the position and
+the action, and show a grid of the orders with the action marked.
 """
 
 from collections.abc import Mapping, Sequence
@@ -406,7 +406,7 @@ def check_deadlock(program: Program) -> None:
 
 
 def deadlock_error(program: Program, reached: Sequence[int]) -> DeadlockError:
-    """Return the error for a deadlock, with the cycle of waiting ranks. ``reached``: how many actions each rank ran."""
+    """Return a deadlock error that shows the waiting ranks. ``reached``: the number of actions that each rank ran."""
     waits: dict[int, tuple[Action, Action]] = {}
     for rank, order in enumerate(program.orders):
         if reached[rank] < len(order):

@@ -2,8 +2,8 @@
 
 Every rank receives its order for each requested step and runs it without waiting for the other ranks to finish. In one
 process, the ranks are threads and the caller runs one step ahead of them; with one process per rank, the caller itself
-runs the rank. Weights are updated while micro-batches are in flight, and older versions are kept until those
-micro-batches no longer need them (PipeDream, Narayanan et al. 2019; PipeDream-2BW, 2021).
+runs the rank. Updates change the weights while micro-batches are in flight. Each stage keeps older versions until no
+micro-batch needs them (PipeDream, Narayanan et al. 2019; PipeDream-2BW, 2021).
 """
 
 import threading
@@ -44,7 +44,7 @@ class Stream:
         caller: the settings of the calling thread, such as autocast.
         finished: called with the timeline of each part after all ranks of this process have run the part.
         metrics: receives the losses that layers add.
-        kind: the kind of run that each step is, stored in `RunResults`.
+        kind: the kind of run of each step, stored in `RunResults`.
 
     Raises:
         ExecutionError: if another run is in progress.

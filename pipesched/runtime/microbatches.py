@@ -148,7 +148,7 @@ def loss_places(output: Any) -> list[int]:
 class Weighting(NamedTuple):
     """The weights of the micro-batches' losses, for their backward passes and for the mini-batch's loss.
 
-    None leaves a loss unscaled. A factor of 0 replaces the loss with zero, even if the loss is NaN.
+    A factor of None leaves a loss unscaled. A factor of 0 replaces the loss with zero, even if the loss is NaN.
     """
 
     #: The factor of each loss before its backward.

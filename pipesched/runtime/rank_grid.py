@@ -74,7 +74,7 @@ class RankGrid:
         return self.peers[first : first + self.num_shards]
 
     def named(self, names: Sequence[str]) -> list[str]:
-        """Return the names of the group's ranks; with several replicas, each name includes the replica and its rank."""
+        """Return the names of the group's ranks. With several replicas, names also contain the replica."""
         if len(self.rows) == 1:
             return [*names]
         places = {rank: (replica, place) for replica, row in enumerate(self.rows) for place, rank in enumerate(row)}

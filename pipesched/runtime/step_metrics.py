@@ -44,7 +44,7 @@ class RunResults:
 
 
 class StepMetrics:
-    """Computes the loss of each step or evaluation, and keeps the named scalars of the latest."""
+    """Computes the loss of each step or evaluation, and keeps the named scalars of the latest one."""
 
     def __init__(self) -> None:
         #: Whether layers add losses, keyed by the kind of run. All processes agree on it in the first run of a kind.
@@ -160,7 +160,7 @@ def _measured(run: RunResults) -> dict[str, Tensor]:
 
 
 def _combined(loss: Tensor, metrics: Mapping[str, Tensor], rows: Sequence[_Row], weighting: Weighting) -> _Result:
-    """Sum each name's losses in an order that does not depend on the plan: by micro-batch, then place of the call."""
+    """Sum each name's losses in an order independent of the plan: by micro-batch, then by place of the call."""
     named: dict[str, list[Tensor]] = {}
     for number, *_, name, value in sorted(rows, key=lambda row: row[:4]):
         share = weighting.shares[number % len(weighting.shares)]  # numbers continue across replicas

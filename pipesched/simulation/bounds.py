@@ -8,7 +8,7 @@ arXiv:2401.10241), generalised to any placement:
 - Little's law: the number of (stage, micro-batch) pairs in flight = rate x lifetime. If this number is limited, long
   lifetimes require a long step.
 
-With several stages on a rank, the last two arguments also apply to each part of a micro-batch's way through the rank
+With several stages on a rank, the last two arguments also apply to each part of a micro-batch's path through the rank
 (`_phases`). The bound from all orders of one rank (`pipesched.simulation.relaxation.label_bound`) is added if effort
 allows.
 """
@@ -234,7 +234,7 @@ def _held_back(chunks: Sequence[StageTimes], num_microbatches: int, limit: int) 
 
 @dataclass(frozen=True, kw_only=True)
 class _Phase:
-    """A part of a micro-batch's way through a rank. Only ``places`` micro-batches can be in this part at once."""
+    """A part of a micro-batch's path through a rank. Only ``places`` micro-batches can be in this part at once."""
 
     start: float  # earliest start
     seconds: float  # shortest duration

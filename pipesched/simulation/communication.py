@@ -1,4 +1,4 @@
-"""Communication: the time and the bytes of a step's communication along each axis, and how much of it is hidden."""
+"""Communication: the time, the bytes and the hidden fraction of a step's communication along each axis."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -21,8 +21,8 @@ class AxisCommunication:
         axis: "pipeline" for outputs and their gradients, "replicas" for the sums of gradients, or "zero" for gathering
             the updated weights or, if they are divided, the weights before their use.
         size: the number of ranks along the axis.
-        sent_bytes: the bytes that a rank sends in a step; the most of any rank.
-        seconds: the time of a rank's communication in a step; the longest of any rank.
+        sent_bytes: the largest number of bytes that any rank sends in a step.
+        seconds: the longest time that any rank communicates in a step.
         exposed_s: the time by which the communication lengthens the step: the step time minus the step time without
             this communication.
 

@@ -1,4 +1,4 @@
-"""Communication time: how much of a rank's collectives is hidden in its bubbles or under its compute."""
+"""Communication time: the time of a rank's collectives in its bubbles, under its compute, and exposed."""
 
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -13,11 +13,12 @@ class CommunicationTime(NamedTuple):
     """The seconds of a rank's reductions (REDUCE) and gathers (UNSHARD): in bubbles, under compute, and exposed.
 
     Attributes:
-        in_bubbles_s: the rank is idle for another reason, and a rank of its pipeline still runs a forward or backward.
-        under_compute_s: the rank computes.
-        exposed_s: the rank is idle. During a reduction, no forward and no backward is left on any rank. During a
-            gather, the rank's next action starts when the gather ends. This is an upper bound: part of the time, the
-            rank may wait for a message as well.
+        in_bubbles_s: seconds in which the rank is idle for another reason, while a rank of its pipeline still runs a
+            forward or backward.
+        under_compute_s: seconds in which the rank computes.
+        exposed_s: seconds in which the rank is idle during an exposed collective. A reduction is exposed once no
+            forward or backward is left on any rank. A gather is exposed if the rank's next action starts when the
+            gather ends. This is an upper bound, because the rank can also be waiting for a message.
 
     """
 
@@ -85,6 +86,6 @@ def _idle(start: float, end: float, busy: Sequence[_Interval]) -> float:
 
 
 def _is_awaited(start: float, end: float, busy: Sequence[_Interval]) -> bool:
-    """Return whether the rank's next action starts when a gather ends, or hardly later."""
+    """Return whether the rank's next action starts when a gather ends, or very shortly after."""
     slack = (end - start) * _SOON
     return any(end - slack <= first <= end + slack for first, _ in busy)

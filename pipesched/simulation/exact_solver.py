@@ -47,7 +47,7 @@ class Solution:
 
     @property
     def gap(self) -> float | None:
-        """How far the makespan is above the bound: 0.03 is 3 %. None without a program."""
+        """The gap between makespan and bound, relative to the bound: 0.03 is 3 %. None without a program."""
         if self.makespan_s is None:
             return None
         return max(0.0, float(self.makespan_s) / float(self.bound_s) - 1) if self.bound_s else 0.0

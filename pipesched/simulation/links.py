@@ -77,13 +77,13 @@ class Link:
 
 @dataclass(frozen=True)
 class Collectives:
-    """Measured times of collectives: one of a tensor of n bytes takes ``latency_s + n / bytes_per_s`` seconds.
+    """Measured times of collectives. A collective on a tensor of n bytes takes ``latency_s + n / bytes_per_s`` seconds.
 
     Attributes:
         ranks: the ranks that take part.
         all_reduce: the time of an all-reduce.
-        reduce_scatter: the time of a reduce-scatter. The tensor is the whole one.
-        all_gather: the time of an all-gather. The tensor is the gathered one.
+        reduce_scatter: the time of a reduce-scatter. n is the size of the whole tensor.
+        all_gather: the time of an all-gather. n is the size of the gathered tensor.
 
     """
 
@@ -121,8 +121,8 @@ class Links:
         special: links of individual pairs of ranks, as ``((from rank, to rank), link)`` or a mapping. Default: none.
         contended: whether a link carries only one message at a time, in the order in which they are sent. Default:
             False, messages do not delay each other.
-        collectives: measured collectives, one entry for each group of ranks. Default: none, the times of collectives
-            follow from the links.
+        collectives: measured collectives, one entry for each group of ranks. Default: none; times of collectives are
+            computed from the links.
 
     Raises:
         ScheduleError: for invalid values.
@@ -218,7 +218,7 @@ class Links:
         return self.hosts[rank]
 
     def all_reduce_s(self, num_bytes: float, ranks: Sequence[int]) -> float:
-        """Return the time of an all-reduce in seconds: as measured, or a reduce-scatter and an all-gather in a ring.
+        """Return the time of an all-reduce in seconds: as measured, or else of a reduce-scatter and an all-gather.
 
         The times of a stage's buckets go into ``Costs.reduce_s``. With a link of 10 GB/s to the other replica:
 
@@ -321,7 +321,7 @@ class Links:
             return tuple(map(Collectives.from_dict, as_list(rows, _COLLECTIVES, _AS_TO_DICT)))
 
         if isinstance(values, Mapping):
-            values = {"collectives": (), **values}  # files of links without replicas lack it
+            values = {"collectives": (), **values}  # older files have no collectives
         makes: dict[str, Any] = {"inside": link, "between": link, "special": special, "collectives": collectives}
         return read_fields(cls, values, "links must have", partly=False, **makes)
 

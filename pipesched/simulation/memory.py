@@ -308,7 +308,7 @@ def _add_subtrees(program: Program, rows: Ints, size: Ints, change: Ints, first:
 
 
 def _end_subtrees(program: Program, whole: Ints, change: Ints) -> None:
-    """Take the sums of subtrees from the bytes held, before the first action that uses the sum of all gradients."""
+    """Subtract the sums of subtrees from the bytes held, before the first action that uses the sum of all gradients."""
     columns = program.columns
     rows = np.flatnonzero(columns.are(Kind.REDUCE, Kind.NORM, Kind.UPDATE))
     rows = rows[np.unique(columns.stage[rows], return_index=True)[1]]

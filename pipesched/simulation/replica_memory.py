@@ -28,7 +28,7 @@ class ModelStates(NamedTuple):
 
     @property
     def total_bytes(self) -> int:
-        """The sum of all three."""
+        """The sum of the three fields."""
         return sum(self)
 
 
@@ -43,7 +43,7 @@ def held_states(whole: ModelStates, part: ModelStates, *, zero: int, once: bool 
 
     Args:
         whole: the model states of the rank's stages.
-        part: the part that this replica holds of divided model states.
+        part: the part of divided model states that this replica holds.
         zero: the model states that replicas divide. 0: none; 1: the optimizer's; 2: also gradients; 3: also weights.
         once: whether gradients are reduced, and divided weights gathered, once a step. The rank then holds whole
             gradients until its last backward, and whole weights, of which its part is a view. If False, each weight is
@@ -98,7 +98,7 @@ class ReplicaMemory:
 
 
 class HeldWithReplicas(NamedTuple):
-    """The bytes of each action of a program that come from replicas."""
+    """For each action of a program, the bytes that the rank holds or frees because its pipeline has replicas."""
 
     #: Flat copies and exchange buffers that the rank holds during each action, besides the action's transients.
     buffers: Ints
@@ -112,7 +112,7 @@ def held_with_replicas(
     """Return the most bytes that ranks hold for sums and exchanges during each action.
 
     A rank's collectives run one after the other, while the rank computes. So the order of actions determines when a
-    copy is made, but not when its sum is complete: at the latest when the rank waits for it.
+    copy is made, but not when its sum is complete. The sum is complete at the latest when the rank waits for it.
 
     Args:
         program: the program.

@@ -2,7 +2,7 @@
 
 The gradients of each layer form a bucket, which a REDUCE sums over the replicas in a ring. With ``zero=``, the replicas
 divide the optimizer's work and states among them, and gather the updated weights after each update. With ``zero=3``
-they divide the weights, too, and an UNSHARD gathers those of a stage before their use.
+they also divide the weights, and an UNSHARD gathers the weights of a stage before they are used.
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,11 +30,11 @@ Buckets = Sequence[Sequence[int]]
 
 @dataclass(frozen=True, kw_only=True)
 class Replication:
-    """How replicas of a pipeline are arranged, and what they divide among them.
+    """The number and arrangement of a pipeline's replicas, and the states that they divide.
 
     Attributes:
         num_replicas: the number of replicas.
-        zero: what the replicas divide: 0 nothing, 1 the optimizer's states, 2 also the summed gradients, 3 also the
+        zero: the states that the replicas divide. 0: none; 1: optimizer states; 2: also summed gradients; 3: also
             weights. Default: 0.
         gather_once: with ``zero=3``, whether a step gathers the weights of a stage once. If False, it gathers them
             again after other stages of the rank have run. Default: True.
@@ -94,7 +94,7 @@ class Replication:
         return f"{sizes}, zero {self.zero}{often}" if self.zero else sizes
 
     def held(self, whole: ModelStates) -> ModelStates:
-        """Return the most model states of a stage that one replica holds in a step, given those without replicas."""
+        """Return the most model states that a replica holds in a step. ``whole``: all model states of a stage."""
         part = ModelStates(*(-(-size // self.num_replicas) for size in whole))
         return held_states(whole, part, zero=self.zero)
 
@@ -149,7 +149,7 @@ class ReplicaCosts:
         self._half_s = cache(lambda size, rank: self._on_ring("all_gather_s", size, rank))
 
     def gathering(self, *, once: bool) -> "ReplicaCosts":
-        """Return the costs if a step gathers divided weights once, or for each use."""
+        """Return a copy for steps that gather divided weights once, or for each use."""
         return ReplicaCosts(replace(self.replication, gather_once=once), len(self._rows[0]), self._links, self._rows)
 
     def pipeline_links(self) -> Links | None:

@@ -79,7 +79,7 @@ def simulate_with_bound(program: Program, costs: Costs) -> Trace:
 
 
 def step_time(program: Program, costs: Costs) -> float:
-    """Return the makespan of a validated program in seconds. For searches, because it is faster than ``simulate``."""
+    """Return the makespan of a validated program in seconds. Searches use it because it is faster than ``simulate``."""
     if costs.links is not None and costs.links.contended:
         program = lower(program)
     return max(_walked(program, costs).ends, default=0)  # the clock starts at 0
@@ -160,7 +160,7 @@ def _add_reductions(program: Program, costs: Costs, seconds: NDArray[Any]) -> No
 
 
 def _leads(program: Program, seconds: NDArray[Any]) -> dict[int, Any]:
-    """Return by how many seconds each REDUCE can start before the end of its stage's last backward, keyed by row.
+    """Return, for each REDUCE, the seconds by which it can start before its stage's last backward ends, keyed by row.
 
     A backward completes the buckets at equal intervals, and the last bucket at its end.
     """
@@ -175,7 +175,7 @@ def _leads(program: Program, seconds: NDArray[Any]) -> dict[int, Any]:
 
 
 def _own_links(program: Program) -> Ints | None:
-    """Return which link of its rank each action occupies, -1 for no link; None if no action occupies one.
+    """Return the number of the link of its rank that each action occupies; -1 for no link. None: no action has a link.
 
     Each rank has three links: two to the host, one per direction, and one for its collectives.
     """

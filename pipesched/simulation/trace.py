@@ -268,7 +268,7 @@ class Trace:
 
     @cached_property
     def communication_times(self) -> tuple[CommunicationTime, ...]:
-        """For each rank, how much of its reductions and gathers is hidden; () if the trace has none of them."""
+        """For each rank, the hidden and exposed time of its collectives; () if the trace has no collectives."""
         spans = Spans.of(self.spans)
         gradients = spans.end_s[spans.columns.are(Kind.F, Kind.B, Kind.I, Kind.W, Kind.R)]
         until_s = plain(gradients.max()) if len(gradients) else 0

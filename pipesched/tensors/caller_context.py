@@ -46,7 +46,7 @@ class Caller:
 
     @contextmanager
     def autocast(self) -> Iterator[None]:
-        """A context that applies the autocast settings to F. The backward pass needs none: it uses the dtypes of F."""
+        """A context that applies the autocast settings to F. The backward pass does not need them."""
         with ExitStack() as stack:
             for settings in self.autocasts:
                 stack.enter_context(torch.autocast(**settings))

@@ -1,4 +1,4 @@
-"""Keyed random: random numbers that depend on where in the model and in training they are drawn, never on the plan.
+"""Keyed random: random numbers that depend on the place in the model and the point in training, never on the plan.
 
 The seed of each draw is computed from (seed, step, micro-batch, layer, call, op). The draw therefore gives the same
 bits in every stage, thread and order, and when the layer is recomputed. Dropout uses a generator of its own. For other
@@ -91,7 +91,7 @@ def outside_state() -> Hashable:
 def outside_kept(seed: int | None = None, *, alone: bool = True) -> Iterator[None]:
     """Seed Python's and numpy's global generators if a seed is given, and restore their states afterwards.
 
-    With ``alone``, other threads that draw keyed numbers from these generators wait until the ``with`` block ends.
+    If ``alone`` is set, other threads that draw keyed numbers from these generators wait until the ``with`` block ends.
     """
     with _OUTSIDE if alone else nullcontext():
         states = random.getstate(), np.random.get_state()

@@ -123,7 +123,7 @@ class Ledger:
 class _Writes:
     """Defines the dispatch method outside the mode class.
 
-    Torch wraps a dispatch method that a mode class defines with torch.compile, whose import is slow.
+    If a mode class itself defines the dispatch method, torch imports torch.compile to wrap it, and this import is slow.
     """
 
     _ledger: Ledger
@@ -166,7 +166,10 @@ class _Allocator:
 
 
 def _held_here(tensor: Tensor) -> Tensor:
-    """Return the tensor in memory: for a DTensor, whose own storage has the size of the whole, this process's shard."""
+    """Return this process's shard of a DTensor; return any other tensor unchanged.
+
+    The storage of the DTensor itself has the size of the whole tensor.
+    """
     to_local = getattr(tensor, "to_local", None)
     if to_local is None:
         return tensor

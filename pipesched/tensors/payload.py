@@ -75,7 +75,7 @@ class Payload:
 
     @classmethod
     def of(cls, value: Any, detached: Callable[[Tensor], Tensor] = Tensor.detach) -> "Payload":
-        """Flatten a value and apply ``detached`` to its tensors. By default, memory and version counter are shared."""
+        """Flatten a value and apply ``detached`` to its tensors. The default shares memory and version counters."""
         if isinstance(value, Tensor):  # the usual case
             return cls((detached(value),), (0,), _LEAF, (value.requires_grad,))
         leaves, places, spec = _distinct(value)
@@ -346,7 +346,7 @@ def gather(values: Sequence[Any], rows: Sequence[int], dim: int = 0) -> Any:
         pytree.tree_flatten(opened(value), is_leaf=partial(_has_a_dict_each, count))
         for value, count in zip(values, rows, strict=True)
     ]
-    if any(spec != trees[0][1] for _, spec in trees):  # by chance a list of dicts is as long as a micro-batch
+    if any(spec != trees[0][1] for _, spec in trees):  # by chance, the list of dicts has the length of a micro-batch
         trees = [pytree.tree_flatten(opened(value)) for value in values]
     merged = [_merge(column, rows, dim) for column in zip(*(leaves for leaves, _ in trees), strict=True)]
     return pytree.tree_unflatten(merged, trees[0][1])

@@ -176,11 +176,11 @@ class FakeStage:
         return self._reduced
 
     def unshard(self, number: int) -> None:
-        """Run UNSHARD (start to gather the weights), which ends at once."""
+        """Run UNSHARD (start to gather the weights). The gather ends immediately."""
         self._gathers[number] = self._clock.now(), self._clock.now()
 
     def await_weights(self) -> None:
-        """Return at once: the weights have arrived."""
+        """Return immediately, because the weights have already arrived."""
 
     def reshard(self, number: int, *, last: bool) -> None:
         """Run RESHARD (free the weights)."""

@@ -156,8 +156,8 @@ def reference_step(
 class _PartSums:
     """Adds the losses and the gradients of parts of a batch, which are replicas or groups of micro-batches.
 
-    Gradients from before the step are set aside, and the sum over the parts is added to them. One replica changes
-    nothing.
+    Gradients from before the step are set aside, and the sum over the parts is added to them. With a single part
+    in sequential order, nothing is set aside.
     """
 
     def __init__(self, modules: Mapping[str, nn.Module], num_parts: int, order: ReductionOrder) -> None:
@@ -191,7 +191,7 @@ def _in_a_row(values: Sequence[Tensor | None]) -> Tensor | None:
 
 
 def _as_a_tree(values: Sequence[Tensor | None]) -> Tensor | None:
-    """Add the halves of a power of two of values."""
+    """Add values as a balanced binary tree. The number of values is a power of two."""
     half = len(values) // 2
     return _added(_as_a_tree(values[:half]), _as_a_tree(values[half:])) if half else values[0]
 

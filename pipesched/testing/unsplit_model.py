@@ -103,7 +103,7 @@ class Unsplit:
         self._code_parts += 1
 
     def _row(self, *args: Any, **kwargs: Any) -> Any:
-        """Run a chain of layers; the first gets the model's inputs."""
+        """Run a chain of layers. The first layer gets the model's inputs."""
         for name, layer in self._layers.items():
             args = (self._call(name, layer, args, kwargs),)
             kwargs = {}

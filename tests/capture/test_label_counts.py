@@ -143,7 +143,7 @@ def test_the_way_is_told_of_a_model_without_contents(how: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("how", "why"), [("sum", "over none of these"), ("no ignored", "the model failed on four rows")]
+    ("how", "why"), [("sum", "is not the mean over any of these"), ("no ignored", "the model failed on four rows")]
 )
 def test_where_it_cannot_be_told_rows_count_and_a_warning_says_so(how: str, why: str) -> None:
     with pytest.warns(UserWarning, match=f"(?s){why}.*loss_weight="):
@@ -154,7 +154,7 @@ def test_losses_that_are_all_equal_tell_nothing() -> None:
     model = made("plain")
     for parameter in model.head.parameters():
         nn.init.zeros_(parameter)
-    with pytest.warns(UserWarning, match="the model's loss could be the mean over any of these: "):
+    with pytest.warns(UserWarning, match="the model's loss could be the mean over more than one of these: "):
         assert counted_labels(model, sample("plain", 2)) is None
 
 

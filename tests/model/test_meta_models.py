@@ -258,7 +258,7 @@ def empty_gpt() -> jobs.GPT:
             jobs.empty_row,
             {**without(""), "9.x": torch.ones(1)},
             InputError,
-            r"state_dict; unknown names \(1 of 15 that were passed\): 9\.x; remove the unknown ones$",
+            r"state_dict; unknown names \(1 of 15 that were passed\): 9\.x; remove the unknown weights$",
         ),
         (
             jobs.empty_row,

@@ -230,7 +230,7 @@ def test_a_plan_names_ties_and_what_they_cost() -> None:
     ) as pipe:
         lines = pipe.plan.explain().splitlines()
         assert "stage costs are unknown: layers are measured only if pipesched chooses the boundaries" in lines
-        assert "tied: embed.weight: used in stages 0, 1, gradients are summed, nothing is sent" in lines  # one memory
+        assert "tied: embed.weight: used in stages 0, 1; gradients are summed; nothing is sent" in lines  # one memory
         assert [tie.stages for tie in pipe.plan.ties] == [(0, 1), (0, 1, 1, 1)]
         assert pipe.predicted.makespan_s > 0  # that measures the layers
         assert "why: the boundaries were given;" in pipe.plan.explain()

@@ -29,7 +29,9 @@ def test_losses_gradients_weights_and_buffers_are_those_of_the_loop(ranks: Ranks
 
 
 def test_replicas_that_would_not_stay_equal_are_refused_by_name(ranks: Ranks) -> None:
-    for found in ranks.run(4, jobs.refused):
+    of_ranks = ranks.run(4, jobs.refused)
+    assert any("sparse" in found["sparse"] for found in of_ranks)
+    for found in of_ranks:
         assert "InputError: with replicas, the running statistics of BatchNorm must be" in found["BatchNorm"]
         assert "in layer '1'; pass numerics=Numerics(batch_norm='mini-batch')" in found["BatchNorm"]
         assert "ScheduleError: with replicas, a step must update the weights once" in found["updates"]
@@ -38,7 +40,8 @@ def test_replicas_that_would_not_stay_equal_are_refused_by_name(ranks: Ranks) ->
         assert "the mesh dimension that axes= maps to 'shard'; parameter '" in found["shards"]
         assert "is divided among global ranks [0, 2]" in found["shards"] or "ranks [1, 3]" in found["shards"]
         assert "'replicate' is 'data', but the mesh has the dimensions ('dp', 'pp')" in found["names"]
-        assert "sparse" in found["sparse"]
+        # A rank whose neighbour ends first may name the lost connection instead.
+        assert "sparse" in found["sparse"] or "a failed rank stops all ranks" in found["sparse"]
         assert "rank 2 differs from rank 0: the ranks of the replicas is [[0, 2], [1, 3]]" in found["different axes"]
         assert "this model may write to '1.count'" in found["buffers"]
 

@@ -101,6 +101,21 @@ def test_without_a_profile_layers_are_measured():
         pipe.step(torch.randn(16, 8), target=torch.randn(16, 8))
 
 
+def test_only_the_size_of_a_given_number_of_micro_batches_is_measured(monkeypatch):
+    from pipesched.pipeline import tune as tuning
+
+    real, profiles = tuning.measure, []
+
+    def measure(*args, **options):
+        profiles.append(real(*args, **options))
+        return profiles[-1]
+
+    monkeypatch.setattr(tuning, "measure", measure)
+    for count, sizes in ((4, [8]), (None, [2, 4, 8, 16])):
+        pipesched.tune(model(), torch.randn(8, 8), num_ranks=2, batch_size=32, num_microbatches=count, confirm=0)
+        assert sorted(profiles.pop().graphs) == sizes
+
+
 def test_devices_that_only_wait_are_not_used():
     with made(model(), search=Search(links=Links(inside=Link(latency_s=1000.0)))) as pipe:
         assert pipe.plan.program.num_ranks == 1
@@ -190,7 +205,7 @@ def test_baselines_are_held_against_what_was_asked():
     with made(model(), boundaries=["1"], num_microbatches=4, devices=2) as pipe:  # most of the work on one rank
         own, *others = pipe.plan.alternatives
         assert any(
-            each.note.endswith("x faster, but the request does not allow it")
+            each.note.endswith("x faster, but the request does not allow this plan")
             for each in others
             if each.label == "equal split"
         )

@@ -160,7 +160,7 @@ def test_a_plan_without_axes_is_saved_as_before():
         ({"confirm": 2}, InputError, "for the number of ranks in num_ranks=; got confirm=2"),
         ({"num_ranks": None, "devices": ["cpu"] * 4}, InputError, "got devices= or mesh=; pass num_ranks="),
         ({"memory_limit_bytes": [1] * 4}, PartitionError, "all ranks have the same memory limit"),
-        ({"num_microbatches": 32}, PartitionError, "no division of 4 ranks meets this for 16 rows with 32 micro-bat"),
+        ({"num_microbatches": 32}, PartitionError, "no division of 4 ranks meets these conditions for 16 rows with 32"),
         ({"memory_limit_bytes": 10**6}, MemoryLimitError, "no division of 4 ranks .* pp 4.*smallest limit for a plan"),
     ],
 )

@@ -1,6 +1,7 @@
 """The tuner, by simulation alone: what it finds beside what there is, the limits it keeps, and what it says."""
 
 import json
+import random
 from dataclasses import replace
 from itertools import combinations
 
@@ -185,6 +186,23 @@ def test_a_limit_is_kept_and_costs_time():
     assert tight.predicted().makespan_s > free.predicted().makespan_s
     assert tight.alternatives[0].limit_bytes == limit
     assert tight.alternatives[0].fits
+
+
+@pytest.mark.parametrize(("seed", "ranks"), [(11, 3), (12, 3), (17, 4)])
+def test_under_a_limit_that_equal_layers_keep_the_plan_is_at_least_as_fast(seed, ranks):
+    """The layers have very different weights, and interleaved 1F1B needs the whole limit."""
+    draw = random.Random(seed)
+    program = schedules.get("interleaved-1f1b").with_options(chunks_per_rank=3).program(ranks, ranks)
+    size = 2
+    count = size * program.num_stages
+    weights = [3000 if layer % 2 else 10 for layer in range(count)]
+    draw.shuffle(weights)
+    asked = search([float(draw.randint(1, 4)) for _ in range(count)], ranks, (ranks,), {"parameter_bytes": weights})
+    layers = asked.pins.layers
+    costs = asked.profile.costs([layers[begin : begin + size] for begin in range(0, count, size)], 1)
+    limit = max(memory.total_bytes for memory in rank_memory(program, costs))
+    plan = find_plan(replace(asked, memory_limit_bytes=(limit,) * ranks))
+    assert plan.predicted().makespan_s <= simulate(program, costs).makespan_s
 
 
 def test_only_as_many_layers_are_recomputed_as_a_limit_asks_for():

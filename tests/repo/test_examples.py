@@ -113,7 +113,7 @@ def alone(tmp_path_factory):
 def check_demo(folder, printed, num_ranks, alone):
     assert printed.count(f"Pipeline(1f1b, {num_ranks} rank{'s' * (num_ranks > 1)},") == 1
     assert len(re.findall(r"^loss [\d.]+ before training, [\d.]+ after 2 steps", printed, re.M)) == 1
-    median = re.findall(r"^measured is the step of median length of 1: ([\d.]+) ms$", printed, re.M)
+    median = re.findall(r"^measured: the median step took ([\d.]+) ms \(1 measured\)$", printed, re.M)
     (measured,) = re.findall(r"^predicted .*, measured ([\d.]+ m?s) ", printed, re.M)
     number, unit = measured.split()
     assert [float(number) * (1000 if unit == "s" else 1)] == pytest.approx([float(own) for own in median], abs=0.06)
@@ -170,7 +170,7 @@ def test_a_hugging_face_run_that_is_stopped_ends_with_the_weights_of_one_that_is
         assert len(re.findall(r"^step [36]: validation loss", said, re.M)) == 2
         for step in (1, 2):
             monkeypatch.setattr(train_hf.Batches, "next", stops)
-            assert f"stopped; run the same command to go on after step {step}" in run("stopped")
+            assert f"stopped; run the same command to continue after step {step}" in run("stopped")
         monkeypatch.setattr(train_hf.Batches, "next", draw)
         assert "done after step 6" in run("stopped")
     finally:

@@ -155,7 +155,7 @@ def test_a_rank_that_sticks_ends_by_timeout(ranks: Ranks) -> None:
     results = ranks.run(2, failures.fail, Action.parse("1F3"), failures.be_late, 0.5)
     seconds, error, text, _, _ = results[0]
     assert (error, seconds < 1.5) == ("ExecutionError", True)
-    assert "nothing came from rank 1 within the timeout" in text
+    assert "no data arrived from rank 1 within the timeout" in text
 
 
 def test_a_rank_that_closed_another_pipeline_is_not_to_blame(ranks: Ranks) -> None:
@@ -164,7 +164,9 @@ def test_a_rank_that_closed_another_pipeline_is_not_to_blame(ranks: Ranks) -> No
     results = ranks.run(2, failures.fail, Action.parse("1B3"), failures.be_late, 2.5, Action.parse("1F3"))
     _, error, text, _, _ = results[0]
     assert error == "ExecutionError"
-    assert text.startswith("a failed rank stops all ranks; rank 0 failed: nothing came from rank 1 within the timeout")
+    assert text.startswith(
+        "a failed rank stops all ranks; rank 0 failed: no data arrived from rank 1 within the timeout"
+    )
 
 
 @pytest.mark.parametrize("odd", [0, 1, 2])

@@ -81,7 +81,7 @@ def test_a_rank_0_that_fails_or_stops_while_it_measures_is_named(ranks: Ranks) -
     )
     _, other = ranks.run(2, jobs.measures_for_long, "stops")
     said = (
-        "nothing came from rank 0 within the timeout, in the construction of a pipeline, where rank 0 measures and "
+        "no data arrived from rank 0 within the timeout, in the construction of a pipeline, where rank 0 measures and "
         "decides for all"
     )
     assert said in other

@@ -1,7 +1,7 @@
 """Boundary refinement: moves stage boundaries while this shortens the simulated step.
 
-The partition with the smallest bottleneck does not always give the shortest step. A move makes one stage a layer
-shorter and another stage a layer longer, by shifting all boundaries between the two stages by one layer.
+The partition with the smallest bottleneck does not always give the shortest step. A move shifts all boundaries between
+two stages by one layer, so that one of the two stages loses a layer and the other gains one.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -36,7 +36,7 @@ def refined(
         pins: constraints that every partition must meet.
         seconds: the time of each layer.
         step_s: a function that returns the step time in seconds for the given stages.
-        goes_on: a function that returns False when the search must stop.
+        goes_on: a function that returns False if the search must stop.
 
     """
     boundaries: _Boundaries = (*(pins.places[names[0]] for names in stages), len(pins.layers))

@@ -1,9 +1,10 @@
-"""Order search: orders made for the stages, links and memory limits of the best candidates.
+"""Order search: finds orders for the stages, links and memory limits of the best candidates.
 
-The schedule `searched` starts from the programs of the candidates with the same placement. It knows the times of the
-stages, messages between free links, and the memory of the micro-batches. Its orders are then evaluated like every other
-candidate, with all overheads and the memory of the whole rank, so that only orders that are really faster, and within
-the limits, remain.
+The schedule `searched` starts from the programs of the candidates with the same placement. It considers the times of
+the
+stages and of messages over idle links, and the memory of the micro-batches. Its orders are then evaluated like every
+other candidate, with all overheads and the whole memory of the ranks. Only orders that are faster and within the limits
+are kept.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -20,6 +21,7 @@ from pipesched.planning.evaluated_candidate import EvaluatedCandidate
 from pipesched.planning.plan import searched_before
 from pipesched.planning.recomputation_choice import RecomputationChooser
 from pipesched.program.actions import Kind
+from pipesched.program.generators.searched_orders import num_lists, num_steps
 from pipesched.program.program import Program
 from pipesched.simulation.costs import Costs
 from pipesched.simulation.links import Links
@@ -32,23 +34,18 @@ __all__ = ["OrderSearch", "as_searched", "is_searched"]
 Mover = Callable[[EvaluatedCandidate, Callable[[StageLayers], float], Callable[[], bool]], StageLayers]
 
 _NAME = "searched"
-_NEAR = 1.15  # cuts within this factor of the fastest step are searched
+_NEAR = 1.4  # cuts within this factor of the fastest step are searched
 _PAIRS = 4  # most pairs of a cut and a placement to search
-_CUTS = 64  # most cuts of a placement that are all searched
+_CUTS = 200  # most cuts of a placement that are all searched
 _MOVED = 2  # most of them whose boundaries are moved
 _TRIES = 3  # searches with a lowered limit, while the whole memory of a rank exceeds its limit
 _STARTS = 8  # most programs to start from
 _PER_PAIR = 0.2  # the fraction of the effort for the orders of one cut
 _PER_MOVE = 0.02  # the fraction of the effort for the orders of a cut with a moved boundary
 _A_MOVE = 2_000  # cost of the costs and the bound of a cut with a moved boundary, in actions
-_SHARES = (1, 1 / 4, 1 / 10, 1 / 40, 1 / 160, 0)  # efforts of `searched`, relative to its default
-_STEPS = 400_000  # steps of `searched` at effort 1 for programs of at most ``_SMALL`` actions, ...
-_SMALL = 100
-_A_STEP = 0.15  # ... and the cost of a step per action of the program, in actions
-_LISTS = 300  # list schedules of `searched` at effort 1, ...
-_FEW_LISTS = 16  # ... at effort 0, ...
-_LISTED = 50_000  # ... the actions that they place at most, ...
-_A_LIST = 15  # ... and the cost of a list schedule per action of the program, in actions
+_SHARES = (1, 1 / 2, 1 / 8, 1 / 20, 1 / 80, 1 / 320, 0)  # efforts of `searched`, relative to its default
+_A_STEP = 0.15  # cost of a step of annealing per action of the program, in actions, ...
+_A_LIST = 15  # ... and of a list schedule
 
 
 def is_searched(found: EvaluatedCandidate) -> bool:
@@ -101,7 +98,10 @@ class OrderSearch:
         return made
 
     def _of_all_cuts(self, found: EvaluatedCandidate, best_s: float) -> Iterator[EvaluatedCandidate]:
-        """Yield candidates with other cuts and new orders, each faster than those before. Only for few cuts."""
+        """Yield candidates with other cuts and new orders, each faster than the previous one.
+
+        Yields nothing if there are too many cuts.
+        """
         cuts = [self._chooser.evaluated(found.candidate, cut) for cut in self._chooser.all_cuts(found.candidate, _CUTS)]
         self._effort.spend(_A_MOVE * len(cuts))
         bounds = [self._bound_s(cut) for cut in cuts]
@@ -114,11 +114,11 @@ class OrderSearch:
                     yield made
 
     def _made(self, known: Sequence[EvaluatedCandidate], effort: float) -> Iterator[EvaluatedCandidate]:
-        """Yield the candidate with a searched order, if one is found within the limits.
+        """Yield the candidate with a searched order, if the search finds an order within the limits.
 
         Args:
-            known: candidates with the same stages, the fastest first. The search uses the costs of the first, and
-                starts from the programs of all.
+            known: candidates with the same stages, the fastest first. The search uses the costs of the first candidate,
+                and starts from the programs of all candidates.
             effort: the effort of the search, in actions.
 
         """
@@ -176,7 +176,7 @@ class OrderSearch:
                 yield best
 
     def _share(self, candidate: Candidate, effort: float) -> float | None:
-        """Return the largest share of the default effort of `searched` within an effort; None if there is none."""
+        """Return the largest share of the default effort of `searched` within this effort; None if there is none."""
         within = min(effort, self._effort.left)
         return next((share for share in _SHARES if _cost(candidate, share) <= within), None)
 
@@ -186,7 +186,7 @@ def _speed(found: EvaluatedCandidate) -> float:
 
 
 def _groups(found: Iterable[EvaluatedCandidate], best_s: float) -> list[list[EvaluatedCandidate]]:
-    """Return the candidates to search orders for: of each placement the fastest cut, with all programs on it."""
+    """Return the candidates to search orders for: for each placement, all programs with the fastest cut."""
     several = sorted((each for each in found if each.candidate.num_ranks > 1), key=_speed)
     groups: dict[Any, list[EvaluatedCandidate]] = {}
     for each in several:
@@ -197,11 +197,10 @@ def _groups(found: Iterable[EvaluatedCandidate], best_s: float) -> list[list[Eva
 
 
 def _cost(candidate: Candidate, share: float) -> float:
-    """Return the cost of a search with a share of the default effort of `searched`, in actions."""
+    """Return the cost, in actions, of a search with this share of the default effort of `searched`."""
     actions = 3 * candidate.num_stages * candidate.num_microbatches
-    lists = max(_FEW_LISTS, min(_LISTS * share**0.5, _LISTED / actions))
-    steps = share * _STEPS * min(1, _SMALL / actions) ** 1.5
-    return float(actions * (lists * _A_LIST + steps * _A_STEP))
+    lists = num_lists(actions, share)
+    return float(actions * (lists * _A_LIST + num_steps(actions, share) * _A_STEP))
 
 
 def _with(candidate: Candidate, program: Program, costs: Costs) -> Candidate:
@@ -213,7 +212,7 @@ def _with(candidate: Candidate, program: Program, costs: Costs) -> Candidate:
 
 
 def _times(found: EvaluatedCandidate) -> Costs:
-    """Return the costs of F, I, W and B as the search reads them: with overheads, and with the recompute before I or B.
+    """Return the costs of F, I, W and B for the search, including overheads and the recompute before I or B.
 
     Recomputed stages hold their inputs instead of their activations.
     """
@@ -238,7 +237,7 @@ def _times(found: EvaluatedCandidate) -> Costs:
 
 
 def _room(found: EvaluatedCandidate, costs: Costs) -> list[int] | None:
-    """Return the bytes that the micro-batches of each rank can hold; None without limits.
+    """Return the bytes that each rank can use for its micro-batches; None without limits.
 
     This is the limit without the bytes that a rank holds for other purposes, such as weights and transients, at the
     peak of the known program.

@@ -85,7 +85,7 @@ def _bubble(comparison: Comparison | None) -> Iterator[str]:
 
 
 def _communication(predicted: Trace | None) -> Iterator[str]:
-    """Yield a sentence on how much of the communication between replicas is hidden, if there is any."""
+    """Yield a sentence with the hidden share of the communication between replicas; nothing without replicas."""
     if predicted is None or predicted.hidden_communication is None:
         return
     parts = [sum(part) for part in zip(*predicted.communication_times, strict=True)]
@@ -124,13 +124,13 @@ def _confirmed(plan: Plan) -> Iterator[str]:
 
 
 def _bound(plan: Plan, predicted: Trace | None) -> Iterator[str]:
-    """Yield a sentence with the lower bound on the step time, and how far the predicted step is above this bound."""
+    """Yield a sentence that compares the predicted step time with its lower bound."""
     if predicted is not None:
         yield from plan.bound_in_words(predicted)
 
 
 def _gains(plan: Plan) -> Iterator[str]:
-    """Yield a sentence on the speed-up over each baseline: measured if both plans ran, otherwise as predicted."""
+    """Yield a sentence with the speed-up over each baseline: measured if both plans ran, otherwise predicted."""
     own = taken(plan.alternatives)
     for label, name in _BASELINES.items():
         baseline = fastest(plan.alternatives, label)
@@ -158,7 +158,7 @@ def _faster(ratio: float, name: str) -> str:
 
 
 def _bottleneck(plan: Plan) -> Iterator[str]:
-    """Yield a sentence with the slowest stage, and whether the split is optimal."""
+    """Yield a sentence that names the slowest stage and states whether the split is optimal."""
     if plan.partition is not None:
         cut = plan.partition.with_class_names(plan.layer_classes)
         verdict = "this split is optimal" if cut.proved else f"this split is at most {cut.gap:.1%} above the optimum"

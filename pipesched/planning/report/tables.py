@@ -109,7 +109,7 @@ def _alternative(other: Alternative, equal_s: float | None) -> _Row:
 
 
 def _axes(plan: Plan) -> Table | None:
-    """Return a table with the communication along each axis; None if the plan does not depend on replicas."""
+    """Return a table with the communication on each axis; None if the plan does not depend on replicas."""
     rows = [_axis(own) for own in plan.communication()] if plan.replication is not None else []
     return Table.of("Communication", rows, ("axis",), _AXES) if rows else None
 
@@ -208,7 +208,7 @@ def _ranks(plan: Plan, predicted: Trace | None, comparison: Comparison | None) -
 
 
 def _memory(plan: Plan) -> Table | None:
-    """Return a table with each rank's memory by purpose, the total, and how far the total is below the limit."""
+    """Return a table with each rank's memory by purpose, its total memory, and the margin below its limit."""
     needs = plan.memory()
     if not any(need.total_bytes for need in needs):
         return None

@@ -1,9 +1,9 @@
 """Building blocks: schedules that repeat one micro-batch's time slots (Qi et al. 2024, arXiv:2405.15362).
 
 A building block gives the time slots of one micro-batch's forward and input gradient on every stage. The block is
-repeated at an interval that puts no two passes of a rank in the same slot. The number of micro-batches
-whose activations a rank holds is then the time for which it holds the activations of one micro-batch, divided by the
-interval. Weight gradients fill the remaining slots.
+repeated at an interval that puts no two passes of a rank in the same slot. If a rank holds the activations of one
+micro-batch for t slots, it holds the activations of t / interval micro-batches at once. Weight gradients fill the
+remaining slots.
 """
 
 from collections import Counter

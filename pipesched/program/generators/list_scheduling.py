@@ -95,7 +95,7 @@ class _Clock:
         self.backwards = [[] for _ in range(self.shape.num_stages)]
 
     def ended(self, ends: list[int], microbatch: int) -> bool:
-        """Return whether a stage's forward or backward of a micro-batch has ended. ``ends``: the stage's end times."""
+        """Return whether a micro-batch's forward or backward has ended. ``ends`` holds the stage's end times."""
         return microbatch < len(ends) and ends[microbatch] <= self.now
 
     def forward_is_ready(self, stage: int) -> bool:
@@ -145,7 +145,7 @@ class _Rank:
         return True
 
     def _has_place(self, stage: int) -> bool:
-        """Return whether the rank can finish all its micro-batches within the limit after a forward of this stage."""
+        """Return whether the rank could still finish all its micro-batches within the limit after this forward."""
         started = {chunk: len(self._clock.forwards[chunk]) + (chunk == stage) for chunk in self._chunks}
         finished = {chunk: len(self._clock.backwards[chunk]) for chunk in self._chunks}
         free = self._max_in_flight - sum(started.values()) + sum(finished.values())

@@ -24,17 +24,17 @@ from pipesched.program.program import Program
 from pipesched.program.search.problem import BACKWARD, FORWARD, INPUT_GRAD, KINDS, WEIGHT_GRAD, Problem, Resource
 from pipesched.units import counted
 
-__all__ = ["StageCosts", "searched_orders", "shortened_orders"]
+__all__ = ["StageCosts", "num_lists", "num_steps", "searched_orders", "shortened_orders"]
 
-_STEPS = 400_000  # steps of annealing at effort 1
+_STEPS = 800_000  # steps of annealing at effort 1
 _LISTS = 300  # list schedules at effort 1
 _FEW_LISTS = 16  # the least number of list schedules
 _LISTED = 24_000  # the most actions in all list schedules together, unless _FEW_LISTS schedules have more
 _CLIMBS = 100  # list schedules that improve the rules, for each stage of a rank, at effort 1
-_FEW_ACTIONS = 100  # a problem with at most this many actions is searched without improving rules
+_FEW_ACTIONS = 100  # a problem with at most this many actions is annealed in full, without improving rules
 _CLIMBED = 600_000  # the most actions in these list schedules together, at effort 1
 _LONGEST = 1 << 32  # the longest time, in units of the search
-_MOST_SEARCHED = 20_000  # (stage, micro-batch) pairs up to which known schedules that search take part
+_MOST_SEARCHED = 20_000  # with more (stage, micro-batch) pairs, known schedules that search are skipped
 _KIND_OF = {Kind.F: FORWARD, Kind.I: INPUT_GRAD, Kind.W: WEIGHT_GRAD, Kind.B: BACKWARD}
 _WRITE: tuple[Callable[[Order, int], None], ...] = (Order.F, Order.I, Order.W, Order.B)
 
@@ -66,11 +66,11 @@ class StageCosts(StageTimes, Protocol):
 
     @property
     def activation_bytes(self) -> Sequence[int]:
-        """The bytes held from F to I or B."""
+        """The bytes that each stage holds for a micro-batch from its F to its I or B."""
 
     @property
     def weight_grad_bytes(self) -> Sequence[int]:
-        """The bytes held from I to W."""
+        """The bytes that each stage holds for a micro-batch from its I to its W."""
 
 
 def searched_orders(
@@ -83,15 +83,16 @@ def searched_orders(
 ) -> list[Order]:
     """Search for the orders of all ranks with the shortest makespan.
 
-    The program is exact, and at most as long as each program of ``starts`` that is within the limits.
+    The program is exact. Its makespan is at most that of any program in ``starts`` that is within the limits.
 
     Args:
         shape: the ranks, micro-batches and placement.
         costs: the costs of the stages, or of each micro-batch. None: every F, I and W takes the same time.
-        limits: the most (stage, micro-batch) pairs on a rank (``max_in_flight``), and the most bytes that its
-            micro-batches hold (``memory_limit_bytes``): one number, one per rank, or None for no limit.
+        limits: ``max_in_flight`` is the largest number of (stage, micro-batch) pairs on a rank; ``memory_limit_bytes``
+            is the largest number of bytes that a rank's micro-batches hold. Each is one number, one per rank, or None
+            for no limit.
         effort: the number of steps, relative to the default.
-        starts: schedules and programs to start from. Those that do not fit the shape or the limits are left out.
+        starts: schedules and programs to start from. Starts that do not fit the shape or the limits are skipped.
 
     Raises:
         ScheduleError: an argument is invalid.
@@ -108,10 +109,14 @@ def searched_orders(
     passed: dict[str, Any] = {"costs": of_each[0] if costs is not None and len(set(map(id, of_each))) == 1 else None}
     passed |= {"max_in_flight": limits["max_in_flight"] if is_count(limits["max_in_flight"]) else None}
     known = [_codes(program) for program in _known(shape, starts, passed)]
-    lists = max(
-        _FEW_LISTS, min(int(_LISTS * math.sqrt(effort)), _LISTED // (3 * shape.num_stages * shape.num_microbatches))
+    actions = 3 * shape.num_stages * shape.num_microbatches
+    found = search(
+        problem,
+        known,
+        steps=num_steps(actions, effort),
+        lists=num_lists(actions, effort),
+        climbs=_climbs(shape, effort, ROUNDS),
     )
-    found = search(problem, known, steps=int(_STEPS * effort), lists=lists, climbs=_climbs(shape, effort, ROUNDS))
     if found is None:
         given = ", ".join(f"{name}={shown(limit)}" for name, limit in limits.items() if limit is not None)
         raise MemoryLimitError(
@@ -122,8 +127,18 @@ def searched_orders(
     return [_order(shape, codes) for codes in found.orders]
 
 
+def num_steps(actions: int, effort: float) -> int:
+    """Return the steps of annealing for a program with this number of actions."""
+    return int(_STEPS * effort * min(1, _FEW_ACTIONS / actions) ** 1.8)
+
+
+def num_lists(actions: int, effort: float) -> int:
+    """Return the number of list schedules for a program with this number of actions."""
+    return max(_FEW_LISTS, min(int(_LISTS * math.sqrt(effort)), _LISTED // actions))
+
+
 def _climbs(shape: Shape, effort: float, rounds: int) -> int:
-    """Return the number of list schedules to improve rules: none for problems that annealing solves better."""
+    """Return the number of list schedules for rule search; 0 for problems that annealing solves better."""
     actions = 3 * shape.num_stages * min(shape.num_microbatches, rounds * shape.num_ranks)
     if actions <= _FEW_ACTIONS:
         return 0
@@ -131,13 +146,13 @@ def _climbs(shape: Shape, effort: float, rounds: int) -> int:
 
 
 def shortened_orders(shape: Shape, found: Program) -> list[Order]:
-    """Return the orders of a program, without the micro-batches that the shape does not have.
+    """Return the orders of a program for the shape's micro-batches. Further micro-batches are removed.
 
-    Raises ScheduleError if the program has other stages.
+    Raises ScheduleError if the program has a different placement, or could not come from a search.
     """
     if found.placement != shape.placement or found.num_ranks != shape.num_ranks or not _is_searched(found):
         raise ScheduleError(
-            f"found= must be the program of an earlier search for the same placement; it places stages on ranks "
+            f"found= must be the program of an earlier search for the same placement; it places the stages on ranks "
             f"{found.placement}, but the pipeline on {shape.placement}; also pass placement=program.placement"
         )
     rows = found.columns.microbatch < shape.num_microbatches
@@ -161,7 +176,7 @@ _FIELDS = tuple(vars(_Equal(1)))
 
 
 def _of_each_microbatch(shape: Shape, costs: Any) -> list[StageCosts]:
-    """Return the costs of each micro-batch. Raises ScheduleError for costs of another number of stages."""
+    """Return the costs of each micro-batch. Raises ScheduleError for costs that do not fit the shape."""
     if costs is None:
         costs = _Equal(shape.num_stages)
     several = isinstance(costs, Sequence) and not isinstance(costs, str)
@@ -277,7 +292,7 @@ def _as_list(limit: Any, num_ranks: int) -> list[Any]:
 
 
 def _known(shape: Shape, starts: Iterable[Schedule | Program], passed: dict[str, Any]) -> list[Program]:
-    """Return the programs to start from, the simplest first: unsplit backwards, no search, the lowest peaks."""
+    """Return the programs to start from: unsplit backwards first, then programs without a search, then low peaks."""
     found = []
     for start in starts:
         program = start if isinstance(start, Program) else _built(start, shape, passed)
@@ -289,7 +304,7 @@ def _known(shape: Shape, starts: Iterable[Schedule | Program], passed: dict[str,
 
 
 def _built(schedule: Schedule, shape: Shape, passed: dict[str, Any]) -> Program | None:
-    """Return a schedule's program for the shape, or None if it has none for this placement."""
+    """Return a schedule's program for the shape, or None if the schedule does not support the shape."""
     large = shape.num_stages * shape.num_microbatches > _MOST_SEARCHED
     if schedule.num_chains > 1 or (large and schedule.searches):
         return None
@@ -313,7 +328,7 @@ def _is_start(program: Program, shape: Shape) -> bool:
 
 
 def _is_searched(program: Program) -> bool:
-    """Return whether a search could return this program: exact, a chain of stages, only F, I, W and B actions."""
+    """Return whether a program is exact, has a chain of stages, and has only F, I, W and B actions."""
     kinds = set(np.unique(program.columns.kind).tolist()) <= {CODES[kind] for kind in _KIND_OF}
     return kinds and program.exact and program.is_chain
 

@@ -1,8 +1,8 @@
 """Zero bubble: the zero-bubble heuristic for given costs and memory (Qi et al. 2023, arXiv:2401.10241, section 3.1).
 
-Warm-up forwards fill the time until a rank's first input gradient can start. Then every rank runs input gradients and
-forwards in turn. It runs weight gradients when it would otherwise wait, or when memory is full. The paper leaves three
-choices open; this module tries all eight combinations and returns the shortest order.
+Warm-up forwards fill the time until a rank's first input gradient can start. Then every rank alternates between input
+gradients and forwards. It runs weight gradients when it would otherwise wait, or when memory is full. The paper leaves
+three choices open; this module tries all eight combinations and returns the shortest order.
 """
 
 from collections.abc import Sequence
@@ -146,7 +146,7 @@ class _Rank:
         return self.forwards - self.input_grads + self._share * self.owed
 
     def run_forward(self, ready_s: float) -> None:
-        """Run the next forward, starting no earlier than ``ready_s``, when its input is ready."""
+        """Run the next forward. It starts no earlier than ``ready_s``, when its input is ready."""
         if not self.forwards:
             self.start_s = self.end_s = ready_s
         self._run(ready_s, self.forward_s)
@@ -154,7 +154,7 @@ class _Rank:
         self.order.F(self.stage)
 
     def run_input_grad(self, ready_s: float) -> None:
-        """Run the next input gradient, starting no earlier than ``ready_s``, when the output gradient is ready."""
+        """Run the next input gradient. It starts no earlier than ``ready_s``, when the output gradient is ready."""
         self._run(ready_s, self.input_grad_s)
         self.input_grad_ends.append(self.end_s)
         self.order.I(self.stage)
@@ -284,7 +284,7 @@ class _Pipeline:
         return rank.stage == 0 or self.ranks[rank.stage - 1].forwards > rank.forwards
 
     def _run_forward(self, rank: _Rank, switches: Switches) -> None:
-        """Run a forward if the memory limit allows it, after weight gradients that free the memory needed."""
+        """Run a forward if the memory limit allows it. Weight gradients run first if they must free memory for it."""
         if not self._has_input(rank) or rank.forwards - rank.input_grads >= self._limit:
             return
         while rank.held + 1 > self._limit:

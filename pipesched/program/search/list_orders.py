@@ -50,7 +50,7 @@ _FIRST_STAGE, _NONE_OWED = 1, 2
 
 
 def rules(problem: Problem) -> Iterator[Whole]:
-    """Yield rules that are the same for all ranks, in an order whose first part has some of each choice."""
+    """Yield rules that are the same for all ranks, in an order that mixes all choices from the start."""
     ranks, most = problem.num_ranks, problem.num_microbatches
     windows = sorted({min(most, max(1, window)) for window in (ranks // 2, ranks, 2 * ranks, most)}, reverse=True)
     several = max(map(len, problem.chunks)) > 1
@@ -118,7 +118,7 @@ def progress_of(tables: Tables) -> Progress:
 
 @compiled
 def _add_work(tables: Tables, work: Whole) -> None:
-    """Add the least time of all actions of each rank."""
+    """Add the shortest time of each action to the work of its rank."""
     seconds = tables.seconds
     for pair in range(tables.num_stages * tables.num_microbatches):
         code = pair * KINDS

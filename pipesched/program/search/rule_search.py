@@ -1,7 +1,7 @@
-"""Rule search: hill climbing over the rules of list schedules, with choices of its own for each rank.
+"""Rule search: hill climbing over the rules of list schedules, with separate choices for each rank.
 
-A rule says the same for all micro-batches. Between its start and its end, the schedule therefore settles into a pattern
-that repeats, so a rule that is good for some micro-batches is good for more of them.
+A rule makes the same choices for all micro-batches. Between its start and its end, the schedule therefore settles into
+a pattern that repeats, so a rule that is good for a few micro-batches is also good for many.
 """
 
 from typing import NamedTuple
@@ -32,13 +32,13 @@ _PATIENCES = whole((0, 77, 128, 200))
 
 
 class _Run(NamedTuple):
-    """The numbers of a run."""
+    """The parameters of a rule search."""
 
     #: The choices that matter for the problem.
     choices: Whole
     fillings: Whole
     patiences: Whole
-    #: A window that is as good as none.
+    #: The window that stands for no limit.
     widest: int
     makespan: int
     goal: int
@@ -50,7 +50,7 @@ class RuleSearch:
 
     Args:
         problem: the problem.
-        widest: a window that is as good as none. Default: the number of micro-batches.
+        widest: the window that stands for no limit. Default: the number of micro-batches.
 
     """
 

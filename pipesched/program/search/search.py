@@ -50,7 +50,7 @@ def search(
         known: known orders, as codes of actions; simpler ones first. Those that break a limit are left out.
         steps: the most steps of annealing.
         lists: the most list schedules by rules that are the same for all ranks.
-        climbs: the most list schedules to improve the best of these rules, with choices of its own for each rank.
+        climbs: the most list schedules to improve the best of these rules, with separate choices for each rank.
             Default: 0.
 
     """
@@ -136,7 +136,7 @@ class _Search:
             self._climb(best[1])
 
     def _climb(self, rule: Whole) -> None:
-        """Improve a rule, with many micro-batches for fewer of them first, because their schedules take less time."""
+        """Improve a rule. With many micro-batches, first improve it for fewer, whose schedules take less time."""
         count = self._problem.num_microbatches
         fewer = self._problem.shortened(ROUNDS * self._problem.num_ranks)
         for problem, share in ((fewer, 1), (self._problem, _SHARE if fewer else 1)):
@@ -154,27 +154,38 @@ class _Search:
             self._add(orders)
 
     def _anneal(self) -> _Start:
-        """Improve the best starts by annealing, one after the other, and return the best result."""
+        """Improve the best starts by annealing, and return the best result.
+
+        Orders with few actions are annealed several times from a high temperature. The results are then annealed again
+        and again from a lower one, the best ones first.
+        """
         annealer = Annealer(self._tables)
-        best = self._starts[0]
         starts = self._different()
-        actions = sum(best.orders.lengths)
-        hot = actions <= _SMALL
-        left = self._steps if hot else int(self._steps * (_SMALL / actions) ** 1.5)
-        runs = _RUNS if hot else 1
-        for seed in range(runs):
-            start = starts[seed % len(starts)]
-            orders = sequences(self._tables)
-            copy(start.orders, orders)
-            self._split(orders)
-            makespan = int(evaluate(self._tables, self._clocks, orders, _MOST))
-            cooling = Cooling(*(_HOT if hot else _COLD), left // runs)
-            makespan, ran = annealer.run(orders, makespan, cooling, goal=self._bound, seed=seed)
-            self._tried += ran
-            best = min(best, _Start(makespan, len(self._starts) + seed, None, orders))
-            if makespan <= self._bound:
+        actions = sum(starts[0].orders.lengths)
+        if actions > _SMALL:
+            return min(starts[0], self._cooled(annealer, starts[0], _COLD, self._steps))
+        found: list[_Start] = []
+        for number in range(_HOT_RUNS + _WARM_RUNS):
+            warm = number >= _HOT_RUNS
+            start = sorted(found)[number % _HOT_RUNS] if warm else starts[number % len(starts)]
+            heat = _WARM if warm else _HOT
+            found.append(self._cooled(annealer, start, heat, self._steps // (_HOT_RUNS + _WARM_RUNS), number))
+            if found[-1].makespan <= self._bound:
                 break
-        return best
+        return min(starts[0], *found)
+
+    def _cooled(
+        self, annealer: Annealer, start: _Start, heat: tuple[float, float], steps: int, number: int = 0
+    ) -> _Start:
+        """Return the result of annealing a start. ``number`` is the seed."""
+        orders = sequences(self._tables)
+        copy(start.orders, orders)
+        if heat != _WARM:
+            self._split(orders)
+        makespan = int(evaluate(self._tables, self._clocks, orders, _MOST))
+        makespan, ran = annealer.run(orders, makespan, Cooling(*heat, steps), goal=self._bound, seed=number)
+        self._tried += ran
+        return _Start(makespan, len(self._starts) + number, None, orders)
 
     def _different(self) -> list[_Start]:
         """Return the best starts without repetition."""
@@ -185,12 +196,12 @@ class _Search:
             if key not in seen:
                 seen.add(key)
                 chosen.append(start)
-            if len(chosen) == _RUNS:
+            if len(chosen) == _HOT_RUNS:
                 break
         return chosen
 
     def _split(self, orders: Sequences) -> None:
-        """Split each B into I and W if that takes no more time or memory. The stage before then waits less."""
+        """Split each B into I and W if that takes no more time or memory. The previous stage then waits less."""
         for rank, codes in enumerate(self._codes(orders)):
             pieces = [piece for code in codes for piece in self._pieces(code)]
             kept = codes
@@ -225,7 +236,9 @@ class _Search:
 
 
 _SMALL = 100  # the most actions for which annealing starts hot, and so can find orders unlike those it starts from
-_RUNS = 6
+_HOT_RUNS = 4
+_WARM_RUNS = 20
 _SHARE = 8  # after a search with fewer micro-batches, one schedule with all of them for this many
 _HOT = (1.0, 0.05)
+_WARM = (0.3, 0.02)
 _COLD = (0.1, 0.01)

@@ -137,7 +137,7 @@ class _Listener:
         """Report a rank whose process has ended, once this rank has waited for at least ``_GRACE_S`` seconds."""
         state = self._activity.state()
         if not self.bell.rung and state.what and state.doing == "waits" and state.seconds >= _GRACE_S:
-            fault = Fault(name, "its process has ended without a message: it was killed, or it crashed", True)
+            fault = Fault(name, "its process has ended without a message, because it was killed or crashed", True)
             self.hear(fault)
             told(fault, [address for address in self.addresses if address.name != name], _PATIENCE_S / 2)
             self.hang_up()
@@ -380,7 +380,7 @@ class Alarm:
         told(fault, listeners, _PATIENCE_S / 4)
 
     def _suspect(self, states: Mapping[str, State | str]) -> tuple[list[str], str] | None:
-        """Return the names of the ranks to blame if all replying ranks wait, and the reason; None if unknown.
+        """Return the names of the ranks to blame if all replying ranks are waiting, and the reason; None if unknown.
 
         The store's host is to blame if the store is lost. Otherwise, if a replying rank is constructing its pipeline,
         the ranks that have not announced a pipeline in the job's store are to blame.

@@ -193,7 +193,7 @@ class Rendezvous:
         return int(self._store.add(f"taken/{rank}", 0)) + 1
 
     def _give_up(self, said: str, came: dict[int, int | None]) -> None:
-        """Answer the ranks in ``came`` with the text ``said``. A rank yet to arrive gets the answer on its arrival."""
+        """Answer the ranks in ``came`` with the text ``said``. A rank that arrives later gets the answer then."""
         for rank, number in came.items():
             if number is None:
                 number = self._arrival(rank) or self._next(rank)  # noqa: PLW2901

@@ -1,8 +1,8 @@
-"""Interpreter: the loop over one rank's order, shared by all executors.
+"""Interpreter: the loop that runs the actions of one rank, shared by all executors.
 
-A rank binds its order once: each action becomes a call with its stage, micro-batch and channel resolved, and with the
-edges that it reads and writes. A value stays on its edge until an action takes it: an action of the consuming stage, or
-a send if that stage is on another rank. The loop only makes the calls.
+A rank binds its order once. Binding turns each action into a call with a known stage, micro-batch and channel, and with
+the edges that the action reads and writes. A value stays on its edge until an action takes the value. This action
+belongs to the consuming stage, or is a send if that stage is on another rank. The loop only makes the calls.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -69,16 +69,19 @@ class StageLike(Protocol):
         """Wait for the weights that the last UNSHARD gathers. Called before the first action that uses them."""
 
     def reshard(self, number: int, *, last: bool) -> None:
-        """RESHARD: free the gathered weights. ``last`` states whether the step gathers them no more."""
+        """RESHARD: free the gathered weights. ``last`` states whether this is the stage's last RESHARD in the step."""
 
     def gathered(self) -> Mapping[int, tuple[Any, Any]]:
         """Return the start and the end of each gather of this step."""
 
     def norm(self, number: int) -> Any:
-        """NORM: return the norms of the gradients since the last update."""
+        """NORM: return the norms of the gradients accumulated since the last update."""
 
     def update(self, number: int, norms: Sequence[Any] = ()) -> None:
-        """UPDATE: step the optimizer with the gradients since the last update. ``norms``: the norms of all stages."""
+        """UPDATE: step the optimizer with the gradients accumulated since the last update.
+
+        ``norms`` holds the gradient norms of all stages if the program has NORM actions.
+        """
 
 
 class Transport(Protocol):
@@ -147,7 +150,7 @@ def _taken(edge: _Edge) -> Any:
 
 
 class _Step(NamedTuple):
-    """The call that runs an action. It takes its arguments from the edges ``takes``; its result goes to ``gives``.
+    """The call that runs an action. Its arguments come from the edges ``takes``; its result goes to ``gives``.
 
     ``wait`` is called before the action starts. It is None unless the action needs values from other ranks that are not
     on its edges.
@@ -275,7 +278,7 @@ class Rank:
         return _Step(action, partial(self.stages[stage].weight_grad, microbatch), wait=self._await_weights(stage))
 
     def _await_weights(self, stage: int) -> Callable[[], None] | None:
-        """Return the wait of the first action after an UNSHARD of the stage; None for other actions."""
+        """Return the wait function of the first action after an UNSHARD of its stage; None for other actions."""
         if stage not in self._unawaited:
             return None
         self._unawaited.discard(stage)
@@ -299,7 +302,7 @@ class Rank:
         return _Step(action, partial(self.stages[action.stage].reduce, action.microbatch))
 
     def finish(self, stamps: Stamps) -> None:
-        """At the end of an order: wait for its reductions, and replace the stamps of collectives by their own times."""
+        """At the end of an order: wait for its reductions, and stamp collectives with the times at which they ran."""
         if not self._reduces and not self._last_gathers:
             return
         spans = {(Kind.REDUCE, stage): self.stages[stage].reduced() for stage in self._reduces}

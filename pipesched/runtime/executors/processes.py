@@ -4,10 +4,10 @@ Why a step cannot hang. The program is valid: its orders, its dependencies, and 
 channel to its k-th receive have no cycle. A send copies its message and returns, so it never blocks its rank. A receive
 takes the channel's next message. That is the right message, since both ends use the channel in the same order and the
 channel is first in, first out. A receive does not depend on later messages, and it is posted at the latest when its
-action begins. So a rank waits only for a send that comes earlier in the program. Among all actions not yet run, take
-one that is first in the acyclic order: its rank has run all earlier actions, and the message that it waits for has been
-sent; so it runs. A rank waits for its sends to complete only between two runs; the matching receives then belong to the
-previous run.
+action begins. So a rank waits only for a send that comes earlier in the program. Among all actions that have not run,
+take one that is first in the acyclic order. Its rank has run all earlier actions, and any message for which the action
+waits has been sent. So the action runs. A rank waits for its sends to complete only between two runs; the matching
+receives then belong to the previous run.
 
 Why a stream cannot hang. Its orders are handed over in parts, and all ranks have the same parts. No action depends on a
 later part (``Segments`` proves this for each stream), and the concatenated parts are the orders of a valid program. So
@@ -310,7 +310,7 @@ class ProcessExecutor:
         return known
 
     def _agreed(self, program: Program) -> bytes:
-        """Return the digest of a program. Before a program's first run, compare its digest between all ranks."""
+        """Return the digest of a program. Before a program's first run, compare its digest across all ranks."""
         known = self._known.get(id(program))
         if known is None:
             if len(self._known) >= 64:
@@ -338,7 +338,7 @@ class ProcessExecutor:
             self._compare(name, digest(own))
 
     def agree_on(self, facts: Facts, remedy: str) -> None:
-        """Raise ExecutionError in every rank unless all ranks have equal facts. The error names the differences.
+        """Raise ExecutionError in every rank unless the facts of all ranks are equal. The error names the differences.
 
         If the facts are equal, only a small digest is exchanged.
         """

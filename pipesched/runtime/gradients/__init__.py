@@ -1,1 +1,1 @@
-"""Gradients between the last backward and the update: norms, clipping, loss scale, and checks that all are finite."""
+"""Gradients between the last backward and the update: norms, clipping, loss scale and nonfinite checks."""

@@ -30,7 +30,7 @@ class Sums(Protocol):
     """Adds buffers over replicas."""
 
     def length(self, numbers: int) -> int:
-        """Return the length of a buffer for this many elements; it may include padding."""
+        """Return the length of a buffer for this many elements. The length can include padding."""
 
     def start(self, buffers: Sequence[Tensor], *, of_shards: bool = False) -> Ticket:
         """Start to replace buffers by their sums over replicas, or over the replicas with the same shards."""
@@ -114,7 +114,7 @@ class GradientBuckets:
                 hook.remove()
 
     def common(self, norms: GradientNorms) -> GradientNorms:
-        """Return norms in which ``nonfinite`` is set if any replica has set it, so that all replicas decide alike."""
+        """Return the norms, with ``nonfinite`` set if any replica has set it, so that all replicas decide alike."""
         return norms if norms.nonfinite is None else norms._replace(nonfinite=self._sums.any(norms.nonfinite))
 
     def start(self, bucket: int) -> None:
@@ -148,8 +148,8 @@ class GradientBuckets:
 class _Copies:
     """The gradients of a bucket in flat buffers, one for each dtype.
 
-    A buffer ends with a number for each parameter: how many replicas have a gradient for it. A parameter may be unused
-    in some replicas.
+    A buffer ends with one number per parameter: the number of replicas that have a gradient for this parameter. Some
+    replicas may not use a parameter.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], length: Callable[[int], int]) -> None:
@@ -183,7 +183,7 @@ def _check_dense(parameters: Sequence[nn.Parameter]) -> None:
 
 @torch.no_grad()
 def _flat(dtype: torch.dtype, parameters: Sequence[nn.Parameter], length: Callable[[int], int]) -> Tensor:
-    """Return a buffer with the parameters' gradients, then one number for each: 1 if it has a gradient, else 0."""
+    """Return a buffer with all gradients, then one number per parameter: 1 if it has a gradient, else 0."""
     shapes = [local(parameter) for parameter in parameters]
     count = sum(shape.numel() for shape in shapes)
     buffer = torch.zeros(length(count + len(parameters)), dtype=dtype, device=shapes[0].device)

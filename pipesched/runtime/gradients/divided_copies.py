@@ -31,7 +31,8 @@ class DividedCopies:
     """The gradients of a bucket in buffers with a row for each replica, one buffer for each dtype.
 
     The row of a replica holds its part of each gradient. Like the buffers of undivided gradients, each row ends with
-    one number per parameter: how many replicas have a gradient for it. The parameters' gradients are released.
+    one number per parameter: the number of replicas that have a gradient for this parameter. The parameters' own
+    gradients are released.
 
     Args:
         divided: the bucket's parameters, with the objects that take the sums.
@@ -61,7 +62,7 @@ class DividedCopies:
         return buffer
 
     def _gradient(self, parameter: nn.Parameter) -> Tensor:
-        """Return the parameter's gradient; if it has none, a tensor of the whole parameter's shape without memory."""
+        """Return the parameter's gradient. If it is None, return a tensor of the whole shape that uses no memory."""
         if parameter.grad is not None:
             return parameter.grad
         return parameter.new_empty(()).expand(self._divided[parameter].shape(parameter))

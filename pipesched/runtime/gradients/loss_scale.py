@@ -13,7 +13,7 @@ __all__ = ["LossScale"]
 
 
 class LossScale:
-    """The scale that a GradScaler keeps. Every process has its own scaler, and all have the same state.
+    """The loss scale of a GradScaler. Every process has its own scaler, and all scalers have the same state.
 
     The scaler is given a single dummy parameter, whose gradient is infinite if any gradient of the model was infinite
     or NaN. GradScaler's own rule therefore changes the scale in the same way in all processes.
@@ -45,7 +45,7 @@ class LossScale:
             grad.mul_(inverses[grad.device])
 
     def update(self, overflowed: bool) -> None:
-        """Reduce the scale if a gradient was infinite or NaN; otherwise raise it after enough steps."""
+        """Reduce the scale if a gradient was infinite or NaN. Increase it after enough steps without such gradients."""
         self._seen.grad = torch.full_like(self._seen, math.inf if overflowed else 0.0)
         self.scaler.unscale_(self._observed)
         self.scaler.update()

@@ -17,7 +17,7 @@ __all__ = ["NonfiniteReaction"]
 
 @dataclass(frozen=True)
 class _Check:
-    """The check of one step. ``arrived`` is recorded after the flag's copy to the host; None without a copy."""
+    """The check of one step. ``arrived`` is an event recorded after the flag's copy to the host, or None."""
 
     step: int
     verdict: Verdict
@@ -79,7 +79,7 @@ class NonfiniteReaction:
 
 
 def _on_host(flag: Tensor, lags: bool) -> tuple[Tensor, torch.cuda.Event | None]:
-    """Return the flag to read, and the event recorded after the flag's copy to the host (None without a copy).
+    """Return the flag to read, and the event recorded after the flag's copy to the host (None if there is no copy).
 
     If ``lags`` is set, a flag on a GPU is copied to the host. Any other flag is returned unchanged.
     """

@@ -21,7 +21,7 @@ class GradientNorms(NamedTuple):
     keys: str
     #: The norms as one vector, in the order of the keys; None if there are none.
     norms: Tensor | None
-    #: 0-d tensor: whether a scaled gradient or a loss is infinite or NaN. None if neither is checked.
+    #: A 0-d flag, set if a scaled gradient or a loss is infinite or NaN; None if neither is checked.
     nonfinite: Tensor | None = None
 
     @classmethod

@@ -34,13 +34,13 @@ class Verdict:
     norm: Tensor
     #: Whether the update is skipped.
     skips: bool = False
-    #: 0-d tensor: whether the loss or a gradient is infinite or NaN. None if this is not checked.
+    #: A 0-d flag, set if the loss or a gradient is infinite or NaN; None if this is not checked.
     nonfinite: Tensor | None = None
 
 
 @dataclass(frozen=True)
 class GradientRules:
-    """How gradients are treated before an update.
+    """The rules for gradients before an update.
 
     Args:
         order: the order in which the norms of the parameters' gradients are combined.
@@ -81,7 +81,7 @@ class GradientRules:
         return nonfinite
 
     def decide(self, parts: Sequence[GradientNorms]) -> Verdict:
-        """Decide from all stages' norms whether to skip an update. Synchronizes with the GPU if it could be."""
+        """Decide from all stages' norms whether to skip an update. Waits for the GPU if skipping is possible."""
         norms = GradientNorms.merged(parts)
         norm = norms.total(self.norm_type)
         nonfinite = norms.nonfinite
@@ -114,6 +114,6 @@ class GradientRules:
 
 
 def _nonfinite(values: Sequence[Tensor]) -> Tensor | None:
-    """Return a 0-d tensor: whether any value is infinite or NaN. None if there are no values."""
+    """Return a 0-d flag that is set if any value is infinite or NaN; None if there are no values."""
     here = [value.to(values[0].device) for value in values]
     return ~torch.stack(here).isfinite().all() if here else None

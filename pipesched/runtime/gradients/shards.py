@@ -34,7 +34,7 @@ class Shards:
         self.add(parameters, cuts=cuts)
 
     def add(self, parameters: Sequence[nn.Parameter], *, cuts: bool) -> None:
-        """Divide further parameters. The arguments are those of the constructor."""
+        """Divide further parameters. Takes the same arguments as the constructor."""
         num_replicas = self.num_replicas
         held = self._held
         for parameter in parameters:

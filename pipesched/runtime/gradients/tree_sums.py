@@ -1,7 +1,8 @@
-"""Tree sums: adds the gradients of micro-batches as a binary tree, whose bits do not depend on the number of replicas.
+"""Tree sums: adds gradients of micro-batches as a binary tree. The sum's bits do not depend on the number of replicas.
 
-`program.tree_groups` states the rule. A micro-batch of 8 in one replica belongs to the same subtree as in 2 or 4
-replicas; the sums of the replicas are the upper part of the tree (`tree_sum`, and `runtime.reductions.replica_sum`).
+`program.tree_groups` states the rule. If 8 micro-batches are divided among 1, 2 or 4 replicas, each micro-batch always
+belongs to the same subtree. The sums of the replicas are the upper part of the tree (`tree_sum`, and
+`runtime.reductions.replica_sum`).
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -56,7 +57,7 @@ class TreeSums:
         """Start a step. Sums of a failed step are discarded.
 
         Args:
-            parameters: the parameters. None may get gradients from another stage.
+            parameters: the parameters. No other stage may add to their gradients.
             num_microbatches: the number of micro-batches in this replica.
 
         """
@@ -85,7 +86,7 @@ class TreeSums:
                 self._group[parameter] = group
 
     def _set_aside(self, parameter: Tensor, grad: Tensor) -> None:
-        """Keep the sum of a complete group, or the gradient from before the step."""
+        """Store the sum of a complete group, or the gradient that existed before the step."""
         group = self._group.get(parameter)
         if group is None:
             self._before[parameter] = grad
@@ -101,7 +102,7 @@ class TreeSums:
         _merge(sums, group + 1)
 
     def finish(self) -> None:
-        """After the last backward pass: leave the sum of all groups in ``.grad``. Does nothing if this has been done.
+        """After the last backward pass: leave the sum of all groups in ``.grad``. A second call does nothing.
 
         The sum is added to the gradient that the parameter had before the step.
         """
@@ -118,9 +119,9 @@ class TreeSums:
 
 
 def _merge(sums: list[tuple[int, Tensor]], begun: int | None) -> None:
-    """Add the last two sums while no group from ``begun`` on belongs to a subtree that contains both. None: no group.
+    """Add the last two sums as long as their common subtree contains no group from ``begun`` onwards.
 
-    Groups without a gradient are left out of the tree.
+    If ``begun`` is None, no further groups follow. Groups without a gradient are left out of the tree.
     """
     while len(sums) > 1:
         (first, total), (second, grad) = sums[-2:]

@@ -1,8 +1,8 @@
-"""Replica sum: adds tensors of several processes in a fixed order, so that the sum has the same bits in all of them.
+"""Replica sum: adds tensors of several processes in a fixed order, so that all processes get the same bits.
 
 Each process receives one shard of the tensor from every replica, adds the shards in replica order or as a binary tree
-over the replicas, and sends the sum back. A reduce-scatter or all-reduce of a library would send as many bytes, but it
-leaves the order of the additions to its algorithm, which depends on the number of bytes and the topology.
+over the replicas, and sends the sum back. A library's reduce-scatter or all-reduce would send the same number of bytes.
+But the library chooses the order of the additions by the number of bytes and the topology.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -80,7 +80,7 @@ class ReplicaGroup:
         return own
 
     def _sum_of_own(self, buffer: Tensor) -> Tensor:
-        """Return the sum of all members' shards for this process: a view of a new buffer.
+        """Return the sum of all members' shards for this process, as a view of a new buffer.
 
         ``buffer`` holds this process's shard for each member, in the order of the group.
         """
@@ -88,7 +88,7 @@ class ReplicaGroup:
         distributed.all_to_all_single(shards, buffer, group=self._group)
         of_member = dict(zip(self._replicas, shards.view(self.size, -1), strict=True))
         sums: list[Tensor] = [of_member[replica] for replica in range(self.size)]
-        if self._reduction_order == "tree":  # of a power of two of replicas
+        if self._reduction_order == "tree":  # the number of replicas is a power of two
             while len(sums) > 1:
                 sums = [one.add_(other) for one, other in zip(sums[::2], sums[1::2], strict=True)]
         for following in sums[1:]:
@@ -136,7 +136,7 @@ class ReplicaSums:
         group: the processes with the same stages in all replicas.
         shards: the processes with the same shards of these stages; ``group`` if replicas divide no weights.
         lane: the lane.
-        check: raises an exception if another rank has failed; called while a sum is awaited.
+        check: raises an exception if another rank has failed; called while waiting for a sum.
 
     """
 
@@ -197,7 +197,7 @@ class ReplicaSums:
         return buffer[0] > 0
 
     def copy_from_first(self, tensors: Sequence[Tensor], shards: Sequence[Tensor]) -> None:
-        """Replace tensors, and shards of tensors, with those of the first replica that has them. Waits for the end."""
+        """Copy tensors, and shards of tensors, from the first replica that has them. Waits for the copies."""
         copy = self._group.copy_from_first
         copy_shard = self._shards.copy_from_first
 

@@ -38,7 +38,7 @@ def buffers_of(modules: Mapping[str, nn.Module]) -> dict[str, Buffers]:
 
 
 def _cloned(buffers: Mapping[str, Iterable[tuple[str, Tensor]]]) -> dict[str, Buffers]:
-    """Clone buffers. A buffer that several modules share is cloned once, so that all see a write by one of them."""
+    """Clone buffers. A buffer that several modules share is cloned once, and its clone is shared, too."""
     clones: dict[Tensor, Tensor] = {}
     return {
         name: {key: clones[one] if one in clones else clones.setdefault(one, one.clone()) for key, one in own}
@@ -72,7 +72,7 @@ class BufferCopies:
         return _cloned({name: self._live(name) for name in self._places})
 
     def note(self, name: str, own: Mapping[str, Tensor], copies: Mapping[str, Buffers]) -> None:
-        """Store a module's buffers in ``copies`` after a call: the call may have replaced a copy with a new tensor."""
+        """Store a module's buffers in ``copies`` after a call, which may have replaced a copy with a new tensor."""
         for key in self._places.get(name, ()):
             copies[name][key] = own[key]
 

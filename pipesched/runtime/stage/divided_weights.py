@@ -22,7 +22,7 @@ _Exchange = Callable[[list[Tensor]], list[list[Tensor]]]
 
 
 class DividedWeights:
-    """The weights of one stage, divided by rows: between runs, each replica holds only its own rows.
+    """The weights of one stage, divided by rows. Between runs, each replica holds only its own rows.
 
     A divided parameter stays the same object. Its ``data`` is this replica's rows, or an empty tensor if the replica
     has none; from ``wait`` to ``reshard`` its ``data`` is the whole tensor. Three kinds of parameters are never
@@ -73,7 +73,7 @@ class DividedWeights:
             if parameter not in self._divided and parameter.is_contiguous() and not self._stays_whole(parameter):
                 self._divided.add(parameter)
                 self._cut(parameter)
-        self._follow(self._updated)  # all, because a cast may have replaced the memory of whole parameters, too
+        self._follow(self._updated)  # includes whole parameters, whose memory a cast may have replaced
 
     def _cut(self, parameter: nn.Parameter) -> None:
         """Replace the whole tensor by this replica's rows."""
@@ -134,7 +134,7 @@ class DividedWeights:
         return torch.empty(self._shards.shape(parameter), dtype=parameter.dtype, device=parameter.device)
 
     def wait(self) -> None:
-        """Wait for the whole weights, and assign them to the parameters. Does nothing if this has been done."""
+        """Wait for the whole weights, and assign them to the parameters. Does nothing without a gather in progress."""
         if not self._arriving:
             return
         self._wait()
@@ -157,8 +157,8 @@ class DividedWeights:
     def reshard(self, *, last: bool) -> None:
         """RESHARD: free the whole weights, and keep this replica's rows.
 
-        ``last`` states whether the run gathers them no more. The memory is then freed once nothing else uses it.
-        Otherwise it is freed at once, although the graphs of micro-batches in flight refer to it.
+        ``last`` states whether this is the last RESHARD in the run. If so, the memory is freed once nothing else uses
+        it. Otherwise the memory is freed at once, although the graphs of micro-batches in flight refer to it.
         """
         with torch.inference_mode(False):
             self.wait()
@@ -175,7 +175,7 @@ class DividedWeights:
                     self._whole[parameter].untyped_storage().resize_(0)
 
     def end(self) -> None:
-        """End a run: keep only this replica's rows, also if the run has failed."""
+        """End a run: keep only this replica's rows, even if the run has failed."""
         self._ticket = None
         self._arriving = False
         if self._gathered:

@@ -353,7 +353,7 @@ class LayerRunner:
     # ---- values kept by a run -----------------------------------------------------------------------------------
 
     def _run_offloading(self, offloads: Offloads, saved: MicrobatchState, arrived: Payload, noted: bool) -> Any:
-        """Run the forward, and record the memory that must stay on the device: that of the batch and the outputs."""
+        """Run the forward, and record the memory of the batch and the outputs, which must stay on the device."""
         with offloads.saving(saved.microbatch), self.deferral.saving():
             value = self.run(saved, arrived, noted)
         inputs = self._step_data.inputs[saved.microbatch] if saved.takes_inputs or not saved.num_grads else None
@@ -363,12 +363,12 @@ class LayerRunner:
         return value
 
     def _kind(self, arrived: Payload) -> Hashable:
-        """Return the key under which deferrable weights are stored: the input shapes and which parameters train."""
+        """Return the key under which deferrable weights are stored: the input shapes and the trained parameters."""
         shapes = tuple(tensor.shape for tensor in arrived.tensors)
         return shapes, tuple(p.requires_grad for layer in self._body.layers.values() for p in layer.parameters())
 
     def _check_input(self, modified: bool) -> None:
-        """Record at the first forward whether the stage modifies its input in place; if it does, R runs on a copy.
+        """Record at the first forward whether the stage modifies its input in place. If so, R runs on a copy.
 
         Raises ExecutionError if a later forward modifies its input although the first did not.
         """

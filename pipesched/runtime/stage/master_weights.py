@@ -32,9 +32,9 @@ def with_master_weights(optimizer: _Made) -> _Made:
         )
 
     The optimizer's state for such a parameter is also float32, and holds the copy as ``"master"``. A copy therefore
-    moves with its parameter when the plan changes, is part of ``state_dict()``, and is loaded exactly. If a parameter
-    was changed by other code, for example by ``load_state_dict``, its copy takes the new values. Parameters of other
-    dtypes are updated as usual.
+    moves with its parameter when the plan changes, is part of ``state_dict()``, and is loaded exactly. If other code
+    changes a parameter, as ``load_state_dict`` does, the copy gets the new values. Parameters of other dtypes are
+    updated as usual.
 
     Args:
         optimizer: a new optimizer, from torch.optim or with the same interface.
@@ -59,7 +59,7 @@ def with_master_weights(optimizer: _Made) -> _Made:
 
 
 def _narrowing(optimizer: Optimizer, masters: "_MasterWeights") -> MethodType:
-    """Return a ``step`` for the optimizer that also calls ``narrow`` if the step fails: torch then skips post-hooks.
+    """Return a ``step`` for the optimizer that also narrows after a failed step, because torch then skips post-hooks.
 
     The result is a method, because learning rate schedulers use its ``__func__``. It does not keep the optimizer alive.
     """
@@ -126,7 +126,7 @@ class _MasterWeights:
         self._widened = []
 
     def narrow_after_failure(self, optimizer: Optimizer) -> None:
-        """After a failed step: do as ``narrow`` does. A state that the optimizer has not initialised stays empty."""
+        """After a failed step: do the same as ``narrow``, but keep an uninitialised optimizer state empty."""
         parameters = [parameter for parameter, _, _ in self._widened]
         self.narrow(optimizer, (), {})
         for parameter in parameters:

@@ -73,7 +73,7 @@ def _both_ways_s(device: torch.device) -> float:
 
 
 class _Piece:
-    """A storage that several saved tensors can share: on the device, on the host, or being copied."""
+    """A storage that several saved tensors can share. It is on the device, on the host, or in transit."""
 
     __slots__ = ("__weakref__", "device", "host", "ready")
 

@@ -26,7 +26,7 @@ _Call = tuple[str, int]
 
 
 class _Seen(NamedTuple):
-    """A layer's buffers before a call: those that the call changes, and those that it leaves unchanged."""
+    """A layer's buffers before a call: first the buffers that the call changes, then the unchanged ones."""
 
     #: Copies of the buffers that the call changes.
     copies: dict[str, Tensor]
@@ -102,8 +102,8 @@ class RecomputedLayers:
     def _after(self, which: _Call, layer: nn.Module, own: Mapping[str, Tensor], seen: _Seen) -> None:
         """Separate the buffers in ``seen`` that the call changes from those that it leaves unchanged.
 
-        The changed buffers are determined once for each call and combination of the modules' training modes, in the
-        first run. Values are compared, because some operators change a tensor without incrementing its version counter.
+        The first run of a call determines the changed buffers, once for each combination of the modules' training
+        modes. Values are compared, because some operators change a tensor without incrementing its version counter.
         """
         if not seen.still:
             return

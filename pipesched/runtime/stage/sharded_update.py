@@ -27,8 +27,8 @@ class Spread(Protocol):
     def spread(self, parts: Sequence[Sequence[Sequence[Tensor]]]) -> Ticket:
         """Start to copy tensors between replicas, one collective for each entry of ``parts``.
 
-        An entry holds a list of tensors for each replica: replica i sends the tensors of list i, and the others
-        receive them into their tensors of list i.
+        An entry holds one list of tensors per replica. Replica i sends the tensors in list i, and the other replicas
+        receive them into their own tensors in list i.
         """
 
     def gathered(self, tensor: Tensor) -> list[Tensor]:
@@ -146,7 +146,7 @@ class ShardedUpdate:
         self._send()
 
     def follow(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Make this replica's local parameters views of their rows in the current memory of these parameters."""
+        """Make the local parameters views of rows in the current memory of these parameters."""
         for parameter in parameters:
             values = self.shards.own(parameter, parameter.detach()) if parameter in self.local else None
             if values is not None:

@@ -2,7 +2,7 @@
 
 I computes the input gradients, and W the weight gradients (Qi et al. 2023, arXiv:2401.10241). No computation runs
 twice. During F, each linear layer, matrix product or convolution, such as ``linear(x, w)``, is called with ``w``
-detached, so autograd propagates to ``x`` only. I is an ordinary backward pass over that graph. It also computes cheap
+detached, so autograd propagates to ``x`` only. I is an ordinary backward pass over that graph. I also computes cheap
 weight gradients (norms, biases, embeddings) and weight gradients that cannot be separated (custom functions, recurrent
 nets). A hook stores the gradient ``gy`` of each operation's output. W computes ``gy^T x`` with the operations that
 autograd itself would have used, so the result is bit-identical. W then passes this weight gradient to autograd, which

@@ -100,7 +100,7 @@ class Stage:
         self._runner.begin(step_data, self.weights)
 
     def gather(self, last_backward: int | None) -> None:
-        """Prepare weights that are divided among processes for this run; begin to gather those of sharded modules.
+        """Prepare weights that are divided among processes for this run; begin to gather sharded modules.
 
         ``last_backward`` is the micro-batch of the stage's last B or W, which then reduces the gradients; None if the
         run has no backward.
@@ -258,7 +258,7 @@ class Stage:
             self.divided_weights.wait()
 
     def reshard(self, number: int, *, last: bool) -> None:
-        """RESHARD: free the gathered weights. ``last`` states whether the step gathers them no more."""
+        """RESHARD: free the gathered weights. ``last`` states whether this is the stage's last RESHARD in the step."""
         if self.divided_weights is not None:
             self.divided_weights.reshard(last=last)
 
@@ -310,7 +310,7 @@ class Stage:
         return (Payload.joined([given, *arrived]) if arrived else given), True
 
     def _buffers_copied(self, output: Payload) -> Payload:
-        """Clone tensors of the output that are buffers of this stage: the next forward may change the buffers."""
+        """Clone output tensors that are buffers of this stage, because the next forward may change these buffers."""
         own = {memory_of(buffer) for layer in self.layers.values() for buffer in layer.buffers()}
         return output.map_tensors(lambda one: one.clone() if memory_of(one) in own else one) if own else output
 
@@ -339,7 +339,7 @@ class Stage:
 
 
 class TreeStage(Stage):
-    """A stage that adds the gradients of its micro-batches as a binary tree. The arguments are those of `Stage`."""
+    """A stage that adds the gradients of its micro-batches as a binary tree. Takes the same arguments as `Stage`."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -369,7 +369,7 @@ class TreeStage(Stage):
             super().weight_grad(microbatch)
 
     def reshard(self, number: int, *, last: bool) -> None:
-        if last:  # torch does not let a gradient of another shape than its parameter be assigned
+        if last:  # torch refuses a gradient whose shape differs from its parameter's shape
             self._tree.finish()
         super().reshard(number, last=last)
 
@@ -378,7 +378,7 @@ class TreeStage(Stage):
         super().reduce(bucket)
 
     def last_backward(self, microbatch: int, *grads: Gradients) -> PerConsumer:
-        """B: run the stage's last backward. No REDUCE starts during it, because the sums are complete only after it."""
+        """B: run the stage's last backward. REDUCEs start after it, because only then are the sums complete."""
         return self.backward(microbatch, *grads)
 
     def norm(self, number: int) -> GradientNorms:

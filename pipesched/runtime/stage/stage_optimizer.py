@@ -28,7 +28,7 @@ class StageOptimizer:
         self.elsewhere: Collection[nn.Parameter] = ()
         #: Whether updates wait for the gradients of tied parameters, which are summed after the run.
         self.late = False
-        #: How gradients are treated before an update; None: they are not changed.
+        #: The rules for gradients before an update; None to leave gradients unchanged.
         self.rules: GradientRules | None = None
         #: The decision of the last update; None without rules, and before the first update.
         self.verdict: Verdict | None = None
@@ -41,7 +41,7 @@ class StageOptimizer:
         return [parameter for parameter in own if parameter not in self.elsewhere]
 
     def norm(self, losses: Iterable[Tensor]) -> GradientNorms:
-        """Return the norms of the gradients since the last update; no norms if updates wait for tied parameters.
+        """Return the norms of the gradients since the last update, or no norms if updates wait for tied parameters.
 
         ``losses`` holds the losses of the stage's micro-batches.
         """

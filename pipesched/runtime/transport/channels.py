@@ -54,7 +54,7 @@ class Counts(NamedTuple):
 
     @classmethod
     def none(cls) -> "Counts":
-        """Counts of 0, for the start of a run."""
+        """Return counts of 0, for the start of a run."""
         return cls([0, 0], [0, 0])
 
 

@@ -63,7 +63,7 @@ class Courier:
 
 
 def _end(parcels: "SimpleQueue[_Parcel | threading.Event | None]", threads: Sequence[threading.Thread]) -> None:
-    """End the thread and wait for it: Python aborts the process if it exits while the thread waits for the device."""
+    """End and join the thread, because Python aborts the process if it exits while the thread waits for the device."""
     parcels.put(None)
     for thread in threads:
         if thread is not threading.current_thread():

@@ -99,5 +99,5 @@ def lost(peer: int, error: RuntimeError) -> ConnectionLostError:
     if isinstance(error, StoreLostError):
         return ConnectionLostError(str(error))
     if "Timed out" in str(error):
-        return ConnectionLostError(f"nothing came from rank {peer} within the timeout")
+        return ConnectionLostError(f"no data arrived from rank {peer} within the timeout")
     return ConnectionLostError(f"the connection with rank {peer} ended ({error})", peer)

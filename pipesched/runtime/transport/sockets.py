@@ -351,7 +351,7 @@ class SocketPort:
 
 
 def _greeting(connection: socket.socket, rank: int, tag: int, word: bytes) -> bytes:
-    """Return the greeting of a connection, which proves that the sender has read the secret, but does not reveal it.
+    """Return the greeting of a connection, which proves, without revealing the secret, that the sender has read it.
 
     The proof is valid only for one rank, tag and kind of connection, so it cannot be reused elsewhere.
     """

@@ -86,7 +86,8 @@ def _rank_times(
 ) -> RankTimes:
     """Return the work of a rank with these stages.
 
-    Messages from other ranks arrive one by one, with at least the time of the slowest stage that they pass between.
+    Messages from other ranks arrive one by one. The time between two messages is at least that of the slowest stage on
+    their path.
     """
     chunks = [stages[stage] for stage in own]
     last = chunks[-1]

@@ -63,7 +63,7 @@ class Swept(NamedTuple):
 
 
 class _States:
-    """States as rows of arrays: the problem (a rank and a deadline), the counts of actions, and the label of each."""
+    """States as rows of arrays: the problem (a rank and a deadline), the counts of actions, and the label."""
 
     def __init__(self, problem: _Ints, counts: _Ints, labels: _Ints) -> None:
         self.problem = problem

@@ -1,4 +1,4 @@
-"""Stage times of costs and a placement."""
+"""Stage times: computes the times of each stage from costs and a placement."""
 
 from itertools import pairwise
 

@@ -1,0 +1,277 @@
+"""Best of torch: compares pipesched's plans with the best of five schedules of torch.distributed.pipelining.
+
+    python benchmarks/best_of_torch.py [--pairs 15] [--only sleeping gpt convolutions]
+
+Torch's schedules run with the same number of layers in each stage; the best one is the one with the shortest median
+step. All runs are in the same gloo processes, in turn, with the same weights; gradients are compared first.
+
+sleeping       Eight ranks and 16 micro-batches. The 16 layers sleep for different times instead of computing, so the
+               machine's cores do not matter. The layers of a stage are torch's. Ours is an order made for these times
+               (`searched`), whose ranks hold at most as many micro-batches as under zb-v. Schedules of torch that need
+               more are marked. The table shows simulated and measured steps.
+gpt            Two ranks that compute, 8 micro-batches: a GPT with a large vocabulary, whose head takes the time of
+               several blocks. Ours is the plan of `tune` on these ranks; the script prints the seconds it took.
+convolutions   Likewise, for a convolution net whose channels grow from layer to layer.
+"""
+
+import argparse
+import copy
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import pairwise
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch
+from measure import in_ranks, keep_freed_memory, machine, ratio, slowest_s
+from sleeping import ROWS, WIDTH, Sleeping, wake_in_time
+from torch import Tensor, distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn import functional
+from versus_torch import NAMES, torch_step
+
+import pipesched
+from pipesched import Costs, Pipeline, Plan, Program, schedules, simulate
+from pipesched.program.liveness import peak_in_flight
+from pipesched.program.placement import linear, loop, v
+
+RANKS, MICROBATCHES = 8, 16  # that sleep
+TIMES_MS = (4, 14, 8, 10, 12, 6, 16, 8, 10, 6, 12, 10, 8, 14, 6, 24)  # F, I and W of each layer
+COMPUTING_RANKS, COMPUTING_MICROBATCHES = 2, 8
+
+
+class Measured(NamedTuple):
+    """The seconds of each step on the slowest rank, and whether gradients agree with those of the first runner."""
+
+    steps_s: list[float]
+    agree: bool
+
+
+def in_turn(steps: Sequence[Callable[[], Any]], pairs: int) -> list[list[float]]:
+    """Run the steps in turn, after a warm-up round; return the seconds of each."""
+    rounds = [[slowest_s(step) for step in steps] for _ in range(pairs + 1)]
+    return [list(column) for column in zip(*rounds[1:], strict=True)]
+
+
+# ---- ranks that sleep -----------------------------------------------------------------------------------------------
+
+
+def costs(stages: int) -> Costs:
+    """The times of the stages, with the same number of layers in each."""
+    size = len(TIMES_MS) // stages
+    sums = [sum(TIMES_MS[stage * size : (stage + 1) * size]) / 1e3 for stage in range(stages)]
+    return Costs(forward_s=sums, input_grad_s=sums, weight_grad_s=sums)
+
+
+def program(name: str) -> Program:
+    """The program of one of torch's schedules, with two stages on a rank if it has several."""
+    return schedules.get(name).program(RANKS, MICROBATCHES)
+
+
+def held(program: Program) -> float:
+    """The most micro-batches that a rank holds at once. With two stages on a rank, each counts one half."""
+    return max(peak_in_flight(order) for order in program.orders) * RANKS / program.num_stages
+
+
+def simulated_s(program: Program) -> float:
+    """The simulated step."""
+    return float(simulate(program, costs(program.num_stages)).makespan_s)
+
+
+def searched(limit: float) -> Program:
+    """The shortest of the orders made for one stage on each rank, and for two in a loop and in a V."""
+    return min(
+        (
+            schedules.get("searched")
+            .with_options(
+                costs=costs(len(placement)), placement=placement, max_in_flight=int(limit * len(placement) / RANKS)
+            )
+            .program(RANKS, MICROBATCHES)
+            for placement in (linear(RANKS), loop(RANKS, 2), v(RANKS, 2))
+        ),
+        key=simulated_s,
+    )
+
+
+def sleeping_layers() -> nn.Sequential:
+    """The layers, always with the same weights."""
+    torch.manual_seed(0)
+    return nn.Sequential(*(Sleeping(milliseconds / 1e3) for milliseconds in TIMES_MS))
+
+
+def run_sleeping(rank: int, found: Program, pairs: int) -> list[Measured]:
+    """Run in each rank: our program, then torch's schedules."""
+    wake_in_time()
+    own = sleeping_layers()
+    x, y = torch.randn(MICROBATCHES * ROWS, WIDTH), torch.randn(MICROBATCHES * ROWS, WIDTH)
+    with Pipeline(
+        own,
+        x[:ROWS],
+        loss_fn=functional.mse_loss,
+        mesh=init_device_mesh("cpu", (RANKS,)),
+        schedule=schedules.get("searched").with_options(placement=found.placement, found=found),
+        num_microbatches=MICROBATCHES,
+        boundaries=[stage * len(own) // found.num_stages for stage in range(1, found.num_stages)],
+    ) as pipe:
+        return beside_torch(pipe, (x, y), [sleeping_layers() for _ in NAMES], rank, functional.mse_loss, pairs)
+
+
+def gradients(model: nn.Module) -> Tensor:
+    """All gradients of a model, each from the rank that has it. Collective over the default group."""
+    every = [torch.zeros(each.shape) if each.grad is None else each.grad for each in model.parameters()]
+    flat = torch.cat([grad.flatten() for grad in every])
+    distributed.all_reduce(flat)
+    return flat
+
+
+def beside_torch(
+    pipe: Pipeline,
+    batch: tuple[Tensor, Tensor],
+    models: Sequence[nn.Sequential],
+    rank: int,
+    loss_fn: Callable[..., Any],
+    pairs: int,
+) -> list[Measured]:
+    """Measure our pipeline, then torch's schedules on copies of the model."""
+    x, y = batch
+    rivals = [
+        partial(torch_step(name, model, rank, pipe.plan.program.num_ranks, pipe.num_microbatches, loss_fn), x, y)
+        for name, model in zip(NAMES, models, strict=True)
+    ]
+    ours = partial(pipe.step, x, target=y)
+    for step in (ours, *rivals):
+        step()
+    own = gradients(pipe.model)
+    agree = [torch.allclose(own, gradients(model), atol=1e-5) for model in (pipe.model, *models)]
+    return [Measured(*pair) for pair in zip(in_turn([ours, *rivals], pairs), agree, strict=True)]
+
+
+def show_sleeping(pairs: int) -> None:
+    """Print the simulated and the measured step of each schedule."""
+    programs = {name: program(name) for name in NAMES}
+    limit = held(programs["zb-v"])
+    ours = searched(limit)
+    results = in_ranks(RANKS, run_sleeping, ours, pairs)
+    print(
+        f"{RANKS} ranks asleep{'held':>16}{'simulated':>11}{'measured':>10}{'m. / s.':>9}  ours / this: simulated; run"
+    )
+    for number, (name, each) in enumerate({"ours": ours, **programs}.items()):
+        steps_s, due_s = results[0][number].steps_s, simulated_s(each)
+        most = f"{held(each):g}{' (over)' if held(each) > limit else ''}"
+        times = f"{due_s * 1e3:>11.1f}{median(steps_s) * 1e3:>10.1f}{median(steps_s) / due_s:>9.3f}"
+        against = f"{simulated_s(ours) / due_s:.3f}, {ratio(results[0][0].steps_s, steps_s)}"
+        agree = all(rank[number].agree for rank in results)
+        print(f"{name:<16}{most:>16}{times}  {against}{'' if agree else '  gradients differ'}", flush=True)
+
+
+# ---- ranks that compute ---------------------------------------------------------------------------------------------
+
+
+class Residual(nn.Module):
+    """Two convolutions with a residual connection."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Conv2d(channels, channels, 3, padding=1) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.second(functional.relu(self.first(x)))
+
+
+class Logits(nn.Linear):
+    """A head that puts the classes last but one, as cross_entropy expects them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).transpose(1, 2)
+
+
+def gpt() -> tuple[nn.Sequential, Tensor, Tensor]:
+    """Twelve layers: an embedding, ten blocks, and a head over a large vocabulary."""
+    width, vocabulary, tokens = 192, 8192, 64
+    options = {"dropout": 0.0, "batch_first": True, "norm_first": True, "activation": "gelu"}
+    blocks = (nn.TransformerEncoderLayer(width, 4, 4 * width, **options) for _ in range(10))
+    model = nn.Sequential(nn.Embedding(vocabulary, width), *blocks, Logits(width, vocabulary))
+    shape = (2 * COMPUTING_MICROBATCHES, tokens)
+    return model, torch.randint(vocabulary, shape), torch.randint(vocabulary, shape)
+
+
+def convolutions() -> tuple[nn.Sequential, Tensor, Tensor]:
+    """Twelve layers: their channels grow in three places, where the image becomes smaller."""
+    layers: list[nn.Module] = []
+    for given, channels in pairwise((3, 32, 64, 128)):
+        layers += [nn.Conv2d(given, channels, 3, stride=2 if given > 3 else 1, padding=1)]
+        layers += [Residual(channels) for _ in range(3)]
+    layers[-1] = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(128, 100))
+    return nn.Sequential(*layers), torch.randn(4 * COMPUTING_MICROBATCHES, 3, 32, 32), torch.randint(100, (32,))
+
+
+MODELS = {"gpt": gpt, "convolutions": convolutions}
+
+
+class Tuned(NamedTuple):
+    """The results of a rank, with the plan that ran and the seconds that the search took."""
+
+    results: list[Measured]
+    plan: str
+    tune_s: float
+
+
+def run_computing(rank: int, name: str, pairs: int) -> Tuned:
+    """Run in each rank: find a plan, then measure it and torch's schedules."""
+    torch.manual_seed(0)
+    model, x, y = MODELS[name]()
+    models = [copy.deepcopy(model) for _ in NAMES]
+    mesh = init_device_mesh("cpu", (COMPUTING_RANKS,))
+    rows = len(x) // COMPUTING_MICROBATCHES
+    begin = time.perf_counter()
+    plan: Plan = pipesched.tune(
+        model,
+        x[:rows],
+        mesh=mesh,
+        batch_size=len(x),
+        num_microbatches=COMPUTING_MICROBATCHES,
+        loss_fn=functional.cross_entropy,
+        target=y[:rows],
+        all_ranks=True,
+    )
+    tune_s = time.perf_counter() - begin
+    with Pipeline(model, x[:rows], loss_fn=functional.cross_entropy, mesh=mesh, plan=plan) as pipe:
+        results = beside_torch(pipe, (x, y), models, rank, functional.cross_entropy, pairs)
+    return Tuned(results, f"{plan.schedule}, {[len(stage) for stage in plan.stages]} layers", tune_s)
+
+
+def show_computing(name: str, pairs: int) -> None:
+    """Print the measured step of each schedule."""
+    ranks = in_ranks(COMPUTING_RANKS, run_computing, name, pairs)
+    results, plan, tune_s = ranks[0]
+    own_s = results[0].steps_s
+    print(f"{name}: tune took {tune_s:.1f} s and chose {plan}: {median(own_s) * 1e3:.1f} ms")
+    for number, other in enumerate(NAMES, 1):
+        steps_s = results[number].steps_s
+        agree = all(rank.results[number].agree for rank in ranks)
+        print(
+            f"  {other:<20}{median(steps_s) * 1e3:>10.1f} ms   ours / torch {ratio(own_s, steps_s)}"
+            f"{'' if agree else '  gradients differ'}"
+        )
+    best = min((each.steps_s for each in results[1:]), key=median)
+    print(f"  ours / best of torch {ratio(own_s, best)}", flush=True)
+
+
+def main() -> None:
+    """Print a block for each comparison."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pairs", type=int, default=15)
+    parser.add_argument("--only", nargs="+", default=["sleeping", *MODELS], choices=["sleeping", *MODELS])
+    args = parser.parse_args()
+    keep_freed_memory()
+    print(machine())
+    for name in args.only:
+        if name == "sleeping":
+            show_sleeping(args.pairs)
+        else:
+            show_computing(name, args.pairs)
+
+
+if __name__ == "__main__":
+    main()
