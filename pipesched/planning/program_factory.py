@@ -138,8 +138,8 @@ class ProgramFactory:
 
     @property
     def searches(self) -> bool:
-        """Whether the schedule is `searched`, which can make an order for given costs."""
-        return isinstance(self.source, Schedule) and "found" in self.source.options
+        """Whether the schedule is `searched`, for several ranks. On one rank, all orders take the same time."""
+        return isinstance(self.source, Schedule) and "found" in self.source.options and self.num_ranks > 1
 
     @property
     def request(self) -> PlanRequest:

@@ -61,6 +61,12 @@ def test_random_lengths_train_to_the_bits_of_the_loop() -> None:
             assert_as(pipe, expected)
 
 
+def test_one_rank_searches_no_order() -> None:
+    with jobs.pipeline({"devices": ["cpu"]}, boundaries=None) as pipe:
+        pipe.step(microbatches=jobs.batch(jobs.STEPS[0]))
+        assert pipe.trace.name == "searched, measured"
+
+
 # ---- shown ----------------------------------------------------------------------------------------------------------
 
 
