@@ -144,11 +144,15 @@ def candidates(
 
 
 def _variants(schedule: Schedule, *, chosen: bool) -> Iterator[tuple[Schedule, bool]]:
-    """Yield pairs: the schedule with a number of chunks to try, and whether this variant splits each B into I and W."""
+    """Yield pairs: the schedule with a number of chunks to try, and whether this variant splits each B into I and W.
+
+    A number of chunks that the user has set is the only one to try.
+    """
     if "chunks_per_rank" not in schedule.options:
         variants = [schedule]
     else:
-        counts = sorted({schedule.chunks_per_rank, *_CHUNKS})
+        given = schedule.chunks_per_rank
+        counts = [given] if chosen and _has_own_chunks(schedule) else sorted({given, *_CHUNKS})
         variants = [schedule.with_options(chunks_per_rank=count) for count in counts if count > 1 or chosen]
     for variant in variants:
         try:
@@ -156,6 +160,12 @@ def _variants(schedule: Schedule, *, chosen: bool) -> Iterator[tuple[Schedule, b
         except ScheduleError:
             continue
         yield variant, bool(program.columns.are(Kind.W).any())
+
+
+def _has_own_chunks(schedule: Schedule) -> bool:
+    """Return whether the number of chunks differs from the default of the registered schedule of this name."""
+    known = schedule.name in schedules.names()
+    return known and schedules.get(schedule.name).chunks_per_rank != schedule.chunks_per_rank
 
 
 def smaller_counts(num_ranks: int) -> list[int]:

@@ -28,6 +28,15 @@ Offload = Literal["auto"] | bool
 #: The default number of actions to simulate, about three seconds.
 EFFORT = 3_000_000
 
+_SEARCHED = "searched"
+#: What to pass to a search for a plan instead of an option of `searched`.
+_INSTEAD = {
+    "chunks_per_rank": "pass num_stages= instead",
+    "effort": "pass effort= to tune instead",
+    "max_in_flight": "leave it out, and limit the memory of each rank with memory_limit_bytes=",
+    "memory_limit_bytes": "pass memory_limit_bytes= to tune or Pipeline instead",
+}
+
 
 @dataclass(frozen=True)
 class SearchRequest:
@@ -87,11 +96,8 @@ class SearchRequest:
 
     @property
     def searches_orders(self) -> bool:
-        """Whether to search orders for the stages: without a given schedule, or if `searched` has no own costs."""
-        if self.schedule is None:
-            return True
-        given = self.schedule.options
-        return self.schedule.name == "searched" and all(given[name] is None for name in ("costs", "placement", "found"))
+        """Whether to search orders for the stages: without a given schedule, or with `searched`."""
+        return self.schedule is None or self.schedule.name == _SEARCHED
 
     @property
     def known_schedule(self) -> Schedule | None:
@@ -191,6 +197,8 @@ def _synchronous(schedule: Any) -> Schedule | None:
     if isinstance(schedule, str) and schedule == "auto":
         return None
     wished = schedule if isinstance(schedule, Schedule) else schedules.get(schedule)
+    if wished.name == _SEARCHED:
+        _check_defaults(wished)
     program = wished.program(2, 2)
     if program.has_updates or program.num_weights < program.num_stages:
         raise ScheduleError(
@@ -199,6 +207,17 @@ def _synchronous(schedule: Any) -> Schedule | None:
             f"profile)"
         )
     return wished
+
+
+def _check_defaults(searched: Schedule) -> None:
+    """Raise ScheduleError if `searched` has options: a search for a plan sets them itself."""
+    for name, default in schedules.get(_SEARCHED).options.items():
+        given = searched.options[name]
+        if given is not default and given != default:
+            raise ScheduleError(
+                f"a search for a plan sets the options of 'searched' itself, from the measured layers; got "
+                f"{name}={shown(given)}; {_INSTEAD.get(name, 'leave it out')}"
+            )
 
 
 def limits_of(given: int | Sequence[int] | None, num_ranks: int) -> tuple[int, ...] | None:

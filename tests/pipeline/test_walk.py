@@ -20,7 +20,7 @@ ROOT = Path(pipesched.__file__).parent
 FILES = {
     "capture": {"stage_body"},
     "model": {"module_tree", "stale_weights"},
-    "pipeline": {"pipeline", "step_runner"},
+    "pipeline": {"pipeline", "step_runner", "uneven_orders"},
     "planning": {"program_factory"},
     "program": {"near_equal_parts"},
     "runtime": {"microbatches", "rank_host", "step_call"},
@@ -29,7 +29,7 @@ FILES = {
     "tensors": {"caller_context", "function_mode", "graph_edges", "keyed_random", "payload"},
 }
 #: How many functions they run, as counted when this was last reduced.
-MOST_FUNCTIONS = 80
+MOST_FUNCTIONS = 82
 
 
 def test_a_step_of_a_plain_model_runs_few_functions_of_few_files():

@@ -117,3 +117,19 @@ def test_a_program_of_other_stages_is_refused(plan):
     other = schedules.get("searched").with_options(found=plan.program, placement=(0, 1, 1, 0, 0, 1))
     with pytest.raises(ScheduleError, match="found= must be the program of an earlier search for the same placement"):
         other.program(2, 4)
+
+
+@pytest.mark.parametrize(
+    ("option", "remedy"),
+    [
+        ({"max_in_flight": 1}, "memory_limit_bytes="),
+        ({"memory_limit_bytes": 10}, "memory_limit_bytes="),
+        ({"chunks_per_rank": 2}, "num_stages="),
+        ({"placement": (0, 1, 1, 0)}, "leave it out"),
+        ({"effort": 2}, "effort="),
+    ],
+)
+def test_options_that_a_search_for_a_plan_sets_itself_are_refused(option, remedy):
+    schedule = schedules.get("searched").with_options(**option)
+    with pytest.raises(ScheduleError, match=f"sets the options of 'searched' itself.*{next(iter(option))}.*{remedy}"):
+        SearchRequest.of(profile(TIMES), 2, 4, PlanRequest(schedule=schedule, num_microbatches=4))
