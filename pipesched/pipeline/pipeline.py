@@ -270,7 +270,7 @@ class Pipeline(SavingInterface):
             has_loss_fn=loss_fn is not None,
             guard=self._guard,
             memory=self._memory,
-            orders=UnevenOrders(self._running, self._book, schedule=schedule, limited=limits is not None),
+            orders=UnevenOrders(self._running, self._book, limited=limits is not None),
             intra_op_threads=threads,
         )
         self._replanner = Replanner(

@@ -5,12 +5,10 @@ Before the first run of a program, the executor compares its digest between all 
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 from pipesched.pipeline.cost_book import CostBook
 from pipesched.pipeline.running_plan import RunningPlan
 from pipesched.planning.program_factory import StepPrograms
-from pipesched.program.order import Schedule
 from pipesched.runtime.executors.channel_plan import look
 from pipesched.runtime.microbatches import Batch
 from pipesched.simulation.costs import Costs
@@ -28,19 +26,15 @@ class UnevenOrders:
     Args:
         running: the running plan.
         book: the known costs of layers and devices.
-        schedule: the user's choice of a schedule. If it is `searched` with limits, orders stay within them.
         limited: whether the ranks have memory limits. If so, no rank holds more micro-batches than in the order for
-            equal ones, even if the schedule allows more.
+            equal ones.
 
     """
 
-    def __init__(self, running: RunningPlan, book: CostBook, *, schedule: Any, limited: bool) -> None:
+    def __init__(self, running: RunningPlan, book: CostBook, *, limited: bool) -> None:
         self._running = running
         self._book = book
-        options = schedule.options if isinstance(schedule, Schedule) else {}
-        self._limits: dict[str, Any] = {"memory_limit_bytes": options.get("memory_limit_bytes")}
-        if not limited:
-            self._limits["max_in_flight"] = options.get("max_in_flight")
+        self._limits: dict[str, None] = {} if limited else {"max_in_flight": None}
 
     def of(self, batch: Batch) -> StepPrograms:
         """Return the programs of a step over this replica's part of a batch. Collective over replicas."""

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from pipesched import Costs, Search, schedules
+from pipesched import Costs, Search
 from pipesched.planning import program_factory
 from pipesched.planning.plan_request import PlanRequest
 from pipesched.planning.program_factory import ProgramFactory, StepPrograms
@@ -93,7 +93,6 @@ def test_the_report_says_whether_the_order_was_made_for_the_lengths(options: dic
 
 def test_without_a_limit_more_micro_batches_may_be_in_flight() -> None:
     assert peaks({}) > peaks({"search": Search(profile=jobs.profile(), memory_limit_bytes=1 << 30)})
-    assert peaks({"schedule": schedules.get("searched").with_options(max_in_flight=1)}) == [1, 1]
 
 
 def peaks(options: dict[str, Any]) -> list[int]:
