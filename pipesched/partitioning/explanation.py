@@ -188,9 +188,9 @@ def _moves(costs: _StageCosts, stage: int) -> Iterator[str]:
         other, first, _ = costs.stages[stage - 1]
         time = max(costs.time(other, first, begin + 1), costs.time(slot, begin + 1, end))
         moved = names[costs.layers(begin, begin + 1)[0]]
-        yield f"moving {moved} to stage {stage - 1} would make the slower stage take {quote_time(seconds(time))}"
+        yield f"moving layer {moved} to stage {stage - 1} would make the slower stage take {quote_time(seconds(time))}"
     if stage + 1 < len(costs.stages):
         other, _, last = costs.stages[stage + 1]
         time = max(costs.time(other, end - 1, last), costs.time(slot, begin, end - 1))
         moved = names[costs.layers(end - 1, end)[-1]]
-        yield f"moving {moved} to stage {stage + 1} would make the slower stage take {quote_time(seconds(time))}"
+        yield f"moving layer {moved} to stage {stage + 1} would make the slower stage take {quote_time(seconds(time))}"
