@@ -31,8 +31,8 @@ Axes = Literal["auto"] | Mapping[str, int]
 #: The ZeRO level, which sets the tensors that replicas divide: 0, 1, 2, 3, or "auto".
 Zero = Literal["auto"] | int
 
-#: At the peak of a step, zero=1 holds as much as zero=2, and sends more. zero=3 holds less than zero=2 only if weights
-#: are gathered for each use.
+#: At the peak of a step, zero=1 holds no less than zero=2, and sends more. zero=3 holds less than zero=2 only if
+#: weights are gathered for each use.
 _TRIED_LEVELS = (0, 2)
 _EFFORT = 6_000_000  # actions to simulate in all full searches together
 _EFFORT_EACH = 1_500_000  # actions to simulate in the full search of one division
