@@ -43,4 +43,4 @@ def thorough() -> Iterator[None]:
 
 def _set(values: list[tuple[Any, str, Any]]) -> None:
     for place, name, value in values:
-        object.__setattr__(place, name, value)  # layer_profiler.QUICK is a frozen dataclass, so setattr would raise
+        object.__setattr__(place, name, value)  # also for QUICK, a frozen dataclass that is a default argument

@@ -30,8 +30,8 @@ def programs(draw, max_stages=5, max_microbatches=4):
 def random_program(rng, num_ranks, num_stages, num_microbatches, *, skips, recomputes=False, ascending=False):
     """Return a random valid program of this shape.
 
-    skips: any stage may send to any later stage. recomputes: some backwards have an R, which may run early. ascending:
-    each stage runs the micro-batches in ascending order, as in exact programs.
+    skips: any stage may send to any later stage. recomputes: some backwards have an R, at a random earlier place.
+    ascending: each stage runs the micro-batches in ascending order, as in exact programs.
     """
     placement = tuple(rng.randrange(num_ranks) for _ in range(num_stages))
     graph = chain(num_stages)

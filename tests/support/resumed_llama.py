@@ -1,4 +1,7 @@
-"""A small Hugging Face Llama that stops and resumes with other numbers of replicas and ranks, and the same training in a plain loop."""
+"""Trains a small Hugging Face Llama that stops and resumes with other numbers of replicas and ranks.
+
+A plain loop gives the expected losses.
+"""
 
 import warnings
 from functools import cache
@@ -97,7 +100,7 @@ def run(ranks: Ranks, where: Place, *args: Any) -> list[Tensor]:
 
 
 def loop(before: Place, after: Place, stop: int, steps: int) -> list[Tensor]:
-    """Return the losses of a plain loop that adds gradients in the order of ``before``, and from ``stop`` on of ``after``."""
+    """Return the losses of a plain loop that adds gradients like ``before``, and from ``stop`` on like ``after``."""
     return _loop(before.sums, after.sums, stop, steps)
 
 

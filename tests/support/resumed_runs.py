@@ -112,7 +112,7 @@ def pairwise_cases() -> list[tuple[Half, Half]]:
 
 
 def _gain(row: list[Any], at: int, value: Any, wanted: set[Any]) -> int:
-    """Return the number of missing pairs that ``value`` at position ``at`` adds to a row. None entries match any value."""
+    """Return the number of missing pairs that ``value`` at position ``at`` adds to a row. None matches any value."""
     return sum(
         (one == at and first == value and row[other] in (None, second))
         or (other == at and second == value and row[one] in (None, first))

@@ -1,4 +1,4 @@
-"""Whole state: reads the whole state of a model into a dict, without pipesched's code, so that tests find any change."""
+"""Whole state: reads the whole state of a model into a dict, so that tests find any change. Uses no pipesched code."""
 
 from collections import deque
 from contextlib import contextmanager
@@ -31,7 +31,7 @@ def of_tensor(tensor: Tensor) -> dict[str, Any]:
         ),
         "attributes": sorted(tensor.__dict__),
     }
-    if isinstance(tensor, nn.Parameter):  # not for buffers: a buffer that a forward changes is restored, which changes its version
+    if isinstance(tensor, nn.Parameter):  # versions of buffers change when pipesched restores them
         found["version"] = tensor._version
     if tensor.is_leaf:
         found["grad"] = None if tensor.grad is None else (id(tensor.grad), tensor.grad._version, bits(tensor.grad))

@@ -84,7 +84,7 @@ def _transformers() -> Any:
         "loss.loss_deformable_detr",
         "models.mask2former.modeling_mask2former",
     ):
-        module: Any = importlib.import_module(f"transformers.{name}")  # this module imports scipy, which _assigned replaces
+        module: Any = importlib.import_module(f"transformers.{name}")  # _assigned replaces scipy here
         module.linear_sum_assignment = _assigned
         module.requires_backends = lambda *_: None
     return transformers
@@ -101,7 +101,7 @@ def _drop(config: Any, rate: float) -> None:
 
 
 def _assigned(cost: Any) -> tuple[Any, Any]:
-    """Return the assignment with the smallest total cost, as scipy's ``linear_sum_assignment`` does, for small inputs."""
+    """Return the assignment with the smallest total cost: scipy's ``linear_sum_assignment``, for small inputs."""
     cost = np.asarray(cost)
     if len(cost) < cost.shape[1]:
         columns, rows = _assigned(cost.T)
