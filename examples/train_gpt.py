@@ -85,7 +85,7 @@ def batch(text: Tensor, rows: int, context: int, draw: random.Random) -> tuple[T
 
 
 def ranks() -> dict[str, Any]:
-    """The ranks: one for each process under torchrun, else two in this process (two GPUs, or one GPU or CPU twice)."""
+    """The mesh of all processes under torchrun; else two devices (two GPUs, or one GPU or the CPU twice)."""
     gpus = torch.cuda.device_count()
     if "WORLD_SIZE" in os.environ:
         shape = (int(os.environ["WORLD_SIZE"]),)

@@ -62,7 +62,7 @@ class Batches:
 
 
 class StopSignal:
-    """Whether SIGTERM or Ctrl+C has reached any rank. The running step is finished first."""
+    """Records SIGTERM and Ctrl+C, so that training stops after the current step."""
 
     def __init__(self) -> None:
         self._received = False
@@ -73,7 +73,7 @@ class StopSignal:
         self._received = True
 
     def on_any_rank(self) -> bool:
-        """Collective: ranks receive a signal at different moments, and must stop after the same step."""
+        """Return whether a signal has reached any rank, so that all ranks stop after the same step. Collective."""
         if not distributed.is_initialized():
             return self._received
         received = torch.tensor(float(self._received), device="cuda" if torch.cuda.is_available() else "cpu")
@@ -94,7 +94,7 @@ def model() -> GPT2LMHeadModel:
 
 
 def ranks(replicas: int) -> dict[str, Any]:
-    """The ranks: one for each process under torchrun, else the GPUs of this process, or its CPU."""
+    """The mesh of all processes under torchrun; without torchrun, the GPUs of this process, or its CPU."""
     gpus = torch.cuda.device_count()
     if "WORLD_SIZE" in os.environ:
         shape = (replicas, int(os.environ["WORLD_SIZE"]) // replicas)
@@ -156,7 +156,7 @@ def main() -> None:
     ]
     state = {"scheduler": schedulers, "extra": {"training": training, "validation": validation}}
     done = 0
-    with suppress(pipesched.errors.MissingCheckpointError):  # there is none at the first start
+    with suppress(pipesched.errors.MissingCheckpointError):  # there is no checkpoint at the first start
         done = pipe.load(options.folder, **state).step
 
     first = int(os.environ.get("RANK", "0")) == 0

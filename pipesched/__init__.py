@@ -5,14 +5,14 @@
     import pipesched
 
     pipe = pipesched.Pipeline(model, sample, loss_fn=loss_fn, devices=["cuda:0", "cuda:1"])
-    loss = pipe.step(x, target=y)  # every micro-batch forward and backward; gradients are in .grad
+    loss = pipe.step(x, target=y)  # runs every forward and backward; the gradients are in .grad
 
-To train a model: `Pipeline`, with the options `Search`, `Numerics` and `Distributed`, and `StepLog`.
-In layers: `add_loss`. Micro-batches that are already cut: `Microbatch`.
+To train a model: `Pipeline`, with the options `Search`, `Numerics` and `Distributed`. To log its steps: `StepLog`.
+To add a loss inside a layer: `add_loss`. To pass micro-batches that you have cut yourself: `Microbatch`.
 To plan: `profile`, `tune`, `partition`. To study schedules: `schedules`, `simulate`, `validate`, `lower_bound`, `viz`.
 To write a schedule: `schedule`, `Order`, `Shape`.
 
-The packages; each imports only from the packages above it:
+The packages, each of which imports only from the packages above it:
 
     errors, units, checks       errors, numbers as text, argument checks
     program, order, schedules   schedules as data; one file per schedule
@@ -117,7 +117,7 @@ _PACKAGES = ("errors", "schedules", "testing", "viz")
 __all__ = [*_HOME, *_PACKAGES]  # noqa: PLE0604
 __version__ = "0.1.0"
 
-logging.getLogger(__name__).addHandler(logging.NullHandler())  # quiet unless the user configures logging
+logging.getLogger(__name__).addHandler(logging.NullHandler())  # no output unless the user configures logging
 
 
 def __getattr__(name: str) -> Any:

@@ -62,7 +62,7 @@ class ArgumentError(InputError, TypeError):
 
 
 class ExecutionError(PipeschedError, RuntimeError):
-    """A pipeline failed while running, for a reason other than an exception of the user's code."""
+    """A pipeline failed while running, for a reason other than an exception in the user's code."""
 
 
 class CheckpointError(PipeschedError, RuntimeError):

@@ -50,7 +50,7 @@ def parse_json(text: str | bytes, deepest: int = _DEEPEST) -> Any:
         raise _too_deep(deepest) from None
     except ScheduleError:
         raise
-    except ValueError as error:  # states line and column, or for undecodable bytes the offset
+    except ValueError as error:  # its text states the line and column, or the offset of bytes that are not UTF-8
         raise ScheduleError(
             f"the file must be JSON; {error}; save the file again, or correct it at that position"
         ) from None
@@ -117,14 +117,14 @@ def _check_text(text: str) -> None:
 def read_fields(
     kind: type[_Made], values: Any, has: str, *, partly: bool = True, **makes: Callable[[Any], Any]
 ) -> _Made:
-    """Build a dataclass from a mapping of its fields to plain values: the inverse of ``asdict``.
+    """Build an instance of a dataclass from a mapping of field names to plain values: the inverse of ``asdict``.
 
     Args:
         kind: the dataclass.
         values: the mapping.
         has: the first words of an error, such as "a link must have".
         partly: whether fields with defaults may be missing.
-        makes: field name -> function that converts the plain value, for each field that does not hold a plain type.
+        makes: field name -> function that converts the plain value, for each field whose type is not plain.
 
     Raises:
         ScheduleError: ``values`` is not a mapping, a name is unknown or missing, or a value has the wrong type.
@@ -159,7 +159,10 @@ def maybe(make: Callable[[Any], _Made]) -> Callable[[Any], _Made | None]:
 
 
 def _of_type(value: Any, hint: Any, what: str) -> Any:
-    """Return a value, with lists converted to the type ``hint``. Raises ScheduleError if the value has another type."""
+    """Return a value of the type ``hint``. Lists become tuples where ``hint`` asks for tuples.
+
+    Raises ScheduleError if the value has a different type.
+    """
     origin = get_origin(hint)
     args = get_args(hint)
     if origin in (Union, UnionType):

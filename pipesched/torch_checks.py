@@ -25,7 +25,7 @@ __all__ = [
     "as_timeout",
 ]
 
-_MOST_THREADS = 4096  # above any real machine; with far more, the libraries under torch abort the process
+_MOST_THREADS = 4096  # more than any machine has cores; with far more threads, torch's libraries abort the process
 
 
 def as_call(sample: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -134,8 +134,8 @@ def as_threads(count: Any) -> int:
     number: int = count
     if not is_count(count) or number > _MOST_THREADS:
         raise InputError(
-            f"every rank must compute with at least one thread; got intra_op_threads={shown(count)}; pass a number "
-            f"from 1 to the number of cores"
+            f"intra_op_threads= must be a whole number from 1 to {_MOST_THREADS}; got intra_op_threads={shown(count)}; "
+            f"pass a number from 1 to the number of cores"
         )
     return number
 

@@ -6,7 +6,7 @@ import os
 from collections import defaultdict
 from collections.abc import Iterator
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: test processes share the cores
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # set before torch is imported, because test processes share the cores
 
 import pytest
 from hypothesis import settings
@@ -18,22 +18,21 @@ from tests.support.models import every_product_deferred  # noqa: F401
 from tests.support.quick_measurements import measure_quickly, thorough  # noqa: F401
 from tests.support.rank_processes import Ranks
 
-settings.register_profile("same", derandomize=True, deadline=None)  # a run of the tests is as the one before
+settings.register_profile("same", derandomize=True, deadline=None)  # every run draws the same examples
 settings.load_profile("same")
 measure_quickly()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--exhaustive", action="store_true", help="run also what marks one_in and exhaustive leave out")
+    parser.addoption("--exhaustive", action="store_true", help="also run tests that one_in and exhaustive leave out")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of a test marked ``one_in(n)``, keep one case in n, so that as many values of its parameters as possible occur.
+    """Deselect tests by the marks ``one_in`` and ``exhaustive``.
 
-    A test marked ``exhaustive`` is left out. It repeats, with a whole script or with ranks that are started in another
-    way, a behaviour that a test which always runs checks as well.
-
-    All run with ``--exhaustive``, and where a test is named on the command line.
+    Of a test marked ``one_in(n)``, one case in n remains. The remaining cases cover as many values of each parameter as
+    possible. A test marked ``exhaustive`` is deselected, because an unmarked test checks the same behaviour with less
+    effort. Nothing is deselected with ``--exhaustive``, or if the command line names a single test.
     """
     if config.getoption("exhaustive") or any("::" in name for name in config.args):
         return
@@ -51,13 +50,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """Keep the garbage collector from going through torch and all tests each time: half a second."""
+    """Exclude torch and the collected tests from garbage collection: scanning them takes half a second each time."""
     gc.freeze()
 
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[Ranks]:
-    """Four processes that serve as ranks for a whole test file."""
+    """Start four processes that serve as ranks for all tests of a file."""
     ranks = Ranks(4)
     yield ranks
     ranks.close()
@@ -65,5 +64,5 @@ def ranks() -> Iterator[Ranks]:
 
 @pytest.fixture(params=["in process", "mesh"])
 def run(request: pytest.FixtureRequest) -> places.Run:
-    """Runs a job with its ranks in this process, and again over processes."""
+    """Return a function that runs a job, with all ranks in this process or with one process per rank."""
     return places.run_here if request.param == "in process" else request.getfixturevalue("ranks").run

@@ -97,11 +97,11 @@ class CapturedModel:
         if hidden and program.num_weights > len(self.layers):
             (maker, user), *others = hidden
             pairs = counted(len(others), "other pair")
-            same = f" ({pairs} of layers must stay together for the same reason)" if others else ""
+            same = f" (as in {pairs} of layers)" if others else ""
             raise GraphError(
-                f"the model has only {len(self.layers)} layers that can be separated, too few for "
-                f"{program.num_weights} stages. {maker} passes a tensor to {user} through an attribute or an object, "
-                f"so {maker} and {user} must be in one stage{same}. Return the tensor from {maker} and pass it to "
+                f"layers that pass a tensor through an attribute or an object must be in one stage; {maker} passes a "
+                f"tensor to {user} in this way{same}; the model has only {len(self.layers)} layers that can be "
+                f"separated, too few for {program.num_weights} stages; return the tensor from {maker}, and pass it to "
                 f"{user} as an argument"
             )
         calls = self.captures[self.model.training].calls

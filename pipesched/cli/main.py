@@ -230,7 +230,7 @@ def show(  # noqa: PLR0913  # one parameter for each option
 
     With --replicas, the timeline also shows how each rank sums gradients over the replicas in 4 buckets per stage, and,
     with --zero 3, how it gathers weights. The figures then include the bytes that a rank sends to other replicas in a
-    step, and how much of this time lies in bubbles, under compute, or is exposed.
+    step, and the parts of this communication that run in bubbles, run under compute, or are exposed (the rank waits).
 
     \b
     Examples:
@@ -241,8 +241,9 @@ def show(  # noqa: PLR0913  # one parameter for each option
     """
     if Path(schedule).is_file() and (ranks or microbatches or chunks or steps):
         raise click.UsageError(
-            f"a program in a file already has a number of ranks, micro-batches, chunks and steps; got such an option "
-            f"with the file {schedule}; leave out --ranks, --microbatches, --chunks and --steps"
+            f"a program in a file already has a number of ranks, micro-batches, chunks and steps; got an option "
+            f"for one of these numbers with the file {schedule}; leave out --ranks, --microbatches, --chunks and "
+            f"--steps"
         )
     replicas = Replicas.taken_from(others)
     program = replicas.add_collectives(_program(schedule, ranks, microbatches, chunks, steps or 1))
@@ -252,7 +253,7 @@ def show(  # noqa: PLR0913  # one parameter for each option
     if text or not (as_program or png or chrome):
         width = width or shutil.get_terminal_size((120, 24)).columns
         lines = "\n".join([text_timeline(trace, width), _figures(trace), *replicas.lines(program, trace)])
-        # After a program the text is a comment, so that the whole output can be parsed as a program.
+        # If a program comes first, the text is a comment, so that the whole output can be parsed as a program.
         click.echo("# " + lines.replace("\n", "\n# ") if as_program else lines)
     if png:
         from pipesched.viz import plot_timeline
@@ -406,7 +407,7 @@ def bound(  # noqa: PLR0913  # one parameter for each option
     click.echo(f"bound       {quote_time(least)}")
     best = best_known(costs, count, ranks_of, max_in_flight)
     if best is None:
-        click.echo("best known  no schedule has this placement within the limit")
+        click.echo("best known  none: no named schedule has this placement within the limit")
     else:
         makespan_s = step_time(best, costs)
         click.echo(f"best known  {quote_time(makespan_s)}, {best.name}, {_above(makespan_s, least)}")

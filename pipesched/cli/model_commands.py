@@ -34,7 +34,11 @@ __all__ = ["graph", "report", "tune"]
 @click.argument("plan", type=INPUT)
 @click.argument("trace", type=INPUT, required=False)
 @click.option(
-    "-o", "--output", type=REPORT, multiple=True, help="Write to this .html, .txt, .json, .png, .svg or .pdf file."
+    "-o",
+    "--output",
+    type=REPORT,
+    multiple=True,
+    help="Write the report to this .html, .txt, .json, .png, .svg or .pdf file.",
 )
 @click.option("--width", type=click.IntRange(min=20), help="Width of the text in columns.  [default: the terminal's]")
 def report(plan: Path, trace: Path | None, *, output: tuple[Path, ...], width: int | None) -> None:
@@ -106,14 +110,16 @@ def graph(model: str, *, stages: int, output: Path | None) -> None:
 @click.option("--ranks", type=click.IntRange(min=1), default=RANKS, show_default=True, help="Number of ranks.")
 @click.option("--batch", type=click.IntRange(min=1), required=True, help="Number of rows in a batch.")
 @click.option(
-    "--replicas", callback=as_replicas, help="Number of replicas that the ranks form, or auto.  [default: one pipeline]"
+    "--replicas",
+    callback=as_replicas,
+    help="Number of replicas into which the ranks are divided, or auto.  [default: one pipeline]",
 )
 @click.option(
     "--zero",
     type=click.Choice(["auto", "0", "1", "2", "3"]),
     default="auto",
     show_default=True,
-    help="What replicas divide: nothing, optimizer states, also gradients, or also weights.",
+    help="Model states that replicas divide: 0 none, 1 optimizer states, 2 also gradients, 3 also weights.",
 )
 @click.option("--memory-limit", callback=as_bytes, help="Memory limit of each rank, such as 16GB.  [default: no limit]")
 @click.option(
@@ -122,7 +128,11 @@ def graph(model: str, *, stages: int, output: Path | None) -> None:
 @click.option("--microbatches", type=click.IntRange(min=1), help="Number of micro-batches.  [default: auto]")
 @click.option("--all-ranks", is_flag=True, help="Use every rank, even if a plan with fewer ranks is faster.")
 @click.option(
-    "--confirm", type=click.IntRange(min=0), default=0, show_default=True, help="Number of the best plans to run."
+    "--confirm",
+    type=click.IntRange(min=0),
+    default=0,
+    show_default=True,
+    help="Number of plans to run: those with the shortest predicted steps.",
 )
 @click.option("--offload/--no-offload", default=None, help="Allow or forbid offloading activations.  [default: auto]")
 @click.option(

@@ -33,7 +33,7 @@ TEXTS = (".html", ".txt", ".json")
 
 
 class Output(click.Path):
-    """The path of a file to write. Its folder must exist, and its ending must be one of ``endings``.
+    """The path of a file to write. Its folder must exist, and its suffix must be one of ``endings``.
 
     The path is checked before a command measures or searches anything.
     """

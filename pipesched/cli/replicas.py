@@ -71,7 +71,10 @@ class Replicas:
 
     @classmethod
     def taken_from(cls, options: dict[str, Any]) -> "Replicas":
-        """Remove the values of `replica_options` from ``options``, and return them. Raises UsageError."""
+        """Remove the values of `replica_options` from ``options``, and return them.
+
+        Raises UsageError if ``--zero`` is set, but there is one replica.
+        """
         made = cls(
             count=options.pop("replicas"),
             zero=options.pop("zero"),
@@ -115,7 +118,7 @@ class Replicas:
         }
 
     def lines(self, program: Program, trace: Trace) -> Iterator[str]:
-        """Yield lines on the axes, the bytes that a rank sends to other replicas, and the hidden communication time."""
+        """Yield lines of text: axes, bytes that a rank sends to other replicas, hidden and exposed communication."""
         if self.count == 1:
             return
         yield f"axes: pipeline {program.num_ranks} x replicate {self.count}" + (f", zero={self.zero}" * bool(self.zero))

@@ -71,15 +71,15 @@ class AssemblySpec:
     batch_norm: BatchNormMode
     compiled: Callable[[torch.device], Compiled | None]  #: the compiler of layers on a device
     wrap: Wrap | None
-    gather_once: bool | None  #: whether a run gathers divided weights once; None: as the plan says, else once
+    gather_once: bool | None  #: whether a run gathers divided weights once; None: as in the plan; without a plan, once
     optimizer: Callable[[list[Any]], Optimizer] | None
-    rules: GradientRules | None = None  #: how gradients are treated before an update
-    zero: int = 0  #: 1: optimizer states are divided over replicas; 2: summed gradients are, too; 3: weights are, too
+    rules: GradientRules | None = None  #: the clipping, loss scaling and checks of gradients before an update
+    zero: int = 0  #: the data that replicas divide: 0 none, 1 optimizer states, 2 also summed gradients, 3 also weights
     reduction_order: ReductionOrder = "sequential"  #: the order in which the gradients of micro-batches are added
 
     @property
     def updates_by_rules(self) -> bool:
-        """Whether steps update the weights by gradient rules, which need the norm of all gradients."""
+        """Whether steps update the weights, and apply gradient rules (such as clipping) before each update."""
         return self.rules is not None and self.optimizer is not None
 
 
@@ -184,14 +184,14 @@ class Assembly:
             tied = self.ties.parameters
             home = self.owners.stage
             self._inheritance = optimizers_for(spec.optimizer, self.stages, tied, home, optimizers or {}, spec.rules)
-        #: Whether some updates wait for the gradients of tied parameters.
+        #: Whether some stages update only after the run, when the gradients of tied parameters are complete.
         self.updates_late = any(stage.optimizer.late for stage in self.stages.values()) or (
             spec.updates_by_rules and bool(self.ties.parameters)
         )
 
     @property
     def zero(self) -> int:
-        """1 if optimizer states are divided over replicas, 2 if summed gradients are, too, 3 if weights are; else 0."""
+        """The data that replicas divide: 0 none, 1 optimizer states, 2 also summed gradients, 3 also weights."""
         return self._spec.zero
 
     @property
@@ -357,8 +357,8 @@ class Assembly:
         if sharded and program.has_updates:
             raise ScheduleError(
                 f"a stage that wrap= shards by fully_shard must not be updated while micro-batches are in flight, "
-                f"because fully_shard keeps one version of the weights; schedule {program.name!r} does so; choose "
-                f"another schedule, such as 1f1b or zb-v"
+                f"because fully_shard keeps one version of the weights; schedule {program.name!r} updates "
+                f"stages then; choose another schedule, such as 1f1b or zb-v"
             )
         ranks = {program.placement[index] for index, one in sharded.items() if one.num_shards > 1}
         if isinstance(self._host, ThreadRanks) and len(ranks) > 1:
@@ -413,7 +413,7 @@ class Assembly:
         return [[p for p in modules[name].parameters() if p not in tied] for name in layers]
 
     def parameters(self, stage: int) -> list[nn.Parameter]:
-        """Return the parameters that a stage updates, which may be a stage of another process."""
+        """Return the parameters that a stage updates. The stage may belong to another process."""
         own = dict.fromkeys(p for module in self._modules(stage).values() for p in module.parameters())
         tied = self.ties.parameters
         return [p for p in own if p not in tied or self.owners.stage(p) == stage]
@@ -450,7 +450,7 @@ class Assembly:
             yield from loss_fn.named_parameters(prefix="loss_fn")
 
     def begin_reductions(self) -> None:
-        """Before a step: set the gradients of earlier steps aside, if there are several replicas."""
+        """Before a step with several replicas: set earlier gradients aside, so that only this step's are summed."""
         if self._late_sums is not None:
             self._late_sums.begin()
             for stage in self.stages.values():
@@ -458,7 +458,7 @@ class Assembly:
                     stage.gradients.begin()
 
     def reduce_late(self) -> None:
-        """After a run: add the gradients over replicas that were not complete before."""
+        """After a run: sum the gradients of `late_bucket` over the replicas, because these are complete only now."""
         if self._late_sums is not None and self._late_sums.parameters:
             self._late_sums.start(0)
             self._late_sums.wait()
@@ -480,11 +480,11 @@ class Assembly:
                 stage.optimizer.wait()
 
     def share_overflow(self, intra_op_threads: int) -> None:
-        """Make all gradients infinite or NaN if any gradient of any process is. Collective."""
+        """If any gradient of any process is infinite or NaN, make all gradients infinite or NaN. Collective."""
         share_overflow(self._parameters(), self._host, intra_op_threads)
 
     def decide(self, intra_op_threads: int, losses: Iterable[Tensor]) -> Verdict:
-        """Measure the gradients of the stages of all processes, and return the decision on them. Collective.
+        """Compute the gradient norms of all processes, and decide whether the update is skipped. Collective.
 
         ``losses`` holds the losses of the step in the process of the last stage.
         """
@@ -504,5 +504,5 @@ class Assembly:
 
     @property
     def verdict(self) -> Verdict | None:
-        """The decision of the last update; None without gradient rules, and in a process without stages."""
+        """The gradient norms of the last update, and whether it was skipped; None without gradient rules or stages."""
         return next((stage.optimizer.verdict for stage in self.stages.values()), None)

@@ -1,4 +1,4 @@
-"""Auto plan: the search for the choices that the user of a Pipeline left open."""
+"""Auto plan: searches for values of the options that the user of a Pipeline did not set."""
 
 import logging
 import os
@@ -53,8 +53,8 @@ class AutoPlan:
     ranks_are: RanksAre
     search: Search
     numerics: Numerics
-    optimizer: Callable[[list[Any]], Optimizer] | None  #: the optimizers' states count towards a memory limit
-    free: bool  #: whether results are independent of the number of micro-batches
+    optimizer: Callable[[list[Any]], Optimizer] | None  #: makes an optimizer, whose states count towards a memory limit
+    free: bool  #: whether the number of micro-batches is free, because results do not depend on it
     replicas: ReplicaCosts | None = None  #: the costs of replicas that divide the weights
     gather_once: bool | None = None  #: whether a step gathers divided weights once; None: if that fits into memory
 
@@ -204,7 +204,7 @@ def on_devices(profile: Profile, devices: Sequence[torch.device], offload: Offlo
     """Return the profile for a machine with these devices.
 
     The ``machine.on_host`` of the result states whether the devices are CPUs. If offloading needs the speed of copies
-    to the host, and the profile does not contain it for such devices, the speed is measured.
+    to the host, and the profile does not contain this speed for these devices, the function measures it.
     """
     on_host = any(device.type == "cpu" for device in devices)
     machine = replace(profile.machine, on_host=on_host)

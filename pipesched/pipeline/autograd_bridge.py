@@ -17,7 +17,7 @@ __all__ = ["OpenPass", "attach", "deliver_input_grads"]
 
 @dataclass
 class OpenPass:
-    """The forward pass of a batch; its backward passes have not run yet."""
+    """A batch whose forward passes have run, and whose backward passes have not."""
 
     batch: Batch
     step_data: StepData
@@ -53,7 +53,7 @@ class OpenPass:
         return sum(first.needs_grad[: first.places[places[0]]]) if places else None
 
     def _cut(self, grad: Tensor | None, pieces: tuple[Tensor, ...], *, loss: bool) -> Gradients:
-        """Split the gradient of the whole batch's output by micro-batch: the inverse of ``Batch.gathered``."""
+        """Split the gradient of one output of the whole batch by micro-batch: the inverse of ``Batch.gathered``."""
         if grad is None:
             return (None,) * len(pieces)
         if loss and self.weighting is not None:  # a factor of 0 gives None, because the loss may be 0 / 0
@@ -72,7 +72,7 @@ def _beside(grad: Tensor | None, tensor: Tensor) -> Tensor | None:
 
 
 def attach(opened: OpenPass) -> Any:
-    """Return the output of the whole batch, in which differentiable tensors are connected to the open pass."""
+    """Return the output of the whole batch. A backward from this output runs the pipeline's backward passes."""
     outputs = [opened.step_data.outputs[microbatch] for microbatch in range(len(opened.batch.rows))]
     whole = Payload.of(opened.batch.gathered([output.value for output in outputs], opened.weighting))
     whole = replace(

@@ -39,7 +39,7 @@ def check_functions(
     wrap: Wrap | None,
     optimizer: Callable[[list[Any]], Optimizer] | None,
 ) -> None:
-    """Raise ModelTypeError if one of the user's functions does not accept the arguments that Pipeline passes."""
+    """Raise ModelTypeError if one of the user's functions does not accept the arguments that Pipeline passes to it."""
     as_function(loss_fn, "loss_fn", ("output", "target"))
     as_function(wrap, "wrap", ("stage_module", "stage"))
     as_optimizer(optimizer)
@@ -139,7 +139,7 @@ def start(
         spec: the model and the user's options for its stages.
         host: the host of the ranks.
         book: the known costs of layers and devices.
-        splitter: how batches are split; this function fills in the number of micro-batches.
+        splitter: splits batches; this function sets its number of micro-batches.
         plan: the plan to run; None to follow the request.
         request: the schedule, boundaries and similar choices.
         agreed: further values that must be identical in all processes.

@@ -38,11 +38,11 @@ __all__ = ["CostBook", "divided_by", "replica_costs"]
 
 
 def replica_costs(grid: RankGrid, zero: int, links: Links | None) -> ReplicaCosts | None:
-    """Return the costs of a pipeline's replicas; None if there is one.
+    """Return the costs of a pipeline's replicas; None if there is only one replica.
 
     Args:
         grid: the ranks of each replica.
-        zero: what the replicas divide, as in `Distributed`.
+        zero: the data that the replicas divide, as in `Distributed`.
         links: the links between the ranks of all replicas, if they are known.
 
     """
@@ -58,7 +58,7 @@ def replica_costs(grid: RankGrid, zero: int, links: Links | None) -> ReplicaCost
 
 
 def divided_by(replicas: ReplicaCosts | None, gather_once: bool | None) -> ReplicaCosts | None:
-    """Return the costs of replicas that divide the weights; None for others. ``gather_once`` is the user's choice."""
+    """Return the replicas' costs for the user's ``gather_once``; None if replicas do not divide the weights."""
     if replicas is None or replicas.replication.zero < 3:
         return None
     return replicas.gathering(once=gather_once is not False)
@@ -75,7 +75,7 @@ class CostBook:
         devices: one device per rank, including devices that the plan leaves unused.
         intra_op_threads: the number of CPU threads per rank.
         links: the measured links between all ranks, if any.
-        replicas: the costs of the pipeline's replicas; None if there is one.
+        replicas: the costs of the pipeline's replicas; None if there is only one replica.
 
     """
 
@@ -113,7 +113,11 @@ class CostBook:
         self._intra_op_threads = intra_op_threads
 
     def replication(self, programs: ProgramFactory) -> Replication | None:
-        """Return the replicas of these programs; None if there is one, or if it sums its gradients after the run."""
+        """Return the replicas that run these programs.
+
+        None if there is only one replica, or if the programs contain no REDUCEs, so that gradients are summed after a
+        run.
+        """
         replicas = self._replica_costs(programs)
         return None if replicas is None else replicas.replication
 
@@ -158,7 +162,7 @@ class CostBook:
         return self.size_fit.scaled(self.measured(), self.planned, size)
 
     def treated(self, programs: ProgramFactory) -> dict[str, LayerCosts]:
-        """Return the layers' costs with the checkpointing of these programs, keyed by layer."""
+        """Return the layers' costs under the checkpointing of these programs, keyed by layer."""
         return treated(self.measured(), programs.checkpoint)
 
     def stage_costs(

@@ -150,7 +150,10 @@ class MemoryForecast:
         return now.sizes
 
     def _with_states(self, costs: Costs) -> Costs:
-        """Return the costs with the model states that a rank holds. Assumes the same kind of optimizer on all ranks."""
+        """Return the costs with the bytes of weights, gradients and optimizer states that a rank holds.
+
+        Assumes that all ranks use the same kind of optimizer.
+        """
         assembly = self._running.assembly
         known = next(iter(assembly.optimizers.values()), None)
         if known is None:
@@ -199,7 +202,7 @@ class MemoryForecast:
         return [nn.Parameter(own, requires_grad=p.requires_grad) for p, own in rows if own is not None]
 
     def _shards(self, stage: int) -> Shards | None:
-        """Return the rows of a stage's parameters that each replica updates; None if all replicas update all."""
+        """Return the rows of a stage's parameters that each replica updates; None if every replica updates all rows."""
         assembly = self._running.assembly
         known = next(iter(assembly.optimizers.values()), None)
         if not assembly.zero or known is None:
@@ -218,11 +221,11 @@ class MemoryForecast:
         return tuple(sent)
 
     def _replicas(self) -> list[ReplicaMemory] | None:
-        """Return the memory that each stage needs for sums and exchanges; None if there is one replica."""
+        """Return each stage's memory for communication with other replicas; None if there is one replica."""
         return [own.memory(self._freed(stage)) for stage, own in enumerate(self._replicated())] or None
 
     def _replicated(self) -> list[StageReplicas]:
-        """Return the parameters of each stage whose gradients are added over replicas; none if there is one replica."""
+        """Return the parameters of each stage whose gradients are summed over replicas; [] if there is one replica."""
         running = self._running
         assembly = running.assembly
         placement = assembly.program.placement
@@ -242,7 +245,7 @@ class MemoryForecast:
         ]
 
     def _freed(self, stage: int) -> list[int]:
-        """Return, for each bucket of a stage, the activations that a backward has freed when the bucket is complete."""
+        """Return, for each bucket of a stage, the activation bytes that the backward has freed when it is complete."""
         assembly = self._running.assembly
         programs = assembly.programs
         if not programs.buckets:

@@ -46,8 +46,8 @@ class Search:
         links: the speed of the connections between ranks, from `probe_links`. Default: None (transfers take no time).
         offload: whether activations may be moved to the host to keep within a memory limit: "auto", True or False.
             Default: "auto", which is False on CPUs because it would free no memory there.
-        effort: the most actions that the search simulates; the search of orders may take three times as many. Default:
-            200,000.
+        effort: the most actions that the search simulates. The search for orders of the schedule ``searched`` may
+            simulate three times as many. Default: 200,000.
 
     Raises:
         InputError: effort is not a whole number of at least 1.
@@ -269,8 +269,8 @@ class Distributed:
     def __post_init__(self) -> None:
         if isinstance(self.zero, bool) or self.zero not in (0, 1, 2, 3):
             raise InputError(
-                f"zero= must be 0 (nothing is divided over replicas), 1 (optimizer states are), 2 (summed gradients "
-                f"are, too) or 3 (weights are, too); got {shown(self.zero)}; pass one of them"
+                f"zero= must be 0 (replicas divide nothing), 1 (they divide optimizer states), 2 (also summed "
+                f"gradients) or 3 (also weights); got {shown(self.zero)}; pass one of them"
             )
         if self.gather_once not in (None, True, False):
             raise InputError(

@@ -592,11 +592,11 @@ class Pipeline(SavingInterface):
 
             print(pipe.replan(steps_left=1000))
 
-        With the same number of micro-batches, the results are bit-identical to having used the new plan from the first
-        step. Weights, buffers, gradients and optimizer states move with their layers. Parameters, and the optimizers of
-        stages that still exist, stay the same objects. A new stage gets a new optimizer, which needs a scheduler of its
-        own. An optimizer that you created yourself keeps its state on the old device: if the new device is of another
-        type, move the state.
+        With the same number of micro-batches, the results are bit-identical to those of a run that uses the new plan
+        from the first step. Weights, buffers, gradients and optimizer states move with their layers. Parameters, and
+        the optimizers of stages that still exist, stay the same objects. A new stage gets a new optimizer, which needs
+        a scheduler of its own. An optimizer that you created yourself keeps its state on the old device: if the new
+        device is of another type, move the state.
 
         Without ``plan`` the model is cut again for the same schedule, based on the median times of the last steps; a
         rank that is slower on identical layers gets fewer layers. Boundaries, groups and memory limits given to
@@ -700,7 +700,7 @@ class Pipeline(SavingInterface):
 
     @property
     def predicted(self) -> Trace:
-        """The simulated trace of a step, from the action times of earlier steps or, if there are none, layer costs.
+        """The simulated trace of a step, based on action times of earlier steps or, if there are none, on layer costs.
 
         For an asynchronous schedule the trace holds enough steps to show the steady state, and the flush at the end.
         """

@@ -27,7 +27,7 @@ from pipesched.torch_checks import as_call
 
 __all__ = ["Trial"]
 
-_ROUNDS = 10  # the most turns per plan; turns are short and alternate, because other load slows a machine for seconds
+_ROUNDS = 10  # the most turns per plan; short turns alternate, because other programs slow a machine for seconds
 _STEPS = 2  # measured steps per turn, after one warm-up step
 _ENOUGH_S = 5.0  # seconds after which no further round starts
 
@@ -101,7 +101,7 @@ class Trial:
 
     @contextmanager
     def _turns(self, plans: Sequence[Plan]) -> Iterator[Callable[[int], Pipeline]]:
-        """Provide a function that maps a plan's number to the pipeline that runs this plan.
+        """Yield a function that maps a plan's number to the pipeline that runs this plan.
 
         In one process a single pipeline is replanned from plan to plan; over a mesh every plan has its own pipeline.
         """
@@ -132,7 +132,7 @@ class Trial:
 
 @contextmanager
 def _on_stand_ins(model: nn.Module, written: Collection[str] = ()) -> Iterator[None]:
-    """Replace parameters and buffers with stand-ins inside the block, so that training leaves no trace in the model.
+    """Replace parameters and buffers with stand-ins inside a ``with`` block, so that training does not change them.
 
     The stand-in of a parameter shares the parameter's memory, but has its own gradient and no hooks. Buffers, and the
     parameters that forwards write to, are copied.

@@ -1,6 +1,6 @@
 """Replanning: switch a live pipeline to another plan between two steps.
 
-The results are bit-identical to having used the new plan from the start.
+The results are bit-identical to those of a run that uses the new plan from the start.
 """
 
 import time
@@ -101,7 +101,7 @@ class Replanner:
         return self._move(programs, self._book.cut_stages(self._host(), pins, programs, plan))
 
     def improve(self, steps_left: int | None, *, measure: bool) -> Replanned:
-        """Switch to a better cut if the measured times of the last steps show that the new cut is worth the move.
+        """Switch to a better cut if, by the measured times of the last steps, the cut saves enough time.
 
         Args:
             steps_left: the number of steps still to run; None if unknown.

@@ -56,7 +56,7 @@ def check_replicas(model: nn.Module, programs: ProgramFactory, batch_norm: Batch
     if program.has_updates:
         raise ScheduleError(
             f"with replicas, a step must update the weights once, after its last backward, because gradients are added "
-            f"over the replicas first; {program.name!r} contains updates of its own; choose a synchronous schedule, "
+            f"over the replicas first; {program.name!r} updates weights before that; choose a synchronous schedule, "
             f"such as 1f1b, or a mesh without replicas"
         )
     names = [name for name, module in model.named_modules() if _normalises(module)]
@@ -77,7 +77,7 @@ def check_own_weights(
     stage_of: Callable[[nn.Parameter], int | None],
     tied: Collection[nn.Parameter],
 ) -> None:
-    """Check that no layer uses a weight of another stage of its rank, as an option demands.
+    """Check that no layer uses a weight of another stage of its rank, because an option forbids it.
 
     Args:
         option: the option.
@@ -117,7 +117,7 @@ def check_tree(model: nn.Module, program: Program, bodies: Sequence[Body], tied:
     """Check that all gradients of a model can be added as a tree of micro-batches.
 
     Raises ScheduleError for a program that is not exact or updates weights while micro-batches are in flight, and
-    GraphError for weights that several layers use, and for weights of no layer.
+    GraphError for weights that several layers use, and for weights that belong to no layer.
     """
     rule = "reduction_order='tree' needs"
     remedy = "or leave reduction_order= out"

@@ -41,7 +41,7 @@ class RunningPlan:
     stream: Stream | None = None  #: the steps of an asynchronous schedule that are under way
     step: int = 0  #: the number of steps that have started
     last_programs: StepPrograms | None = None  #: the programs of the last synchronous step
-    num_sizes: int = 0  #: the number of different sizes of its micro-batches; 0 if pipesched cut the batch
+    num_sizes: int = 0  #: the number of different micro-batch sizes in the last step; 0 if pipesched cut the batch
     runs: deque[Timeline] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))  #: the timelines of the last steps
 
     @property

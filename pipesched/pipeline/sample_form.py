@@ -12,7 +12,7 @@ from pipesched.units import counted
 
 __all__ = ["MISFITS", "CallForm", "check_form"]
 
-#: Errors that a model's code raises when it is called in a form that it does not accept.
+#: Errors that a model's code raises for arguments of a form that it does not accept.
 MISFITS = TypeError, LookupError, AttributeError, GraphError
 
 _LONGEST = 400  # the most characters of a form in an error message

@@ -73,7 +73,7 @@ class SavingInterface(ModuleInterface):
         Raises:
             InputError: an argument is wrong.
             CheckpointError: something cannot be saved, differs between replicas, or writing failed. Every rank raises
-                it.
+                this error.
 
         """
         with self._whole_weights("save"):
@@ -292,7 +292,7 @@ class SavingInterface(ModuleInterface):
             self._described = assembly, plan.to_dict()
         num_replicas = len(running.host.grid.rows)
         settings = {
-            "num_microbatches": assembly.programs.num_microbatches * num_replicas,  # of all replicas
+            "num_microbatches": assembly.programs.num_microbatches * num_replicas,  # of all replicas together
             "num_replicas": num_replicas,
             "loss": described_loss(self.loss_fn),
             "loss_reduction": running.splitter.loss_reduction,
@@ -302,7 +302,7 @@ class SavingInterface(ModuleInterface):
         if self._numerics.reduction_order == "tree":
             settings["reduction_order"] = "tree"
         if assembly.zero >= 2 and self._numerics.clip_grad_norm is not None:
-            settings["num_shards"] = num_replicas  # of the gradients whose norm clips
+            settings["num_shards"] = num_replicas  # the parts of a gradient from which clipping combines its norm
         return Facts(step=running.step, seed=running.seed, settings=settings, plan=self._described[1])
 
 

@@ -133,6 +133,6 @@ class StepHistory:
         programs = running.assembly.programs
         sizes = f"the measured step has micro-batches of {counted(running.num_sizes, 'size')}"
         if running.last_programs is None or not running.last_programs.sizes:
-            return f"{sizes}, in the order for equal ones"
+            return f"{sizes}, run in the order for equal sizes"
         searched = counted(programs.num_searched, "order")
-        return f"{sizes}, in an order made for them ({searched} searched so far); the prediction is for equal ones"
+        return f"{sizes}, run in an order made for them ({searched} made so far); the prediction is for equal sizes"

@@ -13,15 +13,15 @@ __all__ = ["explain_backward", "without_attributes"]
 def explain_backward(loss: "ref[Tensor]", *args: Any, **kwargs: Any) -> None:
     """Act as the ``backward`` method of a loss that a step returned: raise ExecutionError."""
     tensor = loss()
-    if tensor is not None and tensor.requires_grad:  # the caller has added a term to it in place
+    if tensor is not None and tensor.requires_grad:  # the caller has added a term to the loss in place
         Tensor.backward(tensor, *args, **kwargs)  # type: ignore[no-untyped-call]
         return
     raise ExecutionError(
         "backward() must not be called on the loss of step(), which runs the backward itself and stores the gradients "
-        "in .grad; loss.backward() was called on the loss that it returned; remove the call, or compute your own loss "
+        "in .grad; it was called on such a loss; remove the call, or compute your own loss "
         "from forward()"
     )
 
 
 def without_attributes() -> None:
-    """Act as the ``__getstate__`` method of that loss: return no state, so that torch pickles a plain tensor."""
+    """Act as the ``__getstate__`` method of a loss that a step returned: let torch pickle it as a plain tensor."""

@@ -83,7 +83,7 @@ class StepRunner:
         self.metrics = StepMetrics()
 
     def step(self, given: GivenBatch, metrics: Metrics | None = None, **wanted: bool) -> Any:
-        """Run a step, and return what ``Pipeline.step`` returns. ``wanted`` holds return_outputs and gather."""
+        """Run a step, and return the result of ``Pipeline.step``. ``wanted`` holds return_outputs and gather."""
         running = self._running
 
         def make() -> StepCall:
@@ -149,7 +149,7 @@ class StepRunner:
         self._nonfinite.react(step_data.step, verdict, step_data.watch, rules, gathered)
 
     def evaluate(self, given: GivenBatch, metrics: Metrics | None = None, **wanted: bool) -> Any:
-        """Run all micro-batches forward, and return what ``Pipeline.evaluate`` returns."""
+        """Run all micro-batches forward, and return the result of ``Pipeline.evaluate``."""
 
         def make() -> StepCall:
             batch = self._batch("evaluate", given)

@@ -125,14 +125,14 @@ def tune(
         whole_layers: modules to treat as one layer each, as for Pipeline. Default: none.
         offload: whether activations may be moved to the host to keep within a memory limit: "auto", True or False.
             Default: "auto", which is True if the profile holds a ``host_bytes_per_s`` and the devices are not CPUs.
-        effort: the most actions that a search simulates; the search of orders may take three times as many. Default:
-            3,000,000.
+        effort: the most actions that a search simulates. The search for orders of the schedule ``searched`` may
+            simulate three times as many. Default: 3,000,000.
         axes: how to divide num_ranks into pipelines and replicas: "auto" tries every division, and a mapping such as
             ``{"pipeline": 8, "replicate": 4}`` gives one. batch_size is then the batch of all replicas,
             num_microbatches counts the micro-batches of one replica, all ranks are used, and the plan is chosen by
             simulation alone. ``Plan.mesh`` and ``Plan.replication`` hold the result. Default: None, one pipeline.
-        zero: with axes, what replicas divide, as for Distributed: 0, 1, 2 or 3. Default: "auto", 0 or 2, whichever is
-            faster within the memory limit.
+        zero: with axes, the data that replicas divide, as for Distributed: 0, 1, 2 or 3. Default: "auto", 0 or 2,
+            whichever is faster within the memory limit.
         confirm: how many of the plans with the shortest predicted steps to run. Default: 3 for a model with devices or
             a mesh, else 0. With num_ranks, the plans run on that many GPUs if the machine has them, else on the CPU.
         prove: let a solver prove how fast any exact order of the plan's stages can be, and use the solver's order if it
@@ -250,7 +250,7 @@ def _together(host: MeshRanks, decide: Callable[[Run], Plan], run: Run) -> Plan:
 
 
 def _check_axes(axes: Any, zero: Any, num_ranks: int | None, confirm: int | None) -> None:
-    """Raise InputError if the axes cannot be chosen as requested."""
+    """Raise InputError if ``zero`` is given without ``axes``, or ``axes`` with an argument that it excludes."""
     if axes is None and zero != "auto":
         raise InputError(
             f"zero= divides optimizer states over replicas; got zero={zero!r} without axes=; pass axes='auto', or "
@@ -265,7 +265,7 @@ def _check_axes(axes: Any, zero: Any, num_ranks: int | None, confirm: int | None
 
 
 def _check_effort(effort: Any, axes: Any) -> None:
-    """Raise InputError if the effort is no number of actions, or if it cannot be set."""
+    """Raise InputError if ``effort`` is not a whole number of at least 1, or is combined with ``axes``."""
     if effort is not None and not is_count(effort):
         raise InputError(
             f"effort= must be the number of actions that a search may simulate, at least 1; got {shown(effort)}; pass "

@@ -1,6 +1,6 @@
-"""Uneven orders: chooses the programs of a step, with an order made for micro-batches of different sizes.
+"""Uneven orders: chooses the programs of a step; for micro-batches of different sizes, makes an order for these sizes.
 
-Each rank searches the order itself, from the same sizes and costs, and the search gives equal orders for equal inputs.
+Each rank runs this search itself, with the same sizes and costs, and the search finds equal orders for equal inputs.
 Before the first run of a program, the executor compares its digest between all ranks.
 """
 
@@ -27,7 +27,7 @@ class UnevenOrders:
         running: the running plan.
         book: the known costs of layers and devices.
         limited: whether the ranks have memory limits. If so, no rank holds more micro-batches than in the order for
-            equal ones.
+            micro-batches of equal size.
 
     """
 

@@ -112,7 +112,9 @@ def given_state(states: Iterable[Mapping[str, Any]]) -> SavedRun:
     def read(key: str, rows: Rows | None = None) -> Tensor:
         def piece(chunk: Chunk, own: Rows | None) -> Tensor:
             tensor: Tensor = states[int(chunk.file)]["tensors"][key]
-            return (tensor if own is None else tensor[own.start : own.end]).clone()  # training changes what is loaded
+            return (
+                tensor if own is None else tensor[own.start : own.end]
+            ).clone()  # training must not change ``states``
 
         return _assembled(entries[key], rows, piece)
 

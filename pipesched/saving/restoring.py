@@ -114,7 +114,7 @@ class Restoring:
 
     @property
     def _replicas(self) -> tuple[int, int]:
-        """The numbers of replicas of the saved run and of this one."""
+        """The numbers of replicas of the saved run and of this run."""
         return self._both("num_replicas")
 
     def _both(self, name: str) -> tuple[int, int]:

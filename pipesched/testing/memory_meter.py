@@ -165,7 +165,7 @@ def _watched(books: Books, method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _with_watched_jobs(books: Books, start: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Return a method of a collective lane that starts jobs whose allocations are counted."""
+    """Return a replacement for the ``start`` of a collective lane that counts the allocations of the started job."""
     return lambda job: start(_watched(books, job))
 
 

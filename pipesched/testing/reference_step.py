@@ -142,7 +142,7 @@ def reference_step(
                 root = torch.zeros_like(loss) if factor == 0 else loss if factor is None else loss * factor
                 if factor != 0:
                     with _without_autocast(), run.in_backward:
-                        # edges instead of tensors: with tensors, torch would leave the mode
+                        # pass edges, because for tensors torch would disable the torch function mode
                         torch.autograd.backward((edge_of(root), *run.added_edges()))
                 total = root.detach() if total is None else total + root.detach()
         run.deliver()
@@ -264,7 +264,7 @@ class _Unpipelined:
 
 @contextmanager
 def _without_autocast() -> Iterator[None]:
-    """A context without autocast, because the backward pass uses the dtypes of the forward."""
+    """Disable autocast, because the backward pass uses the dtypes of the forward."""
     with ExitStack() as stack:
         for kind in ("cpu", "cuda"):
             if torch.is_autocast_enabled(kind):

@@ -38,12 +38,12 @@ class _Functions(TorchFunctionMode):
 
 
 class Unsplit:
-    """Runs a model as a whole. Each run takes the Key for the run's random numbers.
+    """Runs a model as a whole. The Key passed to a call determines the random numbers that the call draws.
 
     Args:
         model: the user's module.
         layers: layer name -> layer.
-        stand_ins: for each call, tensors that replace some of its parameters. Default: none.
+        stand_ins: returns, for each call of a layer, tensors that replace some of its parameters. Default: none.
         norms: collects BatchNorm statistics over whole mini-batches. Default: None.
         step_data: receives the losses that layers add. Default: None (they are dropped).
 
@@ -69,7 +69,7 @@ class Unsplit:
         self.added.step_data = step_data or StepData(0, 0, [])
         own = self._random, self.added
         self._intercept = Intercept(*own) if norms is None else Intercept(*own, norms)
-        #: For backward passes, which must draw no new random numbers.
+        #: The context for backward passes: recomputation repeats random numbers, and other random calls raise an error.
         self.in_backward = Intercept(InBackward(self._random), self.added.in_backward)
         self._key = Key(0, 0, 0)
         self._counts: dict[str, int] = {}
@@ -116,7 +116,7 @@ class Unsplit:
             return loss_fn(output, target)
 
     def _between(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Call a torch function. A call that uses parameters is counted like the call of a layer."""
+        """Call a torch function. If it uses parameters, count the call and replace parameters, as for a layer."""
         used = [] if self._inside else [leaf for leaf in tensors_in((args, kwargs)) if isinstance(leaf, nn.Parameter)]
         if used:
             number = self._counts[""] = self._counts.get("", -1) + 1

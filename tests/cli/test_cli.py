@@ -205,7 +205,7 @@ def test_where_there_is_no_bound_none_is_shown(file):
 def test_show_refuses_a_shape_for_a_file(file):
     result = run("show", file(str(schedules.get("gpipe").program(3, 2))), "--ranks", 4)
     assert result.exit_code == 2
-    assert "micro-batches, chunks and steps; got such an option with the file" in result.stderr
+    assert "micro-batches, chunks and steps; got an option for one of these numbers with the file" in result.stderr
 
 
 def test_show_with_a_narrow_width_is_narrow():

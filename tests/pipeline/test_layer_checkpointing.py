@@ -224,7 +224,7 @@ def test_what_is_modified_in_place_after_it_was_saved_is_an_error_as_ever() -> N
         pipe.step(X, target=X)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device is there")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no CUDA device")
 def test_on_a_gpu_the_bits_are_the_same_and_memory_is_given_back() -> None:
     peaks, ends = [], []
     x = torch.randn(64, 512)

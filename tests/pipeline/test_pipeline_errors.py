@@ -252,9 +252,9 @@ def test_a_sample_that_does_not_fit_names_the_layer_that_refused_it():
 # ---- other choices --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("count", [0, -1, 1.5, None, True])
+@pytest.mark.parametrize("count", [0, -1, 1.5, None, True, 4097])
 def test_a_bad_number_of_intra_op_threads(count):
-    with pytest.raises(InputError, match=rf"at least one thread; got intra_op_threads={count}; pass a number from 1"):
+    with pytest.raises(InputError, match=rf"from 1 to 4096; got intra_op_threads={count}; pass a number from 1"):
         Numerics(intra_op_threads=count)
 
 

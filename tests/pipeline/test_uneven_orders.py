@@ -73,9 +73,9 @@ def test_one_rank_searches_no_order() -> None:
 @pytest.mark.parametrize(
     ("options", "note"),
     [
-        ({}, "4 sizes, in an order made for them (1 order searched so far); the prediction is for equal ones"),
-        ({"search": None}, "4 sizes, in the order for equal ones"),
-        ({"schedule": "1f1b"}, "4 sizes, in the order for equal ones"),
+        ({}, "4 sizes, run in an order made for them (1 order made so far); the prediction is for equal sizes"),
+        ({"search": None}, "4 sizes, run in the order for equal sizes"),
+        ({"schedule": "1f1b"}, "4 sizes, run in the order for equal sizes"),
     ],
 )
 def test_the_report_says_whether_the_order_was_made_for_the_lengths(options: dict[str, Any], note: str) -> None:

@@ -38,7 +38,7 @@ class Experts(nn.Module):
 
 
 class Own(nn.Module):
-    """A model whose code between layers also adds losses."""
+    """A model that adds losses inside layers and in its code between layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ def looped(model: nn.Module, step: int = 0, **options: Any) -> Tensor:
 
 
 def trains(group: Any, kind: str, name: str, checkpoint: Any, inputs: Any = "all") -> dict[str, float]:
-    """Check that two steps are bit-identical to the loop's; return the metrics of the second step."""
+    """Check that two steps are bit-identical to those of a plain loop. Return the metrics of the second step."""
     make = {"row": row, "own": own}[kind]
     expected, actual = make(), make()
     place = places.place(group, inputs)
@@ -98,7 +98,7 @@ def trains(group: Any, kind: str, name: str, checkpoint: Any, inputs: Any = "all
 
 
 def adds_late(group: Any) -> str:
-    """A layer of rank 0 adds no loss in the first step, but adds one in the second."""
+    """Return the error if a layer of rank 0 adds a loss in the second step, but not in the first."""
     model = row()
     for layer in model[:-1]:
         layer.forward = layer.linear.forward  # type: ignore[union-attr]

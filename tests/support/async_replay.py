@@ -1,6 +1,6 @@
-"""Shared helpers for tests of asynchronous schedules: a model, and replays of its training with old weights.
+"""Helpers for tests of asynchronous schedules: a model, and a plain training loop that uses the same old weights.
 
-The replays keep a list of weight versions for each stage and use plain autograd, without stages or orders.
+The loop keeps a list of weight versions for each stage and uses plain autograd, without Stage objects or orders.
 """
 
 import copy
@@ -20,7 +20,7 @@ ASYNCHRONOUS = [name for name in schedules.names() if name not in synchronous_na
 VERTICAL = schedules.get("pipedream").with_options(vertical_sync=True)
 KINDS = {"pipedream": "pipedream", "vertical sync": VERTICAL, "pipedream-2bw": "pipedream-2bw"}
 
-#: (stage, micro-batch) -> how many updates lie behind the weights that it uses
+#: (stage, micro-batch) -> the number of updates that the weights of its forward and backward have had
 VersionRule = Callable[[int, int], int]
 
 
@@ -63,7 +63,7 @@ def batch(step: int, rows: int = ROWS) -> tuple[Tensor, Tensor]:
 
 
 class Replay:
-    """Trains a copy of the model with old weights, one micro-batch after the other."""
+    """Trains a model one micro-batch after the other. ``rule`` chooses the weight version that each stage uses."""
 
     def __init__(
         self, model: nn.Sequential, loss_fn: nn.Module, optimizer: Callable, m: int, rule: VersionRule
@@ -166,7 +166,7 @@ def mse(output: Tensor, target: Tensor) -> Tensor:
 
 
 def f_grads(weights: list[Tensor], x: Tensor, y: Tensor, share: float = 1.0) -> list[Tensor]:
-    """Return the gradients of share * f at these weights."""
+    """Return the gradient of ``share * mse(x * weights[0] * weights[1] * ..., y)`` for each weight."""
     leaves = [weight.clone().requires_grad_() for weight in weights]
     for leaf in leaves:
         x = x * leaf

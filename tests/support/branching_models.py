@@ -103,7 +103,7 @@ class Tied(nn.Module):
 
 
 class Loose(nn.Module):
-    """A model with a parameter and a buffer used after every block, an embedding used as the head, and unused parts."""
+    """A model that uses a parameter and a buffer after every block and its embedding as head, and has unused parts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -121,7 +121,7 @@ class Loose(nn.Module):
 
 @dataclass
 class Both:
-    """Two losses, in a class that is not registered as a pytree."""
+    """An output with two losses. The class is not registered as a pytree."""
 
     first: Tensor
     second: Tensor
@@ -237,8 +237,8 @@ def pipeline(name: str, model: nn.Module, **options: Any) -> Pipeline:
     """Return a Pipeline with the layers divided evenly by their number."""
     loss_fn = None if MODELS[name][3] is None else square
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # of BatchNorm
-        choices = {"schedule": "1f1b", **options}  # the search would leave such small models on one device
+        warnings.simplefilter("ignore", UserWarning)  # BatchNorm warns about its running statistics
+        choices = {"schedule": "1f1b", **options}  # a search would put such small models on one device
         num_ranks = choices["mesh"].size() if "mesh" in choices else len(choices["devices"])
         layers = layers_of(name)
         cut = even_boundaries(len(layers), num_ranks * schedules.get(choices["schedule"]).chunks_per_rank)

@@ -1,4 +1,4 @@
-"""Call count: counts the Python calls of a piece of code. Unlike its time, they do not depend on the machine."""
+"""Call count: counts the Python calls of a piece of code. Unlike run time, the counts do not depend on the machine."""
 
 import sys
 from collections import Counter

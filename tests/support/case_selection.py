@@ -1,4 +1,4 @@
-"""Case selection: chooses the cases of a parametrized test to run if not all of them run."""
+"""Case selection: chooses some cases of a parametrized test, so that their parameters take many values."""
 
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
@@ -7,14 +7,15 @@ from typing import Any
 def spread(cases: Sequence[Mapping[str, Any]], count: int) -> list[int]:
     """Return the indices of ``count`` cases, each a dict of its parameters; the first case is always chosen.
 
-    Cases with a value that has not occurred before come first. The remaining ones are spread evenly.
+    Each choice adds as many new parameter values as possible. Once all values have occurred, the remaining choices are
+    spread evenly over the cases.
     """
     values = [{(name, value if _hashable(value) else repr(value)) for name, value in case.items()} for case in cases]
     rest = sorted(range(len(cases)), key=lambda place: place * 0.618034 % 1)
     chosen: list[int] = []
     seen: set[tuple[str, Hashable]] = set()
     while rest and len(chosen) < count:
-        best = max(rest, key=lambda place: len(values[place] - seen))  # the first of equals
+        best = max(rest, key=lambda place: len(values[place] - seen))  # of several best cases, the first
         if values[best] <= seen:
             return chosen + rest[: count - len(chosen)]
         rest.remove(best)

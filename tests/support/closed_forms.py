@@ -1,4 +1,4 @@
-"""Shared helpers for tests of schedules: simulation with equal costs on all ranks, strategies for shapes and times.
+"""Helpers for tests of schedules: simulation with equal costs on all ranks, hypothesis strategies for shapes and times.
 
 F, I, W: the time of a forward, of input gradients and of weight gradients of one micro-batch on a rank; a chunk takes
 1/v of this time. T = F + I + W. c: the latency between two ranks. p ranks, m micro-batches, v chunks per rank.
@@ -32,7 +32,7 @@ def peaks(program):
 
 
 def assert_makespan(trace, expected):
-    """Check the makespan, and that a rank's span is as long, so steps that overlap would gain nothing."""
+    """Check that makespan and span have this length, so that consecutive steps gain nothing by overlapping."""
     assert trace.makespan_s == expected
     assert trace.span_s == expected
 

@@ -1,4 +1,4 @@
-"""Micro-batches of different lengths that the caller splits, and jobs that train on them."""
+"""Micro-batches of different sequence lengths, passed with ``microbatches=``, and jobs that train on them."""
 
 from typing import Any
 
@@ -24,7 +24,7 @@ def num_tokens(target: Tensor) -> Tensor:
 
 
 class Tagger(nn.Module):
-    """A model that embeds tokens, mixes them along the sequence, skips over layers, and tags each token."""
+    """A model that classifies each token: an embedding, two GRUs with skip connections, and a linear head."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,7 +72,10 @@ def looped(model: nn.Module, microbatches: list[Microbatch], step: int = 0, **op
 
 
 def trains(group: Any, schedule: str, inputs: Any = "all", **options: Any) -> None:
-    """Check that steps over micro-batches of several lengths and numbers are bit-identical to the loop's."""
+    """Check that steps over lists of micro-batches are bit-identical to those of a plain loop.
+
+    The lists have different numbers of micro-batches, and the micro-batches have different lengths.
+    """
     expected, actual = tagger(), tagger()
     has_batch = inputs == "all" or places.is_one_process(group) or not group.rank()
     with pipeline(actual, places.place(group, inputs), schedule=schedule, **options) as pipe:

@@ -1,6 +1,7 @@
 """Fake streams, events and NCCL that record the order of operations, so that CUDA code runs with CPU tensors.
 
-A stream records all operations that were launched before its current end, on it or on streams that it waited for.
+A Stream records the operations that have ended before the next operation on this stream starts: those launched on this
+stream, and those on other streams for which this stream has waited.
 """
 
 import threading
@@ -41,7 +42,7 @@ class Event:
         self.before, self.at_s = set(stream.before), time.perf_counter()
 
     def synchronize(self) -> None:
-        assert self.at_s is not None, "an event is waited for that was never recorded"
+        assert self.at_s is not None, "synchronize() was called on an event that was never recorded"
         CUDA.synchronized.append("event")
 
     def elapsed_time(self, other: "Event") -> float:
@@ -53,7 +54,7 @@ class Event:
 class CUDA:
     """The functions of torch.cuda that pipesched calls, with separate streams for each thread, as in torch."""
 
-    synchronized: ClassVar[list[str]] = []  # what a host waited for
+    synchronized: ClassVar[list[str]] = []  # the streams and events that the host has waited for, by name
 
     def __init__(self) -> None:
         self.defaults: dict[str, Stream] = {}
@@ -135,7 +136,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> CUDA:
             device = tensors[0].device
             stream = fake.current_stream(device)
             self.calls.append((what, len(tensors[0]), stream))
-            return Work(fake, device, what, set(stream.before))  # NCCL's own stream waits for the current one
+            return Work(fake, device, what, set(stream.before))  # NCCL's own stream waits for the current stream
 
         def send(self, tensors: list[torch.Tensor], peer: int, tag: int) -> Work:
             return self._post("send", tensors, peer)

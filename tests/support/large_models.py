@@ -1,4 +1,4 @@
-"""Captured models that are so large that their tensors determine their memory."""
+"""Models with tensors so large that small allocations do not matter in a memory measurement."""
 
 import torch
 from torch import nn
@@ -29,7 +29,7 @@ class GPT(nn.Module):
 
 
 class Opened(nn.Module):
-    """A model with attention between layers, which keeps parts of a single product's output."""
+    """A model with attention between its layers. The attention saves parts of the output of a single matrix product."""
 
     def __init__(self):
         super().__init__()

@@ -29,7 +29,7 @@ class _Builder:
 
 
 def branches(modules, seed=0):
-    """Return modules of parallel branches; each module is given by the lengths of its branches."""
+    """Return a chain of modules with parallel branches. ``modules`` holds the lengths of each module's branches."""
     build = _Builder(seed)
     last = build.run(build.layer([]), 3)
     for lengths in modules:
@@ -38,7 +38,7 @@ def branches(modules, seed=0):
 
 
 def residual(num_blocks, seed=0):
-    """Return blocks of three layers with skip connections; every fourth skip connection contains a layer."""
+    """Return a chain of blocks of three layers, each with a skip connection. Every fourth skip contains a layer."""
     build = _Builder(seed)
     last = build.layer([])
     for block in range(num_blocks):
@@ -61,7 +61,7 @@ def u_net(depth, seed=0):
 
 
 def weights_as_layers(length, seed=0):
-    """Return a chain in which each layer also has a separate source: 2 ** length useless ideals."""
+    """Return a chain in which each layer also has a separate input layer, which makes 2 ** length useless ideals."""
     build = _Builder(seed)
     layers = [build.layer([build.layer([], time_s=0, size=100)], time_s=1e-3 * (1 + i % 7)) for i in range(length)]
     build.graph.add_edges_from(pairwise(layers))

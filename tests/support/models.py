@@ -43,7 +43,7 @@ class TransformerBlock(nn.Module):
 
 
 class Scale(torch.autograd.Function):
-    """x * weight, with both gradients in one custom backward; counts how often this backward runs."""
+    """Compute x * weight. One custom backward returns both gradients, and counts its runs."""
 
     calls = 0
 
@@ -112,7 +112,7 @@ def assert_equal_bits(actual: dict[str, Tensor], expected: dict[str, Tensor]) ->
 
 
 def assert_as(pipe: Pipeline, expected: nn.Module) -> None:
-    """Check that the gradients and buffers in this process (of one rank or of all) have the expected bits."""
+    """Check that the gradients and buffers of this process's stages are those of ``expected``, bit for bit."""
     names = {name for name, _ in pipe.named_parameters()}
     mine = {name: parameter.grad for name, parameter in pipe.named_parameters() if parameter.grad is not None}
     assert_equal_bits(mine, {name: grad for name, grad in gradients(expected).items() if name in names})
@@ -131,7 +131,7 @@ def compare_step(
 ) -> None:
     """Check that loss, gradients and buffers of one step are bit-identical to those of a plain loop.
 
-    options: the options of the loop: the number of the step (default: 0), and the pipeline's options.
+    options: keyword arguments of `reference_step`, such as step and seed.
     """
     loss = pipe.step(*args, target=target)
     choices = {"num_microbatches": pipe.num_microbatches, **options}
@@ -144,20 +144,20 @@ def compare_step(
 
 @cache
 def synchronous_names() -> list[str]:
-    """Return the schedules without updates."""
+    """Return the names of the schedules whose programs contain no updates."""
     return [name for name in schedules.names() if not schedules.get(name).program(2, 2).has_updates]
 
 
-#: The schedules whose results are equal to the bit to the unpipelined loop's: those that share no weights, and leave
-#: updates to the caller.
+#: The schedules whose results are bit-identical to those of an unpipelined loop: schedules without shared weights and
+#: without updates of their own.
 EXACT = [name for name in synchronous_names() if schedules.get(name).program(2, 2).exact]
 
-#: Of these one of each kind that a stage can tell apart: whole or split backwards, one chunk a rank or several.
+#: One schedule of each kind that a Stage handles differently: whole or split backwards, one or several chunks per rank.
 KINDS = ["1f1b", "zb-h1", "interleaved-1f1b", "zb-v"]
 
 
 def shapes(max_stages: int = 4) -> Iterator[tuple[str, int]]:
-    """Return (schedule, ranks) for every exact schedule and every number of ranks, up to a number of stages."""
+    """Yield (schedule, number of ranks) for every exact schedule, with at most ``2 * max_stages`` stages."""
     for name in EXACT:
         for num_ranks in range(1, max_stages + 1):
             if num_ranks * schedules.get(name).chunks_per_rank <= 2 * max_stages:
@@ -166,5 +166,5 @@ def shapes(max_stages: int = 4) -> Iterator[tuple[str, int]]:
 
 @pytest.fixture
 def every_product_deferred(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Defer the gradients of all matrix products, so that small models behave like large ones."""
+    """Defer the weight gradients of all matrix products to W, as in a large model, however small the products are."""
     monkeypatch.setattr(backward, "PAYS_FLOPS", 0)

@@ -18,7 +18,7 @@ from typing import Any
 from tests.support.rank_processes import FORKED
 
 _NETWORK = 0x40000000  # CLONE_NEWNET
-PORT = 29500  # of the first host alone: no other program is there
+PORT = 29500  # a fixed port is free, because no other program runs in the first host's namespace
 
 
 class Hosts:
@@ -61,9 +61,9 @@ class Hosts:
         end_s = time.monotonic() + timeout_s
         ranks = [self._start(host, module) for host in range(len(self.names))]
         try:
-            said = [pipe.recv() if pipe.poll(max(0, end_s - time.monotonic())) else "it is late" for _, pipe in ranks]
+            said = [pipe.recv() if pipe.poll(max(0, end_s - time.monotonic())) else "no answer" for _, pipe in ranks]
         except EOFError as error:
-            raise AssertionError("a rank has ended") from error
+            raise AssertionError("a rank has ended without an answer") from error
         finally:
             for process, _ in ranks:
                 process.kill()
@@ -122,7 +122,7 @@ def why_not() -> str:
 
 @contextmanager
 def hosts(count: int) -> Iterator[Hosts]:
-    """Provide hosts within a context."""
+    """Make hosts for a ``with`` block, and remove them afterwards."""
     made = Hosts(count)
     try:
         made.make()

@@ -1,7 +1,7 @@
-"""Shared helpers for tests of behaviours that users of torchgpipe, fairscale and DeepSpeed rely on.
+"""Helpers for tests of behaviours that users of torchgpipe, fairscale and DeepSpeed rely on.
 
-Each test is named after a behaviour. If those libraries raise an error or give wrong results, the test shows that
-pipesched gives right results.
+Each test is named after a behaviour. Some of these libraries raise an error or return wrong results; the test then
+shows that pipesched returns correct results.
 """
 
 from collections import Counter
@@ -13,8 +13,8 @@ from torch import nn
 from pipesched import Kind, Pipeline, schedules
 
 MODES = ["never", "always", "except_last"]
-needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device is there")
-needs_two_cuda = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="no two CUDA devices are there")
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no CUDA device")
+needs_two_cuda = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="this machine has no two CUDA devices")
 DEVICES = ["cpu", pytest.param("cuda", marks=needs_cuda)]
 
 
@@ -53,7 +53,7 @@ def pipeline(model, sample, num_stages=2, device="cpu", **choices):
 
 
 def on_two_ranks(model, sample, schedule, **choices):
-    """Return a pipeline with as many stages as the schedule has on two ranks, divided evenly."""
+    """Return a pipeline on two ranks with the schedule's number of stages; the layers are divided evenly."""
     num_stages = 2 * schedules.get(schedule).chunks_per_rank
     boundaries = [len(model) * stage // num_stages for stage in range(1, num_stages)]
     return Pipeline(model, sample, devices=["cpu"] * 2, boundaries=boundaries, schedule=schedule, **choices)

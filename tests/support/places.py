@@ -1,6 +1,7 @@
-"""Places in which the ranks of a test run: threads of this process, or separate processes. One test covers both.
+"""Places: the ranks of a test run as threads of this process or as separate processes. One test covers both places.
 
-The test's job receives the group of its ranks; in one process ``OneProcess`` replaces the group.
+A job is a function that runs in each process of a test. Its first argument is the process group of all ranks, or a
+`OneProcess` if all ranks run in this process.
 """
 
 from collections.abc import Iterator
@@ -19,7 +20,7 @@ from pipesched.runtime.stage import split_backward as backward
 
 
 class OneProcess:
-    """A group whose ranks are all in this process."""
+    """Stands in for a process group if all ranks are in this process."""
 
     def __init__(self, count: int) -> None:
         self._count = count
@@ -28,12 +29,12 @@ class OneProcess:
         return self._count
 
 
-#: Of torch.distributed, or OneProcess.
+#: A process group of torch.distributed, or a OneProcess.
 Group = Any
 
 
 class Run(Protocol):
-    """Runs a job in each process of its ranks, and returns the results."""
+    """A function that runs a job in each process of ``count`` ranks, and returns the results of all processes."""
 
     def __call__(self, count: int, job: Any, *args: Any) -> list[Any]: ...
 
@@ -47,14 +48,14 @@ def is_one_process(group: Any) -> bool:
 
 
 def has_last_rank(group: Any) -> bool:
-    """Whether the last rank is in this process. With one stage per rank in a chain, it has the outputs."""
+    """Whether the last rank is in this process. In a chain with one stage per rank, the last rank has the outputs."""
     return is_one_process(group) or group.rank() == group.size() - 1
 
 
 def place(group: Any, inputs: Inputs = "all") -> dict[str, Any]:
     if is_one_process(group):
         return {"devices": ["cpu"] * group.size()}
-    distributed = Distributed(inputs=inputs, timeout=600)  # a test's own limit comes first
+    distributed = Distributed(inputs=inputs, timeout=600)  # longer than the time limit of any test
     return {"mesh": DeviceMesh.from_group(group, "cpu"), "distributed": distributed}
 
 
@@ -78,7 +79,7 @@ def pipeline(group: Any, model: nn.Sequential, sample: Any, *, schedule: str = "
 
 @contextmanager
 def every_product_deferred() -> Iterator[None]:
-    """Defer the gradients of all matrix products, so that small models behave like large ones."""
+    """Defer the weight gradients of all matrix products to W, as in a large model, however small the products are."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(backward, "PAYS_FLOPS", 0)
         yield

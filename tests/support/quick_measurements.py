@@ -1,4 +1,4 @@
-"""Quick measurements: measures in fewer rounds than usual, because few tests check the measured figures."""
+"""Quick measurements: makes pipesched measure in fewer rounds, because few tests check the measured figures."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -29,13 +29,13 @@ _THOROUGH = [(place, name, getattr(place, name)) for place, name, _ in _QUICK]
 
 
 def measure_quickly() -> None:
-    """Shorten the measurements of this process."""
+    """Shorten all measurements that pipesched makes in this process."""
     _set(_QUICK)
 
 
 @pytest.fixture
 def thorough() -> Iterator[None]:
-    """Measure in full, for tests that check measured figures."""
+    """Restore the usual number of rounds, for tests that check measured figures."""
     _set(_THOROUGH)
     yield
     _set(_QUICK)
@@ -43,4 +43,4 @@ def thorough() -> Iterator[None]:
 
 def _set(values: list[tuple[Any, str, Any]]) -> None:
     for place, name, value in values:
-        object.__setattr__(place, name, value)  # one of them is frozen: the default of arguments, the same everywhere
+        object.__setattr__(place, name, value)  # also for QUICK, a frozen dataclass that is a default argument

@@ -28,10 +28,10 @@ def programs(draw, max_stages=5, max_microbatches=4):
 
 
 def random_program(rng, num_ranks, num_stages, num_microbatches, *, skips, recomputes=False, ascending=False):
-    """Return a random program of this shape.
+    """Return a random valid program of this shape.
 
-    skips: any stage may send to any later one. recomputes: some backwards have an R, as early as possible. ascending:
-    each stage runs the micro-batches in ascending order, as in exact programs.
+    skips: any stage may send to any later stage. recomputes: some backwards have an R, at a random earlier place.
+    ascending: each stage runs the micro-batches in ascending order, as in exact programs.
     """
     placement = tuple(rng.randrange(num_ranks) for _ in range(num_stages))
     graph = chain(num_stages)
@@ -78,7 +78,7 @@ def costs_for(draw, program, **others):
     return Costs(*times, transfer_s=draw(st.integers(0, 6)), **others)
 
 
-#: Programs whose messages are used in another order than they are sent.
+#: Programs in which a rank uses messages in a different order from the order in which they were sent.
 OUT_OF_ORDER = [
     "microbatches 2\nrank 0: 0F0 0F1 0B1 0B0\nrank 1: 1F1 1F0 1B0 1B1\n",
     "microbatches 3\nrank 0: 0F2 0F0 0F1 0B0 0B1 0B2\nrank 1: 1F1 1F2 1F0 1B2 1B1 1B0\n",

@@ -1,4 +1,4 @@
-"""Processes that serve as ranks for all tests of a file: each runs the jobs that it receives, one after the other.
+"""Rank processes: processes that serve as ranks for all tests of a file. Each runs the jobs that it receives in turn.
 
 They are forked from a server that has imported torch once, so starting them takes a tenth of a second.
 """
@@ -24,7 +24,7 @@ FORKED.set_forkserver_preload(
 
 
 class Ranks:
-    """A number of processes, with a gloo group for each number of ranks."""
+    """``count`` processes, with a gloo group for each number of ranks from 1 to ``count``."""
 
     def __init__(self, count: int) -> None:
         self._count = count
@@ -47,9 +47,10 @@ class Ranks:
             raise AssertionError(f"{started.count(True)} of {count} processes have started within a minute")
 
     def run(self, count: int, job: Any, *args: Any, timeout_s: float = 30) -> list[Any]:
-        """Run ``job(group, *args)`` on the first ``count`` ranks; return the results. Fails if a rank raises an error.
+        """Run ``job(group, *args)`` on the first ``count`` ranks; and return the results.
 
-        It also fails if a rank is late. If an earlier job has ended a process, all processes are started again.
+        Raises AssertionError if a rank raises an error or does not answer within ``timeout_s``. If an earlier job has
+        ended a process, all processes are started again first.
         """
         if not all(process.is_alive() for process in self.processes):
             self.close()
@@ -71,7 +72,7 @@ class Ranks:
                 return self._pipes[rank].recv()
         except (EOFError, ConnectionError):
             self.processes[rank].join()
-            return True, None  # the process has ended, as its job may
+            return True, None  # the job has ended its process, which some jobs do on purpose
         return False, "no answer in time"
 
     def close(self) -> None:
@@ -82,7 +83,7 @@ class Ranks:
 
 
 def _serve(pipe: Any, rank: int, count: int, port: int) -> None:
-    gc.freeze()  # the collector leaves alone what was imported, and so the pages that all ranks share
+    gc.freeze()  # garbage collection would write to the imported objects, and so copy the memory pages that ranks share
     measure_quickly()
     torch.set_num_threads(1)
     store = distributed.TCPStore("127.0.0.1", port, None, False, MINUTE)

@@ -1,4 +1,7 @@
-"""A small Hugging Face Llama that stops and resumes with other numbers of replicas and ranks, and a loop."""
+"""Trains a small Hugging Face Llama that stops and resumes with other numbers of replicas and ranks.
+
+A plain loop gives the expected losses.
+"""
 
 import warnings
 from functools import cache
@@ -16,7 +19,7 @@ ROWS, TOKENS, VOCABULARY, MICROBATCHES, CLIP, SEED = 8, 12, 96, 4, 0.5, 3
 
 
 class Place(NamedTuple):
-    """A number of replicas and ranks; one process if it is not on a mesh."""
+    """The numbers of replicas and ranks of a run, and whether it uses a mesh or one process."""
 
     replicas: int
     ranks: int
@@ -25,7 +28,7 @@ class Place(NamedTuple):
 
     @property
     def sums(self) -> tuple[int, int]:
-        """The numbers of replicas and of shards of a gradient, which determine the rounding of sums."""
+        """The number of replicas, and the number of shards of a gradient: both determine the rounding of sums."""
         return self.replicas, self.replicas if self.zero == 2 else 1
 
     def __str__(self) -> str:
@@ -97,7 +100,7 @@ def run(ranks: Ranks, where: Place, *args: Any) -> list[Tensor]:
 
 
 def loop(before: Place, after: Place, stop: int, steps: int) -> list[Tensor]:
-    """Return the losses of a loop that adds gradients as the first place does, and as the second from ``stop`` on."""
+    """Return the losses of a plain loop that adds gradients like ``before``, and from ``stop`` on like ``after``."""
     return _loop(before.sums, after.sums, stop, steps)
 
 

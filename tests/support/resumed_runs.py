@@ -60,22 +60,22 @@ class Net(nn.Module):
 
 @dataclass(frozen=True)
 class Half:
-    """The plan of one half of a run."""
+    """The options of one half of a run."""
 
     ranks: int = 2
     schedule: str = "1f1b"
-    #: "process" or "mesh".
+    #: "process" (one process for all ranks) or "mesh" (one process per rank).
     place: str = "process"
-    #: Who makes the optimizer: the "user" or the "pipeline".
+    #: "user" (the test calls an optimizer) or "pipeline" (``optimizer=``).
     optimizer: str = "user"
     checkpoint: str = "never"
-    #: Over a mesh; "ranks" are those of each replica.
+    #: The number of replicas; above 1 only with "mesh". ``ranks`` counts the ranks of one replica.
     replicas: int = 1
     zero: int = 0
 
     @property
     def sums(self) -> tuple[int, int]:
-        """The numbers of replicas and of shards of a gradient, which determine the rounding of sums."""
+        """The number of replicas, and the number of shards of a gradient: both determine the rounding of sums."""
         return self.replicas, self.replicas if self.zero >= 2 else 1
 
 
@@ -112,7 +112,7 @@ def pairwise_cases() -> list[tuple[Half, Half]]:
 
 
 def _gain(row: list[Any], at: int, value: Any, wanted: set[Any]) -> int:
-    """Return the number of missing pairs that a value adds to a row, where open entries can take any value."""
+    """Return the number of missing pairs that ``value`` at position ``at`` adds to a row. None matches any value."""
     return sum(
         (one == at and first == value and row[other] in (None, second))
         or (other == at and second == value and row[one] in (None, first))
@@ -255,7 +255,7 @@ def first_half(group: Group, half: Half, path: str, replicated: bool = False, **
 def second_half(
     group: Group, half: Half, path: str, replicated: bool = False
 ) -> tuple[list[Tensor], dict[str, Tensor]]:
-    """Load into a model with other weights, train the other half of the steps; return losses and tensors."""
+    """Load the checkpoint into a model with other weights, train the second half, and return losses and tensors."""
     trainer = Trainer(group, half, Net(seed=7), seed=99, replicated=replicated)
     with trainer.pipe as pipe, warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
@@ -306,7 +306,7 @@ def never_stopped(
 
 
 def runs(ranks: Ranks) -> Any:
-    """Return a function that runs a job on the ranks of one half, and returns the results of all processes."""
+    """Return a function that runs a job on the ranks of a Half, and returns the results of all processes."""
 
     def run(half: Half, job: Any, *args: Any) -> list[Any]:
         if half.place == "process":
@@ -323,7 +323,7 @@ def runs(ranks: Ranks) -> Any:
 
 
 def whole(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Join rows whose names end in the index of their first row."""
+    """Join the rows of divided tensors, whose names end in the index of their first row, such as ``name[8]``."""
     rows: dict[str, dict[int, Tensor]] = {}
     for name, value in tensors.items():
         base, _, first = name.removesuffix("]").partition("[")
@@ -332,7 +332,7 @@ def whole(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def differences(run: Any, before: Half, after: Half, path: str) -> list[str]:
-    """Return the differences between the resumed run and the loop; ``run(half, job, *args)`` runs a job."""
+    """Return the names of the values that differ between the resumed run and a plain loop without a stop."""
     replicated = before.replicas * after.replicas > 1
     losses, tensors = never_stopped((before.sums, after.sums) if replicated else None)
     first = run(before, first_half, path, replicated)

@@ -1,4 +1,4 @@
-"""Runs jobs/exits.py in processes: returns their exit codes and the text that they write to stderr."""
+"""Runs the script jobs/exits.py in one or several processes, and returns their exit codes and their text on stderr."""
 
 import os
 import re
@@ -16,7 +16,11 @@ PATIENCE_S = 120
 
 
 class Exit(NamedTuple):
-    """The end of a process. code: negative for a signal. said: stderr, without the script's own traceback."""
+    """The end of a process.
+
+    code: the exit code, negative for a signal. ran: whether the process printed "ran" as its last line. said: the text
+    on stderr, without the traceback of the error that the script raises on purpose.
+    """
 
     code: int
     ran: bool
@@ -24,7 +28,10 @@ class Exit(NamedTuple):
 
 
 def exits(place: str, schedule: str, end: str, num_ranks: int = 2) -> list[Exit]:
-    """Run the job: "threads": in one process, "mesh": in processes with torchrun's environment, or under "torchrun"."""
+    """Run the script in a place, and return how each process ended.
+
+    place: "threads" (one process), "mesh" (one process per rank, with torchrun's environment) or "torchrun".
+    """
     if place == "torchrun":
         return _by_torchrun(schedule, end, num_ranks)
     environment = [_environment({})]
@@ -49,7 +56,7 @@ def exits(place: str, schedule: str, end: str, num_ranks: int = 2) -> list[Exit]
 
 
 def _by_torchrun(schedule: str, end: str, num_ranks: int) -> list[Exit]:
-    """Run the job under torchrun. The Exit is that of torchrun; ``said`` holds the signals that ended ranks."""
+    """Run the script under torchrun. Returns torchrun's own Exit; ``said`` lists the signals that ended ranks."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
     command += [f"--nproc-per-node={num_ranks}", "-m", JOB, "mesh", schedule, end]
     run = subprocess.run(
@@ -60,7 +67,7 @@ def _by_torchrun(schedule: str, end: str, num_ranks: int) -> list[Exit]:
 
 
 def _environment(more: dict[str, str]) -> dict[str, str]:
-    """Return the environment of a process that computes with one thread."""
+    """Return this process's environment with ``more`` and with one OpenMP thread."""
     return {**os.environ, "OMP_NUM_THREADS": "1", **more}
 
 

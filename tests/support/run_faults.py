@@ -1,9 +1,9 @@
-"""Runs jobs/faults.py: measures how soon survivors end after a fault, and finds the rank that their errors name.
+"""Runs jobs/faults.py: measures how soon the other ranks (survivors) end after a fault, and checks their errors.
 
     python -m tests.support.run_faults '[["SIGSTOP", "later forward", 1]]' [--timeout 5] [--side-by-side 1]
 
-Each case is a fault, a phase, a rank, and further fields of Case. This process imports torch once; processes that are
-forked from it fork the ranks. Each outcome is printed as a line of JSON.
+Each case lists a fault, a phase, a rank, and optionally further fields of Case. Prints each outcome as a line of JSON.
+This process imports torch once, and forks a process for each case, which forks the ranks.
 """
 
 import argparse
@@ -28,17 +28,18 @@ from tests.support import slow_imports  # noqa: F401
 from tests.support.jobs.faults import Case, as_script, run_rank
 
 ROOT = Path(__file__).parents[2]
-SPARE_S = 5.0  # beyond the timeout, in which survivors are to end
-PATIENCE_S = 40.0  # beyond the timeout, until all survivors of a case are killed
+SPARE_S = 5.0  # a survivor that ends later than this after the timeout is late
+PATIENCE_S = 40.0  # survivors that still run this long after the timeout are killed
 _RANK = r"rank \d+(?: \([^)]*\))?"
 _BLAME = re.compile(rf"({_RANK}(?:, {_RANK})*) (?:failed:|ha(?:s|ve) not joined)")
 
 
 class Outcome(NamedTuple):
-    """The outcome of a case. seconds: from the fault to the last survivor's error or end. late: late ranks.
+    """The outcome of a case.
 
-    wrong: texts of survivors that do not name only the failed rank. survivors: those that failed. stuck: those still
-    running.
+    happened: whether the fault occurred. seconds: the time from the fault to the last survivor's error or end.
+    survivors: the number of survivors that failed. late: survivors that ended late. wrong: the errors of survivors that
+    name other ranks, or not the failed rank.
     """
 
     case: Case
@@ -50,7 +51,7 @@ class Outcome(NamedTuple):
 
 
 def outcomes(cases: Sequence[Case], timeout_s: float, side_by_side: int = 1, patience_s: float = 600) -> list[Outcome]:
-    """Run cases, several at a time, in a separate process that imports torch once."""
+    """Run cases in a separate process that imports torch once, ``side_by_side`` cases at a time."""
     command = [sys.executable, "-m", __spec__.name, json.dumps(cases)]
     command += ["--timeout", str(timeout_s), "--side-by-side", str(side_by_side)]
     run = subprocess.run(command, check=True, cwd=ROOT, stdout=subprocess.PIPE, text=True, timeout=patience_s)
@@ -58,7 +59,7 @@ def outcomes(cases: Sequence[Case], timeout_s: float, side_by_side: int = 1, pat
 
 
 def outcome(case: Case, timeout_s: float) -> Outcome:
-    """Run one case."""
+    """Run one case, and return its outcome."""
     with _folder() as folder, _store(case, folder) as port:
         said = [folder / str(rank) for rank in range(case.num_ranks)]
         jobs = [_rank(case, rank, port, timeout_s, own) for rank, own in enumerate(said)]
@@ -128,7 +129,7 @@ def _forked(job: Callable[[], int], said: Path) -> int:
 
 @contextmanager
 def _folder() -> Iterator[Path]:
-    """Make a temporary folder. With tempfile's context, forked processes would remove it at their exit."""
+    """Make a temporary folder. Not tempfile.TemporaryDirectory, because forked processes would remove it at exit."""
     folder = Path(tempfile.mkdtemp())
     try:
         yield folder
@@ -138,7 +139,7 @@ def _folder() -> Iterator[Path]:
 
 @contextmanager
 def _store(case: Case, folder: Path) -> Iterator[int]:
-    """Return the port of a store in a separate process; 0 if rank 0 has the store."""
+    """Start a TCPStore in a separate process, and yield its port; yield 0 if rank 0 starts the store."""
     if case.store == "rank 0":
         yield 0
         return
@@ -162,7 +163,7 @@ def _serve(file: Path) -> int:
 
 
 def _watched(case: Case, started: Sequence[int], said: Path, timeout_s: float) -> dict[int, float]:
-    """Return the time at which each survivor's process ended, once all have ended or are too late."""
+    """Wait until all survivors have ended or are too late, and return the time at which each ended."""
     ended: dict[int, float] = {}
     end_s = time.monotonic() + 2 * PATIENCE_S
     seen = False

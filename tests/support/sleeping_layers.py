@@ -1,4 +1,4 @@
-"""Layers that sleep, as if they waited for a device, and leave the processor free."""
+"""Layers that sleep in place of computing, so that several ranks can run on one processor core."""
 
 import time
 from typing import Any
@@ -21,12 +21,12 @@ class _Waited(torch.autograd.Function):
 
 
 def waited(x: Tensor, seconds: float, back: float = 2.0) -> Tensor:
-    """Return the same values after some seconds; their gradient takes ``back`` times as long."""
+    """Return a copy of ``x`` after ``seconds``. The backward sleeps ``back`` times as long."""
     return _Waited.apply(x, seconds, back)  # type: ignore[no-untyped-call,no-any-return]
 
 
 class Waiting(nn.Module):
-    """A layer that scales its input and sleeps. width: the width of its weight."""
+    """A layer that multiplies its input by a weight of ``width`` elements, and sleeps for ``seconds``."""
 
     def __init__(self, seconds: float, *, back: float = 2.0, width: int = 1) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Layers for any stage graph, trained by an executor that runs a program, and by a plain loop."""
+"""Trains the same random layers twice: with an executor that runs a program of any stage graph, and in a plain loop."""
 
 import random
 from collections.abc import Iterator
@@ -30,7 +30,7 @@ WIDTH = 6
 NUM_RANKS = 3
 _SEED = 11
 
-#: What a run leaves: gradients and buffers by name, losses or outputs by (step, stage, micro-batch).
+#: The results of a run: gradients and buffers, keyed by name; losses, keyed by (step, stage, micro-batch).
 Result = dict[Any, np.ndarray]
 
 
@@ -52,7 +52,7 @@ def program_of(seed: int) -> Program:
 
 
 class Join(nn.Module):
-    """The first layer of a stage: mixes the values of its producers."""
+    """The first layer of a stage: combines the outputs of all previous stages that send to this stage."""
 
     def __init__(self, num_values: int, adds: bool) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ class Residual(nn.Module):
 
 
 class Dressed(nn.Module):
-    """A layer that returns a dict with a non-contiguous tensor, a tensor with a separate gradient, and no tensor."""
+    """A layer that returns a dict of a non-contiguous tensor, a second tensor, and a value that is not a tensor."""
 
     def forward(self, x: Tensor) -> dict[str, Any]:
         return {"out": x.t().contiguous().t(), "gain": torch.sigmoid(x.mean(-1, keepdim=True)), "name": "dressed"}
@@ -115,7 +115,7 @@ def layers_of(program: Program, seed: int) -> list[dict[str, nn.Module]]:
 
 
 def batches(program: Program) -> Iterator[tuple[Any, list[float | None]]]:
-    """Return micro-batches with unequal rows, and the factors of their losses, for two steps of different sizes."""
+    """Yield, for two steps of different sizes, a batch of uneven micro-batches and the factors of their losses."""
     m = program.num_microbatches
     for rows in (2 * m + 1, 2 * m + 1 + (m > 1)):
         x = torch.randn(rows, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(rows))
@@ -148,7 +148,7 @@ def by_hand(program: Program, seed: int) -> Result:
 
 
 class Each(Chain):
-    """A chain whose output is copied to several stages, one copy for each."""
+    """A chain of layers that returns a separate copy of its output for each stage that uses the output."""
 
     def __init__(self, layers: dict[str, nn.Module], num_takers: int) -> None:
         super().__init__(layers)
@@ -215,8 +215,8 @@ def by_executor(executor: Any, program: Program, seed: int) -> Result:
 
 
 def over_mesh(group: Any, seeds: list[int]) -> list[Result]:
-    """The job of test_stage_graphs: return this rank's results of each program."""
-    backward.PAYS_FLOPS = 0  # every product is deferred, however small
+    """Run each program over a mesh, and return this rank's results. A job of test_stage_graphs."""
+    backward.PAYS_FLOPS = 0  # defer the weight gradients of all products to W, however small
     executor = ProcessExecutor(group, timeout_s=10)
     results = [by_executor(executor, program_of(seed), seed) for seed in seeds]
     executor.close()

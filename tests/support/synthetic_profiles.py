@@ -6,7 +6,7 @@ from pipesched.simulation.profile import Profile
 
 
 def row(times, *, rows=1, fixed_s=0.0, split=1.0, parameter_bytes=1000, activation_bytes=100, output_bytes=10):
-    """Return a chain of layers with these forward times per row; B takes twice as long, I and W ``split`` times."""
+    """Return a chain of layers. B takes twice as long as F; I and W take ``split`` times as long. Times are per row."""
     graph = nx.DiGraph(parameters={})
     for at, seconds in enumerate(times):
         name, forward_s = f"layer{at}", seconds * rows + fixed_s

@@ -1,4 +1,4 @@
-"""The whole state of a model as a dict, to find changes. It does not use pipesched's code."""
+"""Whole state: reads the whole state of a model into a dict, so that tests find any change. Uses no pipesched code."""
 
 from collections import deque
 from contextlib import contextmanager
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 import pipesched
 from pipesched import Pipeline
 
-#: Whose contents are written down; of other objects only which one it is.
+#: Types whose values are recorded. Of other objects, the type and the id are recorded.
 PLAIN = bool, int, float, complex, str, bytes, type(None), torch.Size, torch.dtype, torch.device
 
 
@@ -31,7 +31,7 @@ def of_tensor(tensor: Tensor) -> dict[str, Any]:
         ),
         "attributes": sorted(tensor.__dict__),
     }
-    if isinstance(tensor, nn.Parameter):  # a buffer that each forward changes is changed back
+    if isinstance(tensor, nn.Parameter):  # versions of buffers change when pipesched restores them
         found["version"] = tensor._version
     if tensor.is_leaf:
         found["grad"] = None if tensor.grad is None else (id(tensor.grad), tensor.grad._version, bits(tensor.grad))
@@ -50,7 +50,7 @@ def whole_state(model: nn.Module) -> dict[str, Any]:
         found[path] = type(value), id(value)
         if id(value) in seen:
             return
-        seen[id(value)] = value  # alive, so that no id is used again
+        seen[id(value)] = value  # keeps the object alive, so that its id is not reused
         if isinstance(value, Tensor):
             found.update((f"{path}: {what}", part) for what, part in of_tensor(value).items())
         elif isinstance(value, torch.Generator):
@@ -76,7 +76,7 @@ def whole_state(model: nn.Module) -> dict[str, Any]:
 
 @contextmanager
 def unchanged(model: nn.Module, what: str, *, but: str = "nothing"):
-    """Check that a model does not change in this context. but: the end of the paths that may change."""
+    """Check that a model does not change in a ``with`` block. Paths that end in ``but`` may change."""
     before = whole_state(model)
     yield
     after = whole_state(model)
@@ -85,7 +85,10 @@ def unchanged(model: nn.Module, what: str, *, but: str = "nothing"):
 
 
 def prepared(model: nn.Module) -> list[Any]:
-    """Give a model gradients, hooks, frozen parts and a part in another mode; return the calls of its hooks."""
+    """Add gradients and hooks to a model, and set its last module to evaluation mode.
+
+    Returns a list to which each call of a parameter hook adds an item.
+    """
     fired: list[Any] = []
     for number, parameter in enumerate(model.parameters()):
         if number % 3 == 0 and parameter.requires_grad:

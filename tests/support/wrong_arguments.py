@@ -8,7 +8,7 @@ from torch import nn
 
 from pipesched.errors import PipeschedError
 
-#: What nobody means: of every type that a caller may have at hand by mistake.
+#: Name -> a value that a caller may pass by mistake, of many types.
 STRANGE = {
     "None": None,
     "a bool": True,
@@ -34,13 +34,13 @@ STRANGE = {
 
 
 def but(*good):
-    """Return the wrong values by name, without those that this argument accepts."""
+    """Return the names of all values in STRANGE except those that an argument accepts."""
     assert set(good) <= set(STRANGE)
     return [name for name in STRANGE if name not in good]
 
 
 def cases(table):
-    """Return (argument, name of the wrong value) for a table {argument: names}, for ``parametrize``."""
+    """Convert a table {argument: names of wrong values} to cases (argument, name) for ``parametrize``."""
     return [pytest.param(argument, name, id=f"{argument} is {name}") for argument in table for name in table[argument]]
 
 

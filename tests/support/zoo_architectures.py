@@ -27,10 +27,10 @@ ROWS, TOKENS, VOCABULARY = 8, 12, 99
 
 @dataclass(frozen=True)
 class Specimen:
-    """A model: its constructor, its keyword inputs of ROWS rows, and a loss function if it computes no loss.
+    """A model: its constructor, its keyword inputs of ROWS rows, and a loss function if the model computes no loss.
 
-    ranks: the number of ranks for which it has layers. rounded: a parameter that another layer uses by reference, so
-    that its gradient equals the loop's within rounding.
+    ranks: the largest number of ranks for which the model has enough layers. rounded: a parameter that another layer
+    uses by reference, so that its gradient equals the loop's only within rounding.
     """
 
     build: Callable[[], nn.Module]
@@ -84,7 +84,7 @@ def _transformers() -> Any:
         "loss.loss_deformable_detr",
         "models.mask2former.modeling_mask2former",
     ):
-        module: Any = importlib.import_module(f"transformers.{name}")  # takes the sum from scipy, which is not needed
+        module: Any = importlib.import_module(f"transformers.{name}")  # _assigned replaces scipy here
         module.linear_sum_assignment = _assigned
         module.requires_backends = lambda *_: None
     return transformers
@@ -101,7 +101,7 @@ def _drop(config: Any, rate: float) -> None:
 
 
 def _assigned(cost: Any) -> tuple[Any, Any]:
-    """Return the assignment with the smallest sum, like scipy's ``linear_sum_assignment``, for small inputs."""
+    """Return the assignment with the smallest total cost: scipy's ``linear_sum_assignment``, for small inputs."""
     cost = np.asarray(cost)
     if len(cost) < cost.shape[1]:
         columns, rows = _assigned(cost.T)
@@ -170,7 +170,7 @@ class TwoTowers(nn.Module):
 
 
 class Recurrent(nn.Module):
-    """A row of LSTMs. Each passes its state on to the next."""
+    """A chain of LSTMs. Each LSTM passes its state to the next LSTM."""
 
     def __init__(self, width: int = 32) -> None:
         super().__init__()
@@ -304,7 +304,7 @@ ZOO: dict[str, Specimen] = {
     "LSTM": Specimen(Recurrent, _TEXT),
 }
 
-#: Architectures whose code asks more of a pipeline: states, experts, detection, reversible layers, hooks that record.
+#: Architectures with code that is harder to pipeline: recurrent states, experts, detection, reversible layers, hooks.
 MORE: dict[str, Specimen] = {
     "Qwen3-Next": _specimen(
         "Qwen3NextForCausalLM",
@@ -325,8 +325,8 @@ MORE: dict[str, Specimen] = {
     "Reformer": _specimen(
         "ReformerModelWithLMHead",
         _LONGER,
-        ranks=3,  # all its blocks are within one autograd.Function
-        dropout=False,  # which draws again in its backward
+        ranks=3,  # all blocks run inside one autograd.Function
+        dropout=False,  # the autograd.Function would draw random numbers again in its backward
         vocab_size=VOCABULARY,
         hidden_size=32,
         attention_head_size=8,

@@ -16,7 +16,7 @@ from pipesched.tensors.tree_structure import tensors_in
 
 __all__ = ["counted", "even_boundaries", "shares"]
 
-_FLOPS_A_BYTE = 10  # as many as a processor does in the time in which one byte comes from memory
+_FLOPS_A_BYTE = 10  # operations that a processor performs in the time of reading one byte from memory
 
 
 def counted(model: nn.Module, sample: dict[str, Any]) -> "nx.DiGraph[str]":
@@ -46,7 +46,7 @@ def _work(layer: nn.Module, args: Any, kwargs: Any) -> float:
 
 
 def _recurrent(inputs: Any, from_input: Any, from_state: Any, *_: Any, **__: Any) -> int:
-    """Return the work of two products per token with these shapes."""
+    """Return the operations of an RNN layer: per token, one product with each of two weights of these shapes."""
     return 2 * prod(inputs[:2]) * (prod(from_input) + prod(from_state))
 
 

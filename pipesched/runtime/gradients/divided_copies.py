@@ -72,7 +72,7 @@ class DividedCopies:
         """Pass the sums to ``Divided.take``, with the gradients in ``before`` added. Removes them from ``before``."""
         for buffer, parameters in zip(self.buffers, self._groups.values(), strict=True):
             if buffer.is_cuda:
-                buffer.record_stream(torch.cuda.current_stream(buffer.device))  # it was made on the lane's stream
+                buffer.record_stream(torch.cuda.current_stream(buffer.device))  # allocated on the lane's stream
             counts = buffer[-len(parameters) :]
             rows = {parameter: self._divided[parameter].own(parameter, parameter.detach()) for parameter in parameters}
             held = {parameter: own for parameter, own in rows.items() if own is not None}

@@ -64,7 +64,7 @@ class ReplicaGroup:
 
     @torch.no_grad()
     def scatter(self, buffer: Tensor) -> Tensor:
-        """Return the sum of this replica's row of all replicas' buffers. Blocks the thread.
+        """Sum this replica's row over the buffers of all replicas, and return the sum. Blocks the thread.
 
         ``buffer`` has a row for each replica. Its memory is freed.
         """

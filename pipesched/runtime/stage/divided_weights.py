@@ -185,7 +185,7 @@ class DividedWeights:
     @torch.no_grad()
     def assemble(self, exchange: _Exchange) -> None:
         """Between runs: make the parameters whole until ``divide`` or the next run. Collective over the replicas."""
-        self.divide()  # in some replicas they may be whole already
+        self.divide()  # the parameters may already be whole in some replicas
         for unit in self._units:
             own = [parameter for parameter in unit if parameter in self._divided]
             every = exchange([parameter.detach() for parameter in own]) if own else []

@@ -409,5 +409,5 @@ def _drop(tensor: Tensor) -> None:
 def _dropped(_: None) -> Tensor:
     raise ExecutionError(
         "a layer of a checkpointed stage must not differentiate inside its forward (autograd.grad), because a "
-        "checkpointed forward saves no tensors; one of the layers did so; use checkpoint='never'"
+        "checkpointed forward saves no tensors; one of its layers does this; use checkpoint='never'"
     )

@@ -59,7 +59,7 @@ def with_master_weights(optimizer: _Made) -> _Made:
 
 
 def _narrowing(optimizer: Optimizer, masters: "_MasterWeights") -> MethodType:
-    """Return a ``step`` for the optimizer that also narrows after a failed step, because torch then skips post-hooks.
+    """Return a ``step`` that also calls `narrow_after_failure`, because torch skips post-hooks after a failed step.
 
     The result is a method, because learning rate schedulers use its ``__func__``. It does not keep the optimizer alive.
     """

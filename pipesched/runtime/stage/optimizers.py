@@ -179,8 +179,9 @@ def optimizers_for(
             gradients are summed.
         home: maps a parameter to the stage that owns it.
         before: the optimizers of the old stages, keyed by stage.
-        rules: how gradients are treated before an update. If there are tied parameters, all updates then wait for the
-            gradients of the tied parameters. Default: gradients are not changed before updates.
+        rules: the clipping, scaling and checks of gradients before an update. If there are tied parameters, all
+            updates then wait for the gradients of the tied parameters. Default: gradients are not changed before
+            updates.
 
     Raises:
         ModelTypeError: if ``optimizer`` does not return a torch.optim.Optimizer of its params.

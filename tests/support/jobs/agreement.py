@@ -57,7 +57,7 @@ def builds(group: Any, change: str) -> str:
 
 
 def counts(group: Any) -> list[int]:
-    """Return the number of agreement messages of each step."""
+    """Return the total number of ``agree_on`` calls after each of three steps."""
     with made(group, model()) as pipe:
         executor = pipe._running.host.executor  # type: ignore[union-attr]
         compared = executor.agree_on
@@ -71,7 +71,7 @@ def counts(group: Any) -> list[int]:
 
 
 def forgets_train(group: Any) -> tuple[str, float]:
-    """One rank sets evaluation mode before the first step; after this step has failed, all ranks train."""
+    """Set evaluation mode on rank 1. Return the error of a step, and the loss of a step after ``train()``."""
     with made(group, model()) as pipe:
         if group.rank() == 1:
             pipe.eval()
@@ -85,7 +85,7 @@ def forgets_train(group: Any) -> tuple[str, float]:
 
 
 def sets_own_modes(group: Any) -> None:
-    """Each rank may freeze its own stages and set their mode, independently of the other ranks."""
+    """Check that a step runs if a rank freezes parameters of its own stages and changes their mode."""
     with made(group, model()) as pipe:
         for name, module in pipe.named_modules():
             if name == "0":

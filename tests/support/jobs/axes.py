@@ -1,4 +1,4 @@
-"""Jobs of ranks that run plans with replicas."""
+"""Jobs that run plans with replicas."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ ROWS, SEED = 16, 3
 
 
 def runs_a_plan(group: Any, zero: int) -> tuple[dict[str, int], int]:
-    """Find a plan for two replicas of two ranks, and train two steps with it; the mesh and ``zero`` of the plan."""
+    """Find a plan for two replicas of two ranks, and train two steps with it. Return the plan's mesh and ``zero``."""
     x, y = plain_batch()
     found: list[Any] = [None]
     if group.rank() == 0:

@@ -1,4 +1,4 @@
-"""Jobs of the tests of clipping: clipped training compared with a plain loop that applies the documented rule."""
+"""Jobs that compare training with gradient clipping or a scaler with the same training in a plain loop."""
 
 import copy
 import math
@@ -37,7 +37,7 @@ def tied_model(dtype: torch.dtype = torch.float32) -> nn.Sequential:
 
 
 def plain_model(dtype: torch.dtype = torch.float32) -> nn.Sequential:
-    """Return the same model without tied weights."""
+    """Return the model of `tied_model`, but with separate weights."""
     model = tied_model()
     model[-1].weight = nn.Parameter(model[-1].weight.detach().clone())
     return model.to(dtype)
@@ -55,7 +55,7 @@ def loss_fn(output: Tensor, target: Tensor) -> Tensor:
 
 
 def spoilt_once(microbatch: int) -> Callable[[Tensor, Tensor], Tensor]:
-    """A loss that is NaN in one micro-batch of the first step."""
+    """Return a loss function that returns NaN in one micro-batch of the first step."""
     calls: list[int] = []
 
     def spoilt(output: Tensor, target: Tensor) -> Tensor:
@@ -70,13 +70,13 @@ def adam(parameters: Any) -> torch.optim.Optimizer:
 
 
 def assert_same(pipe: Pipeline, expected: nn.Module) -> None:
-    """Check that the parameters of this process are bit-identical to the loop's."""
+    """Check that the parameters of this process are bit-identical to those of ``expected``."""
     due = dict(expected.named_parameters())
     assert [name for name, one in pipe.named_parameters() if not torch.equal(one, due[name])] == []
 
 
 def pipelined(group: Any, model: nn.Module, **options: Any) -> AbstractContextManager[Pipeline]:
-    """Return a pipeline of one of these models."""
+    """Return a pipeline of a model of this file."""
     return pipeline(group, model, batch(0)[0][:3], loss_fn=loss_fn, **options)
 
 
@@ -107,7 +107,10 @@ def loop_step(model: nn.Module, optimizer: Any, step: int, norm_type: float) -> 
 
 
 def clip_between_steps(group: Any, case: Case, norm_type: float, steps: int = 3) -> list[float]:
-    """Clip before an optimizer of one's own; norms, losses and weights have the loop's bits. Returns the norms."""
+    """Clip after each step, and then call an optimizer outside the pipeline. Returns the norms.
+
+    Checks that norms, losses and weights are bit-identical to those of a plain loop.
+    """
     expected, actual = case.models()
     theirs = adam(expected.parameters())
     norms = []
@@ -160,7 +163,10 @@ def refuse_norms(group: Any) -> None:
 
 
 def clip_in_steps(group: Any, case: Case, norm_type: float, steps: int = 3) -> list[float]:
-    """Clip with optimizer= and Numerics(clip_grad_norm=); all is the loop's, bit by bit. Returns the norms."""
+    """Clip with optimizer= and Numerics(clip_grad_norm=). Returns the norms.
+
+    Checks that norms, losses and weights are bit-identical to those of a plain loop.
+    """
     expected, actual = case.models()
     theirs = adam(expected.parameters())
     norms = []
@@ -182,7 +188,10 @@ def clip_in_steps(group: Any, case: Case, norm_type: float, steps: int = 3) -> l
 
 
 def overflow_in(model: nn.Sequential, layer: int | None, at_step: int) -> Callable[[], None]:
-    """Plant an infinite gradient in a layer's weight (None: in no layer) at one step; call the result after each."""
+    """Make the gradient of a layer's weight infinite in one step; ``layer`` None changes nothing.
+
+    Returns a function to call after each step.
+    """
     step = 0
 
     def hook(grad: Tensor) -> Tensor:
@@ -198,7 +207,7 @@ def overflow_in(model: nn.Sequential, layer: int | None, at_step: int) -> Callab
 
 
 def scaled_update(pipe: Pipeline, scaler: GradScaler, optimizer: Any) -> Tensor:
-    """Update as torch's recipe for scalers does; return the norm."""
+    """Unscale, clip and update, as torch's documentation of GradScaler describes. Return the norm."""
     scaler.unscale_(optimizer)
     norm = pipe.clip_grad_norm_(1.0)
     scaler.step(optimizer)
@@ -220,7 +229,7 @@ def refuse_ranks_without_gradients(group: Any) -> None:
 
 
 def accumulate_after_an_overflow(group: Any) -> None:
-    """Two steps before an update: an overflow in the first one skips the update, also of several optimizers."""
+    """Accumulate two steps per update. Check that an overflow in the first step skips the update of all optimizers."""
     model = plain_model()
     planted = overflow_in(model, 1, 0)
     scaler = GradScaler("cpu", init_scale=1024.0)
@@ -250,10 +259,13 @@ def scale_losses(
     init_scale: float = 1024.0,
     steps: int = 4,
 ) -> tuple[int, list[float]]:
-    """Train with a scaler; all is as with torch's own scaler in the plain loop. Returns skips and scales.
+    """Train with a scaler. Returns the number of skipped updates, and the scale after each step.
 
-    overflow: the layer in whose weight a gradient overflows at step 1. None: in autocast of float16, by the scale.
-    optimizers: whether steps update the weights. Otherwise the job calls the scaler and an optimizer of its own.
+    Checks that losses, norms, weights and the scaler's state equal those of a plain loop with its own GradScaler.
+
+    overflow: the layer whose weight gets an infinite gradient in step 1. None: train under float16 autocast instead, in
+    which a large scale makes gradients overflow. optimizers: whether steps update the weights. If not, the job calls
+    the scaler and an optimizer itself.
     """
     expected, actual = case.models()
     due, scaler = (GradScaler("cpu", init_scale=init_scale, growth_interval=2) for _ in range(2))
@@ -298,13 +310,13 @@ def scale_losses(
 
 
 class Faulty(nn.Module):
-    """Passes its input on; the output or the gradient of one micro-batch of one step is made infinite."""
+    """Multiplies its input by a weight. In one call, makes the output or the gradient infinite."""
 
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(8))
         self.calls = 0
-        self.at = 6  # micro-batch 2 of step 1, of four
+        self.at = 6  # micro-batch 2 of step 1; a step has four micro-batches
         self.backward = False
 
     def forward(self, x: Tensor) -> Tensor:
@@ -320,14 +332,14 @@ class Faulty(nn.Module):
 
 
 def find_nonfinite(group: Any, react: str, backward: bool, optimizers: bool, tied: bool) -> list[str]:
-    """Run three steps with a fault in layer 6 in the second step; return the messages."""
+    """Run three steps. In the second step, layer 6 makes a value infinite. Return the errors and warnings."""
     model = (tied_model if tied else plain_model)()
     model[6] = Faulty()
     model[6].backward = backward
     numerics = Numerics(on_nonfinite=react)
     messages = []
     with pipelined(group, model, optimizer=adam if optimizers else None, numerics=numerics) as pipe:
-        pipe.model[6].calls = 0  # capture ran it
+        pipe.model[6].calls = 0  # the capture of the model has called this layer
         own = None if optimizers else adam(pipe.parameters())
         for step in range(3):
             before = [parameter.detach().clone() for parameter in pipe.parameters()]
@@ -354,7 +366,7 @@ def find_nonfinite(group: Any, react: str, backward: bool, optimizers: bool, tie
 
 
 def fail_before_norms(group: Any) -> tuple[str, str]:
-    """Rank 0 fails in its last backward while the others wait for its norms. Return each error's type and text."""
+    """Make rank 0 fail while other ranks wait for its norms. Return the type and the text of this rank's error."""
     model = plain_model()
     with pipelined(group, model, optimizer=adam, numerics=Numerics(clip_grad_norm=1.0)) as pipe:
         x, y = batch(0)

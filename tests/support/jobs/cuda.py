@@ -20,7 +20,7 @@ X, Y = torch.randn(19, 8, generator=torch.Generator().manual_seed(3)), torch.ara
 
 
 def own_device(group: Any, kind: str) -> torch.device:
-    """Return a separate device for each rank."""
+    """Return this rank's own GPU, or the CPU if ``kind`` is "cpu"."""
     if kind == "cpu":
         return torch.device("cpu")
     torch.cuda.set_device(group.rank())
@@ -28,7 +28,7 @@ def own_device(group: Any, kind: str) -> torch.device:
 
 
 def round_trips(group: Any, kind: str, seed: int) -> int:
-    """Send values of all forms there and back; check that they arrive unchanged on the device."""
+    """Send random values forward and gradients back. Check that they arrive unchanged. Return the number received."""
     device, rng = own_device(group, kind), random.Random(seed)
     outputs = [Payload.of(value(rng)).map_tensors(lambda one: one.to(device)) for _ in range(10)]
     grads = [tuple(rng.choice([None, tensor(rng).detach().to(device)]) for _ in range(3)) for _ in range(10)]
@@ -44,7 +44,7 @@ def round_trips(group: Any, kind: str, seed: int) -> int:
 
 
 def train(group: Any, kind: str, names: list[str], checkpoint: str) -> None:
-    """Check that losses and gradients of steps of two sizes are bit-identical to the loop's on the same device."""
+    """Check that losses and gradients for two batch sizes are bit-identical to those of a plain loop on this device."""
     device = own_device(group, kind)
     mesh = DeviceMesh.from_group(group, kind)
     x, y = X.to(device), Y.to(device)

@@ -1,7 +1,7 @@
-"""Jobs of test_device_wire: the jobs of other files, with stand-ins for the links between devices.
+"""Jobs of test_device_wire: they run the jobs of other files, with stand-ins for the NCCL links between devices.
 
-Like a NCCL communicator of two ranks on its stream, a stand-in runs one operation after the other, in a thread. A send
-waits until its receive is posted, and does not read its memory before.
+Like an NCCL communicator of two ranks, a StandIn runs its operations one after the other, in a thread of its own. A
+send reads its memory only after the peer has posted the matching receive.
 """
 
 import threading
@@ -32,7 +32,7 @@ made: Counter[str] = Counter()
 
 
 class Posted:
-    """An operation of a stand-in."""
+    """A posted send or receive, and an event that is set when it has ended."""
 
     def __init__(self, memory: Tensor) -> None:
         self.memory = memory
@@ -87,7 +87,7 @@ class StandIn:
 
     def receive(self, nbytes: int) -> Tensor:
         posted = self._post(torch.empty(nbytes, dtype=torch.uint8))
-        posted.ended.wait()  # a CPU computes in the host's thread, so here that waits
+        posted.ended.wait()  # on a CPU no stream can wait for the message, so the host's thread waits
         if posted.failed:
             raise ConnectionLostError("the link ended")
         return posted.memory
@@ -103,7 +103,7 @@ class StandIn:
 
 
 class StandIns:
-    """Makes the stand-ins."""
+    """Replaces the factory of NCCL links: makes a StandIn for each link."""
 
     device = torch.device("cpu")
 
@@ -118,7 +118,7 @@ class StandIns:
 
 
 def over_links(group: Any, job: Any, *args: Any) -> Any:
-    """Run a job of another file; check that it used links."""
+    """Run a job of another file with StandIns. Check that it has posted operations on them."""
     before = made["posted"]
     with mock.patch.object(connections, "links_for", StandIns):
         result = job(group, *args)
@@ -127,7 +127,7 @@ def over_links(group: Any, job: Any, *args: Any) -> Any:
 
 
 def memory_of_messages(group: Any, num_microbatches: int) -> int:
-    """The most messages of one form that a rank holds memory for, the receives of which come late."""
+    """Return the largest number of messages of one layout for which this rank holds memory."""
     executor = ProcessExecutor(group, timeout_s=10)
     program = lower(schedules.get("1f1b").program(group.size(), num_microbatches))
     outputs = [Payload.of(torch.ones(100, 256))] * num_microbatches
@@ -145,7 +145,7 @@ def memory_of_messages(group: Any, num_microbatches: int) -> int:
 
 
 class Fails(Checks):
-    """Fails in its third forward, while messages of other ranks are being sent to it."""
+    """A fake stage. Stage 1 fails in its third forward, while other ranks send messages to its rank."""
 
     def forward(self, microbatch: int, *arrived: Any, split: bool, checkpointed: bool) -> Any:
         if (self.index, microbatch) == (1, 2):
@@ -155,7 +155,7 @@ class Fails(Checks):
 
 
 def fail_with_messages_posted(group: Any) -> tuple[float, str, list[str]]:
-    """Return the seconds, the error, and the remaining threads of links."""
+    """Run a step in which rank 1 fails. Return its seconds, this rank's error, and the names of threads still alive."""
     executor = ProcessExecutor(group, timeout_s=10)
     program = lower(schedules.get("gpipe").program(group.size(), 8))
     checked_run(executor, program)
@@ -174,7 +174,7 @@ def fail_with_messages_posted(group: Any) -> tuple[float, str, list[str]]:
 
 
 def links_of_programs(group: Any, names: list[str]) -> list[list[tuple[int, ...]]]:
-    """Return the links of a rank after each program."""
+    """Run several programs on one executor. Return the links that this rank has after each program."""
     executor = ProcessExecutor(group, timeout_s=10)
     links = []
     for name in names:

@@ -1,4 +1,4 @@
-"""Jobs of the tests of zero=3: they train replicas that hold only their rows of the weights between steps."""
+"""Jobs of the tests of zero=3: they train replicas that hold only their own rows of the weights between steps."""
 
 import copy
 import warnings
@@ -22,7 +22,7 @@ from tests.support.jobs.zero import MICROBATCHES, ROWS, batch, made, momentum, p
 
 
 class Loop:
-    """The same training in a plain loop."""
+    """Trains a model in a plain loop, for comparison with a pipeline."""
 
     def __init__(self, model: nn.Module, optimizer: Callable[[list[Any]], Optimizer], num_replicas: int = 2) -> None:
         self.model = model
@@ -64,21 +64,21 @@ def check_state(state: dict[str, Tensor], model: nn.Module) -> None:
 
 
 def trained_only(parameters: list[Any]) -> Optimizer:
-    """Return an optimizer without the frozen parameters."""
+    """Return an optimizer for the parameters that are not frozen."""
     return momentum([parameter for parameter in parameters if parameter.requires_grad])
 
 
 class Numbers(NamedTuple):
-    """The counts of one rank."""
+    """The numbers of weight elements and of collectives of one rank."""
 
-    weights: int  #: held between steps
-    whole: int  #: of this rank's stages
-    gathers: int  #: in a step
-    reductions: int
+    weights: int  #: elements that the rank holds between steps
+    whole: int  #: elements of the whole weights of the rank's stages
+    gathers: int  #: gathers in a step
+    reductions: int  #: reductions in a step
 
 
 def count(group: Any, schedule: str) -> Numbers:
-    """Train; count the elements of the weights that this rank holds, and its collectives in a step."""
+    """Train two steps. Count the weight elements that this rank holds, and its collectives in the second step."""
     pipe, replica = divided(group, plain(), schedule=schedule)
     with pipe:
         run(pipe.step, 0, replica)
@@ -98,17 +98,17 @@ def count(group: Any, schedule: str) -> Numbers:
 
 
 class Gathers(NamedTuple):
-    """The most gathers of a stage of one rank in a step, and all its gathers of layers."""
+    """The gathers of one rank in a step: the largest number for one stage, or the number for all layers."""
 
-    gathers_once: int  #: in the program of ``gather_once=True``
-    gathers_each: int  #: in the program of ``gather_once=False``
-    traced: int  #: in the trace of the step
-    collectives: int  #: that ran
-    due: int  #: in the program: those of each layer of a stage, once for each UNSHARD
+    gathers_once: int  #: for a stage, in the program with ``gather_once=True``
+    gathers_each: int  #: for a stage, in the program with ``gather_once=False``
+    traced: int  #: for a stage, in the trace of a step with ``gather_once=False``
+    collectives: int  #: collectives that this step ran
+    due: int  #: collectives that the program asks for: one for each UNSHARD and each layer of its stage
 
 
 def gather_each_use(group: Any, schedule: str) -> Gathers:
-    """Train with ``gather_once=`` False and True; both have the bits of the plain loop."""
+    """Check that training with ``gather_once=`` False and True is bit-identical to a plain loop. Count the gathers."""
     loop = Loop(plain(), momentum)
     shared: dict[str, Any] = {"schedule": schedule, "boundaries": [4, 7, 10] if "inter" in schedule else [7]}
     pipes = []
@@ -137,7 +137,7 @@ def gather_each_use(group: Any, schedule: str) -> Gathers:
 
 
 def report(group: Any) -> tuple[str, set[str]]:
-    """The texts of a running plan and its report, and the kinds of the actions in the trace; links are known."""
+    """Return the texts of the plan and the report, and the kinds of actions in the trace. The links are given."""
     search = Search(links=Links(inside=Link(1e-6, 1e9)), memory_limit_bytes=10**9)
     pipe, replica = divided(group, plain(), schedule="1f1b", boundaries=[7], search=search)
     with pipe:
@@ -148,7 +148,7 @@ def report(group: Any) -> tuple[str, set[str]]:
 
 
 def own_program(group: Any) -> None:
-    """A program that was given with its gathers has the bits of the plain loop."""
+    """Check that training with a program that already contains gathers is bit-identical to a plain loop."""
     program = schedules.get("1f1b").program(2, MICROBATCHES // 2)
     shared: dict[str, Any] = {"boundaries": [7]}
     pipe, replica = divided(group, plain(), schedule=add_gathers(program, prefetch=0), **shared)
@@ -161,7 +161,10 @@ def own_program(group: Any) -> None:
 
 
 def train(group: Any, **options: Any) -> None:
-    """Evaluate, load, change and train; the model has a tied weight and a frozen layer outside the optimizer."""
+    """Check that training, with loads and changes of the weights between steps, is bit-identical to a plain loop.
+
+    The model has a tied weight, and a frozen layer that is not in the optimizer.
+    """
     model = tied()
     pipe, replica = divided(group, model, optimizer=trained_only, boundaries=["narrow"], **options)
     loop = Loop(tied(), trained_only)
@@ -193,13 +196,13 @@ def train(group: Any, **options: Any) -> None:
 
 
 def widths(module: nn.Module) -> None:
-    """Set the weights of a linear layer to its number of outputs."""
+    """Set all weights of a linear layer to its number of outputs. The value shows whether the weight is whole."""
     if isinstance(module, nn.Linear):
         nn.init.constant_(module.weight, len(module.weight))
 
 
 def split(group: Any, schedule: str) -> None:
-    """Weight gradients are deferred to W, or layers recomputed; the weights are those of the loop."""
+    """Check that training with weight gradients in W, or with recomputation, is bit-identical to a plain loop."""
     options = {"checkpoint": "always"} if schedule == "1f1b" else {}
     with patch.object(split_backward, "PAYS_FLOPS", 0):
         pipe, replica = divided(group, plain(), schedule=schedule, **options)
@@ -213,7 +216,10 @@ def split(group: Any, schedule: str) -> None:
 
 
 def hooks(group: Any) -> list[tuple[str, bool]]:
-    """The hooks of this rank's parameters that ran in a step, and whether they saw whole tensors; two pipelines."""
+    """Return, for each hook call of this rank's parameters, the name and whether the hook got a whole tensor.
+
+    Two pipelines run at the same time, and must return equal losses.
+    """
     pipe, replica = divided(group, plain())
     other, _ = divided(group, plain(), schedule="zb-v")
     seen = []
@@ -258,7 +264,7 @@ def refuse(group: Any, folder: Path) -> None:
         failing = torch.full_like(x, 10**6) if group.rank() == 3 or replica else x
         with pytest.raises((ExecutionError, IndexError)):
             pipe.step(failing, target=y)
-    pipe.gather_model()  # a failed step has changed no weight
+    pipe.gather_model()  # the failed step has not changed any weight
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     first = nn.Linear(64, 64).requires_grad_(False)
     chunks: dict[str, Any] = {"sample": torch.ones(2, 64), "schedule": "interleaved-1f1b"}
@@ -269,7 +275,7 @@ def refuse(group: Any, folder: Path) -> None:
 
 
 class Scaled(nn.Module):
-    """Uses a weight of another layer through a reference."""
+    """A layer that uses a weight of another layer through a reference."""
 
     def __init__(self, other: nn.Linear) -> None:
         super().__init__()
@@ -281,7 +287,7 @@ class Scaled(nn.Module):
 
 
 class Reaching(nn.Module):
-    """A layer, and another layer that uses its weight."""
+    """A model whose second layer uses the weight of its first layer through a reference."""
 
     def __init__(self, first: nn.Linear) -> None:
         super().__init__()
@@ -293,7 +299,7 @@ class Reaching(nn.Module):
 
 
 def start_empty(group: Any) -> None:
-    """A function that builds the model; the weights are those of zero=0 after a step."""
+    """Check that, if a function builds the model, zero=3 and zero=0 have equal weights after a step."""
     pipes = [divided(group, plain, distributed=Distributed(zero=zero, timeout=20)) for zero in (0, 3)]
     states = []
     for pipe, replica in pipes:

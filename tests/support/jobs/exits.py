@@ -1,8 +1,9 @@
-"""A script that ends while its pipelines are open, with one process per rank.
+"""A script that runs steps and then ends in different ways, most of them without closing its pipelines.
 
     python -m tests.support.jobs.exits PLACE SCHEDULE END
 
-PLACE: "threads", or "mesh" with torchrun's environment. END: how the script ends. Its last line of output is "ran".
+PLACE: "threads" (one process) or "mesh" (one process per rank, with torchrun's environment). END: a key of ENDS. After
+its steps, the script prints "ran".
 """
 
 import sys
@@ -13,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from pipesched import Pipeline
 
-PIPELINES = 4  # that are open over one mesh
+PIPELINES = 4  # the number of pipelines that are open over one mesh
 ENDS = {"end of the script": 0, "destroy_process_group": 0, "close": 0, "exception": 1, "sys.exit(3)": 3}
 OWN_ERROR = "ValueError: of the script's own"
 

@@ -14,7 +14,7 @@ from tests.support.jobs.programs import Checks, checked_run, run_spec
 
 
 class Raises(FakeStage):
-    """A stage that fails in one action."""
+    """A fake stage that calls ``how`` in the action ``failing``, and sleeps in the action ``slow``."""
 
     failing: Action | None = None
     how: Any = None
@@ -43,7 +43,10 @@ def be_late() -> None:
 def fail(
     group: Any, failing: Action, how: Any, timeout_s: float = 10, slow: Action | None = None
 ) -> tuple[float, str, str, list[str], str]:
-    """Run a step, then a step that fails. Return the seconds, type, text and notes, and the error of the next step."""
+    """Run a good step, a failing step and another good step.
+
+    Returns the seconds of the failing step, its error's type, text and notes, and the error of the last step.
+    """
     executor = ProcessExecutor(group, timeout_s=timeout_s)
     program = lower(schedules.get("1f1b").program(group.size(), 8))
     costs = Costs.uniform(program.num_stages, forward_s=0, input_grad_s=0, weight_grad_s=0)
@@ -78,7 +81,10 @@ def good_step(group: Any) -> None:
 
 
 def different_programs(group: Any, odd: int) -> tuple[str, int]:
-    """One rank has another program: what it says, and how many forwards ran; then the same program runs."""
+    """Run a step in which rank ``odd`` has a different program, and then a step with equal programs.
+
+    Returns the error of the first step, and the number of micro-batches that this rank had started.
+    """
     executor = ProcessExecutor(group, timeout_s=10)
     name = "gpipe" if group.rank() == odd else "1f1b"
     program = lower(schedules.get(name).program(group.size(), 6))
@@ -96,7 +102,7 @@ def different_programs(group: Any, odd: int) -> tuple[str, int]:
 
 
 def different_batches(group: Any) -> str:
-    """Ranks see other rows: messages would have other sizes than are foreseen."""
+    """Return the error of a step in which each rank has a batch of a different form, so that message sizes differ."""
     executor = ProcessExecutor(group, timeout_s=10)
     program = lower(schedules.get("1f1b").program(group.size(), 4))
     checked_run(executor, program)

@@ -1,4 +1,4 @@
-"""Jobs in which one rank fails, for run_faults.py: each rank is a forked process with the pipeline of a script."""
+"""Jobs for run_faults.py: each rank is a forked process that runs a training script, and one rank fails."""
 
 import json
 import os
@@ -20,7 +20,7 @@ from pipesched import Distributed, Pipeline
 from pipesched.runtime.executors import processes as executor
 
 WIDTH, ROWS, MICROBATCHES = 16, 8, 4
-STORES = ("of its own", "rank 0")  # in which process the store lies
+STORES = ("of its own", "rank 0")  # the process that runs the TCPStore: one of its own, or rank 0
 FAULTS = ("raise", "SIGKILL", "SIGSTOP", "sys.exit(3)", "os._exit(0)", "hang")
 PHASES = (
     "before construction",
@@ -38,7 +38,11 @@ PHASES = (
 
 
 class Case(NamedTuple):
-    """A fault. rank: the rank that fails. replicas: the number of replicas, of fully_shard or of one pipeline."""
+    """A fault to test.
+
+    fault: one of FAULTS. phase: the part of the script in which the fault occurs, one of PHASES. rank: the rank that
+    fails. store: one of STORES. by: what makes the replicas, "fully_shard" or "replicate" (an axis of the pipeline).
+    """
 
     fault: str
     phase: str
@@ -50,14 +54,14 @@ class Case(NamedTuple):
 
 
 class Fuse:
-    """Makes this rank fail once, when it reaches the phase."""
+    """Makes this rank fail once, in the phase of the case. Does nothing on other ranks."""
 
     def __init__(self, case: Case, here: bool, said: Path) -> None:
         self.phase, self._fault = case.phase if here else "", case.fault
         self._said = said
 
     def at(self, phase: str) -> None:
-        """Fail if this is the phase."""
+        """Fail if ``phase`` is the phase of the case."""
         if not self.phase or phase != self.phase:
             return
         self.phase = ""
@@ -124,7 +128,7 @@ def run_rank(case: Case, rank: int, port: int, timeout_s: float, said: Path) -> 
             return super().step(closure)
 
     choices: dict[str, Any] = {}
-    if case.replicas > 1:  # which are cut alike, whatever each of them measures
+    if case.replicas > 1:  # fixed boundaries, because replicas could measure different times and cut differently
         choices["boundaries"] = list(range(2, 2 * num_stages, 2))
         if case.by == "fully_shard":
             choices["wrap"] = lambda module, stage: fully_shard(module, mesh=mesh["dp"])
@@ -134,7 +138,7 @@ def run_rank(case: Case, rank: int, port: int, timeout_s: float, said: Path) -> 
             layer.names = forward, backward
 
     distributed.barrier()
-    time.sleep(0.2)  # what torch asks of the store at its start is not what is tried
+    time.sleep(0.2)  # torch's own requests to the store at the start are not tested
     fuse.at("before construction")
     name("while capturing")
     connect = executor.clock_offset
@@ -183,7 +187,7 @@ def _store_in_rank_0(rank: int, said: Path) -> Any:
 
 
 def as_script(job: Callable[[], None], said: Path) -> int:
-    """Run a rank's script in this process; its exit code. What it raised goes to ``said``, with the time."""
+    """Run a rank's script in this process, and return its exit code. Write error and time to the file ``said``."""
     try:
         job()
     except SystemExit as ended:

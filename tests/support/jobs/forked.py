@@ -15,7 +15,10 @@ X, Y = torch.randn(16, 8, generator=torch.Generator().manual_seed(3)), torch.ara
 
 
 def children_of_a_rank(group: Any, schedule: str) -> dict[str, str]:
-    """Try each use in a child process; afterwards the rank continues as if there had been no child."""
+    """Use the pipeline in several ways in forked child processes. Return the error of each use.
+
+    Checks that the losses of this rank are then still those of a plain loop.
+    """
     optimizer = (lambda params: torch.optim.SGD(params, lr=0.1)) if schedule == "pipedream" else None
     options = {
         "loss_fn": functional.cross_entropy,

@@ -1,4 +1,4 @@
-"""Jobs of test_gather_model: a model over a mesh that is read between steps, after close, and by other objects."""
+"""Jobs of test_gather_model: they use a model between the steps of a pipeline over a mesh, and after its close."""
 
 import copy
 import io
@@ -22,9 +22,7 @@ ADAM = {"optimizer": lambda params: torch.optim.Adam(params, lr=0.05)}
 
 
 class Tied(nn.Module):
-    """Code of its own: a loose parameter, a loose buffer that the forward changes, and weights of the first layer used
-    by the last one.
-    """
+    """A model with code between its layers, a parameter outside its layers, BatchNorm, and a tied weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,7 +50,7 @@ def pipeline(group: Any, model: Any, **options: Any) -> Pipeline:
         **options,
     }
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # of BatchNorm
+        warnings.simplefilter("ignore", UserWarning)  # BatchNorm warns about its running statistics
         return Pipeline(model, X[:4], mesh=DeviceMesh.from_group(group, "cpu"), **choices)
 
 
@@ -67,7 +65,7 @@ def cut(kind: str, stages: int) -> list[Any]:
 
 
 def reference(kind: str, steps: int) -> nn.Module:
-    """Run the same steps in a loop."""
+    """Return a model that was trained for these steps in a plain loop."""
     model = model_of(kind)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
     for step in range(steps):
@@ -79,7 +77,7 @@ def reference(kind: str, steps: int) -> nn.Module:
 
 
 def said(call: Any) -> str:
-    """Return the error or warning of a call."""
+    """Return the error or the warnings of a call as text; "" if there are none."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
@@ -105,7 +103,10 @@ def assert_same(own: dict[str, Tensor], other: dict[str, Tensor]) -> None:
 
 
 def gathered(group: Any, kind: str, schedule: str, rank: int | None, closed: bool) -> None:
-    """Check that the model is bit-identical to the loop's and keeps its Parameters, before and after the next step."""
+    """Check that the gathered model is bit-identical to a plain loop's, and keeps its Parameter objects.
+
+    Gathers after each step, or only after ``close`` if ``closed``.
+    """
     model, chunks = model_of(kind), 2 if schedule == "zb-v" else 1
     parameters, told = dict(model.named_parameters()), rank in (None, group.rank())
     boundaries = cut(kind, group.size() * chunks)
@@ -116,7 +117,7 @@ def gathered(group: Any, kind: str, schedule: str, rank: int | None, closed: boo
             optimizer.step()
             optimizer.zero_grad()
             due = pipe.full_state_dict()
-            if schedule != "chimera":  # whose sums are in another order
+            if schedule != "chimera":  # chimera adds gradients in a different order
                 assert_same(due, reference(kind, step + 1).state_dict())
             if not closed:
                 pipe.gather_model(rank)
@@ -136,7 +137,10 @@ def gathered(group: Any, kind: str, schedule: str, rank: int | None, closed: boo
 
 
 def readings(group: Any, kind: str) -> dict[str, str]:
-    """What each way to read or save the model says after a step, how it was before one, and after gathering."""
+    """Return the error of each way to read or save the model after a step.
+
+    Checks that the same calls raise no error before the first step and after gather_model.
+    """
     model = model_of(kind)
 
     class Outer(nn.Module):
@@ -163,7 +167,7 @@ def readings(group: Any, kind: str) -> dict[str, str]:
         buffers = [buffer.clone() for buffer in model.buffers()]
         pipe.eval()
         before = {name: said(way) for name, way in ways.items() if name not in ("second", "part of another rank")}
-        pipe.evaluate(X, target=Y)  # changes nothing
+        pipe.evaluate(X, target=Y)  # an evaluation does not make the model stale
         before["after evaluate"] = said(model.state_dict)
         assert set(before.values()) == {""}, before
         pipe.train()
@@ -197,7 +201,7 @@ def foreign(pipe: Pipeline) -> list[nn.Module]:
 
 
 def loaded(group: Any) -> None:
-    """Check that loading a whole state, but not one rank's state, makes the model whole again."""
+    """Check that loading the state of the whole model makes the model usable again, but loading a part does not."""
     model = mixed_model()
     with pipeline(group, model, boundaries=cut("row", group.size())) as pipe:
         for load in (model.load_state_dict, pipe.load_state_dict):
@@ -222,7 +226,10 @@ def loaded(group: Any) -> None:
 
 
 def several(group: Any) -> dict[str, str]:
-    """Check that pipelines with the same layers on the same ranks train a model in turn; others raise an error."""
+    """Train one model with several pipelines over a mesh. Return the errors of pipelines with different stages.
+
+    Checks that pipelines with the same layers on the same ranks can take turns.
+    """
     model, found = mixed_model(), {}
     one = pipeline(group, model, boundaries=[4], optimizer=None)
     same = pipeline(group, model, boundaries=[4], optimizer=None, schedule="gpipe")
@@ -277,7 +284,10 @@ def adapted(stage: nn.Module, index: int) -> nn.Module:
 
 
 def without_contents(group: Any) -> tuple[str, str]:
-    """Each rank makes only its own part of a model. Check that gathering completes the model on every rank."""
+    """Build a model in a function, so that each rank creates only its own weights. Check that gathering completes it.
+
+    Returns the errors of a forward and of ``state_dict`` before the model is gathered.
+    """
 
     def build() -> nn.Module:
         return nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))

@@ -1,4 +1,4 @@
-"""Models that are built without data, and the jobs of test_giant_models."""
+"""Jobs of test_giant_models: models that are built on the meta device and filled later."""
 
 import ctypes
 import gc
@@ -36,7 +36,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """A GPT with a tied head, a parameter and a computed buffer between layers, and code that reads its inputs."""
+    """A GPT with a tied head, and with a parameter, a buffer and a branch on the input values between its layers."""
 
     scale: Tensor
 
@@ -67,7 +67,7 @@ class GPT(nn.Module):
 
 
 def row() -> nn.Sequential:
-    """Return a chain of layers with buffers that are reset, dropout, and a frozen layer."""
+    """Return a chain of layers with BatchNorm, dropout and a frozen layer."""
     layers = (nn.Linear(8, 8), nn.BatchNorm1d(8, track_running_stats=True), nn.Tanh(), nn.Dropout(0.2))
     model = nn.Sequential(*layers, nn.Linear(8, 16), nn.RMSNorm(16), nn.Linear(16, 8), nn.Linear(8, 4))
     model[4].requires_grad_(False)
@@ -80,7 +80,7 @@ def empty_row() -> nn.Sequential:
 
 
 def small(module: nn.Module) -> None:
-    """An `init` function."""
+    """Draw the weights of a linear layer. Serves as ``init=``."""
     if isinstance(module, nn.Linear):
         nn.init.normal_(module.weight, std=0.5)
 
@@ -100,7 +100,7 @@ def gpt_pipeline(model: Any, **options: Any) -> Pipeline:
 def row_pipeline(model: Any, **options: Any) -> Pipeline:
     choices = {"seed": 3, "num_microbatches": 4, "loss_fn": functional.cross_entropy, **options}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # of BatchNorm
+        warnings.simplefilter("ignore", UserWarning)  # BatchNorm warns about its running statistics
         return Pipeline(model, ROWS[:2], **choices)
 
 
@@ -110,7 +110,7 @@ def assert_same(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> None:
 
 
 def drawn(group: places.Group) -> None:
-    """Check that the weights equal those of a pipeline with one stage."""
+    """Check that initial weights do not depend on the cut: they equal those of a pipeline with one stage."""
     for model, init, pipeline, layers in (
         (GPT, "reset", gpt_pipeline, 7),
         (GPT, small, gpt_pipeline, 7),
@@ -128,7 +128,7 @@ def drawn(group: places.Group) -> None:
 
 
 def loaded(group: places.Group, init: Any, schedule: str, options: Mapping[str, Any]) -> None:
-    """Check that a model that is filled later trains like one that had its weights from the beginning."""
+    """Check that a model that is built without data and then filled trains as a model with weights does."""
     plain = real_gpt()
     cuts = [3] if schedules.get(schedule).chunks_per_rank == 1 else [2, 3, 5]
     given = plain.state_dict() if init is None else init
@@ -143,7 +143,7 @@ def loaded(group: places.Group, init: Any, schedule: str, options: Mapping[str, 
             own = set(pipe.state_dict())
             empty = {name for name, value in pipe.model.state_dict().items() if value.is_meta}
             assert not own & empty
-            assert empty  # what belongs to others was never made
+            assert empty  # this rank has never created the weights of other ranks
         pipe.load_state_dict(real_gpt(1).state_dict())
         whole = pipe.full_state_dict()
         assert_same(whole, real_gpt(1).state_dict())
@@ -155,7 +155,10 @@ def real_gpt(seed: int = 0) -> GPT:
 
 
 def two_directions(group: places.Group) -> None:
-    """Copies take over weights that were made elsewhere; an optimizer has the weights that there are."""
+    """Check that models filled by ``init=`` have the losses of models built with weights.
+
+    Tested with schedules that copy stages (chimera and dualpipe), and with ``optimizer=``.
+    """
     torch.manual_seed(0)
     plain = row()
     state = {name: value.clone() for name, value in plain.state_dict().items()}
@@ -170,7 +173,7 @@ def two_directions(group: places.Group) -> None:
                 losses.append(pipe.evaluate(ROWS, target=TARGET).clone())
         assert all(map(torch.equal, losses[:3], losses[3:]))
     losses = []
-    for model, init in ((GPT, real_gpt().state_dict()), (real_gpt(), None)):  # ties, on copies
+    for model, init in ((GPT, real_gpt().state_dict()), (real_gpt(), None)):  # copies of tied weights
         with gpt_pipeline(model, init=init, schedule="dualpipe", boundaries=[3], **places.place(group)) as pipe:
             losses += [pipe.step(text=TEXT[:8], labels=LABELS[:8]).clone() for _ in range(2)]
     assert all(map(torch.equal, losses[:2], losses[2:]))
@@ -183,7 +186,7 @@ def _with(state: Mapping[str, Tensor]) -> nn.Sequential:
 
 
 def broken_on_one(group: places.Group, path: str) -> str:
-    """The last rank's file is cut short once its header has been read."""
+    """Return this rank's error if reading the weights fails on rank 1 after the file's header was read."""
     try:
         with pytest.MonkeyPatch.context() as patch:
             if group.rank() == 1:
@@ -202,7 +205,7 @@ def _ends(file: Any, into: memoryview, path: Path) -> None:
 # ---- memory -------------------------------------------------------------------------------------------------------
 
 WIDTH, DEPTH = 1024, 12
-_M_MMAP_THRESHOLD = -3  # of malloc.h
+_M_MMAP_THRESHOLD = -3  # the constant of malloc.h
 
 
 def wide() -> nn.Sequential:
@@ -220,15 +223,15 @@ def begin_peak() -> None:
 
 
 def peak_bytes() -> int:
-    """The most memory that this program has held. (What getrusage says also counts the process that started it.)"""
+    """Return the peak memory of this process. (The peak of getrusage would include the parent process before exec.)"""
     lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM"))
 
 
 def peaks(group: places.Group, init: Any, boundaries: list[int] | None) -> tuple[int, int, int]:
-    """Return a rank's share of the weights in bytes, and the added peaks with weights and with gradients."""
+    """Return the bytes of this rank's weights, and by how much construction and a step have raised the peak memory."""
     x = torch.ones(4, WIDTH)
-    with row_pipeline(row, **places.place(group)) as pipe:  # so that the code is loaded
+    with row_pipeline(row, **places.place(group)) as pipe:  # imports the code that a step needs
         pipe.step(ROWS, target=TARGET)
     begin_peak()
     before = peak_bytes()

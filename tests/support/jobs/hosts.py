@@ -1,4 +1,4 @@
-"""A rank on a separate host, started by network_namespaces.py in torchrun's environment. Rank 0 prints all results."""
+"""A script that network_namespaces.py runs as one rank on each host. Rank 0 prints all results as JSON."""
 
 import json
 import os
@@ -13,7 +13,7 @@ from pipesched import Pipeline, probe_links
 from tests.support.jobs import pipelines
 from tests.support.sleeping_layers import waited
 
-#: Seconds of a layer's forward, half of its backward, and how many numbers it gives for a row.
+#: For each layer: the seconds of its forward (its backward takes twice as long), and its number of outputs per row.
 LAYERS = ((0.01, 1_000), (0.02, 60_000), (0.02, 1_000), (0.005, 1_000), (0.005, 1_000))
 CUTS = list(combinations(range(1, len(LAYERS)), 3))
 MICROBATCHES, ROUNDS = 4, 3
@@ -38,7 +38,7 @@ def last(output: Tensor, target: Tensor) -> Tensor:
 
 
 def steps_of(mesh: DeviceMesh, cuts: list[tuple[int, ...]]) -> list[list[float]]:
-    """Return the time of some steps by cut; the cuts take turns."""
+    """Return the measured makespans of ROUNDS steps for each cut. The cuts take turns, one step each."""
     x, y = torch.ones(MICROBATCHES, 1), torch.zeros(MICROBATCHES)
     pipes = [
         Pipeline(

@@ -1,4 +1,4 @@
-"""Pipelines that keep, recompute or offload different layers' activations, on any ranks."""
+"""Jobs that train pipelines in which some layers keep their activations, and others recompute or offload them."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,7 +13,7 @@ from tests.support.models import compare_step, mixed_model
 
 SCHEDULES = ["gpipe", "1f1b", "zb-h1", "interleaved-1f1b", "zb-v"]
 WORDS = ["recompute", "offload", "recompute-cheap"]
-LAYERS = ["0", "1", "2", "3.0", "3.1", "4", "5", "6", "7", "8", "9", "10"]  # of mixed_model
+LAYERS = ["0", "1", "2", "3.0", "3.1", "4", "5", "6", "7", "8", "9", "10"]  # the layer names of mixed_model
 X = torch.randn(11, 8, generator=torch.Generator().manual_seed(1))
 Y = torch.randint(0, 4, (11,), generator=torch.Generator().manual_seed(2))
 
@@ -32,7 +32,7 @@ def assert_trains_as_the_loop(group: Any, schedule: str, checkpoint: Mapping[str
 
 
 def mixtures(group: Any) -> None:
-    """Run each schedule with a different combination."""
+    """Train with several schedules, each with a different combination of checkpoint options."""
     with places.every_product_deferred():
         for number, schedule in enumerate(SCHEDULES):
             words = {name: WORDS[(at + number) % len(WORDS)] for at, name in enumerate(LAYERS) if (at + number) % 3}

@@ -1,4 +1,4 @@
-"""The checkpoints of formats 1 and 2 that later versions must load, bit for bit. Running this file writes them anew.
+"""Writes the checkpoints of formats 1 and 2 that all later versions must load with the same bits.
 
 python -m tests.support.jobs.kept_checkpoint
 """
@@ -42,12 +42,12 @@ class Run:
             self.scheduler.step()
 
     def extra(self) -> dict[str, Any]:
-        """Values of several types."""
+        """Return values of several types, for ``extra=``."""
         average = {name: parameter.detach() * 2 for name, parameter in self.pipe.named_parameters()}
         return {"epoch": 3, "order": (torch.arange(3), float("inf"), "text"), "average": average}
 
     def digest(self, extra: Any) -> str:
-        """A hash of the step, the seed, all tensors, options and extra values."""
+        """Return a hash of the step, the seed, all tensors, options and extra values."""
         digest = hashlib.sha256()
 
         def add(value: Any) -> None:
@@ -74,7 +74,7 @@ DIVIDED = FOLDER.with_name("format-2")
 
 
 def divided(**where: Any) -> Pipeline:
-    """A small pipeline with a weight that two replicas divide by rows."""
+    """Return a small pipeline with a weight that two replicas divide by rows."""
     torch.manual_seed(4)
     model = nn.Sequential(nn.Linear(16, 8), nn.Linear(8, 3))
     options: dict[str, Any] = {"schedule": "1f1b", "seed": 4, "optimizer": torch.optim.AdamW, **where}
@@ -82,7 +82,7 @@ def divided(**where: Any) -> Pipeline:
 
 
 def digest_of(tensors: dict[str, Tensor]) -> str:
-    """A hash of the keys and bytes of tensors."""
+    """Return a hash of the names, dtypes, shapes and bytes of tensors."""
     digest = hashlib.sha256()
     for key, tensor in sorted(tensors.items()):
         digest.update(f"{key} {tensor.dtype} {list(tensor.shape)}".encode())

@@ -1,4 +1,4 @@
-"""Jobs of ranks for the tests of the memory tracker."""
+"""Jobs of the tests of the memory tracker."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from pipesched.tensors.memory_tracker import Ledger
 
 
 def counts_shards(group: Any) -> tuple[int, int]:
-    """The bytes of a sharded tensor of 8 x 4 numbers, and those after an operation has made a second one."""
+    """Return the tracked bytes of a sharded tensor of 8 x 4 floats, and of this tensor and a second one together."""
     mesh = init_device_mesh("cpu", (group.size(),))
     ledger = Ledger()
     whole = distribute_tensor(torch.ones(8, 4), mesh, [Shard(0)])

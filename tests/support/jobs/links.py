@@ -1,4 +1,4 @@
-"""Jobs of the tests of links."""
+"""Jobs of the tests that measure links between ranks."""
 
 import threading
 import time
@@ -22,7 +22,7 @@ from pipesched.simulation.overheads import Overheads
 
 
 class Delivery:
-    """A message that is being delivered."""
+    """A message that waits for its delivery at ``due_s``."""
 
     def __init__(self, due_s: float, send: Any, message: Any) -> None:
         self.due_s, self.send, self.message = due_s, send, message
@@ -33,7 +33,7 @@ class Delivery:
 
 
 class Delayed:
-    """A port that delivers messages to some ranks late; each channel keeps its order."""
+    """A port that delays all messages to some ranks. The messages of a channel stay in order."""
 
     def __init__(self, port: Any, delay_s: dict[int, float]) -> None:
         self._port, self._delay_s = port, delay_s
@@ -74,7 +74,7 @@ class Delayed:
 
 
 def probe(group: Any, slow: dict[tuple[int, int], float]) -> Links:
-    """Return the measured links if messages from one rank to another take some more seconds."""
+    """Return the measured links if messages are delayed. ``slow``: (sender, receiver) -> seconds of delay."""
     executor = ProcessExecutor(group, timeout_s=20)
     delay_s = {receiver: seconds for (sender, receiver), seconds in slow.items() if sender == group.rank()}
     ports = executor._wire._ports
@@ -88,12 +88,12 @@ def probe(group: Any, slow: dict[tuple[int, int], float]) -> Links:
 
 
 def overheads(group: Any) -> Overheads:
-    """Return the overheads of ranks."""
+    """Measure the overheads of the ranks of this group."""
     return probe_overheads(mesh=DeviceMesh.from_group(group, "cpu"), timeout=20, rounds=1)
 
 
 def collectives(group: Any, slow_s: float) -> tuple[Links, dict[str, float]]:
-    """Measure 2x2 ranks with slowed gathers. Return their links, and the predicted times of two reductions."""
+    """Measure the links of 2 x 2 ranks with slowed all-gathers. Return them and the predicted times of two REDUCEs."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
     gather = replica_sum._all_gather
 

@@ -1,4 +1,4 @@
-"""Jobs of test_distributed: any value forward and back, and the memory of messages."""
+"""Jobs of test_distributed that send values of many forms between ranks, and measure the memory of messages."""
 
 import random
 from typing import Any
@@ -44,12 +44,12 @@ def value(rng: random.Random, depth: int = 2) -> Any:
         return tensor(rng)
     if kind == 2:
         return rng.choice(PLAIN)
-    if kind == 3:  # several views of one memory
+    if kind == 3:  # several tensors that share one storage
         whole = torch.arange(24.0)
         return [whole[rng.randrange(6) :], whole.view(4, 6).t(), whole.view(torch.int32)[3:7], tensor(rng)]
     parts = [value(rng, depth - 1) for _ in range(rng.randrange(3))]
     if kind == 4 and parts:
-        return (*parts, parts[0])  # one thing in two places
+        return (*parts, parts[0])  # the same object at two places
     return {str(index): part for index, part in enumerate(parts)}
 
 
@@ -69,7 +69,7 @@ def assert_same(got: Any, sent: Any) -> None:
 
 
 def sharing(leaves: Any) -> list[tuple[int, int]]:
-    """Return which leaves share memory."""
+    """Return the pairs of positions of tensors that share a storage."""
     places = [
         leaf.untyped_storage().data_ptr() if isinstance(leaf, Tensor) and leaf.numel() else -index
         for index, leaf in enumerate(leaves)
@@ -80,7 +80,7 @@ def sharing(leaves: Any) -> list[tuple[int, int]]:
 
 
 class Carries:
-    """A stage that gives what it was told to give, and compares what arrives with what the others were told."""
+    """A fake stage that sends given outputs and gradients, and checks that it receives those of the other stages."""
 
     def __init__(self, index: int, outputs: list[Payload], grads: list[Any]) -> None:
         self.index, self.outputs, self.grads = index, outputs, grads
@@ -96,11 +96,15 @@ class Carries:
         for one in grads:
             assert_same(one, self.grads[microbatch])
             self.seen += 1
-        return PerConsumer([self.grads[microbatch]] * self.index)  # in a chain of two
+        return PerConsumer([self.grads[microbatch]] * self.index)  # index is the number of producers
 
 
 def round_trips(group: Any, seeds: list[int]) -> int:
-    """Forward and back between two ranks: forms unknown at first, foreseen then, and then others than foreseen."""
+    """Send random values forward and gradients back between two ranks. Return the number of checked values.
+
+    The layouts of messages are unknown in the first run, as expected in the second, and then partly unexpected, because
+    the order of the micro-batches is reversed.
+    """
     rngs = [random.Random(seed) for seed in seeds]
     outputs = [Payload.of(value(rng)) for rng in rngs]
     grads = [tuple(rng.choice([None, tensor(rng).detach()]) for _ in range(rng.randrange(4))) for rng in rngs]
@@ -116,7 +120,7 @@ def round_trips(group: Any, seeds: list[int]) -> int:
 
 
 def long_values(group: Any, kilobytes: list[int]) -> int:
-    """Values longer than the buffers of a connection, all sent before the first is received."""
+    """Send tensors larger than a connection's buffers, all before the first is received. Return the number checked."""
     outputs = [Payload.of(torch.full((size, 256), float(size))) for size in kilobytes]
     grads = [one.leaves for one in outputs]
     program = lower(schedules.get("gpipe").program(2, len(outputs)))
@@ -129,7 +133,7 @@ def long_values(group: Any, kilobytes: list[int]) -> int:
 
 
 class Changing(Carries):
-    """A stage that returns a copy, and changes it directly after it has been sent."""
+    """A Carries that sends copies, and sets each copy to zero in its next action, after the send."""
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
@@ -163,7 +167,7 @@ def changed_once_sent(group: Any, kilobytes: list[int]) -> int:
 
 
 def memory_of_messages(group: Any, name: str, num_microbatches: int) -> int:
-    """The most messages of one form that a rank holds memory for."""
+    """Return the largest number of messages of one layout for which this rank holds memory."""
     executor = ProcessExecutor(group, timeout_s=10)
     program = lower(schedules.get(name).program(group.size(), num_microbatches))
     for _ in range(3):
@@ -174,7 +178,7 @@ def memory_of_messages(group: Any, name: str, num_microbatches: int) -> int:
 
 
 def memory_of_long_messages(group: Any, name: str, num_microbatches: int) -> int:
-    """The same for messages that gloo carries."""
+    """Return the number of `memory_of_messages` for messages so long that gloo sends them."""
     executor = ProcessExecutor(group, timeout_s=10)
     program = lower(schedules.get(name).program(group.size(), num_microbatches))
     outputs = [Payload.of(torch.ones(1100, 256))] * num_microbatches

@@ -1,4 +1,4 @@
-"""Jobs of test_metrics, in one process and over processes."""
+"""Jobs of test_metrics. They run in one process, or with one process per rank."""
 
 from typing import Any
 
@@ -34,7 +34,7 @@ def values(pipe: Pipeline) -> dict[str, float]:
 
 
 def measures(group: Any, schedule: str, inputs: str = "all", *, adds: bool = False) -> list[dict[str, float]]:
-    """Return the metrics of steps and of an evaluation; the gradients must equal the loop's."""
+    """Return the metrics of three steps and an evaluation. Checks losses and gradients against a plain loop."""
     given = inputs == "all" or places.is_one_process(group) or not group.rank()
     batch: Any = (X,) if given else ()
     target = Y if given else None
@@ -48,7 +48,7 @@ def measures(group: Any, schedule: str, inputs: str = "all", *, adds: bool = Fal
             found.append(values(pipe))
             named = {"loss_fn": functional.cross_entropy, "num_microbatches": 3, "seed": 1}
             assert torch.equal(loss, reference_step(expected, X, target=Y, step=step, **named))
-            if schedule != "chimera":  # whose gradients are equal within rounding
+            if schedule != "chimera":  # gradients of chimera are equal only within rounding
                 assert_as(pipe, expected)
         pipe.step(*batch, target=target)
         found.append(values(pipe))
@@ -72,7 +72,7 @@ def streams(group: Any) -> list[tuple[float, dict[str, float]]]:
 
 
 def differ(group: Any) -> list[str]:
-    """One rank passes metrics, and the other does not."""
+    """Return the results of two steps in which one rank passes metrics and the other rank does not."""
     said = []
     for passed in (0, 1):
         with Pipeline(
@@ -87,7 +87,7 @@ def differ(group: Any) -> list[str]:
 
 
 def returns_other_names(group: Any) -> str:
-    """Return the error on this rank if the last micro-batch has a different metric."""
+    """Return the error on this rank if the last micro-batch has a metric with a different name."""
     options: dict[str, Any] = {"loss_fn": functional.cross_entropy, "schedule": "1f1b", "num_microbatches": 3}
     with Pipeline(model(), X[:2], **places.place(group), boundaries=[2], **options) as pipe:
         try:

@@ -1,4 +1,4 @@
-"""Jobs and models of test_peer_regressions."""
+"""Jobs of test_peer_regressions, and their models."""
 
 import copy
 import io
@@ -44,7 +44,7 @@ def blocks(count: int = 8, seed: int = 0) -> nn.Sequential:
 
 
 def train(group: Group, expected: nn.Sequential, *, loss_fn: Any = functional.mse_loss, **options: Any) -> None:
-    """Check that two steps of each schedule equal the loop's, and that gradients accumulate."""
+    """Check that two steps of each schedule equal those of a plain loop. Gradients accumulate over both steps."""
     names = options.pop("names", SOME)
     target = options.pop("target", rows(10))
     with every_product_deferred():
@@ -139,7 +139,7 @@ class Modifies(nn.Module):
 
 
 def pass_between(group: Group, layers: list[type[nn.Module]]) -> None:
-    """Across a boundary of every schedule; and in and out of stages of one layer each."""
+    """Train with layers whose values must cross a stage boundary: in every schedule, and with one layer per stage."""
     torch.manual_seed(1)
     model = nn.Sequential(*blocks(3), *(layer() for layer in layers), *blocks(3))
     train(group, model)
@@ -152,7 +152,7 @@ def dict_loss(output: Tensor, target: dict[str, Any]) -> Tensor:
 
 
 class OwnLoss(nn.Module):
-    """A model that computes its loss itself."""
+    """A last layer that computes the loss itself."""
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:
         return {"loss": x.square().mean(), "logits": x}
@@ -213,7 +213,7 @@ def count_hooks(group: Group) -> None:
 
 
 class Checkpointed(nn.Module):
-    """A block that checkpoints itself; counts its forwards."""
+    """A block that counts its forwards. ``by_itself``: whether it calls torch's checkpoint itself."""
 
     def __init__(self, inner: nn.Module, by_itself: bool) -> None:
         super().__init__()
@@ -243,7 +243,7 @@ def count_forwards(group: Group, by_itself: bool) -> None:
             for _ in range(3):
                 pipe.step(rows(8), target=rows(8))
             own = {key.split(".")[0] for key, _ in pipe.named_parameters()}
-            pipe.gather_model()  # for the next pipeline over it
+            pipe.gather_model()  # the next pipeline uses the same model
         assert [layer.calls for key, layer in model.named_children() if key in own] == [3 * 4 * 2] * len(own)
 
 
@@ -262,7 +262,7 @@ def switch_modes(group: Group) -> None:
 
 
 def train_replicas(group: Group, name: str) -> None:
-    """Two replicas of two ranks, each with half of the batch; the user adds their gradients up after the step."""
+    """Train two replicas of two ranks, each with half of the batch. The job averages their gradients after the step."""
     x, y = rows(16), rows(16).flip(0)
     models = [blocks_without_dropout() for _ in range(2)]
     with every_product_deferred():
@@ -306,7 +306,7 @@ def make_replica(model: nn.Sequential, name: str, **place: Any) -> Pipeline:
 
 
 class Raises(nn.Module):
-    """A layer that raises an error in one forward."""
+    """A layer that raises an error in its third forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -320,12 +320,15 @@ class Raises(nn.Module):
 
 
 def fail_on_the_last_stage(group: Group, name: str) -> None:
-    """All ranks end, long before the timeout of 600 s: the test has less."""
+    """Check that all ranks raise an error if the last stage fails.
+
+    The ranks do not wait for the timeout of 600 s, which is longer than the test's own time limit.
+    """
     actual = nn.Sequential(*blocks(7), Raises())
     pipe = pipeline(group, actual, rows(2), schedule=name, loss_fn=functional.mse_loss)
     own = ZeroDivisionError if has_output(group, pipe) else ExecutionError
     with pytest.raises(own, match="a layer's own error") as caught:
-        float(pipe.step(rows(8), target=rows(8)))  # a rank that has ended its part hears of it where it looks
+        float(pipe.step(rows(8), target=rows(8)))  # a rank that has run all its actions raises here
     if own is ZeroDivisionError:
         assert caught.value.__notes__[0].startswith(f"in {pipe.num_stages - 1}F2 (stage {pipe.num_stages - 1}")
     else:

@@ -1,4 +1,4 @@
-"""Jobs of test_distributed with Pipeline(mesh=...)."""
+"""Jobs of test_distributed that use Pipeline(mesh=...)."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ from tests.support.models import compare_step, mixed_model
 
 
 def pipeline(group: Any, name: str, model: nn.Module, **options: Any) -> Pipeline:
-    """A Pipeline over the group."""
+    """Return a Pipeline over the ranks of a process group."""
     mesh = DeviceMesh.from_group(group, "cpu")
     chunks = schedules.get(name).chunks_per_rank * group.size()
     cut = [len(model) * stage // chunks for stage in range(1, chunks)]
@@ -27,7 +27,7 @@ X, Y = torch.randn(19, 8, generator=torch.Generator().manual_seed(3)), torch.ara
 
 
 def train_pipelines(group: Any, names: list[str], checkpoint: str) -> None:
-    """Loss, gradients, buffers and outputs equal to the loop's, on every rank its own; two batch sizes."""
+    """Check that steps with two batch sizes equal a plain loop: the loss, and this rank's gradients and buffers."""
     for name in names:
         expected, actual = mixed_model(), mixed_model()
         with pipeline(group, name, actual, checkpoint=checkpoint) as pipe:
@@ -45,7 +45,10 @@ def train_pipelines(group: Any, names: list[str], checkpoint: str) -> None:
 
 
 def train_with_optimizer(group: Any) -> None:
-    """Weights after steps with one optimizer a stage, gathered, equal those of the loop; evaluation and its outputs."""
+    """Train with one optimizer per stage. Check that the gathered weights equal those of a plain loop.
+
+    Also checks the step log, the report, an evaluation with outputs, and loading of a state.
+    """
     expected, actual = mixed_model(), mixed_model()
     theirs = torch.optim.Adam(expected.parameters(), lr=0.05)
     with pipeline(group, "1f1b", actual, optimizer=lambda params: torch.optim.Adam(params, lr=0.05)) as pipe:
@@ -89,14 +92,14 @@ def refusals(group: Any) -> list[str]:
         }
         try:
             Pipeline(mixed_model(), X[:2], loss_fn=functional.cross_entropy, **choices).close()
-            said.append(f"nothing against {options}")
+            said.append(f"no error for {options}")
         except PipeschedError as error:
             said.append(str(error))
     return said
 
 
 def balanced(group: Any) -> list[str]:
-    """Without boundaries rank 0 measures, and all cut alike; each draws with one seed."""
+    """Return the boundaries and the loss of a pipeline without boundaries= and seed=, to compare them between ranks."""
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(6)), nn.Dropout(0.5))
     torch.manual_seed(group.rank())
     mesh = DeviceMesh.from_group(group, "cpu")

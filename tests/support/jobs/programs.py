@@ -1,4 +1,4 @@
-"""Jobs of test_distributed: whole programs with fake stages."""
+"""Jobs of test_distributed that run whole programs with fake stages."""
 
 import threading
 from typing import Any
@@ -18,7 +18,7 @@ def run_spec(program: Program, stages: dict[int, Any], **others: Any) -> RunSpec
 
 
 class Checks(FakeStage):
-    """A fake stage whose values travel as tensors do, of shapes that differ from stage to stage."""
+    """A fake stage that sends tensors, so that they pass through the real transport. Shapes differ between stages."""
 
     def forward(self, microbatch: int, *arrived: Any, split: bool, checkpointed: bool) -> Any:
         given = [Told(Kind.F, int(one.leaves[0][0]), int(one.leaves[0][1])) for one in arrived]
@@ -39,7 +39,7 @@ class Checks(FakeStage):
 
 
 class Told:
-    """What a fake stage looks at."""
+    """The attributes of an Action that a FakeStage checks, read from a received tensor."""
 
     def __init__(self, kind: Kind, stage: int, microbatch: int) -> None:
         self.kind, self.stage, self.microbatch = kind, stage, microbatch
@@ -61,7 +61,7 @@ def checked_run(executor: ProcessExecutor, program: Program) -> Any:
 
 
 def run_programs(group: Any, texts: list[str]) -> int:
-    """Run each; how many values reached this rank."""
+    """Run each program. Return the number of values that this rank has received."""
     executor = ProcessExecutor(group, timeout_s=10)
     spans = [span for text in texts for span in checked_run(executor, lower(Program.parse(text))).spans()]
     executor.close()
@@ -81,7 +81,7 @@ def one_clock(group: Any, name: str) -> list[Any]:
 
 
 def several_at_once(group: Any) -> int:
-    """Executors on one group in turn, and what is left of them once they are dropped."""
+    """Use several executors of one group in turn. Return the number of their threads that outlive them."""
     executors = [ProcessExecutor(group, timeout_s=10) for _ in range(3)]
     program = lower(schedules.get("interleaved-1f1b").program(group.size(), 4))
     for _ in range(2):
@@ -90,7 +90,7 @@ def several_at_once(group: Any) -> int:
     executors[0].close()
     executors[0].close()
     checked_run(executors[1], program)
-    executors[1].exchange(None)  # nobody drops what another one still waits for
+    executors[1].exchange(None)  # waits until all ranks are done, so that no rank deletes an executor that others need
     sleepers = [thread for thread in threading.enumerate() if "alarm" in thread.name]
     del executor, executors
     for sleeper in sleepers:

@@ -1,4 +1,4 @@
-"""Jobs of test_rendezvous: pipelines that one rank does not make together with the others."""
+"""Jobs of test_rendezvous: one rank fails to make a pipeline, or makes it late."""
 
 import time
 from datetime import timedelta
@@ -58,7 +58,7 @@ def runs(group: Any) -> None:
 
 
 def mistakes(group: Any, wrong: int) -> dict[str, str]:
-    """One rank makes several mistakes in turn; after each, all ranks continue without communication."""
+    """Return this rank's errors if rank ``wrong`` passes wrong arguments. After each, all ranks make a pipeline."""
     found = {}
     for name, mistake in MISTAKES.items():
         found[name] = said(lambda: made(group, **(mistake if group.rank() == wrong else {})))
@@ -71,14 +71,14 @@ def mistakes(group: Any, wrong: int) -> dict[str, str]:
 
 
 def all_alike(group: Any) -> list[str]:
-    """All ranks make the same mistake."""
+    """Return this rank's errors if all ranks pass the same wrong argument. Then make a pipeline."""
     found = [said(lambda: made(group, seed="five")) for _ in range(3)]
     runs(group)
     return found
 
 
 def absent(group: Any, who: list[int]) -> list[str]:
-    """Some ranks do not join because of an error, and all ranks join the next time."""
+    """Return this rank's errors if the ranks in ``who`` do not make a pipeline. Then make a pipeline on all ranks."""
     store, found = group.get_group_store(), []
     for attempt in range(2):
         store.set(f"begin/{who}/{attempt}/{group.rank()}", "")
@@ -93,14 +93,18 @@ def absent(group: Any, who: list[int]) -> list[str]:
 
 
 def later(group: Any) -> None:
-    """Rank 1 joins late, but before the timeout."""
+    """Make a pipeline that rank 1 joins late, but before the timeout."""
     if group.rank() == 1:
         time.sleep(1)
     runs(group)
 
 
 def measures_for_long(group: Any, how: str) -> str:
-    """Rank 0 measures for longer than the timeout; once through, once it fails, once it is stopped, once it hangs."""
+    """Return the error on this rank if rank 0 measures layers for longer than the timeout.
+
+    how: "ends" (the measurement succeeds), "fails" (the measurement raises an error), "stops" (rank 0 sends nothing
+    more, as if its process were stopped) or "hangs" (a single call takes longer than the timeout).
+    """
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
     real = layered_costs.measure_layers
@@ -109,7 +113,7 @@ def measures_for_long(group: Any, how: str) -> str:
         if how == "hangs":
             time.sleep(6)
         if how == "stops":
-            distributed_executor.ProcessExecutor.deal = lambda *_: None  # as of a process that is stopped
+            distributed_executor.ProcessExecutor.deal = lambda *_: None  # send nothing, like a stopped process
         for _ in range(40):
             time.sleep(0.1)
         if how == "fails":

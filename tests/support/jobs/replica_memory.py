@@ -1,4 +1,4 @@
-"""Jobs of ranks that compare the predicted memory of replicas with the memory that they hold."""
+"""Jobs that compare the predicted memory of replicas with the measured memory."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,17 +21,17 @@ WORDS, MICROBATCHES = 48, 4
 
 
 class Shape(NamedTuple):
-    """A model of equal blocks, and the rows of a micro-batch."""
+    """A model of equal blocks between an embedding and a head, and the number of tokens of a micro-batch."""
 
     blocks: Callable[[], nn.Module]
     count: int
     width: int
     tokens: int
-    tied: bool = False  # whether the head has the weight of the embedding
+    tied: bool = False  # whether embedding and head share a weight
 
 
 class Block(nn.Module):
-    """A linear layer and its activation."""
+    """A linear layer and a ReLU."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ TIED = FEW._replace(tied=True)
 
 
 def made(shape: Shape) -> nn.Sequential:
-    """The blocks between an embedding and a head."""
+    """Return the model of a Shape."""
     torch.manual_seed(0)
     blocks = [shape.blocks() for _ in range(shape.count)]
     embedding, head = nn.Embedding(WORDS, shape.width), nn.Linear(shape.width, WORDS)
@@ -69,7 +69,7 @@ def sgd(parameters: list[Any]) -> Optimizer:
 
 
 class Case(NamedTuple):
-    """One pipeline."""
+    """The options of a pipeline. dims: the numbers of replicas and of ranks."""
 
     dims: tuple[int, int]
     schedule: str
@@ -81,7 +81,7 @@ class Case(NamedTuple):
 
 
 class Held(NamedTuple):
-    """The predicted and the measured bytes of a rank: held, with the batch, and sent to other replicas in a step."""
+    """The bytes of a rank in a step, predicted and measured: its peak memory, and its traffic to other replicas."""
 
     predicted: RankMemory
     measured: int
@@ -95,7 +95,7 @@ class Held(NamedTuple):
 
 @contextmanager
 def sent_bytes() -> Iterator[list[int]]:
-    """The bytes that this process sends in each collective of the replicas' sums and exchanges."""
+    """Yield a list to which each collective between replicas adds the bytes that this process sends."""
     sent: list[int] = []
     all_to_all, all_gather = distributed.all_to_all_single, replica_sum._all_gather
 
@@ -114,7 +114,7 @@ def sent_bytes() -> Iterator[list[int]]:
 
 
 def compare(group: Any, case: Case) -> Held:
-    """Train for two steps; the bytes of this rank in the second step."""
+    """Train for two steps. Return the predicted and measured bytes of this rank in the second step."""
     shape = case.shape
     mesh = init_device_mesh("cpu", case.dims, mesh_dim_names=("dp", "pp"))
     usual = 1 if case.schedule == "chimera" else schedules.get(case.schedule).chunks_per_rank

@@ -1,4 +1,4 @@
-"""Jobs of tests of saving with replicas, on 2 x 2 ranks."""
+"""Jobs that save and load pipelines with replicas, on 2 x 2 ranks."""
 
 import os
 from pathlib import Path
@@ -18,7 +18,7 @@ ADAM = {"optimizer": torch.optim.Adam}
 
 
 def replicated(model: nn.Module | None = None, *, mesh: DeviceMesh | None = None, **options: Any) -> Pipeline:
-    """Two replicas of two ranks, with 2 micro-batches each."""
+    """Return a pipeline of two replicas of two ranks, with two micro-batches per replica."""
     choices: dict[str, Any] = {"schedule": "1f1b", "num_microbatches": 2, "seed": 5, "boundaries": [2], **options}
     return Pipeline(
         layers() if model is None else model,
@@ -36,7 +36,7 @@ def step(pipe: Pipeline) -> None:
 
 
 def trained(steps: int) -> nn.Sequential:
-    """The model after the same steps in a loop."""
+    """Return the model after these steps in a plain loop."""
     model = layers()
     optimizer = torch.optim.Adam(model.parameters())
     for number in range(steps):
@@ -53,7 +53,7 @@ def assert_equal(own: dict[str, Tensor], other: dict[str, Tensor]) -> None:
 
 
 def every_way(group: Group, folder: str) -> list[str]:
-    """Saves and gathers in each way; returns the files that the checkpoint's manifest names."""
+    """Save, load and gather in every way, and check the weights. Return the names of a checkpoint's tensor files."""
     path = Path(folder)
     rank = group.rank()
     with replicated(**ADAM) as pipe:
@@ -62,7 +62,7 @@ def every_way(group: Group, folder: str) -> list[str]:
         parts = sorted(file.name for file in next((path / "one").glob("data-*")).iterdir())
         pipe.save(path / "kept", asynchronous=True, keep=2)
         state = pipe.training_state()
-        assert bool(state["tensors"]) == (rank < 2)  # the others hold copies
+        assert bool(state["tensors"]) == (rank < 2)  # replica 1 holds copies of the same tensors
         states: list[Any] = [None] * 4
         distributed.all_gather_object(states, state, group=group)
         step(pipe)
@@ -95,7 +95,7 @@ def every_way(group: Group, folder: str) -> list[str]:
 
 
 def transposed(group: Group, path: str) -> list[str]:
-    """The files of a checkpoint from a mesh whose first dimension is the pipeline's."""
+    """Save on a mesh with the pipeline as first dimension. Return the names of the checkpoint's tensor files."""
     mesh = DeviceMesh("cpu", torch.arange(4).view(2, 2), mesh_dim_names=("pp", "dp"))
     with replicated(mesh=mesh) as pipe:
         pipe.save(path)
@@ -117,7 +117,7 @@ class Counting(nn.Linear):
 
 
 def different(group: Group, path: str) -> dict[str, str]:
-    """The errors for states and arguments that differ between replicas. The pipeline remains usable."""
+    """Return the errors of saves whose states or arguments differ between replicas. Then make a step and save."""
     rank = group.rank()
     replica = rank // 2
     model = layers()
@@ -153,7 +153,7 @@ def different(group: Group, path: str) -> dict[str, str]:
 
 
 def failing_writer(group: Group, path: str) -> list[str]:
-    """The errors of a save whose second part cannot be written, and of an asynchronous one."""
+    """Return the errors of a save and an asynchronous save in which rank 1 cannot write its part."""
 
     def full(*args: Any) -> Any:
         raise OSError(28, "No space left on device", str(args[0]))
@@ -180,7 +180,7 @@ def loads_with_other_microbatches(group: Group, path: str) -> str:
 
 
 def dying(group: Group, path: str) -> str:
-    """The error of a save during which a rank of replica 1 dies."""
+    """Return the error of a save during which rank 3, a rank of replica 1, dies."""
 
     class Fatal:
         def state_dict(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Jobs of ranks for the tests of replicas: they train beside a plain loop, which gives the expected bits."""
+"""Jobs of the tests of replicas: they train replicas, and compare with the same training in a plain loop."""
 
 import warnings
 from collections.abc import Callable
@@ -19,14 +19,14 @@ from pipesched.runtime.rank_grid import grid_of
 from pipesched.testing import clip_grad_norm_, reference_step
 from tests.support.added_losses import Experts
 
-ROWS, MICROBATCHES, STEPS, SEED = 16, 8, 2, 3  # rows and micro-batches of all replicas
+ROWS, MICROBATCHES, STEPS, SEED = 16, 8, 2, 3  # ROWS and MICROBATCHES count those of all replicas together
 VOCABULARY = 11
-#: The parameters and buffers of a model: the value, and the gradient if there is one.
+#: Name of a parameter or buffer -> its value, and its gradient or None.
 State = dict[str, tuple[Tensor, Tensor | None]]
 
 
 class TiedModel(nn.Module):
-    """An embedding whose weight is the head's, with dropout and BatchNorm."""
+    """A model whose embedding and head share a weight, with dropout and BatchNorm."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,15 +71,16 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Tensor, Tens
     "plain": (plain_model, plain_batch, lambda: functional.mse_loss),
     "tied": (tied_model, tied_batch, nn.CrossEntropyLoss),
 }
-#: Of four ranks: (replicas, ranks of a pipeline).
+#: The ways to divide four ranks: (number of replicas, ranks per replica).
 MESHES = (2, 2), (4, 1), (1, 4)
 SCHEDULES = "1f1b", "interleaved-1f1b", "zb-h1", "zb-v", "dualpipe-v", "chimera"
 
 
 class Case(NamedTuple):
-    """A way to train. The optimizer of ``updates`` is the pipeline's, and clips; otherwise gradients accumulate.
+    """The options of a training run.
 
-    With ``zero``, replicas divide optimizer states (1), gradients (2) and weights (3).
+    With ``updates``, steps clip gradients and update the weights; otherwise gradients accumulate. With ``zero``,
+    replicas divide optimizer states (1), also gradients (2) or also weights (3).
     """
 
     model: str
@@ -96,7 +97,7 @@ class Case(NamedTuple):
 
     @property
     def num_parts(self) -> int:
-        """The number of parts from which the norm of a gradient is combined."""
+        """The number of parts of a gradient whose norms are computed separately."""
         return self.mesh[0] if self.zero >= 2 else 1
 
 
@@ -136,7 +137,7 @@ def pipeline(mesh: DeviceMesh, model: nn.Module, sample: Any, **options: Any) ->
 
 
 def trained(group: Any, case: Case) -> Trained:
-    """Train the case's model in replicas, each on its own rows; rank 0 passes all rows if ``inputs`` is "first"."""
+    """Train the case's model in replicas, each on its own rows. If ``inputs`` is "first", rank 0 passes all rows."""
     make, make_batch, make_loss = MODELS[case.model]
     mesh = mesh_of(case.mesh)
     replicas = case.mesh[0]
@@ -174,7 +175,7 @@ def own_rows(replica: int, replicas: int) -> slice:
 
 @cache
 def looped(name: str, replicas: int, updates: bool, num_parts: int = 1) -> Trained:
-    """The same training in a plain loop over the micro-batches of all replicas."""
+    """Run the training of `trained` in a plain loop over the micro-batches of all replicas."""
     make, make_batch, make_loss = MODELS[name]
     model = make()
     x, y = make_batch()
@@ -192,9 +193,9 @@ def looped(name: str, replicas: int, updates: bool, num_parts: int = 1) -> Train
 
 
 def differing(case: Case, results: list[Trained]) -> list[str]:
-    """The names of the values that differ from the loop's on any rank, or that no rank holds.
+    """Return the names of the values that no rank holds, or that differ from the plain loop's on some rank.
 
-    Bits are compared, except for chimera, whose gradients are those of the loop within rounding.
+    Compares bits, except for chimera, whose gradients equal those of the loop only within rounding.
     """
     expected = looped(case.model, case.mesh[0], case.updates, case.num_parts)
     equal = close if case.schedule == "chimera" else same
@@ -214,13 +215,13 @@ def close(ours: tuple[Tensor, Tensor | None], theirs: tuple[Tensor, Tensor | Non
 
 
 def small_model(*layers: Callable[[], nn.Module]) -> nn.Sequential:
-    """Equal weights at each call: the layers between the first and the last are made after the seed is set."""
+    """Return two linear layers with other layers in between. Each call returns equal weights."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(8, 8), *(make() for make in layers), nn.Linear(8, 4))
 
 
 def small(mesh: DeviceMesh, model: nn.Module | None = None, **options: Any) -> Pipeline:
-    """A pipeline of a small model, in four micro-batches a replica."""
+    """Return a pipeline of a small model, with four micro-batches per replica."""
     named: dict[str, Any] = {"schedule": "1f1b", "num_microbatches": 4, "loss_fn": functional.mse_loss}
     x, _ = plain_batch()
     return pipeline(mesh, small_model() if model is None else model, x[:2], **named | options)
@@ -233,7 +234,7 @@ def own_batch(mesh: DeviceMesh) -> tuple[Tensor, Tensor]:
 
 
 def said(call: Callable[[], Any]) -> str:
-    """The error of a call."""
+    """Return the error of a call as text; "" without an error."""
     try:
         call()
     except Exception as error:
@@ -242,7 +243,7 @@ def said(call: Callable[[], Any]) -> str:
 
 
 def refused(group: Any) -> dict[str, str]:
-    """The errors of pipelines that replicas cannot have, and the warning about buffers."""
+    """Return the errors of pipelines that do not support replicas, and the warning about buffers."""
     mesh = mesh_of((2, 2))
     found = {
         "BatchNorm": said(lambda: small(mesh, small_model(partial(nn.BatchNorm1d, 8)))),
@@ -270,7 +271,7 @@ def _sparse(mesh: DeviceMesh) -> None:
 
 
 class Counter(nn.Module):
-    """Counts rows in a buffer; another buffer and a weight have dtypes of their own."""
+    """A layer that counts rows in an integer buffer, with a complex, non-contiguous buffer and a bfloat16 weight."""
 
     count: Tensor
 
@@ -286,7 +287,7 @@ class Counter(nn.Module):
 
 
 def starts_equal(group: Any) -> bool:
-    """Whether replicas made with other weights hold those of replica 0."""
+    """Return whether all replicas start with the weights of replica 0, although replica 1 was made with others."""
     mesh = mesh_of((2, 2))
     model = small_model(Counter)
     expected = {name: value.clone() for name, value in model.state_dict().items()}
@@ -299,7 +300,10 @@ def starts_equal(group: Any) -> bool:
 
 
 def bad_batches(group: Any) -> list[str]:
-    """The errors of calls with batches that do not fit, each followed by a step that runs."""
+    """Return the errors of calls in which replica 1 passes a wrong batch. A good step follows each call.
+
+    Also checks losses, outputs and metrics of evaluations.
+    """
     mesh = mesh_of((2, 2))
     x, y = own_batch(mesh)
     second = mesh.get_local_rank("dp") == 1
@@ -330,7 +334,10 @@ def bad_batches(group: Any) -> list[str]:
 
 
 def finds_nonfinite(group: Any, how: str, *, updates: bool, tied: bool = False) -> tuple[str, bool]:
-    """A loss that is NaN in one micro-batch of one replica, while all gradients are finite; whether weights change."""
+    """Run a step whose loss is NaN in one micro-batch of one replica, while all gradients are finite.
+
+    Returns the error and warnings, and whether weights changed.
+    """
     mesh = mesh_of((2, 2))
     x, y = own_batch(mesh)
     if mesh.get_local_rank("dp"):
@@ -352,12 +359,12 @@ def finds_nonfinite(group: Any, how: str, *, updates: bool, tied: bool = False) 
 
 
 def spoilt(output: Tensor, target: Tensor) -> Tensor:
-    """The mean output; plus NaN, which is constant, where a target is very large."""
+    """Return the mean output, plus NaN if a target is very large. NaN is a constant, so gradients stay finite."""
     return output.mean() + (torch.nan if target.max() > 1e29 else 0.0)
 
 
 class Rare(nn.Module):
-    """A layer with a weight that is used if a flag is set, one that is frozen, and one that nothing uses."""
+    """A layer with three linear layers: one is used only if ``uses`` is set, one is frozen, one is never used."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -370,7 +377,7 @@ class Rare(nn.Module):
 
 
 def uses_some_weights(group: Any) -> list[str]:
-    """The parameters of this rank that get a gradient if only one replica uses a weight."""
+    """Return the names of this rank's parameters that get a gradient if only replica 1 uses a layer."""
     mesh = mesh_of((2, 2))
     x, y = own_batch(mesh)
     model = small_model(Rare)
@@ -386,7 +393,10 @@ def scores(outputs: Tensor, target: Tensor) -> dict[str, Any]:
 
 
 def adds_and_measures(group: Any) -> list[dict[str, float]]:
-    """The metrics of a step whose layers add losses, by two pipelines at once; gradients are those of the loop."""
+    """Return the metrics of steps whose layers add losses, for two pipelines that run at the same time.
+
+    Checks that losses and gradient norms are bit-identical to those of a plain loop.
+    """
     mesh = mesh_of((2, 2))
     x, y = own_batch(mesh)
     expected = small_model(Experts)
@@ -411,7 +421,7 @@ def adds_and_measures(group: Any) -> list[dict[str, float]]:
 
 
 def with_grad(model: nn.Module) -> list[nn.Parameter]:
-    """Copies of a model's parameters with their gradients."""
+    """Return copies of a model's parameters with their gradients."""
     made = [nn.Parameter(parameter.detach().clone()) for parameter in model.parameters()]
     for new, parameter in zip(made, model.parameters(), strict=True):
         new.grad = None if parameter.grad is None else parameter.grad.clone()
@@ -425,7 +435,10 @@ def group_values(group: Any, value: Any) -> list[Any]:
 
 
 def overflows(group: Any) -> list[tuple[float, bool]]:
-    """After each step, the scale of the loss and whether weights changed; gradients overflow in one replica once."""
+    """Train three steps with a scaler. In the second step, gradients of replica 1 overflow.
+
+    Returns, for each step, the loss scale and whether weights changed.
+    """
     mesh = mesh_of((2, 2))
     x, y = own_batch(mesh)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
@@ -441,7 +454,7 @@ def overflows(group: Any) -> list[tuple[float, bool]]:
 
 
 def sharded(group: Any) -> None:
-    """Stages sharded by fully_shard over a third dimension; the gradients are those of the loop within rounding."""
+    """Shard stages by fully_shard over a third mesh dimension. Check that gradients equal a plain loop's closely."""
     mesh = mesh_of((2, 2, 1), ("dp", "fsdp", "pp"))
     x, y = plain_batch()
     own = own_rows(mesh.get_local_rank("dp"), 2)
@@ -458,9 +471,9 @@ def sharded(group: Any) -> None:
 
 
 def hybrid(group: Any, shape: tuple[int, int, int], schedule: str, *, part: bool = False) -> list[float]:
-    """The relative errors of losses, gradients, norms and weights if fully_shard divides stages over a mesh dimension.
+    """Return relative errors of losses, gradients, norms and weights if fully_shard divides stages over replicas.
 
-    Each replica has rows of its own, with dropout and unequal numbers of labels. ``part``: whether only some layers are
+    Each replica has its own rows, with unequal numbers of labels. ``part``: whether only one layer of a stage is
     sharded.
     """
     mesh = mesh_of(shape, ("dp", "fsdp", "pp"))
@@ -506,7 +519,7 @@ def hybrid(group: Any, shape: tuple[int, int, int], schedule: str, *, part: bool
 
 
 def grids(group: Any) -> dict[str, Any]:
-    """The rows of the grids of some meshes, or why there is none."""
+    """Return, for several meshes, the rows of the rank grid, or the error if the mesh has no grid."""
 
     def rows(mesh: Any, axes: Any = None) -> Any:
         try:

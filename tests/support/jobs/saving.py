@@ -1,4 +1,4 @@
-"""Jobs of tests of saving over a mesh."""
+"""Jobs that save and load pipelines, over a mesh or in one process."""
 
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ def piped(group: Group, model: nn.Sequential | None = None, **options: Any) -> P
 
 
 def error_of(call: Any) -> str:
-    """The error of a call; an empty text without one."""
+    """Return the error of a call as text; "" without an error."""
     try:
         call()
     except (PipeschedError, OSError, ValueError, RuntimeError) as error:
@@ -32,7 +32,7 @@ def error_of(call: Any) -> str:
 
 
 class Average:
-    """Averages of a pipeline's weights, of this rank's own or of the whole model."""
+    """An object with a state: ten times the weights of this rank, in place of averages of the weights."""
 
     def __init__(self, pipe: Pipeline, prefix: str = "") -> None:
         self.weights = {f"{prefix}{name}": weight.detach() * 10 for name, weight in pipe.named_parameters()}
@@ -52,7 +52,7 @@ def save_average(group: Group, path: str) -> None:
 
 
 def load_average(group: Group, path: str) -> dict[str, Tensor]:
-    """The averages that arrive under this plan."""
+    """Load the checkpoint of `save_average` under this plan, and return this rank's averages."""
     with piped(group, layers(seed=5)) as pipe:
         average = Average(pipe)
         average.count = 0
@@ -65,7 +65,7 @@ def load_average(group: Group, path: str) -> dict[str, Tensor]:
 
 
 def different_extras(group: Group, path: str) -> list[str]:
-    """The errors for extras that differ between ranks, and the state afterwards: the pipeline remains usable."""
+    """Return the errors of saves whose arguments differ between ranks. Then make a step and a good save."""
     with piped(group) as pipe:
         rank = group.rank()
         found = [
@@ -81,7 +81,10 @@ def different_extras(group: Group, path: str) -> list[str]:
 
 
 def failing_rank(group: Group, path: str, asynchronous: bool) -> list[Any]:
-    """A save that fails on one rank, and its error on all; the checkpoint before it is intact."""
+    """Make a save fail on one rank, and then load the previous checkpoint.
+
+    Returns this rank's error, the loaded step, and the names that remain in the folder.
+    """
     from pipesched.saving import writing
 
     with piped(group) as pipe:
@@ -109,7 +112,7 @@ def failing_rank(group: Group, path: str, asynchronous: bool) -> list[Any]:
 
 
 def loads_misfits(group: Group, path: str) -> list[str]:
-    """The errors of loading a checkpoint of another model, seen on every rank."""
+    """Return this rank's errors of loading a checkpoint into different models and numbers of micro-batches."""
     found = []
     for model in (layers(count=5), nn.Sequential(*layers()[:3], nn.Linear(4, 4).double())):
         with piped(group, model, num_microbatches=4) as pipe:
@@ -120,7 +123,7 @@ def loads_misfits(group: Group, path: str) -> list[str]:
 
 
 def damaged_part(group: Group, path: str) -> list[str]:
-    """The error of loading a checkpoint of which one rank's tensors are damaged."""
+    """Return the error of loading a damaged checkpoint. Checks that the weights have not changed."""
     with piped(group) as pipe:
         before = [parameter.clone() for parameter in pipe.parameters()]
         found = error_of(lambda: pipe.load(path))

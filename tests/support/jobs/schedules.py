@@ -21,7 +21,7 @@ SEED = 5
 
 
 def pair(group: Any, name: str, **options: Any) -> tuple[Pipeline, Pipeline]:
-    """Return the same pipeline in this process and over the mesh, each with its own copy of the model and loss."""
+    """Return a pipeline in this process and an equal one over the mesh. Each has its own model and loss module."""
     parts = schedules.get(name).program(group.size(), 4).num_weights
     pipes = []
     for where in (
@@ -37,7 +37,7 @@ def pair(group: Any, name: str, **options: Any) -> tuple[Pipeline, Pipeline]:
 
 
 def assert_same_weights(expected: Pipeline, actual: Pipeline) -> None:
-    """Every rank's own, and all of them gathered."""
+    """Check this rank's own state and the gathered state bit for bit against the pipeline in one process."""
     whole, due = actual.full_state_dict(), expected.state_dict()
     assert_equal_bits(whole, due)
     assert_equal_bits(actual.state_dict(), {name: due[name] for name in actual.state_dict()})
@@ -48,8 +48,8 @@ def gradients(pipe: Pipeline) -> dict[str, Tensor]:
 
 
 def shared_weights(group: Any, name: str, checkpoint: str) -> None:
-    """Losses, gradients, buffers, weights and outputs are those of the pipeline in one process, to the bit."""
-    backward.PAYS_FLOPS = 0  # every product is deferred, however small
+    """Check that losses, gradients, buffers, weights and outputs are bit-identical to those in one process."""
+    backward.PAYS_FLOPS = 0  # defer the weight gradients of all products to W, however small
     expected, actual = pipes = pair(group, name, checkpoint=checkpoint)
     with expected, actual:
         optimizers = [torch.optim.SGD(pipe.parameters(), lr=0.05, momentum=0.9) for pipe in pipes]
@@ -78,7 +78,7 @@ def shared_weights(group: Any, name: str, checkpoint: str) -> None:
 
 
 def assert_same_outputs(expected: Pipeline, actual: Pipeline, group: Any) -> None:
-    """Check the outputs on the rank at the end of the first chain."""
+    """Check the outputs of a forward and an evaluation. Only the last rank has them."""
     with torch.no_grad():
         wanted, found = expected(X), actual(X)
     outputs = actual.evaluate(X, target=Y, return_outputs=True)[1]
@@ -99,7 +99,7 @@ def adam(params: list[Tensor]) -> torch.optim.Optimizer:
 
 
 def trains(group: Any, name: str) -> None:
-    """Three steps are those of the pipeline in one process, to the bit, whatever the schedule."""
+    """Check that the losses and weights of three steps are bit-identical to those in one process."""
     program = schedules.get(name).program(group.size(), 4)
     optimizer = {"optimizer": sgd} if program.num_weights == program.num_stages else {}
     pipes = pair(group, name, **optimizer)
@@ -113,7 +113,10 @@ def trains(group: Any, name: str) -> None:
 
 
 def streams(group: Any, name: str, optimizer: Any, checkpoint: str) -> None:
-    """Losses and weights are those of the pipeline in one process, to the bit, with flushes and evaluations between."""
+    """Check that the steps of an asynchronous schedule are bit-identical to those in one process.
+
+    Flushes and an evaluation run between the steps. Also compares the traces.
+    """
     pipes = pair(group, name, optimizer=optimizer, checkpoint=checkpoint)
     with pipes[0], pipes[1]:
         for step, rows in enumerate((19, 19, 6, 19, 19, 3, 3, 19, 19, 6)):
@@ -136,7 +139,7 @@ def streams(group: Any, name: str, optimizer: Any, checkpoint: str) -> None:
 
 
 def drained(group: Any, name: str) -> None:
-    """Check that a program that contains updates runs step by step."""
+    """Check that steps of a Program that contains updates need no flush: each step ends with its updates."""
     program = schedules.get(name).program(group.size(), 4)
     pipes = pair(group, name, optimizer=adam, schedule=program, num_microbatches=None)
     with pipes[0], pipes[1]:
@@ -160,7 +163,7 @@ def over_mesh(group: Any, model: nn.Module, name: str, **options: Any) -> Pipeli
 
 
 class Calls(nn.Module):
-    """A layer with a weight, that calls a function with the number of its forward."""
+    """A layer with a weight that calls ``act`` with the number of each forward."""
 
     def __init__(self, act: Any) -> None:
         super().__init__()
@@ -178,7 +181,10 @@ def nothing(call: int) -> None:
 
 
 def fail_in_a_stream(group: Any, name: str, failing: int, backward: bool) -> tuple[float, str, str]:
-    """The stage fails in its 8th micro-batch. Returns seconds from then, what was raised, what the next step says."""
+    """Make stage ``failing`` fail in its eighth micro-batch.
+
+    Returns the seconds of the call that raised, the error, and the error of the next call.
+    """
     model = nn.Sequential(*(Calls(nothing) for _ in range(group.size())))
 
     def fail(call: int) -> None:
@@ -208,7 +214,7 @@ def fail_in_a_stream(group: Any, name: str, failing: int, backward: bool) -> tup
 
 
 def leave_a_stream(group: Any) -> str:
-    """Rank 0 leaves by an exception of its own; what the others are told."""
+    """Return this rank's error if an exception in rank 0's own code ends its ``with`` block between steps."""
     try:
         with over_mesh(group, nn.Sequential(*(Calls(nothing) for _ in range(group.size()))), "pipedream") as pipe:
             for step in range(6):
@@ -217,11 +223,14 @@ def leave_a_stream(group: Any) -> str:
                     raise KeyError("the user's own")
     except (KeyError, ExecutionError) as error:
         return str(error)
-    return "it went on"
+    return "no error"
 
 
 def no_barrier(group: Any, name: str, key: str) -> bool:
-    """The last rank holds its last forward of step 1 back until the first begins step 2. Whether that came."""
+    """Check that rank 0 begins step 2 before rank 1 has finished step 1: rank 1's last forward of step 1 waits for it.
+
+    Returns whether this rank has waited.
+    """
     store, held = group.get_group_store(), []
 
     def begun(call: int) -> None:
@@ -247,7 +256,10 @@ class Widen(nn.Module):
 
 
 def long_stream(group: Any, name: str) -> tuple[int, list[int]]:
-    """Many steps with long messages. The most that were kept at once, and after each step how many were announced."""
+    """Run 16 steps with long messages. Returns the largest number of sent messages that this rank kept at once.
+
+    Also returns, for each step, the number of messages so far whose layout the receiver did not know.
+    """
     kept, announced, count = [], [], [0]
     announce = Outgoing._send_unforeseen
 

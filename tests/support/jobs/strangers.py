@@ -1,4 +1,4 @@
-"""Jobs of test_sent_types: pipelines whose layers pass on values of many types."""
+"""Jobs of test_sent_types: the layers of their pipelines return values of many types, such as dataclasses and enums."""
 
 import enum
 from dataclasses import dataclass
@@ -68,7 +68,7 @@ WRAPS = {
 
 
 class Wraps(nn.Module):
-    """A layer that returns a hidden state in a value of some type."""
+    """A layer that returns its output inside a value of the type ``name``."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ class Wraps(nn.Module):
 
 
 class Unwraps(nn.Module):
-    """A layer that takes the hidden state from such a value."""
+    """A layer that reads its input from the value that `Wraps` returned."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
@@ -112,7 +112,10 @@ def pipeline(group: Any, of: nn.Module, boundary: int = 2, inputs: Inputs = "all
 
 
 def passes_on(group: Any, name: str) -> None:
-    """Bits of two steps, with messages of other sizes in the second, and all weights afterwards."""
+    """Check that losses, gradients and the gathered state of two steps are bit-identical to a plain loop's.
+
+    The messages of the two steps have different sizes.
+    """
     plain, piped = model(name), model(name)
     with pipeline(group, piped) as pipe:
         for step, rows in enumerate((9, 7)):
@@ -129,7 +132,7 @@ def passes_on(group: Any, name: str) -> None:
 
 
 def opaque(group: Any, boundary: int) -> str:
-    """What making one says, or that it trains."""
+    """Return the error of a pipeline that sends an Opaque object between stages; "it trains" without an error."""
     try:
         with pipeline(group, model("opaque"), boundary) as pipe:
             pipe.step(X, target=Y)
@@ -139,7 +142,7 @@ def opaque(group: Any, boundary: int) -> str:
 
 
 class Tells(nn.Module):
-    """Its output is a dataclass, in which there may be something that does not travel."""
+    """A model that returns a dataclass with ``extra``, an object that may be impossible to send."""
 
     def __init__(self, extra: Any) -> None:
         super().__init__()
@@ -152,7 +155,7 @@ class Tells(nn.Module):
 
 
 def outputs_for_all(group: Any, with_opaque: bool) -> Any:
-    """Gathered outputs, and what is said of those that cannot be."""
+    """Gather an output that is a dataclass on all ranks. Returns the error if the output cannot be sent."""
     plain = Tells(Opaque(X) if with_opaque else None)
     mesh = DeviceMesh.from_group(group, "cpu")
     given = {
@@ -174,7 +177,7 @@ def outputs_for_all(group: Any, with_opaque: bool) -> Any:
 
 
 def targets_of_a_type(group: Any) -> list[Any]:
-    """inputs="first": rank 0 sends targets of a type that no sample has shown."""
+    """Pass targets of a type that the other rank does not know, with inputs="first". Return the error."""
     with pipeline(group, model("tuple"), inputs="first") as pipe:
         first = group.rank() == 0
         loss = float(pipe.step(X, target=Y) if first else pipe.step())

@@ -24,7 +24,7 @@ X, Y = torch.randn(19, 8, generator=torch.Generator().manual_seed(3)), torch.ara
 
 
 def pipeline(group: Any, model: nn.Module | None = None, **options: Any) -> Pipeline:
-    """A Pipeline over the group."""
+    """Return a Pipeline over the ranks of a process group."""
     choices = {
         "loss_fn": functional.cross_entropy,
         "num_microbatches": 4,
@@ -63,12 +63,12 @@ class Waits:
         port.reader = counted
 
     def _counted(self, read: Any, into: memoryview) -> None:
-        self.count += len(into) == _HEADER  # what a message begins with
+        self.count += len(into) == _HEADER  # the header of a message is read first
         read(into)
 
 
 def who_does_not_look_does_not_wait(group: Any) -> list[int]:
-    """Return the number of waits before and after steps whose loss is never read."""
+    """Return the number of waits for losses after each of four steps whose loss is never read."""
     with pipeline(group) as pipe:
         waits, counts = Waits(pipe), []
         for _ in range(4):
@@ -78,14 +78,17 @@ def who_does_not_look_does_not_wait(group: Any) -> list[int]:
 
 
 def losses_looked_at_late(group: Any) -> None:
-    """In another order than they came, one after closing: the loop's losses to the bit, plain tensors once used."""
+    """Read losses late, in a different order, and after closing. Check that they equal a plain loop's losses.
+
+    A loss is a plain tensor once it has been read.
+    """
     wanted = expected_losses(5)
     with pipeline(group) as pipe:
         losses = [pipe.step(X, target=Y) for _ in range(5)]
         assert all(isinstance(loss, Tensor) for loss in losses)
         unseen = type(losses[4]) is not Tensor
         assert unseen == (group.rank() != group.size() - 1)
-        for _ in range(2):  # before its value is here, and afterwards
+        for _ in range(2):  # before and after its value has arrived
             with pytest.raises(ExecutionError, match=r"stores the gradients in \.grad; .* remove the call"):
                 losses[4].backward()
             losses[4].item()
@@ -99,14 +102,15 @@ def losses_looked_at_late(group: Any) -> None:
 def a_loss_lives_without_its_pipeline(group: Any) -> None:
     pipe = pipeline(group)
     loss = pipe.step(X, target=Y)
-    pipe._running.host.executor.exchange(None)  # nobody drops what another one still waits for
+    pipe._running.host.executor.exchange(None)  # waits until all ranks are done with the pipeline
     del pipe
     assert torch.equal(loss, expected_losses(1)[0])
 
 
 def losses_of_one_that_fails(group: Any) -> tuple[list[Any], list[Any]]:
-    """The last rank fails in its third step, having sent the first two losses, of which nobody looked at the second.
-    What the others then find in that, and in another pipeline's, of which the last rank ended before it sent it.
+    """Return the values or errors of reading a step's loss twice after the last rank has failed.
+
+    In a first pipeline, the last rank fails after it has sent the loss; in a second pipeline, before.
     """
     last, results = group.rank() == group.size() - 1, []
     for sent in (True, False):
@@ -137,7 +141,7 @@ def looked_at(loss: Tensor) -> Any:
 
 
 class Pair(nn.Module):
-    """A first layer of two inputs, one of them a keyword, of several types."""
+    """A first layer with inputs of several types, two of them keywords."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -158,7 +162,7 @@ def of_class_0_twice(target: Tensor) -> Tensor:
 
 
 def both_ways(group: Any, name: str, placement: str | None = None) -> None:
-    """Steps, evaluations and forwards with the batch on rank 0 alone equal those with it on all, bit by bit."""
+    """Check that inputs="first" and inputs="all" are bit-identical in steps, evaluations and forwards."""
     schedule = name if placement is None else Program.parse(placement)
     sample = {"x": X[:2], "kind": Y[:2]}
     options = {
@@ -178,7 +182,7 @@ def both_ways(group: Any, name: str, placement: str | None = None) -> None:
             **without(options),
         ) as first,
     ):
-        for rows in (19, 6, 6, 19) if placement else (19, 6, 6, 3, 19):  # ragged, again, fewer than micro-batches
+        for rows in (19, 6, 6, 19) if placement else (19, 6, 6, 3, 19):  # uneven, repeated, fewer than micro-batches
             x = X[:rows].t().contiguous().t().requires_grad_(differentiated)
             batch = {"x": x, "kind": Y[:rows], "scale": 0.5}
             given = {**batch, "target": Y[:rows]}
@@ -199,8 +203,8 @@ def both_ways(group: Any, name: str, placement: str | None = None) -> None:
 
 
 def counted_targets(group: Any, inputs: str) -> None:
-    """The weighted mean over targets that are not ignored, with the loop's bits on every rank."""
-    targets = torch.where(torch.arange(19) < 6, -100, Y)  # the first of four micro-batches counts nothing
+    """Check that the loss, a weighted mean over targets that are not ignored, is bit-identical to a plain loop's."""
+    targets = torch.where(torch.arange(19) < 6, -100, Y)  # the first of four micro-batches has only ignored targets
     weight, told = torch.tensor([1.0, 0.5, 2.0, 0.25]), group.rank() == 0 or inputs == "all"
     with pipeline(group, loss_fn=nn.CrossEntropyLoss(weight), distributed=Distributed(inputs=inputs)) as pipe:
         loss = pipe.step(X, target=targets) if told else pipe.step()
@@ -209,7 +213,7 @@ def counted_targets(group: Any, inputs: str) -> None:
 
 
 class Scored(nn.Module):
-    """A model with its own loss, over the labels that are not ignored."""
+    """A model that computes its own loss: the mean over the labels that are not ignored."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -246,7 +250,10 @@ def same(one: Any, other: Any) -> bool:
 
 
 def rank_0_goes_on(group: Any) -> list[float]:
-    """Each call of the others begins when rank 0's has returned; but for the first one, which compares programs."""
+    """Check that rank 0's evaluations return before the other ranks start theirs. Returns the losses.
+
+    The first evaluation is an exception, because it compares the programs of all ranks.
+    """
     store, losses = group.get_group_store(), []
     batches = [(torch.ones(rows, 8, wide), Y[:rows]) for rows in (19, 19, 6) for wide in (1, 20000)]
     model = nn.Sequential(nn.Flatten(), First(), *(nn.Linear(8, 8) for _ in range(3)))
@@ -266,7 +273,7 @@ class First(nn.Module):
 
 
 def wrong_uses(group: Any, ends_swapped: str) -> dict[str, str]:
-    """Return the error of each wrong use on this rank, and whether the pipeline is usable afterwards."""
+    """Return, for each wrong use, this rank's error, and with inputs="first" the result of a good step afterwards."""
     rank, said = group.rank(), {}
     good = ((X,), {"target": Y}) if rank == 0 else ((), {})
     uses = {
@@ -284,7 +291,7 @@ def wrong_uses(group: Any, ends_swapped: str) -> dict[str, str]:
                 said[name] = what_is_said(lambda: float(pipe.step(*args, **kwargs)))
                 if inputs == "first":
                     said[name] += " then: " + what_is_said(lambda: float(pipe.step(*good[0], **good[1])))
-        except ExecutionError as error:  # one rank was through with making it when another one was not
+        except ExecutionError as error:  # another rank failed while this rank had already made the pipeline
             said.setdefault(name, f"ExecutionError: {error}")
     return said
 
@@ -300,7 +307,10 @@ def what_is_said(call: Any) -> str:
 
 
 def gathered(group: Any, name: str, inputs: str) -> int:
-    """With gather=True every rank has the outputs of one process, else the last stage's alone; how many had those."""
+    """Check that gathered outputs equal those of a pipeline in one process.
+
+    Returns the number of forwards, one of them with gather=False, in which this rank got the outputs.
+    """
     options = {"loss_fn": functional.cross_entropy, "num_microbatches": 4, "seed": 5, "schedule": name}
     chunks = schedules.get(name).chunks_per_rank * group.size()
     options["boundaries"] = [8 * stage // chunks for stage in range(1, chunks)]
@@ -334,7 +344,10 @@ def plain_model() -> nn.Sequential:
 
 
 def replicas(group: Any, names: list[str]) -> float:
-    """Several pipelines at once over one dimension, gradients averaged over the other: one process on all rows."""
+    """Train several pipelines at the same time, and average their gradients over the other mesh dimension.
+
+    Checks that losses and weights equal those of a model that is trained on all rows. Returns the last loss.
+    """
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
     own = slice(8 * mesh["dp"].get_local_rank(), 8 * mesh["dp"].get_local_rank() + 8)
     x, y = X[:16], X[:16].flip(1)
@@ -345,7 +358,7 @@ def replicas(group: Any, names: list[str]) -> float:
         "mesh": mesh["pp"],
         "distributed": Distributed(timeout=20),
     }
-    options["boundaries"] = [4]  # each replica would measure by itself, and might cut elsewhere
+    options["boundaries"] = [4]  # fixed, because replicas could measure different times and cut differently
     theirs = torch.optim.SGD(expected.parameters(), lr=0.5)
     with ExitStack() as stack:
         pipes = [
@@ -376,7 +389,7 @@ def replicas(group: Any, names: list[str]) -> float:
 
 
 def tensor_parallel(group: Any, schedule: str, boundaries: list[int]) -> None:
-    """A stage of layers whose parameters are DTensors, cut over the other dimension."""
+    """Check a pipeline of layers with tensor parallelism over the other mesh dimension: parameters are DTensors."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
     expected = nn.Sequential(*(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8)) for _ in range(4)))
     for parameter in expected.parameters():
@@ -405,7 +418,7 @@ def tensor_parallel(group: Any, schedule: str, boundaries: list[int]) -> None:
 
 
 def modules_of_ranks(group: Any) -> list[str]:
-    """The names of this rank's modules; a function is applied to these alone, and to their weights with effect."""
+    """Return the names of this rank's modules. Check that ``apply`` visits only these, and can set their weights."""
     model = mixed_model()
     stale = copy.deepcopy(model.state_dict())
     with pipeline(group, model) as pipe:
@@ -436,14 +449,14 @@ def another_plan_is_refused(group: Any) -> str:
             pipe.replan(pipe.plan)
         except PipeschedError as error:
             return str(error)
-    return "it was not refused"
+    return "no error"
 
 
 # ---- plans that are searched for ------------------------------------------------------------------------------------
 
 
 def planned_by_rank_0(group: Any) -> str:
-    """Trains with a plan that rank 0 finds; its schedule."""
+    """Train with a plan that rank 0 finds, and return the plan's schedule."""
     with pipeline(group, boundaries=None, distributed=Distributed(inputs="first")) as pipe:
         batch = ((X,), {"target": Y}) if group.rank() == 0 else ((), {})
         for expected in expected_losses(2):
@@ -453,7 +466,7 @@ def planned_by_rank_0(group: Any) -> str:
 
 
 def no_plan_of_rank_0(group: Any) -> str:
-    """Return the error of each rank if rank 0 finds no plan."""
+    """Return this rank's error if rank 0 finds no plan."""
     try:
         small = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
         pipeline(group, small, boundaries=None, search=Search(memory_limit_bytes=10))

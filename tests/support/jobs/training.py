@@ -1,4 +1,4 @@
-"""Jobs of test_distributed: stages with real layers, trained by the executor."""
+"""Jobs of test_distributed that train stages with real layers, without a Pipeline."""
 
 from collections.abc import Hashable
 from typing import Any
@@ -22,7 +22,7 @@ from tests.support.models import gradients, mixed_model
 
 
 class Trainer:
-    """A model cut into a program's stages, this rank's trained by the executor."""
+    """Cuts a model into the stages of a program, and trains this rank's stages with an executor."""
 
     def __init__(self, group: Any, model: nn.Sequential, program: Program, executor: ProcessExecutor) -> None:
         self.group, self.program, self.executor, self.model = group, program, executor, model
@@ -66,9 +66,9 @@ class Trainer:
 
 
 def train(group: Any, names: list[str], checkpoint: str) -> None:
-    """Two steps of each schedule, the second with another batch size, equal the loop without a pipeline, bit by bit."""
+    """Check that two steps of each schedule are bit-identical to a plain loop. The second batch has another size."""
     executor = ProcessExecutor(group, timeout_s=10)
-    backward.PAYS_FLOPS = 0  # every product is deferred, however small
+    backward.PAYS_FLOPS = 0  # defer the weight gradients of all products to W, however small
     for name in names:
         expected, actual = mixed_model(), mixed_model()
         program = lower(add_recompute(schedules.get(name).program(group.size(), 4), checkpoint))

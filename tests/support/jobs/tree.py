@@ -1,4 +1,4 @@
-"""Jobs of ranks for the tests of reduction_order="tree"."""
+"""Jobs of the tests of reduction_order="tree"."""
 
 from typing import Any, Literal, NamedTuple
 
@@ -18,9 +18,9 @@ IN_TREE = Numerics(reduction_order="tree")
 
 
 class Case(NamedTuple):
-    """Replicas and ranks, a schedule, the model states that replicas divide, and the ranks that pass a batch.
+    """The options of a training run. dims: the numbers of replicas and of ranks per replica.
 
-    With a zero of None, gradients accumulate.
+    If ``zero`` is None, steps make no updates and gradients accumulate.
     """
 
     dims: tuple[int, int]
@@ -34,7 +34,7 @@ def momentum(parameters: list[Any]) -> Optimizer:
 
 
 def looped(num_replicas: int = 1, *, updates: bool, order: Any = "tree") -> dict[str, Any]:
-    """The losses, and each parameter's value and gradient, after training in a plain loop."""
+    """Train in a plain loop. Return the losses, and each parameter's value and gradient."""
     model = plain_model()
     x, y = plain_batch()
     optimizer = momentum(list(model.parameters()))
@@ -60,7 +60,7 @@ def same(ours: Any, theirs: Any) -> bool:
 
 
 def differing(group: Any, cases: list[Case]) -> list[list[str]]:
-    """For each case, the names of the values of this rank that differ from those of one loop without replicas."""
+    """Return, for each case, the names of this rank's values that differ from a plain loop without replicas."""
     expected = {updates: looped(updates=updates) for updates in (False, True)}
     return [_differing(group, case, expected[case.zero is not None]) for case in cases]
 
@@ -91,7 +91,7 @@ def _differing(group: Any, case: Case, expected: dict[str, Any]) -> list[str]:
 
 
 def metrics(group: Any, dims: tuple[int, int]) -> dict[str, float]:
-    """The loss and the metrics of a step whose layers add losses."""
+    """Return the loss and the metrics of a step whose layers add losses."""
     mesh = mesh_of(dims)
     x, y = plain_batch()
     own = own_rows(mesh.get_local_rank("dp"), dims[0])
@@ -102,7 +102,7 @@ def metrics(group: Any, dims: tuple[int, int]) -> dict[str, float]:
 
 
 def refused(group: Any) -> dict[str, str]:
-    """The errors of pipelines whose gradients cannot be added as a tree over replicas."""
+    """Return the errors of pipelines whose gradients cannot be added as a tree over replicas."""
     mesh = mesh_of((2, 2))
     x, _ = plain_batch()
     options: dict[str, Any] = {"loss_fn": functional.mse_loss, "num_microbatches": 4, "schedule": "1f1b"}

@@ -23,7 +23,7 @@ def model(count: int = 6) -> nn.Sequential:
 
 def tuned(group: Any, own: nn.Module, **options: Any) -> Plan:
     choices = {"batch_size": 8, "num_microbatches": 4, "loss_fn": functional.mse_loss, "target": Y, **options}
-    choices.setdefault("all_ranks", True)  # such small layers gain nothing from a second rank
+    choices.setdefault("all_ranks", True)  # without all_ranks, tune would use one rank for such small layers
     return pipesched.tune(own, X, mesh=DeviceMesh.from_group(group, "cpu"), **choices)
 
 
@@ -47,7 +47,7 @@ def a_plan_is_confirmed_by_all(group: Any) -> dict[str, Any]:
 
 
 def only_rank_0_measures(group: Any) -> tuple[int, dict[str, Any]]:
-    """Check that only rank 0 measures while the other ranks wait."""
+    """Return the number of times that this rank measures, and the plan."""
     from pipesched.pipeline import tune as tuning
 
     real, calls = tuning.measure, []
@@ -74,7 +74,7 @@ def what_cannot_be_asked(group: Any) -> str:
 
 
 def what_fails_on_one_rank(group: Any) -> str:
-    """One rank fails while plans run."""
+    """Return this rank's error if a layer fails on one rank during the trial runs."""
 
     class Broken(nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -39,7 +39,10 @@ def batch(lengths: tuple[int, ...]) -> list[Microbatch]:
 
 
 def trains(group: Any, inputs: Any = "all") -> list[tuple[str, int]]:
-    """Check the bits of steps over several lengths. Return each step's trace name and the searches so far."""
+    """Check that steps over micro-batches of different lengths are bit-identical to a plain loop.
+
+    Returns, for each step, the name of its trace and the number of orders searched so far.
+    """
     expected = tagger()
     has_batch = inputs == "all" or places.is_one_process(group) or not group.rank()
     seen = []
@@ -53,7 +56,7 @@ def trains(group: Any, inputs: Any = "all") -> list[tuple[str, int]]:
 
 
 def replicas(group: Any, inputs: Any) -> list[tuple[str, int]]:
-    """Check the bits of two replicas whose micro-batches have different lengths. Return as ``trains``."""
+    """Train two replicas whose micro-batches have different lengths. Checks and returns the same as `trains`."""
     expected = tagger()
     own = distributed.get_rank() // 2
     where = {"mesh": places.mesh_of(2, 2), "distributed": Distributed(inputs=inputs, timeout=600)}

@@ -20,7 +20,7 @@ def model() -> nn.Sequential:
 
 
 def tiny() -> Profile:
-    """Return layers that take 8 us, so that measured times do not decide where they run."""
+    """Return a profile in which each layer takes 8 us, so that the plan does not depend on measured times."""
     graph = graph_of(model(), X[:5])
     for _, node in graph.nodes(data=True):
         node.update(dict.fromkeys(("forward_s", "input_grad_s", "weight_grad_s"), 8e-06), backward_s=16e-6)
@@ -35,7 +35,11 @@ def small(group: Any, own: nn.Module, **options: Any) -> Pipeline:
 
 
 def trains(group: Any, options: dict[str, Any]) -> dict[str, Any]:
-    """Every method on every rank, with the loop's bits. Returns what this rank has."""
+    """Check steps, evaluations and states against a plain loop, also on ranks without stages.
+
+    Returns the number of ranks of the plan, this rank's numbers of parameters and of state entries, and the texts of
+    the pipeline and its report.
+    """
     own, whole = model(), model()
     if options.pop("cut", False):
         with Pipeline(

@@ -1,4 +1,4 @@
-"""Jobs of ranks for the tests of zero=: they train replicas that divide the optimizer states."""
+"""Jobs of the tests of zero=: they train replicas that divide optimizer states, gradients or weights."""
 
 import warnings
 from collections.abc import Callable
@@ -21,7 +21,7 @@ ROWS, MICROBATCHES, VOCABULARY, WIDTH = 16, 8, 96, 64
 
 
 class Tied(nn.Module):
-    """An embedding and a head that share a weight, dropout, a frozen layer, and rows that cannot be divided evenly."""
+    """A model whose embedding and head share a weight, with dropout, a frozen layer, and a weight of 65 rows."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ def batch(step: int) -> tuple[Tensor, Tensor]:
 
 
 class Whole(torch.optim.AdamW):
-    """An optimizer that pipesched does not know to be elementwise."""
+    """An optimizer that uses the norm of each gradient, so replicas cannot update rows separately."""
 
     def step(self, closure: Any = None) -> None:
         for group in self.param_groups:
@@ -76,7 +76,7 @@ class Whole(torch.optim.AdamW):
 
 
 def adamw(parameters: list[Any]) -> Optimizer:
-    """Return an AdamW with two groups, chosen by the number of dimensions."""
+    """Return an AdamW with two groups: parameters with several dimensions, and the others."""
     groups = [
         {"params": [one for one in parameters if one.ndim > 1], "weight_decay": 0.1},
         {"params": [one for one in parameters if one.ndim < 2], "weight_decay": 0.0},
@@ -105,7 +105,7 @@ def by_layer(parameters: list[Any]) -> Optimizer:
 
 
 class Case(NamedTuple):
-    """One training run."""
+    """The options of a training run."""
 
     zero: int
     model: Callable[[], nn.Module]
@@ -118,7 +118,7 @@ def made(group: Any, dims: tuple[int, int], model: nn.Module, **options: Any) ->
     """Return a pipeline over a mesh of replicas and ranks, and the number of this process's replica."""
     mesh = init_device_mesh("cpu", dims, mesh_dim_names=("dp", "pp"))
     chosen: dict[str, Any] = {
-        "loss_fn": nn.CrossEntropyLoss(),  # weighted by labels
+        "loss_fn": nn.CrossEntropyLoss(),  # micro-batches are weighted by their number of labels
         "schedule": "1f1b",
         "num_microbatches": MICROBATCHES // dims[0],
         "seed": 3,
@@ -129,7 +129,10 @@ def made(group: Any, dims: tuple[int, int], model: nn.Module, **options: Any) ->
 
 
 def train(group: Any, dims: tuple[int, int], case: Case, steps: int) -> list[int]:
-    """Train, and compare with the loop; the numbers of state that this rank holds and the loop's."""
+    """Train, and check that losses and weights are bit-identical to a plain loop.
+
+    Returns the number of elements of optimizer states that this rank holds, and the number in the loop.
+    """
     warnings.simplefilter("ignore")
     num_replicas = dims[0]
     clip = 0.05 if case.clips else None
@@ -177,13 +180,13 @@ def _size(optimizer: Optimizer) -> int:
 class Held(NamedTuple):
     """The memory of a rank, in multiples of a layer's weight."""
 
-    peak: float  #: of a step
-    states: float
-    weights: float  #: between steps
+    peak: float  #: the peak in a step
+    states: float  #: the optimizer states
+    weights: float  #: the weights held between steps
 
 
 def measure(group: Any, dims: tuple[int, int], zero: int) -> Held:
-    """Train four equal layers a rank, and measure the memory of the second step."""
+    """Train four equal layers per rank, and measure the memory of the second step."""
     torch.manual_seed(0)
     count = 4 * dims[1]
     model = nn.Sequential(*[nn.Linear(256, 256, bias=False) for _ in range(count)])
@@ -212,7 +215,7 @@ def measure(group: Any, dims: tuple[int, int], zero: int) -> Held:
 
 
 def overflow(group: Any, zero: int) -> None:
-    """One infinite number, in rows that replica 0 updates and in the gradient of replica 1: no rank makes an update."""
+    """Check that no rank makes an update if the gradients of replica 1 have infinite values in rows of replica 0."""
     scaler = GradScaler("cpu", init_scale=8.0)
     pipe, replica = made(
         group,
@@ -243,7 +246,7 @@ def overflow(group: Any, zero: int) -> None:
 
 
 class Partly(nn.Module):
-    """A layer that only rows above 0 use."""
+    """A layer with a second linear layer, which is used only if an input value is above 0."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -254,7 +257,7 @@ class Partly(nn.Module):
 
 
 def use_in_one_replica(group: Any, zero: int) -> None:
-    """A layer used in one replica only, and a parameter that the user's function leaves out of its optimizer."""
+    """Check updates if one replica alone uses a layer, and ``optimizer=`` leaves a parameter out of its optimizer."""
     torch.manual_seed(0)
     model = nn.Sequential(Partly(), nn.Linear(64, 64))
     before = {name: one.detach().clone() for name, one in model.named_parameters()}
@@ -280,7 +283,7 @@ def use_in_one_replica(group: Any, zero: int) -> None:
 
 
 def refuse(group: Any) -> None:
-    """Check that pipelines and calls that zero= does not allow raise errors."""
+    """Check the errors of pipelines that do not support zero=."""
     with pytest.raises(PipeschedError, match=r"so it needs several replicas .* has 2 replicas and no optimizer="):
         made(group, (2, 2), plain(), distributed=Distributed(zero=1))
     with pytest.raises(PipeschedError, match="has 1 replica and an optimizer"):

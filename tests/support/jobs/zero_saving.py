@@ -1,4 +1,4 @@
-"""Jobs of tests of saving with zero=, on 2 x 2 or 4 x 1 ranks."""
+"""Jobs that save and load pipelines with zero=, on 2 x 2 or 4 x 1 ranks."""
 
 import os
 from pathlib import Path
@@ -15,7 +15,10 @@ from tests.support.places import even_boundaries
 
 
 def pipeline(group: Any, dims: tuple[int, int], case: Case, **options: Any) -> tuple[Pipeline, int]:
-    """The pipeline of a case, and the replica of this process. Its cut decides which name a tied weight has."""
+    """Return the pipeline of a case, and the number of this process's replica.
+
+    The boundaries are fixed, because the cut determines the name of a tied weight.
+    """
     model = case.model()
     num_layers = len(list(model.children()))
     num_stages = dims[1] * schedules.get(case.schedule).chunks_per_rank
@@ -33,7 +36,7 @@ def pipeline(group: Any, dims: tuple[int, int], case: Case, **options: Any) -> t
 
 
 def one_process(model: nn.Module, optimizer: Any) -> Pipeline:
-    """A pipeline of two ranks in this process."""
+    """Return a pipeline of two ranks in this process."""
     return Pipeline(
         model,
         batch(0)[0][:2],
@@ -46,7 +49,7 @@ def one_process(model: nn.Module, optimizer: Any) -> Pipeline:
 
 
 def train(pipe: Pipeline, replica: int, num_replicas: int, steps: range) -> list[Tensor]:
-    """Train these steps; return the losses."""
+    """Train these steps, and return the losses."""
     losses = []
     for step in steps:
         x, y = (rows.chunk(num_replicas)[replica] for rows in batch(step))
@@ -55,7 +58,7 @@ def train(pipe: Pipeline, replica: int, num_replicas: int, steps: range) -> list
 
 
 def states(pipe: Pipeline, group: Any) -> dict[str, Any]:
-    """The states of all parameters, with zero=0. Collective."""
+    """Return the optimizer state and learning rate of each parameter of all ranks. Collective. Only for zero=0."""
     names = {parameter: name for name, parameter in pipe.named_parameters()}
     found = {}
     for optimizer in pipe.optimizers.values():
@@ -67,14 +70,17 @@ def states(pipe: Pipeline, group: Any) -> dict[str, Any]:
 
 
 def everywhere(value: Any, group: Any) -> list[Any]:
-    """The values of all ranks, copied."""
+    """Gather a value from all ranks. Returns copies."""
     found: list[Any] = [None] * group.size()
     distributed.all_gather_object(found, value, group=group)
     return found
 
 
 def save_and_load(group: Any, dims: tuple[int, int], before: Case, after: Case, folder: str) -> None:
-    """Save a run with zero=, and continue it with another zero=; weights and states are those of zero=0."""
+    """Save a run with zero=, and continue it with zero=0 and with another zero=.
+
+    Checks that losses, weights and optimizer states are bit-identical to those of a run with zero=0.
+    """
     plain_run, replica = pipeline(group, dims, before._replace(zero=0))
     with plain_run:
         train(plain_run, replica, dims[0], range(2))
@@ -102,7 +108,7 @@ def save_and_load(group: Any, dims: tuple[int, int], before: Case, after: Case, 
 
 
 def assert_same(own: Any, due: Any) -> None:
-    """Compare nested values bit for bit."""
+    """Check that two nested values are equal, bit for bit."""
     if isinstance(due, Tensor):
         assert own.dtype == due.dtype
         assert torch.equal(own, due)
@@ -118,7 +124,7 @@ def assert_same(own: Any, due: Any) -> None:
 
 
 def save(group: Any, dims: tuple[int, int], case: Case, folder: str) -> dict[str, int]:
-    """Train and save; return the number of rows of each state that this rank holds."""
+    """Train and save. Return the number of rows of each divided state that this rank holds."""
     pipe, replica = pipeline(group, dims, case)
     with pipe:
         train(pipe, replica, dims[0], range(1))
@@ -134,7 +140,10 @@ def load_step(group: Any, dims: tuple[int, int], case: Case, folder: str) -> int
 
 
 def refusals(group: Any, folder: str) -> dict[str, str]:
-    """The errors of states that cannot be saved, or that are incomplete. The pipeline remains usable."""
+    """Return the errors of states that cannot be saved or that are incomplete.
+
+    Checks that the pipeline can still train, save and load.
+    """
     rank = group.rank()
     pipe, replica = pipeline(group, (2, 2), Case(2, plain, "1f1b", momentum))
     with pipe:
@@ -175,7 +184,7 @@ def _full(*args: Any) -> Any:
 
 
 def dying_writer(group: Any, folder: str) -> str:
-    """The error of a save during which rank 3, in replica 1, dies while it writes its rows."""
+    """Return the error of a save during which rank 3 (replica 1) dies while it writes its rows."""
 
     def fatal(*args: Any) -> Any:
         Path(args[0]).write_bytes(b"half of a file")
