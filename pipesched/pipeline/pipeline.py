@@ -78,10 +78,9 @@ class Pipeline(SavingInterface):
     ``clip_grad_norm_()`` clips the gradients of all ranks together; torch's own function would clip each rank's alone.
 
     Args:
-        model: an nn.Module; a list of modules, each of which takes the output of the previous module; a function that
-            builds the model; or a model on the meta device. If a list has as many modules as there are stages, each
-            module becomes one stage. With a function or a meta model, the model is split first, and each rank creates
-            only the weights of its own stages.
+        model: an nn.Module, a list of modules that form a chain, a function that builds the model, or a model on the
+            meta device. A list with one module per stage fixes the stages. With a function or a meta model, each
+            rank creates only the weights of its own stages.
         sample: one micro-batch as an example: a tensor, a tuple (positional arguments) or a dict (keyword arguments).
         devices: the device of each rank. All ranks run in this process, and several of them may share a device.
         mesh: a DeviceMesh with one process per rank, such as ``mesh["pp"]``; used instead of devices.

@@ -127,10 +127,9 @@ def tune(
             Default: "auto", which is True if the profile holds a ``host_bytes_per_s`` and the devices are not CPUs.
         effort: the most actions that a search simulates. The search for orders of the schedule ``searched`` may
             simulate three times as many. Default: 3,000,000.
-        axes: how to divide num_ranks into pipelines and replicas: "auto" tries every division, and a mapping such as
-            ``{"pipeline": 8, "replicate": 4}`` gives one. batch_size is then the batch of all replicas,
-            num_microbatches counts the micro-batches of one replica, all ranks are used, and the plan is chosen by
-            simulation alone. ``Plan.mesh`` and ``Plan.replication`` hold the result. Default: None, one pipeline.
+        axes: how to divide num_ranks into pipelines and replicas, by simulation alone: "auto", or a mapping such as
+            ``{"pipeline": 8, "replicate": 4}``. batch_size then counts the rows of all replicas, num_microbatches
+            the micro-batches of one replica. Default: None (one pipeline).
         zero: with axes, the data that replicas divide, as for Distributed: 0, 1, 2 or 3. Default: "auto", 0 or 2,
             whichever is faster within the memory limit.
         confirm: how many of the plans with the shortest predicted steps to run. Default: 3 for a model with devices or
