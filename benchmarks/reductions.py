@@ -34,7 +34,7 @@ RULES: dict[str, Rule] = {
 
 
 def costs(num_stages: int, replicas: int) -> Costs:
-    """Return the costs of equal stages, with a bucket for each layer."""
+    """Return the costs of equal stages, with one bucket of gradients for each layer."""
     layers = max(1, NUM_LAYERS // num_stages)
     parameters = 12 * WIDTH**2
     forward_s = 2 * parameters * TOKENS / FLOP_S * NUM_LAYERS / num_stages
@@ -49,7 +49,7 @@ def costs(num_stages: int, replicas: int) -> Costs:
 
 
 def simulated(name: str, ranks: int, microbatches: int, replicas: int, rule: Rule) -> Trace:
-    """Simulate a step of a schedule in which ``rule`` returns the stages whose buckets start early."""
+    """Simulate a step of a schedule. ``rule`` returns the stages whose reductions start inside their last backward."""
     plain = schedules.get(name).program(ranks, microbatches)
     own = costs(plain.num_stages, replicas)
     with patch("pipesched.simulation.simulator.early_stages", rule):

@@ -1,4 +1,4 @@
-"""Spans: measures the cost of recording the start and the end of an action, and the share of a step that this takes.
+"""Spans: measures the time to record the start and the end of an action, and the share of a step that this takes.
 
     python benchmarks/spans.py [--steps 15]
 
@@ -26,7 +26,7 @@ _ALLOWED = 0.01
 
 
 def span_s(device: torch.device) -> float:
-    """The seconds for the stamps of one span: the median of nine loops."""
+    """Return the seconds that it takes to record one span: the median of nine loops."""
     streams = streams_for(device)
     loops = _LOOPS if device.type == "cpu" else _LOOPS // 100
     order = list(range(loops))
@@ -50,7 +50,7 @@ def _empty(order: list[int]) -> float:
 
 
 def blocks(width: int, count: int) -> nn.Module:
-    """Equal feed-forward blocks."""
+    """Return ``count`` equal feed-forward blocks."""
     return nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(count)))
 
 
