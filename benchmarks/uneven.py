@@ -2,18 +2,17 @@
 
     python benchmarks/uneven.py [--ranks 4] [--microbatches 8] [--batches 6] [--visits 4]
 
-Each rank is a process that holds one layer; messages use gloo. The forward of a micro-batch takes 5 ms per 64 tokens,
-and its backward 10 ms; in the meantime the processor is free. The lengths of the micro-batches
-are drawn from a log-normal distribution, between 16 and 512 tokens. The profile is measured: the layers run with
-micro-batches of 16, 64 and 512 tokens, and their times are fitted as functions of the length.
+Each rank is a process that holds one layer; messages use gloo. The layers sleep instead of computing: the forward of a
+micro-batch takes 5 ms per 64 tokens, and its backward 10 ms. The lengths of the micro-batches are drawn from a
+log-normal distribution, between 16 and 512 tokens. The profile is measured: the layers run with micro-batches of 16, 64
+and 512 tokens, and their times are fitted as functions of the length.
 
-All pipelines run the same batches in turn, A B C ..., and run each batch several times. The first visit of a batch
-includes the search for its order. The script prints, for each rival, the median ratio of our step to the rival's with a
-95 % bootstrap interval: of the makespan, of the wall time of first visits and of the wall time of later visits, and the
-most (stage, micro-batch) pairs that a rank holds.
-
-The rivals are the order of ``searched`` for micro-batches of equal length, and fixed schedules. "ours, capped" holds no
-more pairs on a rank than that order.
+All pipelines run the same batches in turn (A B C ...), and run each batch several times. The first visit of a batch
+includes the search for its order. "ours" is an order that ``searched`` makes for the lengths of a batch. In "ours,
+capped", a rank holds no more (stage, micro-batch) pairs than in "searched, equal", the order of ``searched`` for
+micro-batches of equal length. The rivals are "searched, equal" and fixed schedules. For each rival, the script prints
+the median ratio of our step to the rival's step with a 95 % bootstrap interval (for the makespan, the wall time of
+first visits and the wall time of later visits), and the most pairs that a rank holds.
 """
 
 import argparse
