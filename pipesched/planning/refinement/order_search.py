@@ -34,7 +34,7 @@ Mover = Callable[[EvaluatedCandidate, Callable[[StageLayers], float], Callable[[
 
 _NAME = "searched"
 _NEAR = 1.4  # orders are searched only for cuts whose step is within this factor of the fastest step
-_PAIRS = 4  # the most pairs of a cut and a placement for which orders are searched
+_PAIRS = 4  # the most placements for which orders are searched
 _CUTS = 200  # with at most this many cuts of a placement, orders are searched for all of them
 _MOVED = 2  # the most candidates with a searched order whose boundaries are moved
 _TRIES = 3  # searches with a lowered limit, while the whole memory of a rank exceeds its limit
@@ -116,8 +116,8 @@ class OrderSearch:
         """Yield the candidate with a searched order, if the search finds an order within the limits.
 
         Args:
-            known: candidates with the same stages, the fastest first. The search uses the costs of the first candidate,
-                and starts from the programs of all candidates.
+            known: candidates with the same placement, the fastest first. The search uses the costs of the first
+                candidate, and starts from the programs of all candidates.
             effort: the effort of the search, in actions.
 
         """
@@ -185,7 +185,7 @@ def _speed(found: EvaluatedCandidate) -> float:
 
 
 def _groups(found: Iterable[EvaluatedCandidate], best_s: float) -> list[list[EvaluatedCandidate]]:
-    """Return the candidates to search orders for: for each placement, all programs with the fastest cut."""
+    """Return lists of candidates with one placement, the fastest first. Orders are searched for the first of each."""
     several = sorted((each for each in found if each.candidate.num_ranks > 1), key=_speed)
     groups: dict[Any, list[EvaluatedCandidate]] = {}
     for each in several:
