@@ -179,7 +179,7 @@ def compare(name: str, path: Path, steps: int) -> None:
                 took.append(seconds)
     for one, took in zip(running, times, strict=True):
         against = ratio(times[0], took)
-        print(f"  {against.second * 1e3:8.1f} ms  auto over it {against}  {one.label}", flush=True)
+        print(f"  {against.second * 1e3:8.1f} ms  chosen / this {against}  {one.label}", flush=True)
         one.pipe.close()
 
 

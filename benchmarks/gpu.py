@@ -111,7 +111,7 @@ def alike(pipe: Pipeline, theirs: nn.Sequential) -> bool:
 
 def in_process(shape: Shape, devices: list[torch.device], pairs: int) -> None:
     """Compare a pipeline over the devices with plain gradient accumulation on the first device; print a table."""
-    print(f"\nstages in one process on {', '.join(map(str, devices))}, beside plain accumulation on {devices[0]}")
+    print(f"\nstages in one process on {', '.join(map(str, devices))}, compared with a plain loop on {devices[0]}")
     print(f"{'schedule':<20}{'ours / loop':>24}{'ours ms':>10}{'loop ms':>10}  equal")
     x, y = shape.batch(devices[0])
     for name in ("gpipe", "1f1b", "zb-h1", "zb-v"):
@@ -136,7 +136,7 @@ def show(name: str, found: Ratio, agree: bool) -> None:
 
 def memory(shape: Shape, device: torch.device) -> None:
     """For each checkpoint mode, print the step time, and memory beyond weights and gradients: measured, predicted."""
-    print(f"\n1f1b, two ranks on {device}: a step's memory beyond weights and gradients")
+    print(f"\n1f1b, two ranks on {device}: memory of a step in addition to weights and gradients")
     print(f"{'checkpoint':<14}{'ms':>10}{'allocated MiB':>16}{'predicted MiB':>16}{'ratio':>8}")
     x, y = shape.batch(device)
     for mode in ("never", "except_last", "always"):
@@ -222,7 +222,7 @@ def run_rank(rank: int, store: str, ranks: int, kind: str, shape: Shape, pairs: 
 
 def one_rank_a_process(shape: Shape, kind: str, ranks: int, pairs: int) -> None:
     """Start one process for each rank, and compare pipesched with torch.distributed.pipelining in these processes."""
-    print(f"\na process for each of {ranks} ranks over {'NCCL' if kind == 'cuda' else 'gloo'}, beside torch's")
+    print(f"\none process for each of {ranks} ranks over {'NCCL' if kind == 'cuda' else 'gloo'}, compared with torch")
     print(f"{'schedule':<20}{'ours / torch':>24}{'ours ms':>10}{'torch ms':>10}  equal", flush=True)
     port = torch.randint(20000, 60000, (), generator=torch.Generator().manual_seed(time.time_ns() % 2**31)).item()
     multiprocessing.spawn(run_rank, (f"tcp://127.0.0.1:{port}", ranks, kind, shape, pairs), nprocs=ranks)
@@ -252,7 +252,7 @@ def main() -> None:
     in_process(shape, devices[:1] * 2, args.pairs)
     memory(shape, devices[0])
     if count == 1:
-        print("\none CUDA device: stages on several devices and ranks over NCCL need two or four")
+        print("\nthis machine has one CUDA device; stages on several devices and ranks over NCCL need two or four")
         return
     ranks = 4 if count >= 4 else 2
     if count:

@@ -102,7 +102,7 @@ def main() -> None:
         total += len(odd)
         wrong += sum(odd)
         print(f"{name:20} {len(odd):3} plans, {sum(odd)} tensors differ", flush=True)
-    print(f"{total} plans, {wrong} tensors differ from the loop's")
+    print(f"{total} plans, {wrong} tensors differ from those of the loop")
 
 
 if __name__ == "__main__":

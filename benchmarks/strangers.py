@@ -140,22 +140,22 @@ def garbage(number: int) -> bytes:
 
 
 KINDS: dict[str, tuple[str, Callable[[list[Address], Path], Iterator[int]]]] = {
-    "half-open": ("100 connections with each listener that say nothing", lambda to, _: holding(to)),
-    "drip": ("a byte of a greeting every 0.2 s", lambda to, _: dripping(to)),
-    "flood": ("connects without end, and holds 500", lambda to, _: passing(to, lambda _: b"", hold=500)),
-    "unfinished": ("31 of the 32 bytes of a greeting", lambda to, _: holding(to, lambda _: bytes(GREETING_BYTES - 1))),
-    "wrong-word": ("greets as each rank, without the word", lambda to, _: passing(to, greeting, hold=50)),
-    "garbage": ("64 KiB of noise, without end", lambda to, _: passing(to, garbage)),
-    "leaving": ("connects and leaves at once", lambda to, _: passing(to, lambda _: b"", reset=True)),
-    "huge": ("lengths of 2**63 - 1", lambda to, _: passing(to, lambda _: (b"\xff" * 7 + b"\x7f") * 64, hold=50)),
-    "memory": ("300 silent connections with each abstract socket", lambda to, _: holding(in_memory(to), many=300)),
+    "half-open": ("opens 100 silent connections to each listener", lambda to, _: holding(to)),
+    "drip": ("sends one byte of a greeting every 0.2 s", lambda to, _: dripping(to)),
+    "flood": ("connects endlessly, and holds 500 connections", lambda to, _: passing(to, lambda _: b"", hold=500)),
+    "unfinished": ("31 of 32 bytes of a greeting", lambda to, _: holding(to, lambda _: bytes(GREETING_BYTES - 1))),
+    "wrong-word": ("greets as each rank, without the key", lambda to, _: passing(to, greeting, hold=50)),
+    "garbage": ("sends blocks of 64 KiB of noise endlessly", lambda to, _: passing(to, garbage)),
+    "leaving": ("connects and closes immediately", lambda to, _: passing(to, lambda _: b"", reset=True)),
+    "huge": ("sends lengths of 2**63 - 1", lambda to, _: passing(to, lambda _: (b"\xff" * 7 + b"\x7f") * 64, hold=50)),
+    "memory": ("opens 300 silent connections to each abstract socket", lambda to, _: holding(in_memory(to), many=300)),
     "other-user": ("floods abstract sockets as another user", lambda to, _: as_nobody(to)),
-    "replayed": ("repeats the greetings of the ranks", replaying),
+    "replayed": ("repeats recorded greetings of the ranks", replaying),
     "slow-reader": (
-        "half a greeting, and reads nothing",
+        "sends half a greeting and reads nothing",
         lambda to, _: holding(to, lambda _: bytes(16), receive_bytes=1),
     ),
-    "later": ("connects after the first step, and holds", lambda to, _: holding(to, greeting)),
+    "later": ("connects after the first step, and stays connected", lambda to, _: holding(to, greeting)),
 }
 
 
@@ -299,14 +299,14 @@ def main() -> int:
             guard.terminate()
             guard.join()
     print(f"{machine()}; {options.ranks} ranks, timeout={options.timeout:g}\n")
-    print("| client | what it does | job | s |\n|---|---|---|---|")
+    print("| client | behaviour | job | s |\n|---|---|---|---|")
     died = 0
     for kind, *own in zip(options.only, *results, strict=True):
         texts = [text for _, text in own if text]
         died += bool(texts)
-        said = f"died: {texts[0].splitlines()[0][:120]}" if texts else "all bits right"
+        said = f"failed: {texts[0].splitlines()[0][:120]}" if texts else "all bits right"
         print(f"| {kind} | {KINDS[kind][0]} | {said} | {max(seconds for seconds, _ in own):.1f} |")
-    print(f"\n{died} of {len(options.only)} jobs died")
+    print(f"\n{died} of {len(options.only)} jobs failed")
     return died
 
 
