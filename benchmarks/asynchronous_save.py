@@ -1,4 +1,4 @@
-"""Asynchronous save: how much longer a step takes while a checkpoint is written.
+"""Asynchronous save: measures the time that a step takes longer while a checkpoint is written.
 
     python benchmarks/asynchronous_save.py [--pairs 15]
 

@@ -2,7 +2,7 @@
 
     python benchmarks/best_of_torch.py [--pairs 15] [--only sleeping gpt convolutions]
 
-Torch's schedules run with the same number of layers in each stage; the best one is the one with the shortest median
+Torch's schedules run with the same number of layers in each stage; the best schedule has the shortest median
 step. All runs are in the same gloo processes, in turn, with the same weights; gradients are compared first.
 
 sleeping       Eight ranks and 16 micro-batches. The 16 layers sleep for different times instead of computing, so the
@@ -180,7 +180,7 @@ class Residual(nn.Module):
 
 
 class Logits(nn.Linear):
-    """A head whose output has the classes in its last but one dimension, as cross_entropy expects."""
+    """A head whose output has the classes in its second to last dimension, as cross_entropy expects."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x).transpose(1, 2)

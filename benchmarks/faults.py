@@ -1,4 +1,4 @@
-"""Faults: makes one rank fail, and measures how soon the other ranks end and which rank their errors name.
+"""Faults: makes one rank fail, and checks that the other ranks end in time, with errors that name this rank.
 
     python benchmarks/faults.py [--quick] [--timeout 5] [--side-by-side 1] [--only TEXT]
 

@@ -3,10 +3,10 @@
     python benchmarks/joint_search.py --chains 200 [--solver 20] [--first 0]
     python benchmarks/joint_search.py --models 5 --ranks 4 8 16 --counts 1 2 3 4
 
-The chains have 4 to 7 layers with random times on 2 or 3 ranks, and 2 to 5 micro-batches. The optimum of a chain is the
-shortest step of all cuts, of three placements (one stage on each rank, or two in a loop or in a V), and of all exact
-orders. Cuts are tried in the order of their `pipesched.lower_bound`. For each cut whose bound is below the best step so
-far, CP-SAT proves the optimal order. If CP-SAT cannot prove the optimum of a cut, the chain is left out and counted.
+The chains have 4 to 7 layers with random times on 2 or 3 ranks, and 2 to 5 micro-batches. The optimum of a chain is its
+shortest step over all cuts, three placements (one stage on each rank, or two in a loop or in a V) and all exact orders.
+Cuts are tried in the order of their `pipesched.lower_bound`. For each cut whose bound is below the best step so far,
+CP-SAT proves the optimal order. If CP-SAT cannot prove the optimum of a cut, the chain is left out and counted.
 
 The simple planner cuts the layers so that the slowest stage is as fast as possible, and uses the fastest of all exact
 schedules and numbers of chunks. The number of micro-batches of a case is the number of ranks times each of

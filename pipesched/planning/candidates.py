@@ -15,7 +15,7 @@ from pipesched.program.program import Program
 
 __all__ = ["LADDER", "Candidate", "candidates", "microbatch_counts", "smaller_counts", "synchronous"]
 
-# Each setting needs less memory and more time than the one before it.
+# Each setting needs less memory and more time than the previous setting.
 LADDER: tuple[CheckpointMode, ...] = ("never", "except_last", "always")
 _SIMPLEST = "1f1b"
 _CHUNKS = (1, 2, 3, 4)  # chunks per rank to try: with more, the extra messages cost more than the smaller bubble saves
