@@ -7,9 +7,9 @@ sleep in place of computing and sending. The sums of a stage together take 90 % 
 passes, as over a slow link. The prediction simulates the program with the times of each kind of action in the first
 half of the steps; the other half is measured. The script prints the makespan, predicted and measured, and for each rank
 the share of its sums that lies in bubbles, under compute, and after the last backward pass of all ranks. Under 1f1b it
-also counts the sums of rank 0 that start under its last backward, and it states whether the targets are met: a makespan
-of at most 1.03 of the predicted one, 90 % of the sums of ranks 1 to 3 in bubbles, and all sums of rank 0 but the last
-under its last backward.
+also counts the sums of rank 0 that start under its last backward, and states whether the targets are met: a makespan of
+at most 1.03 times the prediction, 90 % of the sums of ranks 1 to 3 in bubbles, and all sums of rank 0 except the last
+sum under its last backward.
 """
 
 import argparse

@@ -2,15 +2,17 @@
 
 python benchmarks/optimality.py [--generated | --large | --equal] [--effort 1] [--every 1]
 
-`optima.json` has small problems that CP-SAT has solved to a proven optimum. For each family of problems, the script
-prints the best of the fixed schedules and the searched order, over the optimum of exact programs: median, 90th
-percentile and maximum, and the share of problems that are solved to the optimum. If CP-SAT has not proved the optimum
-of exact programs, that of all programs is used. A quotient below 1, and a searched order that is longer than the best
-of the fixed schedules, end the script with an error. ``--generated`` takes the problems of `instances.py` instead.
+`optima.json` has small problems with optima that CP-SAT has proved. For each family of problems, the script prints the
+makespan of the best fixed schedule and of the searched order, divided by the optimum of exact programs (median, 90th
+percentile and maximum), and the share of problems that are solved to the optimum. If CP-SAT has not proved the optimum
+of exact programs, the optimum of all programs is used. The script ends with an error if a makespan is below the
+optimum, or if a searched order is longer than the best fixed schedule. ``--generated`` uses the problems of
+`instances.py` instead.
 
-``--large`` prints the CPU seconds of searches with many micro-batches, and their orders over those of a search with
-20 times the effort, which takes about 5 s for p = 8 if numba is installed, and over the bound. ``--equal`` prints the
-idle time of schedules at equal times F = I = W with 8 ranks and 20 micro-batches, in forwards of a rank's layers.
+``--large`` searches orders for problems with many micro-batches. It prints the CPU seconds of each search, and the
+makespan divided by the bound and by the result of a search with 20 times the effort, which takes about 5 s for p = 8 if
+numba is installed. ``--equal`` prints the idle time of schedules for stages of equal length (F = I = W) with 8 ranks
+and 20 micro-batches, divided by the time of a forward of a rank's layers.
 """
 
 import argparse

@@ -6,14 +6,16 @@ There are three groups of cases. The script compares losses, weights, buffers, o
 by bit. The model has tied weights, BatchNorm and dropout; AdamW has a learning rate scheduler. All cases run in the
 same processes.
 
-pairwise   The plans before and after the stop vary in five factors: 1 to 4 ranks; 1f1b, interleaved-1f1b, zb-v or
-           zb-h1; one process or a mesh; a separate optimizer or ``optimizer=``; checkpointing "never", "always" or by
-           layer. Every combination of values of any two factors occurs at least once.
-replicas   Runs begin or end with 2 or 4 replicas. If the number of replicas changes, the loop also changes the order in
-           which it adds gradients: its first 10 steps use the order of the replicas before the stop, the other steps
-           the order of those after the stop.
-zero       Runs begin or end with states that replicas divide. All pairs of these plans run: 2 replicas of 2 ranks and 4
-           replicas of 1 rank, each with zero=0, 1, 2 and 3; one pipeline of 4 ranks; and one process.
+Group "pairwise": the plans before and after the stop vary in five factors: 1 to 4 ranks; 1f1b, interleaved-1f1b, zb-v
+or zb-h1; one process or a mesh; a separate optimizer or ``optimizer=``; checkpointing "never", "always" or by layer.
+Every combination of values of any two factors occurs at least once.
+
+Group "replicas": runs begin or end with 2 or 4 replicas. If the number of replicas changes, the loop also changes the
+order in which it adds gradients: its first 10 steps use the order of the replicas before the stop, the other steps use
+the order of the replicas after the stop.
+
+Group "zero": runs begin or end with states that replicas divide. All pairs of the following plans run: 2 replicas of 2
+ranks and 4 replicas of 1 rank, each with zero=0, 1, 2 and 3; one pipeline of 4 ranks; and one process.
 """
 
 import argparse

@@ -2,10 +2,10 @@
 
     python benchmarks/scaling.py [--ranks 2 4 8 16 64 256 1024] [--measured 2 4 8 16] [--steps 9] [--picture FILE]
 
-F, I and W take 10 ms each on every stage. The simulation gives the makespan, the bubble, and the efficiency (the time
-of a rank's actions divided by the makespan). The measurement, with bare sleeping stages and a process for each rank
-(see sleeping.py), gives the median makespan, its efficiency, and measured / simulated. --picture draws the
-efficiencies.
+F, I and W take 10 ms each on every stage. For the simulation, the script prints the makespan, the bubble, and the
+efficiency (the time of a rank's actions divided by the makespan). For the measurement, with bare sleeping stages and a
+process for each rank (see sleeping.py), it prints the median makespan, its efficiency, and measured / simulated.
+--picture draws the efficiencies.
 """
 
 import argparse

@@ -5,7 +5,7 @@
 "a span" is the work of the interpreter's loop for one record: two time stamps and storing them, compared with an empty
 loop; on a GPU, two events of a stream. "share" is this cost times the number of spans of all ranks, including sends and
 receives, divided by the time of the step; the limit is 1 %. "read" is the time to build the last step's trace from the
-stamps; this happens when the trace is read.
+time stamps, which happens when a script reads ``pipe.trace``.
 """
 
 import argparse
