@@ -1,4 +1,4 @@
-"""Asynchronous save: how much longer a step takes while a checkpoint is written.
+"""Asynchronous save: measures the time that a step takes longer while a checkpoint is written.
 
     python benchmarks/asynchronous_save.py [--pairs 15]
 
@@ -29,7 +29,7 @@ _WARM = 3
 
 
 class Sleeping(nn.Module):
-    """A layer with weights whose forward and backward sleep."""
+    """A layer with weights. Its forward and backward sleep instead of computing."""
 
     def __init__(self, width: int, seconds: float) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class _Sleep(torch.autograd.Function):
 
 
 def model_and_batch(kind: str) -> tuple[nn.Sequential, Tensor]:
-    """A model and a batch of 8 micro-batches."""
+    """Return a model that sleeps or computes (``kind``), and a batch of 8 micro-batches."""
     if kind == "sleeping":
         return nn.Sequential(*(Sleeping(512, 0.01) for _ in range(4))), torch.randn(8, 64)
     width = 256
@@ -63,7 +63,7 @@ def model_and_batch(kind: str) -> tuple[nn.Sequential, Tensor]:
 
 
 def run(kind: str, mesh: bool, pairs: int, folder: str) -> tuple[list[float], list[float], int]:
-    """The seconds of steps without and with a save, and the bytes of the checkpoint's tensors in this process."""
+    """Return the seconds of steps without a save and with one, and the bytes that this process saves."""
     torch.manual_seed(0)
     model, x = model_and_batch(kind)
     half = 2 if kind == "sleeping" else 6
@@ -91,7 +91,7 @@ def run(kind: str, mesh: bool, pairs: int, folder: str) -> tuple[list[float], li
 
 
 def in_rank(group: Any, kind: str, pairs: int, folder: str) -> tuple[list[float], list[float], int]:
-    """`run` over a mesh."""
+    """Call `run` on one rank of a mesh."""
     return run(kind, True, pairs, folder)
 
 

@@ -80,7 +80,7 @@ class Gpt:
 
     @property
     def profile(self) -> Profile:
-        """The costs of the layers on a group of GPUs, for each size of a micro-batch."""
+        """Return the costs of the layers on a group of GPUs, for each micro-batch size."""
         graphs = {}
         for size in SIZES:
             graph = table(self._layers(size * TOKENS))
@@ -104,7 +104,7 @@ class Gpt:
         yield Layer("head", head(rows, width, VOCABULARY), 4)
 
     def _all_reduce_s(self, size: int) -> float:
-        """The time to sum the output of attention or of the feed-forward layer over the group."""
+        """Return the time to sum the output of attention or of the feed-forward layer over the group."""
         ring = range(self.group)
         return Links(inside=INSIDE).all_reduce_s(size * TOKENS * self.width * WIDE, ring) if self.group > 1 else 0.0
 
@@ -119,7 +119,7 @@ MODELS = {
 
 
 def request(model: Gpt, profile: Profile, depth: int | None = None, zero: Zero = "auto") -> AxesRequest:
-    """Return the request for a plan with pipelines of ``depth`` ranks. None: any depth."""
+    """Return the request for a plan with pipelines of ``depth`` ranks, or of any depth if ``depth`` is None."""
     return AxesRequest(
         profile=profile,
         num_ranks=model.num_ranks,
@@ -134,13 +134,13 @@ def request(model: Gpt, profile: Profile, depth: int | None = None, zero: Zero =
 
 
 def rules(model: Gpt, profile: Profile) -> EvaluatedCandidate:
-    """Return the fastest plan with the shallowest pipeline that fits."""
+    """Return the fastest plan that the rules allow with the fewest pipeline ranks that fit into memory."""
     depths = [depth for depth in range(1, model.num_ranks + 1) if model.num_ranks % depth == 0]
     return next(filter(None, (of_depth(model, profile, depth) for depth in depths)))
 
 
 def of_depth(model: Gpt, profile: Profile, depth: int) -> EvaluatedCandidate | None:
-    """Return the fastest plan of the rules with this depth; None if none fits."""
+    """Return the fastest plan that the rules allow with this pipeline depth; None if no plan fits into memory."""
     if model.layers % depth or model.batch % (model.num_ranks // depth):
         return None
     fits = [found for found in by_the_rules(model, profile, depth) if not any(found.excess_bytes)]
@@ -148,7 +148,7 @@ def of_depth(model: Gpt, profile: Profile, depth: int) -> EvaluatedCandidate | N
 
 
 def by_the_rules(model: Gpt, profile: Profile, depth: int) -> Iterator[EvaluatedCandidate]:
-    """Yield the plans of the rules with this depth, including plans that do not fit."""
+    """Yield the plans that the rules allow with this pipeline depth, including plans that do not fit into memory."""
     rows = model.batch * depth // model.num_ranks
     names = profile.layers
     for zero in (0, 1) if depth < model.num_ranks else (0,):
@@ -188,7 +188,7 @@ HEADS = [
 
 
 def row(model: Gpt, planner: str, found: EvaluatedCandidate) -> list[str]:
-    """Return the cells of a plan of the rules."""
+    """Return the cells of a table row for a plan of the rules."""
     size = model.batch // found.replication.num_replicas // found.candidate.num_microbatches
     own = found.alternative()
     exposed_s = sum(axis.exposed_s for axis in communication(found.runs, found.costs, found.replication))
@@ -212,7 +212,7 @@ def _checkpoint(candidate: Candidate | Plan) -> dict[str, str]:
 
 
 def our_row(model: Gpt, plan: Plan) -> list[str]:
-    """Return the cells of a plan of `pipesched.tune`."""
+    """Return the cells of a table row for a plan of `pipesched.tune`."""
     own = plan.alternatives[0]
     checkpoint = plan.checkpoint if plan.checkpoint in ("always", "except_last") else ""
     return [
@@ -231,7 +231,7 @@ def our_row(model: Gpt, plan: Plan) -> list[str]:
 
 
 def main() -> None:
-    """Print a table with three rows for each model, and the search's time."""
+    """Print a table with three rows for each model, and the time of each search."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="*", choices=list(MODELS), default=list(MODELS))
     print(f"| {' | '.join(HEADS)} |\n|{'---|' * len(HEADS)}")

@@ -2,7 +2,7 @@
 
     python benchmarks/best_of_torch.py [--pairs 15] [--only sleeping gpt convolutions]
 
-Torch's schedules run with the same number of layers in each stage; the best one is the one with the shortest median
+Torch's schedules run with the same number of layers in each stage; the best schedule has the shortest median
 step. All runs are in the same gloo processes, in turn, with the same weights; gradients are compared first.
 
 sleeping       Eight ranks and 16 micro-batches. The 16 layers sleep for different times instead of computing, so the
@@ -58,29 +58,29 @@ def in_turn(steps: Sequence[Callable[[], Any]], pairs: int) -> list[list[float]]
 
 
 def costs(stages: int) -> Costs:
-    """The times of the stages, with the same number of layers in each."""
+    """Return the costs of equal numbers of layers in each stage."""
     size = len(TIMES_MS) // stages
     sums = [sum(TIMES_MS[stage * size : (stage + 1) * size]) / 1e3 for stage in range(stages)]
     return Costs(forward_s=sums, input_grad_s=sums, weight_grad_s=sums)
 
 
 def program(name: str) -> Program:
-    """The program of one of torch's schedules, with two stages on a rank if it has several."""
+    """Return the program of a schedule, with two stages on each rank if the schedule uses several."""
     return schedules.get(name).program(RANKS, MICROBATCHES)
 
 
 def held(program: Program) -> float:
-    """The most micro-batches that a rank holds at once. With two stages on a rank, each counts one half."""
+    """Return the most micro-batches that a rank holds at once. With two stages on a rank, each counts one half."""
     return max(peak_in_flight(order) for order in program.orders) * RANKS / program.num_stages
 
 
 def simulated_s(program: Program) -> float:
-    """The simulated step."""
+    """Return the simulated step time of a program."""
     return float(simulate(program, costs(program.num_stages)).makespan_s)
 
 
 def searched(limit: float) -> Program:
-    """The shortest of the orders made for one stage on each rank, and for two in a loop and in a V."""
+    """Return the fastest searched program of three placements: one stage on each rank, or two in a loop or in a V."""
     return min(
         (
             schedules.get("searched")
@@ -95,13 +95,13 @@ def searched(limit: float) -> Program:
 
 
 def sleeping_layers() -> nn.Sequential:
-    """The layers, always with the same weights."""
+    """Return the layers that sleep, with the same weights in each call."""
     torch.manual_seed(0)
     return nn.Sequential(*(Sleeping(milliseconds / 1e3) for milliseconds in TIMES_MS))
 
 
 def run_sleeping(rank: int, found: Program, pairs: int) -> list[Measured]:
-    """Run in each rank: our program, then torch's schedules."""
+    """Measure our program, then torch's schedules. Runs on each rank."""
     wake_in_time()
     own = sleeping_layers()
     x, y = torch.randn(MICROBATCHES * ROWS, WIDTH), torch.randn(MICROBATCHES * ROWS, WIDTH)
@@ -118,7 +118,7 @@ def run_sleeping(rank: int, found: Program, pairs: int) -> list[Measured]:
 
 
 def gradients(model: nn.Module) -> Tensor:
-    """All gradients of a model, each from the rank that has it. Collective over the default group."""
+    """Return all gradients of a model as one vector, each from the rank that has it. Collective."""
     every = [torch.zeros(each.shape) if each.grad is None else each.grad for each in model.parameters()]
     flat = torch.cat([grad.flatten() for grad in every])
     distributed.all_reduce(flat)
@@ -180,14 +180,14 @@ class Residual(nn.Module):
 
 
 class Logits(nn.Linear):
-    """A head that puts the classes last but one, as cross_entropy expects them."""
+    """A head whose output has the classes in its second to last dimension, as cross_entropy expects."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x).transpose(1, 2)
 
 
 def gpt() -> tuple[nn.Sequential, Tensor, Tensor]:
-    """Twelve layers: an embedding, ten blocks, and a head over a large vocabulary."""
+    """Return a GPT of twelve layers (an embedding, ten blocks, a large head), its inputs and its targets."""
     width, vocabulary, tokens = 192, 8192, 64
     options = {"dropout": 0.0, "batch_first": True, "norm_first": True, "activation": "gelu"}
     blocks = (nn.TransformerEncoderLayer(width, 4, 4 * width, **options) for _ in range(10))
@@ -197,7 +197,7 @@ def gpt() -> tuple[nn.Sequential, Tensor, Tensor]:
 
 
 def convolutions() -> tuple[nn.Sequential, Tensor, Tensor]:
-    """Twelve layers: their channels grow in three places, where the image becomes smaller."""
+    """Return a convolution net of twelve layers, its inputs and its targets. Every fourth layer adds channels."""
     layers: list[nn.Module] = []
     for given, channels in pairwise((3, 32, 64, 128)):
         layers += [nn.Conv2d(given, channels, 3, stride=2 if given > 3 else 1, padding=1)]
@@ -210,7 +210,7 @@ MODELS = {"gpt": gpt, "convolutions": convolutions}
 
 
 class Tuned(NamedTuple):
-    """The results of a rank, with the plan that ran and the seconds that the search took."""
+    """The results of a rank: the measured steps, the plan of `tune`, and the seconds that `tune` took."""
 
     results: list[Measured]
     plan: str
@@ -218,7 +218,7 @@ class Tuned(NamedTuple):
 
 
 def run_computing(rank: int, name: str, pairs: int) -> Tuned:
-    """Run in each rank: find a plan, then measure it and torch's schedules."""
+    """Find a plan, then measure it and torch's schedules. Runs on each rank."""
     torch.manual_seed(0)
     model, x, y = MODELS[name]()
     models = [copy.deepcopy(model) for _ in NAMES]

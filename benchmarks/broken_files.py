@@ -47,7 +47,7 @@ from pipesched.viz.text import text_timeline
 
 FILES, LIMIT_S = 400, 20.0
 _MEMORY_BYTES = 8 << 30
-_LONGEST = 4000  # letters; a longer message quotes the file
+_LONGEST = 4000  # letters; a longer message is an error, because it probably quotes the file
 
 
 class Wrong(Exception):
@@ -185,7 +185,7 @@ def _read_machine(path: Path) -> None:
 
 
 def _read_options(path: Path) -> None:
-    """Rebuild a program from its schedule and options, as loading a plan does."""
+    """Make a program from a file with the name of a schedule, its options and a shape, as loading a plan does."""
     values = load_json(path, lambda plain: plain)
     if not isinstance(values, dict) or not isinstance(values.get("options"), dict):
         raise PipeschedError("the file has no schedule with options")
@@ -252,7 +252,7 @@ def _numbers_hold(value: Any) -> None:
 
 
 def _nothing_ignored(given: Any, kept: Any, but: set[str] | None = None, place: str = "") -> None:
-    """Raise Wrong if a value of the file is missing in the resulting object. An empty list may be missing."""
+    """Raise Wrong if a value of the file (``given``) differs in the object made from it (``kept``)."""
     if given == []:
         return
     if isinstance(given, dict) and isinstance(kept, dict):
@@ -297,7 +297,7 @@ def _seeds(name: str) -> list[str | bytes]:
 
 
 def outcome(sort: Sort, path: Path) -> tuple[str, str]:
-    """Read a file and return the outcome, one of WORDS, with the message."""
+    """Read a file; return the outcome, which is one of WORDS, and the message of the error."""
     try:
         sort.read(path)
     except PipeschedError as error:
@@ -312,7 +312,7 @@ def outcome(sort: Sort, path: Path) -> tuple[str, str]:
 
 
 def _work(pipe: Any, folder: str, name: str, first: int, stop: int) -> None:
-    """Read broken files one after the other in a worker process, and send the outcome of each."""
+    """Read broken files one after the other, and send the outcome of each. Runs in a worker process."""
     resource.setrlimit(resource.RLIMIT_DATA, (_MEMORY_BYTES, _MEMORY_BYTES))
     sort = next(sort for sort in SORTS if sort.name == name)
     path = Path(folder) / f"broken{sort.ending}"
@@ -327,7 +327,7 @@ def _work(pipe: Any, folder: str, name: str, first: int, stop: int) -> None:
 
 
 def run(sort: Sort, files: int, limit_s: float) -> list[tuple[int, str, str, float]]:
-    """Read ``files`` broken files of a kind; returns (index, outcome, message, seconds) of each."""
+    """Read ``files`` broken files of one kind. Return (index, outcome, message, seconds) for each file."""
     context = multiprocessing.get_context("forkserver")
     found: list[tuple[int, str, str, float]] = []
     with tempfile.TemporaryDirectory() as folder:
@@ -354,7 +354,7 @@ WORDS = ("accepted", "refused", "raw", "hang", "wrong", "long")
 
 
 def table(found: dict[str, list[tuple[int, str, str, float]]]) -> str:
-    """The results as a Markdown table with a row for each kind."""
+    """Return the results as a Markdown table with a row for each kind of file."""
     head = (
         "file",
         "files",

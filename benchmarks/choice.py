@@ -53,23 +53,23 @@ class Block(nn.Module):
 
 
 def even() -> nn.Sequential:
-    """Eight equal blocks."""
+    """Return eight equal blocks."""
     return nn.Sequential(*(Block() for _ in range(8)))
 
 
 def heavy_last() -> nn.Sequential:
-    """Seven blocks, then a head over a large vocabulary."""
+    """Return seven blocks and a head over a large vocabulary."""
     return nn.Sequential(*(Block() for _ in range(7)), nn.Linear(WIDTH, 8 * WIDTH))
 
 
 def heavy_first() -> nn.Sequential:
-    """A wide stem, then seven blocks."""
+    """Return a wide first layer and seven blocks."""
     stem = nn.Sequential(nn.Linear(WIDTH, 12 * WIDTH), nn.GELU(), nn.Linear(12 * WIDTH, WIDTH))
     return nn.Sequential(stem, *(Block() for _ in range(7)))
 
 
 def asleep(*times: int) -> nn.Sequential:
-    """Layers that sleep instead of computing."""
+    """Return layers that sleep instead of computing."""
     return nn.Sequential(*(Waiting(factor * SLEEP_S) for factor in times))
 
 
@@ -84,7 +84,7 @@ MODELS: dict[str, Callable[[], nn.Sequential]] = {
 
 
 def parts(name: str) -> tuple[nn.Sequential, Tensor, Tensor]:
-    """The model, its inputs and targets."""
+    """Return the model with this name, its inputs and its targets."""
     torch.manual_seed(0)
     model, x = MODELS[name](), torch.randn(COUNT * ROWS, LENGTH, WIDTH)
     with torch.no_grad():
@@ -92,7 +92,7 @@ def parts(name: str) -> tuple[nn.Sequential, Tensor, Tensor]:
 
 
 def measured(name: str, path: Path) -> None:
-    """Measure and save the profile of a model, with the overheads of the machine."""
+    """Measure the profile of a model and the overheads of the machine, and save both to ``path``."""
     torch.set_num_threads(1)
     model, x, y = parts(name)
     profile = pipesched.profile(model, x[:ROWS], loss_fn=functional.mse_loss, target=y[:ROWS], rows=[ROWS])
@@ -135,7 +135,7 @@ def swept(name: str, profile: Profile) -> Iterator[tuple[float, str, dict[str, A
 
 
 def cuts(work: Sequence[float], placement: Sequence[int], layers: int) -> Iterator[tuple[int, ...]]:
-    """All cuts; with several chunks on a rank, only cuts whose busiest rank is close to the least work."""
+    """Yield all cuts. With several chunks on a rank, only cuts in which the busiest rank has little extra work."""
 
     def busiest(cut: tuple[int, ...]) -> float:
         spans = pairwise((0, *cut, layers))
@@ -152,7 +152,7 @@ def cuts(work: Sequence[float], placement: Sequence[int], layers: int) -> Iterat
 
 
 def compare(name: str, path: Path, steps: int) -> None:
-    """Run and print the comparison for one model."""
+    """Run the plans of one model and print the comparison."""
     torch.set_num_threads(1)
     profile = Profile.load(path)
     options: dict[str, Any] = {"num_ranks": RANKS, "batch_size": COUNT * ROWS, "num_microbatches": COUNT}
@@ -179,7 +179,7 @@ def compare(name: str, path: Path, steps: int) -> None:
                 took.append(seconds)
     for one, took in zip(running, times, strict=True):
         against = ratio(times[0], took)
-        print(f"  {against.second * 1e3:8.1f} ms  auto over it {against}  {one.label}", flush=True)
+        print(f"  {against.second * 1e3:8.1f} ms  chosen / this {against}  {one.label}", flush=True)
         one.pipe.close()
 
 

@@ -27,7 +27,7 @@ WIDE = 2  # bytes of an element
 
 @dataclass(frozen=True)
 class Work:
-    """The cost of operations for one micro-batch: seconds, elements of weights, bytes kept for the backward."""
+    """The cost of operations for one micro-batch: seconds, number of parameters, and bytes saved for the backward."""
 
     forward_s: float = 0
     input_grad_s: float = 0
@@ -40,27 +40,27 @@ class Work:
 
 
 def product(rows: int, inner: int, outer: int, experts: int = 1) -> Work:
-    """A matrix product of rows with a weight; with several experts each row is multiplied by one of their weights."""
+    """Return the cost of rows times a weight. With several experts, each row is multiplied by one of their weights."""
     moved = (rows * inner + experts * inner * outer + rows * outer) * WIDE
     seconds = max(2 * rows * inner * outer / PRODUCTS_PER_S, moved / BYTES_PER_S)
     return Work(seconds, seconds, seconds, experts * inner * outer, rows * inner * WIDE)
 
 
 def attention(rows: int, context: int, heads: int, head_dim: int, *, causal: bool = True) -> Work:
-    """Attention of every row over its context: queries x keys, then scores x values."""
+    """Return the cost of attention: for each row, queries x keys, then scores x values, over ``context`` keys."""
     flops = 4 * rows * context * heads * head_dim * (0.5 if causal else 1)
     seconds = flops / PRODUCTS_PER_S
     return Work(seconds, 2.5 * seconds, 0, 0, 2 * rows * heads * head_dim * WIDE)
 
 
 def passes(elements: int, count: float, width: int = WIDE) -> Work:
-    """Elementwise operations that read or write memory ``count`` times; the backward also reads the gradient."""
+    """Return the cost of elementwise operations that read or write ``elements`` numbers ``count`` times."""
     seconds = elements * count * width / BYTES_PER_S
     return Work(seconds, 1.5 * seconds, 0, 0, elements * width)
 
 
 def self_attention(rows: int, sequence: int, width: int, heads: int, head_dim: int, keys: int, *, causal: bool) -> Work:
-    """A norm, projections, attention and the residual sum; ``keys`` is the number of key and value heads."""
+    """Return the cost of a norm, projections, attention and residual sum; ``keys``: the number of key-value heads."""
     return (
         passes(rows * width, 4)
         + product(rows, width, (heads + 2 * keys) * head_dim)
@@ -70,7 +70,7 @@ def self_attention(rows: int, sequence: int, width: int, heads: int, head_dim: i
 
 
 def feed_forward(rows: int, width: int, hidden: int, *, gated: bool, experts: int = 1, chosen: int = 1) -> Work:
-    """Two products around an activation, three if it is gated; with experts, each row uses some of them."""
+    """Return the cost of two products (three if gated) and an activation; a row uses ``chosen`` of the experts."""
     sent = rows * chosen
     return (
         passes(rows * width, 4 if experts == 1 else 4 + 4 * chosen)  # rows are sent to the experts and back
@@ -81,13 +81,13 @@ def feed_forward(rows: int, width: int, hidden: int, *, gated: bool, experts: in
 
 
 def embedding(rows: int, width: int, vocabulary: int) -> Work:
-    """A table lookup for each row; the backward adds gradients to the table."""
+    """Return the cost of one table lookup for each row; the backward adds gradients to the table."""
     seconds = 2 * rows * width * WIDE / BYTES_PER_S
     return Work(seconds, 0, 2 * seconds, vocabulary * width, rows * 8)
 
 
 def head(rows: int, width: int, vocabulary: int) -> Work:
-    """A norm, the logits, and their cross-entropy in float32."""
+    """Return the cost of a norm, the logits, and their cross-entropy in float32."""
     return passes(rows * width, 3) + product(rows, width, vocabulary) + passes(rows * vocabulary, 2, 4)
 
 
@@ -96,7 +96,7 @@ def head(rows: int, width: int, vocabulary: int) -> Work:
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer: its work, the bytes of its output, and the layers that use the output (default: the next one)."""
+    """A layer: its work, the bytes of its output, and the layers that use the output (default: the next layer)."""
 
     name: str
     work: Work
@@ -152,7 +152,7 @@ def jamba(rows: int = 4096) -> Layers:
 
 
 def mamba(rows: int, width: int, state: int = 16, rank: int = 256) -> Work:
-    """A selective state space layer (Gu and Dao 2023): projections, a short convolution and the scan.
+    """Return the cost of a selective state space layer (Gu and Dao 2023): projections, a short convolution, the scan.
 
     The scan takes nine operations for each channel and state in the forward, and 27 in the backward, which
     recomputes part of the forward.
@@ -188,7 +188,7 @@ def resnet_152(images: int = 32) -> Layers:
 
 
 def convolution(images: int, side: int, given: int, made: int, kernel: int) -> Work:
-    """A convolution to ``side`` x ``side``, its batch norm (two passes in the forward) and its activation."""
+    """Return the cost of a convolution with output ``side`` x ``side``, its batch norm and its activation."""
     rows, inner = images * side**2, given * kernel**2
     moved = (rows * (given + made) + inner * made) * WIDE
     seconds = max(2 * rows * inner * made / PRODUCTS_PER_S, moved / BYTES_PER_S)
@@ -235,9 +235,10 @@ def nemotron_h_8b(rows: int = 8192) -> Layers:
 
 
 def mamba_2(rows: int, width: int, heads: int = 128, head_dim: int = 64, state: int = 128, groups: int = 8) -> Work:
-    """A Mamba-2 layer (Dao and Gu 2024): projections, a short convolution, and the scan in chunks of 128 tokens.
+    """Return the cost of a Mamba-2 layer (Dao and Gu 2024): projections, a convolution, the scan in 128-token chunks.
 
-    Inside a chunk the scan is like attention; between chunks it passes on states. The backward does twice the work.
+    Inside a chunk, the scan costs as much as attention. Each chunk passes its states to the next. The backward does
+    twice the work.
     """
     inner, mixed, chunk = heads * head_dim, groups * state, 128
     scan_s = rows * (2 * chunk * (mixed + inner) + 4 * state * inner) / PRODUCTS_PER_S
@@ -294,7 +295,7 @@ def gemma_3_27b(rows: int = 4096) -> Layers:
 
 
 def table(layers: Iterable[Layer]) -> "nx.DiGraph[str]":
-    """The layers as a measured graph, in the form of `pipesched.graph_of`."""
+    """Return the layers as a graph with costs, in the form that `pipesched.graph_of` returns."""
     graph: nx.DiGraph[str] = nx.DiGraph(parameters={})
     row, given = list(layers), 0
     for layer in row:

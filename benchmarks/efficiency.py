@@ -35,7 +35,7 @@ CHUNKS = {"interleaved-1f1b": 2, "interleaved-zb": 2, "zb-v": 2}
 
 
 def pipeline(name: str, processes: bool) -> tuple[Pipeline, torch.Tensor, torch.Tensor]:
-    """The pipeline, inputs and targets."""
+    """Return a pipeline over the transformer blocks, with inputs and targets for its steps."""
     model = blocks(tiny=False)
     x, y = torch.randn(ROWS, 64, 256), torch.randn(ROWS, 64, 256)
     stages = RANKS * CHUNKS.get(name, 1)
@@ -46,7 +46,7 @@ def pipeline(name: str, processes: bool) -> tuple[Pipeline, torch.Tensor, torch.
 
 
 def traces(rank: int, name: str, processes: bool, steps: int) -> tuple[Program, list[Trace]]:
-    """Run steps and return their traces, after two warm-up steps."""
+    """Run two warm-up steps, then ``steps`` steps; return the program and the traces of these steps."""
     pipe, x, y = pipeline(name, processes)
     found = []
     with pipe:
@@ -68,7 +68,7 @@ class Step(NamedTuple):
 
 
 def compared(program: Program, all_traces: Sequence[Trace], number: int) -> Step:
-    """Compare one step with the simulation from all other steps."""
+    """Compare step ``number`` with a simulation that uses the action times of all other steps."""
     trace = all_traces[number]
     others = [other for at, other in enumerate(all_traces) if at != number]
     simulated = simulate(program, measured_costs(others, program.num_stages))

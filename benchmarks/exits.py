@@ -25,7 +25,7 @@ SCHEDULES = ("1f1b", "pipedream")
 
 
 def cases(quick: bool) -> Iterator[tuple[str, str, str]]:
-    """Yield the cases: where the script runs, with which schedule, and how it ends."""
+    """Yield (place, schedule, way to end) for each case."""
     for place in PLACES:
         for schedule in SCHEDULES:
             for end in ENDS:
@@ -36,7 +36,7 @@ def cases(quick: bool) -> Iterator[tuple[str, str, str]]:
 
 
 def is_right(place: str, end: str, one: Exit) -> bool:
-    """Whether a case ended correctly. torchrun exits with 1 if a rank fails, and may stop the other ranks itself."""
+    """Return whether a case ended correctly. torchrun exits with 1 if a rank fails, and may stop the other ranks."""
     if place == "torchrun":
         stopped = set(one.said.split()) <= {"-15"} if ENDS[end] else not one.said
         return one.code == int(ENDS[end] != 0) and stopped

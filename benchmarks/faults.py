@@ -1,13 +1,13 @@
-"""Faults: makes one rank fail, and measures how soon the other ranks end and which rank their errors name.
+"""Faults: makes one rank fail, and checks that the other ranks end in time, with errors that name this rank.
 
     python benchmarks/faults.py [--quick] [--timeout 5] [--side-by-side 1] [--only TEXT]
 
-Every fault is injected in every part of a script. One setup has 3 ranks, with the store of the process group in a
-separate process or in rank 0. The other has 2x2 ranks, with stages sharded over replicas by FSDP2's ``fully_shard``;
-here the failing ranks take turns. A survivor is late if it has neither raised an error nor ended within the timeout
-plus 5 s. Its error is right if the error names only the failing rank. --quick runs a few cases of each kind;
---side-by-side sets the number of cases that run at the same time; --only runs the cases whose description contains
-TEXT.
+Every fault is injected in every part of a script. There are two setups: 3 ranks; and 2x2 ranks with stages that FSDP2's
+``fully_shard`` divides over replicas. The store of the process group is in a separate process or in rank 0. With 2x2
+ranks, each fault hits only one rank, a different one in turn. A survivor is late if it has neither raised an error nor
+ended within the timeout plus 5 s. A survivor's error is right if it names only the failing rank. --quick runs a few
+cases of each setup; --side-by-side sets the number of cases that run at the same time; --only runs the cases whose
+description contains TEXT.
 """
 
 import argparse
@@ -29,7 +29,7 @@ LAYOUTS = {
 
 
 def cases(quick: bool) -> Iterator[Case]:
-    """Yield the cases: with 3 ranks each rank fails in every way at every point; with 2x2 ranks they take turns."""
+    """Yield the cases. With 3 ranks, every fault hits every rank at every point; with 2x2, the ranks alternate."""
     for store, num_ranks, replicas in LAYOUTS:
         for turn, (fault, phase) in enumerate((fault, phase) for phase in PHASES for fault in FAULTS):
             ranks = [(turn + turn // len(FAULTS)) % num_ranks] if replicas > 1 or quick else range(num_ranks)
@@ -60,7 +60,7 @@ def main() -> None:
 
 
 def row(text: str, own: list[Outcome]) -> str:
-    """A row of the table."""
+    """Return a row of the table for some of the cases."""
     failed = sum(one.survivors for one in own)
     late, wrong = sum(len(one.late) for one in own), sum(len(one.wrong) for one in own)
     named = f"{failed - wrong} of {failed}, {(failed - wrong) / max(1, failed):.1%}"

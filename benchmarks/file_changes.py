@@ -10,7 +10,7 @@ __all__ = ["changed_bytes", "changed_value", "changed_words"]
 
 _DEEP = 100_000
 _DIGITS = 5000
-#: Replacements for a value, as text of the file.
+#: The JSON texts that replace a value.
 _STRANGE = [
     "NaN", "Infinity", "-Infinity", "1e999", "-1e999", "-1", "-0.5", "0", "1", "1.5", "2147483648",
     "9223372036854775807", "9223372036854775808", "1e300", "1" + "0" * 400, "9" * _DIGITS, "-" + "9" * _DIGITS,
@@ -37,7 +37,7 @@ _WORDS = [
 
 
 def changed_value(rng: random.Random, text: str) -> str:
-    """Return a JSON file with its tree changed in one to three places."""
+    """Return a JSON text with one to three random changes in its values, keys or nesting."""
     tree = json.loads(text)
     raw: dict[str, str] = {}
 
@@ -71,7 +71,7 @@ def _change(rng: random.Random, holder: Any, key: Any, strange: Callable[[], str
         try:
             holder[key], other[there] = json.loads(json.dumps(other[there])), json.loads(json.dumps(holder[key]))
         except (LookupError, TypeError):
-            return  # one place lies in the other
+            return  # one of the two places is inside the other
     elif how == "unknown" and isinstance(holder, dict):
         holder["unheard_of" if rng.random() < 0.5 else f"{key}_"] = rng.choice([1, "x", strange()])
     elif how == "rename" and isinstance(holder, dict):
@@ -90,7 +90,7 @@ def _places(tree: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def changed_words(rng: random.Random, text: str) -> str:
-    """Return a text with changed lines and words."""
+    """Return a text with some lines or words changed at random."""
     lines = [re.split(r"([ ,])", line) for line in text.splitlines()]
     for _ in range(rng.choice([1, 1, 2, 3])):
         if not lines:
@@ -131,7 +131,7 @@ _HEADERS = [
 
 
 def changed_bytes(rng: random.Random, data: bytes) -> bytes:
-    """Return bytes of which some are changed, removed or doubled."""
+    """Return the data with some bytes changed, removed or doubled at random."""
     found = bytearray(data)
     for _ in range(rng.choice([1, 1, 2, 5])):
         at, end = sorted((rng.randrange(len(found) + 1), rng.randrange(len(found) + 1)))

@@ -1,4 +1,4 @@
-"""Gathers of divided weights: their simulated cost in each schedule, and proofs for many shapes.
+"""Gathers: the simulated cost of gathering weights that replicas divide, and checks of many programs with gathers.
 
     python benchmarks/gathers.py [--ranks 4] [--microbatches 8] [--replicas 8] [--proofs] [--picture gathers.png]
 
@@ -48,7 +48,7 @@ def divided_costs(num_stages: int, replicas: int) -> Costs:
 
 
 def divided(plain: Program, own: Costs, rule: dict[str, Any]) -> Program:
-    """Return the program with a REDUCE for each layer and the gathers of a rule."""
+    """Return the program with a REDUCE for each layer, and with the UNSHARDs and RESHARDs of a rule."""
     return add_gathers(add_reductions(plain, list(map(len, own.reduce_s))), **rule)
 
 
@@ -77,12 +77,12 @@ def rows(ranks: int, microbatches: int, replicas: int) -> Iterator[str]:
 
 
 def gathers(trace: Trace) -> list[list[str]]:
-    """Return the UNSHARDs of each rank."""
+    """Return the UNSHARD actions of each rank in a trace."""
     return [[str(span.action) for span in row if "UNSHARD" in str(span.action)] for row in trace.collectives_by_rank]
 
 
 def proofs() -> tuple[int, int, list[str]]:
-    """Return the numbers of cases and of programs without gathers, and the cases that fail."""
+    """Validate and simulate many programs; return their number, the number without gathers, and the failed cases."""
     cases = without_gathers = 0
     failed = []
     for name, ranks, microbatches in product(schedules.names(), range(1, 7), (1, 2, 3, 5, 8)):
@@ -106,7 +106,7 @@ def proofs() -> tuple[int, int, list[str]]:
 
 
 def main() -> None:
-    """Print the table of schedules or, with --proofs, the number of proved cases."""
+    """Print the table of schedules or, with --proofs, the numbers of checked and of failed programs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--microbatches", type=int, default=8)

@@ -1,8 +1,8 @@
 """Giant: compares the peak memory of four processes that share a large model with that of a single process.
 
-A GPT of 1.4 GB is built on the meta device, cut, and initialized: first by reset_parameters, then from safetensors
-files that the ranks saved. Memory is the peak of a fresh process (ru_maxrss) minus its memory before the model was
-built.
+A GPT of 1.34 GB is built on the meta device, cut, and initialized: first by reset_parameters, then from safetensors
+files that the ranks saved. The script prints the peak memory of each process (VmHWM in /proc/self/status) minus its
+peak before the model was built.
 
     python benchmarks/giant.py [--layers 24] [--width 1024]
 """
@@ -63,18 +63,18 @@ class GPT(nn.Module):
 
 
 def loss(logits: Tensor, target: Tensor) -> Tensor:
-    """The cross-entropy of each token."""
+    """Return the mean cross-entropy over all tokens."""
     return functional.cross_entropy(logits.flatten(0, 1), target.flatten())
 
 
 def peak_bytes() -> int:
-    """The peak memory of this program. (ru_maxrss of the system also counts the process that started it.)"""
+    """Return the peak memory of this process. (ru_maxrss would also count the process that started this one.)"""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM"))
 
 
 def measured(make: Callable[[], Any], step: Callable[[Any], Any]) -> tuple[Any, tuple[float, ...]]:
-    """Build a model and run a step; return the model, the added peak memory after each, and the time of building."""
+    """Build a model and run a step. Return the model, and (peak bytes after each of the two, seconds to build it)."""
     gc.collect()
     before, begin_s = peak_bytes(), time.perf_counter()
     model = make()
@@ -84,7 +84,7 @@ def measured(make: Callable[[], Any], step: Callable[[Any], Any]) -> tuple[Any, 
 
 
 def pipelined(rank: int, folder: str, init: str, shape: tuple[int, int]) -> tuple[float, ...]:
-    """Run in each rank: the bytes of its share of the weights, and the measurements."""
+    """Build a pipeline and run a step on one rank; return the bytes of the rank's weights, and the measurements."""
     mesh = DeviceMesh.from_group(distributed.group.WORLD, "cpu")
     choices: dict[str, Any] = {
         "loss_fn": loss,
@@ -110,7 +110,7 @@ def save(state: Mapping[str, Tensor], path: Path) -> None:
 
 
 def whole(rank: int, shape: tuple[int, int]) -> tuple[float, ...]:
-    """Run in one process: the bytes of all weights, and the measurements."""
+    """Build the whole model and run a step in one process; return the bytes of all weights, and the measurements."""
     model, found = measured(lambda: GPT(*shape), lambda model: loss(model(TEXT), TEXT).backward())
     return sum(p.nbytes for p in model.parameters()), *found
 

@@ -78,12 +78,12 @@ def timed(step: Callable[[], Any], devices: list[torch.device]) -> float:
 
 
 def cut(shape: Shape, stages: int) -> list[int]:
-    """The boundaries of equal stages."""
+    """Return the indices of the layers at which equal stages begin, without layer 0."""
     return [shape.blocks * stage // stages for stage in range(1, stages)]
 
 
 def pipeline(shape: Shape, model: nn.Sequential, name: str, x: Tensor, ranks: int, **others: Any) -> Pipeline:
-    """A pipesched pipeline; its stages are equal by default."""
+    """Return a pipesched pipeline, with equal stages unless ``others`` contains other boundaries."""
     choices = {"boundaries": cut(shape, ranks * ours.get(name).chunks_per_rank), **others}
     return Pipeline(
         model,
@@ -96,13 +96,13 @@ def pipeline(shape: Shape, model: nn.Sequential, name: str, x: Tensor, ranks: in
 
 
 def accumulate(model: nn.Sequential, x: Tensor, y: Tensor) -> None:
-    """Plain gradient accumulation."""
+    """Run forward and backward of each micro-batch in a loop, so that gradients accumulate."""
     for part, target in zip(x.chunk(MICROBATCHES), y.chunk(MICROBATCHES), strict=True):
         (functional.mse_loss(model(part), target) / MICROBATCHES).backward()
 
 
 def alike(pipe: Pipeline, theirs: nn.Sequential) -> bool:
-    """Whether gradients agree within rounding."""
+    """Return whether the gradients of a pipeline and of another model agree within rounding."""
     due = dict(theirs.named_parameters())
     return all(
         torch.allclose(p.grad, due[name].grad.to(p.device), rtol=0.02, atol=1e-4) for name, p in pipe.named_parameters()
@@ -110,8 +110,8 @@ def alike(pipe: Pipeline, theirs: nn.Sequential) -> bool:
 
 
 def in_process(shape: Shape, devices: list[torch.device], pairs: int) -> None:
-    """Compare stages in this process with the loop on the first device."""
-    print(f"\nstages in one process on {', '.join(map(str, devices))}, beside plain accumulation on {devices[0]}")
+    """Compare a pipeline over the devices with plain gradient accumulation on the first device; print a table."""
+    print(f"\nstages in one process on {', '.join(map(str, devices))}, compared with a plain loop on {devices[0]}")
     print(f"{'schedule':<20}{'ours / loop':>24}{'ours ms':>10}{'loop ms':>10}  equal")
     x, y = shape.batch(devices[0])
     for name in ("gpipe", "1f1b", "zb-h1", "zb-v"):
@@ -130,17 +130,17 @@ def in_process(shape: Shape, devices: list[torch.device], pairs: int) -> None:
 
 
 def show(name: str, found: Ratio, agree: bool) -> None:
-    """Print a row."""
+    """Print a row with the ratio and both medians."""
     print(f"{name:<20}{found!s:>24}{found.first * 1e3:>10.1f}{found.second * 1e3:>10.1f}  {agree}", flush=True)
 
 
 def memory(shape: Shape, device: torch.device) -> None:
-    """Measure the time of each checkpoint mode, and its memory beyond weights and gradients, with the prediction."""
-    print(f"\n1f1b, two ranks on {device}: a step's memory beyond weights and gradients")
+    """For each checkpoint mode, print the step time, and memory beyond weights and gradients: measured, predicted."""
+    print(f"\n1f1b, two ranks on {device}: memory of a step in addition to weights and gradients")
     print(f"{'checkpoint':<14}{'ms':>10}{'allocated MiB':>16}{'predicted MiB':>16}{'ratio':>8}")
     x, y = shape.batch(device)
     for mode in ("never", "except_last", "always"):
-        places = {"devices": [device] * 2, "boundaries": None}  # layers are measured, which gives their sizes
+        places = {"devices": [device] * 2, "boundaries": None}  # the prediction needs the sizes that this measures
         with pipeline(shape, shape.model(), "1f1b", x, 2, checkpoint=mode, **places) as pipe:
             for _ in range(3):
                 seconds = timed(lambda pipe=pipe: pipe.step(x, target=y), [device])
@@ -150,7 +150,7 @@ def memory(shape: Shape, device: torch.device) -> None:
 
 
 def peak_of(step: Callable[[], Any], device: torch.device) -> int:
-    """The largest number of bytes that a step has allocated at once; 0 on a CPU, which does not report it."""
+    """Return the most bytes that a step allocates at once on a GPU; 0 on a CPU, which does not report them."""
     if device.type == "cpu":
         step()
         return 0
@@ -166,7 +166,7 @@ def peak_of(step: Callable[[], Any], device: torch.device) -> int:
 
 
 def rival_step(shape: Shape, name: str, model: nn.Sequential, rank: int, ranks: int, device: torch.device) -> Any:
-    """A function that runs one step of torch's schedule."""
+    """Return a function that runs one step of torch's schedule on this rank."""
     made, chunks, in_a_v = RIVALS[name]
     count = ranks * chunks
     ends = [0, *cut(shape, count), shape.blocks]
@@ -182,14 +182,14 @@ def rival_step(shape: Shape, name: str, model: nn.Sequential, rank: int, ranks: 
 
 
 def slowest(value: float, device: torch.device) -> float:
-    """The largest of all ranks' values."""
+    """Return the largest value of all ranks. Collective."""
     found = torch.tensor(value, dtype=torch.float64, device=device)
     distributed.all_reduce(found, distributed.ReduceOp.MAX)
     return float(found)
 
 
 def run_rank(rank: int, store: str, ranks: int, kind: str, shape: Shape, pairs: int) -> None:
-    """Run and print the comparison in one rank."""
+    """Compare both pipelines on one rank of a process group; rank 0 prints."""
     torch.set_num_threads(1)
     device = torch.device("cpu") if kind == "cpu" else torch.device(kind, rank)
     if kind == "cuda":
@@ -221,8 +221,8 @@ def run_rank(rank: int, store: str, ranks: int, kind: str, shape: Shape, pairs: 
 
 
 def one_rank_a_process(shape: Shape, kind: str, ranks: int, pairs: int) -> None:
-    """Compare with torch.distributed.pipelining, with one process for each rank."""
-    print(f"\na process for each of {ranks} ranks over {'NCCL' if kind == 'cuda' else 'gloo'}, beside torch's")
+    """Start one process for each rank, and compare pipesched with torch.distributed.pipelining in these processes."""
+    print(f"\none process for each of {ranks} ranks over {'NCCL' if kind == 'cuda' else 'gloo'}, compared with torch")
     print(f"{'schedule':<20}{'ours / torch':>24}{'ours ms':>10}{'torch ms':>10}  equal", flush=True)
     port = torch.randint(20000, 60000, (), generator=torch.Generator().manual_seed(time.time_ns() % 2**31)).item()
     multiprocessing.spawn(run_rank, (f"tcp://127.0.0.1:{port}", ranks, kind, shape, pairs), nprocs=ranks)
@@ -252,7 +252,7 @@ def main() -> None:
     in_process(shape, devices[:1] * 2, args.pairs)
     memory(shape, devices[0])
     if count == 1:
-        print("\none CUDA device: stages on several devices and ranks over NCCL need two or four")
+        print("\nthis machine has one CUDA device; stages on several devices and ranks over NCCL need two or four")
         return
     ranks = 4 if count >= 4 else 2
     if count:

@@ -1,4 +1,4 @@
-"""Hidden reductions: how much of the gradient sums over replicas bubbles and compute hide, predicted and measured.
+"""Hidden reductions: predicts and measures the share of gradient sums over replicas in bubbles and under compute.
 
     python benchmarks/hidden_reductions.py [--steps 14] [--replicas 2] [--schedules 1f1b zb-h1]
 
@@ -7,9 +7,9 @@ sleep in place of computing and sending. The sums of a stage together take 90 % 
 passes, as over a slow link. The prediction simulates the program with the times of each kind of action in the first
 half of the steps; the other half is measured. The script prints the makespan, predicted and measured, and for each rank
 the share of its sums that lies in bubbles, under compute, and after the last backward pass of all ranks. Under 1f1b it
-also counts the sums of rank 0 that start under its last backward, and it states whether the targets are met: a makespan
-of at most 1.03 of the predicted one, 90 % of the sums of ranks 1 to 3 in bubbles, and all sums of rank 0 but the last
-under its last backward.
+also counts the sums of rank 0 that start under its last backward, and states whether the targets are met: a makespan of
+at most 1.03 times the prediction, 90 % of the sums of ranks 1 to 3 in bubbles, and all sums of rank 0 except the last
+sum under its last backward.
 """
 
 import argparse
@@ -28,12 +28,12 @@ from pipesched.runtime.reductions.replica_sum import ReplicaGroup
 from pipesched.simulation.comparison import measured_costs
 
 _RANKS, _MICROBATCHES, _LAYERS = 4, 8, 4
-_LAYER_S = 0.01  # the forward of a layer; its backward takes twice as long
+_LAYER_S = 0.01  # of a layer's forward; its backward takes twice as long
 _BUCKET_S = 0.9 * 2 * _LAYER_S
 
 
 class Sleeping(nn.Module):
-    """A layer with a weight whose forward and backward sleep."""
+    """A layer with a weight. Its forward and backward sleep instead of computing."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class _Sleep(torch.autograd.Function):
 
 
 def slow_links() -> None:
-    """Make each sum over replicas take as long as it would over a slow link."""
+    """Patch the sums over replicas: each sleeps for as long as it would take over a slow link."""
     add = ReplicaGroup.add
 
     def slowed(group: ReplicaGroup, buffer: Tensor) -> None:
@@ -87,7 +87,7 @@ def in_rank(group: Any, schedule: str, replicas: int, steps: int) -> tuple[list[
 
 
 def line(name: str, traces: list[Trace]) -> str:
-    """Return the medians over the traces of the makespan and of each rank's shares of its sums."""
+    """Return a line with medians over the traces: the makespan, and the three shares of each rank's sums."""
     parts = []
     for rank in range(_RANKS):
         times = [trace.communication_times[rank] for trace in traces]
@@ -100,14 +100,14 @@ def line(name: str, traces: list[Trace]) -> str:
 
 
 def under_last_backward(trace: Trace) -> int:
-    """The number of sums of rank 0 that start before its last backward ends."""
+    """Return the number of sums of rank 0 that start before its last backward ends."""
     own = [span for span in trace.spans if span.rank == 0]
     end_s = max(span.end_s for span in own if span.action.kind is Kind.B)
     return sum(span.action.kind is Kind.REDUCE and span.start_s < end_s for span in own)
 
 
 def targets(traces: list[Trace], predicted: Trace) -> str:
-    """Whether the targets are met, with the figures."""
+    """Return a line that says whether the targets are met, with the figures."""
     ratio = median([trace.makespan_s for trace in traces]) / predicted.makespan_s
     times = [trace.communication_times[rank] for trace in traces for rank in range(1, _RANKS)]
     share = min(own.in_bubbles_s / own.total_s for own in times)

@@ -2,8 +2,8 @@
 
 python benchmarks/instances.py --count 40 [--seed 0] [--effort 60] [--independent | --stored | --file optima.json]
 
-With ``--independent`` the solver does not know the bound, so a bound above the optimum is found. `optima.json` has the
-optima of 2,002 instances that were proved in this way; ``--stored`` reads them.
+With ``--independent`` the solver does not know the bound, so the script can find bounds that are above the optimum.
+`optima.json` has the optima of 2,002 instances that were proved in this way; ``--stored`` reads them.
 """
 
 import argparse
@@ -37,7 +37,7 @@ FAMILIES = (
 
 @dataclass(frozen=True, kw_only=True)
 class Instance:
-    """A scheduling problem: costs, placement, micro-batches, and the most pairs in flight on a rank."""
+    """A scheduling problem: costs, placement, micro-batches, and the most (stage, micro-batch) pairs on a rank."""
 
     family: str
     costs: Costs
@@ -86,7 +86,7 @@ def _one(family: str, rng: random.Random) -> Instance:
 
 
 def _random_costs(stages: int, rng: random.Random) -> Costs:
-    """Return times from 1 to 9. Sometimes W takes no time; B takes as long as I + W or a little less."""
+    """Return random times from 1 to 9. W may take no time. B takes as long as I + W, or a little less."""
     forward = [rng.randint(1, 9) for _ in range(stages)]
     inputs = [rng.randint(1, 9) for _ in range(stages)]
     weights = [rng.randint(0, 9) for _ in range(stages)]
@@ -94,7 +94,7 @@ def _random_costs(stages: int, rng: random.Random) -> Costs:
 
 
 def realistic_costs(stages: int, rng: random.Random) -> Costs:
-    """Return similar stages. One stage takes up to 1.6 times as long, as a stage with the model's head does."""
+    """Return random costs of similar stages. One stage takes up to 1.6 times as long, as if it had a large head."""
     forward = [rng.randint(14, 20) for _ in range(stages)]
     heavy = rng.randrange(stages)
     forward[heavy] = round(forward[heavy] * rng.uniform(1, 1.6))
@@ -130,7 +130,7 @@ def counted_chunks(chunks: int) -> str:
 
 
 def stored(every: int = 1) -> Iterator[Instance]:
-    """Yield one of ``every`` generated instances whose optima are proved and stored."""
+    """Yield every ``every``-th of the generated instances in optima.json, with its proved optimum."""
     found = json.loads(OPTIMA.read_text())["generated"]
     for family, optima in found["optima"].items():
         for number, instance in enumerate(instances(family, len(optima), found["seed"])):
@@ -139,7 +139,7 @@ def stored(every: int = 1) -> Iterator[Instance]:
 
 
 def bounds_of(instance: Instance) -> tuple[float, float, float]:
-    """Return the bound by formulas alone, the whole bound, and the CPU seconds of the latter."""
+    """Return the bound from formulas alone, the bound from formulas and search, and the CPU seconds of the second."""
     limits = {"placement": instance.placement, "max_in_flight": instance.max_in_flight}
     formulas = lower_bound(instance.costs, instance.num_microbatches, effort=0, **limits)
     start = process_time()

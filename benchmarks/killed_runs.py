@@ -30,7 +30,7 @@ EXAMPLE = Path(__file__).parents[1] / "examples" / "train_hf.py"
 
 
 def start(num_ranks: int, options: list[str], out: int | None = None) -> list[subprocess.Popen[bytes]]:
-    """Start the example with a process for each rank, as torchrun does; one rank runs without torchrun's variables."""
+    """Start the example in one process for each rank, with torchrun's environment variables if there are several."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     mesh = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(num_ranks)}
@@ -50,7 +50,7 @@ def start(num_ranks: int, options: list[str], out: int | None = None) -> list[su
 
 @contextmanager
 def ended(processes: list[subprocess.Popen[bytes]]) -> Iterator[None]:
-    """Kill the processes that still run when the block ends."""
+    """Yield the processes; kill those that still run when the with block ends."""
     try:
         yield
     finally:
@@ -62,13 +62,13 @@ def ended(processes: list[subprocess.Popen[bytes]]) -> Iterator[None]:
 
 
 def usage(process: int) -> tuple[int, int, int]:
-    """The memory of a process in MiB, its threads and its open files."""
+    """Return the memory of a process in MiB, and the numbers of its threads and open files."""
     status = dict(line.split(":", 1) for line in Path(f"/proc/{process}/status").read_text().splitlines())
     return int(status["VmRSS"].split()[0]) >> 10, int(status["Threads"]), len(os.listdir(f"/proc/{process}/fd"))
 
 
 def undisturbed(options: list[str], num_ranks: int) -> None:
-    """Run to the end, and print the resources that rank 0 uses, one line every 20 seconds."""
+    """Run the example to the end. Every 20 seconds, print the memory, threads and open files of rank 0."""
     begun = time.monotonic()
     processes = start(num_ranks, options)
     with ended(processes):
@@ -84,7 +84,7 @@ def undisturbed(options: list[str], num_ranks: int) -> None:
 
 
 def killed(options: list[str], kills: int, ranks: list[int], longest_s: float, draw: random.Random) -> None:
-    """Run to the end with SIGKILLs at random moments."""
+    """Run the example to the end; kill it at random moments, and restart it on other numbers of ranks."""
     counts = itertools.cycle(ranks)
     done = 0
     while True:
@@ -106,7 +106,7 @@ def killed(options: list[str], kills: int, ranks: list[int], longest_s: float, d
 
 
 def tensors(folder: Path) -> dict[str, torch.Tensor]:
-    """All tensors of the last checkpoint in a folder, by name."""
+    """Return all tensors of the last checkpoint in a folder, keyed by name."""
     last = sorted(folder.glob("step-*"))[-1]
     found: dict[str, torch.Tensor] = {}
     for file in sorted(last.rglob("*.safetensors")):
@@ -115,13 +115,13 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def main() -> None:
-    """Run both, and compare."""
+    """Run the example without and with kills, and compare the tensors of the last checkpoints."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--save-every", type=int, default=100)
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 3])
-    parser.add_argument("--longest", type=float, default=30.0, help="seconds until a kill, at most (default: 30)")
+    parser.add_argument("--longest", type=float, default=30.0, help="most seconds until a kill (default: 30)")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     root = Path(tempfile.mkdtemp())

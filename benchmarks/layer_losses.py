@@ -24,7 +24,7 @@ Y = torch.randint(0, 4, (19,), generator=torch.Generator().manual_seed(1))
 
 
 class Experts(nn.Module):
-    """A layer with a router and dropout that adds two losses."""
+    """A layer with a router and dropout. It calls add_loss twice."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class Experts(nn.Module):
 
 
 class Model(nn.Module):
-    """Layers that add losses, a skip over all of them, and code between layers that adds one, too."""
+    """A model in which layers, and code between layers, call add_loss; a skip connection spans all layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,13 +58,13 @@ class Model(nn.Module):
 
 
 def made() -> Model:
-    """The model, with the same weights each time."""
+    """Return the model, with the same weights in each call."""
     torch.manual_seed(0)
     return Model()
 
 
 def cases() -> Iterator[tuple[str, int, object]]:
-    """The plans: schedule, number of ranks, checkpointing."""
+    """Yield (schedule, number of ranks, checkpointing) for each plan."""
     layer = "blocks.2"
     modes = ("never", "always", {layer: "recompute-cheap"})
     for name, num_ranks, mode in itertools.product(schedules.names(), range(1, 5), modes):
@@ -75,7 +75,7 @@ def cases() -> Iterator[tuple[str, int, object]]:
 
 
 def differences(name: str, num_ranks: int, mode: object) -> int:
-    """The tensors that differ from the loop's after two steps."""
+    """Train a plan and the loop for two steps; return the number of tensors that differ."""
     expected, actual = made(), made()
     options = {"loss_fn": functional.cross_entropy, "num_microbatches": 4, "seed": 3}
     layers = [*(f"blocks.{index}" for index in range(LAYERS - 1)), "head"]
@@ -94,7 +94,7 @@ def differences(name: str, num_ranks: int, mode: object) -> int:
 
 
 def main() -> None:
-    """Print the plans of each schedule, and how many tensors differ."""
+    """Train all plans; print for each schedule the numbers of plans and of tensors that differ from the loop."""
     split_backward.PAYS_FLOPS = 0
     total = wrong = 0
     for name, of_name in itertools.groupby(cases(), key=lambda case: case[0]):
@@ -102,7 +102,7 @@ def main() -> None:
         total += len(odd)
         wrong += sum(odd)
         print(f"{name:20} {len(odd):3} plans, {sum(odd)} tensors differ", flush=True)
-    print(f"{total} plans, {wrong} tensors differ from the loop's")
+    print(f"{total} plans, {wrong} tensors differ from those of the loop")
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""Long run: memory, Python objects, threads and open files of a small model's run with many steps and saves.
+"""Long run: checks that memory, Python objects, threads and open files do not grow during many steps and saves.
 
     python benchmarks/long_run.py [--steps 20000] [--save-every 100]
 
-The run clips, schedules the learning rate, evaluates, logs and saves asynchronously, first in one process, then on a
-mesh of two ranks. The script prints a line per tenth of the run of rank 0. The last save before a line is not
-asynchronous, so that no save is running. The script fails if the number of objects, threads or files grows with the
-number of saves in the second half of a run.
+The run clips gradients, schedules the learning rate, evaluates, logs and saves asynchronously: first in one process,
+then on a mesh of two ranks. After each tenth of the run, rank 0 prints a line. The last save before a line is not
+asynchronous, so that no save is running while the line is measured. The script fails if the number of objects, threads
+or files grows with the number of saves in the second half of a run.
 """
 
 import argparse
@@ -28,7 +28,7 @@ _LINES = 10
 
 
 class Usage(NamedTuple):
-    """The memory, objects, threads and open files of a process."""
+    """The memory of a process in KiB, and the numbers of its Python objects, threads and open files."""
 
     kib: int
     objects: int
@@ -37,7 +37,7 @@ class Usage(NamedTuple):
 
 
 def usage() -> Usage:
-    """The memory, Python objects, threads and open files of this process."""
+    """Return the memory, Python objects, threads and open files of this process."""
     gc.collect()
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     threads, files = int(status["Threads"]), len(os.listdir("/proc/self/fd"))
@@ -82,7 +82,7 @@ def train(rank: int, folder: str, steps: int, save_every: int, place: dict[str, 
 
 
 def train_rank(rank: int, *args: Any) -> list[Usage]:
-    """Train as one rank of a mesh."""
+    """Train on one rank of a mesh; return the usage at each tenth of the run."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
     return train(rank, *args, {"mesh": mesh["pp"]})
 

@@ -1,4 +1,4 @@
-"""Measure: paired, interleaved runs (A B A B ...) and statistics of their results."""
+"""Measure: functions that run two alternatives in turn (A B A B ...), and statistics of their results."""
 
 import multiprocessing
 import os
@@ -33,7 +33,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Ratio:
-    """The median of paired ratios with a 95 % bootstrap interval, and the medians behind it."""
+    """The median of paired ratios with its 95 % bootstrap interval, and the medians of both alternatives."""
 
     value: float
     low: float
@@ -46,14 +46,14 @@ class Ratio:
 
 
 def paired(first: Callable[[], float], second: Callable[[], float], pairs: int) -> tuple[list[float], list[float]]:
-    """Run both functions in turn, after one warm-up run of each. A run returns its measurement."""
+    """Call both functions in turn, after one warm-up call of each; return the values that each function returned."""
     first(), second()
     results = [(first(), second()) for _ in range(pairs)]
     return [a for a, _ in results], [b for _, b in results]
 
 
 def ratio(first: Sequence[float], second: Sequence[float]) -> Ratio:
-    """The ratio of ``first`` to ``second``, pair by pair."""
+    """Return the statistics of the ratios of ``first`` to ``second``, pair by pair."""
     ratios = [a / b for a, b in zip(first, second, strict=True)]
     draw = random.Random(0)
     medians = sorted(median(draw.choices(ratios, k=len(ratios))) for _ in range(1000))
@@ -61,7 +61,7 @@ def ratio(first: Sequence[float], second: Sequence[float]) -> Ratio:
 
 
 def in_ranks(count: int, job: Callable[..., Any], *args: Any) -> list[Any]:
-    """Run ``job(rank, *args)`` in processes of one gloo group, with one thread each; returns the result of each."""
+    """Run ``job(rank, *args)`` in processes of one gloo group, with one thread each; return the result of each rank."""
     store = distributed.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)  # port 0: any free port
     with multiprocessing.get_context("spawn").Pool(count) as pool:
         return pool.starmap(_in_rank, [(rank, count, store.port, job, args) for rank in range(count)], chunksize=1)
@@ -78,7 +78,7 @@ def _in_rank(rank: int, count: int, port: int, job: Callable[..., Any], args: tu
 
 
 def slowest_s(step: Callable[[], Any]) -> float:
-    """The seconds that a step takes on the slowest rank. Collective over the default group."""
+    """Run a step; return the seconds that it takes on the slowest rank. Collective over the default group."""
     distributed.barrier()
     start = time.perf_counter()
     step()
@@ -88,7 +88,7 @@ def slowest_s(step: Callable[[], Any]) -> float:
 
 
 def elsewhere(job: Callable[..., Any], *args: Any) -> Any:
-    """Run a function in a separate process."""
+    """Run a function in a separate process and return its result."""
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         return pool.apply(job, args)
 
@@ -96,24 +96,25 @@ def elsewhere(job: Callable[..., Any], *args: Any) -> Any:
 def keep_freed_memory() -> None:
     """Make processes that start from now on keep their freed memory (glibc).
 
-    Page faults of memory that is returned and taken again are 2 to 15 % of a step, and vary from run to run.
+    Otherwise, memory that a process returns and requests again causes page faults. These take 2 to 15 % of a step, and
+    vary from run to run.
     """
     limits = dict.fromkeys(("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"), "4000000000")
     os.environ.update(limits)
 
 
 class Delays(NamedTuple):
-    """The seconds lost between actions, action by action: see ``delays``."""
+    """The result of ``delays``: the seconds by which each action started late, in two lists."""
 
     on_rank_s: list[float]
     message_s: list[float]
 
 
 def delays(program: Program, trace: Trace) -> Delays:
-    """How much later each action of a measured step started than it could have.
+    """Return how much later each action of a measured step started than it could have started.
 
     An action could start at the end of the previous action of its rank, or at the end of the action that produces its
-    input, whichever is later; the two cases are returned separately.
+    input, whichever is later. Both kinds of delays are returned, in separate lists.
     """
     times = {span.action: (span.start_s, span.end_s) for span in trace.spans}
     starts, ends = (np.array(column) for column in zip(*(times[action] for action in program.columns), strict=True))
@@ -127,7 +128,7 @@ def delays(program: Program, trace: Trace) -> Delays:
 
 
 def machine() -> str:
-    """The processor, the number of cores and the versions, in one line."""
+    """Return a line with the processor, the number of cores, the device, and the versions of Python and torch."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")] or [platform.processor()]

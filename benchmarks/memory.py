@@ -27,20 +27,20 @@ WIDTH, TOKENS, WORDS = 128, 64, 1000
 
 
 def gpt() -> tuple[nn.Sequential, Tensor]:
-    """Eight blocks, and a head over a large vocabulary."""
+    """Return a GPT (eight blocks, and a head over a large vocabulary) and its inputs."""
     blocks = [TransformerBlock(WIDTH) for _ in range(8)]
     ends = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WORDS)
     return nn.Sequential(nn.Embedding(WORDS, WIDTH), *blocks, *ends), torch.arange(TOKENS)
 
 
 def mlp() -> tuple[nn.Sequential, Tensor]:
-    """Twelve linear layers."""
+    """Return twelve linear layers and their inputs."""
     layers = [layer for _ in range(12) for layer in (nn.Linear(WIDTH, WIDTH), nn.ReLU())]
     return nn.Sequential(*layers, nn.Linear(WIDTH, WORDS)), torch.rand(TOKENS, WIDTH)
 
 
 def conv() -> tuple[nn.Sequential, Tensor]:
-    """Twelve convolutions."""
+    """Return twelve convolutions and their inputs."""
     layers: list[nn.Module] = []
     for before, after in ((3, 16), *((16, 16),) * 11):
         layers += [nn.Conv2d(before, after, 3, padding=1), nn.BatchNorm2d(after), nn.ReLU()]
@@ -63,7 +63,7 @@ OVER_A_MESH = [(make, name, {}) for make in (gpt, mlp) for name in ("gpipe", "1f
 
 
 def measured(make: Any, name: str, where: dict[str, Any], **options: Any) -> Iterator[str]:
-    """Return a table row for each rank of this process."""
+    """Run steps of one case; yield a table row for each rank of this process."""
     torch.manual_seed(0)
     model, sample = make()
     chunks = 1 if name in ("chimera", "dualpipe") else schedules.get(name).chunks_per_rank
@@ -85,7 +85,7 @@ def measured(make: Any, name: str, where: dict[str, Any], **options: Any) -> Ite
 
 
 def over_a_mesh(rank: int, port: int) -> None:
-    """Measure in one rank of a process group."""
+    """Measure all cases on one rank of a process group, and print the rank's rows."""
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": str(RANKS)}
     torch.set_num_threads(1)
     mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("pp",))

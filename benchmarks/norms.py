@@ -1,4 +1,4 @@
-"""Norms: clipped training and training with a scaled loss under many plans, compared bit by bit with a plain loop.
+"""Norms: trains with clipping, and with a scaled loss, under many plans; compares each bit by bit with a plain loop.
 
     python benchmarks/norms.py [--steps 4] [--long-steps 50] [--quick]
 
@@ -32,7 +32,7 @@ CHECKPOINTS: tuple[Any, ...] = ("never", "always", {"1": "recompute", "4": "reco
 DTYPES = (torch.float32, torch.bfloat16)
 JOBS = {"own optimizer": clipping.clip_between_steps, "optimizer=": clipping.clip_in_steps}
 _PATIENCE_S = 600.0
-_SOME = 7  # one combination in so many; coprime to the numbers of choices, so that every choice occurs
+_SOME = 7  # --quick runs one of this many combinations; coprime to the numbers of choices, so that every choice occurs
 
 
 def cases() -> Iterator[tuple[int, str, str, Any, torch.dtype]]:
@@ -41,14 +41,14 @@ def cases() -> Iterator[tuple[int, str, str, Any, torch.dtype]]:
 
 
 def run(ranks: Ranks, place: str, count: int, job: Callable[..., Any], *args: Any) -> list[Any]:
-    """Run a job on ranks in this process or in separate processes."""
+    """Call ``job`` on each rank, in this process or in one process per rank; return the results."""
     if place == "mesh":
         return ranks.run(count, job, *args, timeout_s=_PATIENCE_S)
     return run_here(count, job, *args)
 
 
 def clipped(ranks: Ranks, steps: int, every: int) -> bool:
-    """Train with clipping under every plan. Print counts; return whether all agree."""
+    """Train with clipping under every plan and print counts; return whether all plans agree with the loop."""
     norms: dict[torch.dtype, set[tuple[float, ...]]] = {dtype: set() for dtype in DTYPES}
     counts: Counter[str] = Counter()
     failures = []
@@ -64,13 +64,16 @@ def clipped(ranks: Ranks, steps: int, every: int) -> bool:
             failures.append(f"{count} ranks, {schedule}, {place}, {checkpoint}, {dtype}, {how}: {error}")
     for dtype, seen in norms.items():
         plans = counts[str(dtype).removeprefix("torch.")]
-        print(f"{dtype}: {plans} plans of {steps} clipped steps equal the loop's bits; {len(seen)} sequence of norms")
+        print(f"{dtype}: {plans} plans of {steps} steps with clipping equal the loop; {len(seen)} sequence of norms")
     print(f"differing plans: {len(failures)}", *failures, sep="\n", flush=True)
     return not failures and all(len(seen) == 1 for seen in norms.values())
 
 
 def scaled(ranks: Ranks, steps: int, every: int) -> bool:
-    """Plant an overflow in each layer's weight in turn. Print counts; return whether all ranks skip and agree."""
+    """Make the gradient of each layer overflow in turn, and print counts.
+
+    Returns whether all ranks skip the update, with the same results as the loop.
+    """
     layers = [place for place, layer in enumerate(clipping.plain_model()) if getattr(layer, "weight", None) is not None]
     trained = [place for place in layers if clipping.plain_model()[place].weight.requires_grad]
     failures = []
@@ -88,7 +91,7 @@ def scaled(ranks: Ranks, steps: int, every: int) -> bool:
             good += 1
         except AssertionError as error:
             failures.append(f"{count} ranks, {schedule}, {place}, layer {layer}, {dtype}, {optimizers}: {error}")
-    print(f"overflows in one layer: {good} skipped by all ranks, with the scale halved and the loop's bits")
+    print(f"overflows in one layer: {good} skipped by all ranks, bit-identical to the loop with a GradScaler")
     print(f"differing: {len(failures)}", *failures, sep="\n", flush=True)
     return not failures
 

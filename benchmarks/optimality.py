@@ -1,16 +1,18 @@
-"""Optimality: compares orders with proven optima.
+"""Optimality: compares the orders of the schedule `searched` with proven optima.
 
 python benchmarks/optimality.py [--generated | --large | --equal] [--effort 1] [--every 1]
 
-`optima.json` has small problems that CP-SAT has solved to a proven optimum. For each family of problems, the script
-prints the best of the fixed schedules and the searched order, over the optimum of exact programs: median, 90th
-percentile and maximum, and the share of problems that are solved to the optimum. If CP-SAT has not proved the optimum
-of exact programs, that of all programs is used. A quotient below 1, and a searched order that is longer than the best
-of the fixed schedules, end the script with an error. ``--generated`` takes the problems of `instances.py` instead.
+`optima.json` has small problems with optima that CP-SAT has proved. For each family of problems, the script prints the
+makespan of the best fixed schedule and of the searched order, divided by the optimum of exact programs (median, 90th
+percentile and maximum), and the share of problems that are solved to the optimum. If CP-SAT has not proved the optimum
+of exact programs, the optimum of all programs is used. The script ends with an error if a makespan is below the
+optimum, or if a searched order is longer than the best fixed schedule. ``--generated`` uses the problems of
+`instances.py` instead.
 
-``--large`` prints the CPU seconds of searches with many micro-batches, and their orders over those of a search with
-20 times the effort, which takes about 5 s for p = 8 if numba is installed, and over the bound. ``--equal`` prints the
-idle time of schedules at equal times F = I = W with 8 ranks and 20 micro-batches, in forwards of a rank's layers.
+``--large`` searches orders for problems with many micro-batches. It prints the CPU seconds of each search, and the
+makespan divided by the bound and by the result of a search with 20 times the effort, which takes about 5 s for p = 8 if
+numba is installed. ``--equal`` prints the idle time of schedules for stages of equal length (F = I = W) with 8 ranks
+and 20 micro-batches, divided by the time of a forward of a rank's layers.
 """
 
 import argparse
@@ -27,8 +29,8 @@ from pipesched import Costs, Program, lower_bound, schedules, simulate, validate
 from pipesched.program.placement import loop, v
 from pipesched.simulation.best_known import best_known
 
-LONG = 9  # problems with a longer forward have times as in real models; the others are random
-LARGER = 20  # the effort to compare with
+LONG = 9  # a problem whose longest forward exceeds this has times like a real model; the others have random times
+LARGER = 20  # times the effort, for the searches to compare with
 #: Ranks, micro-batches, stages on a rank, placement, limit, and whether to compare with more effort.
 LARGE = (
     (8, 32, 1, loop, None, True),
@@ -44,18 +46,18 @@ LARGE = (
 
 
 class Case(NamedTuple):
-    """A scheduling problem, its proven optimum, and results that are known for it."""
+    """A scheduling problem, its proven optima, and the makespan of the best fixed schedule."""
 
     instance: Instance
-    #: The optimum of all programs, if it is known; otherwise of exact ones.
+    #: The shortest makespan of all programs if it is known, otherwise of exact programs.
     optimum_s: float
     exact_optimum_s: float
-    #: The best of the fixed schedules, or None if none fits.
+    #: The makespan of the best fixed schedule; None if no fixed schedule fits.
     fixed_s: float | None
 
 
 class Result(NamedTuple):
-    """The makespans of a problem."""
+    """The makespans that were found for a problem, in seconds, and the CPU seconds of the search."""
 
     optimum_s: float
     fixed_s: float | None
@@ -68,15 +70,15 @@ def main() -> None:
     """Solve the problems and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--effort", type=Fraction, default=Fraction(1), help="the effort of the search, such as 1/40")
-    parser.add_argument("--every", type=int, default=1, help="solve one of this many problems")
-    parser.add_argument("--generated", action="store_true", help="the problems of instances.py, with stored optima")
-    parser.add_argument("--equal", action="store_true", help="idle time at equal times, by number of stages on a rank")
-    parser.add_argument("--large", action="store_true", help="problems with many micro-batches")
+    parser.add_argument("--every", type=int, default=1, help="solve every n-th problem")
+    parser.add_argument("--generated", action="store_true", help="solve the problems of instances.py")
+    parser.add_argument("--equal", action="store_true", help="print idle times for stages of equal length")
+    parser.add_argument("--large", action="store_true", help="solve problems with many micro-batches")
     arguments = parser.parse_args()
     if arguments.equal:
         print_equal()
         return
-    solve(next(sample(1)), Fraction(0))  # compiles, if numba is installed
+    solve(next(sample(1)), Fraction(0))  # compiles the search if numba is installed
     if arguments.large:
         print_large(arguments.effort)
         return
@@ -91,7 +93,7 @@ def main() -> None:
 
 
 def sample(every: int) -> Iterator[Case]:
-    """Yield the problems of optima.json."""
+    """Yield every ``every``-th problem of the sample in optima.json."""
     for each in json.loads(OPTIMA.read_text())["instances"][::every]:
         num_ranks, limit = each["num_ranks"], each["max_in_flight"]
         times = "real" if max(each["forward_s"]) > LONG else "random"
@@ -110,7 +112,7 @@ def sample(every: int) -> Iterator[Case]:
 
 
 def generated(every: int) -> Iterator[Case]:
-    """Yield the problems of instances.py with stored optima."""
+    """Yield every ``every``-th problem of instances.py, with its optimum from optima.json."""
     fixed = [name for name in schedules.names() if name != "searched"]
     for each in stored(every):
         assert each.optimum_s is not None
@@ -141,14 +143,14 @@ def solve(case: Case, effort: Fraction) -> Result:
         seconds=seconds,
     )
     if not result.bound_s <= case.optimum_s <= result.searched_s:
-        raise SystemExit(f"a bound above the optimum, or an order below it: {result}, {each}")
+        raise SystemExit(f"the bound is above the optimum, or an order is shorter than it: {result}, {each}")
     if result.fixed_s is not None and result.searched_s > result.fixed_s:
-        raise SystemExit(f"a searched order that is longer than a fixed schedule: {result}, {each}")
+        raise SystemExit(f"a searched order is longer than that of a fixed schedule: {result}, {each}")
     return result
 
 
 def print_large(effort: Fraction) -> None:
-    """Print the times and the results of searches with many micro-batches."""
+    """Search orders for problems with many micro-batches; print the CPU times and the results."""
     print("  p    m  stages  limit    CPU s  over the bound   CPU s with more effort  over its result")
     for p, m, chunks, place, limit, compare in LARGE:
         for number in range(2 if compare else 1):
@@ -179,7 +181,7 @@ def print_equal(p: int = 8, m: int = 20) -> None:
         options = {"interleaved-zb": {"chunks_per_rank": chunks}, "searched": {"placement": v(p, chunks)}}
         program = schedules.get(name).program(p, m, **options.get(name, {}))
         costs = Costs.uniform(program.num_stages)
-        parts = int(program.visits.sum()) // m // p  # stages of a rank that a micro-batch visits
+        parts = int(program.visits.sum()) // m // p  # the number of stages of a rank that a micro-batch visits
         idle = simulate(program, costs).makespan_s / parts - 3 * m
         least = ""
         if program.is_chain:

@@ -31,7 +31,7 @@ NAMES = ["1f1b", "gpipe", "interleaved-1f1b", "interleaved-zb", "zb-h1", "zb-v"]
 
 
 class Nothing:
-    """A stage of a chain that does nothing."""
+    """A stage whose methods return immediately."""
 
     def __init__(self, index: int) -> None:
         self.grads = PerConsumer([None] * min(index, 1))
@@ -52,12 +52,12 @@ class Nothing:
 
 
 def real_stages(num_stages: int) -> dict[int, Stage]:
-    """Stages with one layer that does nothing."""
+    """Return stages that each run one nn.Identity."""
     return {index: Stage({"empty": nn.Identity()}, torch.device("cpu")) for index in range(num_stages)}
 
 
 class Case:
-    """One program over empty stages."""
+    """A program with its empty stages, and the three ways to run them."""
 
     def __init__(self, schedule: str, num_ranks: int, num_microbatches: int) -> None:
         self.program: Program = lower(pipesched.schedules.get(schedule).program(num_ranks, num_microbatches))
@@ -75,13 +75,13 @@ class Case:
             stage.begin(step_data)
 
     def whole_step(self) -> float:
-        """Run a step in the executor. The last stage has no consumer; its output gradients come from the step data."""
+        """Run a step in the executor and return its seconds. It gets the gradients of the last stage's outputs."""
         start = time.perf_counter()
         self.executor.run(RunSpec(self.program, self.stages, prepare=self.begin), grad=True)
         return time.perf_counter() - start
 
     def by_hand(self) -> float:
-        """Make the same calls without orders, ranks or transfers."""
+        """Make the same calls to the stages in one thread, and return the seconds."""
         self.begin()
         start = time.perf_counter()
         chain = [self.stages[index] for index in range(self.program.num_stages)]
@@ -98,7 +98,7 @@ class Case:
         return time.perf_counter() - start
 
     def loop_alone(self) -> float:
-        """Run the interpreter over stages that do nothing."""
+        """Run the interpreter over stages whose methods return immediately, and return the seconds."""
         nothing = {index: Nothing(index) for index in range(self.program.num_stages)}
         start = time.perf_counter()
         self.executor.run(RunSpec(self.program, nothing), grad=True)

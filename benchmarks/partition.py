@@ -33,11 +33,12 @@ LINK = {"bandwidth_bytes_per_s": 1e11}
 
 
 def unit_moves(times: list[float], num_stages: int) -> list[int]:
-    """The block partition of torchgpipe 0.0.7 (after Barany and Grinberg 2015): the layers at which stages begin.
+    """Return the indices of the layers at which stages begin, by torchgpipe's rule (Barany and Grinberg 2015).
 
-    Times are scaled to lie between 0 (the smallest) and 1 (the largest). At first every stage but the last has the same
-    number of layers. While the largest and the smallest stage differ by more than 1, the smallest one takes a layer
-    from its neighbour on the side of the largest one. The largest stage is chosen again after it has given a layer.
+    This is the block partition of torchgpipe 0.0.7. Times are scaled to lie between 0 (the smallest) and 1 (the
+    largest). At first every stage but the last has the same number of layers. While the largest and the smallest stage
+    differ by more than 1, a layer moves to the smallest stage from its neighbour on the side of the largest stage. The
+    largest stage is chosen again only after it has lost a layer.
     """
     least, spread = min(times), max(times) - min(times)
     scaled = [(time - least) / spread if spread else 0.0 for time in times]
@@ -57,9 +58,9 @@ def unit_moves(times: list[float], num_stages: int) -> list[int]:
 
 
 def max_min(times: list[float], num_stages: int) -> list[int]:
-    """DeepSpeed's balanced split: minimises the difference between the largest and the smallest stage.
+    """Return the first layers of stages with the smallest difference between the largest and the smallest stage.
 
-    A dynamic program over (layers, stages) keeps the split with the smallest difference for each.
+    This is DeepSpeed's balanced split. For each number of layers and stages, a dynamic program stores the best split.
     """
     prefix = np.concatenate([[0], np.cumsum(times)])
     count = len(times)
@@ -83,7 +84,7 @@ def max_min(times: list[float], num_stages: int) -> list[int]:
 
 
 def bottleneck(times: list[float], starts: list[int]) -> float:
-    """The time of the slowest stage."""
+    """Return the time of the slowest stage."""
     return max(sum(times[first:last]) for first, last in pairwise([*starts, len(times)]))
 
 
@@ -91,7 +92,7 @@ def bottleneck(times: list[float], starts: list[int]) -> float:
 
 
 def median_ms(run: Callable[[], Any], repeats: int = 5) -> tuple[float, float, float]:
-    """The median, minimum and maximum milliseconds of several runs, after one warm-up run."""
+    """Return the median, minimum and maximum milliseconds of several runs, after one warm-up run."""
     run()
     times = []
     for _ in range(repeats):
@@ -102,12 +103,12 @@ def median_ms(run: Callable[[], Any], repeats: int = 5) -> tuple[float, float, f
 
 
 def show(label: str, times: tuple[float, float, float], note: str = "") -> None:
-    """Print one line."""
+    """Print a line of the first table."""
     print(f"{label:<58}{times[0]:>10.1f} ms  ({times[1]:.1f} to {times[2]:.1f})  {note}".rstrip(), flush=True)
 
 
 def chains() -> None:
-    """Partition chains, from arrays of times and from graphs."""
+    """Time the partition of chains, from arrays and from graphs, and print a line for each chain."""
     for length, num_stages in ((1_000, 64), (10_000, 256), (100_000, 1_024)):
         generator = random.Random(0)
         times = np.array([generator.uniform(1e-4, 1e-2) for _ in range(length)])
@@ -122,7 +123,7 @@ def chains() -> None:
 
 
 def choices() -> None:
-    """Partition with recomputing or offloading chosen for each layer: equal layers, 1F1B, half of the memory."""
+    """Time the partition of equal layers under 1F1B if half of the memory forces it to recompute or offload layers."""
     graph = nx.DiGraph()
     for at in range(96):
         costs = {"forward_s": 1e-3, "backward_s": 2e-3, "parameter_bytes": 10**6, "input_bytes": 10**6}
@@ -139,7 +140,7 @@ def choices() -> None:
 
 
 def lattices(named: dict[str, nx.DiGraph]) -> None:
-    """Partition graphs exactly."""
+    """Time the exact partition of graphs that are not chains."""
     synthetic = {
         "16 residual blocks": residual(16),
         "11 modules of branches": branches([(2, 6, 6, 3), (3, 6, 12, 3)] * 4 + [(10, 10, 9, 9, 7, 2)]),
@@ -155,7 +156,7 @@ def lattices(named: dict[str, nx.DiGraph]) -> None:
 
 
 def splitters(named: dict[str, list[float]]) -> None:
-    """Print each splitter's bottleneck / the optimum of the same chain, and its time."""
+    """For each chain and splitter, print the bottleneck divided by the optimum, and the time of the split."""
     names = f"{'pipesched':>11}{'unit moves':>12}{'max - min':>11}"
     print(f"\n{'':<40}{'bottleneck / optimum':>34}  {'milliseconds':>34}\n{'chain':<36}{'p':>4}{names}  {names}")
     drawn: list[float] = []
@@ -186,7 +187,7 @@ def splitters(named: dict[str, list[float]]) -> None:
 
 
 def profile(path: Path) -> nx.DiGraph:
-    """Load a graph from a file of measured layers."""
+    """Return a layer graph from a JSON file of measured layers."""
     content = json.loads(path.read_text())
     graph = nx.DiGraph()
     for node in sorted(content["nodes"], key=lambda node: int(node["id"].removeprefix("node"))):

@@ -11,9 +11,9 @@ equal layers     the same number of layers in each stage, plus the embedding in 
                  stage (Megatron-LM)
 equal, chunks    equal layers with interleaved 1F1B, the faster of two and four stages on each rank (Megatron-LM)
 uneven ends      the first and the last rank have fewer layers, the others the same number, with one, two and four
-                 stages on each rank; the fastest of all such cuts. Megatron-LM's users choose them by hand, with its
-                 options for the embedding, the loss, and the layers of the first and the last rank.
-equal, ends      equal layers, with the embedding and the head counted as a layer each (torchtitan)
+                 stages on each rank; the fastest of all such cuts. Users of Megatron-LM choose such a cut by hand, with
+                 its options for the embedding, the loss, and the layers of the first and the last rank.
+equal, ends      equal layers, where the embedding and the head each count as a layer (torchtitan)
 equal, any       "equal, ends" with the fastest of all schedules of torch.distributed.pipelining
 parameters       the same number of parameters in each stage (DeepSpeed's default, partition_method="parameters")
 unit moves       torchgpipe's block partition of measured times, GPipe
@@ -73,7 +73,7 @@ class Case:
         return list(self.graph)
 
     def column(self, *names: str) -> list[float]:
-        """The sum of some attributes, for each layer."""
+        """Return the sum of these attributes for each layer."""
         return [sum(self.graph.nodes[layer][name] for name in names) for layer in self.graph]
 
     def plan(self, starts: Sequence[int], schedule: str = "1f1b") -> "Planned":
@@ -84,18 +84,18 @@ class Case:
         return Planned(made.program(self.num_ranks, self.num_microbatches), self.costs(starts))
 
     def costs(self, starts: Sequence[int]) -> Costs:
-        """The costs of the stages that begin at these layers."""
+        """Return the costs of the stages that begin at these layers."""
         stages = [self.layers[begin:end] for begin, end in pairwise([*starts, len(self.layers)])]
         return replace(Profile({1: self.graph}).costs(stages, 1), links=LINKS)
 
     @cached_property
     def work(self) -> list[float]:
-        """The time of each layer's forward and backward."""
+        """The time of the forward and backward of each layer."""
         return self.column("forward_s", "backward_s")
 
     @property
     def bound_s(self) -> float:
-        """The time that no plan can beat."""
+        """A lower bound on the step time of every plan of this case."""
         work = self.work
         shares = self.num_microbatches * sum(work) / self.num_ranks
         alone = replace(self.costs(range(len(self.layers))), links=None)
@@ -111,12 +111,12 @@ class Planned:
 
     @cached_property
     def step_s(self) -> float:
-        """The simulated step."""
+        """The simulated step time."""
         return simulate(self.program, self.costs).makespan_s
 
     @cached_property
     def most_bytes(self) -> int:
-        """The largest memory of any rank."""
+        """The predicted peak memory of the rank that needs the most."""
         return max(memory.total_bytes for memory in rank_memory(self.program, self.costs))
 
 
@@ -124,18 +124,18 @@ class Planned:
 
 
 def even(count: int, num_stages: int) -> list[int]:
-    """The first layers of stages of equal size; the first stages have one layer more if the number is not divisible."""
+    """Return the first layers of equal stages. If the layers do not divide evenly, the first stages have one more."""
     return [stage * (count // num_stages) + min(stage, count % num_stages) for stage in range(num_stages)]
 
 
 def equal(case: Case, num_stages: int) -> list[int]:
-    """The same number of blocks in each stage; other layers join the next block, and at the end the last one."""
+    """Return the first layers of stages with equal numbers of blocks. Other layers join the stage of the next block."""
     blocks = blocks_of(case)
     return [0, *(_begin(case, blocks[start]) for start in even(len(blocks), num_stages)[1:])]
 
 
 def blocks_of(case: Case) -> list[int]:
-    """The positions of the blocks: the layers with a number."""
+    """Return the indices of the blocks, which are the layers with a number in their name."""
     return [at for at, layer in enumerate(case.layers) if layer.rpartition(".")[2].isdigit()]
 
 
@@ -146,7 +146,7 @@ def _begin(case: Case, at: int) -> int:
 
 
 def chunk_counts(case: Case) -> list[int]:
-    """The numbers of stages on a rank for which there are enough blocks: one, two and four."""
+    """Return the numbers of stages on a rank (1, 2 or 4) for which the model has enough blocks."""
     return [chunks for chunks in (1, 2, 4) if chunks * case.num_ranks <= len(blocks_of(case))]
 
 
@@ -156,19 +156,19 @@ def fastest(plans: Iterable[Planned]) -> Planned | None:
 
 
 def equal_layers(case: Case) -> Planned:
-    """Megatron-LM."""
+    """Return the plan "equal layers": Megatron-LM's rule."""
     return case.plan(equal(case, case.num_ranks))
 
 
 def equal_chunks(case: Case) -> Planned | None:
-    """Megatron-LM with virtual stages."""
+    """Return the plan "equal, chunks": Megatron-LM's rule with several stages on each rank; None if impossible."""
     return fastest(
         case.plan(equal(case, chunks * case.num_ranks), "interleaved-1f1b") for chunks in chunk_counts(case)[1:]
     )
 
 
 def uneven_ends(case: Case) -> Planned | None:
-    """Megatron-LM with the best numbers of layers on the first and the last rank."""
+    """Return the plan "uneven ends": Megatron-LM with the best numbers of layers on the first and the last rank."""
     return fastest(
         case.plan(starts, "1f1b" if chunks == 1 else "interleaved-1f1b")
         for chunks in chunk_counts(case)
@@ -177,9 +177,10 @@ def uneven_ends(case: Case) -> Planned | None:
 
 
 def uneven_cuts(case: Case, chunks: int) -> Iterator[list[int]]:
-    """Yield the cuts in which no rank has more layers than in an equal cut, but for those that relieve the ends.
+    """Yield the cuts that divide evenly the layers that are not on the first and the last rank.
 
-    A rank's layers are divided evenly among its stages.
+    The first and the last rank have at most as many layers as in an equal cut. The layers of each rank are divided
+    evenly among its stages.
     """
     blocks = blocks_of(case)
     most = -(-len(blocks) // case.num_ranks)
@@ -192,17 +193,17 @@ def uneven_cuts(case: Case, chunks: int) -> Iterator[list[int]]:
 
 
 def even_sizes(count: int, parts: int) -> list[int]:
-    """Return the sizes of equal parts; the first parts have one more if the number is not divisible."""
+    """Return the sizes of equal parts. If ``count`` does not divide evenly, the first parts have one more."""
     return [count // parts + (part < count % parts) for part in range(parts)]
 
 
 def equal_ends(case: Case) -> Planned:
-    """Torchtitan."""
+    """Return the plan "equal, ends": torchtitan's rule."""
     return case.plan(even(len(case.layers), case.num_ranks))
 
 
 def equal_any(case: Case) -> Planned | None:
-    """torchtitan, with the fastest of all schedules."""
+    """Return the plan "equal, any": torchtitan's cut with the fastest of torch's schedules; None if impossible."""
     plans = [case.plan(even(len(case.layers), case.num_ranks), name) for name in ("gpipe", "1f1b")]
     if 2 * case.num_ranks <= len(case.layers):
         starts = even(len(case.layers), 2 * case.num_ranks)
@@ -214,28 +215,28 @@ OF_TORCH = ("interleaved-1f1b", "looped-bfs", "interleaved-zb", "zb-v", "dualpip
 
 
 def parameters(case: Case) -> Planned:
-    """DeepSpeed."""
+    """Return the plan "parameters": DeepSpeed's default."""
     return case.plan(max_min(case.column("num_parameters"), case.num_ranks))
 
 
 def torchgpipe(case: Case) -> Planned:
-    """torchgpipe, which runs GPipe."""
+    """Return the plan "unit moves": torchgpipe's cut and GPipe."""
     return case.plan(unit_moves(case.work, case.num_ranks), "gpipe")
 
 
 def balanced(case: Case) -> Planned:
-    """The proposal for torch.distributed.pipelining."""
+    """Return the plan "balanced": the cut with the smallest bottleneck under 1F1B."""
     return case.plan(balance(case.work, case.num_ranks))
 
 
 def any_plans(case: Case) -> Iterator[Planned]:
-    """Yield all exact schedules and numbers of chunks on the best-balanced cut."""
+    """Yield a plan for each exact schedule and number of chunks, with the cut that has the smallest bottleneck."""
     for each in candidates(None, None, [case.num_ranks], [case.num_microbatches], most_stages=len(case.layers)):
         yield Planned(each.program, case.costs(balance(case.work, each.num_stages)))
 
 
 def any_schedule(case: Case, limit_bytes: float = math.inf) -> Planned | None:
-    """The fastest of these plans within a memory limit."""
+    """Return the plan "any": the fastest of `any_plans` within a memory limit; None if no plan fits."""
     return fastest(plan for plan in any_plans(case) if plan.most_bytes <= limit_bytes)
 
 
@@ -243,7 +244,7 @@ def any_schedule(case: Case, limit_bytes: float = math.inf) -> Planned | None:
 
 
 def ours(case: Case, limit_bytes: int | None = None) -> float:
-    """The simulated step of the plan that the search returns."""
+    """Return the simulated step of the plan that pipesched's search finds."""
     count = case.num_microbatches
     search = SearchRequest(
         Profile({1: case.graph}),
@@ -258,7 +259,7 @@ def ours(case: Case, limit_bytes: int | None = None) -> float:
 
 
 def steps_s(case: Case) -> dict[str, float]:
-    """Return the step of every planner. NaN: the planner has no plan."""
+    """Return the step of every planner's plan, keyed by planner; NaN if the planner has no plan."""
     plans = {name: planner(case) for name, planner in OTHERS.items()}
     chunks, limit_bytes = plans["equal, chunks"], balanced(case).most_bytes
     plans["any, lean"] = any_schedule(case, limit_bytes)
@@ -287,7 +288,7 @@ COLUMNS = (*OTHERS, "any, lean", "ours", "ours, lean", "ours = chunks")
 
 
 def cases(models: Sequence[str], ranks: Sequence[int], counts: Sequence[int]) -> Iterator[tuple[str, Case]]:
-    """Yield the cases of these models, numbers of ranks, and micro-batches per rank."""
+    """Yield (model, case) for all combinations of models, numbers of ranks, and micro-batches per rank."""
     for model in models:
         graph = table(TABLES[model]())
         for num_ranks in ranks:
@@ -315,7 +316,7 @@ def main() -> None:
 
 
 def summary(over: dict[str, list[float]]) -> None:
-    """Print the geometric mean and the worst case of each planner, and compare ours with it."""
+    """Print the geometric mean and the worst case of each planner, and compare pipesched with each of them."""
     print()
     for name, values in over.items():
         known = [value for value in values if not math.isnan(value)]
@@ -335,7 +336,7 @@ def summary(over: dict[str, list[float]]) -> None:
 
 
 def compare(own: str, rival: str, over: dict[str, list[float]]) -> None:
-    """Print how much faster one planner's steps are than another's."""
+    """Print how much faster the steps of one planner are than those of its rival."""
     pairs = zip(over[rival], over[own], strict=True)
     longer = [theirs / its for theirs, its in pairs if not math.isnan(theirs / its)]
     if longer:
@@ -345,7 +346,7 @@ def compare(own: str, rival: str, over: dict[str, list[float]]) -> None:
 
 
 def mean(values: Sequence[float]) -> float:
-    """The geometric mean."""
+    """Return the geometric mean."""
     return math.exp(sum(map(math.log, values)) / len(values))
 
 

@@ -34,7 +34,7 @@ CUTS = [("1f1b", 64, 1), ("interleaved-1f1b", 32, 2), ("zb-v", 32, 2)]
 
 
 def gpt(blocks: int, rows: int) -> "nx.DiGraph[str]":
-    """An embedding, blocks, a norm and the head, as a measured graph."""
+    """Return a graph with costs: an embedding, ``blocks`` blocks, a norm and the head."""
     graph: nx.DiGraph[str] = nx.DiGraph(parameters={})
     names = ["embed", *(f"blocks.{at}" for at in range(blocks)), "norm", "head"]
     for before, name in zip([None, *names], names, strict=False):
@@ -64,7 +64,7 @@ def gpt(blocks: int, rows: int) -> "nx.DiGraph[str]":
 
 
 def timed(work: Callable[[], Any]) -> tuple[float, Any]:
-    """Run the work; returns its processor seconds and its result."""
+    """Call ``work``; return the processor seconds that it takes and its result."""
     start = time.process_time()
     result = work()
     return time.process_time() - start, result

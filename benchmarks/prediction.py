@@ -76,19 +76,19 @@ class Residual(nn.Module):
 
 
 def gpt() -> nn.Sequential:
-    """Eight blocks and a head over a vocabulary."""
+    """Return a GPT of eight blocks and a head over a vocabulary."""
     options = {"dropout": 0.0, "batch_first": True, "norm_first": True, "activation": "gelu"}
     blocks = [nn.TransformerEncoderLayer(256, 4, 1024, **options) for _ in range(8)]
     return nn.Sequential(Tokens(2048, 256, 64), *blocks, nn.LayerNorm(256), nn.Linear(256, 2048))
 
 
 def convolutions() -> nn.Sequential:
-    """Residual blocks."""
+    """Return a chain of residual convolution blocks."""
     return nn.Sequential(nn.Conv2d(3, 32, 3, padding=1), *(Residual(32) for _ in range(8)), nn.Conv2d(32, 8, 1))
 
 
 def perceptron() -> nn.Sequential:
-    """Wide linear layers with activations between them."""
+    """Return wide linear layers with activations between them."""
     return nn.Sequential(*(layer for _ in range(12) for layer in (nn.Linear(768, 768), nn.GELU(), nn.LayerNorm(768))))
 
 
@@ -101,7 +101,7 @@ CHUNKS = {"interleaved-1f1b": 2, "zb-v": 2}
 
 
 class Case(NamedTuple):
-    """One configuration. In the sleeping model each stage is one layer."""
+    """A model, a schedule, and the sizes of a run. In the sleeping model each stage is one layer."""
 
     model: str
     schedule: str
@@ -111,12 +111,12 @@ class Case(NamedTuple):
 
     @property
     def key(self) -> str:
-        """The name of the case's profile."""
+        """The name of the profile that predicts this case."""
         return f"{self.model} on {self.ranks}"
 
     @property
     def program(self) -> Program:
-        """The program that runs."""
+        """The program of this case."""
         return schedules.get(self.schedule).program(self.ranks, self.microbatches)
 
     @property
@@ -132,7 +132,7 @@ class Case(NamedTuple):
             return model, x, torch.randn_like(model(x))
 
     def stages(self, profile: Profile) -> list[list[str]]:
-        """The layers of each stage, partitioned by the profile."""
+        """Return the names of the layers of each stage, as `pipesched.partition` cuts them by the profile."""
         if self.model == "sleeping":
             return [[str(stage)] for stage in range(self.program.num_stages)]
         return [list(names) for names in partition(profile.graph(self.rows), self.program.num_stages).stages]
@@ -155,13 +155,13 @@ SLEEPING = [
 
 
 def probed(rank: int, ranks: int) -> Overheads:
-    """Measure the overheads in each rank."""
+    """Measure the overheads of ``ranks`` processes. Runs on each rank."""
     wake_in_time()
     return pipesched.probe_overheads(mesh=init_device_mesh("cpu", (ranks,)))
 
 
 def write_profiles(path: Path, models: Sequence[str], processes: dict[int, Overheads]) -> None:
-    """Write the profiles of these models, with the machine's overheads for these numbers of ranks."""
+    """Measure these models, and the machine's overheads for these numbers of ranks; write both to ``path``."""
     torch.set_num_threads(1)
     wake_in_time()
     machines = {}
@@ -185,13 +185,13 @@ def write_profiles(path: Path, models: Sequence[str], processes: dict[int, Overh
 
 
 def layers_s(profile: Profile, rows: int) -> float:
-    """The time of all layers together."""
+    """Return the time of all layers together."""
     costs = profile.costs([list(profile.layers)], rows)
     return costs.forward_s[0] + costs.backward_s[0]
 
 
 def costs_of(case: Case, profiles: dict[str, Profile], ranks_are: RanksAre) -> Costs:
-    """The costs of the stages of a case, from the saved profiles."""
+    """Return the costs of the stages of a case, from the saved profiles."""
     profile = profiles[case.key]
     if case.model != "sleeping":
         return profile.costs(case.stages(profile), case.rows, ranks_are=ranks_are)
@@ -205,7 +205,7 @@ def costs_of(case: Case, profiles: dict[str, Profile], ranks_are: RanksAre) -> C
 
 
 class Running:
-    """An open pipeline of one case."""
+    """An open pipeline that runs the steps of one case."""
 
     def __init__(self, case: Case, profiles: dict[str, Profile], ranks_are: RanksAre) -> None:
         model, self.x, self.y = case.parts
@@ -225,7 +225,7 @@ class Running:
         self.sleeps = case.model == "sleeping"
 
     def step(self) -> tuple[Any, float]:
-        """Run a step; returns its trace, and the share of the step in which threads waited for cores."""
+        """Run a step; return its trace, and the share of the step in which threads waited for cores."""
         self.pipe.model.zero_grad()
         before_s = waited_s()
         self.pipe.step(self.x, target=self.y)
@@ -237,14 +237,14 @@ class Running:
 
 
 class Measured(NamedTuple):
-    """The makespans of the steps that count, in seconds, and the number of steps that do not."""
+    """The makespans of the used steps, in seconds, and the number of steps that were repeated."""
 
     makespans_s: list[float]
     disturbed: int
 
 
 def run_all(rank: int, cases: Sequence[Case], path: Path, ranks_are: RanksAre, steps: int) -> list[Measured]:
-    """Run all cases in each rank, some steps of each in turn.
+    """Run all cases on one rank, some steps of each in turn; return their measurements.
 
     Only one pipeline is open at a time, because the threads of a pipeline's process groups wake up all the time.
     """
@@ -261,7 +261,10 @@ def run_all(rank: int, cases: Sequence[Case], path: Path, ranks_are: RanksAre, s
 
 
 def taken(one: Running, before: Measured, steps: int) -> Measured:
-    """Run until ``steps`` steps count, repeating disturbed ones; at most twice as many steps run."""
+    """Run until ``steps`` steps are used, those in ``before`` included.
+
+    Disturbed steps are repeated, but at most twice the missing number of steps run; then disturbed steps are used.
+    """
     for _ in range(2):
         one.step()
     makespans_s, disturbed = list(before.makespans_s), before.disturbed
@@ -277,12 +280,12 @@ def taken(one: Running, before: Measured, steps: int) -> Measured:
 
 
 def read_profiles(path: Path) -> dict[str, Profile]:
-    """Read the saved profiles."""
+    """Return the saved profiles, keyed by `Case.key`."""
     return {name: Profile.from_dict(values) for name, values in json.loads(path.read_text()).items()}
 
 
 def show(cases: Sequence[Case], path: Path, ranks_are: RanksAre, steps: int) -> list[float]:
-    """Run each case and print a row; returns the absolute errors."""
+    """Run each case and print a row; return the absolute errors of the predictions."""
     runs: list[Measured] = []
     if ranks_are == "threads":
         runs = elsewhere(run_all, 0, cases, path, ranks_are, steps)
@@ -315,7 +318,7 @@ def main() -> None:
     parser.add_argument("--trim", action="store_true", help="let processes return freed memory to the system")
     args = parser.parse_args()
     if not args.trim:
-        keep_freed_memory()  # measurements run in processes that are started below
+        keep_freed_memory()  # applies to the processes that are started below, which measure
     print(machine())
     if "profile" in args.only:
         overheads = {ranks: in_ranks(ranks, probed, ranks)[0] for ranks in (RANKS, *args.ranks)}

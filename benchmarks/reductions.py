@@ -4,9 +4,10 @@
 
 The model is a GPT of 24 layers of width 2304 (1.7 billion parameters, the first row of Table 1 of Narayanan et al.
 2021), in bfloat16, with micro-batches of 4 x 2048 tokens on devices that reach 156 TFLOP/s. Each layer is a bucket. The
-replicas are connected by a ring of 25 GB/s. The table compares three rules for the start of a bucket: at the end of the
-stage's last backward, inside the last backward of every stage, and inside the last backward of the first stage only,
-which is the rule of pipesched. "hidden" is the share of the reductions' time in bubbles and under compute.
+replicas are connected by a ring of 25 GB/s. The table shows the step without reductions, and with three rules for the
+start of a stage's reductions: at the end of the stage's last backward, inside the last backward of every stage, and
+inside the last backward of the first stage only, which is the rule of pipesched. The last columns show, for pipesched's
+rule, the shares of the reductions' time in bubbles, under compute, and exposed.
 """
 
 import argparse
@@ -34,7 +35,7 @@ RULES: dict[str, Rule] = {
 
 
 def costs(num_stages: int, replicas: int) -> Costs:
-    """Return the costs of equal stages, with a bucket for each layer."""
+    """Return the costs of equal stages, with one bucket of gradients for each layer."""
     layers = max(1, NUM_LAYERS // num_stages)
     parameters = 12 * WIDTH**2
     forward_s = 2 * parameters * TOKENS / FLOP_S * NUM_LAYERS / num_stages
@@ -49,7 +50,7 @@ def costs(num_stages: int, replicas: int) -> Costs:
 
 
 def simulated(name: str, ranks: int, microbatches: int, replicas: int, rule: Rule) -> Trace:
-    """Simulate a step of a schedule in which ``rule`` returns the stages whose buckets start early."""
+    """Simulate a step of a schedule. ``rule`` returns the stages whose reductions start inside their last backward."""
     plain = schedules.get(name).program(ranks, microbatches)
     own = costs(plain.num_stages, replicas)
     with patch("pipesched.simulation.simulator.early_stages", rule):

@@ -31,7 +31,7 @@ MICROBATCHES = 8
 
 
 class Block(nn.Module):
-    """A block whose work grows with its depth."""
+    """A block whose work is proportional to its depth."""
 
     def __init__(self, width: int, sleep_s: float) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class Block(nn.Module):
 
 
 class Training:
-    """A pipeline with momentum SGD over equal parts of the model, and one batch for every step."""
+    """A pipeline with momentum SGD that starts with equal stages and trains on the same batch in each step."""
 
     def __init__(self, compute: bool) -> None:
         torch.manual_seed(0)
@@ -73,12 +73,12 @@ class Training:
         return seconds
 
     def grow(self) -> None:
-        """Make the last two blocks three times as slow."""
+        """Make the last two blocks take three times as long."""
         for block in self.blocks[-2:]:
             block.depth = 3.0
 
     def ask(self, steps: int, measure: bool) -> None:
-        """Train and call replan until it keeps the plan."""
+        """Train ``steps`` steps and call replan, again and again, until replan keeps the plan."""
         for _ in range(4):
             self.train(steps)
             done = self.pipe.replan(measure=measure)
@@ -88,7 +88,7 @@ class Training:
 
 
 def compare(pairs: int, steps: int, *, measure: bool, compute: bool) -> None:
-    """Run and print the whole comparison for one way to call replan."""
+    """Run the whole comparison for one way to call replan, and print the results."""
     run = Training(compute)
     pipe = run.pipe
     print("  equal blocks, the same number on each rank:")
@@ -125,7 +125,7 @@ def compare(pairs: int, steps: int, *, measure: bool, compute: bool) -> None:
 
 
 def main() -> None:
-    """Run both ways to call replan."""
+    """Run the comparison for both ways to call replan."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--pairs", type=int, default=25)
     parser.add_argument("--steps", type=int, default=6)

@@ -1,8 +1,10 @@
-"""Replica memory: compares held and sent bytes with the prediction: `python benchmarks/replica_memory.py`.
+"""Replica memory: compares the memory of each rank, and the bytes that it sends to other replicas, with predictions.
 
-Four gloo ranks form 2 replicas of 2 ranks, or 4 replicas of 1 rank. A row shows the smallest and the largest ratio of
-predicted to held bytes over the ranks, in the second step, and the bytes that a rank sends to the other replicas in a
-step. `--schedules 1f1b zb-v` and `--model gpt` choose cases.
+    python benchmarks/replica_memory.py [--schedules 1f1b zb-v] [--model gpt]
+
+Four gloo ranks form 2 replicas of 2 ranks, or 4 replicas of 1 rank. A row of the table shows the largest peak memory of
+a rank in the second step ("Held"), the smallest and the largest ratio of predicted to measured memory over the ranks,
+and the measured and predicted bytes that the first rank sends to the other replicas in a step.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Replicas: training in replicas of a pipeline, compared bit by bit with a plain loop over all micro-batches.
+"""Replicas: trains replicas of a pipeline, and compares them bit by bit with a plain loop over all micro-batches.
 
     python benchmarks/replicas.py [--schedules 1f1b zb-v] [--zero 3]
 
@@ -6,8 +6,9 @@ Four processes train two models for two steps: one with dropout, and one with dr
 unequal numbers of labels in the replicas. The cases are all combinations of model, mesh (2 replicas of 2 ranks, 4 of 1,
 1 of 4), schedule, optimizer (the pipeline's, with clipping; or none, so that gradients accumulate over the steps),
 ``inputs=`` and, with several replicas and an optimizer, ``zero=``. The losses, and all weights, gradients and buffers
-must be bit-identical to those of ``reference_step(num_replicas=)``; those of chimera, whose weights lie on several
-ranks, agree within rounding. Prints the differing values of each case, and the number of REDUCE actions of a step.
+must be bit-identical to those of ``reference_step(num_replicas=)``. The values of chimera, which stores two copies of
+the weights, must be equal within rounding. The script prints the differing values of each case, and the number of
+REDUCE actions in a step.
 """
 
 import argparse

@@ -1,17 +1,21 @@
-"""Resume: runs that stop after 10 steps and continue under another plan, compared bit by bit with 20 steps of a loop.
+"""Resume: stops runs after 10 steps, resumes them under another plan, and compares them with 20 steps of a loop.
 
     python benchmarks/resume.py [--most 50] [--only pairwise | replicas | zero]
 
-The plans before and after the stop vary in five factors: 1 to 4 ranks; 1f1b, interleaved-1f1b, zb-v or zb-h1; one
-process or a mesh; a separate optimizer or ``optimizer=``; checkpointing "never", "always" or by layer. The cases are
-pairwise: every combination of values of any two factors occurs at least once. The model has tied weights, BatchNorm and
-dropout; AdamW has a learning rate scheduler. The script compares losses, weights, buffers, optimizer states and
-learning rates. All cases run in the same processes.
+There are three groups of cases. The script compares losses, weights, buffers, optimizer states and learning rates bit
+by bit. The model has tied weights, BatchNorm and dropout; AdamW has a learning rate scheduler. All cases run in the
+same processes.
 
-Further cases begin or end with 2 or 4 replicas. Where the number of replicas changes, the loop adds the gradients as
-the replicas do: as before the stop in its first 10 steps, as after it in the others. Then follow all pairs of 2
-replicas of 2 ranks and 4 replicas of 1 rank, each with zero=0, 1, 2 and 3, of one pipeline of 4 ranks, and of one
-process, where one of the two divides states over replicas.
+Group "pairwise": the plans before and after the stop vary in five factors: 1 to 4 ranks; 1f1b, interleaved-1f1b, zb-v
+or zb-h1; one process or a mesh; a separate optimizer or ``optimizer=``; checkpointing "never", "always" or by layer.
+Every combination of values of any two factors occurs at least once.
+
+Group "replicas": runs begin or end with 2 or 4 replicas. If the number of replicas changes, the loop also changes the
+order in which it adds gradients: its first 10 steps use the order of the replicas before the stop, the other steps use
+the order of the replicas after the stop.
+
+Group "zero": runs begin or end with states that replicas divide. All pairs of the following plans run: 2 replicas of 2
+ranks and 4 replicas of 1 rank, each with zero=0, 1, 2 and 3; one pipeline of 4 ranks; and one process.
 """
 
 import argparse
@@ -34,7 +38,7 @@ def main() -> None:
     """Run all cases and print their number and the differences."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--most", type=int, default=None, help="the most cases to run; default: all")
-    parser.add_argument("--only", choices=CASES, help="run only these cases; default: all")
+    parser.add_argument("--only", choices=CASES, help="run only this group of cases; default: all groups")
     args = parser.parse_args()
     warnings.filterwarnings("ignore", message="BatchNorm sees one micro-batch")
     begin = time.perf_counter()

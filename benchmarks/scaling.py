@@ -1,11 +1,11 @@
-"""Scaling: simulates and measures weak scaling with identical stages and 2 micro-batches for each rank.
+"""Scaling: simulates and measures weak scaling, with identical stages and 2 micro-batches for each rank.
 
     python benchmarks/scaling.py [--ranks 2 4 8 16 64 256 1024] [--measured 2 4 8 16] [--steps 9] [--picture FILE]
 
-F, I and W take 10 ms each on every stage. The simulation gives the makespan, the bubble, and the efficiency (the time
-of a rank's actions divided by the makespan). The measurement, with bare sleeping stages and a process for each rank
-(see sleeping.py), gives the median makespan, its efficiency, and measured / simulated. --picture draws the
-efficiencies.
+F, I and W take 10 ms each on every stage. For the simulation, the script prints the makespan, the bubble, and the
+efficiency (the time of a rank's actions divided by the makespan). For the measurement, with bare sleeping stages and a
+process for each rank (see sleeping.py), it prints the median makespan, its efficiency, and measured / simulated.
+--picture draws the efficiencies.
 """
 
 import argparse
@@ -41,7 +41,7 @@ class Row(NamedTuple):
 
 
 def simulated(name: str, num_ranks: int, measured_s: float | None) -> Row:
-    """Simulate one row."""
+    """Simulate a schedule on ``num_ranks`` ranks, and return the row of the table."""
     program = schedules.get(name).program(num_ranks, 2 * num_ranks)
     trace = simulate(program, Costs.uniform(program.num_stages, **lengths()))
     work_s = 3 * SECONDS * program.num_microbatches * program.num_stages / num_ranks
@@ -49,7 +49,7 @@ def simulated(name: str, num_ranks: int, measured_s: float | None) -> Row:
 
 
 def draw(rows: list[Row], path: str) -> None:
-    """Draw the efficiency over the number of ranks: a line for each schedule, points for measured values."""
+    """Draw the efficiency over the number of ranks and save the picture: a line for each schedule, measured points."""
     from matplotlib.figure import Figure
 
     axes = (figure := Figure(figsize=(8, 4.5), layout="constrained")).add_subplot()

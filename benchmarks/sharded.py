@@ -1,4 +1,4 @@
-"""Sharded: steps of 2x2 gloo ranks (2 replicas of 2 ranks), 8 blocks divided over the replicas, and 8 micro-batches.
+"""Sharded: compares ways to divide weights and states over 2 replicas of 2 gloo ranks, with 8 blocks.
 
     python benchmarks/sharded.py [--pairs 15] [--schedules 1f1b interleaved-1f1b zb-h1 zb-v] [--width 256] [--tokens 8]
 
@@ -59,13 +59,13 @@ class Block(nn.Module):
 
 
 def blocks(width: int) -> nn.Sequential:
-    """All layers of the model."""
+    """Return all layers of the model."""
     torch.manual_seed(0)
     return nn.Sequential(*(Block(width) for _ in range(BLOCKS)))
 
 
 def sharded(module: nn.Module, shards: DeviceMesh, **options: Any) -> nn.Module:
-    """Shard each block, and then the stage, which has no weights of its own."""
+    """Call fully_shard on each block and then on the stage, which has no weights of its own; return the stage."""
     for part in list(module.modules()):
         if isinstance(part, Block):
             fully_shard(part, mesh=shards, **options)
@@ -73,7 +73,7 @@ def sharded(module: nn.Module, shards: DeviceMesh, **options: Any) -> nn.Module:
 
 
 class Variant(NamedTuple):
-    """A way to train: a step with its update, the modules with the weights, and the pipeline if it is ours."""
+    """A way to train: a function that runs a step and an update, the trained modules, and pipesched's pipeline."""
 
     step: Callable[[], Any]
     modules: list[nn.Module]
@@ -81,12 +81,12 @@ class Variant(NamedTuple):
 
 
 def adamw(parameters: Iterable[nn.Parameter]) -> optim.AdamW:
-    """The optimizer of all variants."""
+    """Return the optimizer that all variants use."""
     return optim.AdamW(parameters, lr=1e-3, foreach=False)
 
 
 def pipeline(name: str, width: int, mesh: DeviceMesh, rows: int, **options: Any) -> Pipeline:
-    """Make a pipeline of the blocks."""
+    """Make pipesched's pipeline of the blocks."""
     count = RANKS * CHUNKS[name]
     return Pipeline(
         blocks(width),
@@ -101,7 +101,7 @@ def pipeline(name: str, width: int, mesh: DeviceMesh, rows: int, **options: Any)
 
 
 def own(name: str, mesh: DeviceMesh, batch: tuple[Tensor, Tensor], gather_once: bool) -> Variant:
-    """Make our pipeline, with stages that fully_shard divides."""
+    """Make the variant with pipesched's pipeline and stages that fully_shard divides."""
     x, y = batch
     shards = mesh["shard"]
     pipe = pipeline(
@@ -123,7 +123,7 @@ def own(name: str, mesh: DeviceMesh, batch: tuple[Tensor, Tensor], gather_once: 
 
 
 def divided(name: str, mesh: DeviceMesh, batch: tuple[Tensor, Tensor], zero: Literal[1, 2]) -> Variant:
-    """Make our pipeline, with updates divided over the replicas."""
+    """Make the variant with pipesched's pipeline and ``Distributed(zero=...)``."""
     x, y = batch
     axes = {"pipeline": "pp", "replicate": "shard"}
     pipe = pipeline(
@@ -133,7 +133,7 @@ def divided(name: str, mesh: DeviceMesh, batch: tuple[Tensor, Tensor], zero: Lit
 
 
 def rival(name: str, mesh: DeviceMesh, batch: tuple[Tensor, Tensor]) -> Variant:
-    """Make torch's pipeline, with stages that fully_shard divides."""
+    """Make the variant with torch's pipeline and stages that fully_shard divides."""
     x, y = batch
     made, chunks, in_a_v = RIVALS[name]
     ranks = mesh["pp"]
@@ -159,20 +159,20 @@ def rival(name: str, mesh: DeviceMesh, batch: tuple[Tensor, Tensor]) -> Variant:
 
 
 def weights_of(variant: Variant) -> list[Tensor]:
-    """The whole weights of this rank, sorted, because chunks lie in different orders."""
+    """Return the whole weights of this rank, sorted, because pipesched and torch store chunks in different orders."""
     held = [parameter.detach() for module in variant.modules for parameter in module.parameters()]
     whole = [weight.full_tensor() if isinstance(weight, DTensor) else weight for weight in held]
     return sorted((weight.clone() for weight in whole), key=lambda weight: (weight.numel(), float(weight.abs().sum())))
 
 
 def weight_gradient_s(pipe: Pipeline) -> float:
-    """The seconds of the W actions of a rank in the last step, on average."""
+    """Return the seconds that the W actions of a rank took in the last step, averaged over the ranks."""
     spans = pipe.gather_trace().spans
     return sum(span.end_s - span.start_s for span in spans if span.action.kind is Kind.W) / RANKS
 
 
 def compare(rank: int, name: str, pairs: int, width: int, tokens: int) -> str:
-    """Compare the variants under one schedule; returns the lines to print."""
+    """Compare the variants under one schedule; return the table rows as text."""
     mesh = init_device_mesh("cpu", (REPLICAS, RANKS), mesh_dim_names=("shard", "pp"))
     torch.manual_seed(1 + mesh["shard"].get_local_rank())
     x, y = torch.randn(2, M * tokens, width)

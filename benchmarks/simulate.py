@@ -36,14 +36,14 @@ UNKNOWN = ("UNSHARD", "RESHARD", "REDUCE_GRAD")
 
 
 def timed(work: Callable[[], Any]) -> tuple[float, Any]:
-    """Run the work; returns its seconds and its result."""
+    """Call ``work``; return the seconds that it takes and its result."""
     start = time.perf_counter()
     result = work()
     return time.perf_counter() - start, result
 
 
 def ours(name: str, ranks: int, microbatches: int, chunks: int, lowered: bool) -> dict[str, Any]:
-    """Build, validate, lower and simulate."""
+    """Build, validate, lower and simulate a program in pipesched; return the times, the counts and the peak memory."""
     from pipesched import Costs, lower, schedules, simulate, validate
 
     schedule = schedules.get(name)
@@ -64,7 +64,7 @@ def ours(name: str, ranks: int, microbatches: int, chunks: int, lowered: bool) -
 
 
 def peer(name: str, ranks: int, microbatches: int, chunks: int) -> dict[str, Any]:
-    """Run torch's constructor and simulation, with the stage stand-in of torch's own plot tool."""
+    """Build and simulate the schedule in torch, with the fake stages of torch's own plot tool; return the times."""
     from unittest import mock
 
     from torch.distributed.pipelining import PipelineStage
@@ -80,13 +80,13 @@ def peer(name: str, ranks: int, microbatches: int, chunks: int) -> dict[str, Any
         rank: [a for a in actions if a is not None and a.computation_type.name not in UNKNOWN]
         for rank, actions in order.items()
     }
-    print(json.dumps({"steps": steps}), flush=True)  # the result if the simulation below fails or takes too long
+    print(json.dumps({"steps": steps}), flush=True)  # used if the simulation fails
     steps["simulate"], _ = timed(lambda: _simulate_comms_compute(known, lambda s: s % ranks, ranks * chunks))
     return {"steps": steps, "all actions": sum(map(len, known.values()))}
 
 
 def in_a_process(who: str, shape: tuple[Any, ...], limit_s: float) -> dict[str, Any]:
-    """Run one side in a fresh process; the last line that it prints is its result."""
+    """Run one side in a fresh process and return its result, which is the last line that it prints."""
     command = [sys.executable, __file__, "--run", json.dumps([who, *shape])]
     note = ""
     try:
@@ -97,12 +97,12 @@ def in_a_process(who: str, shape: tuple[Any, ...], limit_s: float) -> dict[str, 
     except subprocess.TimeoutExpired as stopped:
         output = (stopped.stdout or b"").decode()
         note = f"not done after {limit_s:.0f} s"
-    lines = [line for line in output.splitlines() if line.startswith('{"steps')]  # the peer prints much more
+    lines = [line for line in output.splitlines() if line.startswith('{"steps')]  # torch prints much more
     return {**(json.loads(lines[-1]) if lines else {"steps": {}}), "note": note}
 
 
 def row(label: str, result: dict[str, Any]) -> str:
-    """One line of the table."""
+    """Return a line of the table."""
     steps, total = result["steps"], sum(result["steps"].values())
     times = "".join(f"{steps[step]:>10.3f}" if step in steps else " " * 10 for step in STEPS)
     rate = f"{result['all actions'] / total:>12,.0f}" if "all actions" in result else " " * 12
@@ -114,7 +114,7 @@ STEPS = ("build", "validate", "lower", "simulate")
 
 
 def medians(results: list[dict[str, Any]]) -> dict[str, Any]:
-    """The run with the median total."""
+    """Return the run with the median total time, with the range of all totals as its note."""
     totals = [sum(result["steps"].values()) for result in results]
     middle = sorted(totals)[len(totals) // 2]
     chosen = results[totals.index(middle)]
@@ -151,8 +151,8 @@ def main() -> None:
         for side, results in zip(("pipesched", "torch"), zip(*pairs, strict=True), strict=True):
             print(row(f"{label} {side}", medians(list(results))), flush=True)
         ratios = [sum(b["steps"].values()) / sum(a["steps"].values()) for a, b in pairs]
-        if all("all actions" in b for _, b in pairs):  # else a run failed, as its row shows
-            print(f"{'':<38}ours is {median(ratios):.1f}x faster ({min(ratios):.1f}x to {max(ratios):.1f}x)")
+        if all("all actions" in b for _, b in pairs):  # otherwise a run failed, and its row shows the reason
+            print(f"{'':<38}torch takes {median(ratios):.1f} times as long ({min(ratios):.1f} to {max(ratios):.1f})")
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ Each rank is a process; messages use gloo. The forward, the input gradient and t
 after they began (a whole backward: 20 ms); in the meantime the processor is free. There are three kinds of cases:
 
 - "layers": modules with a small product, run by Pipeline(mesh=...).
-- "bare": stages that only sleep and pass on a tensor of the same size, to measure the executor alone: order,
+- "bare": stages that only sleep and return a tensor of the same size, to measure the executor alone: order,
   interpreter and messages.
 - "floor": processes that run the same orders without pipesched's executor, to measure the machine alone. Each process
   only sleeps for each action and sends each message over a plain socket.
@@ -48,7 +48,7 @@ ROWS, WIDTH = 16, 256  # of a micro-batch: the smallest product whose weight gra
 
 
 class Clock:
-    """Times the current action: a wait ends at a deadline, regardless of the work before it."""
+    """A clock for the current action. Its waits end at fixed times after the action's start, whatever ran before."""
 
     def __init__(self, seconds: float = SECONDS) -> None:
         self.seconds = seconds
@@ -60,13 +60,13 @@ class Clock:
         self.began_s = time.perf_counter()
 
     def wait(self, parts: int = 1) -> None:
-        """Wait until the action, or ``parts`` parts of it, has taken its time. The next part starts then."""
+        """Sleep until ``parts`` parts of the action have taken their time, counted from the action's start."""
         self.began_s += parts * self.seconds
         time.sleep(max(0.0, self.began_s - time.perf_counter()))
 
 
 class Edge(torch.autograd.Function):
-    """Marks the begin or the end of a layer; in the backward the two are exchanged."""
+    """An identity function that marks the begin or the end of a layer. The backward begins at the end of the layer."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, clock: Clock, entering: bool) -> Tensor:
@@ -75,7 +75,7 @@ class Edge(torch.autograd.Function):
             clock.begin()
         else:
             clock.wait()
-        return x.clone()  # not a view, which torch's split backward refuses as a stage's output
+        return x.clone()  # not a view: torch's split backward does not accept a view as a stage's output
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
@@ -89,7 +89,7 @@ class Edge(torch.autograd.Function):
 
 
 class Sleeping(nn.Module):
-    """A layer that takes the same time in F, in I, and in W, when its weight gradient arrives. Default: 10 ms."""
+    """A layer whose F, I and W each take ``seconds`` (default: 10 ms). A hook on the weight sleeps during W."""
 
     def __init__(self, seconds: float = SECONDS) -> None:
         super().__init__()
@@ -110,7 +110,7 @@ class Sleeping(nn.Module):
 
 
 class Bare:
-    """A stage that only sleeps; its output is a ready-made tensor with the size of the layer."""
+    """A stage that only sleeps. Its output is a constant tensor with the size of the layer's output."""
 
     def __init__(self, index: int) -> None:
         tensor = torch.zeros(ROWS, WIDTH, requires_grad=True)
@@ -144,7 +144,7 @@ class Bare:
 
 
 class WholePipeline:
-    """Sleeping layers, run by Pipeline."""
+    """A complete Pipeline with sleeping layers: the case "layers"."""
 
     def __init__(self, name: str, num_ranks: int) -> None:
         m = 2 * num_ranks
@@ -174,7 +174,7 @@ class WholePipeline:
 def beside_torch(
     rank: int, names: list[str], num_ranks: int, pairs: int
 ) -> list[tuple[list[float], list[float], bool]]:
-    """Run in each rank: the seconds of our and torch's steps, in turn, and whether gradients agree, by schedule."""
+    """Run pipesched and torch in turn. For each schedule, return (our seconds, torch's seconds, gradients agree)."""
     wake_in_time()
     found = []
     for name in names:
@@ -194,7 +194,7 @@ def beside_torch(
 
 
 def show_beside_torch(names: list[str], num_ranks: int, pairs: int) -> None:
-    """Print a row for each schedule: wall times of a step on the slowest rank."""
+    """Print a row for each schedule, with the wall times of a step on the slowest rank."""
     for name, *results in zip(names, *in_ranks(num_ranks, beside_torch, names, num_ranks, pairs), strict=True):
         (ours, theirs, _), simulated = results[0], predicted(name, num_ranks)
         times = "".join(f"{median(each) / simulated:14.3f}" for each in (ours, theirs))
@@ -203,7 +203,7 @@ def show_beside_torch(names: list[str], num_ranks: int, pairs: int) -> None:
 
 
 class BareStages:
-    """Bare stages, run by the process executor alone."""
+    """The process executor with bare stages: the case "bare"."""
 
     def __init__(self, name: str, num_ranks: int) -> None:
         self.program = schedules.get(name).program(num_ranks, 2 * num_ranks)
@@ -223,7 +223,7 @@ class BareStages:
 
 
 class Floor:
-    """Sleeps for each action and sends each message over a plain socket; the executor only collects the spans."""
+    """The case "floor": sleeps for each action, sends messages over plain sockets; the executor only collects spans."""
 
     def __init__(self, name: str, num_ranks: int) -> None:
         self.program = lower(schedules.get(name).program(num_ranks, 2 * num_ranks))
@@ -261,7 +261,7 @@ KINDS = {"floor": Floor, "bare": BareStages, "layers": WholePipeline}
 
 
 class Figures(NamedTuple):
-    """The makespans of the steps, one step's lost time between actions, and processor seconds for each action."""
+    """The makespans of all steps, the delays between the actions of one step, and processor seconds for each action."""
 
     makespans_s: list[float]
     lost: Delays
@@ -269,7 +269,7 @@ class Figures(NamedTuple):
 
 
 def measured(rank: int, kind: str, name: str, num_ranks: int, steps: int) -> Figures:
-    """Measure one case in each rank."""
+    """Measure one case. Runs on each rank."""
     run = KINDS[kind](name, num_ranks)
     run.step()
     makespans, work_s = [], 0.0
@@ -285,7 +285,7 @@ def measured(rank: int, kind: str, name: str, num_ranks: int, steps: int) -> Fig
 
 
 def all_measured(rank: int, cases: list[tuple[str, str]], num_ranks: int, steps: int) -> list[Figures]:
-    """Measure all (kind, schedule) cases in each rank."""
+    """Measure all (kind, schedule) cases. Runs on each rank."""
     wake_in_time()
     return [measured(rank, *case, num_ranks, steps) for case in cases]
 
@@ -308,12 +308,12 @@ def wake_in_time() -> None:
 
 
 def lengths() -> dict[str, float]:
-    """The action times, as arguments of Costs.uniform."""
+    """Return the action times as keyword arguments of Costs.uniform."""
     return dict.fromkeys(("forward_s", "input_grad_s", "weight_grad_s"), SECONDS)
 
 
 def predicted(name: str, num_ranks: int) -> float:
-    """The simulated makespan."""
+    """Return the simulated makespan, in seconds."""
     program = schedules.get(name).program(num_ranks, 2 * num_ranks)
     return simulate(program, Costs.uniform(program.num_stages, **lengths())).makespan_s
 

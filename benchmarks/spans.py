@@ -1,11 +1,11 @@
-"""Spans: measures the cost of recording the start and the end of an action, and the share of a step that this takes.
+"""Spans: measures the time to record the start and the end of an action, and the share of a step that this takes.
 
     python benchmarks/spans.py [--steps 15]
 
 "a span" is the work of the interpreter's loop for one record: two time stamps and storing them, compared with an empty
 loop; on a GPU, two events of a stream. "share" is this cost times the number of spans of all ranks, including sends and
 receives, divided by the time of the step; the limit is 1 %. "read" is the time to build the last step's trace from the
-stamps; this happens when the trace is read.
+time stamps, which happens when a script reads ``pipe.trace``.
 """
 
 import argparse
@@ -26,7 +26,7 @@ _ALLOWED = 0.01
 
 
 def span_s(device: torch.device) -> float:
-    """The seconds for the stamps of one span: the median of nine loops."""
+    """Return the seconds that it takes to record one span: the median of nine loops."""
     streams = streams_for(device)
     loops = _LOOPS if device.type == "cpu" else _LOOPS // 100
     order = list(range(loops))
@@ -50,7 +50,7 @@ def _empty(order: list[int]) -> float:
 
 
 def blocks(width: int, count: int) -> nn.Module:
-    """Equal feed-forward blocks."""
+    """Return ``count`` equal feed-forward blocks."""
     return nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(count)))
 
 

@@ -1,4 +1,4 @@
-"""Split backward: compares the time of I + W with that of a whole backward B on one stage, with identical gradients.
+"""Split backward: compares the time of I + W with the time of a whole backward B on one stage.
 
     python benchmarks/split_backward.py [--pairs 40]
 
@@ -40,7 +40,7 @@ class Block(nn.Module):
 
 
 class Scale(torch.autograd.Function):
-    """x * weight, with both gradients in one hand-written backward."""
+    """An autograd.Function that computes x * weight; its backward computes both gradients at once."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -77,7 +77,7 @@ class Recurrent(nn.Module):
 
 
 class Attention(nn.Module):
-    """torch's own multi-head attention, whose products are inside one function."""
+    """nn.MultiheadAttention, which runs all its matrix products in a single torch function."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ class Attention(nn.Module):
 
 
 class Twice(nn.Module):
-    """One weight that two products use."""
+    """A layer that uses the same weight in two products."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ class Twice(nn.Module):
 
 
 def hooked(width: int) -> nn.Module:
-    """A linear layer on which all kinds of hooks are registered."""
+    """Return a linear layer with one hook of each kind."""
     layer = nn.Sequential(nn.Linear(width, width), nn.Linear(width, width))
     for parameter in layer.parameters():
         parameter.register_hook(lambda grad: grad * 0.5)
@@ -109,7 +109,7 @@ def hooked(width: int) -> nn.Module:
 
 
 def stack(width: int, depth: int) -> nn.Module:
-    """A sequence of transformer blocks."""
+    """Return a sequence of transformer blocks."""
     return nn.Sequential(*(Block(width) for _ in range(depth)))
 
 
@@ -141,7 +141,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor], bool]] = {
 
 
 class Bench:
-    """One stage that runs with a full and with a split backward."""
+    """One stage, which runs a micro-batch with a whole or with a split backward."""
 
     def __init__(self, build: Callable[[], nn.Module], sample: Callable[[], Tensor], checkpointed: bool) -> None:
         torch.manual_seed(0)
@@ -153,7 +153,7 @@ class Bench:
         self.stage.begin(StepData(0, 0, []))
 
     def run(self, split: bool) -> tuple[float, float]:
-        """Run a micro-batch; returns the time of F, and that of the backward."""
+        """Run a micro-batch; return the seconds of F, and the seconds of the backward."""
         stage = self.stage
         start = time.perf_counter()
         output = stage.forward(0, self.given, split=split, checkpointed=self.checkpointed)
@@ -170,13 +170,13 @@ class Bench:
         return middle - start, time.perf_counter() - middle
 
     def grads(self, split: bool) -> list[Tensor]:
-        """The gradients of one run."""
+        """Run a micro-batch and return its gradients."""
         self.module.zero_grad()
         self.run(split)
         return [parameter.grad for parameter in self.module.parameters()]
 
     def ratios(self, pairs: int) -> tuple[Ratio, Ratio]:
-        """The ratio of split to full: of the backward alone, and with F."""
+        """Return two ratios of split to whole runs: of the time of the backward, and of the time of F and backward."""
         split, whole = [], []
         for _ in range(pairs):
             split.append(self.run(split=True))
@@ -204,7 +204,7 @@ def main() -> None:
 
 
 def backward_ms(bench: Bench) -> float:
-    """The time of one backward in ms."""
+    """Return the time of one whole backward in ms."""
     return bench.run(split=False)[1] * 1e3
 
 

@@ -34,7 +34,7 @@ from pipesched.runtime.transport import sockets
 from pipesched.runtime.transport.sockets import SocketPort
 from pipesched.testing import reference_step
 
-PATIENCE_S = 20.0  # for clients to connect
+PATIENCE_S = 20.0  # the time for clients to connect
 GREETING_BYTES = 32
 NOBODY = 65534
 
@@ -46,7 +46,7 @@ Say = Callable[[int], bytes]
 
 
 def dial(address: Address, *, receive_bytes: int = 0) -> socket.socket | None:
-    """Connect to a rank; return None if its backlog is full or the rank has ended."""
+    """Connect to a rank and return the socket; None if the rank's backlog is full or the rank has ended."""
     connection = socket.socket(socket.AF_UNIX if isinstance(address, str) else socket.AF_INET)
     if receive_bytes:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
@@ -61,7 +61,7 @@ def dial(address: Address, *, receive_bytes: int = 0) -> socket.socket | None:
 def holding(
     addresses: list[Address], say: Say = lambda _: b"", *, many: int = 100, receive_bytes: int = 0
 ) -> Iterator[int]:
-    """Open ``many`` connections to each address, send something, keep them open. Refused connections are retried."""
+    """Open ``many`` connections to each address, send ``say``, and keep them open. Retry refused connections."""
     held: list[socket.socket] = []
     for number in count():
         if number < many * len(addresses):
@@ -76,7 +76,7 @@ def holding(
 
 
 def passing(addresses: list[Address], say: Say, *, hold: int = 0, reset: bool = False) -> Iterator[int]:
-    """Connect, send and disconnect in a loop; the last ``hold`` stay open. reset: close with a TCP reset."""
+    """Connect, send and disconnect in a loop. The last ``hold`` connections stay open. ``reset``: use a TCP reset."""
     held: list[socket.socket] = []
     for number in count():
         saying = say(number)
@@ -112,17 +112,17 @@ def as_nobody(addresses: list[Address]) -> Iterator[int]:
 
 
 def in_memory(addresses: list[Address]) -> list[Address]:
-    """The addresses of Unix sockets."""
+    """Return the addresses that belong to Unix sockets."""
     return [address for address in addresses if isinstance(address, str)]
 
 
 def greeting(number: int) -> bytes:
-    """The greeting of a rank, with a wrong secret word."""
+    """Return the greeting of a rank, with a wrong secret word."""
     return struct.pack("<qq16s", number % 3, number // 3 % 12, b"not the word")
 
 
 def replaying(addresses: list[Address], folder: Path) -> Iterator[int]:
-    """Repeat greetings of the ranks, as if overheard on the network."""
+    """Send greetings of the ranks again, as if a client had recorded them on the network."""
 
     def overheard(number: int) -> bytes:
         with suppress(OSError):
@@ -135,32 +135,32 @@ def replaying(addresses: list[Address], folder: Path) -> Iterator[int]:
 
 
 def garbage(number: int) -> bytes:
-    """Random bytes."""
+    """Return random bytes."""
     return random.Random(number).randbytes(1 << 16)
 
 
 KINDS: dict[str, tuple[str, Callable[[list[Address], Path], Iterator[int]]]] = {
-    "half-open": ("100 connections with each listener that say nothing", lambda to, _: holding(to)),
-    "drip": ("a byte of a greeting every 0.2 s", lambda to, _: dripping(to)),
-    "flood": ("connects without end, and holds 500", lambda to, _: passing(to, lambda _: b"", hold=500)),
-    "unfinished": ("31 of the 32 bytes of a greeting", lambda to, _: holding(to, lambda _: bytes(GREETING_BYTES - 1))),
-    "wrong-word": ("greets as each rank, without the word", lambda to, _: passing(to, greeting, hold=50)),
-    "garbage": ("64 KiB of noise, without end", lambda to, _: passing(to, garbage)),
-    "leaving": ("connects and leaves at once", lambda to, _: passing(to, lambda _: b"", reset=True)),
-    "huge": ("lengths of 2**63 - 1", lambda to, _: passing(to, lambda _: (b"\xff" * 7 + b"\x7f") * 64, hold=50)),
-    "memory": ("300 silent connections with each abstract socket", lambda to, _: holding(in_memory(to), many=300)),
+    "half-open": ("opens 100 silent connections to each listener", lambda to, _: holding(to)),
+    "drip": ("sends one byte of a greeting every 0.2 s", lambda to, _: dripping(to)),
+    "flood": ("connects endlessly, and holds 500 connections", lambda to, _: passing(to, lambda _: b"", hold=500)),
+    "unfinished": ("31 of 32 bytes of a greeting", lambda to, _: holding(to, lambda _: bytes(GREETING_BYTES - 1))),
+    "wrong-word": ("greets as each rank, without the key", lambda to, _: passing(to, greeting, hold=50)),
+    "garbage": ("sends blocks of 64 KiB of noise endlessly", lambda to, _: passing(to, garbage)),
+    "leaving": ("connects and closes immediately", lambda to, _: passing(to, lambda _: b"", reset=True)),
+    "huge": ("sends lengths of 2**63 - 1", lambda to, _: passing(to, lambda _: (b"\xff" * 7 + b"\x7f") * 64, hold=50)),
+    "memory": ("opens 300 silent connections to each abstract socket", lambda to, _: holding(in_memory(to), many=300)),
     "other-user": ("floods abstract sockets as another user", lambda to, _: as_nobody(to)),
-    "replayed": ("repeats the greetings of the ranks", replaying),
+    "replayed": ("repeats recorded greetings of the ranks", replaying),
     "slow-reader": (
-        "half a greeting, and reads nothing",
+        "sends half a greeting and reads nothing",
         lambda to, _: holding(to, lambda _: bytes(16), receive_bytes=1),
     ),
-    "later": ("connects after the first step, and holds", lambda to, _: holding(to, greeting)),
+    "later": ("connects after the first step, and stays connected", lambda to, _: holding(to, greeting)),
 }
 
 
 def attack(kind: str, folder: Path, num_ranks: int) -> None:
-    """Run in a separate process: wait for the ranks' addresses, and attack them until the process is stopped."""
+    """Wait for the ranks' addresses, and attack them until this process is stopped."""
     paths = [folder / f"address-{rank}" for rank in range(num_ranks)]
     if kind == "later":
         paths.append(folder / "started")
@@ -180,7 +180,7 @@ def attack(kind: str, folder: Path, num_ranks: int) -> None:
 
 
 def until(done: Callable[[], bool]) -> None:
-    """Wait until a condition holds, at most PATIENCE_S."""
+    """Wait until ``done()`` is true, for at most PATIENCE_S."""
     end_s = time.monotonic() + PATIENCE_S
     while not done() and time.monotonic() < end_s:
         time.sleep(0.01)
@@ -195,7 +195,7 @@ def write(path: Path, text: str) -> None:
 
 
 class Overheard:
-    """Records the greetings that ranks send to each other."""
+    """Records the greetings that this rank sends to other ranks."""
 
     def __init__(self, form: struct.Struct) -> None:
         self.form, self.path, self.said = form, Path(os.devnull), b""
@@ -220,7 +220,7 @@ class Overheard:
 def meeting(
     rank: int, kinds: list[str], folders: list[Path], num_steps: int, timeout_s: float
 ) -> list[tuple[float, str]]:
-    """Run in each rank: the seconds and the error of the job under each kind of client."""
+    """Run one job for each kind of client; return the seconds and the error of each job. Runs on each rank."""
     heard = sockets._GREETING = Overheard(sockets._GREETING)
     make, SocketPort._connect = SocketPort.__init__, heard.connected(SocketPort._connect)
     results = []
@@ -252,7 +252,7 @@ def model() -> nn.Module:
 
 
 def job(rank: int, kind: str, folder: Path, num_steps: int, timeout_s: float) -> None:
-    """Run a job; raises if it fails, or if a loss differs from the plain loop's."""
+    """Run a job. Raise an error if it fails or if a loss differs from that of the plain loop."""
     x, y = torch.randn(24, 32, generator=torch.Generator().manual_seed(1)), torch.arange(24) % 4
     mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
     given = {"loss_fn": functional.cross_entropy, "num_microbatches": 4, "seed": 3}
@@ -299,19 +299,19 @@ def main() -> int:
             guard.terminate()
             guard.join()
     print(f"{machine()}; {options.ranks} ranks, timeout={options.timeout:g}\n")
-    print("| client | what it does | job | s |\n|---|---|---|---|")
+    print("| client | behaviour | job | s |\n|---|---|---|---|")
     died = 0
     for kind, *own in zip(options.only, *results, strict=True):
         texts = [text for _, text in own if text]
         died += bool(texts)
-        said = f"died: {texts[0].splitlines()[0][:120]}" if texts else "all bits right"
+        said = f"failed: {texts[0].splitlines()[0][:120]}" if texts else "all bits right"
         print(f"| {kind} | {KINDS[kind][0]} | {said} | {max(seconds for seconds, _ in own):.1f} |")
-    print(f"\n{died} of {len(options.only)} jobs died")
+    print(f"\n{died} of {len(options.only)} jobs failed")
     return died
 
 
 def one_by_one(kinds: list[str], folders: list[Path], num_ranks: int) -> None:
-    """Run in a process without torch's threads: start each kind of client in turn, and stop it after its job."""
+    """Start each kind of client in turn, and stop it after its job. Runs in a process without torch's threads."""
     for kind, folder in zip(kinds, folders, strict=True):
         stranger = multiprocessing.get_context("fork").Process(target=attack, args=(kind, folder, num_ranks))
         stranger.start()

@@ -1,12 +1,12 @@
-"""Torn checkpoints: saves that are killed, and checkpoints with changed files.
+"""Torn checkpoints: kills processes while they save, damages complete checkpoints, and loads the results.
 
     python benchmarks/torn_checkpoints.py [--kills 300] [--changes 300]
 
 First, processes save repeatedly until SIGKILL ends one of them, at a random time or at a random call that changes the
-file system. Then the path is loaded: every weight must have the value of the step that the checkpoint states, and this
-step must not be earlier than the last complete save. The next save starts with the leftover files of all kills.
-There are four kinds of saves: to one checkpoint, with ``keep=3``, asynchronous, and from two ranks of a mesh. In a mesh
-one of the two ranks is killed.
+file system. Then the checkpoint is loaded: every weight must have the value of the step that the checkpoint states, and
+this step must not be earlier than the last complete save. The files that a killed save leaves behind stay in place for
+the next save. There are four kinds of saves: to one checkpoint, with ``keep=3``, asynchronous, and from two ranks of a
+mesh, of which one is killed.
 
 Second, one file of a complete checkpoint is changed, truncated, lengthened, emptied, replaced or removed. Loading the
 checkpoint must raise an error that names the file, and must leave the pipeline unchanged.
@@ -45,7 +45,7 @@ _MOST_CALLS = 60  # calls that change the file system in two saves
 
 
 def pipeline(**where: Any) -> Pipeline:
-    """A pipeline with an optimizer for each stage."""
+    """Return a pipeline with an optimizer for each stage."""
     model = nn.Sequential(*(nn.Linear(_WIDTH, _WIDTH) for _ in range(_LAYERS)))
     where = where or {"devices": ["cpu"] * 2}
     sample = torch.zeros(2, _WIDTH)
@@ -54,7 +54,7 @@ def pipeline(**where: Any) -> Pipeline:
 
 
 def set_step(pipe: Pipeline, step: int) -> None:
-    """Set the step counter of a pipeline to this step, and every weight to the step's number."""
+    """Set the step counter of a pipeline to ``step``, and every weight to the number ``step``."""
     pipe._running.step = step
     with torch.no_grad():
         for parameter in pipe.parameters():
@@ -62,9 +62,9 @@ def set_step(pipe: Pipeline, step: int) -> None:
 
 
 def save_until_killed(path: str, way: str, first: int, calls: int | None, here: Any, rank: int, port: int) -> None:
-    """Save step after step; report the last step that was saved completely before each save."""
+    """Save one step after the other. Before each save, report the last step that was saved completely."""
     torch.set_num_threads(1)
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())  # a survivor says that the other rank has ended
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())  # silences a surviving rank
     where: dict[str, Any] = {}
     if way == "mesh":
         store = distributed.TCPStore("127.0.0.1", port, None, False, MINUTE)
@@ -97,7 +97,7 @@ def _die_at_call(calls: int) -> None:
 
 
 def killed_save(path: Path, way: str, first: int, rng: random.Random) -> int:
-    """Start saves at step ``first`` and kill them. Returns the last step that was saved completely."""
+    """Start processes that save from step ``first`` on, and kill one. Return the last completely saved step."""
     calls = rng.randint(1, _MOST_CALLS) if rng.random() < 0.5 else None
     count = 2 if way == "mesh" else 1
     victim = rng.randrange(count)
@@ -119,7 +119,7 @@ def killed_save(path: Path, way: str, first: int, rng: random.Random) -> int:
         time.sleep(rng.uniform(0, _LONGEST_S))
         processes[victim].kill()
     processes[victim].join(60)
-    for process in processes:  # a survivor may first notice the end of the other rank
+    for process in processes:  # a surviving rank is killed at once, or after it had time to fail
         process.join(0.05 if rng.random() < 0.5 else 10)
         process.kill()
         process.join()
@@ -133,7 +133,7 @@ def killed_save(path: Path, way: str, first: int, rng: random.Random) -> int:
 
 
 def kills(count: int, ways: tuple[str, ...] = WAYS, seed: int = 0) -> Counter[str]:
-    """Kill this number of saves; return the time of each kill, and the number of complete paths afterwards."""
+    """Kill this number of saves. Return counts of the kills during and between saves, and of the outcomes of loads."""
     rng = random.Random(seed)
     found: Counter[str] = Counter()
     with tempfile.TemporaryDirectory() as folder, pipeline() as pipe:
@@ -152,7 +152,7 @@ def kills(count: int, ways: tuple[str, ...] = WAYS, seed: int = 0) -> Counter[st
 
 
 def _is_torn(path: Path) -> bool:
-    """Whether files of an incomplete save, or of a checkpoint that was being removed, are left."""
+    """Return whether a save was incomplete, or a checkpoint was partly removed, when the process was killed."""
     data = list(path.rglob("data-*"))
     return len(data) != len(list(path.rglob("manifest.json"))) or any(path.rglob("*.tmp"))
 
@@ -215,7 +215,7 @@ CHANGES: list[Callable[[random.Random, Path, list[Path]], None]] = [
 
 
 def changes(count: int, seed: int = 0) -> Counter[str]:
-    """Change this number of checkpoints; return the outcomes of loading them."""
+    """Change a file in this number of checkpoints; return how many loads had each outcome."""
     rng = random.Random(seed)
     found: Counter[str] = Counter()
     with tempfile.TemporaryDirectory() as folder, pipeline() as pipe:

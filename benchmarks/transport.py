@@ -35,7 +35,7 @@ NUM_MICROBATCHES = 64
 
 
 def rounds_raw(group: Any, nbytes: int, messages: int) -> Callable[[], float]:
-    """A function that runs one round through gloo alone and returns the seconds one way."""
+    """Return a function that runs one round through gloo alone and returns the seconds of a message."""
     rank, out, into = group.rank(), torch.zeros(nbytes, dtype=torch.uint8), torch.empty(nbytes, dtype=torch.uint8)
 
     def run() -> float:
@@ -56,7 +56,7 @@ def rounds_raw(group: Any, nbytes: int, messages: int) -> Callable[[], float]:
 
 
 def rounds_wire(group: Any, wire: Channels, nbytes: int, messages: int) -> Callable[[], float]:
-    """A function that runs one round through the channels and returns the seconds one way."""
+    """Return a function that runs one round through pipesched's channels and returns the seconds of a message."""
     rank, value = group.rank(), Payload.of(torch.zeros(nbytes // 4, requires_grad=True))
     ends = {(True, bool(rank)): [nbytes] * messages, (False, not rank): [nbytes] * messages}
 
@@ -77,7 +77,7 @@ def rounds_wire(group: Any, wire: Channels, nbytes: int, messages: int) -> Calla
 
 
 def empty_steps(executor: ProcessExecutor, name: str) -> Callable[[], float]:
-    """A function that runs one step of empty stages and returns the seconds for each compute action."""
+    """Return a function that runs one step of empty stages and returns the seconds per compute action."""
     program = lower(schedules.get(name).program(2, NUM_MICROBATCHES))
     computes = sum(action.lane is Lane.COMPUTE for action in program.orders[executor.rank])
     stages = real_stages(program.num_stages)
@@ -97,7 +97,7 @@ def empty_steps(executor: ProcessExecutor, name: str) -> Callable[[], float]:
 
 
 def serve(rank: int, port: int, rounds: int, messages: int) -> None:
-    """Run one of the two processes; rank 0 prints."""
+    """Run all measurements in one of the two processes; rank 0 prints the results."""
     torch.set_num_threads(1)
     store = distributed.TCPStore("127.0.0.1", port, None, False)
     distributed.init_process_group("gloo", store=store, rank=rank, world_size=2)
@@ -120,7 +120,7 @@ def serve(rank: int, port: int, rounds: int, messages: int) -> None:
 
 
 def say(rank: int, what: str, *columns: list[float]) -> None:
-    """Print medians with quartiles in microseconds, and the ratio of the second column to the first."""
+    """Print the median and quartiles of each list of times, and the ratio of the second list to the first, if any."""
     if rank:
         return
     cells = []

@@ -1,19 +1,18 @@
-"""Uneven: compares orders made for the lengths of a batch's micro-batches with other orders of the same micro-batches.
+"""Uneven: compares orders that are made for micro-batches of different lengths with other orders.
 
     python benchmarks/uneven.py [--ranks 4] [--microbatches 8] [--batches 6] [--visits 4]
 
-Each rank is a process that holds one layer; messages use gloo. The forward of a micro-batch takes 5 ms per 64 tokens,
-and its backward 10 ms; in the meantime the processor is free. The lengths of the micro-batches
-are drawn from a log-normal distribution, between 16 and 512 tokens. The profile is measured: the layers run with
-micro-batches of 16, 64 and 512 tokens, and their times are fitted as functions of the length.
+Each rank is a process that holds one layer; messages use gloo. The layers sleep instead of computing: the forward of a
+micro-batch takes 5 ms per 64 tokens, and its backward 10 ms. The lengths of the micro-batches are drawn from a
+log-normal distribution, between 16 and 512 tokens. The profile is measured: the layers run with micro-batches of 16, 64
+and 512 tokens, and their times are fitted as functions of the length.
 
-All pipelines run the same batches in turn, A B C ..., and run each batch several times. The first visit of a batch
-includes the search for its order. The script prints, for each rival, the median ratio of our step to the rival's with a
-95 % bootstrap interval: of the makespan, of the wall time of first visits and of the wall time of later visits, and the
-most (stage, micro-batch) pairs that a rank holds.
-
-The rivals are the order of ``searched`` for micro-batches of equal length, and fixed schedules. "ours, capped" holds no
-more pairs on a rank than that order.
+All pipelines run the same batches in turn (A B C ...), and run each batch several times. The first visit of a batch
+includes the search for its order. "ours" is an order that ``searched`` makes for the lengths of a batch. In "ours,
+capped", a rank holds no more (stage, micro-batch) pairs than in "searched, equal", the order of ``searched`` for
+micro-batches of equal length. The rivals are "searched, equal" and fixed schedules. For each rival, the script prints
+the median ratio of our step to the rival's step with a 95 % bootstrap interval (for the makespan, the wall time of
+first visits and the wall time of later visits), and the most pairs that a rank holds.
 """
 
 import argparse
@@ -40,11 +39,11 @@ WIDTH = 16
 SHORTEST, MIDDLE, LONGEST = 16, 64, 512
 EVEN, OURS, CAPPED = "searched, equal", "ours", "ours, capped"
 RIVALS = (EVEN, "1f1b", "eager-1f1b", "gpipe")
-_MUCH = 1 << 40  # a limit that every plan keeps, so that orders hold no more than the plan
+_MUCH = 1 << 40  # a memory limit that no plan reaches; with a limit, orders hold no more pairs than the plan
 
 
 class Waited(torch.autograd.Function):
-    """Waits in the forward, and twice as long in the backward."""
+    """An identity function that waits in the forward, and twice as long in the backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -69,18 +68,18 @@ class Reading(nn.Module):
 
 
 def model(num_ranks: int) -> nn.Sequential:
-    """A chain with one layer for each rank, with the same weights in all processes."""
+    """Return a chain with one layer for each rank, with the same weights in all processes."""
     torch.manual_seed(0)
     return nn.Sequential(*(Reading() for _ in range(num_ranks)))
 
 
 def microbatch(length: int) -> Microbatch:
-    """A micro-batch of one sequence."""
+    """Return a micro-batch of one sequence with this length."""
     return Microbatch(torch.randn(1, length, WIDTH), target=torch.randn(1, length, WIDTH))
 
 
 def drawn(count: int, batches: int) -> list[list[int]]:
-    """The lengths of the micro-batches of each batch."""
+    """Return random lengths for ``count`` micro-batches of each batch, in tokens."""
     draw = random.Random(0)
     lengths = [[round(MIDDLE * draw.lognormvariate(0, 0.8)) for _ in range(count)] for _ in range(batches)]
     return [[min(LONGEST, max(SHORTEST, length)) for length in each] for each in lengths]
@@ -103,7 +102,7 @@ class Results(NamedTuple):
 
 
 def run(rank: int, num_ranks: int, batches: list[list[int]], visits: int, file: str) -> Results:
-    """Run all pipelines in turn, in each rank."""
+    """Run all pipelines in turn over all batches. Runs on each rank."""
     wake_in_time()
     mesh = init_device_mesh("cpu", (num_ranks,))
     options: dict[str, Any] = {"loss_fn": functional.mse_loss, "mesh": mesh, "num_microbatches": len(batches[0])}

@@ -20,7 +20,7 @@ __all__ = [
 
 
 def programs() -> list[str | bytes]:
-    """Programs as text."""
+    """Return programs in text form."""
     shapes = {"dualpipe": 4, "chimera": 4}
     found: list[str | bytes] = []
     for name in schedules.names(sliced=True):
@@ -34,14 +34,14 @@ def programs() -> list[str | bytes]:
 
 
 def tables() -> list[str | bytes]:
-    """Programs as CSV."""
+    """Return programs in the CSV form of torch.distributed.pipelining."""
     names = ("1f1b", "gpipe", "zb-h1", "interleaved-1f1b", "zb-v", "hanayo")
     programs = [schedules.get(name).program(3, 4) for name in names]
     return ["".join(",".join(map(str, order)) + "\n" for order in program.orders) for program in programs]
 
 
 def costs(num_stages: int) -> Costs:
-    """Costs of uniform stages, with links and overheads."""
+    """Return costs of uniform stages, with links and overheads."""
     return Costs.uniform(
         num_stages,
         forward_s=0.5,
@@ -91,13 +91,13 @@ def _row(rows: int) -> "nx.DiGraph[str]":
 
 @cache
 def profile() -> Profile:
-    """A profile of a chain of layers."""
+    """Return the profile of a chain of layers."""
     return Profile({rows: _row(rows) for rows in (2, 4, 8)}, "a row", MACHINE)
 
 
 @cache
 def plans() -> list[str | bytes]:
-    """Plans as JSON: one from a search, and some written by hand."""
+    """Return plans as JSON: one from a search, and some written by hand."""
     made = pipesched.tune(profile(), num_ranks=2, batch_size=8, memory_limit_bytes=100_000)
     interleaved = schedules.get("interleaved-1f1b").with_options(chunks_per_rank=2)
     stages = (("a", "b"), ("c",), ("d",), ("e",))
@@ -112,14 +112,14 @@ def plans() -> list[str | bytes]:
 
 
 def traces() -> list[Trace]:
-    """Traces of lowered programs, simulated."""
+    """Return simulated traces of lowered programs."""
     shapes = {"1f1b": (3, 4), "zb-h1": (2, 3), "dualpipe-v": (2, 4), "pipedream": (2, 3)}
     programs = [schedules.get(name).program(*shape) for name, shape in shapes.items()]
     return [simulate(lower(program), costs(program.num_stages)) for program in programs]
 
 
 def options() -> list[str | bytes]:
-    """The options of every schedule, with a shape, as JSON. Schedules are left out, such as those to start from."""
+    """Return the options of every schedule, with a shape, as JSON. Options that contain schedules are left out."""
     found = [
         {"schedule": name, "options": {k: v for k, v in schedules.get(name).options.items() if k != "starts"}}
         for name in schedules.names(sliced=True)
@@ -128,7 +128,7 @@ def options() -> list[str | bytes]:
 
 
 def weights(name: str) -> bytes:
-    """A safetensors file of two tensors."""
+    """Return the bytes of a safetensors file with two tensors."""
     header = {
         "__metadata__": {"format": "pt"},
         f"{name}.weight": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]},
@@ -139,6 +139,6 @@ def weights(name: str) -> bytes:
 
 
 def index() -> list[str | bytes]:
-    """The index of two safetensors files."""
+    """Return the index of two safetensors files, as JSON."""
     there = {"a.weight": "a.safetensors", "a.bias": "a.safetensors", "b.weight": "b.safetensors"}
     return [json.dumps({"metadata": {"total_size": 64}, "weight_map": {**there, "b.bias": "b.safetensors"}})]

@@ -6,7 +6,7 @@ All three use the same transformer blocks, weights, micro-batches, cuts and chec
 turn (A B C A B C ...). The script prints the median of the paired ratios ours / rival for the rival with the better
 median, with a 95 % bootstrap interval. On CPUs both rivals run all stages in one thread, so the script first finds the
 number of intra-op threads with which they are fastest; pipesched runs one thread for each rank, with one intra-op
-thread each. Gradients are compared before any timing. Memory is the peak of a fresh process (ru_maxrss) minus its
+thread each. Gradients are compared before any timing. Memory is the peak of a fresh process (VmHWM) minus its
 memory after the model and the batch were built.
 """
 
@@ -35,20 +35,23 @@ Step = Callable[[], None]
 
 
 def blocks() -> nn.Sequential:
-    """A stack of transformer blocks."""
+    """Return a sequence of transformer blocks."""
     torch.manual_seed(0)
     options = {"dropout": 0.0, "batch_first": True, "norm_first": True, "activation": "gelu"}
     return nn.Sequential(*(nn.TransformerEncoderLayer(WIDTH, 4, 4 * WIDTH, **options) for _ in range(LAYERS)))
 
 
 def batch() -> tuple[torch.Tensor, torch.Tensor]:
-    """Inputs and targets."""
+    """Return random inputs and targets."""
     torch.manual_seed(1)
     return torch.randn(ROWS, TOKENS, WIDTH), torch.randn(ROWS, TOKENS, WIDTH)
 
 
 def made(party: str, model: nn.Sequential, stages: int, mode: str) -> tuple[Step, Callable[[], None]]:
-    """A step of a party ("torchgpipe", "fairscale", or the name of our schedule), and a function that closes it."""
+    """Return a function that runs a step of a party, and one that closes it.
+
+    The party is "torchgpipe", "fairscale", or the name of a schedule of pipesched.
+    """
     x, y = batch()
     size = LAYERS // stages
     if party not in RIVALS:
@@ -72,7 +75,7 @@ def made(party: str, model: nn.Sequential, stages: int, mode: str) -> tuple[Step
 
 
 def seconds(step: Step, model: nn.Sequential) -> float:
-    """The seconds of a step."""
+    """Run a step and return its seconds."""
     model.zero_grad()
     start = time.perf_counter()
     step()
@@ -95,12 +98,12 @@ class Party:
         return median(self.run() for _ in range(4))
 
     def run(self) -> float:
-        """The seconds of a step. A rival's worker threads inherit the number of threads that is set here."""
+        """Run a step and return its seconds. A rival's worker threads inherit the thread count that is set here."""
         torch.set_num_threads(self.threads)
         return seconds(self.step, self.model)
 
     def same_gradients(self, other: "Party") -> bool:
-        """Whether the gradients of the last step agree within rounding."""
+        """Return whether the gradients of both parties' last steps agree within rounding."""
         pairs = zip(self.model.parameters(), other.model.parameters(), strict=True)
         return all(torch.allclose(a.grad, b.grad, atol=1e-5) for a, b in pairs)
 
@@ -113,7 +116,7 @@ def peak_mib(party: str, stages: int, mode: str, threads: int) -> float:
 
 
 def peak_kib() -> int:
-    """The peak memory of this program. (ru_maxrss of the system also counts the process that started it.)"""
+    """Return the peak memory of this process in KiB. (ru_maxrss would also count the process that started this one.)"""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
 
@@ -133,7 +136,7 @@ def measure_peak(party: str, stages: int, mode: str, threads: int) -> None:
 
 
 def compare(schedule: str, stages: int, mode: str, pairs: int) -> None:
-    """Print one row."""
+    """Compare pipesched with both rivals in one setting, and print a row."""
     parties = [Party(name, stages, mode) for name in (schedule, *RIVALS)]
     ours = parties[0]
     agree = all(ours.same_gradients(rival) for rival in parties[1:])

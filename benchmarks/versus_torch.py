@@ -1,13 +1,13 @@
-"""Versus torch: compares a step with torch.distributed.pipelining's on 2 gloo ranks, with the same blocks and weights.
+"""Versus torch: compares a step of pipesched and of torch.distributed.pipelining on 2 gloo ranks.
 
     python benchmarks/versus_torch.py [--pairs 25] [--tiny | --checkpoint | --one-rank] [--schedules 1f1b zb-v ...]
 
-Micro-batches and threads are the same, too. Both run in the same two processes, in turn (A B A B ...). Every round
-begins with a barrier, and the time of the slower rank is used. Each round also measures the ideal step: each rank runs
-half of the layers over the same micro-batches, without communication. The script prints the median of the paired ratios
-ours / torch with a 95 % bootstrap interval; ours / ideal; the schedule's own limit / ideal; and ours / limit. The limit
-is pipesched's program simulated with the median times of this round's actions and without communication. Gradients are
-compared before any timing.
+Blocks, weights, micro-batches and threads are the same. Both run in the same two processes, in turn (A B A B ...).
+Every round begins with a barrier, and the time of the slower rank is used. Each round also measures the ideal step:
+each rank runs half of the layers over the same micro-batches, without communication. The script prints the median of
+the paired ratios ours / torch with a 95 % bootstrap interval, and the ratios ours / ideal, theory / ideal and ours /
+theory. "theory" is pipesched's program, simulated with the median times of this round's actions and without
+communication. Gradients are compared before any timing.
 
 --checkpoint: every block is checkpointed, in pipesched by checkpoint="always" and in torch by torch.utils.checkpoint in
 the block (use_reentrant=False). --tiny: blocks of Linear(8, 8) and 64 micro-batches, to measure the overhead of
@@ -45,7 +45,7 @@ OURS, TORCH, IDEAL, SIMULATED = range(4)
 
 
 class Checkpointed(nn.Module):
-    """A block that saves only its input for the backward."""
+    """A block that saves only its input, and runs again in the backward (torch.utils.checkpoint)."""
 
     def __init__(self, block: nn.Module) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class Checkpointed(nn.Module):
 
 
 def blocks(tiny: bool) -> nn.Sequential:
-    """Sixteen layers."""
+    """Return sixteen layers: transformer blocks, or tiny linear layers if ``tiny``."""
     torch.manual_seed(0)
     if tiny:
         return nn.Sequential(*(nn.Linear(8, 8) for _ in range(16)))
@@ -67,7 +67,7 @@ def blocks(tiny: bool) -> nn.Sequential:
 def torch_step(
     name: str, model: nn.Sequential, rank: int, ranks: int, m: int, loss_fn: Callable[..., Any] = functional.mse_loss
 ) -> Any:
-    """A function that runs one step of torch's schedule, with the same number of layers in each stage."""
+    """Return a function that runs one step of torch's schedule, with the same number of layers in each stage."""
     made, chunks, in_a_v = NAMES[name]
     count = ranks * chunks
     size = len(model) // count
@@ -87,7 +87,7 @@ def torch_step(
 
 
 def bare_step(layers: Sequence[nn.Module], m: int) -> Any:
-    """Run F and B of layers in a sequence, each as its own stage, micro-batch by micro-batch."""
+    """Return a function that runs F and B of the layers one after the other, for one micro-batch after the other."""
 
     def step(x: Tensor, y: Tensor) -> None:
         for value, target in zip(x.tensor_split(m), y.tensor_split(m), strict=True):
@@ -105,14 +105,14 @@ def bare_step(layers: Sequence[nn.Module], m: int) -> Any:
 
 
 def processor_seconds(step: Callable[[], Any]) -> float:
-    """The processor seconds of a step, over all threads."""
+    """Run a step and return its processor seconds, summed over all threads."""
     start = time.process_time()
     step()
     return time.process_time() - start
 
 
 def simulated(pipe: Pipeline) -> float:
-    """The last step, simulated with the measured times of its actions and without communication."""
+    """Return the makespan of the last step, simulated with its measured action times and without communication."""
     program, trace = add_recompute(pipe.plan.program, pipe.checkpoint), pipe.gather_trace()
     if trace is None:
         raise RuntimeError("there is a trace after the first step; no step has run; call step() first")
@@ -120,13 +120,13 @@ def simulated(pipe: Pipeline) -> float:
 
 
 def same_gradients(pipe: Pipeline, theirs: nn.Sequential) -> bool:
-    """Whether this rank's gradients agree within rounding."""
+    """Return whether this rank's gradients in pipesched and in torch agree within rounding."""
     due = {name.replace(".block.", "."): p for name, p in theirs.named_parameters()}
     return all(torch.allclose(p.grad, due[name].grad, atol=1e-5) for name, p in pipe.named_parameters())
 
 
 def compare(rank: int, ranks: int, name: str, options: argparse.Namespace) -> None:
-    """Compare one schedule; rank 0 prints."""
+    """Compare pipesched and torch under one schedule; rank 0 prints a row."""
     m, rows = (64, 64) if options.tiny else (8, 32)
     ours, theirs = blocks(options.tiny), blocks(options.tiny)
     if options.checkpoint:
@@ -177,7 +177,7 @@ def compare(rank: int, ranks: int, name: str, options: argparse.Namespace) -> No
 
 
 def run(rank: int, ranks: int, store: str, options: argparse.Namespace) -> None:
-    """Run the comparison in one rank."""
+    """Run the comparison for all schedules on one rank."""
     torch.set_num_threads(1)
     distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks)
     if rank == 0:
@@ -195,7 +195,7 @@ def run(rank: int, ranks: int, store: str, options: argparse.Namespace) -> None:
 
 
 def alone_above_bare(name: str, pairs: int) -> None:
-    """With one rank: processor time beyond the bare calls, for each compute action."""
+    """Print the processor time that pipesched and torch add to each compute action of a plain loop, with one rank."""
     chunks, m = NAMES[name][1], 64
     models = [nn.Sequential(*(nn.Linear(8, 8) for _ in range(chunks))) for _ in range(4)]
     x, y = torch.randn(m, 8), torch.randn(m, 8)
@@ -223,7 +223,7 @@ def alone_above_bare(name: str, pairs: int) -> None:
 
 
 def main() -> None:
-    """Start the ranks."""
+    """Start one process for each rank."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=25)
     parser.add_argument("--schedules", nargs="+", default=list(NAMES), choices=list(NAMES))

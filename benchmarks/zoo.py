@@ -2,18 +2,19 @@
 
     python benchmarks/zoo.py [--models GPT-2 BERT] [--write]
 
-Small versions of the models in tests/zoo run on 4 ranks (fewer if a model has fewer layers) with 4 micro-batches of 2
-rows, with dropout. Each model runs in separate processes with a time limit. --write writes the table to docs/zoo.md.
+The models are the small ones of tests/support/zoo_architectures.py, with dropout. They run on 4 ranks (fewer if a model
+has fewer layers) with 4 micro-batches of 2 rows. Each model runs in separate processes with a time limit. --write
+writes the table to docs/zoo.md.
 
 pipesched: Pipeline(model, sample) and a step, in one process. "same bits": loss, gradients and buffers are
-bit-identical to those of the unpipelined loop, in three cases: 1f1b and zb-h1 with cuts by counted work, and 1f1b with
-a cut by measured times.
+bit-identical to those of the unpipelined loop, in three cases: 1f1b and zb-h1 with a cut that balances the counted
+operations, and 1f1b with a cut that balances the measured times.
 
-torch: torch.distributed.pipelining.pipeline, split at the layers that a cut by counted work gives, and Schedule1F1B
-over gloo. Decoders get use_cache=False, because torch can trace none of them otherwise; each rank gets the inputs that
-its stage names. There are two ways: "loss outside" applies a loss function to the output of a model without labels;
-"own loss" uses the loss that the model computes from labels. If a step succeeds, it is repeated without dropout, and
-its gradients are compared with those of the plain loop, within rounding.
+torch: torch.distributed.pipelining.pipeline and Schedule1F1B over gloo, with the cut that balances the counted
+operations. Decoders get use_cache=False, because torch cannot trace any of them otherwise. Each rank receives the
+inputs of its stage as keyword arguments. There are two ways to train: "loss outside" applies a loss function to the
+output of a model without labels; "own loss" uses the loss that the model computes from labels. If a step succeeds, it
+is repeated without dropout, and its gradients are compared with those of the plain loop, within rounding.
 """
 
 import argparse
@@ -57,7 +58,7 @@ WORKS = "works"
 
 
 def in_processes(limit_s: float, jobs: Sequence[Callable[[], Any]]) -> list[Any]:
-    """Run jobs in separate processes and return their results; a str is the reason why a job failed."""
+    """Run jobs in separate processes and return their results. If a job fails, its result is the reason, as a str."""
     context = multiprocessing.get_context("fork")
     running = []
     for job in jobs:
@@ -103,7 +104,7 @@ def _first_line(error: BaseException) -> str:
 
 @dataclass(frozen=True)
 class Ours:
-    """The result of a model: whether its bits equal the loop's, and each stage's share of the work and of the time."""
+    """The result of a model in pipesched: "same bits" or an error, and the shares of the stages in work and time."""
 
     answer: str
     layers: int
@@ -112,7 +113,7 @@ class Ours:
 
 
 def ours(name: str) -> Ours:
-    """Train a model with both schedules and both cuts."""
+    """Train a model in pipesched under 1f1b and zb-h1 with a cut by work, and under 1f1b with a cut by time."""
     specimen = MODELS[name]
     choices = {"loss_fn": specimen.loss_fn, "num_microbatches": MICROBATCHES, "seed": 3}
     plain = specimen.made()
@@ -141,7 +142,7 @@ def ours(name: str) -> Ours:
 
 
 def _even(specimen: Specimen) -> tuple[Any, list[str] | None]:
-    """The layers with their work, and the boundaries of even stages; None if torch's counter cannot run the model."""
+    """Return the layers with their work, and the boundaries of equal stages or None if torch cannot count the work."""
     rows = specimen.rows(ROWS // MICROBATCHES)
     try:
         work = counted(specimen.made(), rows)
@@ -151,7 +152,7 @@ def _even(specimen: Specimen) -> tuple[Any, list[str] | None]:
 
 
 def _same(one: nn.Module, other: nn.Module, rounded: str | None) -> bool:
-    """Whether gradients and buffers are bit-identical. rounded: a parameter whose gradient may differ."""
+    """Return whether gradients and buffers are bit-identical, except the gradient of the parameter ``rounded``."""
     grads = [
         (own.grad, plain.grad)
         for (name, own), plain in zip(one.named_parameters(), other.parameters(), strict=True)
@@ -165,7 +166,7 @@ def _same(one: nn.Module, other: nn.Module, rounded: str | None) -> bool:
 
 
 def ways(name: str) -> dict[str, dict[str, Any]]:
-    """The inputs of each way to train the model: with a loss outside, and with its own loss."""
+    """Return the model's inputs for each way to train it: "loss outside" and "own loss"."""
     specimen = MODELS[name]
     config = getattr(specimen.made(), "config", None)
     without = {key: value for key, value in specimen.inputs.items() if key not in ("labels", "return_loss")}
@@ -180,7 +181,7 @@ def ways(name: str) -> dict[str, dict[str, Any]]:
 
 
 def torchs(name: str, way: str) -> str:
-    """Train a model with torch's tracer."""
+    """Train a model with torch's tracer, and return the text of its table cell."""
     trained = in_processes(5 * LIMIT_S, [partial(traced, name, way, True)])[0]
     if isinstance(trained, str):
         return trained
@@ -199,7 +200,7 @@ def _close(one: Tensor, other: Tensor) -> bool:
 
 
 def model_for(specimen: Specimen, train: bool) -> nn.Module:
-    """The model in the form that torch can trace."""
+    """Return the model with the settings that torch's tracer needs."""
     model = specimen.made().train(train)
     for module in model.modules():
         if hasattr(module, "config"):
@@ -208,18 +209,18 @@ def model_for(specimen: Specimen, train: bool) -> nn.Module:
 
 
 def loss_of(output: Any, way: str) -> Tensor:
-    """The model's own loss, which is its first tensor, or a loss of that tensor."""
+    """Return the loss of a model's output: its first tensor, or a loss function of this tensor."""
     first = next(leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor))
     return first if way == "own loss" else first.float().pow(2).mean()
 
 
 def rows(inputs: dict[str, Any], begin: int, end: int) -> dict[str, Any]:
-    """Return some rows of the inputs."""
+    """Return the rows from ``begin`` to ``end`` of the inputs."""
     return {key: value[begin:end] if isinstance(value, Tensor) else value for key, value in inputs.items()}
 
 
 def plain_gradients(name: str, way: str) -> dict[str, Tensor]:
-    """The gradients of the loop over micro-batches, without dropout."""
+    """Return the gradients of the unpipelined loop over micro-batches, without dropout."""
     model, inputs = model_for(MODELS[name], train=False), ways(name)[way]
     size = ROWS // MICROBATCHES
     for begin in range(0, ROWS, size):
@@ -229,12 +230,12 @@ def plain_gradients(name: str, way: str) -> dict[str, Tensor]:
 
 
 def traced(name: str, way: str, train: bool) -> str | dict[str, Any]:
-    """The gradients of a step, by parameter; a str is the reason why there are none."""
+    """Trace a model and run a step; return the gradients, keyed by parameter, or the reason of a failure as a str."""
     specimen, inputs = MODELS[name], ways(name)[way]
     sample = rows(inputs, 0, ROWS // MICROBATCHES)
     begins = _even(specimen)[1]
     if begins is None:
-        return "not tried: torch's counter of operations does not run it"
+        return "not tried: torch cannot count the model's operations"
     split = {layer.partition("#")[0]: SplitPoint.BEGINNING for layer in begins}
     pipe = pipeline(model_for(specimen, train), mb_args=(), mb_kwargs=sample, split_spec=split)
     ranks = specimen.ranks
@@ -252,7 +253,7 @@ def traced(name: str, way: str, train: bool) -> str | dict[str, Any]:
 
 
 def rank_of_torch(rank: int, ranks: int, port: int, pipe: Any, inputs: dict[str, Any], way: str) -> dict[str, Any]:
-    """Run a step in one rank; returns the gradients of its stage."""
+    """Run a step on one rank; return the gradients of its stage."""
     store = distributed.TCPStore("127.0.0.1", port, None, False)
     distributed.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
     stage = pipe.build_stage(rank, torch.device("cpu"))
@@ -313,7 +314,7 @@ dropout. Wav2Vec2 draws its masks from numpy's global generator.
 
 
 def percents(values: Sequence[float]) -> str:
-    """Shares of the stages in percent."""
+    """Return the shares of the stages as whole percentages."""
     return " ".join(f"{value * 100:.0f}" for value in values)
 
 
@@ -332,7 +333,7 @@ def _shown(text: str, limit: int = 110) -> str:
 
 
 def main() -> None:
-    """Print a row for each model."""
+    """Run the models, and print a row for each or write the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS), metavar="MODEL")
     parser.add_argument("--write", action="store_true", help="write the table to docs/zoo.md")

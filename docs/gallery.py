@@ -80,7 +80,7 @@ slices.
 
 @dataclass(frozen=True)
 class Exhibit:
-    """One schedule, with its program and the traces of one step and of several overlapping steps."""
+    """A schedule, with its program and the traces of one step and of several overlapping steps."""
 
     schedule: Schedule
     program: Program
@@ -161,12 +161,12 @@ def nearest(schedule: Schedule) -> Program:
 
 
 def share(program: Program, rank: int) -> float:
-    """Return the part of a rank's work on a micro-batch that belongs to one of its stages."""
+    """Return the fraction of a rank's work on a micro-batch that one of the rank's stages does."""
     return 1 / program.shares[program.chunks(rank)[0]]
 
 
 def unit_costs(program: Program, update_s: float = 0) -> Costs:
-    """Return costs with which F, I and W of a rank take one second each per micro-batch."""
+    """Return costs with which a rank's F, I and W of a micro-batch take one second each, over all its stages."""
     seconds = tuple(share(program, rank) for rank in program.placement)
     updates = (update_s,) * program.num_stages
     return Costs(forward_s=seconds, input_grad_s=seconds, weight_grad_s=seconds, update_s=updates)
@@ -202,7 +202,7 @@ def overview(shown: list[Exhibit]) -> str:
 
 
 def section(one: Exhibit) -> str:
-    """Return the section of one schedule: paper, description, picture, figures."""
+    """Return the section of one schedule in Markdown: paper, description, picture, figures."""
     return "\n".join([f"## {one.schedule.name}\n", f"{paper(one)}\n", *description(one), picture(one), figures(one)])
 
 
@@ -363,7 +363,7 @@ def small(svg: str) -> str:
     """Return the same picture in half the bytes: one element per line, two decimals, one path for each colour."""
     nothing = (r"<!--.*?-->", r"<metadata>.*?</metadata>", r' id="(?:text|patch|line2d|matplotlib\.axis)_\d+"')
     svg = re.sub("|".join(nothing), "", svg, flags=re.DOTALL)
-    names: dict[str, str] = {}  # names of glyphs; matplotlib's names depend on the version of the font file
+    names: dict[str, str] = {}  # rename the glyphs, because matplotlib's names depend on the version of the font file
     glyph = r"DejaVuSans(?:-Bold|-Oblique)*-[0-9a-f]+\b"
     svg = re.sub(glyph, lambda found: names.setdefault(found[0], f"g{len(names)}"), svg)
     svg = re.sub(r"\s*\n\s*(?=<)", "\n", svg)

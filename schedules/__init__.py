@@ -53,7 +53,7 @@ def _with_starts(registered: dict[str, Schedule]) -> dict[str, Schedule]:
 
 
 class _Starts(tuple[Schedule, ...]):
-    """The schedules from which another schedule searches. The repr is short, because options are shown to users."""
+    """The schedules from which another schedule starts its search. The repr is short, because options are shown."""
 
     __slots__ = ()
 

@@ -12,7 +12,7 @@ __all__ = ["image_html"]
 
 
 def image_html(figure: "Figure", description: str, *, scalable: bool = False) -> str:
-    """Return an ``<img>`` element with the picture embedded. A picture wider than the page is scaled down.
+    """Return an HTML ``<img>`` element that contains the picture. A picture wider than the page is scaled down.
 
     Args:
         figure: the figure to show.

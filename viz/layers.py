@@ -197,13 +197,13 @@ class _Picture:
 
         (x, y), (to_x, _) = way
         ends = (x - 0.4 * WIDTH, y - HEIGHT / 2), (to_x + 0.4 * WIDTH, y - HEIGHT / 2)
-        style = f"arc3,rad={-1.7 * ARCH / (ends[1][0] - ends[0][0])}"  # the arc reaches half this height
+        style = f"arc3,rad={-1.7 * ARCH / (ends[1][0] - ends[0][0])}"  # the arc's height is half of this
         self.ax.add_patch(
             FancyArrowPatch(*ends, connectionstyle=style, arrowstyle="-|>", mutation_scale=6, color=colour, lw=0.9)
         )
 
     def tie(self, users: Sequence[str], names: Sequence[str]) -> None:
-        """Draw dashed lines between layers that share parameters, labelled with the parameters' name and size."""
+        """Draw dashed lines between layers that share parameters, labelled with the name and size of the parameters."""
         lane, ways = self._layout.tie(users, users)
         for way in ways:
             self._path(way, INK, arrow=False, lw=0.9, dashed=True)

@@ -86,7 +86,7 @@ class Blocks:
 
     @property
     def is_chain(self) -> bool:
-        """Whether each block needs the one before it, so that only one order is possible."""
+        """Whether each block needs the previous block, so that only one order is possible."""
         return sum(head == tail + 1 for tail, head in self.edges) == len(self) - 1
 
 

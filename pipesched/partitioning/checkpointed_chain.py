@@ -200,8 +200,7 @@ class CheckpointedChain:
         return Found(bottleneck=max(times), order=self._order, ends=ends, slots=slots)
 
     def settled(self, found: Found) -> Found:
-        """Among partitions with the same bottleneck, find the one with the least total time; in ties, the most even
-        one.
+        """Return the partition with the same bottleneck and the least total time; in ties, the most even partition.
 
         The result includes the option chosen for each layer. If the given partition has fewer stages than possible, its
         cuts are kept.

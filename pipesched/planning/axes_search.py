@@ -200,7 +200,7 @@ def _no_division(request: AxesRequest) -> PartitionError:
 
 
 def _infeasible(request: AxesRequest, searches: Sequence[SearchRequest]) -> Plan:
-    """Search again with the deepest pipeline. Raises an error that states how much memory this pipeline needs."""
+    """Search again with the deepest pipeline. Raises an error that states the memory that this pipeline needs."""
     deepest = searches[-1]
     try:
         return find_plan(deepest)

@@ -15,7 +15,7 @@ from pipesched.program.program import Program
 
 __all__ = ["LADDER", "Candidate", "candidates", "microbatch_counts", "smaller_counts", "synchronous"]
 
-# Each setting needs less memory and more time than the one before it.
+# Each setting needs less memory and more time than the previous setting.
 LADDER: tuple[CheckpointMode, ...] = ("never", "except_last", "always")
 _SIMPLEST = "1f1b"
 _CHUNKS = (1, 2, 3, 4)  # chunks per rank to try: with more, the extra messages cost more than the smaller bubble saves
@@ -26,10 +26,10 @@ _MOST_COUNTS = 12  # at most this many numbers of micro-batches are tried
 
 @cache
 def synchronous() -> tuple[Schedule, ...]:
-    """Return the registered schedules that do not change training results: exact schedules without updates inside a
-    step.
+    """Return the registered schedules that do not change training results.
 
-    Excludes schedules that start a search from other schedules.
+    These are the exact schedules without updates inside a step. Schedules that start a search from other schedules
+    are left out.
     """
     fixed = [known for known in map(schedules.get, schedules.names()) if "starts" not in known.options]
     return tuple(known for known in fixed if _is_exact(known.program(2, 4)))

@@ -91,8 +91,7 @@ def confirmed_plan(search: SearchRequest, run: Run, count: int, progress: Progre
     """Search for plans, run the best ones, and return the fastest with corrected costs.
 
     If the times of several plans differ only by noise, the plan with the shortest expected step is chosen. The
-    alternatives of
-    the returned plan include the measured times. Raises the same errors as ``find_plan``.
+    alternatives of the returned plan include the measured times. Raises the same errors as ``find_plan``.
 
     Args:
         search: the request.

@@ -177,7 +177,7 @@ class FittingPlans:
     """Finds plans within the memory limits of a search.
 
     Args:
-        thrifty: a cache of `LeanCandidates.thrifty` for each checkpoint setting.
+        thrifty: for each checkpoint setting, a cache of the schedules sorted by memory (`LeanCandidates.thrifty`).
         effort: the remaining effort, from which all work is subtracted.
 
     """

@@ -374,8 +374,7 @@ def searched_before(program: Program, costs: Costs | None) -> Schedule:
     """Return the schedule of a program that a search has found.
 
     The schedule uses the given program for the same or a smaller number of micro-batches. For larger numbers it
-    searches
-    again with these costs, and no rank holds more (stage, micro-batch) pairs than in the given program.
+    searches again with these costs, and no rank holds more (stage, micro-batch) pairs than in the given program.
 
     Args:
         program: the program, for a chain of stages.

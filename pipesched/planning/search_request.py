@@ -29,7 +29,7 @@ Offload = Literal["auto"] | bool
 EFFORT = 3_000_000
 
 _SEARCHED = "searched"
-#: What to pass to a search for a plan instead of an option of `searched`.
+#: The remedy in the error for each option of `searched`, which a search for a plan sets itself.
 _INSTEAD = {
     "chunks_per_rank": "pass num_stages= instead",
     "effort": "pass effort= to tune instead",

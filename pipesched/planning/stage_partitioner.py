@@ -207,9 +207,7 @@ class StagePartitioner:
         return (max(link.latency_s for link in both), 1 / slowest) if slowest else None
 
     def _cost(self, graph: "nx.DiGraph[str]", found: Partition) -> tuple[float, int]:
-        """Return the sort key of a partition: the part of the step time that it affects, then the bytes of tied
-        weights.
-        """
+        """Return the sort key of a partition: its part of the step time, then the bytes sent for tied weights."""
         rank_of = {layer: rank for names, rank in zip(found.stages, self._ranks, strict=True) for layer in names}
         moved = sum(
             tied_traffic_bytes(parameter_bytes(graph, names), [rank_of[user] for user in users])

@@ -164,7 +164,7 @@ class Tuner:
         return self._chosen()
 
     def _chosen(self) -> EvaluatedCandidate:
-        """Return the simplest of the known schedules that are about as fast, or a searched order that is faster.
+        """Return the simplest known schedule that is about as fast as the fastest, or a searched order that is faster.
 
         No known schedule with a simple cut is faster than the returned candidate, unless this candidate uses one rank.
         """

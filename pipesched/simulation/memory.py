@@ -66,7 +66,7 @@ class RankMemory:
 class Message(NamedTuple):
     """The sizes of a message that one stage sends to another for a micro-batch, in bytes."""
 
-    #: Size at the receiver.
+    #: Size of the message at the receiver.
     arriving: int
     #: Size at the sender. For a view, this is the size of the whole storage.
     made: int

@@ -1,7 +1,6 @@
 """Order search: finds orders for the stages, links and memory limits of the best candidates.
 
-The schedule `searched` starts from the programs of the candidates with the same placement. It considers the times of
-the
+The schedule `searched` starts from the programs of the candidates with the same placement. It uses the times of the
 stages and of messages over idle links, and the memory of the micro-batches. Its orders are then evaluated like every
 other candidate, with all overheads and the whole memory of the ranks. Only orders that are faster and within the limits
 are kept.
@@ -34,18 +33,18 @@ __all__ = ["OrderSearch", "as_searched", "is_searched"]
 Mover = Callable[[EvaluatedCandidate, Callable[[StageLayers], float], Callable[[], bool]], StageLayers]
 
 _NAME = "searched"
-_NEAR = 1.4  # cuts within this factor of the fastest step are searched
-_PAIRS = 4  # most pairs of a cut and a placement to search
-_CUTS = 200  # most cuts of a placement that are all searched
-_MOVED = 2  # most of them whose boundaries are moved
+_NEAR = 1.4  # orders are searched only for cuts whose step is within this factor of the fastest step
+_PAIRS = 4  # the most placements for which orders are searched
+_CUTS = 200  # with at most this many cuts of a placement, orders are searched for all of them
+_MOVED = 2  # the most candidates with a searched order whose boundaries are moved
 _TRIES = 3  # searches with a lowered limit, while the whole memory of a rank exceeds its limit
 _STARTS = 8  # most programs to start from
 _PER_PAIR = 0.2  # the fraction of the effort for the orders of one cut
 _PER_MOVE = 0.02  # the fraction of the effort for the orders of a cut with a moved boundary
-_A_MOVE = 2_000  # cost of the costs and the bound of a cut with a moved boundary, in actions
+_A_MOVE = 2_000  # the effort to compute the costs and the bound of a cut, in actions
 _SHARES = (1, 1 / 2, 1 / 8, 1 / 20, 1 / 80, 1 / 320, 0)  # efforts of `searched`, relative to its default
-_A_STEP = 0.15  # cost of a step of annealing per action of the program, in actions, ...
-_A_LIST = 15  # ... and of a list schedule
+_A_STEP = 0.15  # the effort of a step of annealing for each action of the program, in actions
+_A_LIST = 15  # the effort of a list schedule for each action of the program, in actions
 
 
 def is_searched(found: EvaluatedCandidate) -> bool:
@@ -79,7 +78,7 @@ class OrderSearch:
         self._bound_s = bound_s
 
     def improve(self, found: Sequence[EvaluatedCandidate], move: Mover) -> list[EvaluatedCandidate]:
-        """Return candidates with searched orders, each within the limits.
+        """Search orders for the fastest candidates; return new candidates with these orders, all within the limits.
 
         Args:
             found: the evaluated candidates of the search, at least one.
@@ -98,9 +97,9 @@ class OrderSearch:
         return made
 
     def _of_all_cuts(self, found: EvaluatedCandidate, best_s: float) -> Iterator[EvaluatedCandidate]:
-        """Yield candidates with other cuts and new orders, each faster than the previous one.
+        """Search orders for all cuts of a placement, and yield each candidate that is faster than the best so far.
 
-        Yields nothing if there are too many cuts.
+        Yields nothing if there are more than ``_CUTS`` cuts.
         """
         cuts = [self._chooser.evaluated(found.candidate, cut) for cut in self._chooser.all_cuts(found.candidate, _CUTS)]
         self._effort.spend(_A_MOVE * len(cuts))
@@ -117,8 +116,8 @@ class OrderSearch:
         """Yield the candidate with a searched order, if the search finds an order within the limits.
 
         Args:
-            known: candidates with the same stages, the fastest first. The search uses the costs of the first candidate,
-                and starts from the programs of all candidates.
+            known: candidates with the same placement, the fastest first. The search uses the costs of the first
+                candidate, and starts from the programs of all candidates.
             effort: the effort of the search, in actions.
 
         """
@@ -186,7 +185,7 @@ def _speed(found: EvaluatedCandidate) -> float:
 
 
 def _groups(found: Iterable[EvaluatedCandidate], best_s: float) -> list[list[EvaluatedCandidate]]:
-    """Return the candidates to search orders for: for each placement, all programs with the fastest cut."""
+    """Return lists of candidates with one placement, the fastest first. Orders are searched for the first of each."""
     several = sorted((each for each in found if each.candidate.num_ranks > 1), key=_speed)
     groups: dict[Any, list[EvaluatedCandidate]] = {}
     for each in several:

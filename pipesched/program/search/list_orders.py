@@ -38,12 +38,13 @@ _GOLDEN = 0.618  # multiples of the golden ratio spread evenly
 #:
 #: WINDOW: the most micro-batches by which the rank's forwards are ahead of its oldest unfinished micro-batch.
 #: IN_TURN: whether the rank runs forwards and backwards in turn, 1 or 0; otherwise a backward comes before a forward.
-#: FILLING: how much of a weight gradient must fit in a gap, in 1/256; below 0, weight gradients wait for no gap.
-#: PATIENCE: how much later than the earliest action a better one may start, in 1/256 of its time.
-#: DEPTH: which of several forwards comes first: 0: that of the deepest stage, 1: of the shallowest, 2: of the oldest
-#: micro-batch.
-#: FUSED: where a B replaces I and W: 0: nowhere, 1: on the first stage, 2: wherever the stage owes no W.
-#: FIRST_APART, LAST_APART: the number of first and of last micro-batches that have no B.
+#: FILLING: the part of a weight gradient that must fit in a gap, in 1/256; below 0, weight gradients wait for no gap.
+#: PATIENCE: the most time by which a better action may start later than the earliest one, in 1/256 of the duration of
+#: the better action.
+#: DEPTH: the forward that comes first, of several: 0: on the deepest stage, 1: on the shallowest stage, 2: of the
+#: oldest micro-batch.
+#: FUSED: the stages that run a B instead of I and W: 0: none, 1: the first stage, 2: every stage that owes no W.
+#: FIRST_APART, LAST_APART: the numbers of first and of last micro-batches that run I and W on every stage.
 WINDOW, IN_TURN, FILLING, PATIENCE, DEPTH, FUSED, FIRST_APART, LAST_APART = range(8)
 CHOICES = 8
 _FIRST_STAGE, _NONE_OWED = 1, 2

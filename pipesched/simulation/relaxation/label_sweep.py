@@ -67,7 +67,7 @@ class _States:
 
     def __init__(self, problem: _Ints, counts: _Ints, labels: _Ints) -> None:
         self.problem = problem
-        #: The numbers of F, gradients and owed W of each chunk.
+        #: For each chunk, the numbers of F and of gradients that are done, and of W that can run but are not done.
         self.counts = counts
         #: The time, the last arrival of a gradient, and the arrivals of micro-batches (by number modulo the limit).
         self.labels = labels
@@ -138,7 +138,7 @@ class Sweep:
         return Swept(missed, tuple(deadline for deadline in self._deadlines if deadline not in missed), effort)
 
     def _unmissed(self, states: _States, level: int) -> _States:
-        """Return the states of deadlines that no rank is sure to miss."""
+        """Return the states without those of deadlines that some rank is sure to miss."""
         waiting = [states, *self._waiting.get(level + 1, [])]
         return states[self._kept(waiting)[states.problem // self._num_ranks]]
 
