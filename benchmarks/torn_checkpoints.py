@@ -245,7 +245,7 @@ def _refused(pipe: Pipeline, folder: Path, path: Path) -> str:
         if any(not torch.all(parameter == -1) for parameter in pipe.parameters()) or pipe._running.step != -1:
             return f"refused, but changed the pipeline: {path.name}"
         if path.name not in str(error):
-            return f"refused without the name of {path.name}: {error}"
+            return f"refused, but the error does not name {path.name}: {error}"
         return "refused by name" if isinstance(error, DamagedCheckpointError) else "refused by name, as missing"
     return f"silently loaded: {path.name}"
 

@@ -226,14 +226,22 @@ def linked(text: str) -> str:
 
 
 def description(one: Exhibit) -> Iterator[str]:
-    """Yield the paragraphs of the function's docstring: orders as text, the formula as a quotation."""
+    """Yield the paragraphs of the function's docstring: orders as text, formulas as quotations, options as lists."""
     first, *rest = one.schedule.description.split("\n\n")
     yield prose(re.sub(r"\. [^.]*(?:et al\. )?(?:19|20)\d\d\.$", ".", prose(first, plain=True))) + "\n"
     for paragraph in rest:
         if paragraph.startswith("rank "):
             yield f"```text\n{paragraph}\n```\n"
+        elif paragraph.startswith("Options:\n"):
+            yield f"Options:\n\n{options(paragraph)}\n"
         else:
             yield ("> " if re.search(r"\bbubble\b", paragraph, re.IGNORECASE) else "") + prose(paragraph) + "\n"
+
+
+def options(section: str) -> str:
+    """Return the ``Options:`` section of a docstring as a list in Markdown."""
+    arguments = re.findall(r"^ {4}(\w+): (.*(?:\n {5,}.*)*)", section, re.MULTILINE)
+    return "\n".join(f"- `{name}`: {prose(text)}" for name, text in arguments)
 
 
 def prose(paragraph: str, plain: bool = False) -> str:

@@ -12,9 +12,8 @@ def chimera(rank: int, shape: Shape) -> Order:
     is divided into slots as long as a forward, the k-th micro-batch of a direction runs its forward on stage s in slot
     s + 2k and its backward in slot 2p-1-s + 2k. The next p micro-batches follow 2p slots later.
 
-    Bubble (p-2)F for B = F, (m/p+1)(p-2)F for B = 2F and m = 2p, 3p, ... (2(p-2)F for m = p); ranks hold p/2+1 to p
-    micro-batches. The number of ranks must be even. If m is not a multiple of p, the last group of micro-batches has
-    gaps.
+    Bubble (p-2)F for B = F, and (m/p+1)(p-2)F for B = 2F if m is a multiple of p. Ranks hold p/2+1 to p micro-batches.
+    The number of ranks must be even. If m is not a multiple of p, the last group of micro-batches has gaps.
     """
     order, p = Order(shape), shape.even_ranks()
     slots: list[tuple[int, bool, int]] = []

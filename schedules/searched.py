@@ -29,13 +29,17 @@ def searched(
     annealing, and stops at a bound that no order can beat. Each backward is whole or split, whichever is better. If a
     known schedule is as short, it is used. Equal options give equal orders.
 
-    Options costs: the times of each stage, or a list with the costs of each micro-batch (default: identical stages).
-    placement: the rank of each stage (default: round robin). max_in_flight: the most (stage, micro-batch) pairs that
-    each rank may hold: one number, or one per rank (default: no limit). memory_limit_bytes: the most bytes that the
-    micro-batches of a rank may hold, as ``Trace.peak_bytes`` counts them: one number, or one per rank (default: no
-    limit). effort: the number of search steps, relative to the default. starts: schedules and programs to start from
-    (default: all other schedules). found: the program of an earlier search. If it has enough micro-batches, its orders
-    are used without a search, and the last micro-batches are dropped if there are too many (default: none).
+    Options:
+        costs: the times of each stage, or a list with the costs of each micro-batch. Default: identical stages.
+        placement: the rank of each stage. Default: round robin.
+        max_in_flight: the most (stage, micro-batch) pairs that a rank may hold; one number, or one per rank. Default:
+            no limit.
+        memory_limit_bytes: the most bytes that the micro-batches of a rank may hold, counted as in
+            ``Trace.peak_bytes``; one number, or one per rank. Default: no limit.
+        effort: the number of search steps, relative to the default. Default: 1.
+        starts: schedules and programs to start from. Default: all other schedules.
+        found: the program of an earlier search. If it has at least as many micro-batches as needed, its orders are
+            used without a search, and surplus micro-batches at the end are dropped. Default: none.
     """
     if found is not None and shape.num_microbatches <= found.num_microbatches:
         return shortened_orders(shape, found)

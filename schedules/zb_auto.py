@@ -18,12 +18,11 @@ def zb_auto(
     The heuristic leaves three choices open. All combinations are tried, as is ZB-H1 if it stays within the memory
     limit. The order with the shortest span is used.
 
-    Option costs: the times of each stage (default: identical stages).
-
-    Option max_in_flight: the most micro-batches that a rank is allowed to hold at the same time (default: p, which
-    gives ZB-1p; 2p gives ZB-2p).
-
-    Option weight_grad_share: the fraction of a micro-batch's activations that stays in memory from I to W (default: 1).
-    The paper's ZB-2p uses 32 / (34 + 5as/h) for a transformer with a heads, hidden size h and s tokens.
+    Options:
+        costs: the times of each stage. Default: identical stages.
+        max_in_flight: the most micro-batches that a rank may hold at the same time. Default: p, which gives ZB-1p; 2p
+            gives ZB-2p.
+        weight_grad_share: the fraction of a micro-batch's activations that stays in memory from I to W. The paper's
+            ZB-2p uses 32 / (34 + 5as/h) for a transformer with a heads, hidden size h and s tokens. Default: 1.
     """
     return zero_bubble(shape, costs, max_in_flight=max_in_flight, weight_grad_share=weight_grad_share)

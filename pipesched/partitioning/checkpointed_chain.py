@@ -133,7 +133,10 @@ class CheckpointedChain:
         return self._alone[slot.stage]
 
     def _fitting(self, slot: Slot, begins: Run, bound: int) -> Iterator[Run]:
-        """Split a run of starts, leaving out the starts whose next block exceeds the bound on its own."""
+        """Yield the parts of a run of possible stage starts that remain without some of them.
+
+        Left out is every start whose first block alone takes longer than the bound.
+        """
         first = begins[0]
         last = min(begins[1], self._end - 1)
         single = self._single(slot)

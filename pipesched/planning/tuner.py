@@ -311,7 +311,7 @@ class Tuner:
         return self._simulated(self._chooser.evaluated(candidate, stages))
 
     def _simulated(self, found: EvaluatedCandidate) -> EvaluatedCandidate:
-        """Subtract the effort of simulating a candidate, and return the candidate unchanged."""
+        """Subtract the effort of simulating a candidate from the effort that is left, and return the candidate."""
         per_action = IN_ORDER_SEARCH if found.candidate.schedule.searches else 2  # creating and simulating the program
         self._effort.spend(AT_LEAST + len(found.runs.columns) * per_action)
         return found

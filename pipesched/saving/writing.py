@@ -121,9 +121,9 @@ def write(target: Target, part: Part, facts: Facts, hurry: Event) -> None:
 
 
 def _is_replaceable(target: Target) -> bool:
-    """Return whether the manifest certainly does not name the new data.
+    """Return whether the new data of a failed save can be deleted, because the manifest does not refer to it.
 
-    An error can also occur after the manifest was replaced.
+    A save can also fail after the new manifest is in place. An unreadable manifest counts as one that refers to it.
     """
     try:
         return Manifest.read(target.folder).data != target.data

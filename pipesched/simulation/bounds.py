@@ -298,11 +298,11 @@ def _littles_law_of_phase(phase: _Phase, num_microbatches: int) -> float:
 
 
 def _littles_law(chunks: Sequence[StageTimes], num_microbatches: int, limit: int) -> float:
-    """Return the lower bound in seconds from packing the lifetimes of all pairs, at most ``limit`` at a time.
+    """Return a lower bound on the step, in seconds, if a rank holds at most ``limit`` (stage, micro-batch) pairs.
 
-    Forwards start one by one, and pairs are released one by one. The result is the larger of two bounds: in one,
-    lifetimes end when the pair is released; in the other, they end with the pair's gradient, and the work of earlier
-    stages follows.
+    Pairs start one after another and are released one after another. The result is the larger of two bounds. The first
+    counts a pair as held until it is released. The second counts it only until its input gradient is computed, and
+    adds the time of the backwards of earlier stages that must still follow.
     """
     start = min(stage.start for stage in chunks)
     lives = sum(stage.life for stage in chunks)

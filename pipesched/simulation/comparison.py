@@ -40,7 +40,7 @@ class StageComparison:
 
     @property
     def work_s(self) -> Pair:
-        """The stage's total time per step, in seconds. Each action counts with the median time of its kind."""
+        """The stage's total time per step, in seconds: the sum over all actions of the median time of their kind."""
         return Pair(*(sum(count * self.seconds[kind][side] for kind, count in self.counts.items()) for side in (0, 1)))
 
 

@@ -69,7 +69,7 @@ def _check_alike(one: "nx.DiGraph[str]", other: "nx.DiGraph[str]", rows: str) ->
 
 
 def _figures(value: Any) -> Any:
-    """Return the property in which two values must agree: a mapping's keys, or whether another value is a number."""
+    """Return what must be equal for two sizes: the keys if ``value`` is a mapping, else whether it is a number."""
     return {*value} if isinstance(value, Mapping) else isinstance(value, int | float)
 
 

@@ -130,7 +130,10 @@ def _with_changes(result: Any, changed: Iterable[tuple[Tensor, Tensor]]) -> Any:
     back = {}
     for tensor, copy in changed:
         if tensor._base is not None:
-            raise RuntimeError("the tensor's values would be lost, because unknown values are written to a view of it")
+            raise RuntimeError(
+                "cannot write values computed on the meta device into a view of a tensor with real values, because "
+                "the tensor's values would be lost"
+            )
         torch.utils.swap_tensors(tensor, copy)
         back[id(copy)] = tensor
     return pytree.tree_map_only(Tensor, lambda tensor: back.get(id(tensor), tensor), result) if back else result

@@ -406,9 +406,10 @@ class Channels:
 
     Args:
         ports: the ports for short and long messages.
-        names: names of the digests in a run's identity, for error messages.
+        names: for error messages, the name of each digest that two ranks compare when a run begins.
         encoding: encodes plain values.
-        ends: creates the channels for runs. Default: channels over the ports. Single values always use the ports.
+        ends: a factory for the channels that carry a run's messages. Default: channels over ``ports``. Values that
+            are sent outside a run always use ``ports``.
 
     """
 

@@ -128,7 +128,7 @@ def drawn(group: places.Group) -> None:
 
 
 def loaded(group: places.Group, init: Any, schedule: str, options: Mapping[str, Any]) -> None:
-    """Check that a model that is built without data and then filled trains as a model with weights does."""
+    """Check that a model built on the meta device, with weights from ``init``, trains like one built with weights."""
     plain = real_gpt()
     cuts = [3] if schedules.get(schedule).chunks_per_rank == 1 else [2, 3, 5]
     given = plain.state_dict() if init is None else init

@@ -10,7 +10,7 @@ from pipesched.tensors.memory_tracker import Ledger
 
 
 def counts_shards(group: Any) -> tuple[int, int]:
-    """Return the tracked bytes of a sharded tensor of 8 x 4 floats, and of this tensor and a second one together."""
+    """Return the bytes that a ledger counts for a sharded tensor of 8 x 4 floats, and for two such tensors."""
     mesh = init_device_mesh("cpu", (group.size(),))
     ledger = Ledger()
     whole = distribute_tensor(torch.ones(8, 4), mesh, [Shard(0)])
