@@ -486,7 +486,7 @@ class Assembly:
     def decide(self, intra_op_threads: int, losses: Iterable[Tensor]) -> Verdict:
         """Compute the gradient norms of all processes, and decide whether the update is skipped. Collective.
 
-        ``losses`` holds the losses of the step in the process of the last stage.
+        In the process that runs the last stage, ``losses`` holds the losses of the step.
         """
         assert self.rules is not None
         with intra_op(intra_op_threads):

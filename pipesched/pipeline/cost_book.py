@@ -203,7 +203,7 @@ class CostBook:
         return host_bytes_per_s(self._devices[0])
 
     def slowness(self, rank: int) -> float:
-        """Return the time of a rank's device relative to the other devices, as measured in steps; 1 if not measured."""
+        """Return how many times slower a rank's device was in steps than the fastest device; 1 if not measured."""
         return self.slow.get(self._devices[rank], 1.0) if self.slow else 1.0
 
     def learn(self, stages: Sequence[StageTimes], tolerance: float) -> None:

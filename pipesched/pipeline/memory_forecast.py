@@ -245,7 +245,7 @@ class MemoryForecast:
         ]
 
     def _freed(self, stage: int) -> list[int]:
-        """Return, for each bucket of a stage, the activation bytes that are free when the bucket is complete."""
+        """Return the activation bytes that the backward has freed when each bucket of a stage is complete."""
         assembly = self._running.assembly
         programs = assembly.programs
         if not programs.buckets:

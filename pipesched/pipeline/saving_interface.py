@@ -64,8 +64,8 @@ class SavingInterface(ModuleInterface):
             optimizer: the optimizer of ``pipe.parameters()``, or a list or dict of several. Default: None. A pipeline
                 with ``optimizer=`` saves its own optimizers.
             scheduler: the learning rate scheduler, or a list or a dict by stage. Default: None.
-            extra: a dict of objects with ``state_dict()``, or of values (plain types, tensors, numpy numbers). It must
-                be identical on all ranks. Default: None.
+            extra: a dict from names to objects with ``state_dict()``, or to values: plain types, tensors and numpy
+                numbers. States and values must be identical on all ranks. Default: None.
             asynchronous: copy the tensors to host memory and return while a thread writes the files. The next ``save``,
                 ``load`` or ``close`` waits for the thread and raises its error. Default: False.
             keep: the number of checkpoints to keep in ``path``. Default: None (``path`` itself is the only checkpoint).

@@ -32,7 +32,7 @@ class Chunk:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "Chunk":
-        """Make the chunk from its fields, also after they were written as JSON."""
+        """Make a chunk from a dict of its fields, which may have been read from JSON."""
         return cls(file=values["file"], offsets=tuple(values["offsets"]), sizes=tuple(values["sizes"]))
 
     @property

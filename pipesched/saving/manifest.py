@@ -60,7 +60,7 @@ class TensorEntry:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "TensorEntry":
-        """Make the entry from the result of ``to_dict``, also after it was written as JSON."""
+        """Make an entry from the result of ``to_dict``, which may have been read from JSON."""
         chunks = tuple(map(Chunk.from_dict, values.get("chunks", ())))
         return cls(**{**values, "shape": tuple(values["shape"]), "chunks": chunks})
 

@@ -163,7 +163,10 @@ def capture_optimizers(common: Part, own: Part, optimizers: Sequence[Optimizer],
 
 
 def _add_rows(common: Part, own: Part, member: _Member, tensors: Mapping[str, Tensor], run: LiveRun) -> None:
-    """Add the states of this replica's rows of a parameter; all replicas hold the same scalars."""
+    """Add the states of this replica's rows of a parameter to ``own``, and its scalar states to ``common``.
+
+    All replicas hold the same scalar states.
+    """
     assert member.rows is not None
     assert member.key is not None
     shape = run.shapes[member.name]
