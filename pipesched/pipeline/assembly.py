@@ -504,5 +504,8 @@ class Assembly:
 
     @property
     def verdict(self) -> Verdict | None:
-        """The gradient norms of the last update, and whether it was skipped; None without gradient rules or stages."""
+        """The gradient norms of the last update, and whether the update was skipped.
+
+        None before the first update, without gradient rules, and if this process has no stages.
+        """
         return next((stage.optimizer.verdict for stage in self.stages.values()), None)

@@ -37,7 +37,7 @@ class Chunk:
 
     @property
     def rows(self) -> Rows:
-        """The rows of the tensor that the chunk holds."""
+        """The range of the tensor's rows that are in this chunk."""
         return Rows(self.offsets[0], self.offsets[0] + self.sizes[0])
 
 
