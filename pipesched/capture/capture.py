@@ -77,7 +77,10 @@ class Call:
 
 
 class FunctionCall(NamedTuple):
-    """A call of a function between layers. ``values`` holds the Values of tensor arguments (None if not recorded)."""
+    """A call of a function between layers.
+
+    ``values`` holds the Value of each tensor argument; None for a tensor that was not recorded.
+    """
 
     function: Callable[..., Any]
     arguments: tuple[tuple[Any, ...], dict[str, Any]]
@@ -132,8 +135,8 @@ class Capture:
         """The calls that any stage may repeat instead of receiving their values, such as calls that compute masks.
 
         Free calls use no weights, draw no random numbers, and take only the model's inputs and values of free calls.
-        Only free calls change the memory of these inputs and values, because a stage that repeats a call does not
-        repeat the writes of calls that are not free.
+        Calls that are not free must not write to these inputs and values, because a stage that repeats the free calls
+        does not repeat these writes.
         """
         written: set[Value] = set()
         while True:

@@ -204,7 +204,7 @@ class CapturedModel:
         return [names & self.written for names in found]
 
     def reached(self, cut: StageLayers, *, frozen: bool = False) -> list[tuple[str, str, int]]:
-        """Return (layer, parameter, stage of the layer) for each use of another layer's trained parameter.
+        """Return (layer, parameter, stage of the layer) for each layer that uses a trained parameter of another layer.
 
         Considers only the capture in the model's current mode. ``frozen`` also includes parameters that are not
         trained.

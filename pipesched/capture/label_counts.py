@@ -109,7 +109,7 @@ def _labels_in(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 
 def _marked(labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Return labels for two pairs of rows; the second pair has fewer labels that are not ignored."""
+    """Return the labels of two rows, and of two more rows with fewer labels that are not ignored."""
     rows = labels[torch.arange(4) % len(labels)]
     valid = rows[rows != IGNORED]
     rows = torch.where(rows == IGNORED, valid[0] if len(valid) else 0, rows)

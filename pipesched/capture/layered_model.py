@@ -84,7 +84,7 @@ class LayeredModel(Protocol):
     sample: tuple[tuple[Any, ...], dict[str, Any]]
 
     def passed(self) -> Generator[tuple[str, Any]]:
-        """Run the layers on the sample. Yields (name, output) for outputs that are passed to the next layer unchanged.
+        """Run the layers on the sample. Yields (layer name, output) if the next layer gets the output unchanged.
 
         Raises:
             LayerError: a layer raised an exception.
@@ -127,7 +127,7 @@ def as_model(model: Any) -> Any:
 
 
 def stages_of(model: Any, layers: Sequence[str], num_stages: int) -> list[str] | None:
-    """Return the first layer of each module except the first, for a model that is a list of one module per stage.
+    """Return the first layer of stages 1, 2 and so on, for a model that is a list with one module per stage.
 
     Returns None for other models, and if a module of the list has no layer.
     """

@@ -103,7 +103,7 @@ class _Recorder(TorchFunctionMode):
         return capture
 
     def _note_outside(self, layer: str) -> None:
-        """Record whether this layer, or the code between layers (""), drew from Python's or numpy's generators."""
+        """Record whether this layer, or the code between layers (""), drew random numbers from Python or numpy."""
         drawn = outside_state()
         if drawn != self._drawn:
             self._capture.outside.add(layer)
@@ -125,8 +125,9 @@ class _Recorder(TorchFunctionMode):
     def _join(self) -> None:
         """Set ``joined`` on calls that must share a stage with earlier calls.
 
-        Code whose backward is a single unit (such as a ``torch.autograd.Function``) must stay in one stage. So must all
-        calls that use the memory of a tensor, if that memory is modified in place and then read through another tensor.
+        Code whose backward is a single unit (such as a ``torch.autograd.Function``) must stay in one stage. The other
+        case is memory that a call modifies in place and a later call reads through another tensor: all calls that use
+        this memory must stay in one stage.
         """
         for region, (first, call) in self._regions.items():
             call.join(first.index)
@@ -180,7 +181,7 @@ class _Recorder(TorchFunctionMode):
         return result
 
     def _differentiate(self, func: Any) -> None:
-        """Keep a container whole if its code differentiates, because a stage can differentiate only its own calls."""
+        """Keep a container whole if its code computes gradients: a stage can differentiate only its own calls."""
         container = self._shells.running()
         if not container:
             layers = list(dict.fromkeys(call.layer for call in self._capture.calls if call.layer))
@@ -197,7 +198,7 @@ class _Recorder(TorchFunctionMode):
         return any(self._value.get(id(tensor), (INPUT,))[0] != INPUT for tensor in tensors)
 
     def _inner(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run a function inside a layer, and record tensors that the layer gets through attributes or objects."""
+        """Run a function inside a layer, and record tensors that the layer uses but did not get as arguments."""
         if self._arguments is None:
             return func(*args, **kwargs)
         taken = {id(tensor): tensor for tensor in tensors_in((args, kwargs))}
@@ -278,7 +279,10 @@ class _Recorder(TorchFunctionMode):
         return result
 
     def _new(self, layer: str, function: str, taken: list[Tensor], changed: list[int], result: Any) -> tuple[Any, Call]:
-        """Record a call. Return the result and the Call; arguments in the result become views with new ids."""
+        """Record a call. Return the result and the Call.
+
+        If an argument is also in the result, the result gets a view of this tensor, so that the two have different ids.
+        """
         takes = tuple(dict.fromkeys(self._value[id(tensor)] for tensor in taken if id(tensor) in self._value))
         uses = tuple(dict.fromkeys(self._names[id(tensor)] for tensor in taken if id(tensor) in self._names))
         number = 0

@@ -39,7 +39,7 @@ _DEVICE = "torch.Tensor.device.__get__"
 
 
 class Looks:
-    """Types and shapes of values that a stage does not send, as a single leaf of a message.
+    """The types and shapes of values that a stage does not send. In a message, they are a single leaf.
 
     Immutable. Comparison distinguishes plain numbers of different types, such as 1 and True. ``values`` holds pairs
     (Value, Look).
@@ -213,7 +213,7 @@ class _Run(TorchFunctionMode):
     # ---- called by the containers' code --------------------------------------------------------------------------
 
     def __enter__(self) -> "_Run":
-        """Enter the mode for the next part of the code between layers."""
+        """Enter this TorchFunctionMode for the next part of the code between layers."""
         if "" in self._replay.capture.outside:
             self._code.enter_context(self._random.outside("", self._code_parts))
             self._code_parts += 1
@@ -258,7 +258,7 @@ class _Run(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def layer(self, name: str, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call a layer with this mode switched off, because functions inside a layer are not recorded."""
+        """Call a layer outside this TorchFunctionMode, because functions inside a layer are not recorded."""
         self._replay.running = None
         self.__exit__(None, None, None)
         try:

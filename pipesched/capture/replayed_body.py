@@ -81,7 +81,7 @@ class ReplayedBody:
         }
 
     def over(self, layers: Mapping[str, nn.Module], device: torch.device) -> "ReplayedBody":
-        """Return a body that runs copied layers. Copies share no weights; each use of a weight has its own gradient."""
+        """Return a body that runs these copies of the layers. The copies have their own weights and gradients."""
         other = copy.copy(self)
         other.layers = dict(layers)
         other._twins = {}
@@ -153,7 +153,8 @@ class ReplayedBody:
 class Loose(nn.Module):
     """Holds parameters and buffers that belong to no layer, under names without dots.
 
-    Calling this module like a layer returns the tensors to use now, such as an older version or copies for a recompute.
+    Calling this module like a layer returns the tensors to use now. These can be tensors of an older weight version, or
+    copies for a recompute.
     """
 
     def __init__(self, model: nn.Module, names: Sequence[str]) -> None:

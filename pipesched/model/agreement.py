@@ -33,7 +33,8 @@ def modes_of_model(model: nn.Module, *, whole: bool) -> dict[str, str]:
     """Return the training modes of the model and of its modules without tensors. They must be the same on all ranks.
 
     The mode of any other module matters only on the rank that runs it, so each rank can set it separately. With
-    ``whole``, only the mode of the model itself is returned, because ``wrap=`` can have added modules on single ranks.
+    ``whole``, only the mode of the model as a whole is returned, because ``wrap=`` may have added different modules on
+    each rank.
     """
     modes = {"the training mode of the model": str(model.training)}
     for name, module in () if whole else model.named_modules():

@@ -1,8 +1,9 @@
 """Sharded modules: the modules of a stage whose weights ``fully_shard`` (FSDP2) has divided among several processes.
 
 By itself, FSDP2 gathers the weights for each forward and backward, and reduces the gradients in each backward. A step
-of m micro-batches then gathers each module about 2m times, and reduces its gradients m times. Here a run gathers each
-module once, before its first forward, and a step reduces each module once, after the last backward of the stage.
+of m micro-batches then gathers each module about 2m times, and reduces its gradients m times. With ShardedModules, a
+run gathers each module once, before its first forward. A step reduces each module's gradients once, after the last
+backward of the stage.
 """
 
 import sys
@@ -95,7 +96,10 @@ class ShardedModules:
         return self._gathering
 
     def accumulate(self) -> None:
-        """Add gradients computed outside FSDP2's backward to FSDP2's sums, if the sums have another dtype."""
+        """Add gradients computed outside FSDP2's backward to FSDP2's sums.
+
+        Does nothing if the gradients and the sums have the same dtype.
+        """
         if self._casts:
             for root in self._roots:
                 self._pass(root)

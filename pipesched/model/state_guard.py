@@ -346,7 +346,10 @@ def set_aside(*roots: Any) -> Iterator[None]:
 
 @contextmanager
 def no_graph(model: nn.Module) -> Iterator[None]:
-    """Enable grad mode while no parameter requires a gradient, so that forwards save nothing for a backward pass."""
+    """Enable grad mode, but let no parameter require a gradient in the ``with`` block.
+
+    The model's code sees the grad mode of training, and forwards save nothing for a backward pass.
+    """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     try:
         for parameter in trained:
@@ -366,7 +369,10 @@ class _SharedTensors(TorchFunctionMode):
 
 
 def unchanged(value: Any) -> Any:
-    """Copy the objects in a value that a layer may change, such as key-value caches. Tensors are shared, not copied."""
+    """Return a value with copies of those objects that a layer may change, such as key-value caches.
+
+    Tensors are shared, not copied.
+    """
     leaves, spec = pytree.tree_flatten(value)
     plain = Tensor, int, float, str, bytes, type(None), nn.Module
     with _SharedTensors():

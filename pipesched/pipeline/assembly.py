@@ -210,7 +210,7 @@ class Assembly:
                 self._divide()
 
     def _divide(self) -> None:
-        """Divide the updates over the replicas, with zero=2 also the summed gradients, and with zero=3 the weights."""
+        """Divide the updates over the replicas; with zero=2, also the summed gradients; with 3, also the weights."""
         assert self._host.sums is not None
         grid = self._host.grid
         place = self._host.sums, grid.replica, len(grid.rows)
@@ -382,9 +382,9 @@ class Assembly:
                     put_on(module, stage.device)
 
     def _bucket_layers(self) -> list[list[str]]:
-        """Return, for each stage, the layers whose gradients form a bucket, the last layer first.
+        """Return, for each stage, the layers that have a gradient bucket of their own, the last layer first.
 
-        The lists are empty if several stages share weights, because their gradients are complete only after a run.
+        The result is empty if several stages share weights, because their gradients are complete only after a run.
         """
         program = self.program
         if program.num_weights < program.num_stages:
@@ -450,7 +450,7 @@ class Assembly:
             yield from loss_fn.named_parameters(prefix="loss_fn")
 
     def begin_reductions(self) -> None:
-        """Before a step with several replicas: set earlier gradients aside, so that only this step's are summed."""
+        """Before a step with several replicas: set earlier gradients aside, so that they are not summed again."""
         if self._late_sums is not None:
             self._late_sums.begin()
             for stage in self.stages.values():
@@ -486,7 +486,7 @@ class Assembly:
     def decide(self, intra_op_threads: int, losses: Iterable[Tensor]) -> Verdict:
         """Compute the gradient norms of all processes, and decide whether the update is skipped. Collective.
 
-        ``losses`` holds the losses of the step in the process of the last stage.
+        In the process that runs the last stage, ``losses`` holds the losses of the step.
         """
         assert self.rules is not None
         with intra_op(intra_op_threads):
@@ -504,5 +504,8 @@ class Assembly:
 
     @property
     def verdict(self) -> Verdict | None:
-        """The gradient norms of the last update, and whether it was skipped; None without gradient rules or stages."""
+        """The gradient norms of the last update, and whether the update was skipped.
+
+        None before the first update, without gradient rules, and if this process has no stages.
+        """
         return next((stage.optimizer.verdict for stage in self.stages.values()), None)

@@ -61,9 +61,10 @@ class AutoPlan:
     def is_wanted(self, request: PlanRequest, plan: Plan | None) -> bool:
         """Return whether a search is needed.
 
-        No search is needed if a plan is given. If no search options are given, none is needed for a given schedule, a
-        complete cut or a single device either. Raises PartitionError if search options were given together with a
-        plan.
+        No search is needed if a plan is given. Otherwise, search options always require a search. Without search
+        options, no search is needed if the schedule or all boundaries are given, or if there is only one device.
+
+        Raises PartitionError if search options were given together with a plan.
         """
         if plan is not None and self.search.is_asked_for:
             raise PartitionError(

@@ -47,7 +47,7 @@ class OpenPass:
 
     @property
     def _loss(self) -> int | None:
-        """The index of the weighted loss among the outputs that require a gradient; None without such a loss."""
+        """The index of the loss among the outputs that require a gradient; None if the loss is not an output."""
         first = self.step_data.outputs[0]
         places = [] if self.weighting is None else loss_places(first.value)
         return sum(first.needs_grad[: first.places[places[0]]]) if places else None
@@ -87,7 +87,10 @@ def attach(opened: OpenPass) -> Any:
 
 
 def _firsts(whole: Payload, pattern: Payload) -> tuple[Any, ...]:
-    """Return the leaves of ``whole`` at the positions where each leaf of ``pattern`` first occurs in ``pattern``."""
+    """Return, for each leaf of ``pattern``, the leaf of ``whole`` at the same place.
+
+    If a leaf of ``pattern`` occurs at several places, its first place counts.
+    """
     return tuple(whole.leaves[whole.places[pattern.places.index(leaf)]] for leaf in range(len(pattern.leaves)))
 
 

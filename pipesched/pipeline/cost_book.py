@@ -58,7 +58,10 @@ def replica_costs(grid: RankGrid, zero: int, links: Links | None) -> ReplicaCost
 
 
 def divided_by(replicas: ReplicaCosts | None, gather_once: bool | None) -> ReplicaCosts | None:
-    """Return the replicas' costs for the user's ``gather_once``; None if replicas do not divide the weights."""
+    """Return the costs of replicas that divide the weights; None for other replicas.
+
+    ``gather_once`` is the user's option, on which these costs depend.
+    """
     if replicas is None or replicas.replication.zero < 3:
         return None
     return replicas.gathering(once=gather_once is not False)
@@ -115,8 +118,8 @@ class CostBook:
     def replication(self, programs: ProgramFactory) -> Replication | None:
         """Return the replicas that run these programs.
 
-        None if there is only one replica, or if the programs contain no REDUCEs, so that gradients are summed after a
-        run.
+        None if there is only one replica. Also None if the programs contain no REDUCEs, because gradients are then
+        summed after a run.
         """
         replicas = self._replica_costs(programs)
         return None if replicas is None else replicas.replication
@@ -200,7 +203,7 @@ class CostBook:
         return host_bytes_per_s(self._devices[0])
 
     def slowness(self, rank: int) -> float:
-        """Return the time of a rank's device relative to the other devices, as measured in steps; 1 if not measured."""
+        """Return how many times slower a rank's device was in steps than the fastest device; 1 if not measured."""
         return self.slow.get(self._devices[rank], 1.0) if self.slow else 1.0
 
     def learn(self, stages: Sequence[StageTimes], tolerance: float) -> None:

@@ -225,7 +225,7 @@ class MemoryForecast:
         return [own.memory(self._freed(stage)) for stage, own in enumerate(self._replicated())] or None
 
     def _replicated(self) -> list[StageReplicas]:
-        """Return the parameters of each stage whose gradients are summed over replicas; [] if there is one replica."""
+        """Return, for each stage, the parameters whose gradients replicas sum; [] if there is one replica."""
         running = self._running
         assembly = running.assembly
         placement = assembly.program.placement
@@ -245,7 +245,7 @@ class MemoryForecast:
         ]
 
     def _freed(self, stage: int) -> list[int]:
-        """Return, for each bucket of a stage, the activation bytes that the backward has freed when it is complete."""
+        """Return the activation bytes that the backward has freed when each bucket of a stage is complete."""
         assembly = self._running.assembly
         programs = assembly.programs
         if not programs.buckets:

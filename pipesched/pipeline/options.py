@@ -108,12 +108,12 @@ class Numerics:
             before the update, "skip" the update on all ranks and warn (requires ``optimizer=``), or only "warn". The
             message names the first layer and micro-batch with such a value. With GPUs in a single process, "raise" and
             "warn" react one step later, after the update. Default: None (not checked).
-        reduction_order: the order in which the gradients and losses of micro-batches are added. With "sequential", a
-            replica adds those of its micro-batches one after the other, and then the sums of the replicas are added in
-            replica order. With "tree", they are added as a binary tree over the micro-batches of all replicas, so the
-            results do not depend on the number of replicas, if the number of micro-batches of all replicas together
-            stays the same. A rank then holds up to log2(n) more copies of its gradients, where n is the largest power
-            of two that divides its number of micro-batches. Default: "sequential".
+        reduction_order: the order in which the gradients and losses of micro-batches are added. With "sequential", each
+            replica adds its micro-batches one after the other, and then the sums of the replicas are added in replica
+            order. With "tree", the micro-batches of all replicas are added as one binary tree. The results then do not
+            depend on the number of replicas, if the total number of micro-batches stays the same. A rank holds up to
+            log2(n) more copies of its gradients, where n is the largest power of two that divides its number of
+            micro-batches. Default: "sequential".
 
     Raises:
         ModelTypeError: loss_weight is not a function.
@@ -251,8 +251,8 @@ class Distributed:
             their use and then frees them. Default: 0 (nothing is divided).
         gather_once: whether a step gathers divided weights once and keeps them until the last backward of their stage.
             If False and ``zero=3``, a step frees the weights of a stage while other stages of its rank run, and gathers
-            them again. For modules that ``wrap=`` shards by ``fully_shard``, True also reduces their gradients once; if
-            False, the modules' own flags decide, and by default each forward and backward of a micro-batch gathers the
+            them again. For modules that ``wrap=`` shards by ``fully_shard``, True also reduces the gradients only once.
+            If False, the modules' own flags decide: by default each forward and backward of a micro-batch gathers the
             weights, and each backward reduces the gradients. False takes longer but needs less memory. Default: None
             (once, unless ``zero=3`` and only False fits ``memory_limit_bytes``).
 

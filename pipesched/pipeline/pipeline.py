@@ -75,7 +75,8 @@ class Pipeline(SavingInterface):
     With ``mesh=`` every process builds the Pipeline from the same model and arguments and trains its own stages. All
     processes call the same methods, by default with the same batch. ``gather_model()`` collects the trained weights.
     From the first step until that call, calling, copying or saving the model itself raises ExecutionError.
-    ``clip_grad_norm_()`` clips the gradients of all ranks together; torch's own function would clip each rank's alone.
+    ``clip_grad_norm_()`` clips the gradients of all ranks together; torch's own function would clip each rank's
+    gradients separately.
 
     Args:
         model: an nn.Module, a list of modules that form a chain, a function that builds the model, or a model on the
@@ -458,7 +459,7 @@ class Pipeline(SavingInterface):
             loss = criterion(pipe(x), y)
             loss.backward()
 
-        In training mode with gradients enabled, the output can be differentiated once, in one process. ``backward()``
+        Without a mesh, in training mode with gradients enabled, the output can be differentiated once. ``backward()``
         then runs the stages' backward passes in GPipe's order and adds the gradients of parameters to ``.grad``, but
         never updates weights: with ``optimizer=``, step the optimizers in ``pipe.optimizers`` yourself.
         ``torch.autograd.grad`` returns gradients of inputs only. Under ``no_grad`` or in evaluation mode only forwards
@@ -539,7 +540,8 @@ class Pipeline(SavingInterface):
     def grad_norm(self) -> torch.Tensor | None:
         """The norm of all gradients together in the last update, before ``Numerics(clip_grad_norm=)`` clipped them.
 
-        A 0-d tensor; None before the first step, without such an option, and on a rank of a mesh without stages.
+        A 0-d tensor. None before the first update, if ``Numerics`` sets neither ``clip_grad_norm``, ``scaler`` nor
+        ``on_nonfinite``, and on a rank that has no stages.
         """
         verdict = self._running.assembly.verdict
         return None if verdict is None else verdict.norm
@@ -755,9 +757,9 @@ class Pipeline(SavingInterface):
             self._divide_weights()
 
     def _gather_rows(self, method: str) -> None:
-        """Make the weights of this rank's stages whole if replicas divide them. Collective over the replicas then.
+        """Make the weights of this rank's stages whole if replicas divide them.
 
-        ``method`` is the public method that needs the weights.
+        Collective over replicas that divide the weights. ``method`` is the public method that needs the weights.
         """
         divided = self._running.assembly.divided_weights
         host = self._running.host

@@ -53,8 +53,8 @@ class Trial:
 
         Args:
             plans: the plans to run.
-            told: a function that is called after each turn of a plan with the progress from 0 to 1. The progress
-                assumes that all rounds run; the trials may end earlier.
+            told: a function that is called with the progress, from 0 to 1, each time after a plan has run a few steps.
+                The trials may end before the progress reaches 1.
 
         """
         with torch.inference_mode(False), torch.enable_grad():

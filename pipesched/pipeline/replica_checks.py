@@ -145,9 +145,9 @@ def check_tree(model: nn.Module, program: Program, bodies: Sequence[Body], tied:
 
 
 def check_axes(plan: Plan | None, num_ranks: int, num_replicas: int, zero: int) -> None:
-    """Check that a plan made for replicas runs with the replicas that it was made for.
+    """Check that a plan made for replicas runs with the same numbers of replicas and ranks, and the same ``zero=``.
 
-    Raises DeviceCountError for other numbers of ranks, and InputError for another value of ``zero=``.
+    Raises DeviceCountError if the numbers differ, and InputError if ``zero=`` differs.
     """
     if not isinstance(plan, Plan) or plan.replication is None:
         return

@@ -57,15 +57,15 @@ class SavingInterface(ModuleInterface):
         next ``step()``. A checkpoint that is already at ``path`` stays usable until the new one is complete, even if
         the save is killed or the disk is full. Under a mesh, every rank must call this method. Each rank writes its own
         stages to a file system that all ranks share. With several replicas, every rank of every replica must call this
-        method; the ranks of replica 0 write. With ``zero=1`` or ``zero=2``, all ranks write.
+        method; the ranks of replica 0 write. With ``zero=`` above 0, all ranks write.
 
         Args:
             path: the folder of the checkpoint. With ``keep``, the folder that contains the checkpoints' folders.
             optimizer: the optimizer of ``pipe.parameters()``, or a list or dict of several. Default: None. A pipeline
                 with ``optimizer=`` saves its own optimizers.
             scheduler: the learning rate scheduler, or a list or a dict by stage. Default: None.
-            extra: objects with ``state_dict()``, or values of plain types, tensors and numpy numbers, by name. They
-                must be identical on all ranks. Default: None.
+            extra: a dict from names to objects with ``state_dict()``, or to values: plain types, tensors and numpy
+                numbers. States and values must be identical on all ranks. Default: None.
             asynchronous: copy the tensors to host memory and return while a thread writes the files. The next ``save``,
                 ``load`` or ``close`` waits for the thread and raises its error. Default: False.
             keep: the number of checkpoints to keep in ``path``. Default: None (``path`` itself is the only checkpoint).
@@ -144,8 +144,8 @@ class SavingInterface(ModuleInterface):
 
         Returns:
             A dict of plain values and tensors that ``torch.load`` can read with ``weights_only=True``. Under a mesh, it
-            is this rank's part; with several replicas, only the ranks of replica 0 get tensors, and with ``zero=1`` or
-            ``zero=2`` every rank. The tensors share memory with the pipeline, so copy them before the next step.
+            is this rank's part. With several replicas, only the ranks of replica 0 get tensors; with ``zero=`` above 0,
+            all ranks do. The tensors share memory with the pipeline, so copy them before the next step.
 
         Raises:
             CheckpointError: something cannot be saved.

@@ -72,7 +72,7 @@ class StepHistory:
         return Trace(spans, len(running.host.devices), name, sizes, versions)
 
     def _with_bound(self, trace: Trace) -> Trace:
-        """Return the trace with its bound, which is known only for micro-batches of the same size."""
+        """Return the trace with a lower bound on its time, or unchanged if micro-batches differ in size."""
         if self._running.num_sizes > 1:
             return trace
         program = self._running.assembly.programs.of(trace.num_microbatches).plain

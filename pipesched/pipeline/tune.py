@@ -105,8 +105,8 @@ def tune(
         batch_size: the number of rows in a step.
         memory_limit_bytes: the most bytes that a rank may hold: one number for all ranks, or one per rank. Default:
             None (no limit).
-        schedule: the schedule to use. A number of chunks per rank that differs from the schedule's default is kept.
-            Default: "auto", chosen by the search.
+        schedule: the schedule to use. If you have changed its number of chunks per rank from the default, the search
+            keeps your number. Default: "auto", chosen by the search.
         num_stages: the number of stages. Default: chosen by the search.
         num_microbatches: the number of micro-batches. Default: chosen by the search, such that micro-batch sizes stay
             within the measured range.
@@ -249,7 +249,7 @@ def _together(host: MeshRanks, decide: Callable[[Run], Plan], run: Run) -> Plan:
 
 
 def _check_axes(axes: Any, zero: Any, num_ranks: int | None, confirm: int | None) -> None:
-    """Raise InputError if ``zero`` is given without ``axes``, or ``axes`` with an argument that it excludes."""
+    """Raise InputError for ``zero`` without ``axes``, and for ``axes`` without ``num_ranks`` or with ``confirm``."""
     if axes is None and zero != "auto":
         raise InputError(
             f"zero= divides optimizer states over replicas; got zero={zero!r} without axes=; pass axes='auto', or "

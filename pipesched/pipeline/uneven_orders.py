@@ -1,7 +1,7 @@
 """Uneven orders: chooses the programs of a step; for micro-batches of different sizes, makes an order for these sizes.
 
-Each rank runs this search itself, with the same sizes and costs, and the search finds equal orders for equal inputs.
-Before the first run of a program, the executor compares its digest between all ranks.
+Each rank searches for the order itself. All ranks use the same sizes and costs, so they find the same order. Before the
+first run of a program, the executor checks that the program has the same digest on all ranks.
 """
 
 from collections.abc import Sequence
@@ -20,8 +20,8 @@ __all__ = ["UnevenOrders"]
 class UnevenOrders:
     """Chooses the programs of a step.
 
-    The order is made for the sizes of the micro-batches if the caller cut the batch, the schedule is `searched`, and
-    the layers' costs are known from a search for the plan.
+    The programs have an order made for the sizes of the micro-batches if the caller cut the batch, the schedule is
+    `searched`, and the layers' costs are known from a search for the plan. Otherwise they are the plan's programs.
 
     Args:
         running: the running plan.

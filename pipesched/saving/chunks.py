@@ -32,17 +32,17 @@ class Chunk:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "Chunk":
-        """Make the chunk from its fields, also after they were written as JSON."""
+        """Make a chunk from a dict of its fields, which may have been read from JSON."""
         return cls(file=values["file"], offsets=tuple(values["offsets"]), sizes=tuple(values["sizes"]))
 
     @property
     def rows(self) -> Rows:
-        """The rows of the tensor that the chunk holds."""
+        """The range of the tensor's rows that are in this chunk."""
         return Rows(self.offsets[0], self.offsets[0] + self.sizes[0])
 
 
 def fill(chunks: Sequence[Chunk], shape: Sequence[int]) -> bool:
-    """Return whether chunks, sorted by their rows, hold every element of a tensor once."""
+    """Return whether chunks together hold every element of a tensor once. The chunks must be sorted by rows."""
     end = 0
     for chunk in chunks:
         if chunk.offsets != (end, *[0] * (len(shape) - 1)) or chunk.sizes[1:] != tuple(shape[1:]):
@@ -52,9 +52,9 @@ def fill(chunks: Sequence[Chunk], shape: Sequence[int]) -> bool:
 
 
 def pieces(chunks: Sequence[Chunk], rows: Rows | None) -> Iterator[tuple[Chunk, Rows | None]]:
-    """Yield each chunk that holds some of a tensor's rows, and the rows to read, counted from the chunk's first row.
+    """Yield each chunk that holds some of the rows ``rows`` of a tensor, and the rows to read from this chunk.
 
-    ``rows`` are the rows of the tensor. None means all rows.
+    The rows to read are counted from the chunk's first row. None means all rows.
     """
     for chunk in chunks:
         if rows is None:

@@ -23,7 +23,7 @@ _METADATA = {"format": "pt"}  # required by transformers
 
 
 def export_weights(folder: Path, weights: Mapping[str, Tensor], model: nn.Module, host: RankHost, process: int) -> None:
-    """Write an index and one file for each process with weights to a folder. Collective.
+    """Write a model's weights to a folder: one file for each process that has weights, and an index. Collective.
 
     Args:
         folder: the folder. Weights that are already in the folder are replaced.

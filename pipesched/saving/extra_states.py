@@ -150,7 +150,7 @@ class ExtraChanges:
 
     @staticmethod
     def _needed(saved: SavedRun, name: str, value: Any, leaves: Any, run: LiveRun) -> list[tuple[list[Any], str, str]]:
-        """Return the leaves of an object that this process needs, as (path, the object's key, tensor key).
+        """Return the leaves of an object that this process needs, as (path, key in the object's state, tensor key).
 
         These are the leaves that the object has now. If the object has none, they are the leaves with the names of this
         process's parameters and buffers.

@@ -60,18 +60,21 @@ class TensorEntry:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "TensorEntry":
-        """Make the entry from the result of ``to_dict``, also after it was written as JSON."""
+        """Make an entry from the result of ``to_dict``, which may have been read from JSON."""
         chunks = tuple(map(Chunk.from_dict, values.get("chunks", ())))
         return cls(**{**values, "shape": tuple(values["shape"]), "chunks": chunks})
 
     def in_file(self, file: str) -> "TensorEntry":
-        """Return the entry with the name of the file that holds the tensor, or its chunk."""
+        """Return a copy of the entry with ``file`` as the name of the file that holds the tensor or its chunk."""
         if self.chunks:
             return replace(self, chunks=tuple(replace(chunk, file=file) for chunk in self.chunks))
         return replace(self, file=file)
 
     def pieces(self, rows: Rows | None = None) -> Iterator[tuple[Chunk, Rows | None]]:
-        """Yield each chunk that holds some of the tensor's rows (None: all), and the rows to read from the chunk."""
+        """Yield each chunk that holds some of the tensor's rows ``rows``, and the rows to read from this chunk.
+
+        None means all rows. A tensor in one file is a single chunk.
+        """
         if self.chunks:
             yield from pieces(self.chunks, rows)
         else:

@@ -42,7 +42,10 @@ def own_names(roots: Mapping[str, nn.Module]) -> Callable[[str], str]:
 
 
 def model_name(key: str, names: Collection[str]) -> str | None:
-    """Return the model's name for a key of a state dict, with or without wrapper prefixes; None if there is none."""
+    """Return the one of ``names`` that a state dict's key stands for; None if there is none.
+
+    The key may have wrapper prefixes.
+    """
     return next((name for name in (key, _without_wrapper(key)) if name in names), None)
 
 

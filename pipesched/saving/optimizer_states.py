@@ -71,9 +71,10 @@ class _Member:
 
 
 def _members(optimizer: Optimizer, run: LiveRun) -> Iterator[_Member]:
-    """Yield the parameters of the model in an optimizer, or in the optimizers of all replicas if these divide them.
+    """Yield the parameters of the model that an optimizer updates.
 
-    Skips the empty tensor that ``pipe.parameters()`` yields on a rank without parameters.
+    If replicas divide the update, also yields the parameters that only other replicas update. Skips the empty tensor
+    that ``pipe.parameters()`` yields on a rank without parameters.
     """
     update = run.division_of(optimizer)
     groups = [group["params"] for group in optimizer.param_groups] if update is None else update.groups
@@ -162,7 +163,10 @@ def capture_optimizers(common: Part, own: Part, optimizers: Sequence[Optimizer],
 
 
 def _add_rows(common: Part, own: Part, member: _Member, tensors: Mapping[str, Tensor], run: LiveRun) -> None:
-    """Add the states of this replica's rows of a parameter; all replicas hold the same scalars."""
+    """Add the states of this replica's rows of a parameter to ``own``, and its scalar states to ``common``.
+
+    All replicas hold the same scalar states.
+    """
     assert member.rows is not None
     assert member.key is not None
     shape = run.shapes[member.name]
@@ -233,7 +237,7 @@ class OptimizerChanges:
                 self.needed |= {key: self._rows(member, key, run) for key in tensor_keys(state)}
 
     def _rows(self, member: _Member, key: str, run: LiveRun) -> Rows | None:
-        """Return the rows of a saved state that a member takes; None for the whole state."""
+        """Return the rows of a parameter's saved state that this replica loads; None for the whole state."""
         entry = self._saved.entries.get(key)
         if member.rows is None or entry is None or not entry.shape:
             return None

@@ -19,7 +19,7 @@ __all__ = ["OpenCheckpoint", "checkpoint_folders", "given_state"]
 
 
 def checkpoint_folders(path: Path) -> list[Path]:
-    """Return the folders to try, in this order, for the newest checkpoint of a path.
+    """Return the checkpoint folders at a path, in the order in which to try to load them: newest first.
 
     Raises MissingCheckpointError if there is no checkpoint.
     """
@@ -78,9 +78,10 @@ class OpenCheckpoint:
         return self._manifest.text()
 
     def check_files_of(self, needed: Mapping[str, Rows | None]) -> None:
-        """Check the hashes of the files that hold these rows (None: all) of the tensors with these keys.
+        """Check the hashes of the files that hold the needed tensors.
 
-        Raises DamagedCheckpointError if one differs.
+        ``needed`` maps each tensor's key to the needed rows; None means all rows. Raises DamagedCheckpointError if a
+        hash differs.
         """
         entries = self._manifest.tensors
         files = {chunk.file for key, rows in needed.items() for chunk, _ in entries[key].pieces(rows)}

@@ -20,7 +20,7 @@ _WORD = 8  # bytes
 
 
 def check_equal_states(part: Part, host: RankHost) -> None:
-    """Check that the parts of the ranks with the same stages are identical in all replicas. Collective.
+    """Check that ranks that run the same stages in different replicas have identical parts. Collective.
 
     Raises:
         CheckpointError: a tensor or another value differs. All processes raise it.

@@ -118,7 +118,7 @@ class Restoring:
         return self._both("num_replicas")
 
     def _both(self, name: str) -> tuple[int, int]:
-        """A setting of the saved run and of this run; 1 for a run without this setting."""
+        """The value of a setting in the saved run and in this run; 1 for a run without this setting."""
         return self._saved.facts.settings.get(name, 1), self._run.facts.settings.get(name, 1)
 
     def _remedy_of_microbatches(self, total: int) -> str:
@@ -189,7 +189,7 @@ class Restoring:
         return left + [f"the state of {name!r} (extra=)" for name in self._extra.left]
 
     def warn(self) -> None:
-        """Warn about saved states for which no argument was passed, and about sums that are rounded differently."""
+        """Warn about saved states for which no argument was passed, and about settings that change the rounding."""
         saved, own = self._replicas
         shards = self._both("num_shards")
         orders = [one.facts.settings.get("reduction_order", "sequential") for one in (self._saved, self._run)]

@@ -31,7 +31,10 @@ class Part:
             self._insert(key, tensor, entry)
 
     def add_rows(self, kind: str, name: str, tensors: Mapping[str, Tensor], rows: Rows, num_rows: int) -> None:
-        """Add rows of tensors with ``num_rows`` rows. Other processes save the other rows under the same keys."""
+        """Add some rows of tensors. The whole tensors have ``num_rows`` rows.
+
+        Other processes save the other rows under the same keys.
+        """
         for key, tensor in tensors.items():
             sizes = tuple(tensor.shape)
             self._insert(
@@ -84,7 +87,7 @@ class SavedRun:
 
 
 def merged_entries(parts: Iterable[Mapping[str, TensorEntry]], where: str) -> dict[str, TensorEntry]:
-    """Merge the tensor entries of all processes, whose files are already set.
+    """Merge the tensor entries of all processes. Each entry must already name its file.
 
     Raises CheckpointError if two processes saved the same tensor, or if chunks do not make up the whole tensor.
     """

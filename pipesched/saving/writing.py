@@ -123,7 +123,7 @@ def write(target: Target, part: Part, facts: Facts, hurry: Event) -> None:
 def _is_replaceable(target: Target) -> bool:
     """Return whether the new data of a failed save can be deleted, because the manifest does not refer to it.
 
-    A save can also fail after the new manifest is in place. An unreadable manifest counts as one that refers to it.
+    A save can also fail after the new manifest is in place. Returns False if the manifest is unreadable.
     """
     try:
         return Manifest.read(target.folder).data != target.data

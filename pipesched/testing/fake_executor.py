@@ -168,11 +168,11 @@ class FakeStage:
         self._reduced[bucket] = self._clock.now(), self._clock.now()
 
     def last_backward(self, microbatch: int, *grads: Any) -> PerConsumer:
-        """Run B (the whole backward)."""
+        """Run the stage's last B, in the same way as any other B."""
         return self.backward(microbatch, *grads)
 
     def reduced(self) -> Mapping[int, tuple[float, float]]:
-        """Return the start and the end of each started sum over replicas."""
+        """Return the start and the end of each bucket's sum over replicas, keyed by bucket."""
         return self._reduced
 
     def unshard(self, number: int) -> None:

@@ -101,7 +101,7 @@ class MemoryMeter:
                 self._replace(torch.UntypedStorage, "resize_", partial(_with_noted_sizes, books))
 
     def _replace(self, holder: Any, name: str, change: Callable[[Any], Any]) -> None:
-        """Replace a method that an object or class inherits, until counting stops."""
+        """Replace a method until counting stops. The object or class ``holder`` must inherit the method."""
         setattr(holder, name, change(getattr(holder, name)))
         self._put_back.append(lambda: delattr(holder, name))
 
@@ -165,7 +165,7 @@ def _watched(books: Books, method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _with_watched_jobs(books: Books, start: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Return a replacement for the ``start`` of a collective lane that counts the allocations of the started job."""
+    """Return a replacement for a collective lane's ``start``, to count the allocations of the started jobs."""
     return lambda job: start(_watched(books, job))
 
 

@@ -27,7 +27,7 @@ StandIns = Callable[[str, int, Collection[nn.Parameter]], Mapping[nn.Parameter, 
 
 
 class _Functions(TorchFunctionMode):
-    """Passes each torch function to ``call``."""
+    """Passes each call of a torch function to ``call``."""
 
     def __init__(self, call: Callable[[Any, Any, Any], Any]) -> None:
         super().__init__()
