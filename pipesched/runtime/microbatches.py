@@ -132,7 +132,10 @@ class Batch:
 
 
 def _elements(look: Sequence[Any], rows: int) -> int:
-    """Return the number of elements of the first tensor with dims in a micro-batch's form, at least 1."""
+    """Return the number of elements of a micro-batch's first tensor, at least 1. Scalar tensors are skipped.
+
+    If there is no other tensor, return the number of rows. ``look`` is the micro-batch's form.
+    """
     shapes = (leaf[1] for leaf in look if isinstance(leaf, tuple))
     return max(1, prod(next(filter(None, shapes), (rows,))))
 
@@ -213,8 +216,9 @@ class Splitter:
         same number of them.
 
         Raises:
-            InputError: if the batch has no rows, if its arguments and target have different numbers of rows, or if it
-                has fewer rows than replicas, or fewer than the micro-batches of a program that fixes their number.
+            InputError: if the batch has no rows, if its arguments and target have different numbers of rows, if it has
+                fewer rows than replicas, or if the program fixes the number of micro-batches and the batch has fewer
+                rows.
 
         """
         if not isinstance(self.split_dims, int):

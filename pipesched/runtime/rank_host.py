@@ -447,7 +447,7 @@ class MeshRanks:
         return self._receive(method) if rank else self._deal(method, make, deal)
 
     def _made(self, make: Callable[[], StepCall]) -> StepCall:
-        """Make this replica's call. If this fails before ``across``, the other replicas receive the error there."""
+        """Make this replica's call. If this fails before ``across``, ``across`` raises in the other replicas."""
         crossings = self._crossings
         try:
             return make()

@@ -1,8 +1,8 @@
 """Interpreter: the loop that runs the actions of one rank, shared by all executors.
 
 A rank binds its order once. Binding turns each action into a call with a known stage, micro-batch and channel, and with
-the edges that the action reads and writes. A value stays on its edge until an action takes the value. This action
-belongs to the consuming stage, or is a send if that stage is on another rank. The loop only makes the calls.
+the edges that the action reads and writes. An edge holds a value from the action that produces it to the action that
+takes it: an action of the consuming stage or, if that stage is on another rank, a send. The loop only makes the calls.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -278,7 +278,7 @@ class Rank:
         return _Step(action, partial(self.stages[stage].weight_grad, microbatch), wait=self._await_weights(stage))
 
     def _await_weights(self, stage: int) -> Callable[[], None] | None:
-        """Return the wait function of the first action after an UNSHARD of its stage; None for other actions."""
+        """For the first action after a stage's UNSHARD, return the function that waits for the weights; else None."""
         if stage not in self._unawaited:
             return None
         self._unawaited.discard(stage)

@@ -24,7 +24,7 @@ class Divided(Protocol):
         """Return this replica's entry of ``parts``."""
 
     def take(self, parameter: nn.Parameter, grad: Tensor | None) -> None:
-        """Receive this replica's rows of the parameter's gradient; None if it has no rows."""
+        """Receive this replica's rows of the parameter's gradient; None if this replica has no rows."""
 
 
 class DividedCopies:
@@ -69,7 +69,10 @@ class DividedCopies:
 
     @torch.no_grad()
     def deliver(self, before: dict[nn.Parameter, Any]) -> None:
-        """Pass the sums to ``Divided.take``, with the gradients in ``before`` added. Removes them from ``before``."""
+        """Pass the sums, plus the earlier gradients in ``before``, to ``Divided.take``.
+
+        The gradients that are added are removed from ``before``.
+        """
         for buffer, parameters in zip(self.buffers, self._groups.values(), strict=True):
             if buffer.is_cuda:
                 buffer.record_stream(torch.cuda.current_stream(buffer.device))  # allocated on the lane's stream
