@@ -1,8 +1,9 @@
 """Interpreter: the loop that runs the actions of one rank, shared by all executors.
 
 A rank binds its order once. Binding turns each action into a call with a known stage, micro-batch and channel, and with
-the edges that the action reads and writes. An edge holds a value from the action that produces it to the action that
-takes it: an action of the consuming stage or, if that stage is on another rank, a send. The loop only makes the calls.
+the edges that the action reads and writes. An edge holds the value of one action until another action takes the value.
+The other action belongs to the consuming stage, or is a send if that stage is on another rank. The loop only makes the
+calls.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -161,9 +161,9 @@ class _Copies:
 
     @torch.no_grad()
     def deliver(self, before: dict[nn.Parameter, Any]) -> None:
-        """Copy the sums into the parameters' gradients, and add the earlier gradients in ``before``.
+        """Set the parameters' gradients to the sums, plus the earlier gradients in ``before``.
 
-        The gradients that are added are removed from ``before``.
+        The gradients of these parameters are removed from ``before``.
         """
         for buffer, parameters in zip(self.buffers, self._groups.values(), strict=True):
             shapes = [local(parameter) for parameter in parameters]

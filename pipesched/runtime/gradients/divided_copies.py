@@ -71,7 +71,7 @@ class DividedCopies:
     def deliver(self, before: dict[nn.Parameter, Any]) -> None:
         """Pass the sums, plus the earlier gradients in ``before``, to ``Divided.take``.
 
-        The gradients that are added are removed from ``before``.
+        The gradients of these parameters are removed from ``before``.
         """
         for buffer, parameters in zip(self.buffers, self._groups.values(), strict=True):
             if buffer.is_cuda:

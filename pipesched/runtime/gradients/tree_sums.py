@@ -41,9 +41,9 @@ def _in_a_row(values: Sequence[Tensor]) -> Tensor:
 class TreeSums:
     """Adds the gradients of one stage's micro-batches as a binary tree.
 
-    A group is some consecutive micro-batches (see `program.tree_groups`). Autograd adds the gradients of a group to
-    ``.grad``. When a gradient of the next group arrives, the sum of the previous group is set aside. Each parameter has
-    a current group of its own, because a split backward computes the gradients of some weights later than those of
+    A group consists of consecutive micro-batches (see `program.tree_groups`). Autograd adds the gradients of a group
+    to ``.grad``. When a gradient of the next group arrives, the sum of the previous group is set aside. Each parameter
+    has a current group of its own, because a split backward computes the gradients of some weights later than those of
     others.
     """
 

@@ -76,10 +76,10 @@ def _itself(tensor: Tensor) -> Tensor:
 class Deferral:
     """Intercepts one stage's operations with weights, detaches the weights and records the operations for W.
 
-    The deferrable weights are learned from the first micro-batch of each kind (input shapes, trainable parameters), and
-    the backward of that micro-batch is not split. The decision for a step's first micro-batch holds for the whole step.
-    The backward passes of earlier micro-batches are not split either, even if those micro-batches are recomputed after
-    the micro-batch used for learning, so that gradients are always summed in the same order.
+    The deferrable weights are learned from the first micro-batch of each kind (input shapes, trainable parameters). The
+    kind of a step's first micro-batch decides for the whole step. The backward of a micro-batch used for learning is
+    not split. Micro-batches with smaller numbers may be recomputed after it. Their backward passes are not split
+    either, so that gradients are always summed in the same order.
     """
 
     def __init__(self) -> None:
@@ -221,7 +221,10 @@ class Deferral:
         return torch.is_grad_enabled() and all(self._live(weight) in self._deferrable for weight in weights)
 
     def _learn(self, output: Tensor, x: Tensor, *weights: Tensor, channels: int = -1) -> Tensor:
-        """While finding the weights to defer, record an operation that sums over the dim ``channels`` of x."""
+        """Return ``output``. If deferrable weights are being learned, record the operation that computed it.
+
+        The operation sums over the dim ``channels`` of x.
+        """
         if self._weight_uses is not None and self._noting:
             self._weight_uses.note(weights, 2 * weights[0].numel() * x.numel() // max(1, x.shape[channels]), output)
         return output

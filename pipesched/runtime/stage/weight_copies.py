@@ -178,7 +178,10 @@ def _deliver(targets: Sequence[Tensor], grads: _Tensors) -> None:
 
 
 def _kept(home: nn.Module) -> dict[int, Any]:
-    """Return a deepcopy memo that makes a copy share hooks, and the objects whose methods are hooks."""
+    """Return a memo for ``deepcopy``, so that a copy of ``home`` shares its hooks instead of copying them.
+
+    The copy also shares the objects whose methods are hooks, except modules of ``home``.
+    """
     own = set(home.modules())
     hooks = [hook for module in own for hook in hooks_of(module)]
     owners = [getattr(hook, "__self__", hook) for hook in hooks]
