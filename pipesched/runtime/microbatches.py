@@ -378,7 +378,7 @@ class Splitter:
         groups: Sequence[Sequence[int]] = (),
         across: Callable[[Any], list[Any]] | None = None,
     ) -> "Weighting":
-        """Return the weights of a batch's losses. Raises InputError if the weights' sum is not finite and above 0.
+        """Return the weights of a batch's losses. Raises InputError unless the weights' sum is finite and above 0.
 
         Args:
             batch: the batch.

@@ -205,7 +205,7 @@ class Rank:
         program: the lowered program.
         stages: the stages by number; only the stages of this rank are used.
         transport: sends values to other ranks and receives them.
-        pair: maps a micro-batch of a stream to the micro-batch of the program with the same actions. Default: the
+        pair: maps each micro-batch of a stream to the program's micro-batch that has the same actions. Default: the
             same number.
 
     """

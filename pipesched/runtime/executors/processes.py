@@ -464,8 +464,8 @@ class ProcessExecutor:
     def _receive_last(self) -> None:
         """At the exit of a script that has not closed the pipeline: receive the last broadcast.
 
-        Another replica may not have sent it yet. Without this wait, its send would fail, because this process has left
-        the pipeline.
+        Another replica may not have sent the broadcast yet. Without this wait, the send would fail, because this
+        process has left the pipeline.
         """
         shared = self._shared
         if shared is not None and not self.closed and not self._alarm.bell.rung:

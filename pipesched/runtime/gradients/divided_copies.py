@@ -12,7 +12,7 @@ __all__ = ["Divided", "DividedCopies"]
 
 
 class Divided(Protocol):
-    """Takes this replica's part of a parameter's gradient."""
+    """Divides parameters by rows over replicas, and receives this replica's rows of their gradients."""
 
     def shape(self, parameter: nn.Parameter) -> torch.Size:
         """Return the shape of the whole parameter."""
@@ -35,7 +35,7 @@ class DividedCopies:
     gradients are released.
 
     Args:
-        divided: the bucket's parameters, with the objects that take the sums.
+        divided: for each parameter of the bucket, the object that receives this replica's rows of the sum.
 
     """
 

@@ -59,7 +59,7 @@ class Counts(NamedTuple):
 
 
 class _Sent(NamedTuple):
-    """A message that the other end may not have received yet. ``spare`` is the list to which its buffer returns."""
+    """A message that the other end may not have received yet. The message's buffer returns to the list ``spare``."""
 
     position: int
     work: Work
