@@ -410,7 +410,7 @@ class Splitter:
         return Weighting(list(factors), list(shares))
 
     def weighting_of_outputs(self, batch: Batch) -> Weighting | None:
-        """Return the weights of losses in the outputs of a call of forward; None if no weights can be computed."""
+        """Return the weights for the losses among the outputs of ``forward``; None if weights cannot be computed."""
         if self.loss_reduction == "sum":
             return self.weighting(batch)
         try:
@@ -422,7 +422,10 @@ class Splitter:
 
 
 def _weights(batch: Batch, loss_weight: Callable[..., Any]) -> list[float]:
-    """Compute each micro-batch's weight with ``loss_weight``, synchronising with the device once. Raises InputError."""
+    """Compute each micro-batch's weight with ``loss_weight``, synchronising with the device once.
+
+    Raises InputError if a weight is not a number.
+    """
     given: list[Any] = [((target,), {}) for target in batch.targets] or batch.inputs
     weights = [loss_weight(*args, **kwargs) for args, kwargs in given]
     try:

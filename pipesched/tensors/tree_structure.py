@@ -18,7 +18,7 @@ _NUMBERS = bool, int, float, complex, torch.Size, str, bytes, range, slice, set,
 
 
 class Pattern:
-    """The structure of a value without its tensors and numbers. ``numbers`` holds these numbers in order."""
+    """The structure of a value, without its tensors. The value's numbers are kept apart, in ``numbers``."""
 
     def __init__(self, value: Any) -> None:
         leaves, self._spec = pytree.tree_flatten(value)

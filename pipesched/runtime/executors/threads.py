@@ -63,7 +63,7 @@ class RunSpec:
 
 
 class BoundProgram:
-    """The ranks of a program bound to their stages, and the channels between them. Later runs may reuse it."""
+    """A program's ranks, bound to their stages, and the channels between the ranks. Later runs may reuse the object."""
 
     def __init__(self, run_spec: RunSpec, streams_of_rank: Sequence[DeviceStreams]) -> None:
         self.streams_of_rank = streams_of_rank

@@ -146,7 +146,7 @@ class ShardedUpdate:
         self._send()
 
     def follow(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Make the local parameters views of rows in the current memory of these parameters."""
+        """Let the local parameters of these parameters view the parameters' current memory."""
         for parameter in parameters:
             values = self.shards.own(parameter, parameter.detach()) if parameter in self.local else None
             if values is not None:

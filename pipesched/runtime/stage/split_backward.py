@@ -54,9 +54,8 @@ class _WeightUses:
         """Return the weights whose gradients can be deferred to W and whose deferral saves time.
 
         All uses of such a weight must be recorded operations that the backward pass reaches. If a weight is also used
-        in another way, its gradient is a sum over all uses, which W could not reproduce bit by bit. If the backward
-        pass does not reach an operation, the layer differentiates inside its own forward, or computes without
-        gradients.
+        in another way, its gradient is a sum over all uses, which W could not reproduce bit by bit. The backward pass
+        does not reach an operation if the layer differentiates inside its own forward, or computes without gradients.
         """
         passed, reached = _reached(outputs)
         uses = Counter({self._live(leaf): count for leaf, count in reached.items()})
@@ -256,7 +255,7 @@ _CONVOLUTIONS = frozenset({torch.conv1d, torch.conv2d, torch.conv3d})
 
 
 def _is_plain(x: Any, *weights: Any) -> bool:
-    """Return whether all tensors are floating-point and not subclass objects, and the weights are trainable leaves."""
+    """Return whether all tensors are floating-point and of no Tensor subclass, and the weights are trainable leaves."""
     return all(type(tensor) in _PLAIN and tensor.is_floating_point() for tensor in (x, *weights)) and all(
         weight.requires_grad and weight.is_leaf and weight is not x for weight in weights
     )

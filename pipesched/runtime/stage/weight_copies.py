@@ -55,7 +55,7 @@ class _WeightCopy:
         self.layers = dict(zip(layers, copies, strict=False))
 
     def refresh(self, state: Sequence[Tensor]) -> None:
-        """Set tensors, ``requires_grad``, and the modules' modes and other settings to those of the original layers.
+        """Copy the tensors, ``requires_grad`` flags, modes and other settings of the original layers to this copy.
 
         ``state`` holds the buffers of the original layers, then their parameters.
         """
