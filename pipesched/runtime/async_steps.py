@@ -44,7 +44,7 @@ class Stream:
         caller: the settings of the calling thread, such as autocast.
         finished: called with the timeline of each part after all ranks of this process have run the part.
         metrics: receives the losses that layers add.
-        kind: the kind of run of each step, stored in `RunResults`.
+        kind: the ``kind`` of each step's `RunResults`.
 
     Raises:
         ExecutionError: if another run is in progress.
@@ -172,7 +172,7 @@ class Stream:
         self._finished(self.timelines[-1])
 
     def _finish_step(self) -> None:
-        """Finish the oldest unfinished part. All forwards of its step have then run, so store the step's loss."""
+        """Finish the oldest unfinished part, and store the loss of its step. The step's forwards have then all run."""
         step = self.num_parts
         weighting, measures = self._queued.popleft()
         self._finish_part()

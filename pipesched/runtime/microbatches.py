@@ -132,7 +132,10 @@ class Batch:
 
 
 def _elements(look: Sequence[Any], rows: int) -> int:
-    """Return the number of elements of the first tensor with dims in a micro-batch's form, at least 1."""
+    """Return the number of elements of a micro-batch's first tensor, at least 1. Scalar tensors are skipped.
+
+    If there is no other tensor, return the number of rows. ``look`` is the micro-batch's form.
+    """
     shapes = (leaf[1] for leaf in look if isinstance(leaf, tuple))
     return max(1, prod(next(filter(None, shapes), (rows,))))
 
@@ -213,8 +216,9 @@ class Splitter:
         same number of them.
 
         Raises:
-            InputError: if the batch has no rows, if its arguments and target have different numbers of rows, or if it
-                has fewer rows than replicas, or fewer than the micro-batches of a program that fixes their number.
+            InputError: if the batch has no rows, if its arguments and target have different numbers of rows, if it has
+                fewer rows than replicas, or if the program fixes the number of micro-batches and the batch has fewer
+                rows.
 
         """
         if not isinstance(self.split_dims, int):
@@ -374,7 +378,7 @@ class Splitter:
         groups: Sequence[Sequence[int]] = (),
         across: Callable[[Any], list[Any]] | None = None,
     ) -> "Weighting":
-        """Return the weights of a batch's losses. Raises InputError if the weights' sum is not finite and above 0.
+        """Return the weights of a batch's losses. Raises InputError unless the weights' sum is finite and above 0.
 
         Args:
             batch: the batch.
@@ -406,7 +410,7 @@ class Splitter:
         return Weighting(list(factors), list(shares))
 
     def weighting_of_outputs(self, batch: Batch) -> Weighting | None:
-        """Return the weights of losses in the outputs of a call of forward; None if no weights can be computed."""
+        """Return the weights for the losses among the outputs of ``forward``; None if weights cannot be computed."""
         if self.loss_reduction == "sum":
             return self.weighting(batch)
         try:
@@ -418,7 +422,10 @@ class Splitter:
 
 
 def _weights(batch: Batch, loss_weight: Callable[..., Any]) -> list[float]:
-    """Compute each micro-batch's weight with ``loss_weight``, synchronising with the device once. Raises InputError."""
+    """Compute each micro-batch's weight with ``loss_weight``, synchronising with the device once.
+
+    Raises InputError if a weight is not a number.
+    """
     given: list[Any] = [((target,), {}) for target in batch.targets] or batch.inputs
     weights = [loss_weight(*args, **kwargs) for args, kwargs in given]
     try:

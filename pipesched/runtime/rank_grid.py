@@ -29,7 +29,7 @@ class RankGrid:
     """The ranks of a process group, arranged by replica and by rank within the replica's pipeline.
 
     All replicas run the same program, each on its own micro-batches. The ranks with the same position in all replicas
-    hold the same stages. Groups of ``num_shards`` consecutive replicas may divide weights among them.
+    hold the same stages. Groups of ``num_shards`` consecutive replicas may divide weights among themselves.
 
     Args:
         rows: for each replica, the group ranks of its pipeline, in pipeline order.
@@ -102,9 +102,9 @@ def grid_of(mesh: DeviceMesh, axes: Axes | None, timeout_s: float) -> tuple[Any,
 
     Args:
         mesh: the mesh.
-        axes: the mesh dimensions of the pipeline, of the replicas, and of replicas that divide weights among them;
-            other dimensions are ignored. Default: a mesh of one dimension is a pipeline; otherwise the dimensions are
-            recognised by their names.
+        axes: the mesh dimensions of the pipeline, of the replicas, and of replicas that divide weights among
+            themselves. Other dimensions are ignored. Default: a mesh of one dimension is a pipeline; otherwise the
+            dimensions are recognised by their names.
         timeout_s: how long a process waits for another one, in seconds.
 
     Raises:

@@ -195,10 +195,10 @@ class RankHost(Protocol):
         """Return, in all processes, the value that only one rank can compute."""
 
     def gathered(self, value: Any) -> list[Any]:
-        """Return the values of this replica's processes, pytrees of tensors and plain values, in rank order."""
+        """All-gather a pytree of tensors and plain values in this replica; return all values in rank order."""
 
     def gathered_in_all(self, value: Any) -> list[Any]:
-        """Return the values of all replicas' processes, pytrees of tensors and plain values, in rank order."""
+        """All-gather a pytree of tensors and plain values in all replicas; return all values in rank order."""
 
     def across(self, value: Any) -> list[Any]:
         """All-gather plain values among the ranks that hold the same stages; return them in replica order.
@@ -447,7 +447,7 @@ class MeshRanks:
         return self._receive(method) if rank else self._deal(method, make, deal)
 
     def _made(self, make: Callable[[], StepCall]) -> StepCall:
-        """Make this replica's call. If this fails before ``across``, the other replicas receive the error there."""
+        """Make this replica's call. If this fails before ``across``, ``across`` raises in the other replicas."""
         crossings = self._crossings
         try:
             return make()

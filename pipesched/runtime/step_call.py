@@ -214,7 +214,7 @@ def _without_contents(one: _Unsent) -> Tensor:
 
 
 def _written(numbers: Any) -> Tensor | None:
-    """Convert numbers to a tensor, so that the message's layout does not depend on them. Return None if one is None."""
+    """Convert numbers to a tensor, so that a message's layout does not depend on them; None if any number is None."""
     return None if None in numbers else torch.tensor(numbers, dtype=torch.float64, device="cpu")
 
 

@@ -160,7 +160,10 @@ def _measured(run: RunResults) -> dict[str, Tensor]:
 
 
 def _combined(loss: Tensor, metrics: Mapping[str, Tensor], rows: Sequence[_Row], weighting: Weighting) -> _Result:
-    """Sum each name's losses in an order independent of the plan: by micro-batch, then by place of the call."""
+    """Return ``loss`` with all added losses, and ``metrics`` with the sum of the added losses of each name.
+
+    The order of the additions does not depend on the plan: by micro-batch, then by place of the call.
+    """
     named: dict[str, list[Tensor]] = {}
     for number, *_, name, value in sorted(rows, key=lambda row: row[:4]):
         share = weighting.shares[number % len(weighting.shares)]  # numbers continue across replicas

@@ -62,7 +62,7 @@ def moved(trade: Trade, what: str, moves: Sequence[Move]) -> Iterator[Any]:
 
 @torch.no_grad()
 def copy_into(mine: Tensor, theirs: Tensor) -> None:
-    """Overwrite a tensor without increasing its version, so that a backward pass that uses it does not fail."""
+    """Copy ``theirs`` to ``mine``. The version of ``mine`` stays the same, so a backward that uses it does not fail."""
     if (mine.dtype, mine.shape) == (theirs.dtype, theirs.shape) and not is_expanded(mine):
         mine.data.copy_(theirs)
     else:

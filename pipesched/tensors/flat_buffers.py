@@ -31,7 +31,7 @@ def padded(numbers: int, num_parts: int) -> int:
 
 
 def by_gradient_dtype(parameters: Iterable[nn.Parameter]) -> dict[torch.dtype, list[nn.Parameter]]:
-    """Group parameters by the dtype of their gradients; without a gradient, the parameter's dtype is used."""
+    """Group parameters by the dtype of their gradients. A parameter without a gradient is grouped by its own dtype."""
     groups: dict[torch.dtype, list[nn.Parameter]] = {}
     for parameter in parameters:
         dtype = parameter.dtype if parameter.grad is None else parameter.grad.dtype

@@ -140,7 +140,10 @@ def _with_changes(result: Any, changed: Iterable[tuple[Tensor, Tensor]]) -> Any:
 
 
 def _transferred(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Convert a tensor's dtype, but keep the device: the tensor keeps its values or stays a meta tensor."""
+    """Call ``Tensor.to``, ``cpu`` or ``cuda`` in such a way that a meta tensor stays on the meta device.
+
+    ``cpu`` and ``cuda`` return the tensor unchanged. ``to(other)`` converts only the dtype.
+    """
     tensor = args[0]
     if func is not Tensor.to:
         return tensor

@@ -75,7 +75,10 @@ class Payload:
 
     @classmethod
     def of(cls, value: Any, detached: Callable[[Tensor], Tensor] = Tensor.detach) -> "Payload":
-        """Flatten a value and apply ``detached`` to its tensors. The default shares memory and version counters."""
+        """Flatten a value, and apply ``detached`` to its tensors.
+
+        By default, the new tensors share memory and version counters with the given ones.
+        """
         if isinstance(value, Tensor):  # the usual case
             return cls((detached(value),), (0,), _LEAF, (value.requires_grad,))
         leaves, places, spec = _distinct(value)

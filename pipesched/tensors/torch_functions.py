@@ -48,7 +48,7 @@ def is_shaped_by_contents(name: str, args: Sequence[Any]) -> bool:
 
 
 def changed_in_place(tensors: list[Tensor], versions: list[int]) -> list[int]:
-    """Return the positions of tensors changed in place, that is, whose version differs from that in ``versions``."""
+    """Return the positions of the tensors that were changed in place since their versions were ``versions``."""
     return [
         position
         for position, (tensor, version) in enumerate(zip(tensors, versions, strict=True))

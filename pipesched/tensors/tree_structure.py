@@ -18,7 +18,7 @@ _NUMBERS = bool, int, float, complex, torch.Size, str, bytes, range, slice, set,
 
 
 class Pattern:
-    """The structure of a value without its tensors and numbers. ``numbers`` holds these numbers in order."""
+    """The structure of a value, without its tensors. The value's numbers are kept apart, in ``numbers``."""
 
     def __init__(self, value: Any) -> None:
         leaves, self._spec = pytree.tree_flatten(value)
@@ -26,7 +26,7 @@ class Pattern:
         self.numbers = tuple(_numbers_in(value))
 
     def is_like(self, other: "Pattern") -> bool:
-        """Return whether both values have objects of the same types in the same places."""
+        """Return whether the values of both patterns have objects of the same types in the same places."""
         kinds = [type(part) for part in self._parts]
         others = [type(part) for part in other._parts]
         return self._spec == other._spec and kinds == others

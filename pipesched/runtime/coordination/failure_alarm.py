@@ -333,8 +333,8 @@ class Alarm:
         Args:
             text: the description of the failure.
             doing: the activity of this rank when it failed: "raised" if it raised an error itself, "waits" if it was
-                waiting for another rank, "collective" if a collective of torch.distributed raised. Unless "raised",
-                the alarm searches for the rank to blame.
+                waiting for another rank, "collective" if a collective of torch.distributed raised. Unless the activity
+                is "raised", the alarm searches for the rank to blame.
             ended: the rank of this pipeline that ended its connection with this rank, if known.
 
         Returns:
@@ -380,10 +380,11 @@ class Alarm:
         told(fault, listeners, _PATIENCE_S / 4)
 
     def _suspect(self, states: Mapping[str, State | str]) -> tuple[list[str], str] | None:
-        """Return the names of the ranks to blame if all replying ranks are waiting, and the reason; None if unknown.
+        """Return the names of the ranks to blame, and the reason; None if the job's store does not show them.
 
-        The store's host is to blame if the store is lost. Otherwise, if a replying rank is constructing its pipeline,
-        the ranks that have not announced a pipeline in the job's store are to blame.
+        Called if the ranks' replies do not show which ranks are to blame. The store's host is to blame if the store is
+        lost. Otherwise, if a replying rank is constructing its pipeline, the ranks that have not announced a pipeline
+        in the job's store are to blame.
         """
         if self._job is None:
             return None
@@ -423,7 +424,10 @@ def _end(outside: socket.socket, thread: threading.Thread) -> None:
 
 
 def _job_of(group: Any) -> tuple[Store | None, list[int]]:
-    """Return the job's store (None if the group is the whole job, or in no job), and the group's global ranks."""
+    """Return the job's store, and the group's global ranks.
+
+    The store is None if the group contains the whole job, or if it is not registered with torch.distributed.
+    """
     size = group.size()
     ranks = ranks_of(group)
     if not distributed.is_initialized() or ranks is None:

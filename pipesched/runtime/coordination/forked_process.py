@@ -18,7 +18,7 @@ class _Executor(Protocol):
     """An executor that can be disabled."""
 
     def end_in_child(self) -> None:
-        """Called in a child process right after the fork."""
+        """Disable the executor. Called in a child process right after the fork."""
 
 
 class Forked:

@@ -67,7 +67,7 @@ def ranks_of(group: Any) -> list[int] | None:
 
 
 def names_of(group: Any) -> list[str]:
-    """Return the names of a group's ranks in error messages. A name includes the global rank if it differs."""
+    """Return the names of a group's ranks in error messages, with the global rank if it differs from the group rank."""
     ranks = ranks_of(group) or range(group.size())
     return [f"rank {rank}" if rank == own else f"rank {rank} (global rank {own})" for rank, own in enumerate(ranks)]
 
@@ -193,7 +193,10 @@ class Rendezvous:
         return int(self._store.add(f"taken/{rank}", 0)) + 1
 
     def _give_up(self, said: str, came: dict[int, int | None]) -> None:
-        """Answer the ranks in ``came`` with the text ``said``. A rank that arrives later gets the answer then."""
+        """Answer the ranks in ``came`` with the text ``said``.
+
+        A rank that has not arrived yet gets the answer when it arrives.
+        """
         for rank, number in came.items():
             if number is None:
                 number = self._arrival(rank) or self._next(rank)  # noqa: PLW2901

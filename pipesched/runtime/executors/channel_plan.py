@@ -34,7 +34,7 @@ def look(value: Any) -> Hashable:
 
 
 class OrderMessages:
-    """The messages that one rank's order sends and receives, grouped by channel. Each group is in channel order.
+    """The messages that one rank's order sends and receives, grouped by channel, and ordered within each channel.
 
     Args:
         program: the lowered program.

@@ -14,7 +14,7 @@ __all__ = ["CpuStreams", "CudaStreams", "DeviceStreams", "Message", "streams_for
 
 
 class Message(NamedTuple):
-    """A value in transit, the event recorded after its computation, and the source's stream for outgoing copies."""
+    """A value in transit, the event recorded after its computation, and the sending device's stream for copies."""
 
     value: Any
     ready: torch.cuda.Event | None = None

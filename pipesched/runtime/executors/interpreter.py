@@ -1,8 +1,9 @@
 """Interpreter: the loop that runs the actions of one rank, shared by all executors.
 
 A rank binds its order once. Binding turns each action into a call with a known stage, micro-batch and channel, and with
-the edges that the action reads and writes. A value stays on its edge until an action takes the value. This action
-belongs to the consuming stage, or is a send if that stage is on another rank. The loop only makes the calls.
+the edges that the action reads and writes. An edge holds the value of one action until another action takes the value.
+The other action belongs to the consuming stage, or is a send if that stage is on another rank. The loop only makes the
+calls.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -204,7 +205,7 @@ class Rank:
         program: the lowered program.
         stages: the stages by number; only the stages of this rank are used.
         transport: sends values to other ranks and receives them.
-        pair: maps a micro-batch of a stream to the micro-batch of the program with the same actions. Default: the
+        pair: maps each micro-batch of a stream to the program's micro-batch that has the same actions. Default: the
             same number.
 
     """
@@ -278,7 +279,7 @@ class Rank:
         return _Step(action, partial(self.stages[stage].weight_grad, microbatch), wait=self._await_weights(stage))
 
     def _await_weights(self, stage: int) -> Callable[[], None] | None:
-        """Return the wait function of the first action after an UNSHARD of its stage; None for other actions."""
+        """For the first action after a stage's UNSHARD, return the function that waits for the weights; else None."""
         if stage not in self._unawaited:
             return None
         self._unawaited.discard(stage)

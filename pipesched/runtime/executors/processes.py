@@ -271,8 +271,8 @@ class ProcessExecutor:
     def _rank_of(self, run_spec: RunSpec, messages: OrderMessages) -> Rank:
         """Return the Rank for a run's stages.
 
-        Later runs reuse it, unless this run executed only part of each rank's order: the next run then has different
-        stages.
+        Later runs with the same stages reuse the Rank. If this run executes only a part of each rank's order, the Rank
+        is not kept, because the next run then has different stages.
         """
         rank = messages.rank
         if rank is None or rank.stages is not run_spec.stages:
@@ -409,10 +409,9 @@ class ProcessExecutor:
     def share(self, source: int, value: Any = None) -> Callable[[], Any]:
         """Broadcast rank ``source``'s value in this replica; return a function that waits for and returns the value.
 
-        This method does not wait.
-
-        At most one value is in transit: if the value has not been read, the next call of ``share`` or ``close`` first
-        waits for it. The returned function raises ExecutionError if a rank failed before the value arrived.
+        This method does not wait for the value. But at most one value is in transit: if the value of the last call has
+        not been read, ``share`` and ``close`` first wait for that value. The returned function raises ExecutionError
+        if a rank failed before the value arrived.
         """
         with self._one_at_a_time("a broadcast"):
             wire = self._open_wire()
@@ -465,8 +464,8 @@ class ProcessExecutor:
     def _receive_last(self) -> None:
         """At the exit of a script that has not closed the pipeline: receive the last broadcast.
 
-        Another replica may not have sent it yet. Without this wait, its send would fail, because this process has left
-        the pipeline.
+        Another replica may not have sent the broadcast yet. Without this wait, the send would fail, because this
+        process has left the pipeline.
         """
         shared = self._shared
         if shared is not None and not self.closed and not self._alarm.bell.rung:

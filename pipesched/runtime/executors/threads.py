@@ -56,14 +56,14 @@ class RunSpec:
     orders: tuple[tuple[Action, ...], ...] | None = None
     #: Called after the ranks have ended. Its argument states whether the run failed.
     finish: Callable[[bool], None] = lambda failed: None
-    #: Maps a micro-batch of a stream to the micro-batch of the program with the same actions. Default: the same number.
+    #: Maps each micro-batch of a stream to the program's micro-batch with the same actions. Default: the same number.
     pair: Callable[[int], int] = lambda microbatch: microbatch
     #: The number of micro-batches in a step of a stream.
     period: int = 1
 
 
 class BoundProgram:
-    """The ranks of a program bound to their stages, and the channels between them. Later runs may reuse it."""
+    """A program's ranks, bound to their stages, and the channels between the ranks. Later runs may reuse the object."""
 
     def __init__(self, run_spec: RunSpec, streams_of_rank: Sequence[DeviceStreams]) -> None:
         self.streams_of_rank = streams_of_rank

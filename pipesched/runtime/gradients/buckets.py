@@ -33,7 +33,10 @@ class Sums(Protocol):
         """Return the length of a buffer for this many elements. The length can include padding."""
 
     def start(self, buffers: Sequence[Tensor], *, of_shards: bool = False) -> Ticket:
-        """Start to replace buffers by their sums over replicas, or over the replicas with the same shards."""
+        """Start to replace buffers by their sums over replicas.
+
+        With ``of_shards``, only the replicas with the same shards add their buffers.
+        """
 
     def any(self, flag: Tensor) -> Tensor:
         """Return whether a 0-d flag is set in any replica. Waits for all replicas."""
@@ -53,7 +56,7 @@ class GradientBuckets:
     Args:
         buckets: the parameters of each bucket.
         sums: adds buffers over replicas.
-        sharded: the parameters that replicas divide among them.
+        sharded: the parameters that replicas divide among themselves.
 
     """
 
@@ -158,7 +161,10 @@ class _Copies:
 
     @torch.no_grad()
     def deliver(self, before: dict[nn.Parameter, Any]) -> None:
-        """Copy the sums into the parameters' gradients. Gradients in ``before`` are added and removed from it."""
+        """Set the parameters' gradients to the sums, plus the earlier gradients in ``before``.
+
+        The gradients of these parameters are removed from ``before``.
+        """
         for buffer, parameters in zip(self.buffers, self._groups.values(), strict=True):
             shapes = [local(parameter) for parameter in parameters]
             users = buffer[sum(shape.numel() for shape in shapes) :]

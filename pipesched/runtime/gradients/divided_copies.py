@@ -12,7 +12,7 @@ __all__ = ["Divided", "DividedCopies"]
 
 
 class Divided(Protocol):
-    """Takes this replica's part of a parameter's gradient."""
+    """Divides parameters by rows over replicas, and receives this replica's rows of their gradients."""
 
     def shape(self, parameter: nn.Parameter) -> torch.Size:
         """Return the shape of the whole parameter."""
@@ -24,7 +24,7 @@ class Divided(Protocol):
         """Return this replica's entry of ``parts``."""
 
     def take(self, parameter: nn.Parameter, grad: Tensor | None) -> None:
-        """Receive this replica's rows of the parameter's gradient; None if it has no rows."""
+        """Receive this replica's rows of the parameter's gradient; None if this replica has no rows."""
 
 
 class DividedCopies:
@@ -35,7 +35,7 @@ class DividedCopies:
     gradients are released.
 
     Args:
-        divided: the bucket's parameters, with the objects that take the sums.
+        divided: for each parameter of the bucket, the object that receives this replica's rows of the sum.
 
     """
 
@@ -69,7 +69,10 @@ class DividedCopies:
 
     @torch.no_grad()
     def deliver(self, before: dict[nn.Parameter, Any]) -> None:
-        """Pass the sums to ``Divided.take``, with the gradients in ``before`` added. Removes them from ``before``."""
+        """Pass the sums, plus the earlier gradients in ``before``, to ``Divided.take``.
+
+        The gradients of these parameters are removed from ``before``.
+        """
         for buffer, parameters in zip(self.buffers, self._groups.values(), strict=True):
             if buffer.is_cuda:
                 buffer.record_stream(torch.cuda.current_stream(buffer.device))  # allocated on the lane's stream

@@ -1,6 +1,7 @@
 """Nonfinite watch: records whether layers' outputs and their gradients are finite, and finds the first nonfinite value.
 
-A record is the largest absolute value, kept as a 0-d tensor on the device, so that recording never waits for a GPU.
+A record is the largest absolute value of a tensor. It stays on the device as a 0-d tensor, so that recording never
+waits for a GPU.
 """
 
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ __all__ = ["Nonfinite", "NonfiniteWatch"]
 
 
 class Nonfinite(NamedTuple):
-    """The place of a recorded value. Tuples sort in the order in which values are computed, outputs first."""
+    """The place of a recorded value. These tuples sort in the order of computation: all outputs, then all gradients."""
 
     #: Whether the value is the gradient of a layer's output, instead of the output itself.
     backward: bool

@@ -14,8 +14,8 @@ class Shards:
     """The rows of each parameter that each replica updates.
 
     A parameter is cut along its first dimension. Parameters that have few rows or are not contiguous stay whole, and
-    so do all parameters if ``cuts`` is False. One replica updates a whole parameter: in descending order of size, each
-    is assigned to the replica that has the fewest elements so far.
+    so do all parameters if ``cuts`` is False. Each whole parameter is updated by one replica. The whole parameters are
+    assigned in descending order of size, each to the replica that has the fewest elements so far.
 
     Args:
         parameters: the parameters of one stage.
@@ -73,11 +73,11 @@ class Shards:
         return rows[self._replica] if is_cut else None
 
     def parts(self, parameter: nn.Parameter, tensor: Tensor) -> list[Tensor | None]:
-        """Return each replica's rows of ``tensor`` (the parameter, or a tensor of its shape); None for no rows."""
+        """Return each replica's rows of a tensor of the parameter's shape; None for a replica without rows."""
         return [_part(tensor, *rows) for rows in self._rows[parameter]]
 
     def own(self, parameter: nn.Parameter, tensor: Tensor) -> Tensor | None:
-        """Return this replica's rows of ``tensor``; None for no rows.
+        """Return this replica's rows of ``tensor``; None if this replica has no rows of the parameter.
 
         A tensor whose shape differs from the parameter's must hold only these rows, and is returned unchanged.
         """

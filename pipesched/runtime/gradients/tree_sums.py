@@ -1,7 +1,7 @@
 """Tree sums: adds gradients of micro-batches as a binary tree. The sum's bits do not depend on the number of replicas.
 
 `program.tree_groups` states the rule. If 8 micro-batches are divided among 1, 2 or 4 replicas, each micro-batch always
-belongs to the same subtree. The sums of the replicas are the upper part of the tree (`tree_sum`, and
+belongs to the same subtree. The upper part of the tree adds the sums of the replicas (`tree_sum` and
 `runtime.reductions.replica_sum`).
 """
 
@@ -23,7 +23,7 @@ ReductionOrder = Literal["sequential", "tree"]
 
 
 def tree_sum(values: Sequence[Tensor]) -> Tensor:
-    """Return the sum of the values of micro-batches, or of the sums of replicas, on the device of the first."""
+    """Return the sum of the values of micro-batches, or of the sums of replicas, on the first value's device."""
     size = len(values) // num_tree_groups(len(values))
     sums = [_in_a_row(values[start : start + size]) for start in range(0, len(values), size)]
     while len(sums) > 1:
@@ -41,9 +41,10 @@ def _in_a_row(values: Sequence[Tensor]) -> Tensor:
 class TreeSums:
     """Adds the gradients of one stage's micro-batches as a binary tree.
 
-    Autograd adds gradients to ``.grad``. When a gradient of the next group arrives, the sum of the group before it is
-    set aside. Each parameter has groups of its own, because a split backward computes the gradients of some weights
-    later than those of others.
+    A group consists of consecutive micro-batches (see `program.tree_groups`). Autograd adds the gradients of a group
+    to ``.grad``. When a gradient of the next group arrives, the sum of the previous group is set aside. Each parameter
+    has a current group of its own, because a split backward computes the gradients of some weights later than those of
+    others.
     """
 
     def __init__(self) -> None:
@@ -119,9 +120,10 @@ class TreeSums:
 
 
 def _merge(sums: list[tuple[int, Tensor]], begun: int | None) -> None:
-    """Add the last two sums as long as their common subtree contains no group from ``begun`` onwards.
+    """Replace the last two sums by their total, repeatedly, while no further group belongs to their common subtree.
 
-    If ``begun`` is None, no further groups follow. Groups without a gradient are left out of the tree.
+    ``begun`` is the lowest number that a further group can have; None if there are no further groups. Groups without a
+    gradient are left out of the tree.
     """
     while len(sums) > 1:
         (first, total), (second, grad) = sums[-2:]

@@ -80,9 +80,9 @@ class ReplicaGroup:
         return own
 
     def _sum_of_own(self, buffer: Tensor) -> Tensor:
-        """Return the sum of all members' shards for this process, as a view of a new buffer.
+        """Send each replica its shard of ``buffer``; return the sum of the shards that all replicas send here.
 
-        ``buffer`` holds this process's shard for each member, in the order of the group.
+        ``buffer`` holds one shard for each replica, in the order of the group. The sum is a view of a new buffer.
         """
         shards = torch.empty_like(buffer)
         distributed.all_to_all_single(shards, buffer, group=self._group)

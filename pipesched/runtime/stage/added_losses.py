@@ -31,7 +31,7 @@ class AddedLosses:
         self.in_backward = _InBackward(self)
 
     def begin(self, key: Key) -> None:
-        """Start a forward of the whole model, without stages."""
+        """Start a forward of a whole model that is not cut into stages."""
         no_stage: Any = {"num_grads": (), "takes_inputs": True, "weights": {}, "loss_inputs": None}
         self.saved = MicrobatchState(microbatch=key.microbatch, key=key, **no_stage)
         self.grad = torch.is_grad_enabled()

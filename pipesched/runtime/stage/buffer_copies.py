@@ -120,6 +120,7 @@ class BufferCopies:
 def _names(layer: str, key: str) -> set[str]:
     """Return the names that a layer's buffer may have in the model.
 
-    There are two names, because a layer can also be the whole model, or code between layers.
+    A layer can also be the whole model, or code between layers. Its ``key`` is then the buffer's name in the model; in
+    code between layers, the key contains "/" in place of ".".
     """
     return {f"{layer}.{key}", key.replace("/", ".")}

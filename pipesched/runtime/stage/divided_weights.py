@@ -26,8 +26,8 @@ class DividedWeights:
 
     A divided parameter stays the same object. Its ``data`` is this replica's rows, or an empty tensor if the replica
     has none; from ``wait`` to ``reshard`` its ``data`` is the whole tensor. Three kinds of parameters are never
-    divided: parameters that are trained without the pipeline's optimizer, because their gradients are whole; those
-    that are not contiguous; and those in no unit.
+    divided: parameters that are trained without the pipeline's optimizer, because their gradients are whole;
+    parameters that are not contiguous; and parameters that are in none of the ``units``.
 
     Args:
         units: the parameters, in groups that are gathered together, in the order of their use.
@@ -134,7 +134,7 @@ class DividedWeights:
         return torch.empty(self._shards.shape(parameter), dtype=parameter.dtype, device=parameter.device)
 
     def wait(self) -> None:
-        """Wait for the whole weights, and assign them to the parameters. Does nothing without a gather in progress."""
+        """Wait for the whole weights, and assign them to the parameters. Does nothing if no gather is in progress."""
         if not self._arriving:
             return
         self._wait()

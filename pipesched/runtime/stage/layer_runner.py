@@ -262,7 +262,7 @@ class LayerRunner:
     # ---- one call of a layer ------------------------------------------------------------------------------------
 
     def _call(self, name: str, number: int, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call a layer unchanged, with random numbers keyed to this call."""
+        """Call a layer with its own tensors, and with random numbers keyed to this call."""
         self._random.enter(self._random.key, name, number)
         return layer(*args, **kwargs)
 

@@ -79,7 +79,7 @@ def _narrowing(optimizer: Optimizer, masters: "_MasterWeights") -> MethodType:
 
 
 class _Widened(NamedTuple):
-    """A parameter that is float32 during a step, with its original tensor and gradient, which are restored after it."""
+    """A parameter that is float32 during a step. Its original tensor and gradient are restored after the step."""
 
     parameter: Tensor
     values: Tensor

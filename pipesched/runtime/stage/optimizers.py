@@ -27,7 +27,7 @@ NO_SETTINGS = ("params", "param_names")  # keys of a parameter group that are no
 
 @dataclass(frozen=True)
 class _Heir:
-    """A new stage's optimizer, the (parameter group, entries to change) pairs, and the states of the parameters."""
+    """A new stage's optimizer, its parameter groups (each with the entries to change), and its parameters' states."""
 
     optimizer: Optimizer
     groups: list[tuple[_Group, _Group]]
@@ -111,7 +111,7 @@ def _members(optimizer: Optimizer) -> list[tuple[_Group, nn.Parameter]]:
 def _regrouped(
     optimizer: Optimizer, parameters: Sequence[nn.Parameter], group_of: Mapping[nn.Parameter, _Group]
 ) -> list[tuple[_Group, _Group]]:
-    """Assign each parameter to a group that has its settings; return (group, entries to change in it) for each group.
+    """Assign each parameter to a group with the same settings; return (group, entries to change) for each group.
 
     The optimizer's own groups come first, even if they become empty, because a scheduler counts the groups. Groups with
     other settings follow. A parameter that was in no group stays in none: the user's function left it out.

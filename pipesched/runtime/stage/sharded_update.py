@@ -109,7 +109,7 @@ class ShardedUpdate:
 
     @property
     def divided(self) -> list[nn.Parameter]:
-        """The local parameters whose gradients are divided."""
+        """The local parameters for which ``take`` has received this replica's rows of a gradient."""
         return [local for parameter, local in self.local.items() if parameter in self._taken]
 
     def shape(self, parameter: nn.Parameter) -> torch.Size:
@@ -125,11 +125,11 @@ class ShardedUpdate:
         return self.shards.parts(parameter, tensor)
 
     def own(self, parameter: nn.Parameter, tensor: Tensor) -> Tensor | None:
-        """Return this replica's rows of a tensor of the parameter's shape; None if it has no rows."""
+        """Return this replica's rows of a tensor of the parameter's shape; None if this replica has no rows."""
         return self.shards.own(parameter, tensor)
 
     def take(self, parameter: nn.Parameter, grad: Tensor | None) -> None:
-        """Receive this replica's rows of the parameter's summed gradient; None if it has no rows."""
+        """Receive this replica's rows of the parameter's summed gradient; None if this replica has no rows."""
         self._taken.add(parameter)
         if grad is not None:
             self.local[parameter].grad = grad
@@ -146,7 +146,7 @@ class ShardedUpdate:
         self._send()
 
     def follow(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Make the local parameters views of rows in the current memory of these parameters."""
+        """Let the local parameters of these parameters view the parameters' current memory."""
         for parameter in parameters:
             values = self.shards.own(parameter, parameter.detach()) if parameter in self.local else None
             if values is not None:

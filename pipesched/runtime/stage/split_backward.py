@@ -54,9 +54,8 @@ class _WeightUses:
         """Return the weights whose gradients can be deferred to W and whose deferral saves time.
 
         All uses of such a weight must be recorded operations that the backward pass reaches. If a weight is also used
-        in another way, its gradient is a sum over all uses, which W could not reproduce bit by bit. If the backward
-        pass does not reach an operation, the layer differentiates inside its own forward, or computes without
-        gradients.
+        in another way, its gradient is a sum over all uses, which W could not reproduce bit by bit. The backward pass
+        does not reach an operation if the layer differentiates inside its own forward, or computes without gradients.
         """
         passed, reached = _reached(outputs)
         uses = Counter({self._live(leaf): count for leaf, count in reached.items()})
@@ -76,10 +75,10 @@ def _itself(tensor: Tensor) -> Tensor:
 class Deferral:
     """Intercepts one stage's operations with weights, detaches the weights and records the operations for W.
 
-    The deferrable weights are learned from the first micro-batch of each kind (input shapes, trainable parameters), and
-    the backward of that micro-batch is not split. The decision for a step's first micro-batch holds for the whole step.
-    The backward passes of earlier micro-batches are not split either, even if those micro-batches are recomputed after
-    the micro-batch used for learning, so that gradients are always summed in the same order.
+    The deferrable weights are learned from the first micro-batch of each kind (input shapes, trainable parameters). The
+    kind of a step's first micro-batch decides for the whole step. The backward of a micro-batch used for learning is
+    not split. Micro-batches with smaller numbers may be recomputed after it. Their backward passes are not split
+    either, so that gradients are always summed in the same order.
     """
 
     def __init__(self) -> None:
@@ -221,7 +220,10 @@ class Deferral:
         return torch.is_grad_enabled() and all(self._live(weight) in self._deferrable for weight in weights)
 
     def _learn(self, output: Tensor, x: Tensor, *weights: Tensor, channels: int = -1) -> Tensor:
-        """While finding the weights to defer, record an operation that sums over the dim ``channels`` of x."""
+        """Return ``output``. If deferrable weights are being learned, record the operation that computed it.
+
+        The operation sums over the dim ``channels`` of x.
+        """
         if self._weight_uses is not None and self._noting:
             self._weight_uses.note(weights, 2 * weights[0].numel() * x.numel() // max(1, x.shape[channels]), output)
         return output
@@ -253,7 +255,7 @@ _CONVOLUTIONS = frozenset({torch.conv1d, torch.conv2d, torch.conv3d})
 
 
 def _is_plain(x: Any, *weights: Any) -> bool:
-    """Return whether all tensors are floating-point and not subclass objects, and the weights are trainable leaves."""
+    """Return whether all tensors are floating-point and of no Tensor subclass, and the weights are trainable leaves."""
     return all(type(tensor) in _PLAIN and tensor.is_floating_point() for tensor in (x, *weights)) and all(
         weight.requires_grad and weight.is_leaf and weight is not x for weight in weights
     )

@@ -100,7 +100,7 @@ class Stage:
         self._runner.begin(step_data, self.weights)
 
     def gather(self, last_backward: int | None) -> None:
-        """Prepare weights that are divided among processes for this run; begin to gather sharded modules.
+        """Start a run: free all but this replica's rows of divided weights, and begin to gather sharded modules.
 
         ``last_backward`` is the micro-batch of the stage's last B or W, which then reduces the gradients; None if the
         run has no backward.

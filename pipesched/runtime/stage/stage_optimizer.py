@@ -50,7 +50,7 @@ class StageOptimizer:
         return self.measure(self.rules, losses)
 
     def measure(self, rules: GradientRules, losses: Iterable[Tensor]) -> GradientNorms:
-        """Unscale the gradients and return their norms. Collective over replicas with zero=2."""
+        """Unscale the gradients and return their norms. Collective over replicas if they divide gradients."""
         norms = rules.measure(self.parameters, losses)
         return norms if self.sharded is None else GradientNorms.merged([norms, self.sharded.measure(rules)])
 

@@ -55,7 +55,7 @@ class _WeightCopy:
         self.layers = dict(zip(layers, copies, strict=False))
 
     def refresh(self, state: Sequence[Tensor]) -> None:
-        """Set tensors, ``requires_grad``, and the modules' modes and other settings to those of the original layers.
+        """Copy the tensors, ``requires_grad`` flags, modes and other settings of the original layers to this copy.
 
         ``state`` holds the buffers of the original layers, then their parameters.
         """
@@ -178,7 +178,10 @@ def _deliver(targets: Sequence[Tensor], grads: _Tensors) -> None:
 
 
 def _kept(home: nn.Module) -> dict[int, Any]:
-    """Return a deepcopy memo that makes a copy share hooks, and the objects whose methods are hooks."""
+    """Return a memo for ``deepcopy``, so that a copy of ``home`` shares its hooks instead of copying them.
+
+    The copy also shares the objects whose methods are hooks, except modules of ``home``.
+    """
     own = set(home.modules())
     hooks = [hook for module in own for hook in hooks_of(module)]
     owners = [getattr(hook, "__self__", hook) for hook in hooks]

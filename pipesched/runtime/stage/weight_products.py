@@ -76,7 +76,7 @@ def saving_input(x: Tensor, product: Product) -> Tensor:
 
 
 class _SavedInput(torch.autograd.Function):
-    """An autograd node before an operation. The output is the tensor in ``again``, a detached alias of the input."""
+    """An autograd node that saves the input of the next operation. It returns ``again[0]``, an alias of the input."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, again: tuple[Tensor], product: Product) -> Tensor:

@@ -59,7 +59,7 @@ class Counts(NamedTuple):
 
 
 class _Sent(NamedTuple):
-    """A message that the other end may not have received yet. ``spare`` is the list to which its buffer returns."""
+    """A message that the other end may not have received yet. The message's buffer returns to the list ``spare``."""
 
     position: int
     work: Work
@@ -345,7 +345,7 @@ class _Neighbour:
         self.due = b""  # the bytes with which the other end must open the run; b"" if there is nothing left to check
 
     def open(self, keys: Mapping[tuple[bool, bool], Sequence[Hashable]], identity: bytes) -> None:
-        """Begin a run. If it has outgoing messages, send its identity and a digest of the predicted sizes.
+        """Begin a run. If the run has outgoing messages, send ``identity`` and a digest of the predicted sizes.
 
         Args:
             keys: the layout keys of the run's messages, keyed by (outgoing, backward).
@@ -375,10 +375,10 @@ class _Neighbour:
         return identity + digest(b"".join(end.book.sizes for end in ends))
 
     def check(self, names: Sequence[str]) -> None:
-        """Receive the other end's identity and predictions, and compare them with this end's; post the first receives.
+        """Receive the other end's digests of the run, compare them with this end's, and post the first receives.
 
-        Raises ExecutionError if the two ends differ. ``names`` holds the names of the identity's digests, for the
-        message.
+        Raises ExecutionError if the two ends differ. ``names`` holds the names of the digests in ``identity`` (see
+        ``open``), for the message.
         """
         words, self.due, due = bytearray(len(self.due)), b"", self.due
         try:

@@ -369,7 +369,7 @@ class DeviceIncoming:
 
 
 def ends_over(links: Links, port: ShortPort, rank: int, encoding: Encoding) -> Ends:
-    """Return a function that creates the ends of both channels between ``rank`` and another rank.
+    """Return a function that creates the sending and the receiving end of ``rank``'s channels with another rank.
 
     The arguments of that function are the other rank, the tag of the headers, and whether the channels are backward.
     """

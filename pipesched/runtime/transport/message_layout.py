@@ -154,7 +154,7 @@ class MessageLayout:
 
     @classmethod
     def read(cls, written: bytes, encoding: Encoding) -> "MessageLayout":
-        """Return the layout that ``written`` encoded. Raises ExecutionError for bytes that are not a layout."""
+        """Decode a layout from its bytes. Raises ExecutionError for bytes that are not a layout."""
         layout = cls(encoding.read(written), encoding)
         try:
             skeleton, looks, _, _ = layout.description
@@ -179,9 +179,10 @@ class MessageLayout:
         return self._layout[0]
 
     def plain_bytes(self, value: Any) -> Any:
-        """Return the single contiguous tensor of a value with this layout, as a numpy array that shares its memory.
+        """Return the only tensor of a value with this layout, as a numpy array that shares the tensor's memory.
 
-        Returns None for any other value; the caller must then use ``describe``.
+        Returns None if this layout is not that of one contiguous CPU tensor, or if the value has another layout. The
+        caller must then use ``describe``.
         """
         if self._plain is None:
             return None

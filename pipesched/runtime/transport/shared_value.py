@@ -8,7 +8,7 @@ __all__ = ["Shared"]
 
 
 class Shared:
-    """A value that another rank has broadcast. The first call waits for the value, which ``take`` receives."""
+    """A value that another rank broadcasts. The first call receives the value with ``take``, which waits for it."""
 
     def __init__(self, take: Callable[[], Any]) -> None:
         self._take: Callable[[], Any] | None = take

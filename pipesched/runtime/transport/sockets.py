@@ -56,8 +56,8 @@ def own_host(store: Any) -> str:
     """Return the address at which other machines reach this machine.
 
     If GLOO_SOCKET_IFNAME names an interface, that interface's address is used, as in gloo, so that all messages use one
-    network. Otherwise the address of the route to the store's host is used, or the loopback address if the store has no
-    host.
+    network. Otherwise the address from which this machine reaches the store's host is used, or the loopback address if
+    the store has no host.
     """
     if named := _address_of(os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]):
         return named
