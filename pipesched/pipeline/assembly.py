@@ -153,7 +153,7 @@ class Assembly:
             check_tree(spec.model, program, self.bodies, self.ties.parameters)
             self._check_own_weights(TREE, [0] * len(self.cut))
         self._check_reached()
-        #: The parameters of this process that replicas divide among them.
+        #: The parameters of this process that replicas divide among themselves.
         self._sharded = self._sharded_parameters()
         #: Stage number -> stage, for the stages of this process.
         self.stages = self._stages()

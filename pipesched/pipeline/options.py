@@ -244,7 +244,7 @@ class Distributed:
             rank passes a batch; the others call ``step()``, ``evaluate()`` and ``forward()`` without one. Default:
             "all".
         timeout: the number of seconds that a rank waits for another rank. Default: 60.
-        zero: with ``optimizer=`` and several replicas, the data that replicas divide among them instead of each
+        zero: with ``optimizer=`` and several replicas, the data that replicas divide among themselves instead of each
             holding all of it. With 1, each replica updates a part of every stage's weights and holds the optimizer
             states of this part only. With 2, it also keeps only this part of the gradients once they are summed. With
             3, it also holds only this part of the weights between steps; a step gathers the weights of a stage before

@@ -85,7 +85,7 @@ class Pipeline(SavingInterface):
         sample: one micro-batch as an example: a tensor, a tuple (positional arguments) or a dict (keyword arguments).
         devices: the device of each rank. All ranks run in this process, and several of them may share a device.
         mesh: a DeviceMesh with one process per rank, such as ``mesh["pp"]``; used instead of devices.
-        axes: the mesh dimensions of the pipeline, of its replicas, and of replicas that divide weights among them by
+        axes: the mesh dimensions of the pipeline, of its replicas, and of replicas that shard weights with
             ``fully_shard`` (see wrap): ``{"pipeline": "pp", "replicate": "dp", "shard": "fsdp"}``. Default: recognised
             by names such as "pp", "dp" and "fsdp"; a mesh of one dimension is a single pipeline.
         loss_fn: ``loss_fn(output, target)`` -> scalar tensor; a function or a Module. Default: the model's own loss,

@@ -91,7 +91,7 @@ def check_collectives(program: Program, buckets: Sequence[int], *, gathers: bool
         return
     if not gathers:
         raise ScheduleError(
-            f"UNSHARDs gather weights that replicas divide among them; program {program.name!r} has "
+            f"UNSHARDs gather weights that replicas divide among themselves; program {program.name!r} has "
             f"{sum(program.gathers)} UNSHARDs, but this pipeline divides no weights; pass "
             f"distributed=Distributed(zero=3) with a mesh of replicas, or the program without UNSHARDs and RESHARDs"
         )

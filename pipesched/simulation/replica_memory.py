@@ -1,6 +1,6 @@
 """Replica memory: the bytes that a rank holds because its pipeline has replicas.
 
-Replicas can divide the weights, gradients and optimizer states among them (ZeRO, Rajbhandari et al. 2020,
+Replicas can divide the weights, gradients and optimizer states among themselves (ZeRO, Rajbhandari et al. 2020,
 arXiv:1910.02054). Their sums of gradients (REDUCE) and exchanges of updated weights need buffers.
 """
 

@@ -1,8 +1,8 @@
 """Replication: the costs of a pipeline that several replicas train, each on its own rows.
 
 The gradients of each layer form a bucket, which a REDUCE sums over the replicas in a ring. With ``zero=``, the replicas
-divide the optimizer's work and states among them, and gather the updated weights after each update. With ``zero=3``
-they also divide the weights, and an UNSHARD gathers the weights of a stage before they are used.
+divide the optimizer's work and states among themselves, and gather the updated weights after each update. With
+``zero=3`` they also divide the weights, and an UNSHARD gathers the weights of a stage before they are used.
 """
 
 from collections.abc import Mapping, Sequence

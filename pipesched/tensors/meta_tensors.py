@@ -151,9 +151,10 @@ def _transferred(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     def staying(given: Any) -> Any:
         if isinstance(given, Tensor) and given is not tensor:
             return given.dtype
-        return _META if tensor.is_meta and isinstance(given, str | torch.device) else given
+        is_device = isinstance(given, str | int | torch.device) and not isinstance(given, bool)
+        return _META if tensor.is_meta and is_device else given
 
-    named = {"dtype" if key == "other" else key: staying(value) for key, value in kwargs.items()}
+    named = {"dtype" if key == "tensor" else key: staying(value) for key, value in kwargs.items()}
     return func(*map(staying, args), **named)
 
 
