@@ -61,7 +61,7 @@ def replica_options(command: _Command) -> _Command:
 
 @dataclass(frozen=True, kw_only=True)
 class Replicas:
-    """Replicas of a pipeline whose ranks hold equal weights and are connected by rings of equal links."""
+    """Replicas of a pipeline. All ranks hold weights of the same size, and all links between replicas are equal."""
 
     count: int
     zero: int
@@ -155,6 +155,6 @@ class Replicas:
 
 
 def _quoted(sizes: list[float]) -> str:
-    """Return the sizes of all ranks as text: one size, or the smallest and the largest."""
+    """Return the sizes of all ranks as text: one size if all are equal, otherwise the smallest and the largest."""
     least, most = (quote_bytes(round(size)) for size in (min(sizes), max(sizes)))
     return least if least == most else f"{least} to {most}"

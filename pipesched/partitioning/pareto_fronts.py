@@ -76,7 +76,7 @@ class Front:
         return np.where(best > -INFINITE, ends - best, INFINITE)
 
     def begin(self, rows: slice, begun: NDArray[np.bool_], begins: Ints, memory: Ints | None) -> None:
-        """Add the ideals of this level that the mask ``begun`` selects, as starts."""
+        """Add new starts: the ideals of this level that the mask ``begun`` selects."""
         worth = np.where(begun, begins, -INFINITE)
         if self._memory is None or memory is None:
             self._worth[rows, 0] = np.maximum(self._worth[rows, 0], worth)
@@ -87,7 +87,7 @@ class Front:
 
 
 def _undominated(worth: Ints, memory: Ints) -> tuple[Ints, Ints]:
-    """Along axis 1, drop entries that another entry beats in worth and memory, and pad the lists to one length."""
+    """Along axis 1, drop each entry that another entry beats in worth and memory. Pad the rest to equal lengths."""
     order = np.lexsort((-memory, -worth), axis=1)
     worth = np.take_along_axis(worth, order, 1)
     memory = np.take_along_axis(memory, order, 1)

@@ -106,7 +106,10 @@ class Problem:
 
     @property
     def counted(self) -> list[set[int]]:
-        """For each pin, two sets of blocks to count in ideals: the layer's block, and the blocks of its ancestors."""
+        """For each pin, two sets: the block of the pinned layer, and the blocks of the layer's ancestors.
+
+        The search over ideals counts how many blocks of each set an ideal contains.
+        """
         groups = [group for pin in self.pins for group in ([pin.layer], pin.ancestors)]
         return [{int(self.blocks.block_of[layer]) for layer in group} for group in groups]
 
