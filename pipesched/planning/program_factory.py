@@ -98,8 +98,8 @@ class ProgramFactory:
     ) -> "StepPrograms":
         """Return the programs of steps with micro-batches of these sizes, in an order searched for their costs.
 
-        The order is not slower, in simulation, than the order for equal micro-batches, and exact like it. The last 32
-        orders are kept. Only for the schedule `searched`.
+        In simulation, this order is not slower than the order for equal micro-batches. Like that order, it is exact.
+        The last 32 orders are kept. The schedule must be `searched`.
 
         Args:
             sizes: the size of each micro-batch.

@@ -34,7 +34,8 @@ class StageReplicas:
         """Return the memory of the stage's sums and exchanges.
 
         Args:
-            freed: for each bucket, the activations that the last backward has freed when the bucket is complete.
+            freed: for each bucket, the bytes of activations that the last backward has freed by the time the bucket is
+                complete.
 
         """
         gathers = self.zero == 3
@@ -108,7 +109,7 @@ class StageReplicas:
         return local(parameter).numel()
 
     def _longest(self, parameters: Sequence[nn.Parameter]) -> int:
-        """Return the largest number of elements of these parameters that a replica holds."""
+        """Return the number of elements of these parameters on the replica that holds the most of them."""
         assert self.shards is not None
         return max(map(sum, zip(*map(self.shards.numbers, parameters), strict=True)))
 
