@@ -131,7 +131,7 @@ class Replicas:
             yield f"of {quote_time(total_s)} of collectives on {counted(program.num_ranks, 'rank')}: {hidden}"
 
     def _sent(self, program: Program) -> Iterator[str]:
-        """Yield the sizes that a rank sends to other replicas in a step, as text. Each collective is a ring."""
+        """Yield, as text, the bytes that a rank sends to other replicas in a step. All collectives are rings."""
         share = (self.count - 1) / self.count
         ranks = range(program.num_ranks)
         held = [[stage for stage in program.chunks(rank) if program.buckets[stage]] for rank in ranks]

@@ -59,7 +59,7 @@ class Chain:
     def probe(self, bound: int) -> Found | Fails:
         """Find a partition with a bottleneck of at most ``bound`` ticks.
 
-        If it is exact to fill the stages from the front, each stage takes as many layers as fit.
+        Where this is exact, each stage takes as many layers as fit, one stage after the other.
         """
         return self._fill(bound) if self._fills else self._reach(bound)
 

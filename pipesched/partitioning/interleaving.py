@@ -238,7 +238,7 @@ class _Descent:
     def _key_at(self, index: int, place: int, others: int) -> Key:
         """Return the `_key` of the partition with the cut at ``place``.
 
-        ``others`` is the largest load of all other ranks and links.
+        ``others`` is the largest load of all ranks and links, without the stages and the transfer at this cut.
         """
         rank = self._slots[index - 1].rank
         next_rank = self._slots[index].rank

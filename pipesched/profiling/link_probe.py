@@ -150,7 +150,7 @@ def _timed(start: Callable[[int], Ticket], sums: ReplicaSums, device: torch.devi
 
 
 def _slowest(members: Sequence[dict[int, list[float]]]) -> Link:
-    """Return the slowest member's link: the latency of a small tensor, and the bandwidth for the largest tensor."""
+    """Return the slowest times of a group of ranks as a link: latency of a small tensor, bandwidth of the largest."""
     smallest, *_, largest = sorted(members[0])
     latency_s = max(median(own[smallest]) for own in members)
     slowest = max((own[largest] for own in members), key=median)

@@ -127,7 +127,10 @@ class Run(Protocol):
 
 
 def _chains(over: Sequence[tuple[int, ...]], num_ranks: int, num_microbatches: int = _MICROBATCHES) -> Program:
-    """Return a program of parallel chains of stages over these ranks. Each rank runs all F, then all B."""
+    """Return a program with parallel chains of stages. Each rank runs all F, then all B.
+
+    ``over`` has the ranks of each chain, in stage order.
+    """
     orders: list[list[Action]] = [[] for _ in range(num_ranks)]
     placement = tuple(rank for ranks in over for rank in ranks)
     for stage, rank in enumerate(placement):

@@ -93,7 +93,7 @@ class StageReplicas:
         return whole, parts
 
     def _exchanged(self, bucket: Sequence[nn.Parameter]) -> list[int]:
-        """Return the sizes of the weight rows of a bucket that each replica sends to each other replica."""
+        """Return, for each dtype, the bytes of a bucket's weights that each replica sends to each other replica."""
         shards = self.shards
         gathers = self.zero == 3 and bucket is not self.late
         updated = [p for p in bucket if (p.requires_grad or gathers) and shards is not None and p in shards]

@@ -53,7 +53,7 @@ def is_searched(found: EvaluatedCandidate) -> bool:
 
 
 def as_searched(found: EvaluatedCandidate) -> EvaluatedCandidate:
-    """Return the candidate with the same order as the result of a search."""
+    """Return the candidate with the same order, marked as an order that the order search found."""
     candidate = found.candidate
     program = replace(candidate.program, name=_NAME)
     return replace(found, candidate=_with(candidate, program, found.costs))
