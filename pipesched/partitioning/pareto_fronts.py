@@ -65,9 +65,9 @@ class Front:
 
         Args:
             rows: the slots.
-            ends: the cost of everything before each ideal. The cost of a stage is this cost minus the worth of its start.
-            least_memory: the fewest bytes that the blocks before the start must have. With fewer, the stage would exceed
-                the slot's memory limit.
+            ends: the cost of everything before each ideal. A stage costs this amount minus the worth of its start.
+            least_memory: the fewest bytes that the blocks before the start must have. With fewer bytes, the stage would
+                exceed the slot's memory limit.
 
         """
         worth = self._worth[rows]
