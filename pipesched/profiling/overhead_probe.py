@@ -277,7 +277,7 @@ def _waking_s(alone: Ran, program: Program, ran: Ran, awake: Overheads) -> float
     """Return the extra seconds per action of waiting ranks, along the longest path through the program.
 
     Args:
-        alone: a run of a single waiting rank. A profile of the layer would contain the time of its work.
+        alone: a run of a single waiting rank. It gives the time of a layer as a profile would measure it.
         program: the program of all ranks.
         ran: a run of this program in which all ranks wait instead of computing.
         awake: the other overheads, which are subtracted.
