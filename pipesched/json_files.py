@@ -159,7 +159,7 @@ def maybe(make: Callable[[Any], _Made]) -> Callable[[Any], _Made | None]:
 
 
 def _of_type(value: Any, hint: Any, what: str) -> Any:
-    """Return a value of the type ``hint``. Lists become tuples where ``hint`` asks for tuples.
+    """Check that ``value`` has the type ``hint``, and return it. A list is converted to a tuple if ``hint`` is a tuple.
 
     Raises ScheduleError if the value has a different type.
     """

@@ -118,9 +118,10 @@ def _simulate(
     collectives: Mapping[str, Any] = MappingProxyType({}),
     **rank_costs_s: float,
 ) -> Trace:
-    """Simulate a program with the costs of whole ranks, divided equally among the chunks that a micro-batch visits.
+    """Simulate a program with times that are given for whole ranks.
 
-    ``collectives`` holds the costs of reductions and gathers, as fields of Costs.
+    Each of ``rank_costs_s`` is a rank's time for one micro-batch. It is divided equally among the rank's stages that
+    the micro-batch passes through. ``collectives`` holds the costs of reductions and gathers, as fields of Costs.
     """
     stage_costs: dict[str, Any] = {
         name: tuple(cost / share for share in program.shares) for name, cost in rank_costs_s.items()
@@ -382,10 +383,10 @@ def bound(  # noqa: PLR0913  # one parameter for each option
     output_bytes: int,
     **rank_costs_s: float,
 ) -> None:
-    """Print how fast any schedule can be, the fastest known program, and the gap between the two.
+    """Print a lower bound on the time of any schedule, the fastest known program, and the gap between the two.
 
-    Links and overheads are not part of the bound. The solver proves a bound for exact programs, whose micro-batches
-    are in ascending order on each stage.
+    Links and overheads are not part of the bound. With --prove, a solver proves a bound for exact programs, in which
+    each stage runs its micro-batches in ascending order.
 
     \b
     Examples:

@@ -61,7 +61,7 @@ def replica_options(command: _Command) -> _Command:
 
 @dataclass(frozen=True, kw_only=True)
 class Replicas:
-    """Replicas of a pipeline whose ranks hold equal weights and are connected by rings of equal links."""
+    """Replicas of a pipeline. All ranks hold weights of the same size, and all links between replicas are equal."""
 
     count: int
     zero: int
@@ -131,7 +131,7 @@ class Replicas:
             yield f"of {quote_time(total_s)} of collectives on {counted(program.num_ranks, 'rank')}: {hidden}"
 
     def _sent(self, program: Program) -> Iterator[str]:
-        """Yield the sizes that a rank sends to other replicas in a step, as text. Each collective is a ring."""
+        """Yield, as text, the bytes that a rank sends to other replicas in a step. All collectives are rings."""
         share = (self.count - 1) / self.count
         ranks = range(program.num_ranks)
         held = [[stage for stage in program.chunks(rank) if program.buckets[stage]] for rank in ranks]
@@ -155,6 +155,6 @@ class Replicas:
 
 
 def _quoted(sizes: list[float]) -> str:
-    """Return the sizes of all ranks as text: one size, or the smallest and the largest."""
+    """Return the sizes of all ranks as text: one size if all are equal, otherwise the smallest and the largest."""
     least, most = (quote_bytes(round(size)) for size in (min(sizes), max(sizes)))
     return least if least == most else f"{least} to {most}"

@@ -1,9 +1,9 @@
 """Chain: looks for a partition of one order of the blocks in which no stage takes longer than a bound.
 
-The probe fills each stage as far as the bound allows. This is exact if another layer never makes a stage faster. There
-are two exceptions. If stages wait while a tensor crosses a cut, a stage with fewer layers can take longer. If a slow or
-small rank must not stay empty, the next layer can be too large for this rank. In both cases the probe tracks every
-reachable cut, slot by slot.
+The probe fills each stage as far as the bound allows, which leaves the fewest layers for later stages. This is not
+always exact. If stages wait while a tensor crosses a cut, a stage with fewer layers can take longer. If a slow or small
+rank must not stay empty, the next layer can be too large for this rank. In such cases the probe tracks every reachable
+cut, slot by slot.
 """
 
 from bisect import bisect_right
@@ -59,7 +59,7 @@ class Chain:
     def probe(self, bound: int) -> Found | Fails:
         """Find a partition with a bottleneck of at most ``bound`` ticks.
 
-        If it is exact to fill the stages from the front, each stage takes as many layers as fit.
+        Each stage takes as many layers as fit, if this gives an exact result.
         """
         return self._fill(bound) if self._fills else self._reach(bound)
 
@@ -97,7 +97,7 @@ class Chain:
         return Fails(following) if state is None else self._filled(state, reach, closed_by)
 
     def _allowed(self, bound: int) -> tuple[list[int] | None, int]:
-        """Return the last allowed cut up to each cut, and the next bound that allows more cuts.
+        """For each cut, return the last allowed cut at or before it. Also return the next bound that allows more cuts.
 
         A cut is allowed if its transfer time is within the bound. If all cuts are allowed, the first result is None.
         """
@@ -109,7 +109,7 @@ class Chain:
         return np.maximum.accumulate(places).tolist(), int(beyond.min())
 
     def _highs(self, snap: list[int] | None) -> list[int]:
-        """For each number of stages, return the last cut at which they can end and leave a block for each later stage.
+        """For each k, return the last cut at which the first k stages can end such that later stages get a block each.
 
         Later stages that are allowed to stay empty need no block. ``snap`` is the first result of `_allowed`.
         """

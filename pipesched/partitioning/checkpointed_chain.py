@@ -1,9 +1,9 @@
 """Checkpointed chain: searches one order of the blocks, with a choice of activation options for each layer.
 
 The time of a stage is the shortest time with which its layers fit into its rank's memory (see `knapsack`). More layers
-never make a stage faster. Therefore, if a stage can start at any cut of a contiguous run, the cuts at which it can end
-are also contiguous. The last of them is the furthest end of a stage that starts at the run's last cut, so only this end
-has to be searched. A block that exceeds the bound on its own splits a run of starts in two.
+never make a stage faster. Therefore, if the possible starts of a stage are a run (consecutive cuts), its possible ends
+are also a run. The last possible end belongs to the last possible start, so only this end has to be searched. No stage
+can contain a block that exceeds the bound on its own. Such a block splits a run of starts in two.
 """
 
 from bisect import bisect_left, bisect_right
@@ -124,7 +124,7 @@ class CheckpointedChain:
         return slot.stage >= self._line_up.skippable
 
     def _single(self, slot: Slot) -> list[int]:
-        """Return, for each block, the time of a stage with only this block, in ticks. The last entry is the maximum."""
+        """Return, for each block, the ticks of a stage with only this block. An extra last entry is their maximum."""
         if not self._alone[slot.stage]:
             kinds = [tuple(self._held(slot, block, block + 1)) for block in range(self._end)]
             ticks = {kind: self.knapsack.least(kind, slot.limit, slot.speed) for kind in {*kinds}}
@@ -133,9 +133,9 @@ class CheckpointedChain:
         return self._alone[slot.stage]
 
     def _fitting(self, slot: Slot, begins: Run, bound: int) -> Iterator[Run]:
-        """Yield the parts of a run of possible stage starts that remain without some of them.
+        """Remove impossible starts from a run of stage starts, and yield the runs that remain.
 
-        Left out is every start whose first block alone takes longer than the bound.
+        A start is impossible if the first block of the stage alone takes longer than the bound.
         """
         first = begins[0]
         last = min(begins[1], self._end - 1)
@@ -149,7 +149,10 @@ class CheckpointedChain:
             yield first, last
 
     def _next_alone(self, slot: Slot, begins: Sequence[Run], bound: int) -> int:
-        """Return the smallest larger bound that allows another single-block stage at these starts; INFINITE if none."""
+        """Return the smallest larger bound with which another of these starts is possible; INFINITE if there is none.
+
+        A start is possible if the first block of the stage alone takes no longer than the bound.
+        """
         single = self._single(slot)
         if single[-1] <= bound:
             return INFINITE
@@ -159,7 +162,7 @@ class CheckpointedChain:
     def _furthest(self, slot: Slot, begin: int, bound: int) -> int:
         """Return the last cut at which a stage that starts at ``begin`` can end within the bound.
 
-        A stage with a single block must be within the bound.
+        The first block of the stage alone must be within the bound.
         """
         fastest = self._row.fastest
         speed = slot.speed
@@ -177,7 +180,7 @@ class CheckpointedChain:
         return min((ticks for ticks in tolls if ticks > bound), default=INFINITE)
 
     def _allowed(self, ends: list[Run], bound: int) -> list[Run]:
-        """Restrict runs to the cuts whose transfer time is within the bound."""
+        """Return the runs without the cuts whose transfer time exceeds the bound."""
         if len(self._toll) == 1:
             return ends
         return _joined([(e, e) for first, last in ends for e in range(first, last + 1) if self._toll[e] <= bound])
@@ -203,10 +206,10 @@ class CheckpointedChain:
         return Found(bottleneck=max(times), order=self._order, ends=ends, slots=slots)
 
     def settled(self, found: Found) -> Found:
-        """Return the partition with the same bottleneck and the least total time; in ties, the most even partition.
+        """Return a partition with the bottleneck of ``found`` and the least total time; in ties, the most even one.
 
-        The result includes the option chosen for each layer. If the given partition has fewer stages than possible, its
-        cuts are kept.
+        The result includes the option chosen for each layer. If ``found`` has fewer stages than possible, its cuts are
+        kept.
         """
         slots = self._line_up.slots
         fastest = self._row.fastest

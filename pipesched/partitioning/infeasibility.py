@@ -144,7 +144,10 @@ def _more_ranks(request: Request) -> str:
 
 
 def _pins(request: Request) -> tuple[str, str, str]:
-    """Return the error's place, requirements and remedy if no partition meets all pins and ``exactly``."""
+    """Return three parts of the error for pins that no partition meets: the place, the requirements and the remedy.
+
+    The option ``exactly`` counts as one of the requirements.
+    """
     pins = [f"{layer!r} begins stage {stage}" for layer, stage in request.starts.items()]
     pins += [f"{', '.join(map(repr, group))} share a stage" for group in request.together]
     pins += ["no stage is empty"] * request.exactly

@@ -57,7 +57,7 @@ def _descended(problem: Problem, begin: Solution) -> "_Descent":
 def _with_choices(problem: Problem, begin: Solution) -> Found | None:
     """Choose cuts and activation options by descent from two starting points. The blocks stay in graph order.
 
-    The starting points are the best cuts with all activations held, one without and one with memory limits.
+    The starting points are the best cuts with all activations held: first without memory limits, then with limits.
     """
     line_up = problem.line_up
     kept = CheckpointedRanks(problem, range(len(problem.blocks)))
@@ -69,7 +69,7 @@ def _with_choices(problem: Problem, begin: Solution) -> Found | None:
 
 
 def _begins(problem: Problem, begin: Solution, count: int) -> Iterator[tuple[list[int], list[int]]]:
-    """Yield the starting points of the descent: pairs of an order of the blocks, and cuts.
+    """Yield the starting points of the descent. Each is an order of the blocks, and the cuts of this order.
 
     There are two kinds of cuts: those that minimise the slowest stage and, without pins, those that divide work evenly.
     """
@@ -238,7 +238,7 @@ class _Descent:
     def _key_at(self, index: int, place: int, others: int) -> Key:
         """Return the `_key` of the partition with the cut at ``place``.
 
-        ``others`` is the largest load of all other ranks and links.
+        ``others`` is the largest load of all ranks and links, without the stages and the transfer at this cut.
         """
         rank = self._slots[index - 1].rank
         next_rank = self._slots[index].rank

@@ -44,7 +44,7 @@ class _Front:
     option: Ints
 
     def best(self, room: int, speed: Fraction, forward: int) -> tuple[int, int] | None:
-        """Return the shortest time in ticks within ``room`` bytes, and the index of that state; None if no state fits.
+        """Return the time in ticks and the index of the fastest state within ``room`` bytes; None if no state fits.
 
         ``forward`` is the ticks of all forwards without recomputation.
         """

@@ -2,7 +2,7 @@
 
 A stage is the difference between two order ideals (see `order_ideals`). Its cost is the difference between two numbers,
 one for the ideal at its end and one for the ideal at its start. For each slot and each ideal at which a stage can end,
-it is therefore enough to store the ideal at which the stage starts best. These start ideals are computed level by
+it is therefore enough to store the best ideal for the start of the stage. These start ideals are computed level by
 level, for all slots and ideals of a level together.
 """
 
@@ -112,9 +112,9 @@ class Lattice:
         return None if self._memory is None else self._memory[rows, first:last]
 
     def _least_memory(self, rows: slice, first: int, last: int) -> Ints | None:
-        """Return, for each slot and ideal, the fewest bytes before the start of a stage that ends at the ideal.
+        """For each slot and each end of a stage, return the fewest bytes that the blocks before the stage must have.
 
-        With fewer bytes before its start, the stage would exceed the slot's memory limit.
+        If the blocks before the stage had fewer bytes, the stage itself would exceed the slot's memory limit.
         """
         if self._memory is None:
             return None

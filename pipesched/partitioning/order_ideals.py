@@ -101,8 +101,8 @@ def _joined(parts: list[Ints]) -> Ints:
 class _Growth:
     """Creates each level of ideals from the previous level.
 
-    The rows of `_Level.sums` are work, state bytes, activation bytes and bytes sent, then the counts for the
-    requested sets.
+    The rows of `_Level.sums` are work, state bytes, activation bytes and bytes sent, then the number of blocks from
+    each set in ``asked``.
     """
 
     def __init__(self, blocks: Blocks, asked: Collection[Collection[int]]) -> None:
@@ -184,7 +184,7 @@ class _Growth:
         return bool((_with(level.members[rows], new) == members[child]).all())
 
     def _again(self, level: _Level) -> tuple[Ints, Ints, Ints, _Level]:
-        """Make the next level with other keys, after two ideals got the same key (in about one of 10^8 graphs)."""
+        """Make the next level again with new keys, as two ideals got the same key (in about one of 10^8 graphs)."""
         self._seed += 1
         self._new_keys(len(self._keys))
         level.keys = np.array(

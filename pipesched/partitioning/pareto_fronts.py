@@ -65,8 +65,9 @@ class Front:
 
         Args:
             rows: the slots.
-            ends: the cost of everything before each ideal, from which the worth of the start is subtracted.
-            least_memory: the fewest bytes before the start with which the stage stays within the slot's memory limit.
+            ends: the cost of everything before each ideal. A stage costs this amount minus the worth of its start.
+            least_memory: the fewest bytes that the blocks before the start must have. With fewer bytes, the stage would
+                exceed the slot's memory limit.
 
         """
         worth = self._worth[rows]
@@ -76,7 +77,7 @@ class Front:
         return np.where(best > -INFINITE, ends - best, INFINITE)
 
     def begin(self, rows: slice, begun: NDArray[np.bool_], begins: Ints, memory: Ints | None) -> None:
-        """Add the ideals of this level that the mask ``begun`` selects, as starts."""
+        """Add new starts: the ideals of this level that the mask ``begun`` selects."""
         worth = np.where(begun, begins, -INFINITE)
         if self._memory is None or memory is None:
             self._worth[rows, 0] = np.maximum(self._worth[rows, 0], worth)
@@ -87,7 +88,7 @@ class Front:
 
 
 def _undominated(worth: Ints, memory: Ints) -> tuple[Ints, Ints]:
-    """Along axis 1, drop entries that another entry beats in worth and memory, and pad the lists to one length."""
+    """Along axis 1, drop each entry that another entry beats in worth and memory. Pad the rest to equal lengths."""
     order = np.lexsort((-memory, -worth), axis=1)
     worth = np.take_along_axis(worth, order, 1)
     memory = np.take_along_axis(memory, order, 1)

@@ -45,7 +45,7 @@ class Problem:
 
     @property
     def fills_up(self) -> bool:
-        """Whether more stages never cost time. The partition then gets as many stages as possible."""
+        """Whether an additional stage never makes a partition slower. Then as many stages as possible are used."""
         return self.communication == "none" and self.line_up.alike and self.line_up.in_line and not self.pins
 
     @cached_property
@@ -78,7 +78,7 @@ class Problem:
         return Toll(ticks, blocking=True) if self.communication == "serial" else Toll(2 * ticks, blocking=False)
 
     def chain(self, order: Sequence[int]) -> Chain:
-        """Return the search for one fixed order of the blocks in which all activations are kept."""
+        """Return the search along one order of the blocks, with all activations held."""
         cuts = cuts_of(self.blocks, order)
         return Chain(list(order), cuts, self.toll(cuts), self.line_up, self.spans(order))
 
@@ -106,7 +106,10 @@ class Problem:
 
     @property
     def counted(self) -> list[set[int]]:
-        """For each pin, two sets of blocks to count in ideals: the layer's block, and the blocks of its ancestors."""
+        """For each pin, two sets: the block of the pinned layer, and the blocks of the layer's ancestors.
+
+        The search over ideals counts how many blocks of each set an ideal contains.
+        """
         groups = [group for pin in self.pins for group in ([pin.layer], pin.ancestors)]
         return [{int(self.blocks.block_of[layer]) for layer in group} for group in groups]
 

@@ -124,7 +124,7 @@ class Request:
 
     @property
     def num_ranks(self) -> int:
-        """The number of ranks: that of the placement or, without a placement, the number of stages."""
+        """The number of ranks in the placement or, without a placement, the number of stages."""
         return self.num_stages if self.placement is None else 1 + max(self.placement)
 
     @cached_property

@@ -95,7 +95,7 @@ class Partition:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "Partition":
-        """Make a partition from the dict that ``to_dict`` returned, with ``stages``.
+        """Make a partition from the dict that ``to_dict`` returned, after ``stages`` has been added to the dict.
 
         Raises ScheduleError for invalid values.
         """

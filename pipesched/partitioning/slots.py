@@ -86,7 +86,10 @@ class LineUp:
     exactly: bool
 
     def on_ranks(self, slots: Sequence[Slot]) -> list[Slot]:
-        """Assign ranks to a partition's slots if ranks can have any order; identical ranks in ascending order."""
+        """Assign a rank to each slot of a partition, if ranks can have any order.
+
+        Identical ranks are assigned in ascending order.
+        """
         if self.in_line:
             return list(slots)
         kinds = [Rank(slot.speed, slot.limit) for slot in slots]
@@ -122,7 +125,7 @@ def fixed_order(ranks: Sequence[Rank], in_flight: Sequence[int], *, exactly: boo
         ranks: the ranks in stage order.
         in_flight: the number of micro-batches in flight on each stage.
         exactly: whether every stage must have a layer.
-        pinned: the number of stages, from the first on, that must have a layer.
+        pinned: the number of stages at the front that must have a layer.
 
     """
     slots = tuple(

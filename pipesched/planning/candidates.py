@@ -146,7 +146,7 @@ def candidates(
 def _variants(schedule: Schedule, *, chosen: bool) -> Iterator[tuple[Schedule, bool]]:
     """Yield pairs: the schedule with a number of chunks to try, and whether this variant splits each B into I and W.
 
-    A number of chunks that the user has set is the only one to try.
+    If the user has set the number of chunks, only this number is tried.
     """
     if "chunks_per_rank" not in schedule.options:
         variants = [schedule]

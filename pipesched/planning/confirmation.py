@@ -263,7 +263,7 @@ def _stage_times(
 ) -> list[StageTimes]:
     """Return the times of each stage per micro-batch, corrected by the measured steps.
 
-    Each time is the sum of the layers' known times, multiplied by the stage's ratio of measured to predicted time.
+    Each time is the sum of the times in ``layers``, multiplied by the stage's ratio of measured to predicted time.
     """
     stages: dict[int, list[StageComparison]] = {}
     for step in steps:
@@ -320,7 +320,7 @@ def _ratios(new: LayerCosts, first: LayerCosts) -> dict[str, float]:
 
 
 def _scaled(graph: "nx.DiGraph[str]", factors: Mapping[str, Mapping[str, float]]) -> "nx.DiGraph[str]":
-    """Scale the layer times of a graph. Waiting and crowding times grow in proportion to forward plus backward time."""
+    """Scale the layer times of a graph. ``waiting_s`` and ``crowded_s`` are scaled like forward plus backward time."""
     scaled = graph.copy()
     for name, node in scaled.nodes(data=True):
         first = costs_of(graph, name)

@@ -1,10 +1,10 @@
 """Cost correction: updates layer costs from measured stage times, and detects slow devices.
 
 The time of a stage does not show which layer or device is slow. All layers of a stage are therefore scaled by the same
-ratio: measured time divided by known time. If another stage runs layers of the same kind faster, these layers get the
-smaller ratio of that stage. The rest of the slow stage's extra time is assigned to the layers whose kind occurs only in
-this stage. If there are no such layers, and other devices run layers of the same kinds faster, the device is regarded
-as slow.
+ratio: measured time divided by known time. The known time is the sum of the layer times before the correction. If
+another stage runs layers of the same kind faster, these layers get the smaller ratio of that stage. The rest of the
+slow stage's extra time is assigned to the layers whose kind occurs only in this stage. If there are no such layers, and
+other devices run layers of the same kinds faster, the device is regarded as slow.
 """
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -54,8 +54,8 @@ class Known:
 
         Args:
             stages: the measured times of all stages; together they contain every layer.
-            tolerance: the relative slowdown, compared with layers of the same kinds in other stages, that noise can
-                explain.
+            tolerance: the largest relative slowdown that noise can explain, compared with layers of the same kinds in
+                other stages.
 
         """
         factors = self._least_ratios(stages)

@@ -45,7 +45,7 @@ class EvaluatedCandidate:
         """The program that runs.
 
         It contains the recomputes, the copies to and from the host, and the sums and gathers of replicas. It contains
-        the updates if they wait for norms, or if replicas are considered.
+        the updates only if they wait for the norm of all gradients, or if replicas are considered.
         """
         program = self.candidate.runs
         if self.replication is not None:

@@ -140,9 +140,9 @@ def _leaner(
 
 
 def _ranks(search: SearchRequest, fitting: "FittingPlans") -> int | None:
-    """Return the smallest number of ranks that have a plan if the smallest given limit applies to every rank.
+    """Return the smallest number of ranks for which a plan fits into memory; None if no such plan is found.
 
-    Returns None if no plan is found.
+    Every rank has the smallest of the given memory limits.
     """
     limit = min(search.memory_limit_bytes or (1,))
     most = min(len(search.pins.layers), search.num_ranks * _MOST_TIMES)

@@ -77,7 +77,7 @@ class Plan:
         options: the schedule's options (numbers, flags and strings).
         partition: the times and sizes of the stages, and the reason for the boundaries. None: not measured.
         ties: the parameters that several layer calls use.
-        alternatives: the plans that the search compared, this one first. Empty if there was no search.
+        alternatives: the plans that the search compared, this plan first. Empty if there was no search.
         replication: the number of replicas that run the program, each on its own rows, and the tensors that they divide
             (``zero``). The costs are those of one replica. None: the plan does not depend on replicas.
         proved_bound_s: the step time that no exact order of these stages can beat, proved by a solver. None: no proof.

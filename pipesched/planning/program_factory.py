@@ -98,8 +98,8 @@ class ProgramFactory:
     ) -> "StepPrograms":
         """Return the programs of steps with micro-batches of these sizes, in an order searched for their costs.
 
-        The order is not slower, in simulation, than the order for equal micro-batches, and exact like it. The last 32
-        orders are kept. Only for the schedule `searched`.
+        In simulation, this order is not slower than the order for equal micro-batches. Like that order, it is exact.
+        The last 32 orders are kept. The schedule must be `searched`.
 
         Args:
             sizes: the size of each micro-batch.
@@ -138,7 +138,7 @@ class ProgramFactory:
 
     @property
     def searches(self) -> bool:
-        """Whether the schedule is `searched`, for several ranks. On one rank, all orders take the same time."""
+        """Whether the schedule is `searched` and there are several ranks. On one rank, all orders are equally fast."""
         return isinstance(self.source, Schedule) and "found" in self.source.options and self.num_ranks > 1
 
     @property
@@ -208,7 +208,10 @@ class ProgramFactory:
         self._of_sizes.clear()
 
     def check_updates(self) -> None:
-        """Raise ScheduleError if the schedule needs optimizers but got none, or does not support optimizers."""
+        """Raise ScheduleError if the schedule's updates do not fit the pipeline's optimizers.
+
+        For example, the schedule needs optimizers and there are none, or it does not support gradient norms.
+        """
         program = self.full.plain
         if program.has_updates and not self.updates:
             raise ScheduleError(

@@ -86,9 +86,9 @@ class RecomputationChooser:
     def with_simple_cuts(self, candidate: Candidate) -> list[EvaluatedCandidate]:
         """Return the candidate with each simple cut that is allowed and within the limits.
 
-        The cuts are the one with the shortest slowest stage and, under memory limits, also the one with the fewest
-        bytes of weights on the rank with the most, and the one with the same number of layers in each stage. [] if
-        boundaries are given or if there are too few layers.
+        One simple cut makes the slowest stage as fast as possible. Under memory limits, there are two more: one puts
+        equal numbers of layers into all stages, and one minimises the bytes of weights on the rank with the most
+        weights. Returns [] if the boundaries of all stages are given, or if there are too few layers.
         """
         pins = self._search.pins
         if pins.complete or candidate.num_stages > len(pins.layers):
@@ -164,7 +164,10 @@ class RecomputationChooser:
         return None
 
     def _excess_bytes(self, found: EvaluatedCandidate) -> tuple[int, ...]:
-        """Return the bytes by which each rank exceeds its limit; () without limits. Subtracts the effort for this."""
+        """Return the bytes by which each rank exceeds its limit; () without limits.
+
+        Also subtracts the work of this computation from the remaining effort.
+        """
         if found.limit_bytes is not None:
             searches = found.candidate.schedule.searches and not found.candidate.is_written
             self._effort.spend(found.candidate.num_actions * (IN_ORDER_SEARCH if searches else FOR_MEMORY))

@@ -88,7 +88,7 @@ def layers_moved(before: Mapping[str, int], after: Mapping[str, int]) -> dict[st
 
 
 def strayed(steps: Sequence[Trace]) -> float:
-    """Return the median relative deviation of a rank's work between steps. The result is the largest value of any rank.
+    """Return the median relative deviation of a rank's work between steps, for the rank that deviates the most.
 
     Each action is compared with actions of the same stage and kind. Steps can therefore have different numbers of
     micro-batches.

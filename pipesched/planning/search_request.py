@@ -96,12 +96,12 @@ class SearchRequest:
 
     @property
     def searches_orders(self) -> bool:
-        """Whether to search orders for the stages: without a given schedule, or with `searched`."""
+        """Whether to search orders for the stages: True if no schedule is given, or if `searched` is given."""
         return self.schedule is None or self.schedule.name == _SEARCHED
 
     @property
     def known_schedule(self) -> Schedule | None:
-        """The schedule to evaluate before orders are searched. None: any synchronous schedule."""
+        """The schedule that every candidate must have. None: candidates can have any synchronous schedule."""
         return None if self.searches_orders else self.schedule
 
     @property

@@ -190,7 +190,7 @@ class StagePartitioner:
         )
 
     def _speeds(self, named: Sequence[int]) -> list[float] | None:
-        """Return the speed of each rank (of each stage, if each rank has one stage); None if no rank is slow."""
+        """Return the speed of each rank if ranks have several chunks, else of each stage; None if no rank is slow."""
         ranks = named if self._chunks else self._ranks
         return [self.speeds.get(rank, 1.0) for rank in ranks] if self.speeds else None
 
@@ -207,7 +207,10 @@ class StagePartitioner:
         return (max(link.latency_s for link in both), 1 / slowest) if slowest else None
 
     def _cost(self, graph: "nx.DiGraph[str]", found: Partition) -> tuple[float, int]:
-        """Return the sort key of a partition: its part of the step time, then the bytes sent for tied weights."""
+        """Return the sort key of a partition: its time per step, then the bytes sent for tied weights.
+
+        The time per step consists of the bottleneck's time for all micro-batches and the transfers of tied weights.
+        """
         rank_of = {layer: rank for names, rank in zip(found.stages, self._ranks, strict=True) for layer in names}
         moved = sum(
             tied_traffic_bytes(parameter_bytes(graph, names), [rank_of[user] for user in users])

@@ -164,9 +164,11 @@ class Tuner:
         return self._chosen()
 
     def _chosen(self) -> EvaluatedCandidate:
-        """Return the simplest known schedule that is about as fast as the fastest, or a searched order that is faster.
+        """Return the candidate to use.
 
-        No known schedule with a simple cut is faster than the returned candidate, unless this candidate uses one rank.
+        This is the simplest candidate with a known schedule that is about as fast as the fastest one, unless a searched
+        order is clearly faster. No known schedule with a simple cut is faster than the returned candidate, unless this
+        candidate uses one rank.
         """
         searched = list(filter(is_searched, self._found))
         known = [found for found in self._found if not is_searched(found)]
@@ -244,7 +246,7 @@ class Tuner:
         return list(rest.values())
 
     def _try_simple_cuts(self, every: Sequence[Candidate]) -> None:
-        """Evaluate the candidates on all ranks with simple cuts, those with the smallest lower bounds first."""
+        """Evaluate the candidates that use all ranks, with simple cuts, in ascending order of their lower bounds."""
         until = self._search.effort / 2
         line = []
         for candidate in every:
@@ -350,7 +352,7 @@ class Tuner:
         return sorted(self._found, key=_speed)
 
     def bound_s(self) -> float:
-        """Return a lower bound on the step time with the stages of any evaluated candidate, for any schedule."""
+        """Return a lower bound on the step time of any schedule with the stages of any evaluated candidate."""
         return min(_bound_s(found, split=True) for found in self._found)
 
     @property
@@ -438,7 +440,10 @@ def _speed(found: EvaluatedCandidate) -> tuple[Any, ...]:
 
 
 def _bound_s(found: EvaluatedCandidate, *, split: bool = False) -> float:
-    """Return a lower bound on the step time of these stages in any order; with ``split``, also with I and W."""
+    """Return a lower bound on the step time of the candidate's stages in any order.
+
+    With ``split``, the bound also holds for orders with I and W in place of B.
+    """
     candidate = found.candidate
     bound_s = lower_bound(
         chain_costs(found.costs, candidate.placement),

@@ -69,9 +69,8 @@ def crowd(
 def _round(lap: TimingRun) -> float:
     """Return the time in seconds that the layers take for two F, one B, one I and one W.
 
-    The time excludes the work between layers that only the measurement needs, because this work slows other threads
-    down
-    more than layers do.
+    The time excludes the work between layers that only the measurement needs, because this work slows down
+    other threads more than layers do.
     """
     lap.round()
     lap.weight_round(apart=True)

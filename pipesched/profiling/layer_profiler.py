@@ -63,8 +63,7 @@ def measure_layers(
     """Measure a chain of layers on one micro-batch, as medians of several runs.
 
     If several layers have the same kind and the same input shapes, only some of them are measured. If some modules are
-    in
-    training mode, each module keeps its mode. Otherwise all modules run in training mode.
+    in training mode, each module keeps its mode. Otherwise all modules run in training mode.
 
     Args:
         layers: layer name -> layer, in the order of the chain.
@@ -105,8 +104,9 @@ def measure_calls(
 
 
 def _measured(calls: Calls, device: torch.device, threads: int, effort: Effort) -> dict[str, LayerCosts]:
-    """Measure layers in a new thread. Ranks also run in new threads, and memory allocators can treat threads
-    differently.
+    """Measure layers in a new thread, as ranks run in new threads too.
+
+    Memory allocators can treat new threads differently from the main thread.
     """
     caller = replace(Caller.here([device.type], grad=True), inference=False)
     layers = [layer for layer, _ in calls.values()]
@@ -381,8 +381,7 @@ def _kind(layer: nn.Module, given: Payload) -> Any:
     """Return a key that is the same for calls with the same costs.
 
     The key consists of types, shapes, settings, and the ``requires_grad`` of parameters and inputs. The key omits
-    integer
-    attributes, because blocks often store their own index.
+    integer attributes, because blocks often store their own index.
     """
     modules = tuple((name, type(module), repr(module), _settings(module)) for name, module in layer.named_modules())
     parameters = tuple((name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in layer.named_parameters())

@@ -2,9 +2,8 @@
 
 The programs run like training programs, so the results include packing, sending and unpacking. The three stages of a
 chain are placed on rank a, rank b and rank a. A round trip lasts from the end of the first stage to the start of the
-third stage, so the clock of rank a alone measures
-it. If the mesh has replicas, the probe also measures the sums and the gathers over replicas as a training step runs
-them.
+third stage, so the clock of rank a is enough to measure it. If the mesh has replicas, the probe also measures the sums
+and the gathers over replicas as a training step runs them.
 """
 
 import time
@@ -59,8 +58,7 @@ def probe_links(mesh: DeviceMesh, *, timeout: float = 60.0, axes: Axes | None = 
         links.to_dict()  # for JSON
 
     The probe takes about one second per rank, more on slow links. Every rank exchanges messages with one other rank at
-    a
-    time, and all these pairs run at the same time. If pairs share a network cable, each pair gets only a part of the
+    a time, and all these pairs run at the same time. If pairs share a network cable, each pair gets only a part of the
     cable's bandwidth.
 
     Args:
@@ -72,9 +70,9 @@ def probe_links(mesh: DeviceMesh, *, timeout: float = 60.0, axes: Axes | None = 
         The Links, the same on every rank, with three figures for each pair and direction. ``latency_s`` is half of the
         median round trip of an empty message. ``bytes_per_s`` is measured with messages that are long enough to take 20
         ms, up to 4 MiB. ``spread`` is the range of these messages' round trips divided by their median; a large spread
-        means that the measurement was disturbed. With replicas, there is a figure for each pair of ranks of
-        all replicas, and ``collectives`` has an entry for the ranks that hold the same stages in all replicas, with the
-        times of their all-reduces, reduce-scatters and all-gathers, measured with tensors of up to 4 MiB.
+        means that the measurement was disturbed. With replicas, the pairs include ranks of different replicas, and
+        ``collectives`` has an entry for each group of ranks with the same stages. The entry has the times of
+        all-reduces, reduce-scatters and all-gathers in this group, measured with tensors of up to 4 MiB.
 
     Raises:
         DeviceCountError: the mesh has several dimensions that are neither ranks of a pipeline nor replicas.
@@ -152,7 +150,7 @@ def _timed(start: Callable[[int], Ticket], sums: ReplicaSums, device: torch.devi
 
 
 def _slowest(members: Sequence[dict[int, list[float]]]) -> Link:
-    """Return the slowest member's link: the latency of a small tensor, and the bandwidth for the largest tensor."""
+    """Return the slowest times of a group of ranks as a link: latency of a small tensor, bandwidth of the largest."""
     smallest, *_, largest = sorted(members[0])
     latency_s = max(median(own[smallest]) for own in members)
     slowest = max((own[largest] for own in members), key=median)
@@ -201,7 +199,10 @@ def _measured(pairs: list[Pair], num_ranks: int, run: Run) -> dict[Pair, Link]:
 
 
 def _trips(sizes: dict[Pair, int], num_ranks: int, count: int, run: Run) -> dict[Pair, list[float]]:
-    """Return the seconds of ``count`` round trips, keyed by pair: a message of this size and an empty reply."""
+    """Return the seconds of ``count`` round trips for each pair.
+
+    A round trip is a message of the pair's size and an empty reply.
+    """
     program = lower(_there_and_back(list(sizes), num_ranks, 1 + count))
     spans = run(program, [nbytes for size in sizes.values() for nbytes in (size, 0, 0)])
     times = {span.action: (span.start_s, span.end_s) for span in spans}

@@ -1,8 +1,9 @@
 """Overhead probe: measures the time that ranks need in addition to the work of their stages.
 
-Test programs run on the executors and stages that training uses. A stage's layer times its own work, so the rest of an
-action is overhead. If a rank has twice as much work as its neighbour, the neighbour always waits. With such programs,
-the probe measures four overheads separately: an action without messages, sending, receiving, and the transfer.
+Test programs run on the executors and stages that training uses. Each layer measures the time of its own work; the rest
+of an action is overhead. If a rank has twice as much work as its neighbour, the neighbour always waits. With such
+programs, the probe measures four overheads separately: an action without messages, sending, receiving, and the
+transfer.
 
 The cost of waking up a waiting rank is measured on a pipeline in which all ranks only wait, as they would for a GPU.
 This cost is computed from the measured and the simulated time of the whole pipeline, because the delays of all ranks
@@ -111,7 +112,7 @@ class Ran:
 
 
 class Run(Protocol):
-    """Runs programs whose stages time their own work."""
+    """Runs programs whose stages measure the time of their own work."""
 
     def __call__(self, program: Program, parts: Sequence[int], rows: int, *, waits: bool = False) -> Ran:
         """Run a program.
@@ -126,7 +127,10 @@ class Run(Protocol):
 
 
 def _chains(over: Sequence[tuple[int, ...]], num_ranks: int, num_microbatches: int = _MICROBATCHES) -> Program:
-    """Return a program of parallel chains of stages over these ranks. Each rank runs all F, then all B."""
+    """Return a program with parallel chains of stages. Each rank runs all F, then all B.
+
+    ``over`` has the ranks of each chain, in stage order.
+    """
     orders: list[list[Action]] = [[] for _ in range(num_ranks)]
     placement = tuple(rank for ranks in over for rank in ranks)
     for stage, rank in enumerate(placement):
@@ -151,8 +155,7 @@ def probe_overheads(
 
     Store the result in a profile's machine, as ``Machine(threads=...)`` or, for a mesh, ``Machine(processes=...)``.
     Predictions then include the overheads. The measurement takes several seconds. If there are more ranks than cores,
-    only
-    as many ranks as cores compute.
+    only as many ranks as cores compute.
 
     Args:
         devices: one CPU device per rank, if all ranks are in this process. Pass either devices or mesh.
@@ -274,7 +277,7 @@ def _waking_s(alone: Ran, program: Program, ran: Ran, awake: Overheads) -> float
     """Return the extra seconds per action of waiting ranks, along the longest path through the program.
 
     Args:
-        alone: a run of one waiting rank. A profile would contain the time of this rank's work.
+        alone: a run of a single waiting rank. It gives the time of a layer as a profile would measure it.
         program: the program of all ranks.
         ran: a run of this program in which all ranks wait instead of computing.
         awake: the other overheads, which are subtracted.
@@ -302,8 +305,7 @@ class _Seen:
     """Collects overheads in seconds, keyed by the kind of action and the rows of the message.
 
     There are four cases: an action without messages, an action that sends a message, an action that receives a message,
-    and
-    a pair of actions on two ranks. In a pair, the second action waits for the first.
+    and a pair of actions on two ranks. In a pair, the second action waits for the first.
     """
 
     def __init__(self) -> None:
@@ -378,7 +380,7 @@ def _per_action(ran: Ran, ranks: Sequence[int], kind: Kind) -> list[float]:
 
 
 def _chained(ran: Ran, kind: Kind) -> list[float]:
-    """Return the seconds from an action's start to the end of the waiting action, minus the work of both actions."""
+    """Return the seconds from the start of an action to the end of the action that waits for it, minus their work."""
     spans = {span.action: span for rank in ran.trace.by_rank for span in rank}
     found = []
     for action, span in spans.items():

@@ -32,8 +32,9 @@ class Measured:
 
 
 def doubt(layer: Measured, all_s: float) -> str:
-    """Return a description of a layer's implausible time; "" if the time is plausible. ``all_s``: the sum of all
-    layers' times.
+    """Return a description of a layer's implausible time; "" if the time is plausible.
+
+    ``all_s`` is the sum of all layers' times.
     """
     costs = layer.costs
     if costs.forward_s + costs.backward_s < max(_LEAST_S, _HEAVY * all_s):

@@ -34,7 +34,8 @@ class StageReplicas:
         """Return the memory of the stage's sums and exchanges.
 
         Args:
-            freed: for each bucket, the activations that the last backward has freed when the bucket is complete.
+            freed: for each bucket, the bytes of activations that the last backward has freed by the time the bucket is
+                complete.
 
         """
         gathers = self.zero == 3
@@ -92,7 +93,7 @@ class StageReplicas:
         return whole, parts
 
     def _exchanged(self, bucket: Sequence[nn.Parameter]) -> list[int]:
-        """Return the sizes of the weight rows of a bucket that each replica sends to each other replica."""
+        """Return, for each dtype, the bytes of a bucket's weights that each replica sends to each other replica."""
         shards = self.shards
         gathers = self.zero == 3 and bucket is not self.late
         updated = [p for p in bucket if (p.requires_grad or gathers) and shards is not None and p in shards]
@@ -108,7 +109,7 @@ class StageReplicas:
         return local(parameter).numel()
 
     def _longest(self, parameters: Sequence[nn.Parameter]) -> int:
-        """Return the largest number of elements of these parameters that a replica holds."""
+        """Return the number of elements of these parameters on the replica that holds the most of them."""
         assert self.shards is not None
         return max(map(sum, zip(*map(self.shards.numbers, parameters), strict=True)))
 

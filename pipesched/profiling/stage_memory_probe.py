@@ -114,7 +114,10 @@ def stage_sizes(
 
 
 def messages_of(program: Program, stages: Sequence[StageSizes]) -> dict[tuple[int, int], Message]:
-    """Return the message sizes, keyed by (producer, consumer), given the sizes of stages with their own weights."""
+    """Return the message sizes, keyed by (producer, consumer).
+
+    ``stages`` has one entry for each set of weights. Stages with the same weights send messages of the same sizes.
+    """
     own = program.weights
     return {
         (giver, taker): stages[own[giver]].messages[own[taker]]

@@ -1,4 +1,4 @@
-"""Timing run: times layers together, first their forwards in order, then their backward passes in reverse order.
+"""Timing run: measures all layers in one run, first their forwards in order, then their backward passes in reverse.
 
 In this order, the caches are in the same state as in a step: a layer's input has just been written, and its weights
 were last used in the previous round. One backward pass runs through all layers and records the time at which it reaches
@@ -66,7 +66,10 @@ class Run:
 
 
 class TimingRun(nn.Module):
-    """Times layers together on copies of their weights. ``caller`` holds the autocast settings for forwards."""
+    """Measures several layers in one run, on copies of their weights.
+
+    ``caller`` holds the autocast settings for forwards.
+    """
 
     def __init__(self, subjects: Sequence[Subject], device: torch.device, caller: Caller) -> None:
         super().__init__()
@@ -101,7 +104,10 @@ class TimingRun(nn.Module):
         return torch.func.functional_call(self, self.tensors, (act,))
 
     def forget(self) -> None:
-        """Free the copies of the weights; for a model on the meta device immediately, because it can be large."""
+        """Free the copies of the weights.
+
+        A model on the meta device can be large, so its copies are freed at once by a garbage collection.
+        """
         for layer in self.layers:
             self.forget_graphs(layer)
         for tensor in self.tensors.values():
@@ -335,7 +341,7 @@ def _naming(subject: Subject, device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def _naming_turn(turns: Sequence[_Turn], device: torch.device) -> Iterator[None]:
-    """Add a note to exceptions that names the layer whose backward pass was running."""
+    """Add a note to any exception. The note names the layer whose backward pass was running."""
     try:
         yield
     except Exception as error:

@@ -53,7 +53,7 @@ def is_searched(found: EvaluatedCandidate) -> bool:
 
 
 def as_searched(found: EvaluatedCandidate) -> EvaluatedCandidate:
-    """Return the candidate with the same order as the result of a search."""
+    """Return the candidate with the same order, marked as an order that the order search found."""
     candidate = found.candidate
     program = replace(candidate.program, name=_NAME)
     return replace(found, candidate=_with(candidate, program, found.costs))
@@ -175,7 +175,7 @@ class OrderSearch:
                 yield best
 
     def _share(self, candidate: Candidate, effort: float) -> float | None:
-        """Return the largest share of the default effort of `searched` within this effort; None if there is none."""
+        """Return the largest share of the default effort of `searched` that costs at most ``effort``, or None."""
         within = min(effort, self._effort.left)
         return next((share for share in _SHARES if _cost(candidate, share) <= within), None)
 
@@ -185,7 +185,10 @@ def _speed(found: EvaluatedCandidate) -> float:
 
 
 def _groups(found: Iterable[EvaluatedCandidate], best_s: float) -> list[list[EvaluatedCandidate]]:
-    """Return lists of candidates with one placement, the fastest first. Orders are searched for the first of each."""
+    """Group the fast candidates by placement, micro-batches and checkpointing.
+
+    In each group, the fastest candidate comes first. Orders are searched for this candidate.
+    """
     several = sorted((each for each in found if each.candidate.num_ranks > 1), key=_speed)
     groups: dict[Any, list[EvaluatedCandidate]] = {}
     for each in several:
@@ -238,7 +241,7 @@ def _times(found: EvaluatedCandidate) -> Costs:
 def _room(found: EvaluatedCandidate, costs: Costs) -> list[int] | None:
     """Return the bytes that each rank can use for its micro-batches; None without limits.
 
-    This is the limit without the bytes that a rank holds for other purposes, such as weights and transients, at the
+    This is the limit minus the bytes that a rank holds for other purposes, such as weights and transients, at the
     peak of the known program.
     """
     if found.limit_bytes is None:

@@ -59,7 +59,7 @@ def _step(predicted: Trace | None, comparison: Comparison | None) -> Iterator[st
 
 
 def _causes(plan: Plan, measured: Trace | None, comparison: Comparison | None) -> Iterator[str]:
-    """Split the prediction error into two parts: the stages' compute times, and the gaps between actions.
+    """Yield a sentence with the two parts of the prediction error: the stages' compute, and the gaps between actions.
 
     The first part is the change in the simulated step time when measured stage times replace the predicted ones.
     """
