@@ -135,7 +135,7 @@ def swept(name: str, profile: Profile) -> Iterator[tuple[float, str, dict[str, A
 
 
 def cuts(work: Sequence[float], placement: Sequence[int], layers: int) -> Iterator[tuple[int, ...]]:
-    """Yield all cuts. With several chunks on a rank, only cuts in which the busiest rank has little extra work."""
+    """Yield all cuts. With several chunks on a rank, leave out the cuts that give one rank too much work."""
 
     def busiest(cut: tuple[int, ...]) -> float:
         spans = pairwise((0, *cut, layers))

@@ -152,7 +152,7 @@ def _even(specimen: Specimen) -> tuple[Any, list[str] | None]:
 
 
 def _same(one: nn.Module, other: nn.Module, rounded: str | None) -> bool:
-    """Return whether gradients and buffers are bit-identical, except the gradient of the parameter ``rounded``."""
+    """Return whether all buffers and gradients, except the gradient of ``rounded``, are bit-identical."""
     grads = [
         (own.grad, plain.grad)
         for (name, own), plain in zip(one.named_parameters(), other.parameters(), strict=True)
