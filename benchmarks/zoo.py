@@ -104,7 +104,7 @@ def _first_line(error: BaseException) -> str:
 
 @dataclass(frozen=True)
 class Ours:
-    """The result of a model in pipesched: "same bits" or an error, and the shares of the stages in work and time."""
+    """A model's result in pipesched: "same bits" or an error, and each stage's share of the work and of the time."""
 
     answer: str
     layers: int

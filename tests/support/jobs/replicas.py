@@ -97,7 +97,7 @@ class Case(NamedTuple):
 
     @property
     def num_parts(self) -> int:
-        """The number of parts of a gradient whose norms are computed separately."""
+        """The number of parts into which replicas divide a gradient; each part has its own norm."""
         return self.mesh[0] if self.zero >= 2 else 1
 
 
