@@ -7,8 +7,9 @@ sleep in place of computing and sending. The sums of a stage together take 90 % 
 passes, as over a slow link. The prediction simulates the program with the times of each kind of action in the first
 half of the steps; the other half is measured. The script prints the predicted and the measured makespan. For each rank
 it prints the shares of the time of its sums that lie in bubbles, under compute, and after the last backward pass of all
-ranks. Under 1f1b it also states whether three targets are met: a makespan of at most 1.03 times the prediction; 90 % of
-the sums of ranks 1 to 3 in bubbles; and on rank 0, all sums but one start before its last backward ends.
+ranks. Under 1f1b it also states whether three targets are met: the makespan is at most 1.03 times the prediction; on
+ranks 1 to 3, at least 90 % of the time of the sums lies in bubbles; on rank 0, all sums but one start before the rank's
+last backward ends.
 """
 
 import argparse

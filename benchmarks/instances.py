@@ -37,7 +37,7 @@ FAMILIES = (
 
 @dataclass(frozen=True, kw_only=True)
 class Instance:
-    """A scheduling problem: costs, placement, micro-batches, and the most (stage, micro-batch) pairs of a rank."""
+    """A scheduling problem: costs, placement, micro-batches, and how many (stage, micro-batch) pairs fit on a rank."""
 
     family: str
     costs: Costs

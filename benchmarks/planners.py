@@ -22,12 +22,12 @@ balanced         the cut with the smallest bottleneck (proposed for torch.distri
 any              "balanced" with the fastest of all schedules and numbers of stages on each rank that pipesched knows
 ours             `pipesched.planning.tuner`: searches schedule, chunks, cuts and orders
 
-Plans use different amounts of memory. In three more columns, no rank may use more memory than the rank of another plan
-that uses the most:
+Plans use different amounts of memory. In three more columns, the memory of each rank is limited. The limit is the
+largest memory of any rank under another plan:
 
-any, lean        "any" with at most the memory of "balanced"
-ours, lean       ours with at most the memory of "balanced"
-ours = chunks    ours with at most the memory of "equal, chunks"
+any, lean        "any" with the limit of "balanced"
+ours, lean       ours with the limit of "balanced"
+ours = chunks    ours with the limit of "equal, chunks"
 
 The bound is valid for every plan. It is an equal share of the work of all micro-batches, or `pipesched.lower_bound` of
 the model with one rank for each layer, whichever is larger.

@@ -263,8 +263,8 @@ def run_all(rank: int, cases: Sequence[Case], path: Path, ranks_are: RanksAre, s
 def taken(one: Running, before: Measured, steps: int) -> Measured:
     """Run steps until ``steps`` undisturbed steps have been measured, including those in ``before``.
 
-    At most twice as many steps run as are missing at first. If too few of these are undisturbed, the last ones are
-    used although they are disturbed.
+    If n steps are missing, at most 2n steps run. If fewer than n of these are undisturbed, disturbed steps are used
+    as well.
     """
     for _ in range(2):
         one.step()

@@ -66,7 +66,7 @@ class Clock:
 
 
 class Edge(torch.autograd.Function):
-    """An identity function that marks the start or the end of a layer. The layer's backward starts at its end."""
+    """An identity function that marks the start or the end of a layer. A backward pass reaches the end first."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, clock: Clock, entering: bool) -> Tensor:

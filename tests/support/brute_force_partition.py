@@ -85,7 +85,7 @@ def best(
     work = {layer: graph.nodes[layer]["forward_s"] + graph.nodes[layer]["backward_s"] for layer in graph}
 
     def cost(stage, rank, begin, end):
-        """Return the time of a stage with its communication, as the bottleneck counts it; None if it is not allowed."""
+        """Return the time of a stage, including communication if it counts; None if the stage is not allowed."""
         layers = end - begin
         if any(0 < len(layers & set(group)) < len(group) for group in together):
             return None
@@ -131,7 +131,7 @@ def seeded(seed):
 
 
 def as_good(expected, graph, num_stages, **asked):
-    """Check that `partition` finds and proves the expected bottleneck. None: check that it finds no partition."""
+    """Check that `partition` proves the expected bottleneck, or finds no partition if ``expected`` is None."""
     try:
         found = partition(graph, num_stages, bandwidth_bytes_per_s=1, **asked)
     except PartitionError:

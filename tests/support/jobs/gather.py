@@ -1,4 +1,4 @@
-"""Jobs of test_gather_model: they use a model while its pipeline over a mesh is open, between steps, or is closed."""
+"""Jobs of test_gather_model: they use a model that a pipeline over a mesh trains, between steps and after ``close``."""
 
 import copy
 import io

@@ -227,7 +227,7 @@ def leave_a_stream(group: Any) -> str:
 
 
 def no_barrier(group: Any, name: str, key: str) -> bool:
-    """Check that rank 0 begins a step before rank 1 has finished the step before.
+    """Check that rank 0 can begin a step while rank 1 is still running the previous step.
 
     Rank 1's last forward of a step waits until rank 0 has begun the next step. Returns whether this rank has waited.
     """
