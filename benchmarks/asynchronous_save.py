@@ -1,4 +1,4 @@
-"""Asynchronous save: measures the time that a step takes longer while a checkpoint is written.
+"""Asynchronous save: measures how much longer a step takes while a checkpoint is written.
 
     python benchmarks/asynchronous_save.py [--pairs 15]
 
@@ -7,7 +7,7 @@ a save includes the call of ``save``, which copies the tensors. The save ends be
 script prints the median times, their ratio with a 95 % bootstrap interval, the bytes of the checkpoint, and a predicted
 ratio. The prediction adds the time to copy these bytes, measured separately, to the time of a step. The stages either
 sleep, like a host that waits for its accelerators, or compute linear layers with AdamW on all cores. Both kinds run in
-one process and over a mesh of two.
+one process and over a mesh of two ranks.
 """
 
 import argparse

@@ -15,10 +15,10 @@ bytes for each parameter. A rank may use 90 % of its memory, and may recompute l
 The planners:
 
 rules     the rules of Megatron-LM (section 3 of the paper): ranks with consecutive numbers are replicas; the pipeline
-          is only as deep as the memory requires; equal numbers of layers in each stage; the fastest of micro-batches
-          of 1, 2, 4 or 8 sequences, of 1F1B and interleaved 1F1B with 2 or 4 chunks, of all layers recomputed or none,
-          and of zero 0 and 1 (its distributed optimizer)
-table 1   the same, with the depth of the pipeline in Table 1
+          is only as deep as the memory requires; all stages have the same number of layers. Every combination of these
+          choices is simulated, and the fastest is used: 1, 2, 4 or 8 sequences in a micro-batch; 1F1B, or interleaved
+          1F1B with 2 or 4 chunks; all layers recomputed, or none; zero 0 or 1 (Megatron-LM's distributed optimizer).
+table 1   the same, but the pipeline is as deep as in Table 1
 ours      `pipesched.tune(axes="auto")`
 """
 

@@ -6,11 +6,11 @@ Torch's schedules run with the same number of layers in each stage; the best sch
 step. All runs are in the same gloo processes, in turn, with the same weights; gradients are compared first.
 
 sleeping       Eight ranks and 16 micro-batches. The 16 layers sleep for different times instead of computing, so the
-               machine's cores do not matter. The layers of a stage are torch's. Ours is an order made for these times
-               (`searched`), whose ranks hold at most as many micro-batches as under zb-v. Schedules of torch that need
-               more are marked. The table shows simulated and measured steps.
+               machine's cores do not matter. Both libraries cut the layers in the same way. Our order is made for
+               these times (`searched`). Its ranks hold at most as many micro-batches at once as under zb-v; schedules
+               of torch that hold more are marked. The table shows simulated and measured steps.
 gpt            Two ranks that compute, 8 micro-batches: a GPT with a large vocabulary, whose head takes the time of
-               several blocks. Ours is the plan of `tune` on these ranks; the script prints the seconds it took.
+               several blocks. We run the plan of `tune` on these ranks; the script prints how long `tune` took.
 convolutions   Likewise, for a convolution net whose channels grow from layer to layer.
 """
 
@@ -70,7 +70,10 @@ def program(name: str) -> Program:
 
 
 def held(program: Program) -> float:
-    """Return the most micro-batches that a rank holds at once. With two stages on a rank, each counts one half."""
+    """Return the most micro-batches that a rank holds at once.
+
+    With two stages on each rank, a micro-batch counts one half for each stage that holds it.
+    """
     return max(peak_in_flight(order) for order in program.orders) * RANKS / program.num_stages
 
 

@@ -6,9 +6,10 @@ Two ranks (threads of one process) train on 8 micro-batches of 4 rows. Three sma
 layers, one with a heavy last layer (a large vocabulary), one with a heavy first layer. Three models of the same shapes
 sleep instead, as if they waited for devices, so other work on the machine does not affect their times.
 
-The profile is measured and saved in a separate process; the plan is searched from it. The sweep runs every synchronous
-schedule with every cut into two stages, and schedules with chunks with every cut into four stages in which the busiest
-rank has at most 1.3 times the least possible work. Each plan runs two steps, and the time of the faster step is used.
+The profile is measured and saved in a separate process; `schedule="auto"` uses this profile. The sweep runs every
+synchronous schedule with every cut into two stages. Schedules with several chunks on a rank run with cuts into four
+stages, except cuts in which the busiest rank has more than 1.3 times the least possible work. Each plan runs two steps,
+and the time of the faster step is used.
 Then the chosen plan, the three best plans of the sweep, and equal splits with GPipe and 1F1B run in turn. The script
 prints medians, and paired ratios of the chosen plan's steps to those of each other plan with 95 % intervals. All
 processes keep freed memory, as in prediction.py.
@@ -135,7 +136,7 @@ def swept(name: str, profile: Profile) -> Iterator[tuple[float, str, dict[str, A
 
 
 def cuts(work: Sequence[float], placement: Sequence[int], layers: int) -> Iterator[tuple[int, ...]]:
-    """Yield all cuts. With several chunks on a rank, only cuts in which the busiest rank has little extra work."""
+    """Yield all cuts. With several chunks on a rank, leave out the cuts that give one rank too much work."""
 
     def busiest(cut: tuple[int, ...]) -> float:
         spans = pairwise((0, *cut, layers))

@@ -139,7 +139,7 @@ def glam_8b_64e(sequences: int = 4) -> Layers:
 def jamba(rows: int = 4096) -> Layers:
     """Attention and state spaces: Jamba v0.1 (Lieber et al. 2024, and its published configuration).
 
-    One of 8 layers has attention; one of 2 has 16 experts, two of which serve a token.
+    One layer in 8 has attention. One layer in 2 has 16 experts, two of which serve a token.
     """
     width, given = 4096, rows * 4096 * WIDE
     yield Layer("embedding", embedding(rows, width, 65536), given)

@@ -74,7 +74,7 @@ def peak_bytes() -> int:
 
 
 def measured(make: Callable[[], Any], step: Callable[[Any], Any]) -> tuple[Any, tuple[float, ...]]:
-    """Build a model and run a step. Return the model, and (peak bytes after each of the two, seconds to build it)."""
+    """Build a model and run a step. Return the model and (peak bytes after building, after the step, build seconds)."""
     gc.collect()
     before, begin_s = peak_bytes(), time.perf_counter()
     model = make()

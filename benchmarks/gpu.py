@@ -4,13 +4,14 @@
 
 The script runs every measurement for which the machine has enough devices.
 
-- One device: compares a step in which all stages share the device, each rank on its own streams, with plain gradient
-  accumulation over the same micro-batches. Then prints for each checkpoint mode the time, the allocated memory without
-  weights and gradients, and the predicted memory.
-- Two or four devices: the same with one stage on each device, in one process. Then runs one process for each rank, in
-  turn (A B A B ...) with torch's own schedules over NCCL in the same processes.
+- One device: all stages share the device, and each rank has its own streams. The script compares a step with plain
+  gradient accumulation over the same micro-batches. Then it prints for each checkpoint mode the time of a step, and the
+  measured and the predicted memory in addition to weights and gradients.
+- Two or four devices: the same comparison with one stage on each device, in one process. Then the script starts one
+  process for each rank. In these processes, pipesched and torch's own schedules over NCCL take turns (A B A B ...).
 
-The script prints the median of the paired ratios with a 95 % bootstrap interval. It compares the gradients first.
+The script prints the median of the paired ratios with a 95 % bootstrap interval. Before any timing, it compares the
+gradients.
 Without a CUDA device it prints only a message.
 """
 
@@ -135,7 +136,7 @@ def show(name: str, found: Ratio, agree: bool) -> None:
 
 
 def memory(shape: Shape, device: torch.device) -> None:
-    """For each checkpoint mode, print the step time, and memory beyond weights and gradients: measured, predicted."""
+    """For each checkpoint mode, print a step's time, and its measured and predicted memory beyond weights and grads."""
     print(f"\n1f1b, two ranks on {device}: memory of a step in addition to weights and gradients")
     print(f"{'checkpoint':<14}{'ms':>10}{'allocated MiB':>16}{'predicted MiB':>16}{'ratio':>8}")
     x, y = shape.batch(device)

@@ -1,8 +1,8 @@
-"""Instances: compares the bound with proved optima of random small scheduling problems. Needs ortools.
+"""Instances: compares `pipesched.lower_bound` with proved optima of random small scheduling problems. Needs ortools.
 
 python benchmarks/instances.py --count 40 [--seed 0] [--effort 60] [--independent | --stored | --file optima.json]
 
-With ``--independent`` the solver does not know the bound, so the script can find bounds that are above the optimum.
+With ``--independent`` the solver does not use the bound, so the script can find bounds that are above the optimum.
 `optima.json` has the optima of 2,002 instances that were proved in this way; ``--stored`` reads them.
 """
 
@@ -37,7 +37,7 @@ FAMILIES = (
 
 @dataclass(frozen=True, kw_only=True)
 class Instance:
-    """A scheduling problem: costs, placement, micro-batches, and the most (stage, micro-batch) pairs on a rank."""
+    """A scheduling problem: costs, placement, micro-batches, and how many (stage, micro-batch) pairs fit on a rank."""
 
     family: str
     costs: Costs
@@ -139,7 +139,7 @@ def stored(every: int = 1) -> Iterator[Instance]:
 
 
 def bounds_of(instance: Instance) -> tuple[float, float, float]:
-    """Return the bound from formulas alone, the bound from formulas and search, and the CPU seconds of the second."""
+    """Return the bound from formulas alone, the bound from formulas and search, and the CPU seconds of the search."""
     limits = {"placement": instance.placement, "max_in_flight": instance.max_in_flight}
     formulas = lower_bound(instance.costs, instance.num_microbatches, effort=0, **limits)
     start = process_time()

@@ -85,7 +85,7 @@ def cuts(request: SearchRequest) -> Iterator[tuple[Placement, Costs]]:
 
 
 def optimum_s(request: SearchRequest, best_s: float, effort: float) -> float | None:
-    """Return the step time of the best plan, at most ``best_s``; None if CP-SAT cannot prove the optimum."""
+    """Return the shortest step of all plans, or ``best_s`` if no step is shorter; None if CP-SAT cannot prove it."""
     count = request.num_microbatches[0]
     each = [
         (lower_bound(costs, count, placement=placement), number, placement, costs)

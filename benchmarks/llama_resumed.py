@@ -26,7 +26,7 @@ AFTER = (Place(1, 4), Place(4, 1), Place(1, 2, mesh=False), Place(4, 1, zero=2),
 
 
 def main() -> None:
-    """Run all pairs, and print for each the number of losses that differ."""
+    """Resume each saved run in several ways; print for each way the number of losses that differ from the loop's."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=50, help="steps of a run; default: 50")
     parser.add_argument("--most", type=int, default=len(AFTER), help="the most resumed runs of each saved run")

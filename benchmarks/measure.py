@@ -104,7 +104,7 @@ def keep_freed_memory() -> None:
 
 
 class Delays(NamedTuple):
-    """The result of ``delays``: the seconds by which each action started late, in two lists."""
+    """The result of ``delays``, in seconds: delays after the rank's previous action, and delays after a message."""
 
     on_rank_s: list[float]
     message_s: list[float]
@@ -114,7 +114,7 @@ def delays(program: Program, trace: Trace) -> Delays:
     """Return how much later each action of a measured step started than it could have started.
 
     An action could start at the end of the previous action of its rank, or at the end of the action that produces its
-    input, whichever is later. Both kinds of delays are returned, in separate lists.
+    input, whichever is later. The two cases are returned in separate lists.
     """
     times = {span.action: (span.start_s, span.end_s) for span in trace.spans}
     starts, ends = (np.array(column) for column in zip(*(times[action] for action in program.columns), strict=True))

@@ -9,10 +9,10 @@ of exact programs, the optimum of all programs is used. The script ends with an 
 optimum, or if a searched order is longer than the best fixed schedule. ``--generated`` uses the problems of
 `instances.py` instead.
 
-``--large`` searches orders for problems with many micro-batches. It prints the CPU seconds of each search, and the
-makespan divided by the bound and by the result of a search with 20 times the effort, which takes about 5 s for p = 8 if
-numba is installed. ``--equal`` prints the idle time of schedules for stages of equal length (F = I = W) with 8 ranks
-and 20 micro-batches, divided by the time of a forward of a rank's layers.
+``--large`` searches for orders of problems with many micro-batches. It prints the CPU seconds of each search, and the
+makespan divided by the bound and by the result of a search with 20 times the effort. That search takes about 5 s for
+p = 8 if numba is installed. ``--equal`` prints the idle time of schedules for stages of equal length (F = I = W) with 8
+ranks and 20 micro-batches, divided by the time of a forward of a rank's layers.
 """
 
 import argparse
@@ -130,7 +130,7 @@ def search(each: Instance, effort: Fraction) -> tuple[Program, float]:
 
 
 def solve(case: Case, effort: Fraction) -> Result:
-    """Search an order for a problem, check it, and compare it with the optimum."""
+    """Search for an order, check it, and compare its makespan with the optimum."""
     each = case.instance
     program, seconds = search(each, effort)
     validate(program, max_in_flight=each.max_in_flight, exact=True)
@@ -150,7 +150,7 @@ def solve(case: Case, effort: Fraction) -> Result:
 
 
 def print_large(effort: Fraction) -> None:
-    """Search orders for problems with many micro-batches; print the CPU times and the results."""
+    """Search for orders of problems with many micro-batches; print the CPU times and the results."""
     print("  p    m  stages  limit    CPU s  over the bound   CPU s with more effort  over its result")
     for p, m, chunks, place, limit, compare in LARGE:
         for number in range(2 if compare else 1):
@@ -174,7 +174,7 @@ def print_large(effort: Fraction) -> None:
 
 
 def print_equal(p: int = 8, m: int = 20) -> None:
-    """Print the idle time of a rank's span at equal times, and the idle time that no schedule can avoid."""
+    """Print a rank's idle time if all stages take equal times, and the idle time that no schedule can avoid."""
     print("schedule        stages on a rank   idle   least possible for chains with these stages")
     of_each = [(name, chunks) for name in ("interleaved-zb", "searched") for chunks in range(1, 7)]
     for name, chunks in (("dualpipe", 2), ("zb-v", 2), *of_each):

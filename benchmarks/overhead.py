@@ -1,11 +1,11 @@
-"""Overhead: measures the overhead of an action with empty stages in one process and with an empty loop.
+"""Overhead: measures the time that pipesched adds to each action, in one process with stages that compute nothing.
 
     python benchmarks/overhead.py [--microbatches 64] [--pairs 25] [--schedules 1f1b zb-v ...]
 
-A stage is one nn.Identity on a tensor of 4 numbers that needs a gradient. "by hand" makes the same calls to the same
-stages one after the other in one thread; "runtime" is the rest of the step. All figures are per compute action. "loop
-alone" runs the interpreter over stages that do nothing at all. With more ranks than cores, threads also wait for each
-other.
+A stage is one nn.Identity on a tensor of 4 numbers that needs a gradient. "step" is a whole step of the executor. "by
+hand" makes the same calls to the same stages one after the other in one thread. "runtime" is the difference between the
+two. "loop alone" runs the interpreter over stages whose methods return immediately. All figures are per compute action.
+With more ranks than cores, threads also wait for each other.
 """
 
 import argparse
@@ -75,7 +75,7 @@ class Case:
             stage.begin(step_data)
 
     def whole_step(self) -> float:
-        """Run a step in the executor and return its seconds. It gets the gradients of the last stage's outputs."""
+        """Run a step in the executor and return its seconds. There is no loss: gradients of the outputs are given."""
         start = time.perf_counter()
         self.executor.run(RunSpec(self.program, self.stages, prepare=self.begin), grad=True)
         return time.perf_counter() - start

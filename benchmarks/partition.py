@@ -123,7 +123,7 @@ def chains() -> None:
 
 
 def choices() -> None:
-    """Time the partition of equal layers under 1F1B if half of the memory forces it to recompute or offload layers."""
+    """Time the partition of equal layers under 1F1B with so little memory that some must be recomputed or offloaded."""
     graph = nx.DiGraph()
     for at in range(96):
         costs = {"forward_s": 1e-3, "backward_s": 2e-3, "parameter_bytes": 10**6, "input_bytes": 10**6}

@@ -4,8 +4,8 @@
 
 The script prints each simulated step divided by a lower bound. All planners use the same cost tables (`cost_tables`),
 so no runtime affects the comparison. Hosts have eight ranks, with links of 250 GB/s and 5 us inside a host and 25 GB/s
-and 10 us between hosts. The micro-batches of a case are the ranks times each of ``--counts``. The other planners cut
-layers by their published rules, reimplemented here, and run 1F1B unless stated otherwise:
+and 10 us between hosts. The number of micro-batches of a case is the number of ranks times one of ``--counts``. The
+other planners cut layers by their published rules, reimplemented here, and run 1F1B unless stated otherwise:
 
 equal layers     the same number of layers in each stage, plus the embedding in the first and the head in the last
                  stage (Megatron-LM)
@@ -22,8 +22,8 @@ balanced         the cut with the smallest bottleneck (proposed for torch.distri
 any              "balanced" with the fastest of all schedules and numbers of stages on each rank that pipesched knows
 ours             `pipesched.planning.tuner`: searches schedule, chunks, cuts and orders
 
-Plans use different amounts of memory. Three more columns have a memory limit for every rank, the largest memory of any
-rank under another plan:
+Plans use different amounts of memory. In three more columns, the memory of each rank is limited. The limit is the
+largest memory of any rank under another plan:
 
 any, lean        "any" with the limit of "balanced"
 ours, lean       ours with the limit of "balanced"
@@ -177,7 +177,7 @@ def uneven_ends(case: Case) -> Planned | None:
 
 
 def uneven_cuts(case: Case, chunks: int) -> Iterator[list[int]]:
-    """Yield the cuts that divide evenly the layers that are not on the first and the last rank.
+    """Yield cuts in which all ranks but the first and the last have equal numbers of layers.
 
     The first and the last rank have at most as many layers as in an equal cut. The layers of each rank are divided
     evenly among its stages.

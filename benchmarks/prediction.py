@@ -261,9 +261,10 @@ def run_all(rank: int, cases: Sequence[Case], path: Path, ranks_are: RanksAre, s
 
 
 def taken(one: Running, before: Measured, steps: int) -> Measured:
-    """Run until ``steps`` steps are used, those in ``before`` included.
+    """Run steps until ``steps`` undisturbed steps have been measured, including those in ``before``.
 
-    Disturbed steps are repeated, but at most twice the missing number of steps run; then disturbed steps are used.
+    If n steps are missing, at most 2n steps run. If fewer than n of these are undisturbed, disturbed steps are used
+    as well.
     """
     for _ in range(2):
         one.step()

@@ -3,11 +3,11 @@
     python benchmarks/reductions.py [--ranks 4] [--microbatches 8] [--replicas 8] [--picture reductions.png]
 
 The model is a GPT of 24 layers of width 2304 (1.7 billion parameters, the first row of Table 1 of Narayanan et al.
-2021), in bfloat16, with micro-batches of 4 x 2048 tokens on devices that reach 156 TFLOP/s. Each layer is a bucket. The
-replicas are connected by a ring of 25 GB/s. The table shows the step without reductions, and with three rules for the
-start of a stage's reductions: at the end of the stage's last backward, inside the last backward of every stage, and
-inside the last backward of the first stage only, which is the rule of pipesched. The last columns show, for pipesched's
-rule, the shares of the reductions' time in bubbles, under compute, and exposed.
+2021), in bfloat16, with micro-batches of 4 x 2048 tokens on devices that reach 156 TFLOP/s. The gradients of each layer
+are one bucket. The replicas are connected by a ring of 25 GB/s. The table shows the step without reductions, and with
+three rules for the start of a stage's reductions: at the end of the stage's last backward, inside the last backward of
+every stage, and inside the last backward of the first stage only, which is the rule of pipesched. The last columns
+show, for pipesched's rule, the shares of the reductions' time in bubbles, under compute, and exposed.
 """
 
 import argparse

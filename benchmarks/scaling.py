@@ -49,7 +49,7 @@ def simulated(name: str, num_ranks: int, measured_s: float | None) -> Row:
 
 
 def draw(rows: list[Row], path: str) -> None:
-    """Draw the efficiency over the number of ranks and save the picture: a line for each schedule, measured points."""
+    """Draw the efficiency over the number of ranks, simulated as lines and measured as points; save the picture."""
     from matplotlib.figure import Figure
 
     axes = (figure := Figure(figsize=(8, 4.5), layout="constrained")).add_subplot()

@@ -114,7 +114,7 @@ STEPS = ("build", "validate", "lower", "simulate")
 
 
 def medians(results: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the run with the median total time, with the range of all totals as its note."""
+    """Return the result whose total time is the median. Its note states the range of all total times."""
     totals = [sum(result["steps"].values()) for result in results]
     middle = sorted(totals)[len(totals) // 2]
     chosen = results[totals.index(middle)]

@@ -48,7 +48,7 @@ ROWS, WIDTH = 16, 256  # of a micro-batch: the smallest product whose weight gra
 
 
 class Clock:
-    """A clock for the current action. Its waits end at fixed times after the action's start, whatever ran before."""
+    """A clock that makes an action take a fixed time, including the time that other code takes during the action."""
 
     def __init__(self, seconds: float = SECONDS) -> None:
         self.seconds = seconds
@@ -60,13 +60,13 @@ class Clock:
         self.began_s = time.perf_counter()
 
     def wait(self, parts: int = 1) -> None:
-        """Sleep until ``parts`` parts of the action have taken their time, counted from the action's start."""
+        """Sleep until the next ``parts * seconds`` of the action are over."""
         self.began_s += parts * self.seconds
         time.sleep(max(0.0, self.began_s - time.perf_counter()))
 
 
 class Edge(torch.autograd.Function):
-    """An identity function that marks the begin or the end of a layer. The backward begins at the end of the layer."""
+    """An identity function that marks the start or the end of a layer. A backward pass reaches the end first."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, clock: Clock, entering: bool) -> Tensor:

@@ -2,10 +2,10 @@
 
     python benchmarks/spans.py [--steps 15]
 
-"a span" is the work of the interpreter's loop for one record: two time stamps and storing them, compared with an empty
-loop; on a GPU, two events of a stream. "share" is this cost times the number of spans of all ranks, including sends and
-receives, divided by the time of the step; the limit is 1 %. "read" is the time to build the last step's trace from the
-time stamps, which happens when a script reads ``pipe.trace``.
+"a span" is the time that the interpreter's loop takes to read and store two time stamps, without the time of an empty
+loop; on a GPU, it records two events of a stream instead. "share" is this cost times the number of spans of all ranks,
+including sends and receives, divided by the time of the step; the limit is 1 %. "read" is the time to build the last
+step's trace from the time stamps, which happens when a script reads ``pipe.trace``.
 """
 
 import argparse

@@ -11,8 +11,8 @@ All pipelines run the same batches in turn (A B C ...), and run each batch sever
 includes the search for its order. "ours" is an order that ``searched`` makes for the lengths of a batch. In "ours,
 capped", a rank holds no more (stage, micro-batch) pairs than in "searched, equal", the order of ``searched`` for
 micro-batches of equal length. The rivals are "searched, equal" and fixed schedules. For each rival, the script prints
-the median ratio of our step to the rival's step with a 95 % bootstrap interval (for the makespan, the wall time of
-first visits and the wall time of later visits), and the most pairs that a rank holds.
+the most pairs that a rank holds, and three median ratios of our step to the rival's step with 95 % bootstrap intervals:
+of the makespans, of the wall times of first visits, and of the wall times of later visits.
 """
 
 import argparse
@@ -86,7 +86,7 @@ def drawn(count: int, batches: int) -> list[list[int]]:
 
 
 class Visit(NamedTuple):
-    """One step of each pipeline over one batch, by the pipelines' names."""
+    """The times of one step of each pipeline over the same batch, keyed by the pipeline's name."""
 
     is_first: bool
     makespans_s: dict[str, float]
@@ -94,7 +94,7 @@ class Visit(NamedTuple):
 
 
 class Results(NamedTuple):
-    """The steps, the most pairs that a rank has held, and whether all pipelines have the same gradients."""
+    """The step times, the most (stage, micro-batch) pairs that a rank held, and whether all gradients are equal."""
 
     visits: list[Visit]
     peaks: dict[str, int]

@@ -48,7 +48,7 @@ def batch() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def made(party: str, model: nn.Sequential, stages: int, mode: str) -> tuple[Step, Callable[[], None]]:
-    """Return a function that runs a step of a party, and one that closes it.
+    """Return a function that runs a step of a party, and a function that closes the party.
 
     The party is "torchgpipe", "fairscale", or the name of a schedule of pipesched.
     """

@@ -104,7 +104,7 @@ def _first_line(error: BaseException) -> str:
 
 @dataclass(frozen=True)
 class Ours:
-    """The result of a model in pipesched: "same bits" or an error, and the shares of the stages in work and time."""
+    """A model's result in pipesched: "same bits" or an error, and each stage's share of the work and of the time."""
 
     answer: str
     layers: int
@@ -152,7 +152,7 @@ def _even(specimen: Specimen) -> tuple[Any, list[str] | None]:
 
 
 def _same(one: nn.Module, other: nn.Module, rounded: str | None) -> bool:
-    """Return whether gradients and buffers are bit-identical, except the gradient of the parameter ``rounded``."""
+    """Return whether all buffers and gradients, except the gradient of ``rounded``, are bit-identical."""
     grads = [
         (own.grad, plain.grad)
         for (name, own), plain in zip(one.named_parameters(), other.parameters(), strict=True)

@@ -64,6 +64,8 @@ divided equally among them. `make gallery` generates this page from the files in
 - **lines**: lines of code of the schedule's file, without blank lines, comments and docstrings.
 - **exact**: gradients are added in the order of the micro-batches, so the results of all exact schedules are
   bit-identical. The results of asynchronous schedules also depend on the weights that each micro-batch uses.
+- **formulas**: p is the number of ranks, m the number of micro-batches and v the number of chunks per rank. F, B, I and
+  W stand for the times of these actions on a rank, and c for the time of a message.
 """
 
 LEGEND = """\

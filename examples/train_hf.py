@@ -5,9 +5,9 @@
     torchrun --nproc_per_node 4 examples/train_hf.py --replicas 2 --zero 2    # 2 pipelines of 2 ranks each
 
 The training text is the source code of Python's standard library, as bytes; nothing is downloaded. However
-often a run is interrupted, and on any number of ranks, its final weights are bit-identical. They depend only on the
-number of replicas, because each replica adds the gradients of its own micro-batches first, and on whether the replicas
-divide the gradients (--zero 2), because the norm that clips them is then summed in another order.
+often a run is interrupted, and on any number of ranks, its final weights are bit-identical. Only two options change
+them, because sums are then rounded in another order. With --replicas, each replica first adds the gradients of its own
+micro-batches. With --zero 2, replicas divide the gradients, and add up the norm for clipping from their parts.
 """
 
 import argparse
@@ -37,9 +37,9 @@ ROWS, MICROBATCHES, CONTEXT = 8, 4, 64
 
 
 class Batches:
-    """Random pieces of a text. The state is the number of batches drawn: batch n is the same in every run.
+    """Random pieces of a text. Batch n is the same in every run, so the state is only the number of batches drawn.
 
-    Each of ``replicas`` draws every batch and keeps its own rows.
+    Every replica draws the whole batch and keeps its own rows.
     """
 
     def __init__(self, text: Tensor, name: str, replica: int = 0, replicas: int = 1) -> None:

@@ -10,10 +10,10 @@ def dualpipe_v(rank: int, shape: Shape) -> Order:
 
     DeepSeek-AI 2025 (github.com/deepseek-ai/DualPipe): the V placement of Qi et al. 2023 with the order of DualPipe,
     arXiv:2412.19437. In an overlapping pair, the communication of one action is hidden behind the computation of the
-    other.
+    other. f, b, i and w are the times of one chunk, and f&b is the time of an overlapping pair.
 
-    Bubble in chunk times: (p-1)(f&b + b - 3w) for f = i >= w and m >= 2p; (p-1)(2f + i - w) if overlapping saves no
-    time. Every rank holds at most p + 1/2 micro-batches. With fewer than 2p micro-batches, the same order has gaps.
+    Bubble (p-1)(f&b + b - 3w) for f = i >= w and m >= 2p, which is (p-1)(2f + i - w) if overlapping saves no time.
+    Every rank holds at most p + 1/2 micro-batches. With fewer than 2p micro-batches, the same order has gaps.
     """
     down, up = shape.exactly(2, rank)
     p, m = shape.num_ranks, shape.num_microbatches

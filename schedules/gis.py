@@ -1,4 +1,4 @@
-"""GIS: grouped interleaved with a split backward (PipeOffload, Wan et al. 2025, arXiv:2503.01328)."""
+"""GIS: the grouped interleaved schedule with a split backward (PipeOffload, Wan et al. 2025, arXiv:2503.01328)."""
 
 from itertools import zip_longest
 

@@ -6,13 +6,13 @@ from pipesched.program.generators.list_scheduling import backward_first, whole_w
 
 @schedule("hanayo", placement=v, chunks_per_rank=2)
 def hanayo(shape: Shape) -> list[Order]:
-    """W waves of stages: 2W chunks per rank in a zigzag; each B runs as early as possible. Hanayo, Liu et al. 2023.
+    """Waves of stages: 2n chunks per rank form n waves; each B runs as early as possible. Hanayo, Liu et al. 2023.
 
     Pass chunks_per_rank=2 for one wave (the default), 4 for two waves, and so on. Each action starts as early as
     possible, and a B has priority over an F. A wave turns at the first or the last rank: two consecutive stages are on
     this rank, so no message is needed.
 
-    The bubble is about (2p-2)/(3pW+p-1) of the makespan for m = p and B = 2F; every rank holds at most p micro-batches.
+    The bubble is about (2p-2)/(3pn+p-1) of the makespan for m = p and B = 2F; every rank holds at most p micro-batches.
     """
     whole_waves(shape)
     p = shape.num_ranks

@@ -1,4 +1,4 @@
-"""ZB-V: zero bubble on a V of two chunks per rank in 1F1B's memory (Qi et al. 2023, arXiv:2401.10241, section 6)."""
+"""ZB-V: zero bubble, two chunks per rank in a V, within 1F1B's memory (Qi et al. 2023, arXiv:2401.10241, section 6)."""
 
 from pipesched.order import Order, Shape, schedule, v
 

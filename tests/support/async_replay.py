@@ -1,4 +1,4 @@
-"""Helpers for tests of asynchronous schedules: a model, and a plain training loop that uses the same old weights.
+"""Helpers for tests of asynchronous schedules: a model, and a plain loop with the same delayed weights.
 
 The loop keeps a list of weight versions for each stage and uses plain autograd, without Stage objects or orders.
 """

@@ -103,7 +103,7 @@ class Tied(nn.Module):
 
 
 class Loose(nn.Module):
-    """A model that uses a parameter and a buffer after every block and its embedding as head, and has unused parts."""
+    """A model that uses a parameter and a buffer between blocks, and its embedding as head. Some parts are unused."""
 
     def __init__(self) -> None:
         super().__init__()

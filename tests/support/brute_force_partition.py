@@ -1,4 +1,4 @@
-"""Brute-force partitions: tries every chain of order ideals and every rank for each stage."""
+"""Brute-force partitions: tries every cut of a graph into stages, and every assignment of stages to ranks."""
 
 import random
 from itertools import pairwise, permutations
@@ -11,7 +11,7 @@ from pipesched.errors import PartitionError
 
 
 def random_graph(rng, num_layers, density):
-    """Return a DAG with small integer costs, in which the layer names are independent of the order."""
+    """Return a DAG with small integer costs, whose layers are added in random order."""
     graph = nx.DiGraph()
     names = [f"layer{i}" for i in range(num_layers)]
     inserted = rng.sample(names, num_layers)
@@ -85,7 +85,7 @@ def best(
     work = {layer: graph.nodes[layer]["forward_s"] + graph.nodes[layer]["backward_s"] for layer in graph}
 
     def cost(stage, rank, begin, end):
-        """Return the bottleneck of a stage and the cut after it; None if the stage is not allowed."""
+        """Return the time of a stage, including communication if it counts; None if the stage is not allowed."""
         layers = end - begin
         if any(0 < len(layers & set(group)) < len(group) for group in together):
             return None
@@ -131,7 +131,7 @@ def seeded(seed):
 
 
 def as_good(expected, graph, num_stages, **asked):
-    """Check that `partition` proves a cut with the expected bottleneck, or finds none if None is expected."""
+    """Check that `partition` proves the expected bottleneck, or finds no partition if ``expected`` is None."""
     try:
         found = partition(graph, num_stages, bandwidth_bytes_per_s=1, **asked)
     except PartitionError:

@@ -27,12 +27,15 @@ def timed(name, p, m, *, F, I, W, c=0, v=1):  # noqa: E741
 
 
 def peaks(program):
-    """Return the largest number of (stage, micro-batch) pairs that each rank holds at the same time."""
+    """Return, for each rank, the largest number of (stage, micro-batch) pairs that it holds at the same time."""
     return [peak_in_flight(order) for order in program.orders]
 
 
 def assert_makespan(trace, expected):
-    """Check that makespan and span have this length, so that consecutive steps gain nothing by overlapping."""
+    """Check the makespan, and the longest time of a rank from its first start to its last end.
+
+    Both must be ``expected``; then consecutive steps gain nothing by overlapping.
+    """
     assert trace.makespan_s == expected
     assert trace.span_s == expected
 

@@ -101,7 +101,7 @@ class Tensor:
         self.cuda.recorded.append((self, stream))
 
     def to(self, device: Any, non_blocking: bool = False) -> "Tensor":
-        """Copy like torch: on the source's current stream, which waits for the destination's stream, and vice versa."""
+        """Copy on the source's stream, like torch: after earlier and before later work of the destination's stream."""
         assert non_blocking
         source, destination = self.cuda.current_stream(self.device), self.cuda.current_stream(device)
         source.wait_stream(destination)

@@ -61,7 +61,7 @@ def u_net(depth, seed=0):
 
 
 def weights_as_layers(length, seed=0):
-    """Return a chain in which each layer also has a separate input layer, which makes 2 ** length useless ideals."""
+    """Return a chain whose layers have weights as separate input layers. It has 2 ** length useless order ideals."""
     build = _Builder(seed)
     layers = [build.layer([build.layer([], time_s=0, size=100)], time_s=1e-3 * (1 + i % 7)) for i in range(length)]
     build.graph.add_edges_from(pairwise(layers))

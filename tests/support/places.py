@@ -1,4 +1,4 @@
-"""Places: the ranks of a test run as threads of this process or as separate processes. One test covers both places.
+"""Places: run the ranks of a test as threads of this process or as separate processes, so one test covers both.
 
 A job is a function that runs in each process of a test. Its first argument is the process group of all ranks, or a
 `OneProcess` if all ranks run in this process.

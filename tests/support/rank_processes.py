@@ -47,7 +47,7 @@ class Ranks:
             raise AssertionError(f"{started.count(True)} of {count} processes have started within a minute")
 
     def run(self, count: int, job: Any, *args: Any, timeout_s: float = 30) -> list[Any]:
-        """Run ``job(group, *args)`` on the first ``count`` ranks; and return the results.
+        """Run ``job(group, *args)`` on the first ``count`` ranks, and return the results.
 
         Raises AssertionError if a rank raises an error or does not answer within ``timeout_s``. If an earlier job has
         ended a process, all processes are started again first.

@@ -24,7 +24,7 @@ def build(model=None, **choices):
 
 
 def refused(error, builtin, match, model=None, **choices):
-    """Check that making the pipeline raises this error, which is a PipeschedError and the built-in exception."""
+    """Check that making the pipeline raises ``error``, which must be a PipeschedError and a ``builtin`` exception."""
     with pytest.raises(error, match=match) as caught:
         build(model, **choices).close()
     assert isinstance(caught.value, PipeschedError)

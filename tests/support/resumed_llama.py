@@ -100,7 +100,7 @@ def run(ranks: Ranks, where: Place, *args: Any) -> list[Tensor]:
 
 
 def loop(before: Place, after: Place, stop: int, steps: int) -> list[Tensor]:
-    """Return the losses of a plain loop that adds gradients like ``before``, and from ``stop`` on like ``after``."""
+    """Return the losses of a plain loop that adds gradients like ``before``, and like ``after`` from step ``stop``."""
     return _loop(before.sums, after.sums, stop, steps)
 
 

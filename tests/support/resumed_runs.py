@@ -112,7 +112,7 @@ def pairwise_cases() -> list[tuple[Half, Half]]:
 
 
 def _gain(row: list[Any], at: int, value: Any, wanted: set[Any]) -> int:
-    """Return the number of missing pairs that ``value`` at position ``at`` adds to a row. None matches any value."""
+    """Return how many wanted pairs ``value`` at position ``at`` can form with the row. None matches any value."""
     return sum(
         (one == at and first == value and row[other] in (None, second))
         or (other == at and second == value and row[one] in (None, first))
@@ -147,7 +147,7 @@ def replica_cases() -> list[tuple[Half, Half]]:
 
 
 def zero_cases() -> list[tuple[Half, Half]]:
-    """Return every pair of places and ``zero=`` levels before and after the stop in which one level is above 0."""
+    """Return all pairs of halves, before and after the stop, in which at least one half has ``zero=`` above 0."""
     schedule = {0: "1f1b", 1: "zb-h1", 2: "interleaved-1f1b", 3: "zb-v"}
     shapes = ((2, 2), (4, 1))
     levels = [Half(ranks, schedule[z], "mesh", "pipeline", replicas=n, zero=z) for n, ranks in shapes for z in schedule]

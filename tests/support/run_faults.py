@@ -38,8 +38,8 @@ class Outcome(NamedTuple):
     """The outcome of a case.
 
     happened: whether the fault occurred. seconds: the time from the fault to the last survivor's error or end.
-    survivors: the number of survivors that failed. late: survivors that ended late. wrong: the errors of survivors that
-    name other ranks, or not the failed rank.
+    survivors: the number of survivors that raised an error. late: the survivors that ended late. wrong: the errors of
+    survivors that do not name the failed rank, or that name another rank.
     """
 
     case: Case

@@ -115,7 +115,7 @@ def layers_of(program: Program, seed: int) -> list[dict[str, nn.Module]]:
 
 
 def batches(program: Program) -> Iterator[tuple[Any, list[float | None]]]:
-    """Yield, for two steps of different sizes, a batch of uneven micro-batches and the factors of their losses."""
+    """Yield two batches of different sizes in uneven micro-batches, with the factor of each micro-batch's loss."""
     m = program.num_microbatches
     for rows in (2 * m + 1, 2 * m + 1 + (m > 1)):
         x = torch.randn(rows, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(rows))

@@ -76,7 +76,7 @@ def assert_same(pipe: Pipeline, expected: nn.Module) -> None:
 
 
 def pipelined(group: Any, model: nn.Module, **options: Any) -> AbstractContextManager[Pipeline]:
-    """Return a pipeline of a model of this file."""
+    """Return a pipeline of one of this file's models."""
     return pipeline(group, model, batch(0)[0][:3], loss_fn=loss_fn, **options)
 
 

@@ -98,7 +98,7 @@ def count(group: Any, schedule: str) -> Numbers:
 
 
 class Gathers(NamedTuple):
-    """The gathers of one rank in a step: the largest number for one stage, or the number for all layers."""
+    """The numbers of gathers of one rank in a step."""
 
     gathers_once: int  #: for a stage, in the program with ``gather_once=True``
     gathers_each: int  #: for a stage, in the program with ``gather_once=False``
@@ -137,7 +137,7 @@ def gather_each_use(group: Any, schedule: str) -> Gathers:
 
 
 def report(group: Any) -> tuple[str, set[str]]:
-    """Return the texts of the plan and the report, and the kinds of actions in the trace. The links are given."""
+    """Return the texts of the plan and the report, and the kinds of actions in the trace."""
     search = Search(links=Links(inside=Link(1e-6, 1e9)), memory_limit_bytes=10**9)
     pipe, replica = divided(group, plain(), schedule="1f1b", boundaries=[7], search=search)
     with pipe:
@@ -196,7 +196,7 @@ def train(group: Any, **options: Any) -> None:
 
 
 def widths(module: nn.Module) -> None:
-    """Set all weights of a linear layer to its number of outputs. The value shows whether the weight is whole."""
+    """Set all weights of a linear layer to the number of rows of its weight, which is smaller if rows are missing."""
     if isinstance(module, nn.Linear):
         nn.init.constant_(module.weight, len(module.weight))
 

@@ -1,4 +1,4 @@
-"""Jobs of test_gather_model: they use a model between the steps of a pipeline over a mesh, and after its close."""
+"""Jobs of test_gather_model: they use a model that a pipeline over a mesh trains, between steps and after ``close``."""
 
 import copy
 import io
@@ -65,7 +65,7 @@ def cut(kind: str, stages: int) -> list[Any]:
 
 
 def reference(kind: str, steps: int) -> nn.Module:
-    """Return a model that was trained for these steps in a plain loop."""
+    """Return a model that was trained for this number of steps in a plain loop."""
     model = model_of(kind)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
     for step in range(steps):

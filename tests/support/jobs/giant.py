@@ -223,7 +223,7 @@ def begin_peak() -> None:
 
 
 def peak_bytes() -> int:
-    """Return the peak memory of this process. (The peak of getrusage would include the parent process before exec.)"""
+    """Return the peak memory of this process. (ru_maxrss would also count the process that started this one.)"""
     lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM"))
 

@@ -93,7 +93,7 @@ def overheads(group: Any) -> Overheads:
 
 
 def collectives(group: Any, slow_s: float) -> tuple[Links, dict[str, float]]:
-    """Measure the links of 2 x 2 ranks with slowed all-gathers. Return them and the predicted times of two REDUCEs."""
+    """Measure links of 2 x 2 ranks with slowed all-gathers. Return the links and the predicted times of the REDUCEs."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
     gather = replica_sum._all_gather
 

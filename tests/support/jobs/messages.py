@@ -102,8 +102,8 @@ class Carries:
 def round_trips(group: Any, seeds: list[int]) -> int:
     """Send random values forward and gradients back between two ranks. Return the number of checked values.
 
-    The layouts of messages are unknown in the first run, as expected in the second, and then partly unexpected, because
-    the order of the micro-batches is reversed.
+    In the first run, the receiver does not know the layouts of the messages. In the second run they are the same as
+    before. Later runs reverse the order of the micro-batches, so some layouts differ from those of the run before.
     """
     rngs = [random.Random(seed) for seed in seeds]
     outputs = [Payload.of(value(rng)) for rng in rngs]
@@ -133,7 +133,7 @@ def long_values(group: Any, kilobytes: list[int]) -> int:
 
 
 class Changing(Carries):
-    """A Carries that sends copies, and sets each copy to zero in its next action, after the send."""
+    """A `Carries` that sends copies of its values, and sets each copy to zero in the next action."""
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
@@ -178,7 +178,7 @@ def memory_of_messages(group: Any, name: str, num_microbatches: int) -> int:
 
 
 def memory_of_long_messages(group: Any, name: str, num_microbatches: int) -> int:
-    """Return the number of `memory_of_messages` for messages so long that gloo sends them."""
+    """Return the same number as `memory_of_messages`, for messages so long that gloo sends them."""
     executor = ProcessExecutor(group, timeout_s=10)
     program = lower(schedules.get(name).program(group.size(), num_microbatches))
     outputs = [Payload.of(torch.ones(1100, 256))] * num_microbatches

@@ -81,7 +81,7 @@ def one_clock(group: Any, name: str) -> list[Any]:
 
 
 def several_at_once(group: Any) -> int:
-    """Use several executors of one group in turn. Return the number of their threads that outlive them."""
+    """Use several open executors of one group in turn. Return the number of threads that outlive the executors."""
     executors = [ProcessExecutor(group, timeout_s=10) for _ in range(3)]
     program = lower(schedules.get("interleaved-1f1b").program(group.size(), 4))
     for _ in range(2):
@@ -99,7 +99,7 @@ def several_at_once(group: Any) -> int:
 
 
 def settings(group: Any) -> dict[str, Any]:
-    """Check that a stage sees the caller's settings, and that they are restored afterwards."""
+    """Return torch's settings in a stage's forward (threads, gradients, inference mode), and its threads afterwards."""
     seen: dict[str, Any] = {}
 
     class Looks(FakeStage):

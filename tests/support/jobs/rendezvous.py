@@ -58,7 +58,7 @@ def runs(group: Any) -> None:
 
 
 def mistakes(group: Any, wrong: int) -> dict[str, str]:
-    """Return this rank's errors if rank ``wrong`` passes wrong arguments. After each, all ranks make a pipeline."""
+    """Return this rank's errors if rank ``wrong`` passes wrong arguments. After each error, make a correct pipeline."""
     found = {}
     for name, mistake in MISTAKES.items():
         found[name] = said(lambda: made(group, **(mistake if group.rank() == wrong else {})))

@@ -36,7 +36,7 @@ def step(pipe: Pipeline) -> None:
 
 
 def trained(steps: int) -> nn.Sequential:
-    """Return the model after these steps in a plain loop."""
+    """Return the model after this number of steps in a plain loop."""
     model = layers()
     optimizer = torch.optim.Adam(model.parameters())
     for number in range(steps):

@@ -97,7 +97,7 @@ class Case(NamedTuple):
 
     @property
     def num_parts(self) -> int:
-        """The number of parts of a gradient whose norms are computed separately."""
+        """The number of parts into which replicas divide a gradient; each part has its own norm."""
         return self.mesh[0] if self.zero >= 2 else 1
 
 
@@ -454,7 +454,7 @@ def overflows(group: Any) -> list[tuple[float, bool]]:
 
 
 def sharded(group: Any) -> None:
-    """Shard stages by fully_shard over a third mesh dimension. Check that gradients equal a plain loop's closely."""
+    """Shard stages by fully_shard over a third mesh dimension. Check that gradients agree with a plain loop's."""
     mesh = mesh_of((2, 2, 1), ("dp", "fsdp", "pp"))
     x, y = plain_batch()
     own = own_rows(mesh.get_local_rank("dp"), 2)

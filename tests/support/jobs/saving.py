@@ -83,7 +83,7 @@ def different_extras(group: Group, path: str) -> list[str]:
 def failing_rank(group: Group, path: str, asynchronous: bool) -> list[Any]:
     """Make a save fail on one rank, and then load the previous checkpoint.
 
-    Returns this rank's error, the loaded step, and the names that remain in the folder.
+    Returns this rank's error, the loaded step, and the names of the files that remain in the folder.
     """
     from pipesched.saving import writing
 

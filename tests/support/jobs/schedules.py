@@ -163,7 +163,7 @@ def over_mesh(group: Any, model: nn.Module, name: str, **options: Any) -> Pipeli
 
 
 class Calls(nn.Module):
-    """A layer with a weight that calls ``act`` with the number of each forward."""
+    """A layer that multiplies by a weight. Each forward calls ``act`` with its number."""
 
     def __init__(self, act: Any) -> None:
         super().__init__()
@@ -227,9 +227,9 @@ def leave_a_stream(group: Any) -> str:
 
 
 def no_barrier(group: Any, name: str, key: str) -> bool:
-    """Check that rank 0 begins step 2 before rank 1 has finished step 1: rank 1's last forward of step 1 waits for it.
+    """Check that rank 0 can begin a step while rank 1 is still running the previous step.
 
-    Returns whether this rank has waited.
+    Rank 1's last forward of a step waits until rank 0 has begun the next step. Returns whether this rank has waited.
     """
     store, held = group.get_group_store(), []
 

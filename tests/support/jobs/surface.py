@@ -108,9 +108,9 @@ def a_loss_lives_without_its_pipeline(group: Any) -> None:
 
 
 def losses_of_one_that_fails(group: Any) -> tuple[list[Any], list[Any]]:
-    """Return the values or errors of reading a step's loss twice after the last rank has failed.
+    """Read a step's loss twice after the last rank has failed. Return the values or errors, for two pipelines.
 
-    In a first pipeline, the last rank fails after it has sent the loss; in a second pipeline, before.
+    In the first pipeline, the last rank fails after it has sent the loss. In the second, it fails before.
     """
     last, results = group.rank() == group.size() - 1, []
     for sent in (True, False):
@@ -273,7 +273,7 @@ class First(nn.Module):
 
 
 def wrong_uses(group: Any, ends_swapped: str) -> dict[str, str]:
-    """Return, for each wrong use, this rank's error, and with inputs="first" the result of a good step afterwards."""
+    """Return this rank's error for each wrong use. With inputs="first", add the result of a good step afterwards."""
     rank, said = group.rank(), {}
     good = ((X,), {"target": Y}) if rank == 0 else ((), {})
     uses = {
@@ -309,7 +309,7 @@ def what_is_said(call: Any) -> str:
 def gathered(group: Any, name: str, inputs: str) -> int:
     """Check that gathered outputs equal those of a pipeline in one process.
 
-    Returns the number of forwards, one of them with gather=False, in which this rank got the outputs.
+    Runs one forward with gather=True and one with gather=False. Returns how many of them gave this rank the outputs.
     """
     options = {"loss_fn": functional.cross_entropy, "num_microbatches": 4, "seed": 5, "schedule": name}
     chunks = schedules.get(name).chunks_per_rank * group.size()
@@ -389,7 +389,7 @@ def replicas(group: Any, names: list[str]) -> float:
 
 
 def tensor_parallel(group: Any, schedule: str, boundaries: list[int]) -> None:
-    """Check a pipeline of layers with tensor parallelism over the other mesh dimension: parameters are DTensors."""
+    """Check a pipeline whose layers are tensor-parallel over the other mesh dimension, so parameters are DTensors."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
     expected = nn.Sequential(*(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8)) for _ in range(4)))
     for parameter in expected.parameters():

@@ -257,7 +257,7 @@ class Partly(nn.Module):
 
 
 def use_in_one_replica(group: Any, zero: int) -> None:
-    """Check updates if one replica alone uses a layer, and ``optimizer=`` leaves a parameter out of its optimizer."""
+    """Check that a layer is updated if only one replica uses it, and that a parameter outside the optimizer is not."""
     torch.manual_seed(0)
     model = nn.Sequential(Partly(), nn.Linear(64, 64))
     before = {name: one.detach().clone() for name, one in model.named_parameters()}

@@ -140,7 +140,7 @@ def load_step(group: Any, dims: tuple[int, int], case: Case, folder: str) -> int
 
 
 def refusals(group: Any, folder: str) -> dict[str, str]:
-    """Return the errors of states that cannot be saved or that are incomplete.
+    """Return the errors of saves that must fail, and of loading a state in which a part is missing or occurs twice.
 
     Checks that the pipeline can still train, save and load.
     """
