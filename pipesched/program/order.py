@@ -64,7 +64,7 @@ class Shape:
         return chunks_of(self.placement, rank)
 
     def microbatches(self, stage: int) -> range:
-        """Return the micro-batches that visit a stage. The chains get near-equal ranges of micro-batches."""
+        """Return the micro-batches that visit a stage. Several chains get near-equal ranges of micro-batches."""
         shares = near_equal_parts(self.num_microbatches, self.num_chains)
         nth_chain = stage * self.num_chains // self.num_stages
         first = sum(shares[:nth_chain])
@@ -223,7 +223,10 @@ class Order:
         return columns
 
     def _last_slice_first(self, numbers: Ints) -> Ints:
-        """Reverse the slices of each micro-batch: its backward starts with the last slice, which uses all others."""
+        """Reverse the order of the slices in each micro-batch, for its backward.
+
+        The backward starts with the last slice, because the forward of this slice uses all other slices.
+        """
         whole, part = np.divmod(numbers, self._shape.slices_per_microbatch)
         slices: Ints = (whole + 1) * self._shape.slices_per_microbatch - 1 - part
         return slices

@@ -40,7 +40,9 @@ def whole_waves(shape: Shape) -> int:
 def backward_first(
     shape: Shape, *, max_in_flight: int, windows: Iterable[int], forward_time: int = 1, backward_time: int = 2
 ) -> list[Order]:
-    """Write the orders of a chain of stages by greedy list scheduling, without splitting B. The program is exact.
+    """Write the orders of a chain of stages by greedy list scheduling, without splitting B.
+
+    The program is exact (see `Program.exact`).
 
     Args:
         shape: the ranks, micro-batches and placement.

@@ -15,8 +15,11 @@ __all__ = ["fuse", "rotate", "shift", "split"]
 def ordered(tables: Tables, a: int, b: int) -> bool:
     """Return whether the order of two actions of one rank is fixed. The result does not depend on their current order.
 
-    On one stage, the order of two F, of two of I and B, and of two of W and B is fixed. So is the order of a
-    micro-batch's own actions, and that of an action and the action on another stage that waits for it.
+    The order is fixed in three cases:
+
+    - The actions belong to the same stage and the same micro-batch.
+    - They belong to the same stage, and both are F, both are I or B, or both are W or B.
+    - They belong to different stages, and one waits for the other.
     """
     pair = a // KINDS
     other = b // KINDS

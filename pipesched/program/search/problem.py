@@ -67,7 +67,10 @@ class Problem:
         return tuple(chunks_of(self.placement, rank) for rank in range(self.num_ranks))
 
     def shortened(self, count: int) -> "Problem | None":
-        """Return the problem with ``count`` micro-batches, or None if there are fewer or they differ."""
+        """Return the problem with only ``count`` micro-batches.
+
+        Returns None if it has at most ``count`` micro-batches, or if the times or amounts of its micro-batches differ.
+        """
         tables = (*self.times, self.forward_lags, self.backward_lags)
         tables += tuple(table for of in self.resources for table in (*of.takes, *of.gives))
         if count >= self.num_microbatches or any(min(row) != max(row) for table in tables for row in table):
