@@ -218,7 +218,9 @@ class Links:
         return self.hosts[rank]
 
     def all_reduce_s(self, num_bytes: float, ranks: Sequence[int]) -> float:
-        """Return the time of an all-reduce in seconds: as measured, or else of a reduce-scatter and an all-gather.
+        """Return the time of an all-reduce in seconds.
+
+        If it was not measured, it is the time of a reduce-scatter plus the time of an all-gather.
 
         The times of a stage's buckets go into ``Costs.reduce_s``. With a link of 10 GB/s to the other replica:
 

@@ -160,7 +160,10 @@ class _Rank:
         self._write(slice(done, end))
 
     def _events(self, begin: int, end: int) -> Iterator[tuple[int, bool]]:
-        """Yield each row that changes the memory held, and whether it is a last backward that starts buckets."""
+        """Yield each row that changes the memory held, and whether the REDUCEs of a stage start during its action.
+
+        They start during the last backward of the stage if the stage is one of `early_stages`.
+        """
         columns = self._program.columns
         last = last_gradients(self._program)
         here = {row for stage in self._early if begin <= (row := int(last[stage])) < end}
@@ -219,7 +222,10 @@ class _Rank:
         self._started = [(at, copies) for at, copies in self._started if at != stage]
 
     def _level(self, spread: int) -> int:
-        """Return the most bytes that can be held now: whichever collective runs, all earlier ones have ended."""
+        """Return the most bytes that can be held now, over all collectives that may be running.
+
+        If a collective is running, all earlier collectives have ended, because they run one after the other.
+        """
         copies = [copies for _, copies in self._started]
         rest = sum(one.buffer for one in copies)
         most = rest + spread

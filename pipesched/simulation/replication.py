@@ -149,7 +149,7 @@ class ReplicaCosts:
         self._half_s = cache(lambda size, rank: self._on_ring("all_gather_s", size, rank))
 
     def gathering(self, *, once: bool) -> "ReplicaCosts":
-        """Return a copy for steps that gather divided weights once, or for each use."""
+        """Return a copy for steps that gather divided weights once, or again for each use if ``once`` is False."""
         return ReplicaCosts(replace(self.replication, gather_once=once), len(self._rows[0]), self._links, self._rows)
 
     def pipeline_links(self) -> Links | None:

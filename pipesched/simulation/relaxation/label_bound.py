@@ -37,7 +37,8 @@ def label_bound(
         limits: the most (stage, micro-batch) pairs that each rank holds at once, keyed by rank.
         num_microbatches: the number of micro-batches.
         low: a known lower bound in seconds, above 0.
-        effort: the limit on the numbers in the labels of all sweeps. If it is reached, the best bound so far is used.
+        effort: the most numbers that all sweeps together may write into labels. If this limit is reached, the search
+            stops with the best bound so far.
         split: whether a backward can be an I and a W.
 
     """
