@@ -164,7 +164,7 @@ def nearest(schedule: Schedule) -> Program:
 
 
 def share(program: Program, rank: int) -> float:
-    """Return 1/n if a rank runs n forwards for one micro-batch, over all its chunks and slices."""
+    """Return the share of one forward in a rank's work on a micro-batch: 1/n if the rank runs n forwards for it."""
     return 1 / program.shares[program.chunks(rank)[0]]
 
 

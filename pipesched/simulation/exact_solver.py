@@ -1,9 +1,9 @@
 """Exact solver: finds the fastest exact program for a chain of stages with CP-SAT (the extra ``solver``).
 
 The problem is a job shop: each rank runs one action at a time, and holds at most a given number of (stage, micro-batch)
-pairs. Each backward is one B, or an I and a W. As in every exact program, each stage runs in ascending micro-batch
-order its forwards (F), its input gradients (I or B), and its weight gradients (W or B). The solver searches on one
-thread and stops after a deterministic amount of work, so equal inputs give equal results.
+pairs. Each backward is one B, or an I and a W. As in every exact program, each stage runs its forwards (F) in
+ascending micro-batch order, and likewise its input gradients (I or B) and its weight gradients (W or B). The solver
+searches on one thread and stops after a deterministic amount of work, so equal inputs give equal results.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Replication: the costs of a pipeline that several replicas train, each on its own rows.
+"""Replication: the costs of training with several replicas of a pipeline, each on its own rows of the batch.
 
 The gradients of each layer form a bucket, which a REDUCE sums over the replicas in a ring. With ``zero=``, the replicas
 divide the optimizer's work and states among them, and gather the updated weights after each update. With ``zero=3``
@@ -82,7 +82,7 @@ class Replication:
     def sent_bytes(self, size: int) -> tuple[int, int]:
         """Return the bytes that a rank sends to sum gradients of ``size`` bytes, and to gather the weights once.
 
-        A ring sends (n-1)/n of the bytes to sum into shards, and (n-1)/n more to gather a whole tensor.
+        In a ring of n ranks, each rank sends (n-1)/n of the bytes for a reduce-scatter, and as many for an all-gather.
         """
         part = size * (self.num_replicas - 1) // self.num_replicas
         return (part if self.zero >= 2 else 2 * part), (part if self.zero else 0)

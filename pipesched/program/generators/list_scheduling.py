@@ -147,7 +147,10 @@ class _Rank:
         return True
 
     def _has_place(self, stage: int) -> bool:
-        """Return whether the rank could still finish all its micro-batches within the limit after this forward."""
+        """Return whether the window and the memory allow the stage's next forward.
+
+        After this forward, the rank must still be able to finish all its micro-batches within the memory limit.
+        """
         started = {chunk: len(self._clock.forwards[chunk]) + (chunk == stage) for chunk in self._chunks}
         finished = {chunk: len(self._clock.backwards[chunk]) for chunk in self._chunks}
         free = self._max_in_flight - sum(started.values()) + sum(finished.values())

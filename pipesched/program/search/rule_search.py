@@ -50,7 +50,7 @@ class RuleSearch:
 
     Args:
         problem: the problem.
-        widest: the window that stands for no limit. Default: the number of micro-batches.
+        widest: the window to use for ranks without a limit on their forwards. Default: the number of micro-batches.
 
     """
 
