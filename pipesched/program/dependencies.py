@@ -170,10 +170,10 @@ def _ends_of(action: Action, at: _At, graph: StageGraph) -> tuple[int, ...]:
 
 
 def _form(action: Action, at: _At, kind: Kind, end: int) -> Action:
-    """Build the action of one kind that meets a dependency of an action on stage ``end``.
+    """Build one alternative of a needed action: the one of the given kind.
 
-    If ``at`` is PEER, this is the matching send on stage ``end``. If the kind is a receive, it is the receive
-    on the action's own stage, with ``end`` as the sending stage. Otherwise it is an action of stage ``end``.
+    If ``at`` is PEER, this is the matching send on stage ``end``. If the kind is a receive, it is the receive from
+    stage ``end`` on the action's own stage. Otherwise it is the action of this kind on stage ``end``.
     """
     if at is _At.PEER:
         return Action(end, kind, action.microbatch, action.stage)

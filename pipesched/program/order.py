@@ -64,7 +64,10 @@ class Shape:
         return chunks_of(self.placement, rank)
 
     def microbatches(self, stage: int) -> range:
-        """Return the micro-batches that visit a stage. Several chains get near-equal ranges of micro-batches."""
+        """Return the micro-batches that visit a stage.
+
+        If there are several chains, each chain gets a range of micro-batches, and these ranges have near-equal lengths.
+        """
         shares = near_equal_parts(self.num_microbatches, self.num_chains)
         nth_chain = stage * self.num_chains // self.num_stages
         first = sum(shares[:nth_chain])

@@ -251,8 +251,8 @@ def _phases(chunks: Sequence[StageTimes], num_microbatches: int, limit: int) -> 
 
     The first chunk of a pair comes before the second in the chain, or is the same chunk. A phase lasts from the F on
     one chunk of the pair to the gradient on the other. During the whole phase, the micro-batch is in flight on all
-    chunks up to the first. When its F on the second chunk starts, it is in flight on all chunks up to the second. Both
-    rules limit the number of micro-batches in the phase.
+    chunks up to the first of the pair. When its F on the second chunk starts, it is in flight on all chunks up to the
+    second. Both rules limit the number of micro-batches in the phase.
     """
     for number, first in enumerate(chunks, 1):
         for following, second in enumerate(chunks[number - 1 :], number):

@@ -18,7 +18,7 @@ __all__ = ["Collectives", "Link", "Links", "check_speed", "check_times", "plain"
 
 
 def plain(value: Any) -> Any:
-    """Convert a numpy scalar to a Python number. JSON accepts only such numbers, and Python integers do not overflow."""
+    """Convert a numpy scalar to a Python number. JSON accepts no others, and Python integers do not overflow."""
     return value.item() if isinstance(value, np.generic) else value
 
 

@@ -324,7 +324,7 @@ def _fits(tables: Tables, progress: Progress, rank: int, code: int) -> bool:
 
 @compiled
 def _oldest_owed(tables: Tables, progress: Progress, rank: int) -> int:
-    """Return the W with the lowest micro-batch number that a rank owes; -1 if the rank owes no W."""
+    """Return the W with the lowest micro-batch number, of all W that a rank owes; -1 if it owes none."""
     count = tables.num_microbatches
     best = -1
     for at in range(tables.first_chunk[rank], tables.first_chunk[rank + 1]):
