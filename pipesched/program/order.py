@@ -430,7 +430,7 @@ def _required(function: OrderFunction) -> list[str]:
 
 
 def _versions(orders: Sequence[Order], shape: Shape) -> tuple[tuple[int, ...], ...]:
-    """Return the weight versions passed to ``Order.F``, indexed by stage and micro-batch; () for a stage with none."""
+    """Return the weight versions passed to ``Order.F``, indexed by stage and micro-batch; () for stages without any."""
     written = {pair: version for order in orders for pair, version in order.versions.items()}
     stages = {stage for stage, _ in written}
     return tuple(

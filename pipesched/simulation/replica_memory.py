@@ -150,7 +150,7 @@ class _Rank:
         self._first_uses = first_uses(program)
 
     def fill(self, rank: int) -> None:
-        """Write the bytes of this rank's actions."""
+        """Write the bytes that a rank holds during each of its actions."""
         begin, end = self._program.orders.offsets[rank : rank + 2].tolist()
         done = begin
         for row, early in self._events(begin, end):
@@ -177,7 +177,7 @@ class _Rank:
         self._held.released[rows] = sum(self._released.values())
 
     def _run(self, row: int, *, early: bool) -> None:
-        """Write the bytes of one row, and update the memory that later rows hold."""
+        """Write the bytes held during the action of one row, and update the copies that are held after it."""
         action = self._program.columns.action(row)
         stage = action.stage
         here = slice(row, row + 1)

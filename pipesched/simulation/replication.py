@@ -36,7 +36,7 @@ class Replication:
         num_replicas: the number of replicas.
         zero: the states that the replicas divide. 0: none; 1: optimizer states; 2: also summed gradients; 3: also
             weights. Default: 0.
-        gather_once: with ``zero=3``, whether a step gathers the weights of a stage once. If False, it gathers them
+        gather_once: with ``zero=3``, whether a step gathers the weights of a stage only once. If False, it gathers them
             again after other stages of the rank have run. Default: True.
         consecutive: the ranks with consecutive numbers: the "stages" of one pipeline, or the "replicas" of one stage.
             Hosts contain ranks with consecutive numbers. Default: "stages".

@@ -97,7 +97,10 @@ class _Clock:
         self.backwards = [[] for _ in range(self.shape.num_stages)]
 
     def ended(self, ends: list[int], microbatch: int) -> bool:
-        """Return whether a micro-batch's forward or backward has ended. ``ends`` holds the stage's end times."""
+        """Return whether a micro-batch's forward or backward has ended on a stage.
+
+        ``ends`` holds the end times of the stage's forwards or of its backwards.
+        """
         return microbatch < len(ends) and ends[microbatch] <= self.now
 
     def forward_is_ready(self, stage: int) -> bool:

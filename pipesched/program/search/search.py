@@ -159,8 +159,8 @@ class _Search:
     def _anneal(self) -> _Start:
         """Improve the best starts by annealing, and return the best result.
 
-        Orders with few actions are annealed several times from a high temperature. The results are then annealed again
-        and again from a lower one, the best ones first.
+        Orders with few actions are annealed several times from a high temperature. The best results are then annealed
+        again and again from a lower temperature.
         """
         annealer = Annealer(self._tables)
         starts = self._different()

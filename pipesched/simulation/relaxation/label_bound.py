@@ -1,6 +1,6 @@
 """Label bound: a lower bound on the makespan from all orders of one rank, found by bisection over deadlines.
 
-`pipesched.simulation.relaxation.label_sweep` shows that no program meets a deadline.
+For each deadline, `pipesched.simulation.relaxation.label_sweep` tries to prove that no program meets it.
 """
 
 from collections.abc import Mapping, Sequence
