@@ -69,7 +69,7 @@ class Problem:
     def shortened(self, count: int) -> "Problem | None":
         """Return the problem with only ``count`` micro-batches.
 
-        Returns None if it has at most ``count`` micro-batches, or if the times or amounts of its micro-batches differ.
+        Returns None if this problem has no more micro-batches than that, or if their times or amounts differ.
         """
         tables = (*self.times, self.forward_lags, self.backward_lags)
         tables += tuple(table for of in self.resources for table in (*of.takes, *of.gives))
