@@ -104,7 +104,7 @@ class Exhibit:
 
     @property
     def span_bubble(self) -> float:
-        """The idle fraction of the longest span, for the busiest rank."""
+        """The fraction of the longest span (see `Trace.span_s`) in which the busiest rank is idle."""
         return 1 - max(self.trace.busy_s) / self.trace.span_s
 
     @cached_property
@@ -118,7 +118,10 @@ class Exhibit:
 
     @property
     def held(self) -> list[float]:
-        """For each rank, the largest number of micro-batches that it holds; one in n chunks counts 1/n."""
+        """For each rank, the largest number of micro-batches that it holds.
+
+        If a rank runs each micro-batch in n chunks or slices, each one that it holds counts as 1/n.
+        """
         ranks = range(self.program.num_ranks)
         return [pairs * share(self.program, rank) for rank, pairs in zip(ranks, self.trace.peak_in_flight, strict=True)]
 
@@ -163,12 +166,15 @@ def nearest(schedule: Schedule) -> Program:
 
 
 def share(program: Program, rank: int) -> float:
-    """Return the fraction of a rank's work on a micro-batch that one of the rank's stages does."""
+    """Return the share of one forward in a rank's work on a micro-batch: 1/n if the rank runs n forwards for it."""
     return 1 / program.shares[program.chunks(rank)[0]]
 
 
 def unit_costs(program: Program, update_s: float = 0) -> Costs:
-    """Return costs with which a rank's F, I and W of a micro-batch take one second each, over all its stages."""
+    """Return costs for which a micro-batch takes one second of F, one of I and one of W on every rank.
+
+    If a rank has several stages, they divide these seconds equally.
+    """
     seconds = tuple(share(program, rank) for rank in program.placement)
     updates = (update_s,) * program.num_stages
     return Costs(forward_s=seconds, input_grad_s=seconds, weight_grad_s=seconds, update_s=updates)
@@ -291,7 +297,7 @@ def figures(one: Exhibit) -> str:
 
 
 def above(one: Exhibit) -> str:
-    """Return the relative difference to the bound; a dash if there is no bound."""
+    """Return by how many percent the makespan is above the lower bound; a dash if the bound is unknown."""
     value = one.trace.above_bound
     return "-" if value is None else percent(value)
 

@@ -53,7 +53,10 @@ def _with_starts(registered: dict[str, Schedule]) -> dict[str, Schedule]:
 
 
 class _Starts(tuple[Schedule, ...]):
-    """The schedules from which another schedule starts its search. The repr is short, because options are shown."""
+    """The schedules from which another schedule starts its search.
+
+    The repr is short, because it is shown among the options of that schedule.
+    """
 
     __slots__ = ()
 

@@ -5,7 +5,10 @@ from pipesched.order import Order, Shape, loop, schedule
 
 @schedule("looped-bfs", placement=loop, chunks_per_rank=2)
 def looped_bfs(rank: int, shape: Shape) -> Order:
-    """GPipe over several chunks: all micro-batches run one chunk, then the next. Breadth-First, Lamy-Poirier 2022.
+    """GPipe over several chunks per rank. Breadth-First, Lamy-Poirier 2022.
+
+    A rank runs the forwards of all micro-batches on one chunk, then on the next, and so on. The backwards run in the
+    reverse order of chunks.
 
     Bubble (p-1)(F+B)/v for m >= p; every rank holds all micro-batches at once.
     """

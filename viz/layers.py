@@ -246,8 +246,9 @@ def _percent(share: float) -> str:
 
 
 def _short(names: Sequence[str], classes: Mapping[str, str]) -> dict[str, str]:
-    """Return the boxes' labels, keyed by layer: the name without the prefix of all names, and the class if known.
+    """Return the labels of the boxes, keyed by layer.
 
+    A label is the layer's name without the prefix that all names share, then the layer's class if it is known.
     Long labels take two lines. If a line is still too long, its middle is left out.
     """
     parts = [name.split(".") for name in names]

@@ -169,7 +169,7 @@ class Layout:
     def entry(self, before: str, behind: str) -> tuple[float, int]:
         """Return the place where the connection from ``before`` enters the box of ``behind``.
 
-        Returns the distance from the left edge of the box, and the position among the box's entries from left to right.
+        The place is (distance from the left edge of the box, number of the entry, counted from the left).
         """
         sources = self._entries[behind]
         number = sources.index(before)

@@ -96,7 +96,11 @@ def _label(bar: Bar, with_stage: bool = False) -> str:
 
 
 def _scale(trace: Trace, drawn: list[Bar], several: bool, columns: int) -> _Scale:
-    """Choose the first scale that fits: cells with stages, cells separated by blanks, narrower cells, scaled time."""
+    """Choose the first scale that fits into ``columns``.
+
+    The scales are, in this order: cells whose labels contain the stage (if ``several``), cells separated by blanks,
+    narrower cells, and scaled time without cells.
+    """
     if not drawn:
         return _Scale(0, 0)
     unit = _unit(drawn, trace.makespan_s, columns)
@@ -150,7 +154,10 @@ def _empty_row(scale: _Scale) -> list[str]:
 
 
 def _write(row: list[str], bar: Bar, scale: _Scale, texts: tuple[str, ...]) -> None:
-    """Write a bar into its rank's row: the first of the texts that fits, then dashes, then a blank if separated."""
+    """Write a bar into its rank's row: the first of the texts that fits, then dashes up to the end of the bar.
+
+    The last column stays blank if the scale separates bars.
+    """
     first, last = _reach(bar, scale)
     columns = last - first
     end = " " if scale.separated else ""

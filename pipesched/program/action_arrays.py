@@ -193,7 +193,10 @@ class Orders(Sequence[tuple[Action, ...]]):
         return rank, row - int(self.offsets[rank])
 
     def where(self, rows: Mask) -> "Orders":
-        """Keep only the rows that a mask selects. An action that loses its partner no longer overlaps."""
+        """Return only the rows that a mask selects.
+
+        If the mask drops one of two overlapping actions, the other no longer overlaps.
+        """
         kept = np.concatenate([[0], np.cumsum(rows)])
         columns = self.columns[rows]
         columns.joined[:] &= np.concatenate([rows[1:], [False]])[rows]

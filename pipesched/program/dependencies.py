@@ -78,10 +78,12 @@ def chain(num_stages: int, num_chains: int = 1) -> StageGraph:
 class _At(Enum):
     """The stage of a needed action: the same stage, its producers, its consumers, or the peer of a transfer.
 
-    EVERY: all stages, but only if the action's own stage has such an action. NUMBERED: the same stage; the action needs
-    all actions of a kind that is numbered from 0, such as the REDUCEs of all buckets. GATHER: the same stage; the
-    action needs the UNSHARD whose weights it uses. The number of that UNSHARD is the number of RESHARDs of the stage
-    before the action.
+    Three members have a special meaning:
+
+    - EVERY: the action needs an action of every stage, but only if its own stage has an action of the needed kind.
+    - NUMBERED: the action needs all actions of the kind on its stage, such as the REDUCEs of all buckets.
+    - GATHER: the action needs the UNSHARD that gathers the weights it uses. The number of this UNSHARD is the number
+      of RESHARDs of the stage before the action.
     """
 
     OWN = auto()
@@ -168,7 +170,11 @@ def _ends_of(action: Action, at: _At, graph: StageGraph) -> tuple[int, ...]:
 
 
 def _form(action: Action, at: _At, kind: Kind, end: int) -> Action:
-    """Build an alternative of a needed action: a transfer's other end, a receive on this stage, or a compute action."""
+    """Build one alternative of a needed action: the one of the given kind.
+
+    If ``at`` is PEER, this is the matching send on stage ``end``. If the kind is a receive, it is the receive from
+    stage ``end`` on the action's own stage. Otherwise it is the action of this kind on stage ``end``.
+    """
     if at is _At.PEER:
         return Action(end, kind, action.microbatch, action.stage)
     if kind in OTHER_END:
@@ -266,7 +272,7 @@ class Index:
         return self._table[base : base + shape[0] * shape[1]].reshape(shape)
 
     def most(self, kind: Kind) -> int:
-        """Return the largest number of slots of a stage for actions of this kind, such as buckets for REDUCE."""
+        """Return the most slots that any stage has for a kind, such as the number of buckets for REDUCE."""
         return int(self._widths[CODES[kind]])
 
     @cached_property
@@ -345,7 +351,10 @@ def requirements(columns: Columns, index: Index, graph: StageGraph) -> Requireme
 
 
 def _numbered(kind: Kind, rows: Ints, stage: Ints, index: Index) -> Iterator[tuple[Ints, Ints]]:
-    """Yield, for each number, the rows that need the action of this number on their stage, and the needed rows."""
+    """Yield the dependencies on a numbered kind, such as REDUCE: all actions of this kind on a stage are needed.
+
+    For each number, yields (rows that need the action with this number, rows of the needed actions).
+    """
     for number in range(index.most(kind) if index.has(kind) else 0):
         needed = index.rows(kind, stage, np.full(len(stage), number))
         yield rows[needed >= 0], needed[needed >= 0]

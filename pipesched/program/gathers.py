@@ -4,7 +4,7 @@ Each replica runs the same program and holds a part of every weight. An UNSHARD 
 from the ranks that run the same orders in the other replicas, and a RESHARD frees them. UNSHARDs and REDUCEs share one
 lane: a rank runs them one after the other, in the order of the program, and computes meanwhile. All ranks that take
 part in a collective have the same order, so they start their collectives in the same order. A collective waits only for
-the same action in other replicas, which run the same program. If replicas waited for each other in a cycle, this
+the same action in other replicas, which run the same program. If replicas waited for each other in a cycle, the
 program would contain a cycle, and validation would find it.
 """
 

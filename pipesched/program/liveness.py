@@ -35,7 +35,7 @@ class Held(NamedTuple):
 
 
 class _Pairs(NamedTuple):
-    """The properties of the (stage, micro-batch) pair of each row."""
+    """For each row, the properties of its (stage, micro-batch) pair."""
 
     #: An integer that identifies the pair.
     pair: Ints
@@ -97,7 +97,7 @@ def bytes_held(
 
     Args:
         columns: the rank's order.
-        sizes: for each kind of memory, the bytes that one micro-batch (weight version, gather) takes on each stage.
+        sizes: for each kind of memory, the bytes that one micro-batch, weight version or gather takes on each stage.
         versions: the weight version of each micro-batch, indexed by stage, as in `Program`.
 
     """
@@ -145,7 +145,10 @@ def _most_at_once(intervals: list[tuple[int, int]]) -> int:
 
 
 def _stashes(columns: Columns, versions: tuple[tuple[int, ...], ...]) -> list[tuple[int, int, int]]:
-    """Return the old weight versions to keep: (stage, row of the update that replaces it, row of its last use)."""
+    """Return the old weight versions that a rank must keep.
+
+    Each version is (stage, row of the update that replaces the version, row of the last action that uses it).
+    """
     stashes: list[tuple[int, int, int]] = []
     for stage in np.unique(columns.stage[columns.are(Kind.UPDATE)]).tolist():
         of_stage = columns.stage == stage

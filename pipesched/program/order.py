@@ -64,7 +64,10 @@ class Shape:
         return chunks_of(self.placement, rank)
 
     def microbatches(self, stage: int) -> range:
-        """Return the micro-batches that visit a stage. The chains get near-equal ranges of micro-batches."""
+        """Return the micro-batches that visit a stage.
+
+        If there are several chains, each chain gets a range of micro-batches, and these ranges have near-equal lengths.
+        """
         shares = near_equal_parts(self.num_microbatches, self.num_chains)
         nth_chain = stage * self.num_chains // self.num_stages
         first = sum(shares[:nth_chain])
@@ -223,7 +226,10 @@ class Order:
         return columns
 
     def _last_slice_first(self, numbers: Ints) -> Ints:
-        """Reverse the slices of each micro-batch: its backward starts with the last slice, which uses all others."""
+        """Reverse the order of the slices in each micro-batch, for its backward.
+
+        The backward starts with the last slice, because the forward of this slice uses all other slices.
+        """
         whole, part = np.divmod(numbers, self._shape.slices_per_microbatch)
         slices: Ints = (whole + 1) * self._shape.slices_per_microbatch - 1 - part
         return slices
@@ -424,7 +430,7 @@ def _required(function: OrderFunction) -> list[str]:
 
 
 def _versions(orders: Sequence[Order], shape: Shape) -> tuple[tuple[int, ...], ...]:
-    """Return the weight versions passed to ``Order.F``, indexed by stage and micro-batch; () for a stage with none."""
+    """Return the weight versions passed to ``Order.F``, indexed by stage and micro-batch; () for stages without any."""
     written = {pair: version for order in orders for pair, version in order.versions.items()}
     stages = {stage for stage, _ in written}
     return tuple(

@@ -53,8 +53,8 @@ class Program:
         graph: the producers and consumers of each stage. Default: a chain, in which every stage feeds the next.
         forward_only: whether the program has no backward, for evaluation. Default: False.
         name: the schedule's name, for display; ignored by ``==``. Default: "".
-        weights: the index of each stage's weight copy. Stages with the same index hold the same layers. Default: each
-            stage has its own weight copy.
+        weights: the index of each stage's weights. Stages with the same index hold copies of the same weights.
+            Default: each stage has its own weights.
         routes: for each micro-batch, the stages that it visits. They form a whole chain of the graph. Default: all
             stages.
         versions: for each stage, the weight version that each micro-batch uses in its forward and its backward. Version
@@ -147,7 +147,10 @@ class Program:
 
     @property
     def is_chains(self) -> bool:
-        """Whether the graph consists of chains with a stage per weight copy, and each micro-batch visits one chain."""
+        """Whether the graph consists of chains, and each micro-batch visits one chain.
+
+        Each chain must hold all weights of the model, in the same order.
+        """
         num_chains, rest = divmod(self.num_stages, max(1, self.num_weights))
         copies = tuple(range(self.num_weights)) * num_chains
         if rest or self.weights != copies or self.graph != chain(self.num_stages, num_chains):

@@ -148,7 +148,7 @@ class Segments:
         self._check_losses(segment)
 
     def _check_losses(self, segment: Ints) -> None:
-        """Check that the segment of each step contains all forwards of the step on the last stage, for the loss."""
+        """Check that each step's segment contains the step's forwards on the last stage, which compute the loss."""
         columns = self.program.columns
         last = self.program.num_stages - 1
         late = columns.are(Kind.F) & (columns.stage == last) & (segment > columns.microbatch // self.num_microbatches)

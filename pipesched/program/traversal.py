@@ -44,7 +44,7 @@ class Walked(NamedTuple):
 
 
 class _Waits(NamedTuple):
-    """The rows that each action waits for, with their lags."""
+    """For each action, the rows that it waits for, and the lag of each row: the time until its result arrives."""
 
     #: The first row that each action waits for; -1 if it waits for none.
     first: list[int]
@@ -132,7 +132,7 @@ class _Links:
         self._free: dict[int, Any] = {}
 
     def send(self, row: int, start: Any) -> tuple[Any, Any]:
-        """Return the start and end of a transfer that is ready at ``start``, after earlier transfers on its link.
+        """Return the start and end of a transfer that is ready at ``start``. Earlier transfers on its link come first.
 
         A REDUCE or UNSHARD counts as a transfer on a link of its rank.
         """

@@ -1,6 +1,6 @@
 """Bounds: step times that no schedule can beat. They show how far a schedule is from the optimum.
 
-Three arguments are applied to every rank. They are the relaxations behind zero-bubble scheduling (Qi et al. 2023,
+Three bounds are computed for every rank. They are the relaxations behind zero-bubble scheduling (Qi et al. 2023,
 arXiv:2401.10241), generalised to any placement:
 
 - One machine: earliest start + work + shortest time to the end, for any part of a rank's work (Carlier 1982).
@@ -8,9 +8,9 @@ arXiv:2401.10241), generalised to any placement:
 - Little's law: the number of (stage, micro-batch) pairs in flight = rate x lifetime. If this number is limited, long
   lifetimes require a long step.
 
-With several stages on a rank, the last two arguments also apply to each part of a micro-batch's path through the rank
-(`_phases`). The bound from all orders of one rank (`pipesched.simulation.relaxation.label_bound`) is added if effort
-allows.
+With several stages on a rank, the last two bounds are also computed for each part of a micro-batch's path through the
+rank (`_phases`). If ``effort`` is above 0, all orders of one rank give another bound
+(`pipesched.simulation.relaxation.label_bound`).
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -219,9 +219,10 @@ def _tasks_from(moment: float, chunks: Sequence[StageTimes]) -> Iterable[tuple[f
 
 
 def _held_back(chunks: Sequence[StageTimes], num_microbatches: int, limit: int) -> list[tuple[float, float]]:
-    """Return the forwards that must wait for the release of a (stage, micro-batch) pair because of the limit.
+    """Return the forwards that must wait because of the limit, until a (stage, micro-batch) pair is released.
 
-    Returns a list with one tuple (shortest time to the end, total duration), or [] if no forward must wait.
+    All these forwards together are one tuple (shortest time to the end, total duration). The result is a list with
+    this tuple, or [] if no forward must wait.
     """
     left: float = 0
     room = limit
@@ -246,11 +247,12 @@ class _Phase:
 
 
 def _phases(chunks: Sequence[StageTimes], num_microbatches: int, limit: int) -> Iterator[_Phase]:
-    """Yield the phases of a micro-batch on a rank, for each pair of its chunks, both in the order of the chain.
+    """Yield the phases of a micro-batch on a rank, for each pair of the rank's chunks.
 
-    Between its F on the first chunk of the pair and its gradient on the second, and between its F on the second and
-    its gradient on the first, a micro-batch holds a place on all chunks up to the first. When its F on the second
-    chunk starts, it holds a place on all chunks up to the second. Both rules limit the micro-batches in the phase.
+    The first chunk of a pair comes before the second in the chain, or is the same chunk. A phase lasts from the F on
+    one chunk of the pair to the gradient on the other. During the whole phase, the micro-batch is in flight on all
+    chunks up to the first of the pair. When its F on the second chunk starts, it is in flight on all chunks up to the
+    second. Both rules limit the number of micro-batches in the phase.
     """
     for number, first in enumerate(chunks, 1):
         for following, second in enumerate(chunks[number - 1 :], number):
@@ -291,7 +293,7 @@ def _in_turns(phase: _Phase, num_microbatches: int) -> float:
 
 
 def _littles_law_of_phase(phase: _Phase, num_microbatches: int) -> float:
-    """Return the lower bound in seconds from packing the phases of all micro-batches, ``places`` at a time."""
+    """Return the bound in seconds from Little's law: at most ``places`` micro-batches are in the phase at once."""
     places = phase.places
     ramps = places * (places - 1) * (phase.forward + phase.last)
     return _ratio(2 * num_microbatches * phase.seconds + ramps + 2 * places * (phase.start + phase.after), 2 * places)

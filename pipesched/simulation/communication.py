@@ -19,7 +19,7 @@ class AxisCommunication:
 
     Attributes:
         axis: "pipeline" for outputs and their gradients, "replicas" for the sums of gradients, or "zero" for gathering
-            the updated weights or, if they are divided, the weights before their use.
+            weights: after each update or, if the weights are divided, before their use.
         size: the number of ranks along the axis.
         sent_bytes: the largest number of bytes that any rank sends in a step.
         seconds: the longest time that any rank communicates in a step.

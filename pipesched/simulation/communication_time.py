@@ -39,7 +39,7 @@ class CommunicationTime(NamedTuple):
         until_s: float,
         gathers: Iterable[_Interval] = (),
     ) -> "CommunicationTime":
-        """Divide the time of a rank's collectives.
+        """Divide the time of a rank's collectives into the three parts.
 
         Args:
             reductions: (start, end) of each reduction of the rank.

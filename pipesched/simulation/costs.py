@@ -278,7 +278,7 @@ def check_costs(costs: Any) -> None:
 
 
 def _as_buckets(value: Any) -> tuple[Any, ...]:
-    """Return the numbers of a stage's buckets. A single number stands for one bucket."""
+    """Return the values of a stage as a tuple with one number per bucket. A single number stands for one bucket."""
     several = isinstance(value, Iterable) and not isinstance(value, str | bytes | Mapping)
     return tuple(map(plain, value)) if several else (plain(value),)
 

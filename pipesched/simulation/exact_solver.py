@@ -1,9 +1,9 @@
 """Exact solver: finds the fastest exact program for a chain of stages with CP-SAT (the extra ``solver``).
 
 The problem is a job shop: each rank runs one action at a time, and holds at most a given number of (stage, micro-batch)
-pairs. Each backward is one B, or an I and a W. As in every exact program, each stage runs in ascending micro-batch
-order its forwards (F), its input gradients (I or B), and its weight gradients (W or B). The solver searches on one
-thread and stops after a deterministic amount of work, so equal inputs give equal results.
+pairs. Each backward is one B, or an I and a W. As in every exact program, each stage runs its forwards (F) in
+ascending micro-batch order, and likewise its input gradients (I or B) and its weight gradients (W or B). The solver
+searches on one thread and stops after a deterministic amount of work, so equal inputs give equal results.
 """
 
 from collections.abc import Sequence
@@ -120,7 +120,7 @@ def solve(
 
 
 class _JobShop:
-    """The model for CP-SAT: start times of all actions, in units."""
+    """The model for CP-SAT. Its main variables are the start times of all actions, in whole units of time."""
 
     def __init__(
         self, costs: Costs, placement: Placement, num_microbatches: int, limits: list[int] | None, *, split: bool
@@ -167,7 +167,7 @@ class _JobShop:
         return self._model.new_int_var(0, self._horizon, "")
 
     def _end_of(self, start: Any, part: int, whole: int, is_whole: Any) -> Any:
-        """Return the end of an action that takes ``whole`` if it is a B, else ``part``."""
+        """Return the end of an action that takes ``whole`` units if the backward is a B, else ``part`` units."""
         if part == whole:
             return start + part
         end = self._time()
@@ -200,7 +200,7 @@ class _JobShop:
             self._held[rank].append(model.new_interval_var(forward, life, self._release_end[pair], ""))
 
     def _add_dependencies(self, pair: tuple[int, int]) -> None:
-        """Let a pair's actions wait for their inputs, and for the same actions of the previous micro-batch."""
+        """Make the actions of a pair wait for their inputs, and for the same actions of the previous micro-batch."""
         model = self._model
         stage, microbatch = pair
         done = self._forward[pair] + self._forward_s[stage]
@@ -240,7 +240,10 @@ class _JobShop:
         return Solution(program=program, makespan_s=makespan_s, bound_s=bound, status=status)
 
     def _programs(self, solver: Any) -> list[Program]:
-        """Return the solver's program in a list; [] if it is invalid, because actions of length 0 start together."""
+        """Return a list with the solver's program; [] if this program is invalid.
+
+        It can be invalid if actions of length 0 start at the same time.
+        """
         orders: list[list[tuple[Any, ...]]] = [[] for _ in range(max(self._placement) + 1)]
         for (stage, microbatch), forward in self._forward.items():
             pair = (stage, microbatch)

@@ -153,7 +153,9 @@ class LossMemory:
     backward_bytes: int = 0
 
     def as_layer(self, output_bytes: int) -> LayerMemory:
-        """Return the loss as a layer whose input has ``output_bytes`` bytes. The scalars of a step are included.
+        """Return the loss as a layer whose input has ``output_bytes`` bytes.
+
+        The memory of a step's scalars, such as the losses, is included.
 
         A loss that was not measured is assumed to be cross entropy: the loss holds a tensor of the output's size, and
         the backward pass of the loss creates two gradients of that size.
@@ -218,7 +220,10 @@ def offloaded_bytes(layers: Sequence[LayerMemory]) -> int:
 
 
 def dropping_bytes(layers: Sequence[LayerMemory]) -> int:
-    """Return the bytes that a forward without kept activations needs besides its input: a maximum over its layers."""
+    """Return the bytes that a stage's forward needs in addition to the stage's input if it keeps no activations.
+
+    This is a maximum over the layers.
+    """
     inside = [layer.activation_bytes + layer.forward_transient_bytes for layer in layers]
     return max(0, inside[0] - layers[0].input_bytes, *inside[1:]) if layers else 0
 
@@ -250,7 +255,11 @@ def _backwards(layers: Sequence[LayerMemory]) -> dict[str, int]:
 
 
 def _delivered(layers: Sequence[LayerMemory]) -> int:
-    """Return the peak bytes of a group of weight gradients, minus the output gradients freed during the group."""
+    """Return the transient memory of the weight gradients (W), which are computed in groups.
+
+    It is the peak over all groups: the weight gradients of the group so far, plus the transient of the next layer,
+    minus the output gradients that the group has freed.
+    """
     most = group = gone = 0
     for layer in reversed(layers):
         most = max(most, group - gone + layer.weight_grad_transient_bytes)

@@ -18,7 +18,7 @@ __all__ = ["Collectives", "Link", "Links", "check_speed", "check_times", "plain"
 
 
 def plain(value: Any) -> Any:
-    """Convert a numpy scalar to a Python number, which JSON accepts. Python integers do not overflow."""
+    """Convert a numpy scalar to a Python number. JSON accepts no others, and Python integers do not overflow."""
     return value.item() if isinstance(value, np.generic) else value
 
 
@@ -218,7 +218,9 @@ class Links:
         return self.hosts[rank]
 
     def all_reduce_s(self, num_bytes: float, ranks: Sequence[int]) -> float:
-        """Return the time of an all-reduce in seconds: as measured, or else of a reduce-scatter and an all-gather.
+        """Return the time of an all-reduce in seconds.
+
+        If it was not measured, it is the time of a reduce-scatter plus the time of an all-gather.
 
         The times of a stage's buckets go into ``Costs.reduce_s``. With a link of 10 GB/s to the other replica:
 

@@ -292,7 +292,7 @@ def _add_subtrees(program: Program, rows: Ints, size: Ints, change: Ints, first:
     Args:
         program: the program.
         rows: the backwards that add these gradients.
-        size: the bytes of these gradients of each stage.
+        size: for each stage, the bytes of these gradients.
         change: the bytes by which each action changes the memory held.
         first: a mask of the actions that allocate gradients.
 
@@ -316,7 +316,10 @@ def _end_subtrees(program: Program, whole: Ints, change: Ints) -> None:
 
 
 def _transients(columns: Columns, sizes: Mapping[str, Ints], gradients: _Gradients) -> Ints:
-    """Return each action's transient bytes: the peak minus the bytes held before and the bytes kept after it."""
+    """Return the transient bytes of each action.
+
+    These are the action's peak, without the bytes that are held before the action and the bytes that it keeps.
+    """
     stage = columns.stage
     found = np.zeros(len(columns), np.int64)
     for kind, name in (
@@ -416,9 +419,9 @@ class _Received(NamedTuple):
 def _waits(program: Program, sizes: _Sizes) -> Iterator[tuple[Ints, Ints, Ints]]:
     """Yield the actions during which values that pass between stages are held.
 
-    A value that is used on the rank that made it is held until the action that uses it. A value sent to another rank is
-    held until a message arrives that the other rank made after it used the value. Each result has three arrays: the row
-    from which each value is held, the first row at which the value is no longer held, and the bytes of the value.
+    A value that is used on the rank that produced it is held until its use. A value that is sent to another rank is
+    held until a message arrives that the other rank produced after using the value. Each result has three arrays: the
+    row from which each value is held, the first row at which the value is no longer held, and the bytes of the value.
     """
     columns = program.columns
     rank_of = program.orders.rank_of

@@ -69,7 +69,10 @@ def _check_alike(one: "nx.DiGraph[str]", other: "nx.DiGraph[str]", rows: str) ->
 
 
 def _figures(value: Any) -> Any:
-    """Return what must be equal for two sizes: the keys if ``value`` is a mapping, else whether it is a number."""
+    """Return the property of a value that must be the same for all micro-batch sizes.
+
+    For a mapping, this is the set of its keys. For any other value, it is whether the value is a number.
+    """
     return {*value} if isinstance(value, Mapping) else isinstance(value, int | float)
 
 

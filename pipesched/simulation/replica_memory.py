@@ -150,7 +150,7 @@ class _Rank:
         self._first_uses = first_uses(program)
 
     def fill(self, rank: int) -> None:
-        """Write the bytes of this rank's actions."""
+        """Write the bytes that a rank holds during each of its actions."""
         begin, end = self._program.orders.offsets[rank : rank + 2].tolist()
         done = begin
         for row, early in self._events(begin, end):
@@ -160,7 +160,10 @@ class _Rank:
         self._write(slice(done, end))
 
     def _events(self, begin: int, end: int) -> Iterator[tuple[int, bool]]:
-        """Yield each row that changes the memory held, and whether it is a last backward that starts buckets."""
+        """Yield each row that changes the memory held, and whether the REDUCEs of a stage start during its action.
+
+        They start during the last backward of the stage if the stage is one of `early_stages`.
+        """
         columns = self._program.columns
         last = last_gradients(self._program)
         here = {row for stage in self._early if begin <= (row := int(last[stage])) < end}
@@ -174,7 +177,7 @@ class _Rank:
         self._held.released[rows] = sum(self._released.values())
 
     def _run(self, row: int, *, early: bool) -> None:
-        """Write the bytes of one row, and update the memory that later rows hold."""
+        """Write the bytes held during the action of one row, and update the copies that are held after it."""
         action = self._program.columns.action(row)
         stage = action.stage
         here = slice(row, row + 1)
@@ -219,7 +222,10 @@ class _Rank:
         self._started = [(at, copies) for at, copies in self._started if at != stage]
 
     def _level(self, spread: int) -> int:
-        """Return the most bytes that can be held now: whichever collective runs, all earlier ones have ended."""
+        """Return the most bytes that can be held now, over all collectives that may be running.
+
+        If a collective is running, all earlier collectives have ended, because they run one after the other.
+        """
         copies = [copies for _, copies in self._started]
         rest = sum(one.buffer for one in copies)
         most = rest + spread

@@ -1,4 +1,4 @@
-"""Replication: the costs of a pipeline that several replicas train, each on its own rows.
+"""Replication: the costs of training with several replicas of a pipeline, each on its own rows of the batch.
 
 The gradients of each layer form a bucket, which a REDUCE sums over the replicas in a ring. With ``zero=``, the replicas
 divide the optimizer's work and states among themselves, and gather the updated weights after each update. With
@@ -36,7 +36,7 @@ class Replication:
         num_replicas: the number of replicas.
         zero: the states that the replicas divide. 0: none; 1: optimizer states; 2: also summed gradients; 3: also
             weights. Default: 0.
-        gather_once: with ``zero=3``, whether a step gathers the weights of a stage once. If False, it gathers them
+        gather_once: with ``zero=3``, whether a step gathers the weights of a stage only once. If False, it gathers them
             again after other stages of the rank have run. Default: True.
         consecutive: the ranks with consecutive numbers: the "stages" of one pipeline, or the "replicas" of one stage.
             Hosts contain ranks with consecutive numbers. Default: "stages".
@@ -82,7 +82,7 @@ class Replication:
     def sent_bytes(self, size: int) -> tuple[int, int]:
         """Return the bytes that a rank sends to sum gradients of ``size`` bytes, and to gather the weights once.
 
-        A ring sends (n-1)/n of the bytes to sum into shards, and (n-1)/n more to gather a whole tensor.
+        In a ring of n ranks, each rank sends (n-1)/n of the bytes for a reduce-scatter, and as many for an all-gather.
         """
         part = size * (self.num_replicas - 1) // self.num_replicas
         return (part if self.zero >= 2 else 2 * part), (part if self.zero else 0)
@@ -149,7 +149,7 @@ class ReplicaCosts:
         self._half_s = cache(lambda size, rank: self._on_ring("all_gather_s", size, rank))
 
     def gathering(self, *, once: bool) -> "ReplicaCosts":
-        """Return a copy for steps that gather divided weights once, or for each use."""
+        """Return a copy for steps that gather divided weights once, or again for each use if ``once`` is False."""
         return ReplicaCosts(replace(self.replication, gather_once=once), len(self._rows[0]), self._links, self._rows)
 
     def pipeline_links(self) -> Links | None:

@@ -175,7 +175,7 @@ def _leads(program: Program, seconds: NDArray[Any]) -> dict[int, Any]:
 
 
 def _own_links(program: Program) -> Ints | None:
-    """Return the number of the link of its rank that each action occupies; -1 for no link. None: no action has a link.
+    """Return, for each action, the number of the link that it occupies; -1 for no link. None: no action has a link.
 
     Each rank has three links: two to the host, one per direction, and one for its collectives.
     """

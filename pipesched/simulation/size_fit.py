@@ -43,7 +43,7 @@ class Size:
     elements: int
 
     def rounded(self) -> "Size":
-        """Return the size with both numbers rounded to 4 significant bits. Such sizes are classes of similar sizes."""
+        """Return the size with both numbers rounded to 4 significant bits, so that similar sizes become equal."""
         return Size(_rounded(self.rows), _rounded(self.elements))
 
     @property

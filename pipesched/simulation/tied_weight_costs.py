@@ -62,7 +62,10 @@ def weight_bytes(program: Program, parameters: Sequence[Mapping[str, int]]) -> l
 
 
 def tied_traffic_bytes(size: int, ranks: Sequence[Any]) -> int:
-    """Return the bytes sent per step for a tied weight: one weight to each other rank, one gradient from each use.
+    """Return the bytes sent per step for a tied weight.
+
+    The rank of the first use sends the weight to each other rank, and receives one gradient from each use on these
+    ranks.
 
     Args:
         size: the size of the weight in bytes.

@@ -283,7 +283,7 @@ class Trace:
 
     @property
     def hidden_communication(self) -> float | None:
-        """The fraction of all reduction and gather time that lies in bubbles or under compute; None without any."""
+        """The fraction of the collectives' time that lies in bubbles or under compute; None without collectives."""
         total_s = sum(own.total_s for own in self.communication_times)
         return 1 - sum(own.exposed_s for own in self.communication_times) / total_s if total_s else None
 

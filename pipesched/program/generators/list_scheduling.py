@@ -40,7 +40,9 @@ def whole_waves(shape: Shape) -> int:
 def backward_first(
     shape: Shape, *, max_in_flight: int, windows: Iterable[int], forward_time: int = 1, backward_time: int = 2
 ) -> list[Order]:
-    """Write the orders of a chain of stages by greedy list scheduling, without splitting B. The program is exact.
+    """Write the orders of a chain of stages by greedy list scheduling, without splitting B.
+
+    The program is exact (see `Program.exact`).
 
     Args:
         shape: the ranks, micro-batches and placement.
@@ -95,7 +97,10 @@ class _Clock:
         self.backwards = [[] for _ in range(self.shape.num_stages)]
 
     def ended(self, ends: list[int], microbatch: int) -> bool:
-        """Return whether a micro-batch's forward or backward has ended. ``ends`` holds the stage's end times."""
+        """Return whether a micro-batch's forward or backward has ended on a stage.
+
+        ``ends`` holds the end times of the stage's forwards or of its backwards.
+        """
         return microbatch < len(ends) and ends[microbatch] <= self.now
 
     def forward_is_ready(self, stage: int) -> bool:
@@ -145,7 +150,10 @@ class _Rank:
         return True
 
     def _has_place(self, stage: int) -> bool:
-        """Return whether the rank could still finish all its micro-batches within the limit after this forward."""
+        """Return whether the window and the memory allow the stage's next forward.
+
+        After this forward, the rank must still be able to finish all its micro-batches within the memory limit.
+        """
         started = {chunk: len(self._clock.forwards[chunk]) + (chunk == stage) for chunk in self._chunks}
         finished = {chunk: len(self._clock.backwards[chunk]) for chunk in self._chunks}
         free = self._max_in_flight - sum(started.values()) + sum(finished.values())

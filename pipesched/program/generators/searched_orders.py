@@ -83,7 +83,8 @@ def searched_orders(
 ) -> list[Order]:
     """Search for the orders of all ranks with the shortest makespan.
 
-    The program is exact. Its makespan is at most that of any program in ``starts`` that is within the limits.
+    The program is exact (see `Program.exact`). Its makespan is at most that of any program in ``starts`` that is within
+    the limits.
 
     Args:
         shape: the ranks, micro-batches and placement.
@@ -128,7 +129,7 @@ def searched_orders(
 
 
 def num_steps(actions: int, effort: float) -> int:
-    """Return the steps of annealing for a program with this number of actions."""
+    """Return the number of annealing steps for a program with this number of actions."""
     return int(_STEPS * effort * min(1, _FEW_ACTIONS / actions) ** 1.8)
 
 
@@ -138,7 +139,7 @@ def num_lists(actions: int, effort: float) -> int:
 
 
 def _climbs(shape: Shape, effort: float, rounds: int) -> int:
-    """Return the number of list schedules for rule search; 0 for problems that annealing solves better."""
+    """Return the number of list schedules that rule search may write; 0 for problems that annealing solves better."""
     actions = 3 * shape.num_stages * min(shape.num_microbatches, rounds * shape.num_ranks)
     if actions <= _FEW_ACTIONS:
         return 0
@@ -221,7 +222,7 @@ def _problem(shape: Shape, of_each: Sequence[StageCosts], resources: Sequence[Re
 
 
 def _lag(costs: StageCosts, sender: int, receiver: int, stage: int) -> float:
-    """Return the time of a message with the output of a stage, or its gradient, from one rank to another."""
+    """Return the seconds to send the output of a stage, or its gradient, from one rank to another; 0 within a rank."""
     if sender == receiver:
         return 0
     if costs.links is None:
@@ -247,7 +248,7 @@ def _unit(times: set[float]) -> Fraction:
 
 
 def _resources(shape: Shape, of_each: Sequence[StageCosts], limits: dict[str, Any]) -> list[Resource]:
-    """Return the limited resources: pairs in flight and bytes."""
+    """Return the resources that have a limit: the (stage, micro-batch) pairs in flight, and the bytes held."""
     stages = range(shape.num_stages)
 
     def table(amounts: Callable[[StageCosts], Sequence[int]]) -> list[list[int]]:
@@ -292,7 +293,11 @@ def _as_list(limit: Any, num_ranks: int) -> list[Any]:
 
 
 def _known(shape: Shape, starts: Iterable[Schedule | Program], passed: dict[str, Any]) -> list[Program]:
-    """Return the programs to start from: unsplit backwards first, then programs without a search, then low peaks."""
+    """Return the programs to start from, the simplest first.
+
+    Programs without a split backward come before programs with one. Within these two groups, programs that were
+    built without a search come first. Among those, programs with fewer pairs in flight come first.
+    """
     found = []
     for start in starts:
         program = start if isinstance(start, Program) else _built(start, shape, passed)

@@ -261,7 +261,7 @@ class _Pipeline:
             rank.run_forward(ready_s)
 
     def _needed_forwards(self) -> set[int]:
-        """Return the stages that must run a forward now, to stay one forward ahead of the next rank.
+        """Return the stages of the ranks that must run a forward now, to stay one forward ahead of the next rank.
 
         The last rank must stay one forward ahead of its own input gradients.
         """
@@ -296,8 +296,8 @@ class _Pipeline:
     def _fill(self, rank: _Rank, ready_s: float, switches: Switches) -> None:
         """Run weight gradients until ``ready_s``.
 
-        A weight gradient that is longer than the gap runs only if waiting would give this rank the most idle time, or
-        if ``fill_every_gap`` is set.
+        A weight gradient that is longer than the gap runs only if ``fill_every_gap`` is set, or if this rank would
+        otherwise become the rank with the most idle time.
         """
         while rank.owed and (gap_s := ready_s - rank.end_s) > 0:
             waits_s = max(other.idle_s for other in self.ranks) - rank.idle_s

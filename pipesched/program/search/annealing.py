@@ -24,7 +24,10 @@ _NEAR, _FAR = 3, 24  # most places of a short and of a long move
 
 
 class Cooling(NamedTuple):
-    """The temperatures of a run, in mean action times, and the number of its steps."""
+    """The first and the last temperature of an annealing run, and its number of steps.
+
+    The temperatures are multiples of the mean action time.
+    """
 
     hot: float
     cold: float
@@ -128,7 +131,10 @@ def _anneal(tables: Tables, memory: _Memory, orders: Sequences, best: Sequences,
 
 @compiled
 def _distance(bits: int) -> int:
-    """Return the slots by which an action moves: up to 3 in 60 % of the cases, else up to 24. Negative: to the left."""
+    """Return the number of slots by which an action moves, from random bits. A negative number moves it to the left.
+
+    The distance is at most 3 slots in 60 % of the cases, and at most 24 in the others.
+    """
     most = _NEAR if bits % 5 < 3 else _FAR
     bits //= 5
     distance = 1 + (bits // 2) % most
@@ -137,7 +143,11 @@ def _distance(bits: int) -> int:
 
 @compiled
 def _shifted(tables: Tables, memory: _Memory, orders: Sequences, slot: int, most: int, bits: int) -> int:
-    """Move an action, and return the makespan. If it would exceed ``most``, undo the move and return UNFIT."""
+    """Move the action in a slot by a random distance, and return the makespan of the new orders.
+
+    If the action cannot move, or if the new orders deadlock or take longer than ``most``, leave the orders unchanged
+    and return UNFIT.
+    """
     rank = tables.rank_of_slot[slot]
     to = shift(tables, orders, rank, slot, _distance(bits))
     if to == slot:
@@ -152,7 +162,11 @@ def _shifted(tables: Tables, memory: _Memory, orders: Sequences, slot: int, most
 
 @compiled
 def _recombined(tables: Tables, memory: _Memory, orders: Sequences, slot: int, most: int, bits: int) -> int:
-    """Fuse an I and a W, or split a B. Return the makespan, or UNFIT and undo it if that would exceed ``most``."""
+    """Replace an I and a W by a B, or a B by an I and a W, and return the makespan of the new orders.
+
+    If the new orders exceed a limit, deadlock or take longer than ``most``, leave the orders unchanged and return
+    UNFIT.
+    """
     rank = tables.rank_of_slot[slot]
     begin = tables.first[rank]
     length = orders.lengths[rank]

@@ -23,7 +23,7 @@ COMPILES = find_spec("numba") is not None
 
 
 def compiled(function: Function) -> Function:
-    """Compile a function of whole numbers at its first call, and keep the machine code on disk. A decorator."""
+    """Decorator: compiles a function of whole numbers at its first call, and keeps the machine code on disk."""
     if not COMPILES:
         return function
     return importlib.import_module("numba").njit(cache=True)(function)  # type: ignore[no-any-return]

@@ -1,8 +1,8 @@
 """List scheduling for given times: writes the orders of all ranks action by action, the earliest start first.
 
 A rank that could run out of memory starts a forward only if it could then finish all micro-batches that it holds, one
-after the other, oldest first (the banker's algorithm, Dijkstra 1965). So no rule leads to a deadlock. A `Rule` sets the
-remaining choices; no rule is best for all problems.
+after the other, oldest first (the banker's algorithm, Dijkstra 1965). So no rule leads to a deadlock. A rule, which is
+a sequence of numbers, sets the remaining choices. No rule is best for all problems.
 """
 
 from collections.abc import Iterator
@@ -51,7 +51,10 @@ _FIRST_STAGE, _NONE_OWED = 1, 2
 
 
 def rules(problem: Problem) -> Iterator[Whole]:
-    """Yield rules that are the same for all ranks, in an order that mixes all choices from the start."""
+    """Yield rules that are the same for all ranks.
+
+    Their order is scattered, so that the first few rules already differ in most choices.
+    """
     ranks, most = problem.num_ranks, problem.num_microbatches
     windows = sorted({min(most, max(1, window)) for window in (ranks // 2, ranks, 2 * ranks, most)}, reverse=True)
     several = max(map(len, problem.chunks)) > 1
@@ -94,7 +97,7 @@ class Progress(NamedTuple):
 
 
 def progress_of(tables: Tables) -> Progress:
-    """Return memory for list schedules."""
+    """Allocate the state of all ranks and stages, and add up the work of each rank."""
     stages, ranks = [0] * tables.num_stages, [0] * tables.num_ranks
     amounts = [0] * (tables.num_resources * tables.num_ranks)
     progress = Progress(
@@ -143,7 +146,10 @@ def _reset(progress: Progress) -> None:
 
 @compiled
 def write(tables: Tables, rule: Whole, progress: Progress, orders: Sequences, most: int) -> int:
-    """Write the orders of a rule. Return their makespan, or UNFIT if limits are too tight or it is above ``most``."""
+    """Write the orders that a rule gives, and return their makespan.
+
+    Return UNFIT if the limits are too tight for these orders, or if their makespan is above ``most``.
+    """
     _reset(progress)
     progress.clocks.done[:] = tables.blank
     left = tables.num_stages * tables.num_microbatches * 2  # all F, and an I or a B of each; each I adds a W
@@ -220,7 +226,7 @@ def _run(tables: Tables, progress: Progress, orders: Sequences, rank: int, code:
 
 @compiled
 def _choose(tables: Tables, rule: Whole, progress: Progress, rank: int) -> None:
-    """Choose the next action of a rank and its start."""
+    """Choose the next action of a rank, and write the action and its start to ``progress``."""
     now = progress.clocks.clock[rank]
     begin = tables.first_chunk[rank]
     stop = tables.first_chunk[rank + 1]
@@ -289,7 +295,7 @@ def _prefer(tables: Tables, rule: Whole, progress: Progress, rank: int, earliest
 
 @compiled
 def _rating(tables: Tables, depth: int, code: int) -> int:
-    """Return the priority of an action among forwards or among backwards."""
+    """Return the priority of a forward among forwards, or of a backward among backwards."""
     stage = code // KINDS // tables.num_microbatches
     if code % KINDS != FORWARD or depth == 1:
         return -stage
@@ -318,7 +324,7 @@ def _fits(tables: Tables, progress: Progress, rank: int, code: int) -> bool:
 
 @compiled
 def _oldest_owed(tables: Tables, progress: Progress, rank: int) -> int:
-    """Return the owed W of a rank with the lowest micro-batch; -1 if no W is owed."""
+    """Return the W with the lowest micro-batch number, of all W that a rank owes; -1 if it owes none."""
     count = tables.num_microbatches
     best = -1
     for at in range(tables.first_chunk[rank], tables.first_chunk[rank + 1]):
@@ -334,7 +340,7 @@ def _oldest_owed(tables: Tables, progress: Progress, rank: int) -> int:
 
 @compiled
 def _gradient(tables: Tables, rule: Whole, progress: Progress, rank: int, stage: int) -> int:
-    """Return the next I or B of a stage, or -1 if there is none or its input is not known yet."""
+    """Return the next I or B of a stage; -1 if there is none, or if the action that it needs is not written yet."""
     microbatch = progress.gradients[stage]
     if microbatch >= progress.forwards[stage]:
         return _NONE
@@ -354,7 +360,7 @@ def _gradient(tables: Tables, rule: Whole, progress: Progress, rank: int, stage:
 
 @compiled
 def _forward(tables: Tables, progress: Progress, rank: int, stage: int, window: int) -> int:
-    """Return the next F of a stage, or -1 if there is none, its input is not known yet, or it must wait."""
+    """Return the next F of a stage; -1 if there is none, or if it must wait for its input, the window or a limit."""
     microbatch = progress.forwards[stage]
     if microbatch >= min(window, tables.num_microbatches):
         return _NONE

@@ -1,7 +1,7 @@
 """Moves: small changes of one rank's order that keep every stage's micro-batches in ascending order.
 
-Three moves reach every order: an action moves by some slots on its rank, an I and its W become a B, or a B becomes an I
-and a W.
+Three moves are enough to reach every order: an action moves by some slots on its rank, an I and its W become a B, or a
+B becomes an I and a W.
 """
 
 from pipesched.program.search.compiled import compiled
@@ -15,8 +15,11 @@ __all__ = ["fuse", "rotate", "shift", "split"]
 def ordered(tables: Tables, a: int, b: int) -> bool:
     """Return whether the order of two actions of one rank is fixed. The result does not depend on their current order.
 
-    On one stage, the order of two F, of two of I and B, and of two of W and B is fixed. So is the order of a
-    micro-batch's own actions, and that of an action and the action on another stage that waits for it.
+    The order is fixed in three cases:
+
+    - The actions belong to the same stage and the same micro-batch.
+    - They belong to the same stage, and both are F, both are I or B, or both are W or B.
+    - They belong to different stages, and one waits for the other.
     """
     pair = a // KINDS
     other = b // KINDS
@@ -33,7 +36,7 @@ def ordered(tables: Tables, a: int, b: int) -> bool:
 
 @compiled
 def rotate(orders: Sequences, slot: int, to: int) -> None:
-    """Move the action in a slot to another slot of its rank, and the actions between them by one slot."""
+    """Move an action from a slot to another slot of its rank. The actions between the two slots move by one slot."""
     slots = orders.slots
     code = slots[slot]
     step = 1 if to > slot else -1
@@ -45,7 +48,10 @@ def rotate(orders: Sequences, slot: int, to: int) -> None:
 
 @compiled
 def reach(tables: Tables, orders: Sequences, rank: int, slot: int, distance: int) -> int:
-    """Return the slot that an action reaches if it moves by ``distance`` slots, fewer if another action blocks it."""
+    """Return the slot that an action reaches if it moves by ``distance`` slots.
+
+    If another action blocks the way, the action stops next to it.
+    """
     slots = orders.slots
     code = slots[slot]
     begin = tables.first[rank]
@@ -76,7 +82,9 @@ def shift(tables: Tables, orders: Sequences, rank: int, slot: int, distance: int
 
 @compiled
 def fuse(tables: Tables, orders: Sequences, rank: int, slot: int, early: bool) -> bool:
-    """Replace the I or W in a slot, and its partner, by a B in the slot of the I (``early``) or of the W.
+    """Replace an I and its W by a B. ``slot`` is the slot of the I or of the W.
+
+    The B gets the slot of the I if ``early`` is true, otherwise the slot of the W.
 
     Returns whether the order has changed. The limits are not checked, and ``held`` is not updated.
     """

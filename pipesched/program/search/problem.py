@@ -23,7 +23,7 @@ class Resource:
 
     Attributes:
         takes: for each kind, for each stage, for each micro-batch, the amount that the action takes.
-        gives: likewise, the amount that the action gives back.
+        gives: in the same form, the amount that the action gives back.
         limits: the most that each rank can hold at once.
 
     """
@@ -43,7 +43,7 @@ class Problem:
         num_microbatches: the number of micro-batches.
         times: for each kind (F, I, W, B), for each stage, for each micro-batch, the time of the action.
         forward_lags: for each stage but the last, for each micro-batch, the time of the message to the next stage.
-        backward_lags: likewise, the time of the message back.
+        backward_lags: for the same stages and micro-batches, the time of the message back from the next stage.
         resources: the limited resources of the ranks. Default: none.
 
     """
@@ -67,7 +67,10 @@ class Problem:
         return tuple(chunks_of(self.placement, rank) for rank in range(self.num_ranks))
 
     def shortened(self, count: int) -> "Problem | None":
-        """Return the problem with ``count`` micro-batches, or None if there are fewer or they differ."""
+        """Return the problem with only ``count`` micro-batches.
+
+        Returns None if this problem has no more micro-batches than that, or if their times or amounts differ.
+        """
         tables = (*self.times, self.forward_lags, self.backward_lags)
         tables += tuple(table for of in self.resources for table in (*of.takes, *of.gives))
         if count >= self.num_microbatches or any(min(row) != max(row) for table in tables for row in table):
@@ -76,7 +79,7 @@ class Problem:
 
     @cached_property
     def fuses(self) -> bool:
-        """Whether some B has an advantage over its I and W: it is shorter, or holds less."""
+        """Whether some B is shorter than the I and W that can replace it, or holds less of a resource."""
         _, inputs, weights, backwards = map(_flat, self.times)
         if any(b < i + w for i, w, b in zip(inputs, weights, backwards, strict=True)):
             return True

@@ -8,12 +8,12 @@ WORD = 0xFFFFFFFF
 
 
 def state() -> Whole:
-    """Return memory for a generator."""
+    """Allocate the state of a generator."""
     return whole([0, 0])
 
 
 def start(random: Whole, seed: int) -> None:
-    """Start a generator."""
+    """Set the state of a generator from a seed."""
     random[0] = seed * 2654435769 + 362436069 & WORD
     random[1] = 521288629
 

@@ -46,11 +46,11 @@ class _Run(NamedTuple):
 
 
 class RuleSearch:
-    """Improves rules.
+    """Improves the rules of list schedules by hill climbing.
 
     Args:
         problem: the problem.
-        widest: the window that stands for no limit. Default: the number of micro-batches.
+        widest: the window to use for ranks without a limit on their forwards. Default: the number of micro-batches.
 
     """
 
@@ -107,7 +107,7 @@ def _climb(
 
 @compiled
 def _change(tables: Tables, random: Whole, rule: Whole, run: _Run) -> None:
-    """Change a choice of some neighbouring ranks."""
+    """Set one randomly selected choice of a rule to a new value, for one rank or several neighbouring ranks."""
     ranks = tables.num_ranks
     most = tables.num_microbatches
     choice = run.choices[draw(random) % len(run.choices)]

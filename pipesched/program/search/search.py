@@ -48,10 +48,10 @@ def search(
     Args:
         problem: the stages, times and limits.
         known: known orders, as codes of actions; simpler ones first. Those that break a limit are left out.
-        steps: the most steps of annealing.
-        lists: the most list schedules by rules that are the same for all ranks.
-        climbs: the most list schedules to improve the best of these rules, with separate choices for each rank.
-            Default: 0.
+        steps: the maximum number of annealing steps.
+        lists: the maximum number of list schedules to write by rules that are the same for all ranks.
+        climbs: the maximum number of list schedules to write while the best of these rules is improved, with
+            separate choices for each rank. Default: 0.
 
     """
     return _Search(problem, steps, lists, climbs).run(known)
@@ -98,7 +98,7 @@ class _Search:
         return any(start.makespan <= self._bound for start in self._starts)
 
     def _add(self, orders: Sequences, known: int | None = None) -> None:
-        """Add a start, if it is within the limits and does not deadlock."""
+        """Add orders to start from, if they are within the limits and do not deadlock."""
         self._tried += 1
         if self._holds(orders):
             makespan = int(evaluate(self._tables, self._clocks, orders, _MOST))
@@ -136,7 +136,10 @@ class _Search:
             self._climb(best[1])
 
     def _climb(self, rule: Whole) -> None:
-        """Improve a rule. With many micro-batches, first improve it for fewer, whose schedules take less time."""
+        """Improve a rule, and add the orders that it gives.
+
+        If there are many micro-batches, the rule is first improved for fewer, because such orders are faster to write.
+        """
         count = self._problem.num_microbatches
         fewer = self._problem.shortened(ROUNDS * self._problem.num_ranks)
         for problem, share in ((fewer, 1), (self._problem, _SHARE if fewer else 1)):
@@ -156,8 +159,8 @@ class _Search:
     def _anneal(self) -> _Start:
         """Improve the best starts by annealing, and return the best result.
 
-        Orders with few actions are annealed several times from a high temperature. The results are then annealed again
-        and again from a lower one, the best ones first.
+        Orders with few actions are annealed several times from a high temperature. The best results are then annealed
+        again and again from a lower temperature.
         """
         annealer = Annealer(self._tables)
         starts = self._different()
@@ -177,7 +180,10 @@ class _Search:
     def _cooled(
         self, annealer: Annealer, start: _Start, heat: tuple[float, float], steps: int, number: int = 0
     ) -> _Start:
-        """Return the result of annealing a start. ``number`` is the seed."""
+        """Anneal the orders of a start, and return the result.
+
+        ``heat`` holds the first and the last temperature. ``number`` is the seed.
+        """
         orders = sequences(self._tables)
         copy(start.orders, orders)
         if heat != _WARM:
@@ -188,7 +194,7 @@ class _Search:
         return _Start(makespan, len(self._starts) + number, None, orders)
 
     def _different(self) -> list[_Start]:
-        """Return the best starts without repetition."""
+        """Return the best starts. Starts with equal orders are returned once."""
         chosen: list[_Start] = []
         seen = set()
         for start in self._starts:

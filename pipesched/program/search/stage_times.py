@@ -43,7 +43,7 @@ def chain_times(
     Args:
         times: the times of F, I, W and B, each with one number for each stage.
         there: for each stage but the last, the time of the message to the next stage.
-        back: likewise, the time of the message back.
+        back: for the same stages, the time of the message back from the next stage.
         split: whether a backward can be an I and a W. If not, the times of I are those of B, and those of W are 0.
 
     """

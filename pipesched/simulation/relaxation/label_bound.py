@@ -1,6 +1,6 @@
 """Label bound: a lower bound on the makespan from all orders of one rank, found by bisection over deadlines.
 
-`pipesched.simulation.relaxation.label_sweep` shows that no program meets a deadline.
+For each deadline, `pipesched.simulation.relaxation.label_sweep` tries to prove that no program meets it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -37,7 +37,8 @@ def label_bound(
         limits: the most (stage, micro-batch) pairs that each rank holds at once, keyed by rank.
         num_microbatches: the number of micro-batches.
         low: a known lower bound in seconds, above 0.
-        effort: the limit on the numbers in the labels of all sweeps. If it is reached, the best bound so far is used.
+        effort: the most numbers that all sweeps together may write into labels. If this limit is reached, the search
+            stops with the best bound so far.
         split: whether a backward can be an I and a W.
 
     """

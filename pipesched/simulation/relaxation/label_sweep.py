@@ -80,7 +80,7 @@ class _States:
 
     @classmethod
     def merged(cls, parts: "Sequence[_States]", digits: _Ints) -> "_States":
-        """Join rows, with the componentwise minimum of the labels of equal states."""
+        """Concatenate states. Equal states become one state, with the componentwise minimum of their labels."""
         if not parts:
             return cls(np.zeros(0, np.int64), np.zeros((0, len(digits) - 1), np.int64), np.zeros((0, 2), np.int64))
         problem = np.concatenate([part.problem for part in parts])
@@ -138,12 +138,12 @@ class Sweep:
         return Swept(missed, tuple(deadline for deadline in self._deadlines if deadline not in missed), effort)
 
     def _unmissed(self, states: _States, level: int) -> _States:
-        """Return the states without those of deadlines that some rank is sure to miss."""
+        """Return the states, except those that belong to a deadline that some rank is sure to miss."""
         waiting = [states, *self._waiting.get(level + 1, [])]
         return states[self._kept(waiting)[states.problem // self._num_ranks]]
 
     def _kept(self, states: Iterable[_States]) -> NDArray[np.bool_]:
-        """Return for each deadline whether every rank has one of these states."""
+        """Return, for each deadline, whether every rank has at least one of these states."""
         alive = np.zeros(len(self._deadline), np.bool_)
         for each in states:
             alive[each.problem] = True

@@ -26,7 +26,10 @@ class TimeUnits:
 
     @classmethod
     def of(cls, costs: Costs, num_microbatches: int, most: int = _MOST) -> "TimeUnits":
-        """Choose the unit. It is exact if all actions of a step together then take fewer than ``most`` units."""
+        """Choose a unit so small that rounding matters little, but so large that a step has fewer than ``most`` units.
+
+        The unit is exact if a unit that divides all times is large enough. This needs whole numbers or Fractions.
+        """
         columns = (costs.forward_s, costs.input_grad_s, costs.weight_grad_s, costs.backward_s)
         times = [*(seconds for column in columns for seconds in column), costs.transfer_s]
         longest = num_microbatches * (sum(times) + 2 * costs.num_stages * costs.transfer_s)
