@@ -226,11 +226,9 @@ def _undominated(held: Ints, ticks: Ints) -> Ints:
 
 
 def _undominated_with_copies(held: Ints, ticks: Ints, copies: Ints) -> Ints:
-    """Like `_undominated`, with copies as a third cost.
-
-    ``stair_ticks`` and ``stair_copies`` hold the undominated pairs of ticks and copies of all states with fewer bytes.
-    """
+    """Return the indices of the states that no other state beats in bytes, ticks and copies, in order of bytes."""
     kept: list[int] = []
+    # The (ticks, copies) pairs of the states visited so far, which have at most as many bytes, that no other pair beats.
     stair_ticks: list[int] = []
     stair_copies: list[int] = []
     order = np.lexsort((copies, ticks, held))

@@ -186,7 +186,8 @@ class Index:
     """A lookup table from actions to their rows in a program's columns, with -1 for actions not in the program.
 
     The table has a slot for each (kind, edge, micro-batch) of transfers, and for each (kind, stage, micro-batch) of
-    other actions. REDUCE, UNSHARD and RESHARD have the numbers of buckets and gathers in place of micro-batches.
+    other actions. For REDUCE, the number of the bucket takes the place of the micro-batch; for UNSHARD and RESHARD, the
+    number of the gather does.
     """
 
     def __init__(self, columns: Columns, graph: StageGraph, num_microbatches: int) -> None:
