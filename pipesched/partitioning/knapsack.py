@@ -228,7 +228,7 @@ def _undominated(held: Ints, ticks: Ints) -> Ints:
 def _undominated_with_copies(held: Ints, ticks: Ints, copies: Ints) -> Ints:
     """Return the indices of the states that no other state beats in bytes, ticks and copies, in order of bytes."""
     kept: list[int] = []
-    # The (ticks, copies) pairs of the states visited so far, which have at most as many bytes, that no other pair beats.
+    # The (ticks, copies) pairs that no other pair beats, among the states visited so far. These have the fewest bytes.
     stair_ticks: list[int] = []
     stair_copies: list[int] = []
     order = np.lexsort((copies, ticks, held))
