@@ -49,14 +49,16 @@ HEAD = """\
 
 # The schedules
 
-Every schedule of pipesched on {ranks} ranks with {microbatches} micro-batches, as simulated. For one micro-batch, the
-forward (F), the input gradients (I) and the weight gradients (W) of a rank's part of the model take 1 s each, a whole
-backward (B) takes 2 s, and messages take no time. If a rank has several stages (chunks), its part and these times are
-divided equally among them. `make gallery` generates this page from the files in [schedules/](../schedules).
+This page shows every schedule of pipesched, simulated on {ranks} ranks with {microbatches} micro-batches.
+`make gallery` generates the page from the files in [schedules/](../schedules).
+
+For one micro-batch, the forward (F), the input gradients (I) and the weight gradients (W) of a rank's part of the model
+take 1 s each, a whole backward (B) takes 2 s, and messages take no time. If a rank has several stages (chunks), its
+part of the model and these times are divided equally among them.
 
 - **bubble**: idle time / (ranks x makespan).
-- **of the span**: idle time / the longest time from the first start to the last end on a single rank, as defined in the
-  zero-bubble papers.
+- **of the span**: (longest span - longest busy time of a rank) / longest span, as defined in the zero-bubble papers.
+  The span of a rank is the time from its first start to its last end.
 - **above the bound**: the relative difference between the makespan and the bound. No schedule with the same stages and
   ranks can beat the bound, even with unlimited memory.
 - **held**: the largest number of micro-batches that a rank holds at the same time, each from its F to the end of its B
@@ -65,7 +67,8 @@ divided equally among them. `make gallery` generates this page from the files in
 - **exact**: gradients are added in the order of the micro-batches, so the results of all exact schedules are
   bit-identical. The results of asynchronous schedules also depend on the weights that each micro-batch uses.
 - **formulas**: p is the number of ranks, m the number of micro-batches and v the number of chunks per rank. F, B, I and
-  W stand for the times of these actions on a rank, and c for the time of a message.
+  W stand for the times of these actions on a rank, and c for the time of a message. A chunk time is the time of F, I
+  or W on one chunk.
 """
 
 LEGEND = """\
@@ -73,10 +76,11 @@ LEGEND = """\
 
 A row is a rank, and time runs to the right. The number in a bar is the micro-batch, and the colour is the kind of work:
 blue F, the forward; orange B, a whole backward; red I, the input gradients, for which the previous stage waits; green
-W, the weight gradients, for which no other stage waits. Hatched grey is bubble. If a rank holds several chunks, the
-first one in the order of stages has the full colour, and later ones have lighter shades. A grey UPDATE is the
-optimizer's step in a schedule that contains updates. If micro-batches are divided into token slices, the numbers count
-slices.
+W, the weight gradients, for which no other stage waits. Hatched grey is bubble.
+
+If a rank holds several chunks, the first one in the order of stages has the full colour, and later ones have lighter
+shades. A grey UPDATE is the optimizer's step in a schedule that contains updates. If micro-batches are divided into
+token slices, the numbers count slices.
 """
 
 
@@ -205,7 +209,7 @@ def overview(shown: list[Exhibit]) -> str:
     ]
     header = ("schedule", "bubble", "of the span", "above the bound", "held", "lines", "paper")
     steady = [f"{one.schedule.name} {percent(one.steady_bubble)}" for one in shown if one.steady_bubble is not None]
-    note = f"\n\\* For a single step. Steps overlap, and the bubble of each further step is: {', '.join(steady)}.\n"
+    note = f"\n\\* In a single step. When steps overlap, the bubble of a further step is: {', '.join(steady)}.\n"
     return table(header, rows) + (note if steady else "")
 
 

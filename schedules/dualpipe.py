@@ -9,10 +9,13 @@ def dualpipe(rank: int, shape: Shape) -> Order:
     """Micro-batches start on both outer ranks; each F overlaps with a B of the other direction. DeepSeek-AI 2024.
 
     Each rank holds one stage of each direction, so there are two copies of each stage's weights, on different ranks;
-    their gradients are summed after the step. In an overlapping pair, the communication of one action is hidden behind
-    the computation of the other. F&B is the time of such a pair.
+    their gradients are summed after the step.
+
+    In an overlapping pair, the communication of one action is hidden behind the computation of the other. F&B is the
+    time of such a pair.
 
     Bubble (p/2-1)(F&B + B - 3W) for F = I >= W and even m >= 2p; every rank then holds at most p + 1 micro-batches.
+
     The number of ranks must be even. If m is odd or less than 2p, the order for the next even m >= 2p is used, without
     the actions of the extra micro-batches, so ranks idle more.
     """

@@ -13,7 +13,8 @@ def dualpipe_v(rank: int, shape: Shape) -> Order:
     other. f, b, i and w are the times of one chunk, and f&b is the time of an overlapping pair.
 
     Bubble (p-1)(f&b + b - 3w) for f = i >= w and m >= 2p, which is (p-1)(2f + i - w) if overlapping saves no time.
-    Every rank holds at most p + 1/2 micro-batches. With fewer than 2p micro-batches, the same order has gaps.
+    Every rank holds at most p + 1/2 micro-batches. With fewer than 2p micro-batches, the order for 2p is used, without
+    the actions of the extra micro-batches, so ranks idle more.
     """
     down, up = shape.exactly(2, rank)
     p, m = shape.num_ranks, shape.num_microbatches

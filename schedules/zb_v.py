@@ -8,7 +8,8 @@ def zb_v(rank: int, shape: Shape) -> Order:
     """Two chunks per rank in a V: rank 0 holds the first and the last stage. ZB-V, Qi et al. 2023.
 
     Span bubble (p-1)(I-W) for W <= F <= I, which is 0 for equal times; every rank holds at most p micro-batches.
-    Designed for m >= 2p-1; with fewer micro-batches, the same order has gaps.
+    With fewer than 2p-1 micro-batches, the order for 2p-1 is used, without the actions of the extra micro-batches, so
+    ranks idle more.
     """
     order, (down, up) = Order(shape), shape.exactly(2, rank)
     p, ahead = shape.num_ranks, shape.num_ranks - rank
