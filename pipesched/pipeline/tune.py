@@ -105,8 +105,8 @@ def tune(
         batch_size: the number of rows in a step.
         memory_limit_bytes: the most bytes that a rank may hold: one number for all ranks, or one per rank. Default:
             None (no limit).
-        schedule: the schedule to use. A number of chunks per rank that differs from the schedule's default is kept.
-            Default: "auto", chosen by the search.
+        schedule: the schedule to use. A number of chunks per rank that ``with_options`` has set is kept, and so are the
+            ``max_in_flight`` and the ``placement`` of `searched`. Default: "auto", chosen by the search.
         num_stages: the number of stages. Default: chosen by the search.
         num_microbatches: the number of micro-batches. Default: chosen by the search, such that micro-batch sizes stay
             within the measured range.

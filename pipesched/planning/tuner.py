@@ -15,7 +15,7 @@ boundaries of the best candidates are moved while this shortens the simulated st
 import heapq
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from itertools import count
+from itertools import count, islice
 from math import inf
 from typing import Any
 
@@ -36,7 +36,9 @@ from pipesched.planning.recomputation_choice import RecomputationChooser
 from pipesched.planning.refinement.boundary_refinement import refined
 from pipesched.planning.refinement.order_search import OrderSearch, as_searched, is_searched
 from pipesched.planning.search_request import SearchRequest
+from pipesched.planning.windows import is_windowed, window_of
 from pipesched.program.actions import Kind
+from pipesched.program.placement import Placement
 from pipesched.simulation.bounds import lower_bound
 from pipesched.simulation.costs import Costs
 from pipesched.simulation.layer_costs import costs_of
@@ -52,6 +54,7 @@ _ORDER_GAIN = 0.001  # a searched order with a saving below this fraction of a s
 _TO_REFINE = 0.4  # the fraction of the effort that is reserved for refining boundaries
 _KNOWN = 0.6  # the fraction of the progress that known schedules make; searched orders make the rest
 _FOR_ORDERS = 3  # the effort of the order search, relative to the effort of the request
+_TOO_LARGE = 2  # most candidates that exceed the limits, but for whose stages orders are searched
 _SHOWN = 8  # number of alternatives to list besides the baselines
 _BASELINES = ("1f1b", "gpipe")
 _WHY = "the search chose the split by simulated step time, not by the bottleneck alone"
@@ -156,9 +159,10 @@ class Tuner:
     def refine(self) -> EvaluatedCandidate:
         """Move the boundaries of the best candidates, search orders for them, and return the candidate to use."""
         self._move_boundaries()
+        self._found = [as_searched(each) if is_windowed(each.candidate.schedule) else each for each in self._found]
         if self._search.searches_orders:
             orders = OrderSearch(self._chooser, self._order_effort, lambda found: _bound_s(found, split=True))
-            self._found += orders.improve(self._found, self._moved)
+            self._found += orders.improve(self._found, self._moved, self._too_large())
             if self._search.schedule is not None:  # `searched` is asked for, and starts from the best known order
                 self._found.append(as_searched(self.best()[0]))
         return self._chosen()
@@ -188,6 +192,23 @@ class Tuner:
         for found in [found for found in self.best() if found.step_s <= _NEAR * fastest]:
             share = (to_refine if self._in_need else self._effort.left) / 2
             self._found.append(self._refined(found, until=self._effort.left - share))
+
+    def _too_large(self) -> list[EvaluatedCandidate]:
+        """Return candidates that exceed the limits, but for whose stages an order within the limits may exist.
+
+        They do not recompute, use all ranks and the fastest candidate's number of micro-batches, and have the best
+        bounds. Placements for which some candidate fits without recomputation are left out.
+        """
+        mode = self._search.checkpoint or LADDER[0]
+        fit = {found.candidate.placement for found in self._found if found.candidate.checkpoint == mode}
+        count = self.best()[0].candidate.num_microbatches
+        every: dict[Placement, EvaluatedCandidate | None] = {}
+        for candidate in filter(self._lean.may_fit, self._lean.candidates()):
+            same = (candidate.num_ranks, candidate.num_microbatches) == (self._search.num_ranks, count)
+            if same and is_windowed(candidate.schedule) and candidate.placement not in {*fit, *every}:
+                every[candidate.placement] = self._chooser.without_limits(candidate.recomputing(mode))
+        ordered = sorted(filter(None, every.values()), key=lambda found: _bound_s(found, split=True))
+        return list(islice((found for found in ordered if self._chooser.exceeds(found)), _TOO_LARGE))
 
     def _leanest(self) -> EvaluatedCandidate:
         """Find the plan that needs the least memory. Raises MemoryLimitError if this plan exceeds the limits.
@@ -219,7 +240,7 @@ class Tuner:
         for candidate in sorted(filter(self._is_usual, every), key=lambda each: each.num_ranks):
             if not self._is_beaten(self._least_s(candidate), candidate):
                 self._found += [self._simulated(found) for found in self._chooser.choices(candidate)]
-        self._try_simple_cuts(every)
+        self._try_simple_cuts([each for each in every if not is_windowed(each.schedule)])
         others = [each for each in every if not self._is_usual(each)]
         number = count()
         line: list[Any] = [(self._least_s(each), each.order, next(number), each, None) for each in others]
@@ -287,11 +308,16 @@ class Tuner:
         work of all earlier ranks on one micro-batch, for which it waits. The longest of these times is smallest if the
         work per micro-batch decreases by a factor of 1 - 1/count from rank to rank, where count is the number of
         micro-batches.
+
+        With a window of w micro-batches, the first rank holds each micro-batch for the whole work on it, and at most w
+        of them at a time.
         """
         count = candidate.num_microbatches
         if count not in self._work:
             self._work[count] = _work(self._chooser.graph(count))
         work_s, whole_s, heaviest_s = self._work[count]
+        if window := window_of(candidate.schedule):
+            return count * max(whole_s / min(window, candidate.num_ranks), heaviest_s)
         if candidate.splits or candidate.schedule.chunks_per_rank > 1:
             return count * max(work_s / candidate.num_ranks, heaviest_s)
         shares = 1 - (1 - 1 / count) ** candidate.num_ranks

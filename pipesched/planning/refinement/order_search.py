@@ -78,17 +78,21 @@ class OrderSearch:
         self._all = effort.left
         self._bound_s = bound_s
 
-    def improve(self, found: Sequence[EvaluatedCandidate], move: Mover) -> list[EvaluatedCandidate]:
+    def improve(
+        self, found: Sequence[EvaluatedCandidate], move: Mover, too_large: Sequence[EvaluatedCandidate] = ()
+    ) -> list[EvaluatedCandidate]:
         """Return candidates with searched orders, each within the limits.
 
         Args:
             found: the evaluated candidates of the search, at least one.
             move: a function that moves boundaries.
+            too_large: candidates that exceed the limits, but for whose stages an order within the limits may exist.
+                Default: none.
 
         """
         best_s = min(each.step_s for each in found)
         made: list[EvaluatedCandidate] = []
-        for known in _groups(found, best_s):
+        for known in [*([each] for each in too_large), *_groups(found, best_s)][:_PAIRS]:
             if self._bound_s(known[0]) < best_s:
                 made += self._made(known, self._all * _PER_PAIR)
             made += self._of_all_cuts(known[0], min((best_s, *(each.step_s for each in made))))
@@ -133,6 +137,7 @@ class OrderSearch:
             schedule = schedules.get(_NAME).with_options(
                 placement=candidate.placement,
                 costs=costs,
+                max_in_flight=self._chooser.most_in_flight(candidate),
                 memory_limit_bytes=room,
                 effort=share,
                 starts=tuple(each.candidate.program for each in known[:_STARTS]),
@@ -193,7 +198,7 @@ def _groups(found: Iterable[EvaluatedCandidate], best_s: float) -> list[list[Eva
         own = each.candidate
         if each.step_s <= best_s * _NEAR and not own.program.has_updates:
             groups.setdefault((own.placement, own.num_microbatches, repr(own.checkpoint)), []).append(each)
-    return list(groups.values())[:_PAIRS]
+    return list(groups.values())
 
 
 def _cost(candidate: Candidate, share: float) -> float:
