@@ -26,7 +26,7 @@ from pipesched.errors import MemoryLimitError
 from pipesched.partitioning.result import StageLayers
 from pipesched.planning.alternatives import Alternative
 from pipesched.planning.candidates import LADDER, Candidate
-from pipesched.planning.effort import AT_LEAST, IN_ORDER_SEARCH, Effort
+from pipesched.planning.effort import AT_LEAST, FOR_MEMORY, IN_ORDER_SEARCH, Effort
 from pipesched.planning.evaluated_candidate import WORTH, EvaluatedCandidate, label_of, simplest
 from pipesched.planning.infeasibility import FittingPlans, infeasible, leanest, no_partition
 from pipesched.planning.lean_candidates import LeanCandidates
@@ -54,7 +54,7 @@ _ORDER_GAIN = 0.001  # a searched order with a saving below this fraction of a s
 _TO_REFINE = 0.4  # the fraction of the effort that is reserved for refining boundaries
 _KNOWN = 0.6  # the fraction of the progress that known schedules make; searched orders make the rest
 _FOR_ORDERS = 3  # the effort of the order search, relative to the effort of the request
-_TOO_LARGE = 2  # most candidates that exceed the limits, but for whose stages orders are searched
+_PLACEMENTS = 2  # most placements for which orders are searched although no known program fits
 _SHOWN = 8  # number of alternatives to list besides the baselines
 _BASELINES = ("1f1b", "gpipe")
 _WHY = "the search chose the split by simulated step time, not by the bottleneck alone"
@@ -154,6 +154,7 @@ class Tuner:
         self._in_need = not self._found and rival_s == inf
         if self._in_need:
             self._thrifty_first(rest)
+            self._squeeze()
         return bool(self._found)
 
     def refine(self) -> EvaluatedCandidate:
@@ -162,7 +163,7 @@ class Tuner:
         self._found = [as_searched(each) if is_windowed(each.candidate.schedule) else each for each in self._found]
         if self._search.searches_orders:
             orders = OrderSearch(self._chooser, self._order_effort, lambda found: _bound_s(found, split=True))
-            self._found += orders.improve(self._found, self._moved, self._too_large())
+            self._found += orders.improve(self._found, self._moved, self._unrecomputed())
             if self._search.schedule is not None:  # `searched` is asked for, and starts from the best known order
                 self._found.append(as_searched(self.best()[0]))
         return self._chosen()
@@ -193,22 +194,28 @@ class Tuner:
             share = (to_refine if self._in_need else self._effort.left) / 2
             self._found.append(self._refined(found, until=self._effort.left - share))
 
-    def _too_large(self) -> list[EvaluatedCandidate]:
-        """Return candidates that exceed the limits, but for whose stages an order within the limits may exist.
+    def _unrecomputed(self) -> list[EvaluatedCandidate]:
+        """Return candidates without recomputation, for whose stages an order within the limits may exist.
 
-        They do not recompute, use all ranks and the fastest candidate's number of micro-batches, and have the best
-        bounds. Placements for which some candidate fits without recomputation are left out.
+        They use all ranks and the fastest candidate's number of micro-batches. For each placement without a candidate
+        that fits without recomputation, there is one with the fastest cut, which exceeds the limits, and one with a cut
+        within the limits, if some window permits one. The placements with the best bounds come first.
         """
         mode = self._search.checkpoint or LADDER[0]
         fit = {found.candidate.placement for found in self._found if found.candidate.checkpoint == mode}
         count = self.best()[0].candidate.num_microbatches
-        every: dict[Placement, EvaluatedCandidate | None] = {}
+        windows: dict[Placement, list[Candidate]] = {}
         for candidate in filter(self._lean.may_fit, self._lean.candidates()):
             same = (candidate.num_ranks, candidate.num_microbatches) == (self._search.num_ranks, count)
-            if same and is_windowed(candidate.schedule) and candidate.placement not in {*fit, *every}:
-                every[candidate.placement] = self._chooser.without_limits(candidate.recomputing(mode))
-        ordered = sorted(filter(None, every.values()), key=lambda found: _bound_s(found, split=True))
-        return list(islice((found for found in ordered if self._chooser.exceeds(found)), _TOO_LARGE))
+            if same and is_windowed(candidate.schedule) and candidate.placement not in fit:
+                windows.setdefault(candidate.placement, []).append(candidate.recomputing(mode))
+        fastest = [(self._chooser.without_limits(each[-1]), each) for each in windows.values()]
+        large = [(found, each) for found, each in fastest if found is not None and self._chooser.exceeds(found)]
+        chosen = []
+        for found, each in sorted(large, key=lambda pair: _bound_s(pair[0], split=True))[:_PLACEMENTS]:
+            chosen.append(found)
+            chosen += islice(filter(None, map(self._chooser.within_limits, reversed(each))), 1)
+        return chosen
 
     def _leanest(self) -> EvaluatedCandidate:
         """Find the plan that needs the least memory. Raises MemoryLimitError if this plan exceeds the limits.
@@ -293,6 +300,37 @@ class Tuner:
                 return
             if not candidate.schedule.searches or IN_ORDER_SEARCH * candidate.num_actions < left / 4:
                 self._found += [self._simulated(found) for found in self._chooser.choices(candidate)]
+
+    def _squeeze(self) -> None:
+        """Move boundaries so that micro-batches fit one at a time, in each checkpoint setting, until a candidate fits.
+
+        The partitioner can miss cuts that only just fit, because it estimates the memory.
+        """
+        modes = LADDER if self._search.checkpoint is None else (self._search.checkpoint,)
+        every = filter(self._lean.may_fit, self._lean.candidates())
+        alone = [each for each in every if window_of(each.schedule) == 1 and each.num_ranks == self._search.num_ranks]
+        until = self._effort.left - self._lean.effort_in_need
+        for candidate in sorted(alone, key=lambda each: (-each.num_microbatches, each.num_stages)):
+            for found in filter(None, map(self._chooser.without_limits, map(candidate.recomputing, modes))):
+                if self._found or self._effort.left <= until:
+                    return
+                squeezed = self._squeezed(found, until)
+                if not any(squeezed.excess_bytes):
+                    self._found.append(self._simulated(squeezed))
+
+    def _squeezed(self, found: EvaluatedCandidate, until: float) -> EvaluatedCandidate:
+        """Move the candidate's boundaries while this lowers the bytes above the limits."""
+        best = found
+
+        def excess(stages: StageLayers) -> float:
+            nonlocal best
+            moved = self._chooser.evaluated(found.candidate, stages)
+            self._effort.spend(_A_MOVE + FOR_MEMORY * found.candidate.num_actions)
+            best = min(best, moved, key=lambda own: sum(own.excess_bytes))
+            return sum(moved.excess_bytes)
+
+        self._moved(found, excess, lambda: any(best.excess_bytes) and self._effort.left > until)
+        return best
 
     def _is_usual(self, candidate: Candidate) -> bool:
         """Return whether a candidate is a standard choice that is evaluated first: one rank, or 1F1B on all ranks."""

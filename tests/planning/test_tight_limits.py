@@ -1,6 +1,7 @@
 """Limits that no schedule of the catalogue meets: orders are searched within them, with or without recomputation."""
 
 from dataclasses import replace
+from itertools import combinations
 
 import pytest
 from hypothesis import given, settings
@@ -32,9 +33,12 @@ def limited(limit, *arguments, **asked):
     return search(*arguments, memory_limit_bytes=(limit,) * arguments[1], **asked)
 
 
+def largest(program, costs):
+    return max(memory.total_bytes for memory in rank_memory(program, costs))
+
+
 def peak(plan):
-    program = add_recompute(plan.program, plan.checkpoint)
-    return max(memory.total_bytes for memory in rank_memory(program, plan.costs))
+    return largest(add_recompute(plan.program, plan.checkpoint), plan.costs)
 
 
 def one_at_a_time(ranks, count):
@@ -51,7 +55,7 @@ def test_an_order_is_found_where_no_schedule_of_the_catalogue_fits(pairs):
     validate(plan.program, exact=True)
     assert peak(plan) <= limit
     known = [schedule.program(4, 8) for schedule in synchronous() if schedule.chunks_per_rank == 1]
-    assert min(max(memory.total_bytes for memory in rank_memory(each, plan.costs)) for each in known) > limit
+    assert min(largest(each, plan.costs) for each in known) > limit
     least_s = {1: 8 * 12, 2: 48, 3: 33}[pairs]
     assert plan.predicted().makespan_s <= least_s
 
@@ -91,19 +95,21 @@ def test_an_order_and_recomputation_are_combined_where_neither_alone_fits():
 @settings(max_examples=8)
 @given(
     times=st.lists(st.sampled_from([1.0, 2.0, 5.0]), min_size=3, max_size=6),
+    sizes=st.lists(st.sampled_from([100, 5_000, 9_000]), min_size=6, max_size=6),
     ranks=st.integers(2, 3),
     checkpoint=st.sampled_from([None, "never", "always"]),
 )
-def test_a_plan_is_found_if_micro_batches_fit_one_at_a_time(times, ranks, checkpoint):
-    asked = search(times, ranks, 4, checkpoint=checkpoint, effort=20_000)
-    stages = asked.pins.stages([rank * len(times) // ranks for rank in range(ranks)])
-    mode = checkpoint or "never"
-    program = add_recompute(one_at_a_time(ranks, 4), mode)
-    limit = max(memory.total_bytes for memory in rank_memory(program, asked.profile.costs(stages, 1)))
+def test_a_plan_is_found_if_micro_batches_fit_one_at_a_time(times, sizes, ranks, checkpoint):
+    """With the cut that needs the least memory of all."""
+    layers = {**HEAVY, "parameter_bytes": sizes}
+    asked = search(times, ranks, 4, checkpoint=checkpoint, effort=20_000, layers=layers)
+    program = add_recompute(one_at_a_time(ranks, 4), checkpoint or "never")
+    cuts = (asked.pins.stages((0, *starts)) for starts in combinations(range(1, len(times)), ranks - 1))
+    each = [asked.profile.costs(stages, 1) for stages in cuts]
+    limit, costs = min(((largest(program, own), own) for own in each), key=lambda pair: pair[0])
     plan = find_plan(replace(asked, memory_limit_bytes=(limit,) * ranks))
     assert peak(plan) <= limit
-    alone = simulate(program, asked.profile.costs(stages, 1)).makespan_s
-    assert plan.predicted().makespan_s <= alone
+    assert plan.predicted().makespan_s <= simulate(program, costs).makespan_s
 
 
 def test_the_smallest_limit_in_an_error_is_that_of_one_micro_batch_at_a_time():

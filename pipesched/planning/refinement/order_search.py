@@ -41,6 +41,7 @@ _MOVED = 2  # most of them whose boundaries are moved
 _TRIES = 3  # searches with a lowered limit, while the whole memory of a rank exceeds its limit
 _STARTS = 8  # most programs to start from
 _PER_PAIR = 0.2  # the fraction of the effort for the orders of one cut
+_PER_OTHER = 0.08  # likewise, if all known programs exceed the limits
 _PER_MOVE = 0.02  # the fraction of the effort for the orders of a cut with a moved boundary
 _A_MOVE = 2_000  # cost of the costs and the bound of a cut with a moved boundary, in actions
 _SHARES = (1, 1 / 2, 1 / 8, 1 / 20, 1 / 80, 1 / 320, 0)  # efforts of `searched`, relative to its default
@@ -79,23 +80,27 @@ class OrderSearch:
         self._bound_s = bound_s
 
     def improve(
-        self, found: Sequence[EvaluatedCandidate], move: Mover, too_large: Sequence[EvaluatedCandidate] = ()
+        self, found: Sequence[EvaluatedCandidate], move: Mover, others: Sequence[EvaluatedCandidate] = ()
     ) -> list[EvaluatedCandidate]:
         """Return candidates with searched orders, each within the limits.
 
         Args:
             found: the evaluated candidates of the search, at least one.
             move: a function that moves boundaries.
-            too_large: candidates that exceed the limits, but for whose stages an order within the limits may exist.
+            others: candidates that may exceed the limits, for whose stages an order within the limits may exist.
                 Default: none.
 
         """
         best_s = min(each.step_s for each in found)
         made: list[EvaluatedCandidate] = []
-        for known in [*([each] for each in too_large), *_groups(found, best_s)][:_PAIRS]:
+        pairs = [(known, _PER_PAIR) for known in _groups(found, best_s)] + [([each], _PER_OTHER) for each in others]
+        searched = set()
+        for known, share in pairs:
             if self._bound_s(known[0]) < best_s:
-                made += self._made(known, self._all * _PER_PAIR)
-            made += self._of_all_cuts(known[0], min((best_s, *(each.step_s for each in made))))
+                made += self._made(known, self._all * share)
+            if _key(known[0]) not in searched:
+                made += self._of_all_cuts(known[0], min((best_s, *(each.step_s for each in made))))
+            searched.add(_key(known[0]))
         made.sort(key=_speed)
         for number, each in enumerate(made[:_MOVED]):
             made += self._moved(each, move, until=self._effort.left * (1 - 1 / (_MOVED - number)))
@@ -195,10 +200,15 @@ def _groups(found: Iterable[EvaluatedCandidate], best_s: float) -> list[list[Eva
     several = sorted((each for each in found if each.candidate.num_ranks > 1), key=_speed)
     groups: dict[Any, list[EvaluatedCandidate]] = {}
     for each in several:
-        own = each.candidate
-        if each.step_s <= best_s * _NEAR and not own.program.has_updates:
-            groups.setdefault((own.placement, own.num_microbatches, repr(own.checkpoint)), []).append(each)
-    return list(groups.values())
+        if each.step_s <= best_s * _NEAR and not each.candidate.program.has_updates:
+            groups.setdefault(_key(each), []).append(each)
+    return list(groups.values())[:_PAIRS]
+
+
+def _key(found: EvaluatedCandidate) -> tuple[Any, ...]:
+    """Return what the orders of a candidate depend on, besides its cut."""
+    own = found.candidate
+    return own.placement, own.num_microbatches, repr(own.checkpoint)
 
 
 def _cost(candidate: Candidate, share: float) -> float:
