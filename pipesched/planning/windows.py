@@ -62,7 +62,7 @@ def windowed(
 
 def window_of(schedule: Schedule) -> int | None:
     """Return the most micro-batches that a rank may hold under a schedule of `windowed`; None for other schedules."""
-    return schedule.options["window"] if is_windowed(schedule) else None  # type: ignore[no-any-return]
+    return schedule.options["window"] if is_windowed(schedule) else None
 
 
 def is_windowed(schedule: Schedule) -> bool:
