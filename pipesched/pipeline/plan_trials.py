@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from pipesched.model.stale_weights import release_model
 from pipesched.model.state_guard import set_aside
 from pipesched.pipeline.options import Numerics
 from pipesched.pipeline.pipeline import Pipeline
+from pipesched.planning.confirmation import settled
 from pipesched.planning.plan import Plan
 from pipesched.runtime.microbatches import SplitDims, Splitter
 from pipesched.runtime.rank_host import RankHost, ThreadRanks
@@ -29,7 +31,8 @@ __all__ = ["Trial"]
 
 _ROUNDS = 10  # the most turns per plan; short turns alternate, because other programs slow a machine for seconds
 _STEPS = 2  # measured steps per turn, after one warm-up step
-_ENOUGH_S = 5.0  # seconds after which no further round starts
+_LEAST_ROUNDS = 4  # the least turns per plan, if they take no longer than ...
+_ENOUGH_S = 5.0  # ... these seconds, after which no further round starts
 
 
 @dataclass(frozen=True)
@@ -76,9 +79,12 @@ class Trial:
                         fit.remove(number)
                         steps[number].clear()
                     told((turn + (number + 1) / len(plans)) / _ROUNDS)
-                if self.host.agreed(lambda: time.perf_counter() - begin > _ENOUGH_S):
+                if self.host.agreed(partial(self._is_enough, turn + 1, begin, steps)):
                     break
         return steps
+
+    def _is_enough(self, rounds: int, begin: float, steps: Sequence[Sequence[Trace]]) -> bool:
+        return time.perf_counter() - begin > _ENOUGH_S or (rounds >= _LEAST_ROUNDS and settled(steps))
 
     def _steps(self, pipe: Pipeline, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> Iterator[Trace]:
         for step in range(1 + _STEPS):

@@ -105,8 +105,9 @@ def tune(
         batch_size: the number of rows in a step.
         memory_limit_bytes: the most bytes that a rank may hold: one number for all ranks, or one per rank. Default:
             None (no limit).
-        schedule: the schedule to use. If you have changed its number of chunks per rank from the default, the search
-            keeps your number. Default: "auto", chosen by the search.
+        schedule: the schedule to use. The search keeps a number of chunks per rank that you have set by
+            ``with_options``, and the ``max_in_flight`` and ``placement`` of `searched`. Default: "auto", chosen by
+            the search.
         num_stages: the number of stages. Default: chosen by the search.
         num_microbatches: the number of micro-batches. Default: chosen by the search, such that micro-batch sizes stay
             within the measured range.

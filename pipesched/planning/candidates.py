@@ -13,12 +13,12 @@ from pipesched.program.order import Schedule
 from pipesched.program.placement import Placement
 from pipesched.program.program import Program
 
-__all__ = ["LADDER", "Candidate", "candidates", "microbatch_counts", "smaller_counts", "synchronous"]
+__all__ = ["CHUNKS", "LADDER", "Candidate", "candidates", "microbatch_counts", "smaller_counts", "synchronous"]
 
 # Each setting needs less memory and more time than the previous setting.
 LADDER: tuple[CheckpointMode, ...] = ("never", "except_last", "always")
 _SIMPLEST = "1f1b"
-_CHUNKS = (1, 2, 3, 4)  # chunks per rank to try: with more, the extra messages cost more than the smaller bubble saves
+CHUNKS = (1, 2, 3, 4)  # chunks per rank to try: with more, the extra messages cost more than the smaller bubble saves
 _FEW_RANKS = 8  # up to this many ranks, every smaller number of ranks is tried too
 _MOST_ROUNDS = 16  # most micro-batches per rank: with 16, the bubble is already only a sixteenth of the work
 _MOST_COUNTS = 12  # at most this many numbers of micro-batches are tried
@@ -58,7 +58,8 @@ class Candidate:
     @cached_property
     def placement(self) -> Placement:
         """The rank of each stage."""
-        return tuple(self.schedule.placement(self.num_ranks, self.schedule.chunks_per_rank))
+        fixed = self.schedule.fixed_placement
+        return fixed or tuple(self.schedule.placement(self.num_ranks, self.schedule.chunks_per_rank))
 
     @property
     def order(self) -> tuple[int, bool, bool, str, int, int]:
@@ -86,7 +87,7 @@ class Candidate:
     def outline(self) -> Program:
         """A program with the same stages and placement, but in an order that is quick to create."""
         quick = schedules.get("looped-bfs").with_options(chunks_per_rank=self.schedule.chunks_per_rank)
-        return replace(quick, placement=self.schedule.placement).program(self.num_ranks, self.num_microbatches)
+        return replace(quick, placement=lambda *_: self.placement).program(self.num_ranks, self.num_microbatches)
 
     @cached_property
     def program(self) -> Program:
@@ -146,13 +147,13 @@ def candidates(
 def _variants(schedule: Schedule, *, chosen: bool) -> Iterator[tuple[Schedule, bool]]:
     """Yield pairs: the schedule with a number of chunks to try, and whether this variant splits each B into I and W.
 
-    If the user has set the number of chunks, only this number is tried.
+    If the user has set the number of chunks by ``with_options``, only this number is tried.
     """
     if "chunks_per_rank" not in schedule.options:
         variants = [schedule]
     else:
         given = schedule.chunks_per_rank
-        counts = [given] if chosen and _has_own_chunks(schedule) else sorted({given, *_CHUNKS})
+        counts = [given] if chosen and "chunks_per_rank" in schedule.given else sorted({given, *CHUNKS})
         variants = [schedule.with_options(chunks_per_rank=count) for count in counts if count > 1 or chosen]
     for variant in variants:
         try:
@@ -160,12 +161,6 @@ def _variants(schedule: Schedule, *, chosen: bool) -> Iterator[tuple[Schedule, b
         except ScheduleError:
             continue
         yield variant, bool(program.columns.are(Kind.W).any())
-
-
-def _has_own_chunks(schedule: Schedule) -> bool:
-    """Return whether the number of chunks differs from the default of the registered schedule of this name."""
-    known = schedule.name in schedules.names()
-    return known and schedules.get(schedule.name).chunks_per_rank != schedule.chunks_per_rank
 
 
 def smaller_counts(num_ranks: int) -> list[int]:

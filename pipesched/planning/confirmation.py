@@ -27,7 +27,7 @@ from pipesched.simulation.profile import Profile
 from pipesched.simulation.trace import Trace
 from pipesched.units import quote_speed
 
-__all__ = ["Run", "confirmed_plan", "corrected"]
+__all__ = ["Run", "confirmed_plan", "corrected", "settled"]
 
 Progress = Callable[[float], None]
 
@@ -42,15 +42,10 @@ _SWEEPS = 3  # passes over all plans that ran: costs corrected with one plan cha
 
 
 @dataclass(frozen=True)
-class _Tried:
-    """A plan that has been run, and its measured steps."""
+class _Measured:
+    """The measured steps of a plan."""
 
-    #: The plan, simulated with the current costs.
-    found: EvaluatedCandidate
-    #: The measured steps.
     steps: Sequence[Trace]
-    #: The step time that was predicted before the plan ran.
-    first_s: float
 
     @property
     def step_s(self) -> float:
@@ -63,15 +58,25 @@ class _Tried:
         strays = median(abs(step.makespan_s - self.step_s) for step in self.steps)
         return _ERROR_OF_MEDIAN * strays / sqrt(len(self.steps)) / self.step_s
 
+    def is_slower(self, other: "_Measured") -> bool:
+        """Return whether this plan's measured steps are slower than the other plan's by more than noise."""
+        return self.step_s > other.step_s * (1 + _needed(hypot(self.noise, other.noise)))
+
+
+@dataclass(frozen=True)
+class _Tried(_Measured):
+    """A plan that has been run."""
+
+    #: The plan, simulated with the current costs.
+    found: EvaluatedCandidate
+    #: The step time that was predicted before the plan ran.
+    first_s: float
+
     @property
     def expected_s(self) -> float:
         """The predicted step time, or the measured one if the two differ by more than noise."""
         off = abs(self.step_s / self.found.step_s - 1)
         return self.found.step_s if off <= _needed(self.noise) else self.step_s
-
-    def is_slower(self, other: "_Tried") -> bool:
-        """Return whether this plan's measured steps are slower than the other plan's by more than noise."""
-        return self.step_s > other.step_s * (1 + _needed(hypot(self.noise, other.noise)))
 
     def alternative(self, chosen: "_Tried") -> Alternative:
         """Return the plan as plain numbers, with a note that says why ``chosen`` was chosen instead."""
@@ -80,6 +85,20 @@ class _Tried:
             speed = quote_speed(chosen.step_s / self.step_s)
             note = f"measured {speed}" if self.is_slower(chosen) else "measured equally fast, within noise"
         return replace(self.found.alternative(note=note), measured_s=self.step_s, first_s=self.first_s)
+
+
+def settled(ran: Sequence[Sequence[Trace]]) -> bool:
+    """Return whether further steps of these plans are unlikely to change which of them is the fastest.
+
+    This is the case if each plan but the fastest is slower by more than noise, or if the noise is too small to matter.
+
+    Args:
+        ran: the measured steps of each plan; [] for a plan that could not run.
+
+    """
+    each = [_Measured(steps) for steps in ran if steps]
+    least = min(each, key=lambda one: one.step_s)
+    return all(one is least or one.is_slower(least) or _needed(hypot(one.noise, least.noise)) <= _LEAST for one in each)
 
 
 def _needed(noise: float) -> float:
@@ -112,7 +131,8 @@ def confirmed_plan(search: SearchRequest, run: Run, count: int, progress: Progre
         rivals = _run([fastest.found, new], tuner, run, _part(progress, 0.7, 0.9))  # their steps alternate
         rivals = [replace(one, first_s=fastest.first_s) if one.found is fastest.found else one for one in rivals]
         tried = [*rivals, *others]
-        tuner, _, tried = _search_again(_corrected(search, tried), tried, _part(progress, 0.9, 1.0))
+        tuner, known, tried = _predicted_again(_corrected(search, tried), tried, _part(progress, 0.9, 1.0))
+        tuner.explore(known=known)  # for the alternatives
         fastest = _fastest(tried[: len(rivals)])
     plan = tuner.plan(fastest.found)
     progress(1)
@@ -132,10 +152,17 @@ def _search_again(
 
     Returns the tuner, the best plan, and the plans that ran, with new predictions.
     """
+    tuner, known, tried = _predicted_again(search, tried, progress)
+    return tuner, tuner.search(known), tried
+
+
+def _predicted_again(
+    search: SearchRequest, tried: Sequence[_Tried], progress: Progress
+) -> tuple[Tuner, list[EvaluatedCandidate], list[_Tried]]:
+    """Return a tuner with corrected costs, the candidates of the plans that ran, and these plans, predicted again."""
     tuner = Tuner(search, progress)
     known = [tuner.simulated(one.found.candidate, one.found.stages) for one in tried]
-    new = tuner.search(known)
-    return tuner, new, [replace(one, found=found) for one, found in zip(tried, known, strict=True)]
+    return tuner, known, [replace(one, found=found) for one, found in zip(tried, known, strict=True)]
 
 
 def _forward(progress: Progress) -> Progress:
@@ -178,7 +205,7 @@ def _sort(candidate: Candidate) -> tuple[Any, ...]:
 
 def _run(found: Sequence[EvaluatedCandidate], tuner: Tuner, run: Run, progress: Progress) -> list[_Tried]:
     steps = run([tuner.plan(each) for each in found], progress)
-    return [_Tried(each, own, each.step_s) for each, own in zip(found, steps, strict=True) if own]
+    return [_Tried(own, each, each.step_s) for each, own in zip(found, steps, strict=True) if own]
 
 
 def _alike(one: EvaluatedCandidate, other: EvaluatedCandidate) -> bool:

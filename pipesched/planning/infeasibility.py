@@ -151,7 +151,9 @@ def _ranks(search: SearchRequest, fitting: "FittingPlans") -> int | None:
         asked = replace(search, num_ranks=count, memory_limit_bytes=(limit,) * count, num_stages=None)
         return fitting.any(asked) is not None
 
-    if search.num_stages is not None or not enough(most):
+    if search.num_stages is not None or search.placement is not None or search.max_in_flight is not None:
+        return None
+    if not enough(most):
         return None
     low = search.num_ranks
     high = most

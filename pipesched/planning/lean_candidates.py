@@ -2,12 +2,14 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
+from itertools import chain
 
 from pipesched.planning.candidates import LADDER, Candidate, candidates, smaller_counts
 from pipesched.planning.effort import FOR_MEMORY, Effort
 from pipesched.planning.evaluated_candidate import EvaluatedCandidate
 from pipesched.planning.recomputation_choice import RecomputationChooser
 from pipesched.planning.search_request import SearchRequest
+from pipesched.planning.windows import windowed
 from pipesched.program.order import Schedule
 
 __all__ = ["LeanCandidates"]
@@ -35,13 +37,18 @@ class LeanCandidates:
         """Return all candidates of the search, unordered."""
         search = self._search
         ranks = [search.num_ranks] if search.all_ranks else smaller_counts(search.num_ranks)
-        return candidates(
-            search.known_schedule,
-            search.num_stages,
-            ranks,
-            search.num_microbatches,
-            most_stages=len(search.pins.layers),
-        )
+        shapes = search.num_stages, ranks, search.num_microbatches, len(search.pins.layers)
+        every = candidates(search.known_schedule, *shapes)
+        if search.searches_orders and (search.is_limited or search.placement is not None):
+            every = chain(every, windowed(*shapes, search.placement))
+        return filter(self._is_allowed, every)
+
+    def _is_allowed(self, candidate: Candidate) -> bool:
+        """Return whether a candidate has the given placement, and room for a micro-batch on each of its stages."""
+        limits = self._search.max_in_flight
+        if limits is not None and candidate.schedule.chunks_per_rank > min(limits[: candidate.num_ranks]):
+            return False
+        return self._search.placement in (None, candidate.placement)
 
     @cached_property
     def thrifty(self) -> list[Schedule]:

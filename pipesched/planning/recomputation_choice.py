@@ -23,6 +23,7 @@ from pipesched.planning.evaluated_candidate import EvaluatedCandidate
 from pipesched.planning.search_request import SearchRequest
 from pipesched.planning.stage_partitioner import StagePartitioner
 from pipesched.program.checkpoint_options import LayerCheckpoint, checkpoint_by_layer
+from pipesched.program.liveness import peak_in_flight
 from pipesched.program.program import Program
 from pipesched.simulation.layer_costs import costs_of
 
@@ -61,7 +62,7 @@ class RecomputationChooser:
         """
         asked = self._search.checkpoint
         plain = self.without_limits(candidate.recomputing(LADDER[0] if asked is None else asked))
-        if plain is None:
+        if plain is None or self._holds_too_many(plain.candidate):
             return
         if not any(self._excess_bytes(plain)):
             yield plain
@@ -91,7 +92,7 @@ class RecomputationChooser:
         weights. Returns [] if the boundaries of all stages are given, or if there are too few layers.
         """
         pins = self._search.pins
-        if pins.complete or candidate.num_stages > len(pins.layers):
+        if pins.complete or candidate.num_stages > len(pins.layers) or self._holds_too_many(candidate):
             return []
         key = candidate.placement, candidate.num_microbatches
         if key not in self._simple_cuts:
@@ -142,6 +143,8 @@ class RecomputationChooser:
             allowed: the settings that can be chosen for a layer to save memory: "recompute", "offload" or both.
 
         """
+        if self._holds_too_many(candidate):
+            return None
         asked = [float(limit) for limit in (self._search.memory_limit_bytes or ())[: candidate.num_ranks]]
         enough: list[float] = []  # lowered limits with a partition that exceeds the real limits
         for _ in range(_TRIES):
@@ -162,6 +165,22 @@ class RecomputationChooser:
                 for limit, size, more in zip(asked, counted or asked, excess, strict=True)
             ]
         return None
+
+    def exceeds(self, found: EvaluatedCandidate) -> bool:
+        """Return whether a candidate exceeds a limit of the request: in bytes, or in pairs in flight."""
+        return self._holds_too_many(found.candidate) or any(self._excess_bytes(found))
+
+    def most_in_flight(self, candidate: Candidate) -> tuple[int, ...] | None:
+        """Return the most (stage, micro-batch) pairs that each rank of the candidate may hold; None for any number."""
+        limits = self._search.max_in_flight
+        return None if limits is None else limits[: candidate.num_ranks]
+
+    def _holds_too_many(self, candidate: Candidate) -> bool:
+        limits = self.most_in_flight(candidate)
+        if limits is None:
+            return False
+        orders = candidate.program.orders
+        return any(peak_in_flight(orders.rank(rank)) > limit for rank, limit in enumerate(limits))
 
     def _excess_bytes(self, found: EvaluatedCandidate) -> tuple[int, ...]:
         """Return the bytes by which each rank exceeds its limit; () without limits.

@@ -1,7 +1,9 @@
 """Search request: the validated input of the search for a plan."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import inf
 from typing import Any, Literal
 
@@ -12,13 +14,16 @@ from pipesched.planning.candidates import microbatch_counts
 from pipesched.planning.pins import Pins
 from pipesched.planning.plan_request import PlanRequest
 from pipesched.program.checkpoint_options import Checkpoint, as_checkpoint
+from pipesched.program.liveness import rank_limits
 from pipesched.program.order import Schedule
+from pipesched.program.placement import Placement
 from pipesched.program.program import Program
 from pipesched.simulation.links import Links
 from pipesched.simulation.memory import AHEAD
 from pipesched.simulation.overheads import RanksAre
 from pipesched.simulation.profile import Profile
 from pipesched.simulation.replication import ReplicaCosts
+from pipesched.units import counted
 
 __all__ = ["EFFORT", "Offload", "SearchRequest", "check_offload", "limits_of"]
 
@@ -29,11 +34,12 @@ Offload = Literal["auto"] | bool
 EFFORT = 3_000_000
 
 _SEARCHED = "searched"
-#: The remedy in the error for each option of `searched`, which a search for a plan sets itself.
+#: The options of `searched` that a search for a plan keeps.
+_KEPT = ("max_in_flight", "placement")
+#: The remedy in the error for each other option of `searched`, which a search for a plan sets itself.
 _INSTEAD = {
     "chunks_per_rank": "pass num_stages= instead",
     "effort": "pass effort= to tune instead",
-    "max_in_flight": "leave it out, and limit the memory of each rank with memory_limit_bytes=",
     "memory_limit_bytes": "pass memory_limit_bytes= to tune or Pipeline instead",
 }
 
@@ -86,6 +92,12 @@ class SearchRequest:
                 "host_bytes_per_s; measure the model again, or set the bandwidth, such as "
                 "Machine(host_bytes_per_s=20e9)"
             )
+        _ = self.max_in_flight  # checks it
+        if self.placement is not None and self.num_stages not in (None, len(self.placement)):
+            raise ScheduleError(
+                f"placement= must have a rank for each stage; got {len(self.placement)} ranks for "
+                f"{counted(self.num_stages, 'stage')}; make the numbers agree, or leave num_stages= out"
+            )
 
     @property
     def may_offload(self) -> bool:
@@ -103,6 +115,51 @@ class SearchRequest:
     def known_schedule(self) -> Schedule | None:
         """The schedule that every candidate must have. None: candidates can have any synchronous schedule."""
         return None if self.searches_orders else self.schedule
+
+    @cached_property
+    def max_in_flight(self) -> tuple[int, ...] | None:
+        """The most (stage, micro-batch) pairs that each rank may hold, if `searched` has this option. None: any number.
+
+        Raises ScheduleError if a rank has no room for one micro-batch on each of its stages.
+        """
+        limit = self._option("max_in_flight")
+        if limit is None:
+            return None
+        limits = tuple(rank_limits(limit, self.num_ranks))
+        stages = -(-(self.num_stages or len(self.placement or [0])) // self.num_ranks)
+        if len(limits) != self.num_ranks or min(limits) < stages:
+            raise ScheduleError(
+                f"max_in_flight must be a whole number, or a list with one for each rank, and every rank must have "
+                f"room for a micro-batch on each of its stages; got {shown(limit)} for "
+                f"{counted(self.num_ranks, 'rank')} with {counted(stages, 'stage')} each; pass numbers of at least "
+                f"{stages}"
+            )
+        return limits
+
+    @cached_property
+    def placement(self) -> Placement | None:
+        """The rank of each stage, if `searched` has this option. None: any rank.
+
+        Raises ScheduleError if the ranks do not have equal numbers of stages.
+        """
+        if self._option("placement") is None:
+            return None
+        own = self.schedule.fixed_placement if self.schedule else None
+        if own is not None and Counter(own) != dict.fromkeys(range(self.num_ranks), len(own) // self.num_ranks):
+            raise ScheduleError(
+                f"a search for a plan needs the same number of stages on every rank; got placement={own} for "
+                f"{counted(self.num_ranks, 'rank')}; change the placement, or leave it out"
+            )
+        return own
+
+    def _option(self, name: str) -> Any:
+        """Return an option of the schedule `searched`; None for other schedules."""
+        return None if self.schedule is None or not self.searches_orders else self.schedule.options[name]
+
+    @property
+    def is_limited(self) -> bool:
+        """Whether the memory of ranks is limited, in bytes or in pairs in flight."""
+        return self.memory_limit_bytes is not None or self.max_in_flight is not None
 
     @property
     def axes(self) -> str:
@@ -199,6 +256,7 @@ def _synchronous(schedule: Any) -> Schedule | None:
     wished = schedule if isinstance(schedule, Schedule) else schedules.get(schedule)
     if wished.name == _SEARCHED:
         _check_defaults(wished)
+        return wished
     program = wished.program(2, 2)
     if program.has_updates or program.num_weights < program.num_stages:
         raise ScheduleError(
@@ -210,13 +268,13 @@ def _synchronous(schedule: Any) -> Schedule | None:
 
 
 def _check_defaults(searched: Schedule) -> None:
-    """Raise ScheduleError if `searched` has options: a search for a plan sets them itself."""
+    """Raise ScheduleError if `searched` has other options than `_KEPT`: a search for a plan sets them itself."""
     for name, default in schedules.get(_SEARCHED).options.items():
         given = searched.options[name]
-        if given is not default and given != default:
+        if name not in _KEPT and given is not default and given != default:
             raise ScheduleError(
-                f"a search for a plan sets the options of 'searched' itself, from the measured layers; got "
-                f"{name}={shown(given)}; {_INSTEAD.get(name, 'leave it out')}"
+                f"a search for a plan sets all options of 'searched' except {' and '.join(_KEPT)} itself, from the "
+                f"measured layers; got {name}={shown(given)}; {_INSTEAD.get(name, 'leave it out')}"
             )
 
 

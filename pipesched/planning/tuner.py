@@ -15,7 +15,7 @@ boundaries of the best candidates are moved while this shortens the simulated st
 import heapq
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from itertools import count
+from itertools import count, islice
 from math import inf
 from typing import Any
 
@@ -26,7 +26,7 @@ from pipesched.errors import MemoryLimitError
 from pipesched.partitioning.result import StageLayers
 from pipesched.planning.alternatives import Alternative
 from pipesched.planning.candidates import LADDER, Candidate
-from pipesched.planning.effort import AT_LEAST, IN_ORDER_SEARCH, Effort
+from pipesched.planning.effort import AT_LEAST, FOR_MEMORY, IN_ORDER_SEARCH, Effort
 from pipesched.planning.evaluated_candidate import WORTH, EvaluatedCandidate, label_of, simplest
 from pipesched.planning.infeasibility import FittingPlans, infeasible, leanest, no_partition
 from pipesched.planning.lean_candidates import LeanCandidates
@@ -36,7 +36,9 @@ from pipesched.planning.recomputation_choice import RecomputationChooser
 from pipesched.planning.refinement.boundary_refinement import refined
 from pipesched.planning.refinement.order_search import OrderSearch, as_searched, is_searched
 from pipesched.planning.search_request import SearchRequest
+from pipesched.planning.windows import is_windowed, window_of
 from pipesched.program.actions import Kind
+from pipesched.program.placement import Placement
 from pipesched.simulation.bounds import lower_bound
 from pipesched.simulation.costs import Costs
 from pipesched.simulation.layer_costs import costs_of
@@ -52,6 +54,7 @@ _ORDER_GAIN = 0.001  # a searched order with a saving below this fraction of a s
 _TO_REFINE = 0.4  # the fraction of the effort that is reserved for refining boundaries
 _KNOWN = 0.6  # the fraction of the progress that known schedules make; searched orders make the rest
 _FOR_ORDERS = 3  # the effort of the order search, relative to the effort of the request
+_PLACEMENTS = 2  # most placements for which orders are searched although no known program fits
 _SHOWN = 8  # number of alternatives to list besides the baselines
 _BASELINES = ("1f1b", "gpipe")
 _WHY = "the search chose the split by simulated step time, not by the bottleneck alone"
@@ -151,14 +154,16 @@ class Tuner:
         self._in_need = not self._found and rival_s == inf
         if self._in_need:
             self._thrifty_first(rest)
+            self._squeeze()
         return bool(self._found)
 
     def refine(self) -> EvaluatedCandidate:
         """Move the boundaries of the best candidates, search orders for them, and return the candidate to use."""
         self._move_boundaries()
+        self._found = [as_searched(each) if is_windowed(each.candidate.schedule) else each for each in self._found]
         if self._search.searches_orders:
             orders = OrderSearch(self._chooser, self._order_effort, lambda found: _bound_s(found, split=True))
-            self._found += orders.improve(self._found, self._moved)
+            self._found += orders.improve(self._found, self._moved, self._unrecomputed())
             if self._search.schedule is not None:  # `searched` is asked for, and starts from the best known order
                 self._found.append(as_searched(self.best()[0]))
         return self._chosen()
@@ -191,6 +196,29 @@ class Tuner:
             share = (to_refine if self._in_need else self._effort.left) / 2
             self._found.append(self._refined(found, until=self._effort.left - share))
 
+    def _unrecomputed(self) -> list[EvaluatedCandidate]:
+        """Return candidates without recomputation, for whose stages an order within the limits may exist.
+
+        They use all ranks and the fastest candidate's number of micro-batches. For each placement without a candidate
+        that fits without recomputation, there is one with the fastest cut, which exceeds the limits, and one with a cut
+        within the limits, if some window permits one. The placements with the best bounds come first.
+        """
+        mode = self._search.checkpoint or LADDER[0]
+        fit = {found.candidate.placement for found in self._found if found.candidate.checkpoint == mode}
+        count = self.best()[0].candidate.num_microbatches
+        windows: dict[Placement, list[Candidate]] = {}
+        for candidate in filter(self._lean.may_fit, self._lean.candidates()):
+            same = (candidate.num_ranks, candidate.num_microbatches) == (self._search.num_ranks, count)
+            if same and is_windowed(candidate.schedule) and candidate.placement not in fit:
+                windows.setdefault(candidate.placement, []).append(candidate.recomputing(mode))
+        fastest = [(self._chooser.without_limits(each[-1]), each) for each in windows.values()]
+        large = [(found, each) for found, each in fastest if found is not None and self._chooser.exceeds(found)]
+        chosen = []
+        for found, each in sorted(large, key=lambda pair: _bound_s(pair[0], split=True))[:_PLACEMENTS]:
+            chosen.append(found)
+            chosen += islice(filter(None, map(self._chooser.within_limits, reversed(each))), 1)
+        return chosen
+
     def _leanest(self) -> EvaluatedCandidate:
         """Find the plan that needs the least memory. Raises MemoryLimitError if this plan exceeds the limits.
 
@@ -221,7 +249,7 @@ class Tuner:
         for candidate in sorted(filter(self._is_usual, every), key=lambda each: each.num_ranks):
             if not self._is_beaten(self._least_s(candidate), candidate):
                 self._found += [self._simulated(found) for found in self._chooser.choices(candidate)]
-        self._try_simple_cuts(every)
+        self._try_simple_cuts([each for each in every if not is_windowed(each.schedule)])
         others = [each for each in every if not self._is_usual(each)]
         number = count()
         line: list[Any] = [(self._least_s(each), each.order, next(number), each, None) for each in others]
@@ -275,6 +303,37 @@ class Tuner:
             if not candidate.schedule.searches or IN_ORDER_SEARCH * candidate.num_actions < left / 4:
                 self._found += [self._simulated(found) for found in self._chooser.choices(candidate)]
 
+    def _squeeze(self) -> None:
+        """Move boundaries so that micro-batches fit one at a time, in each checkpoint setting, until a candidate fits.
+
+        The partitioner can miss cuts that only just fit, because it estimates the memory.
+        """
+        modes = LADDER if self._search.checkpoint is None else (self._search.checkpoint,)
+        every = filter(self._lean.may_fit, self._lean.candidates())
+        alone = [each for each in every if window_of(each.schedule) == 1 and each.num_ranks == self._search.num_ranks]
+        until = self._effort.left - self._lean.effort_in_need
+        for candidate in sorted(alone, key=lambda each: (-each.num_microbatches, each.num_stages)):
+            for found in filter(None, map(self._chooser.without_limits, map(candidate.recomputing, modes))):
+                if self._found or self._effort.left <= until:
+                    return
+                squeezed = self._squeezed(found, until)
+                if not any(squeezed.excess_bytes):
+                    self._found.append(self._simulated(squeezed))
+
+    def _squeezed(self, found: EvaluatedCandidate, until: float) -> EvaluatedCandidate:
+        """Move the candidate's boundaries while this lowers the bytes above the limits."""
+        best = found
+
+        def excess(stages: StageLayers) -> float:
+            nonlocal best
+            moved = self._chooser.evaluated(found.candidate, stages)
+            self._effort.spend(_A_MOVE + FOR_MEMORY * found.candidate.num_actions)
+            best = min(best, moved, key=lambda own: sum(own.excess_bytes))
+            return sum(moved.excess_bytes)
+
+        self._moved(found, excess, lambda: any(best.excess_bytes) and self._effort.left > until)
+        return best
+
     def _is_usual(self, candidate: Candidate) -> bool:
         """Return whether a candidate is a standard choice that is evaluated first: one rank, or 1F1B on all ranks."""
         own = candidate.schedule.name == _BASELINES[0] and candidate.num_ranks == self._search.num_ranks
@@ -289,11 +348,16 @@ class Tuner:
         work of all earlier ranks on one micro-batch, for which it waits. The longest of these times is smallest if the
         work per micro-batch decreases by a factor of 1 - 1/count from rank to rank, where count is the number of
         micro-batches.
+
+        With a window of w micro-batches, the first rank holds each micro-batch for the whole work on it, and at most w
+        of them at a time.
         """
         count = candidate.num_microbatches
         if count not in self._work:
             self._work[count] = _work(self._chooser.graph(count))
         work_s, whole_s, heaviest_s = self._work[count]
+        if window := window_of(candidate.schedule):
+            return count * max(whole_s / min(window, candidate.num_ranks), heaviest_s)
         if candidate.splits or candidate.schedule.chunks_per_rank > 1:
             return count * max(work_s / candidate.num_ranks, heaviest_s)
         shares = 1 - (1 - 1 / count) ** candidate.num_ranks

@@ -38,6 +38,8 @@ __all__ = ["as_loss", "profile", "put_updates"]
 
 _FACTORS = (0.25, 0.5, 1, 2)  # default sizes, as multiples of the sample's rows
 _PASSES = 3  # passes over all sizes, so that a disturbance of several seconds affects only one pass of a size
+_AGREE = 0.03  # a size needs no third pass if the times of each layer differ by at most this fraction of its time, ...
+_TINY = 0.002  # ... or by at most this fraction of the time of all layers
 _EFFORT = Effort(rounds=5, enough_s=2.0)
 _CROWDED = replace(_EFFORT, crowds=True)
 _LARGEST_BYTES = 1 << 31  # bytes of parameters up to which the model is also measured in one piece
@@ -136,7 +138,9 @@ def profile(
     known = [layered(chain, batch.inputs[0], whole_layers) for batch in batches]
     passes: list[list[dict[str, LayerCosts]]] = [[] for _ in batches]
     for number, (batch, model_of, own_passes) in product(range(_PASSES), zip(batches, known, passes, strict=True)):
-        effort = replace(_CROWDED, checks=number == _PASSES - 1)
+        if number == 2 and _agree(*own_passes):
+            continue
+        effort = replace(_CROWDED, checks=number == min(1, _PASSES - 1))
         with set_aside(chain, loss):
             own_passes.append(measure(model_of, where, threads, effort))
             if batch.rows[0] == has and effort.checks:
@@ -182,6 +186,16 @@ def _with_loss(
     own = loss_costs(loss, output, batch.targets[0], device, threads, _EFFORT)
     times = {column: getattr(costs, column) + getattr(own, column) for column in TIMES}
     return with_loss_bytes(replace(costs, **times), own)
+
+
+def _agree(one: Mapping[str, LayerCosts], other: Mapping[str, LayerCosts]) -> bool:
+    """Return whether two passes measured nearly equal times for every layer."""
+    all_s = sum(costs.forward_s + costs.backward_s for costs in one.values())
+    pairs = [
+        (getattr(one[name], column), getattr(other[name], column))
+        for name, column in product(one, (*TIMES, "crowded_s"))
+    ]
+    return all(abs(a - b) <= max(_AGREE * max(a, b), _TINY * all_s) for a, b in pairs)
 
 
 def _between(passes: Sequence[Mapping[str, LayerCosts]]) -> dict[str, LayerCosts]:

@@ -264,6 +264,7 @@ class Schedule:
         placement: (num_ranks, chunks_per_rank) -> the rank of each stage.
         options: the options and their defaults. Default: none.
         num_chains: the number of pipelines that run at once over the same weights. Default: 1.
+        given: the names of the options that `with_options` has set; ignored by ``==``. Default: none.
 
     """
 
@@ -272,6 +273,7 @@ class Schedule:
     placement: PlacementRule
     options: Mapping[str, Any] = field(default_factory=dict)
     num_chains: int = 1
+    given: frozenset[str] = field(default=frozenset(), compare=False, repr=False)
 
     @property
     def description(self) -> str:
@@ -328,7 +330,7 @@ class Schedule:
                 f"schedule {self.name!r} takes {f'only the options {known}' if known else 'no options'}; got "
                 f"{unknown[0]}={options[unknown[0]]!r}; leave it out"
             )
-        return replace(self, options={**self.options, **options})
+        return replace(self, options={**self.options, **options}, given=self.given | set(options))
 
     def program(self, num_ranks: int, num_microbatches: int, *, steps: int = 1, **options: Any) -> Program:
         """Build the program for a number of ranks and micro-batches.

@@ -187,6 +187,14 @@ def test_no_round_begins_after_the_time_is_up(monkeypatch: pytest.MonkeyPatch) -
     assert [len(each) for each in own.run([plan], lambda _: None)] == [2]
 
 
+def test_no_round_begins_after_the_fastest_plan_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trial, "_ROUNDS", 10)
+    monkeypatch.setattr(trial, "settled", lambda steps: True)
+    model = sleepers(0.0, 0.0)
+    plan = pipesched.tune(told(model, X, [1.0, 1.0]), num_ranks=2, batch_size=8)
+    assert [len(each) for each in tried_out(model).run([plan], lambda _: None)] == [2 * 4]
+
+
 def test_what_fails_while_a_plan_runs_leaves_the_model_too() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     before = list(model.parameters())

@@ -41,6 +41,18 @@ def test_steps_of_any_number_of_microbatches_are_bit_identical(plan, count):
             assert torch.equal(own.grad, other.grad)
 
 
+def test_a_pipeline_searches_within_the_pairs_in_flight_that_are_given():
+    given = pipesched.schedules.get("searched").with_options(max_in_flight=2)
+    model, plain, x = layers(), layers(), torch.arange(24.0).reshape(6, 4) / 10
+    search = pipesched.Search(profile=pipesched.profile(model, x[:1], rows=[2]), batch_size=6, effort=50_000)
+    options = {"devices": ["cpu"] * 2, "loss_fn": nn.functional.mse_loss, "num_microbatches": 3}
+    with pipesched.Pipeline(model, x[:2], schedule=given, search=search, **options) as pipe:
+        assert pipe.plan.schedule == "searched"
+        pipesched.validate(pipe.plan.program, exact=True, max_in_flight=2)
+        loss = pipe.step(x, target=x)
+        assert torch.equal(loss, reference_step(plain, x, target=x, loss_fn=nn.functional.mse_loss, num_microbatches=3))
+
+
 @pytest.mark.parametrize(("options", "message"), [({"effort": 0}, "at least 1"), ({"axes": "auto"}, "single search")])
 def test_a_wrong_effort_is_refused(options, message):
     with pytest.raises(InputError, match=message):

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipesched import simulate
-from pipesched.planning.confirmation import confirmed_plan, corrected
+from pipesched.planning.confirmation import confirmed_plan, corrected, settled
 from pipesched.planning.pins import Pins
 from pipesched.planning.plan import Plan
 from pipesched.planning.report.report import Report
@@ -62,6 +62,34 @@ def test_a_profile_that_lies_is_found_out():
     assert took[1] == pytest.approx(took[2], rel=0.02)
     assert plan.predicted().makespan_s == pytest.approx(took[1], rel=0.02)
     assert [len(plans) for plans in machine.ran] == [3, 2]  # the second time beside the fastest of the first
+
+
+def test_the_last_correction_only_predicts_again(monkeypatch):
+    searches = []
+    search_once = Tuner.search
+    monkeypatch.setattr(Tuner, "search", lambda *given: searches.append(1) or search_once(*given))
+    lie, known = lying(8)
+    machine = Machine(known)
+    plan = confirmed_plan(search(lie), machine, 3)
+    assert len(machine.ran) == len(searches) == 2
+    assert len(plan.alternatives) > 5
+
+
+@pytest.mark.parametrize(
+    ("factors", "slower", "decided"),
+    [
+        ((1.0, 1.001, 0.999, 1.0), 1.0, True),  # equally fast, with less noise than matters
+        ((1.0, 1.1, 0.9, 1.0, 1.1, 0.9), 1.0, False),
+        ((1.0, 1.1, 0.9, 1.0, 1.1, 0.9), 1.05, False),
+        ((1.0, 1.1, 0.9, 1.0, 1.1, 0.9), 1.5, True),
+    ],
+)
+def test_trials_are_settled_if_noise_no_longer_matters(factors, slower, decided):
+    plan = find_plan(search(profile([1.0] * 4)))
+    machine = Machine(profile([1.0] * 4))
+    fast = [machine.step(plan, factor) for factor in factors]
+    slow = [machine.step(plan, factor * slower) for factor in factors]
+    assert settled([fast, [], slow]) is decided
 
 
 @pytest.mark.parametrize("heavy", [0, 3, 7])

@@ -5,7 +5,7 @@ import pytest
 from pipesched import Plan, schedules, simulate, validate
 from pipesched.errors import ScheduleError
 from pipesched.partitioning.partition import balance
-from pipesched.planning.candidates import candidates
+from pipesched.planning.candidates import Candidate, candidates
 from pipesched.planning.pins import Pins
 from pipesched.planning.plan import searched_before
 from pipesched.planning.plan_request import PlanRequest
@@ -113,6 +113,12 @@ def test_more_microbatches_than_planned_hold_no_more_at_once(plan):
     validate(schedule.program(2, 6), exact=True, max_in_flight=schedule.options["max_in_flight"])
 
 
+def test_a_candidate_with_a_searched_program_has_its_placement():
+    schedule = searched_before(schedules.get("zb-v").program(2, 4), None)
+    own = Candidate(schedule=schedule, num_ranks=2, num_microbatches=4, splits=True)
+    assert own.placement == own.program.placement == own.outline.placement == (0, 1, 1, 0)
+
+
 def test_a_program_of_other_stages_is_refused(plan):
     other = schedules.get("searched").with_options(found=plan.program, placement=(0, 1, 1, 0, 0, 1))
     with pytest.raises(ScheduleError, match="found= must be the program of an earlier search for the same placement"):
@@ -122,14 +128,61 @@ def test_a_program_of_other_stages_is_refused(plan):
 @pytest.mark.parametrize(
     ("option", "remedy"),
     [
-        ({"max_in_flight": 1}, "memory_limit_bytes="),
         ({"memory_limit_bytes": 10}, "memory_limit_bytes="),
         ({"chunks_per_rank": 2}, "num_stages="),
-        ({"placement": (0, 1, 1, 0)}, "leave it out"),
         ({"effort": 2}, "effort="),
+        ({"starts": ()}, "leave it out"),
     ],
 )
 def test_options_that_a_search_for_a_plan_sets_itself_are_refused(option, remedy):
     schedule = schedules.get("searched").with_options(**option)
-    with pytest.raises(ScheduleError, match=f"sets the options of 'searched' itself.*{next(iter(option))}.*{remedy}"):
+    with pytest.raises(ScheduleError, match=f"sets all options of 'searched' except.*{next(iter(option))}.*{remedy}"):
         SearchRequest.of(profile(TIMES), 2, 4, PlanRequest(schedule=schedule, num_microbatches=4))
+
+
+def asked_with(**options):
+    return search(schedule=schedules.get("searched").with_options(**options))
+
+
+@pytest.mark.parametrize("limit", [1, 3, (2, 1)])
+def test_an_order_is_searched_within_the_pairs_in_flight_that_are_given(limit):
+    plan = find_plan(asked_with(max_in_flight=limit))
+    assert plan.schedule == "searched"
+    validate(plan.program, exact=True, max_in_flight=limit)
+    most = schedules.get("searched").with_options(
+        costs=plan.costs, placement=plan.program.placement, max_in_flight=limit
+    )
+    assert plan.predicted().makespan_s <= simulate(most.program(2, 4), plan.costs).makespan_s
+
+
+def test_a_limit_on_pairs_is_combined_with_a_limit_in_bytes():
+    layers = {"activation_bytes": 10_000, "output_bytes": 100, "parameter_bytes": 100}
+    given = schedules.get("searched").with_options(max_in_flight=3)
+    plan = find_plan(search([1.0] * 8, 2, 6, layers, schedule=given, memory_limit_bytes=(95_000,) * 2))
+    validate(plan.program, exact=True, max_in_flight=3)
+    program = add_recompute(plan.program, plan.checkpoint)
+    assert max(rank.total_bytes for rank in rank_memory(program, plan.costs)) <= 95_000
+
+
+@pytest.mark.parametrize("placement", [(0, 1, 1, 0), (1, 0), (0, 1, 1, 0, 0, 1)])
+def test_an_order_is_searched_for_the_placement_that_is_given(placement):
+    plan = find_plan(asked_with(placement=placement))
+    assert (plan.schedule, plan.program.placement) == ("searched", placement)
+    validate(plan.program, exact=True)
+    alone = sum(TIMES) * 3 * 4
+    assert plan.predicted().makespan_s < 0.75 * alone
+
+
+@pytest.mark.parametrize(
+    ("option", "rule"),
+    [
+        ({"max_in_flight": 0}, "room for a micro-batch on each of its stages; got 0 for 2 ranks.*at least 1"),
+        ({"max_in_flight": (1, 2, 3)}, r"one for each rank.*got \(1, 2, 3\) for 2 ranks"),
+        ({"max_in_flight": 1, "placement": (0, 1, 1, 0)}, "2 stages each; pass numbers of at least 2"),
+        ({"placement": (0, 1, 0)}, "same number of stages on every rank"),
+        ({"placement": (0, 1, 2)}, "same number of stages on every rank"),
+    ],
+)
+def test_options_without_a_plan_are_refused(option, rule):
+    with pytest.raises(ScheduleError, match=rule):
+        asked_with(**option)

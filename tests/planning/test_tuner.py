@@ -319,7 +319,7 @@ def test_sizes_between_measured_ones_cost_what_lies_between():
     assert sum(plan.costs.forward_s) == pytest.approx(4 * 12 / plan.program.num_microbatches)
 
 
-@pytest.mark.parametrize("chunks", [1, 4])
+@pytest.mark.parametrize("chunks", [1, 2, 4])
 def test_a_given_number_of_chunks_is_kept(chunks):
     given = schedules.get("interleaved-1f1b").with_options(chunks_per_rank=chunks)
     plan = find_plan(search([1.0] * 8, 2, (4,), schedule=given, all_ranks=True))

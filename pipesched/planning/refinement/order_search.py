@@ -40,6 +40,7 @@ _MOVED = 2  # the most candidates with a searched order whose boundaries are mov
 _TRIES = 3  # searches with a lowered limit, while the whole memory of a rank exceeds its limit
 _STARTS = 8  # most programs to start from
 _PER_PAIR = 0.2  # the fraction of the effort for the orders of one cut
+_PER_OTHER = 0.08  # likewise, if all known programs exceed the limits
 _PER_MOVE = 0.02  # the fraction of the effort for the orders of a cut with a moved boundary
 _A_MOVE = 2_000  # the effort to compute the costs and the bound of a cut, in actions
 _SHARES = (1, 1 / 2, 1 / 8, 1 / 20, 1 / 80, 1 / 320, 0)  # efforts of `searched`, relative to its default
@@ -77,20 +78,28 @@ class OrderSearch:
         self._all = effort.left
         self._bound_s = bound_s
 
-    def improve(self, found: Sequence[EvaluatedCandidate], move: Mover) -> list[EvaluatedCandidate]:
-        """Search orders for the fastest candidates; return new candidates with these orders, all within the limits.
+    def improve(
+        self, found: Sequence[EvaluatedCandidate], move: Mover, others: Sequence[EvaluatedCandidate] = ()
+    ) -> list[EvaluatedCandidate]:
+        """Return candidates with searched orders, each within the limits.
 
         Args:
             found: the evaluated candidates of the search, at least one.
             move: a function that moves boundaries.
+            others: candidates that may exceed the limits, for whose stages an order within the limits may exist.
+                Default: none.
 
         """
         best_s = min(each.step_s for each in found)
         made: list[EvaluatedCandidate] = []
-        for known in _groups(found, best_s):
+        pairs = [(known, _PER_PAIR) for known in _groups(found, best_s)] + [([each], _PER_OTHER) for each in others]
+        searched = set()
+        for known, share in pairs:
             if self._bound_s(known[0]) < best_s:
-                made += self._made(known, self._all * _PER_PAIR)
-            made += self._of_all_cuts(known[0], min((best_s, *(each.step_s for each in made))))
+                made += self._made(known, self._all * share)
+            if _key(known[0]) not in searched:
+                made += self._of_all_cuts(known[0], min((best_s, *(each.step_s for each in made))))
+            searched.add(_key(known[0]))
         made.sort(key=_speed)
         for number, each in enumerate(made[:_MOVED]):
             made += self._moved(each, move, until=self._effort.left * (1 - 1 / (_MOVED - number)))
@@ -132,6 +141,7 @@ class OrderSearch:
             schedule = schedules.get(_NAME).with_options(
                 placement=candidate.placement,
                 costs=costs,
+                max_in_flight=self._chooser.most_in_flight(candidate),
                 memory_limit_bytes=room,
                 effort=share,
                 starts=tuple(each.candidate.program for each in known[:_STARTS]),
@@ -192,10 +202,15 @@ def _groups(found: Iterable[EvaluatedCandidate], best_s: float) -> list[list[Eva
     several = sorted((each for each in found if each.candidate.num_ranks > 1), key=_speed)
     groups: dict[Any, list[EvaluatedCandidate]] = {}
     for each in several:
-        own = each.candidate
-        if each.step_s <= best_s * _NEAR and not own.program.has_updates:
-            groups.setdefault((own.placement, own.num_microbatches, repr(own.checkpoint)), []).append(each)
+        if each.step_s <= best_s * _NEAR and not each.candidate.program.has_updates:
+            groups.setdefault(_key(each), []).append(each)
     return list(groups.values())[:_PAIRS]
+
+
+def _key(found: EvaluatedCandidate) -> tuple[Any, ...]:
+    """Return what the orders of a candidate depend on, besides its cut."""
+    own = found.candidate
+    return own.placement, own.num_microbatches, repr(own.checkpoint)
 
 
 def _cost(candidate: Candidate, share: float) -> float:
