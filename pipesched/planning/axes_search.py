@@ -31,9 +31,9 @@ Axes = Literal["auto"] | Mapping[str, int]
 #: The ZeRO level, which sets the tensors that replicas divide: 0, 1, 2, 3, or "auto".
 Zero = Literal["auto"] | int
 
-#: At the peak of a step, zero=1 holds as much as zero=2, and sends more. zero=3 holds less than zero=2 only if weights
-#: are gathered for each use.
-_TRIED_LEVELS = (0, 2)
+#: The values of zero= that "auto" tries, and whether weights are gathered once a step. At the peak of a step, zero=1
+#: holds as much as zero=2, and sends more. zero=3 holds less than zero=2 only if weights are gathered for each use.
+_TRIED_LEVELS = ((0, True), (2, True), (3, False))
 _EFFORT = 6_000_000  # actions to simulate in all full searches together
 _EFFORT_EACH = 1_500_000  # actions to simulate in the full search of one division
 _SHOWN = 12  # number of alternatives to list
@@ -113,8 +113,9 @@ class AxesRequest:
     def _divisions(self) -> Iterator[tuple[int, Replication]]:
         """For each division of the ranks, yield the number of ranks per pipeline and the replication."""
         given = None if isinstance(self.axes, str) else self.axes["replicate"]
-        levels = _TRIED_LEVELS if self.zero == "auto" else (int(self.zero),)
-        choices = [(zero, once) for zero in levels for once in ((True, False) if zero == 3 else (True,))]
+        choices: Sequence[tuple[int, bool]] = _TRIED_LEVELS
+        if self.zero != "auto":
+            choices = [(int(self.zero), True), *([(3, False)] if self.zero == 3 else [])]
         for count in range(self.num_ranks, 0, -1):
             num_ranks = self.num_ranks // count
             if given not in (None, count) or self.num_ranks % count or self.batch_size % count:
@@ -175,7 +176,7 @@ def find_axes(request: AxesRequest, progress: Callable[[float], None] = lambda _
     plan = tuner.plan(chosen)
     others = sorted((own for _, own in found if own is not chosen), key=lambda own: own.step_s)[: _SHOWN - 1]
     progress(1)
-    return replace(plan, alternatives=(*plan.alternatives, *(own.against(chosen, own.label) for own in others)))
+    return replace(plan, alternatives=(chosen.alternative(), *(own.against(chosen, own.label) for own in others)))
 
 
 def _best_of_axes(found: Sequence[tuple[Tuner, EvaluatedCandidate]]) -> list[tuple[Tuner, EvaluatedCandidate]]:

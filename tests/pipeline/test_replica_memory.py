@@ -26,3 +26,11 @@ def test_ranks_hold_and_send_what_was_predicted(ranks: Ranks, case: Case):
     for found in ranks.run(4, replica_memory.compare, case, timeout_s=100):
         assert 1 <= found.ratio <= 1.1, (case, found)
         assert found.sent == found.predicted_sent > 0, (case, found)
+
+
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize("dims", [(2, 2), (4, 1)])
+def test_a_search_counts_the_sums_and_the_divided_states(ranks: Ranks, dims: tuple[int, int], zero: int):
+    for share in ranks.run(4, replica_memory.searched, Case(dims, "1f1b", adam, zero, FEW), timeout_s=100):
+        assert 1 <= share <= 1.2, share  # it takes no account of activations that the last backward has freed
