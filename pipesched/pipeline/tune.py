@@ -131,8 +131,8 @@ def tune(
             ``{"pipeline": 8, "replicate": 4}`` gives one. batch_size is then the batch of all replicas,
             num_microbatches counts the micro-batches of one replica, all ranks are used, and the plan is chosen by
             simulation alone. ``Plan.mesh`` and ``Plan.replication`` hold the result. Default: None, one pipeline.
-        zero: with axes, what replicas divide, as for Distributed: 0, 1, 2 or 3. Default: "auto", 0, 2, or 3 with gathers
-            for each use, whichever is fastest within the memory limit.
+        zero: with axes, what replicas divide, as for Distributed: 0, 1, 2 or 3. Default: "auto": 0, 2, or 3 with a
+            gather for each use, whichever is fastest within the memory limit.
         confirm: how many of the plans with the shortest predicted steps to run. Default: 3 for a model with devices or
             a mesh, else 0. With num_ranks, the plans run on that many GPUs if the machine has them, else on the CPU.
         prove: let a solver prove how fast any exact order of the plan's stages can be, and use the solver's order if it

@@ -2,8 +2,8 @@
 
 Each division of the ranks gets its own search (`pipesched.planning.tuner`) for the batch of one replica. The first pass
 evaluates only 1F1B for each division. The stages that it finds give a lower bound on the division's step time. The
-second pass searches the divisions in full, in ascending order of this bound. It ends when no remaining bound is below
-the best step time, or when no effort is left.
+second pass searches the divisions in full, in ascending order of this bound, those with ``zero=3`` last. It ends when
+no remaining bound is below the best step time, or when no effort is left.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -35,7 +35,7 @@ Zero = Literal["auto"] | int
 #: holds as much as zero=2, and sends more. zero=3 holds less than zero=2 only if weights are gathered for each use.
 _TRIED_LEVELS = ((0, True), (2, True), (3, False))
 _EFFORT = 6_000_000  # actions to simulate in all full searches together
-_EFFORT_EACH = 1_500_000  # actions to simulate in the full search of one division
+_EFFORT_EACH = 3_000_000  # actions to simulate in the full search of one division
 _SHOWN = 12  # number of alternatives to list
 
 
@@ -150,18 +150,19 @@ def find_axes(request: AxesRequest, progress: Callable[[float], None] = lambda _
     searches = list(request.searches())
     if not searches:
         raise _no_division(request)
-    tuners = []
+    tuners: list[tuple[tuple[bool, float, int], Tuner]] = []
     for number, search in enumerate(searches):
         tuner = Tuner(replace(search, effort=1))  # evaluates only 1F1B
         if tuner.explore():
-            tuners.append((tuner.bound_s(), number, tuner))
+            order = (_divides_weights(search), tuner.bound_s(), number)
+            tuners.append((order, tuner))
         progress(0.5 * (number + 1) / len(searches))
     if not tuners:
         return _infeasible(request, searches)
-    found = [(tuner, tuner.best()[0]) for _, _, tuner in tuners]
+    found = [(tuner, tuner.best()[0]) for _, tuner in tuners]
     best_s = min(own.step_s for _, own in found)
     left: float = _EFFORT
-    for bound_s, number, quick in sorted(tuners, key=lambda each: each[:2]):
+    for (_, bound_s, number), quick in sorted(tuners, key=lambda each: each[0]):
         if bound_s >= best_s * (1 - WORTH) or left <= 0:
             continue
         tuner = Tuner(searches[number])
@@ -177,6 +178,10 @@ def find_axes(request: AxesRequest, progress: Callable[[float], None] = lambda _
     others = sorted((own for _, own in found if own is not chosen), key=lambda own: own.step_s)[: _SHOWN - 1]
     progress(1)
     return replace(plan, alternatives=(chosen.alternative(), *(own.against(chosen, own.label) for own in others)))
+
+
+def _divides_weights(search: SearchRequest) -> bool:
+    return search.replica_costs is not None and search.replica_costs.replication.zero == 3
 
 
 def _best_of_axes(found: Sequence[tuple[Tuner, EvaluatedCandidate]]) -> list[tuple[Tuner, EvaluatedCandidate]]:

@@ -88,7 +88,14 @@ class EvaluatedCandidate:
         """Sort key: simpler plans first; equally simple plans in ascending order of memory."""
         chunks, *others = self.candidate.order
         own = self.replication or Replication()
-        return (chunks, own.zero, not own.gather_once, _weight(self.candidate.checkpoint), max(self.peak_bytes), *others)
+        return (
+            chunks,
+            own.zero,
+            not own.gather_once,
+            _weight(self.candidate.checkpoint),
+            max(self.peak_bytes),
+            *others,
+        )
 
     @property
     def label(self) -> str:

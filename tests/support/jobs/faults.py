@@ -38,7 +38,10 @@ PHASES = (
 
 
 class Case(NamedTuple):
-    """A fault. rank: the rank that fails. replicas: the number of replicas, of fully_shard or of one pipeline."""
+    """A fault. rank: the rank that fails. replicas: the number of replicas, of fully_shard or of one pipeline.
+
+    by: "fully_shard"; or "replicate", "zero=2" or "zero=3" for replicas of one pipeline.
+    """
 
     fault: str
     phase: str
@@ -153,7 +156,7 @@ def run_rank(case: Case, rank: int, port: int, timeout_s: float, said: Path) -> 
         num_stages=num_stages,
         num_microbatches=MICROBATCHES,
         optimizer=lambda params: SGD(params, lr=0.01),
-        distributed=Distributed(timeout=timeout_s),
+        distributed=Distributed(timeout=timeout_s, zero=int(case.by[-1]) if case.by.startswith("zero") else 0),
         seed=0,
         **choices,
     )
