@@ -2,8 +2,9 @@
 
     python benchmarks/faults.py [--quick] [--timeout 5] [--side-by-side 1] [--only TEXT]
 
-Every fault is injected in every part of a script. There are two setups: 3 ranks; and 2x2 ranks with stages that FSDP2's
-``fully_shard`` divides over replicas. The store of the process group is in a separate process or in rank 0. With 2x2
+Every fault is injected in every part of a script. One setup has 3 ranks, with the store of the process group in a
+separate process or in rank 0. The other setups have 2x2 ranks: stages that FSDP2's ``fully_shard`` divides over
+replicas; or replicas of one pipeline, with undivided states ("replicate") or divided ones (zero=2, zero=3). With 2x2
 ranks, each fault hits only one rank, a different one in turn. A survivor is late if it has neither raised an error nor
 ended within the timeout plus 5 s. A survivor's error is right if it names only the failing rank. --quick runs a few
 cases of each setup; --side-by-side sets the number of cases that run at the same time; --only runs the cases whose
@@ -22,19 +23,23 @@ from tests.support.jobs.faults import FAULTS, PHASES, STORES, Case
 from tests.support.run_faults import Outcome, outcomes
 
 LAYOUTS = {
-    (store, num_ranks, replicas): f"{f'{replicas}x2, fully_shard' if replicas > 1 else '3 ranks'}; store {place}"
-    for num_ranks, replicas in ((3, 1), (4, 2))
+    (store, num_ranks, replicas, by): f"{f'{replicas}x2, {by}' if replicas > 1 else '3 ranks'}; store {place}"
+    for num_ranks, replicas, by in (
+        (3, 1, "fully_shard"),
+        *((4, 2, by) for by in ("fully_shard", "replicate", "zero=2", "zero=3")),
+    )
     for store, place in zip(STORES, ("in a separate process", "in rank 0"), strict=True)
+    if by in ("fully_shard", "zero=3") or store == STORES[0]
 }
 
 
 def cases(quick: bool) -> Iterator[Case]:
     """Yield the cases. With 3 ranks, every fault hits every rank at every point; with 2x2, the ranks alternate."""
-    for store, num_ranks, replicas in LAYOUTS:
+    for store, num_ranks, replicas, by in LAYOUTS:
         for turn, (fault, phase) in enumerate((fault, phase) for phase in PHASES for fault in FAULTS):
             ranks = [(turn + turn // len(FAULTS)) % num_ranks] if replicas > 1 or quick else range(num_ranks)
             if not quick or turn % 13 == 0:
-                yield from (Case(fault, phase, rank, store, num_ranks, replicas) for rank in ranks)
+                yield from (Case(fault, phase, rank, store, num_ranks, replicas, by) for rank in ranks)
 
 
 def main() -> None:
@@ -49,8 +54,8 @@ def main() -> None:
     results = outcomes(chosen, args.timeout, args.side_by_side, patience_s=120.0 * (1 + len(chosen)))
     print(f"{machine()}; timeout {args.timeout:g} s\n")
     print("| where | faults | survivors that failed | late | slowest, s | name the rank |\n|---|---|---|---|---|---|")
-    for (store, num_ranks, replicas), text in LAYOUTS.items():
-        own = [one for one in results if one.case[3:] == (store, num_ranks, replicas)]
+    for layout, text in LAYOUTS.items():
+        own = [one for one in results if one.case[3:] == layout]
         if own:
             print(row(text, own))
     print(row("all", results))

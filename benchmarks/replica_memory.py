@@ -1,10 +1,11 @@
 """Replica memory: compares the memory of each rank, and the bytes that it sends to other replicas, with predictions.
 
-    python benchmarks/replica_memory.py [--schedules 1f1b zb-v] [--model gpt]
+    python benchmarks/replica_memory.py [--schedules 1f1b zb-v] [--model gpt] [--each-use]
 
 Four gloo ranks form 2 replicas of 2 ranks, or 4 replicas of 1 rank. A row of the table shows the largest peak memory of
 a rank in the second step ("Held"), the smallest and the largest ratio of predicted to measured memory over the ranks,
-and the measured and predicted bytes that the first rank sends to the other replicas in a step.
+and the measured and predicted bytes that the first rank sends to the other replicas in a step. "3, each use" is zero=3
+with `gather_once=False`, where a rank has 4 stages under interleaved-1f1b. `--each-use` runs only these cases.
 """
 
 import argparse
@@ -18,7 +19,8 @@ from tests.support.jobs.replica_memory import GPT, SMALL, Case, adam, sgd
 from tests.support.rank_processes import Ranks
 
 MESHES = (2, 2), (4, 1)
-SCHEDULES = "1f1b", "interleaved-1f1b", "zb-h1", "zb-v"
+SCHEDULES = "1f1b", "interleaved-1f1b", "zb-h1", "zb-v", "dualpipe-v"
+LEVELS = (0, True), (1, True), (2, True), (3, True), (3, False)
 
 
 def main() -> None:
@@ -26,20 +28,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--schedules", nargs="+", default=SCHEDULES, choices=SCHEDULES)
     parser.add_argument("--model", default="linear", choices=("linear", "gpt"), help="32 linear or 16 GPT blocks")
+    parser.add_argument("--each-use", action="store_true", help="only zero=3 with gather_once=False")
     options = parser.parse_args()
+    levels = LEVELS[-1:] if options.each_use else LEVELS
     shape = GPT if options.model == "gpt" else SMALL
     print("| Mesh | Schedule | Optimizer | zero | Held | Predicted / held | Sent | Predicted |")
     print("|---|---|---|---|---|---|---|---|")
     ranks = Ranks(4)
     least, most, above, wrong = 2.0, 0.0, 0, 0
-    for dims, name, make, zero in product(MESHES, options.schedules, (adam, sgd), (0, 1, 2, 3)):
-        every = ranks.run(4, replica_memory.compare, Case(dims, name, make, zero, shape), timeout_s=300)
+    for dims, name, make, (zero, once) in product(MESHES, options.schedules, (adam, sgd), levels):
+        chunks = 4 if name == "interleaved-1f1b" and not once else None
+        case = Case(dims, name, make, zero, shape, once, chunks)
+        level = f"{zero}{'' if once else ', each use'}"
+        every = ranks.run(4, replica_memory.compare, case, timeout_s=300)
         ratios = [one.ratio for one in every]
         least, most = min(least, *ratios), max(most, *ratios)
         above += sum(ratio < 1 for ratio in ratios)
         wrong += sum(one.sent != one.predicted_sent for one in every)
         print(
-            f"| {dims[0]}x{dims[1]} | {name} | {make.__name__} | {zero} | {max(one.measured for one in every):,} | "
+            f"| {dims[0]}x{dims[1]} | {name} | {make.__name__} | {level} | {max(one.measured for one in every):,} | "
             f"{min(ratios):.3f} to {max(ratios):.3f} | {every[0].sent:,} | {every[0].predicted_sent:,} |",
             flush=True,
         )

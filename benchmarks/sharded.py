@@ -4,24 +4,27 @@
 
 "once": fully_shard divides the blocks, and a step gathers and reduces each block once. "flags":
 ``Distributed(gather_once=False)``, where fully_shard gathers for each forward and backward and reduces in each
-backward, as earlier versions of pipesched did. "zero2": ``Distributed(zero=2)`` without fully_shard. "torch":
-torch.distributed.pipelining with fully_shard and reshard_after_forward=False, in the same four processes.
+backward, as earlier versions of pipesched did. "zero2" and "zero3": ``Distributed(zero=2)`` and 3 without fully_shard.
+"torch": torch.distributed.pipelining with fully_shard and reshard_after_forward=False, in the same four processes.
 
 All variants update the weights with AdamW in each step. They run in turn (A B C A B C ...); every step begins with a
 barrier, and the time of the slowest rank is used. The script prints the gathers and reductions of each rank in a step,
-the median times, the milliseconds of a rank's W actions, and the medians of the paired ratios with a 95 % bootstrap
-interval. The weights of all variants are compared after two steps, before any timing.
+the median times, the milliseconds of a rank's W actions, the most memory that a rank holds in a step and the memory
+predicted for it, and the medians of the paired ratios with a 95 % bootstrap interval. The memory of
+"once" and "flags" does not include the optimizer's states, because they update the weights outside the pipeline. The
+weights of all variants are compared after two steps, before any timing.
 """
 
 import argparse
 import sys
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
 from measure import in_ranks, machine, ratio, slowest_s
-from torch import Tensor, nn, optim
+from torch import Tensor, distributed, nn, optim
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, schedules
@@ -30,6 +33,7 @@ from torch.nn import functional
 
 from pipesched import Distributed, Pipeline
 from pipesched.program.actions import Kind
+from pipesched.testing import MemoryMeter
 
 sys.path.append(str(Path(__file__).parents[1]))
 from tests.support.collectives import counted
@@ -78,6 +82,7 @@ class Variant(NamedTuple):
     step: Callable[[], Any]
     modules: list[nn.Module]
     pipe: Pipeline | None = None
+    zero: int = 0
 
 
 def adamw(parameters: Iterable[nn.Parameter]) -> optim.AdamW:
@@ -122,14 +127,14 @@ def own(name: str, mesh: DeviceMesh, batch: tuple[Tensor, Tensor], gather_once: 
     return Variant(step, [pipe], pipe)
 
 
-def divided(name: str, mesh: DeviceMesh, batch: tuple[Tensor, Tensor], zero: Literal[1, 2]) -> Variant:
+def divided(name: str, mesh: DeviceMesh, batch: tuple[Tensor, Tensor], zero: Literal[2, 3]) -> Variant:
     """Make the variant with pipesched's pipeline and ``Distributed(zero=...)``."""
     x, y = batch
     axes = {"pipeline": "pp", "replicate": "shard"}
     pipe = pipeline(
         name, x.shape[-1], mesh, len(x) // M, axes=axes, optimizer=adamw, distributed=Distributed(zero=zero)
     )
-    return Variant(lambda: pipe.step(x, target=y), [pipe], pipe)
+    return Variant(lambda: pipe.step(x, target=y), [pipe], pipe, zero)
 
 
 def rival(name: str, mesh: DeviceMesh, batch: tuple[Tensor, Tensor]) -> Variant:
@@ -160,6 +165,8 @@ def rival(name: str, mesh: DeviceMesh, batch: tuple[Tensor, Tensor]) -> Variant:
 
 def weights_of(variant: Variant) -> list[Tensor]:
     """Return the whole weights of this rank, sorted, because pipesched and torch store chunks in different orders."""
+    if variant.pipe is not None and variant.zero == 3:
+        variant.pipe.gather_model()  # the next step divides the weights again
     held = [parameter.detach() for module in variant.modules for parameter in module.parameters()]
     whole = [weight.full_tensor() if isinstance(weight, DTensor) else weight for weight in held]
     return sorted((weight.clone() for weight in whole), key=lambda weight: (weight.numel(), float(weight.abs().sum())))
@@ -169,6 +176,28 @@ def weight_gradient_s(pipe: Pipeline) -> float:
     """Return the seconds that the W actions of a rank took in the last step, averaged over the ranks."""
     spans = pipe.gather_trace().spans
     return sum(span.end_s - span.start_s for span in spans if span.action.kind is Kind.W) / RANKS
+
+
+def warmed_up(variant: Variant) -> tuple[str, str]:
+    """Run two steps. Return the collectives of the second one, and the memory that the ranks hold and that predicted.
+
+    The memory is that of the rank that holds the most.
+    """
+    with ExitStack() as stack:
+        meter = None if variant.pipe is None else stack.enter_context(MemoryMeter(variant.pipe))
+        for _ in range(2):  # the first one sets up
+            if meter is not None:
+                meter.mark()
+            with counted() as calls:
+                variant.step()
+    counts = f"{calls['gather']} + {calls['reduce']}"
+    if meter is None or variant.pipe is None:
+        return counts, ""
+    ((rank, held),) = meter.peak_bytes.items()
+    predicted = variant.pipe.predicted_memory[rank]
+    found: list[Any] = [None] * distributed.get_world_size()
+    distributed.all_gather_object(found, (held + predicted.batch, predicted.total_bytes))
+    return counts, " / ".join(f"{size / 2**20:.1f}" for size in max(found))
 
 
 def compare(rank: int, name: str, pairs: int, width: int, tokens: int) -> str:
@@ -181,23 +210,22 @@ def compare(rank: int, name: str, pairs: int, width: int, tokens: int) -> str:
         "once": own(name, mesh, batch, True),
         "flags": own(name, mesh, batch, False),
         "zero2": divided(name, mesh, batch, 2),
+        "zero3": divided(name, mesh, batch, 3),
     }
     if name in RIVALS:
         variants["torch"] = rival(name, mesh, batch)
     counts = {}
+    sizes = {}
     failed = ""
     for label, variant in list(variants.items()):
         try:
-            for _ in range(2):  # the first one sets up
-                with counted() as calls:
-                    variant.step()
+            counts[label], sizes[label] = warmed_up(variant)
         except Exception as error:
             if label != "torch":
                 raise
             failed = f"torch fails: {type(error).__name__}: {str(error).splitlines()[0]}"
             del variants[label]
             continue
-        counts[label] = f"{calls['gather']} + {calls['reduce']}" if label != "zero2" else ""
     due = weights_of(variants["once"])
     equal = {
         label: all(torch.allclose(a, b, rtol=1e-4, atol=1e-5) for a, b in zip(due, weights_of(variant), strict=True))
@@ -209,11 +237,11 @@ def compare(rank: int, name: str, pairs: int, width: int, tokens: int) -> str:
             times[label].append(slowest_s(variant.step))
     lines = []
     for label, variant in variants.items():
-        w = "" if variant.pipe is None else f"{weight_gradient_s(variant.pipe) * 1e3:.1f}"
+        w = "" if variant.pipe is None else f"{weight_gradient_s(variant.pipe) * 1e3:.3f}"
         once = ratio(times["once"], times[label])
         zero = ratio(times["zero2"], times[label])
         lines.append(
-            f"| {name} | {label} | {counts[label]} | {once.second * 1e3:.0f} | {w} | "
+            f"| {name} | {label} | {counts[label]} | {once.second * 1e3:.0f} | {w} | {sizes[label]} | "
             f"{once if label != 'once' else ''} | {zero if label != 'zero2' else ''} | "
             f"{'yes' if equal[label] else 'NO'} |"
         )
@@ -235,9 +263,10 @@ def main() -> None:
         f"{machine()}; {BLOCKS} blocks of width {options.width}, {options.tokens} rows in each of {M} micro-batches\n"
     )
     print(
-        "| schedule | variant | gathers + reductions | ms | W, ms | once / variant | zero2 / variant | same weights |"
+        "| schedule | variant | gathers + reductions | ms | W, ms | held / predicted, MiB | once / variant | "
+        "zero2 / variant | same weights |"
     )
-    print("|---|---|---|---|---|---|---|---|")
+    print("|---|---|---|---|---|---|---|---|---|")
     for name in options.schedules:
         print(in_ranks(REPLICAS * RANKS, compare, name, options.pairs, options.width, options.tokens)[0], flush=True)
 

@@ -59,6 +59,20 @@ class ShardedModules:
         meshes = [getattr(p, "device_mesh", None) for root in self._roots for p in root.parameters()]
         return max((mesh.size() for mesh in meshes if mesh is not None), default=1)
 
+    @property
+    def once(self) -> bool:
+        """Whether a run gathers and reduces each module once."""
+        return self._once
+
+    def largest_unit(self) -> int:
+        """Return the bytes of the whole weights of the largest module, without the sharded modules inside it."""
+        sizes: list[int] = []
+        for module in self._modules:
+            inner = [part for part in module.modules() if part is not module and part in self._modules]
+            others = {p for part in inner for p in part.parameters()}
+            sizes.append(sum(p.numel() * p.element_size() for p in module.parameters() if p not in others))
+        return max(sizes)
+
     def sum_gradients(self) -> None:
         """Let FSDP2 add the gradients of the processes instead of averaging them."""
         for module in self._modules:

@@ -55,7 +55,7 @@ class AutoPlan:
     numerics: Numerics
     optimizer: Callable[[list[Any]], Optimizer] | None  #: makes an optimizer, whose states count towards a memory limit
     free: bool  #: whether the number of micro-batches is free, because results do not depend on it
-    replicas: ReplicaCosts | None = None  #: the costs of replicas that divide the weights
+    replicas: ReplicaCosts | None = None  #: the costs of several replicas; None if there is only one
     gather_once: bool | None = None  #: whether a step gathers divided weights once; None: if that fits into memory
 
     def is_wanted(self, request: PlanRequest, plan: Plan | None) -> bool:
@@ -123,6 +123,8 @@ class AutoPlan:
             effort=self.search.effort,
             norms=self.optimizer is not None and self.numerics.needs_norms,
             replica_costs=self.replicas,
+            updates=self.optimizer is not None,
+            in_tree=self.numerics.reduction_order == "tree",
         )
         plan = find_plan_of_replicas(search_request) if self.gather_once is None else find_plan(search_request)
         first = plan.alternatives[0] if plan.alternatives else None

@@ -34,7 +34,7 @@ from pipesched.simulation.replication import ReplicaCosts, Replication
 from pipesched.simulation.size_fit import Size, SizeFit
 from pipesched.tensors.meta_tensors import lacks_contents
 
-__all__ = ["CostBook", "divided_by", "replica_costs"]
+__all__ = ["CostBook", "replica_costs"]
 
 
 def replica_costs(grid: RankGrid, zero: int, links: Links | None) -> ReplicaCosts | None:
@@ -55,16 +55,6 @@ def replica_costs(grid: RankGrid, zero: int, links: Links | None) -> ReplicaCost
         consecutive="stages" if first == tuple(range(len(first))) else "replicas",
     )
     return ReplicaCosts(replication, len(first), links, grid.rows)
-
-
-def divided_by(replicas: ReplicaCosts | None, gather_once: bool | None) -> ReplicaCosts | None:
-    """Return the costs of replicas that divide the weights; None for other replicas.
-
-    ``gather_once`` is the user's option, on which these costs depend.
-    """
-    if replicas is None or replicas.replication.zero < 3:
-        return None
-    return replicas.gathering(once=gather_once is not False)
 
 
 class CostBook:

@@ -58,6 +58,7 @@ def merged_state(state: Mapping[str, Any], names: Iterable[str], host: MeshRanks
     with executor.collective("full_state_dict"):
         share = {name: _whole(value) if isinstance(value, Tensor) else value for name, value in state.items()}
     merged = {name: value for shares in executor.exchange(share) for name, value in shares.items()}
+    executor.exchange_in_all(None)  # a replica that has ended could not say which rank of another replica has failed
     return {name: merged[name] for name in (*names, *merged) if name in merged}  # names added by wrap come last
 
 

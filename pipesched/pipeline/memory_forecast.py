@@ -1,5 +1,6 @@
 """Memory forecast: predicts each rank's peak memory, and checks batches against the memory limits."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -17,6 +18,7 @@ from pipesched.profiling.optimizer_memory import another, upkeep_of
 from pipesched.profiling.replica_buffers import StageReplicas
 from pipesched.profiling.stage_memory_probe import StageSizes, costs_with, messages_of, stage_sizes
 from pipesched.program.program import Program
+from pipesched.runtime.gradients.buckets import local
 from pipesched.runtime.gradients.shards import Shards
 from pipesched.runtime.rank_host import ThreadRanks
 from pipesched.runtime.stage.divided_stage import shards_for
@@ -75,7 +77,7 @@ class MemoryForecast:
             costs = costs_with(costs, program, stages, loss)
             messages = messages_of(program, stages)
         timed = running.assembly.programs.full.timed
-        costs = self._with_states(_with_losses(costs, timed, known=not stages or not own_loss))
+        costs = self._with_shards(self._with_states(_with_losses(costs, timed, known=not stages or not own_loss)))
         return self._rank_memory(timed, costs, messages)
 
     def check_rows(self, rows: Sequence[int]) -> None:
@@ -98,7 +100,7 @@ class MemoryForecast:
         programs = running.assembly.programs
         costs = self._book.stage_costs(programs, running.cut, self._book.for_rows(max(rows)))
         timed = programs.of(len(rows)).timed
-        costs = self._with_states(costs)
+        costs = self._with_shards(self._with_states(costs))
         needs = self._rank_memory(timed, costs)
         limits = self.limits
         worst = max(range(len(needs)), key=lambda rank: needs[rank].total_bytes - limits[rank])
@@ -184,6 +186,35 @@ class MemoryForecast:
             update_transient_bytes=tuple(transients),
         )
 
+    def _with_shards(self, costs: Costs) -> Costs:
+        """Return the costs with the shards that a rank holds in addition to the whole weights of ``fully_shard``.
+
+        A step holds the whole weights from its begin to the reduction of their gradients.
+        """
+        shares = [self._shard_share(stage) for stage in range(costs.num_stages)]
+        return replace(
+            costs,
+            weight_bytes=tuple(
+                size + math.ceil(size * share) * (share < 1)
+                for size, share in zip(costs.weight_bytes, shares, strict=True)
+            ),
+            optimizer_bytes=tuple(
+                math.ceil(size * share) for size, share in zip(costs.optimizer_bytes, shares, strict=True)
+            ),
+        )
+
+    def _shard_share(self, stage: int) -> float:
+        """Return the share of a stage's weights that ``fully_shard`` leaves to this process; 1 if it divides none.
+
+        A stage of another process is assumed to be divided like those of this process.
+        """
+        stages = self._running.assembly.stages
+        own = [stages[stage]] if stage in stages else list(stages.values())
+        if not any(one.sharded is not None and one.sharded.once for one in own):
+            return 1
+        parameters = [p for one in own for module in one.modules.values() for p in module.parameters()]
+        return sum(local(p).nbytes for p in parameters) / sum(p.numel() * p.element_size() for p in parameters)
+
     def _others_weights(self, stage: int) -> int:
         """Return the bytes of a stage's weights that only the other replicas hold between steps."""
         assembly = self._running.assembly
@@ -221,8 +252,19 @@ class MemoryForecast:
         return tuple(sent)
 
     def _replicas(self) -> list[ReplicaMemory] | None:
-        """Return each stage's memory for communication with other replicas; None if there is one replica."""
-        return [own.memory(self._freed(stage)) for stage, own in enumerate(self._replicated())] or None
+        """Return the memory that each stage needs for communication with other replicas; None if it needs none."""
+        found = [own.memory(self._freed(stage)) for stage, own in enumerate(self._replicated())]
+        sharded = [one.sharded for one in self._running.assembly.stages.values() if one.sharded is not None]
+        if not any(one.once for one in sharded):
+            return found or None
+        placement = self._running.assembly.program.placement
+        stages = found or [ReplicaMemory()] * len(placement)
+        unit = max(one.largest_unit() for one in sharded)
+        for stage in map(placement.index, {*placement}):  # a rank reduces one unit at a time
+            late = stages[stage].late
+            more = math.ceil(unit * (1 + self._shard_share(stage)))  # the copied gradients, and the shard of their sum
+            stages[stage] = replace(stages[stage], late=late._replace(buffer=late.buffer + more))
+        return stages
 
     def _replicated(self) -> list[StageReplicas]:
         """Return, for each stage, the parameters whose gradients replicas sum; [] if there is one replica."""

@@ -20,7 +20,7 @@ from pipesched.model.parameter_order import ParameterOrder
 from pipesched.pipeline.assembly import AssemblySpec
 from pipesched.pipeline.auto_plan import AutoPlan, adds_up
 from pipesched.pipeline.construction import check_functions, choose_plan, ending_on_error, facts_of, start
-from pipesched.pipeline.cost_book import CostBook, divided_by, replica_costs
+from pipesched.pipeline.cost_book import CostBook, replica_costs
 from pipesched.pipeline.gathering import gather_model, merged_state, place_weights
 from pipesched.pipeline.memory_forecast import MemoryForecast
 from pipesched.pipeline.options import Distributed, Numerics, Search, as_options
@@ -232,7 +232,7 @@ class Pipeline(SavingInterface):
                 numerics=numerics,
                 optimizer=optimizer,
                 free=adds_up(module, loss_fn, loss_weight),
-                replicas=divided_by(replicas, distributed.gather_once),
+                replicas=None if replicas is None else replicas.gathering(once=distributed.gather_once is not False),
                 gather_once=distributed.gather_once,
             )
             limits = limits_of(search.memory_limit_bytes, len(host.all_devices))

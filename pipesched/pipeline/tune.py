@@ -131,8 +131,8 @@ def tune(
         axes: how to divide num_ranks into pipelines and replicas, by simulation alone: "auto", or a mapping such as
             ``{"pipeline": 8, "replicate": 4}``. batch_size then counts the rows of all replicas, num_microbatches
             the micro-batches of one replica. Default: None (one pipeline).
-        zero: with axes, the data that replicas divide, as for Distributed: 0, 1, 2 or 3. Default: "auto", 0 or 2,
-            whichever is faster within the memory limit.
+        zero: with axes, the data that replicas divide, as for Distributed: 0, 1, 2 or 3. Default: "auto", the fastest
+            of 0, 2, and 3 with a gather before each use, within the memory limit.
         confirm: how many of the plans with the shortest predicted steps to run. Default: 3 for a model with devices or
             a mesh, else 0. With num_ranks, the plans run on that many GPUs if the machine has them, else on the CPU.
         prove: let a solver prove how fast any exact order of the plan's stages can be, and use the solver's order if it

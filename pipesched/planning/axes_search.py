@@ -2,8 +2,8 @@
 
 Each division of the ranks gets its own search (`pipesched.planning.tuner`) for the batch of one replica. The first pass
 evaluates only 1F1B for each division. The stages that it finds give a lower bound on the division's step time. The
-second pass searches the divisions in full, in ascending order of this bound. It ends when no remaining bound is below
-the best step time, or when no effort is left.
+second pass searches the divisions in full, in ascending order of this bound, those with ``zero=3`` last. It ends when
+no remaining bound is below the best step time, or when no effort is left.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,11 +31,11 @@ Axes = Literal["auto"] | Mapping[str, int]
 #: The ZeRO level, which sets the tensors that replicas divide: 0, 1, 2, 3, or "auto".
 Zero = Literal["auto"] | int
 
-#: At the peak of a step, zero=1 holds no less than zero=2, and sends more. zero=3 holds less than zero=2 only if
-#: weights are gathered for each use.
-_TRIED_LEVELS = (0, 2)
+#: The values of zero= that "auto" tries, and whether weights are gathered once a step. At the peak of a step, zero=1
+#: holds no less than zero=2, and sends more. zero=3 holds less than zero=2 only if weights are gathered for each use.
+_TRIED_LEVELS = ((0, True), (2, True), (3, False))
 _EFFORT = 6_000_000  # actions to simulate in all full searches together
-_EFFORT_EACH = 1_500_000  # actions to simulate in the full search of one division
+_EFFORT_EACH = 3_000_000  # actions to simulate in the full search of one division
 _SHOWN = 12  # number of alternatives to list
 
 
@@ -113,8 +113,9 @@ class AxesRequest:
     def _divisions(self) -> Iterator[tuple[int, Replication]]:
         """For each division of the ranks, yield the number of ranks per pipeline and the replication."""
         given = None if isinstance(self.axes, str) else self.axes["replicate"]
-        levels = _TRIED_LEVELS if self.zero == "auto" else (int(self.zero),)
-        choices = [(zero, once) for zero in levels for once in ((True, False) if zero == 3 else (True,))]
+        choices: Sequence[tuple[int, bool]] = _TRIED_LEVELS
+        if self.zero != "auto":
+            choices = [(int(self.zero), True), *([(3, False)] if self.zero == 3 else [])]
         for count in range(self.num_ranks, 0, -1):
             num_ranks = self.num_ranks // count
             if given not in (None, count) or self.num_ranks % count or self.batch_size % count:
@@ -149,18 +150,19 @@ def find_axes(request: AxesRequest, progress: Callable[[float], None] = lambda _
     searches = list(request.searches())
     if not searches:
         raise _no_division(request)
-    tuners = []
+    tuners: list[tuple[tuple[bool, float, int], Tuner]] = []
     for number, search in enumerate(searches):
         tuner = Tuner(replace(search, effort=1))  # evaluates only 1F1B
         if tuner.explore():
-            tuners.append((tuner.bound_s(), number, tuner))
+            order = (_divides_weights(search), tuner.bound_s(), number)
+            tuners.append((order, tuner))
         progress(0.5 * (number + 1) / len(searches))
     if not tuners:
         return _infeasible(request, searches)
-    found = [(tuner, tuner.best()[0]) for _, _, tuner in tuners]
+    found = [(tuner, tuner.best()[0]) for _, tuner in tuners]
     best_s = min(own.step_s for _, own in found)
     left: float = _EFFORT
-    for bound_s, number, quick in sorted(tuners, key=lambda each: each[:2]):
+    for (_, bound_s, number), quick in sorted(tuners, key=lambda each: each[0]):
         if bound_s >= best_s * (1 - WORTH) or left <= 0:
             continue
         tuner = Tuner(searches[number])
@@ -175,7 +177,11 @@ def find_axes(request: AxesRequest, progress: Callable[[float], None] = lambda _
     plan = tuner.plan(chosen)
     others = sorted((own for _, own in found if own is not chosen), key=lambda own: own.step_s)[: _SHOWN - 1]
     progress(1)
-    return replace(plan, alternatives=(*plan.alternatives, *(own.against(chosen, own.label) for own in others)))
+    return replace(plan, alternatives=(chosen.alternative(), *(own.against(chosen, own.label) for own in others)))
+
+
+def _divides_weights(search: SearchRequest) -> bool:
+    return search.replica_costs is not None and search.replica_costs.replication.zero == 3
 
 
 def _best_of_axes(found: Sequence[tuple[Tuner, EvaluatedCandidate]]) -> list[tuple[Tuner, EvaluatedCandidate]]:

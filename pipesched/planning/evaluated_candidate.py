@@ -39,17 +39,22 @@ class EvaluatedCandidate:
     norms: bool = False
     #: The replicas that run the candidate. None: not considered.
     replication: Replication | None = None
+    #: With replicas, whether a step updates the weights.
+    updates: bool = True
+    #: Whether the gradients of micro-batches are added as a tree.
+    in_tree: bool = False
 
     @cached_property
     def runs(self) -> Program:
         """The program that runs.
 
         It contains the recomputes, the copies to and from the host, and the sums and gathers of replicas. It contains
-        the updates only if they wait for the norm of all gradients, or if replicas are considered.
+        the updates only if they wait for the norm of all gradients, or if replicas that update the weights are
+        considered.
         """
         program = self.candidate.runs
         if self.replication is not None:
-            program = add_replication(program, self.costs, self.replication)
+            program = add_replication(program, self.costs, self.replication, updates=self.updates)
         if self.norms:
             program = add_norms(add_updates(program))
         return add_offloading(program, offloading(self.candidate.checkpoint, self.stages))
@@ -68,7 +73,9 @@ class EvaluatedCandidate:
     def peak_bytes(self) -> tuple[int, ...]:
         """The peak memory of each rank, in bytes."""
         program = add_updates(self.runs) if any(self.costs.update_transient_bytes) else self.runs
-        return tuple(memory.total_bytes for memory in rank_memory(program, self.costs, posted=self.posted))
+        replicas = None if self.replication is None else self.replication.buffers(self.costs)
+        memories = rank_memory(program, self.costs, posted=self.posted, replicas=replicas, in_tree=self.in_tree)
+        return tuple(memory.total_bytes for memory in memories)
 
     @property
     def excess_bytes(self) -> tuple[int, ...]:
@@ -81,8 +88,15 @@ class EvaluatedCandidate:
     def order(self) -> tuple[Any, ...]:
         """Sort key: simpler plans first; equally simple plans in ascending order of memory."""
         chunks, *others = self.candidate.order
-        zero = self.replication.zero if self.replication else 0
-        return (chunks, zero, _weight(self.candidate.checkpoint), max(self.peak_bytes), *others)
+        own = self.replication or Replication()
+        return (
+            chunks,
+            own.zero,
+            not own.gather_once,
+            _weight(self.candidate.checkpoint),
+            max(self.peak_bytes),
+            *others,
+        )
 
     @property
     def label(self) -> str:

@@ -146,7 +146,10 @@ class Plan:
 
     def memory(self) -> tuple[RankMemory, ...]:
         """Return the peak memory of each rank, broken down by purpose; () without costs."""
-        return rank_memory(self.treated, self.costs) if self.costs else ()
+        if self.costs is None:
+            return ()
+        replicas = None if self.replication is None else self.replication.buffers(self.costs)
+        return rank_memory(self.treated, self.costs, replicas=replicas)
 
     @property
     def mesh(self) -> dict[str, int] | None:

@@ -216,6 +216,8 @@ class RecomputationChooser:
             posted=search.posted,
             norms=search.norms,
             replication=None if replicas is None else replicas.replication,
+            updates=search.updates,
+            in_tree=search.in_tree,
         )
 
     def _buckets(self, candidate: Candidate, stages: StageLayers) -> list[list[int]]:

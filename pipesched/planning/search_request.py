@@ -81,6 +81,10 @@ class SearchRequest:
     #: The costs of replicas, each of which runs the plan on ``num_ranks`` ranks with ``batch_size`` rows. None: one
     #: pipeline, without updates.
     replica_costs: ReplicaCosts | None = None
+    #: With replicas, whether a step updates the weights.
+    updates: bool = True
+    #: Whether the gradients of micro-batches are added as a tree.
+    in_tree: bool = False
 
     def __post_init__(self) -> None:
         check_offload(self.offload)

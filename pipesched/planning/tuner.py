@@ -456,10 +456,9 @@ class Tuner:
 
     def _alternatives(self, chosen: EvaluatedCandidate) -> Iterator[Alternative]:
         """Yield the plan itself, the best candidate of each other schedule, and the baselines."""
-        yield chosen.alternative()
-        if chosen.replication is not None:  # the other plans have other axes, and come from other searches
-            return
-        seen = {label_of(chosen.candidate)}
+        name = label_of(chosen.candidate)
+        yield chosen.alternative(name)
+        seen = {name}
         for found in self.best():
             label = label_of(found.candidate)
             if label not in seen and len(seen) <= _SHOWN:
@@ -516,14 +515,14 @@ def _bound_s(found: EvaluatedCandidate, *, split: bool = False) -> float:
         split=split or candidate.splits,
         effort=0,
     )
-    return bound_s if found.replication is None else bound_s + _end_s(found.costs)
+    return bound_s if found.replication is None else bound_s + _end_s(found.costs, updates=found.updates)
 
 
-def _end_s(costs: Costs) -> float:
+def _end_s(costs: Costs, *, updates: bool) -> float:
     """Return a lower bound on the time from the last gradient of all stages to the end of the step.
 
-    The last gradient of a stage completes a bucket. The bucket is then summed over replicas, and the weights are
+    The last gradient of a stage completes a bucket. The bucket is then summed over replicas, and the weights may be
     updated.
     """
-    sums = (times[-1] if times else 0 for times in costs.reduce_s)
-    return min(map(sum, zip(sums, costs.times(Kind.UPDATE), strict=True)))
+    sums = [times[-1] if times else 0 for times in costs.reduce_s]
+    return min(map(sum, zip(sums, costs.times(Kind.UPDATE), strict=True)) if updates else sums)

@@ -43,11 +43,15 @@ class StageReplicas:
         exchanged = [size for bucket in sent_late for size in self._exchanged(bucket)]
         gathered = [size for bucket in self.buckets for size in self._exchanged(bucket)] if gathers else []
         rows = sum(gathered)
+        divided = [
+            p for bucket in self.buckets for p in bucket if gathers and self.shards is not None and p in self.shards
+        ]
         return ReplicaMemory(
             buckets=tuple(self._copies(bucket, size) for bucket, size in zip(self.buckets, freed, strict=True)),
             late=self._copies(self.late),
             spread=(self.num_replicas + 1) * max(exchanged, default=0),
             gather=CopyMemory(rows, (self.num_replicas + 1) * max(gathered, default=0), rows),
+            cut=max((self._longest([own]) * own.element_size() for own in divided), default=0),
         )
 
     def sent_bytes(self) -> int:

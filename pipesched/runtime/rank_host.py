@@ -213,7 +213,10 @@ class RankHost(Protocol):
         """
 
     def abandon(self, what: str, error: BaseException) -> None:
-        """Close the host, and report a failure of this process to the other processes."""
+        """Close the host, and report a failure of this process to the other processes.
+
+        If the error is the failure of another process, raises an ExecutionError that names this process.
+        """
 
     def close(self) -> None:
         """End the threads or connections of the ranks."""
@@ -578,7 +581,7 @@ class MeshRanks:
         return self.executor.gather(*(own for own in timelines if isinstance(own, RankTimeline)))
 
     def abandon(self, what: str, error: BaseException) -> None:
-        self.executor.leave(f"{type(error).__name__}: {error}, in {what}")
+        self.executor.leave_after(error, what)
 
     def close(self) -> None:
         self.executor.close()

@@ -73,8 +73,13 @@ class CopyMemory(NamedTuple):
     #: Activations that the last backward has freed when it starts this bucket, if it does.
     freed: int = 0
 
+    def complete(self) -> "CopyMemory":
+        """Return the memory after the collective has ended."""
+        return self._replace(buffer=self.summed, working=0)
+
 
 _NO_COPIES = CopyMemory(0, 0, 0)
+_EVENTS = Kind.REDUCE, Kind.UNSHARD, Kind.RESHARD, Kind.NORM, Kind.UPDATE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,11 +95,16 @@ class ReplicaMemory:
     #: Buffers of a gather of the stage's weights, from the UNSHARD until their first use. The copies are this replica's
     #: own parts, which are then held twice.
     gather: CopyMemory = _NO_COPIES
+    #: The largest copy that a RESHARD makes of this replica's rows of a weight, before it frees the whole weight.
+    cut: int = 0
 
     @classmethod
     def of_buffers(cls, sizes: Sequence[int]) -> "ReplicaMemory":
         """Return the memory of sums that are not divided among replicas, given the size of each bucket's copy."""
         return cls(buckets=tuple(CopyMemory(size, size, size) for size in sizes))
+
+
+_NOTHING = ReplicaMemory()
 
 
 class HeldWithReplicas(NamedTuple):
@@ -112,7 +122,8 @@ def held_with_replicas(
     """Return the most bytes that ranks hold for sums and exchanges during each action.
 
     A rank's collectives run one after the other, while the rank computes. So the order of actions determines when a
-    copy is made, but not when its sum is complete. The sum is complete at the latest when the rank waits for it.
+    copy is made, but not when its sum is complete. The sum is complete at the latest when the rank waits for it, or for
+    a later collective.
 
     Args:
         program: the program.
@@ -121,7 +132,7 @@ def held_with_replicas(
 
     """
     held = HeldWithReplicas(*np.zeros((2, len(program.columns)), np.int64))
-    if any(one.buckets or one.spread for one in stages):
+    if any(one != _NOTHING for one in stages):
         for rank in range(program.num_ranks):
             _Rank(program, stages, update_transient_bytes, held).fill(rank)
     return held
@@ -168,7 +179,7 @@ class _Rank:
         last = last_gradients(self._program)
         here = {row for stage in self._early if begin <= (row := int(last[stage])) < end}
         uses = {row for row in self._first_uses if begin <= row < end}
-        rows = np.flatnonzero(columns.are(Kind.REDUCE, Kind.UNSHARD, Kind.NORM, Kind.UPDATE)[begin:end]) + begin
+        rows = np.flatnonzero(columns.are(*_EVENTS)[begin:end]) + begin
         for row in sorted({*here, *uses, *rows.tolist()}):
             yield row, row in here
 
@@ -183,7 +194,9 @@ class _Rank:
         here = slice(row, row + 1)
         gather = self._stages[stage].gather
         if row in self._first_uses:
-            self._started.remove((stage, gather))
+            at = self._started.index((stage, gather))
+            self._complete(at)
+            del self._started[at]
             self._write(here)
         if early:
             self._write(here)
@@ -195,6 +208,9 @@ class _Rank:
         elif action.kind is Kind.UNSHARD:
             self._started.append((stage, gather))
             self._write(here)
+        elif action.kind is Kind.RESHARD:
+            self._write(here)
+            self._held.buffers[row] += self._stages[stage].cut
         elif action.kind is Kind.REDUCE:
             buckets = self._stages[stage].buckets
             started = () if stage in self._early else buckets[action.microbatch : action.microbatch + 1]
@@ -217,9 +233,14 @@ class _Rank:
 
     def _end_sums(self, stage: int) -> None:
         """Free the copies of a stage, except the parts that are gradients."""
+        self._complete(max((at for at, (own, _) in enumerate(self._started) if own == stage), default=0))
         own = [copies for at, copies in self._started if at == stage]
         self._kept[stage] = self._kept.get(stage, 0) + sum(copies.kept for copies in own)
         self._started = [(at, copies) for at, copies in self._started if at != stage]
+
+    def _complete(self, end: int) -> None:
+        """The rank waits for a collective: all collectives that were started earlier have ended."""
+        self._started[:end] = [(stage, copies.complete()) for stage, copies in self._started[:end]]
 
     def _level(self, spread: int) -> int:
         """Return the most bytes that can be held now, over all collectives that may be running.

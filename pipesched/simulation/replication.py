@@ -17,12 +17,15 @@ from pipesched.program.lowering import add_gathers, add_reductions, add_updates
 from pipesched.program.program import Program
 from pipesched.simulation.costs import Costs
 from pipesched.simulation.links import Link, Links
-from pipesched.simulation.replica_memory import ModelStates, held_states
+from pipesched.simulation.replica_memory import CopyMemory, ModelStates, ReplicaMemory, held_states
 
 __all__ = ["ZERO_LEVELS", "Buckets", "ReplicaCosts", "Replication", "add_replication"]
 
 #: The values of ``zero=``.
 ZERO_LEVELS = (0, 1, 2, 3)
+
+#: Replicas hold whole rows, which start at multiples of 64 numbers. So one part may be longer than the others.
+_ROUNDING_BYTES = 64 * 4
 
 #: The bytes of each bucket of gradients, for each stage.
 Buckets = Sequence[Sequence[int]]
@@ -98,6 +101,29 @@ class Replication:
         part = ModelStates(*(-(-size // self.num_replicas) for size in whole))
         return held_states(whole, part, zero=self.zero)
 
+    def buffers(self, costs: Costs) -> list[ReplicaMemory]:
+        """Return an upper bound on the memory of each stage's sums, exchanges and gathers.
+
+        Assumes that all weights are divided, and that a bucket starts before its stage's last backward frees anything.
+        """
+        return [self._buffers(sizes) for sizes in costs.reduce_bytes]
+
+    def _buffers(self, sizes: Sequence[int]) -> ReplicaMemory:
+        """Return the memory of a stage with buckets of these sizes."""
+        count = self.num_replicas
+        parts = [-(-size // count) + _ROUNDING_BYTES for size in sizes]
+        exchanged = (count + 1) * max(parts, default=0)
+        if self.zero < 2:
+            return replace(ReplicaMemory.of_buffers(sizes), spread=exchanged if self.zero else 0)
+        buckets = [
+            CopyMemory(count * part, (count + 1) * part, part, kept=part, released=size)
+            for size, part in zip(sizes, parts, strict=True)
+        ]
+        if self.zero == 2:
+            return ReplicaMemory(buckets=tuple(buckets), spread=exchanged)
+        gather = CopyMemory(sum(parts), exchanged, sum(parts))
+        return ReplicaMemory(buckets=tuple(buckets), gather=gather, cut=max(parts, default=0))
+
     def to_dict(self) -> dict[str, Any]:
         """Convert to plain values for JSON. ``gather_once`` is left out unless replicas divide the weights."""
         values = asdict(self)
@@ -111,13 +137,14 @@ class Replication:
         return read_fields(cls, values, "a replication must have")
 
 
-def add_replication(program: Program, costs: Costs, replication: Replication) -> Program:
+def add_replication(program: Program, costs: Costs, replication: Replication, *, updates: bool = True) -> Program:
     """Append the updates to a program, and insert a REDUCE for each bucket in ``costs.reduce_s``.
 
-    If the replicas divide the weights, the stages with buckets also get UNSHARDs and RESHARDs.
+    If the replicas divide the weights, the stages with buckets also get UNSHARDs and RESHARDs. Without ``updates``, no
+    updates are appended.
     """
     buckets = [len(times) for times in costs.reduce_s]
-    program = add_reductions(add_updates(program), buckets)
+    program = add_reductions(add_updates(program) if updates else program, buckets)
     if replication.zero < 3:
         return program
     stages = [stage for stage, count in enumerate(buckets) if count]

@@ -12,11 +12,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from pipesched import Distributed, Numerics, Pipeline
+from pipesched import Distributed, Numerics, Pipeline, schedules
 from pipesched.errors import ExecutionError, GraphError, ScheduleError
 from pipesched.model.sharded_modules import ShardedModules
 from pipesched.runtime.stage import layer_runner
-from pipesched.testing import clip_grad_norm_
+from pipesched.testing import MemoryMeter, clip_grad_norm_
 from tests.support import places
 from tests.support.branching_models import Looped, square
 from tests.support.collectives import counted
@@ -360,3 +360,49 @@ def unreduced(group: Any) -> None:
         block.set_reshard_after_backward = lambda _, **options: plain(False, **options)  # type: ignore[method-assign]
         with pytest.raises(ExecutionError, match="at least one of 4 modules was not reduced"):
             pipe.step(x, target=x)
+
+
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize(
+    ("dims", "schedule", "each", "updates"),
+    [
+        ((1, 2, 2), "1f1b", "blocks and stage", False),
+        ((1, 2, 2), "zb-h1", "blocks", True),
+        ((2, 2, 1), "interleaved-1f1b", "blocks and stage", True),
+        ((1, 4, 1), "zb-v", "blocks", False),
+    ],
+)
+def test_a_rank_holds_no_more_than_predicted(
+    ranks: Ranks, dims: tuple[int, int, int], schedule: str, each: str, updates: bool
+) -> None:
+    """A rank holds its shards, the gathered weights and whole gradients."""
+    for ratio in ranks.run(4, predicted_to_held, dims, schedule, each, updates):
+        assert 1 <= ratio <= 1.25
+
+
+def predicted_to_held(group: Any, dims: tuple[int, int, int], schedule: str, each: str, updates: bool) -> float:
+    mesh = init_device_mesh("cpu", dims, mesh_dim_names=("dp", "fsdp", "pp"))
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Looped([nn.Linear(64, 64)]) for _ in range(16)))
+    count = dims[2] * schedules.get(schedule).chunks_per_rank
+    pipe = Pipeline(
+        model,
+        torch.ones(2, 64),
+        loss_fn=square,
+        mesh=mesh,
+        schedule=schedule,
+        num_microbatches=M,
+        boundaries=[16 * stage // count for stage in range(1, count)],
+        wrap=sharded(mesh["fsdp"], each),
+        optimizer=torch.optim.Adam if updates else None,
+        distributed=Distributed(timeout=20),
+    )
+    with pipe, MemoryMeter(pipe) as meter:
+        predicted = pipe.predicted_memory[mesh.get_local_rank("pp")]
+        for _ in range(2):
+            meter.mark()
+            pipe.step(torch.ones(2 * M, 64), target=torch.ones(2 * M, 64))
+            if not updates:
+                pipe.zero_grad()
+        (peak,) = meter.peak_bytes.values()
+    return predicted.total_bytes / (peak + predicted.batch)

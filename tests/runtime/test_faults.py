@@ -40,6 +40,13 @@ CASES = {
     "more of 2x2": [
         Case("SIGSTOP", "later forward", 0, "rank 0", 4, 2),
         Case("hang", "first backward", 0, num_ranks=4, replicas=2, by="replicate"),
+        Case("SIGSTOP", "update", 3, num_ranks=4, replicas=2, by="zero=2"),
+        Case("SIGKILL", "evaluate", 1, num_ranks=4, replicas=2, by="zero=3"),
+    ],
+    "replicas that exchange weights while another one fails": [
+        Case("hang", "while measuring", 3, num_ranks=4, replicas=2, by="zero=3"),
+        Case("SIGKILL", "while measuring", 3, num_ranks=4, replicas=2, by="zero=3"),
+        Case("hang", "state dict", 0, num_ranks=4, replicas=2, by="replicate"),
     ],
 }
 

@@ -44,6 +44,26 @@ def test_divided_sums_replace_gradients_and_stay_until_the_update():
     assert (found.reductions, found.transients) == (4 + 4, 99)
 
 
+def test_a_rank_that_waits_for_a_gather_has_waited_for_earlier_sums():
+    """A sum copies 10 bytes, needs 12 more while it runs, and leaves 4. A gather holds 7 bytes, and 3 more."""
+    gathers = ReplicaMemory(gather=CopyMemory(buffer=7, working=3, summed=7))
+    sums = ReplicaMemory(buckets=(CopyMemory(buffer=10, working=12, summed=4),))
+    order = "1UNSHARD0 0UNSHARD0 0F0 0RESHARD0 1F0 1B0 1RESHARD0 1REDUCE0 0UNSHARD1 0B0 0RESHARD1"
+    found = held(order, [gathers, sums], backward_transient_bytes=(50, 1))
+    assert (found.reductions, found.transients) == (4, 50)  # 0B0 waits for the gather
+    found = held(order, [gathers, sums])
+    assert found.reductions == 10 + 12 + 7
+
+
+@pytest.mark.parametrize("uses", ["0F0 0B0 0RESHARD0", "0F0 0RESHARD0 0UNSHARD1 0B0 0RESHARD1"])
+def test_a_reshard_copies_rows_before_it_frees_the_whole_weight(uses):
+    """A gather needs 7 + 3 bytes, and the copy of rows 5 or 20."""
+    for cut, most in ((5, 10), (20, 20)):
+        stage = ReplicaMemory(gather=CopyMemory(buffer=7, working=3, summed=7), cut=cut)
+        found = held(f"0UNSHARD0 {uses}", [stage], gathered_bytes=(100,))
+        assert (found.gathered, found.reductions) == (100, most)
+
+
 def test_an_exchange_of_weights_lasts_beyond_its_update():
     stages = [ReplicaMemory(), ReplicaMemory(spread=30)]
     found = held("0F0 1F0 1B0 1UPDATE0 0B0", stages, backward_transient_bytes=(50, 1))

@@ -11,29 +11,36 @@ import torch
 from torch import Tensor, nn
 
 from pipesched import Distributed, Numerics, Pipeline
+from pipesched.runtime.gradients.tree_sums import ReductionOrder
 from pipesched.testing import clip_grad_norm_, reference_step
 from tests.support.places import Group, mesh_of, place, run_here
 from tests.support.rank_processes import Ranks
 
 ROWS, TOKENS, VOCABULARY, MICROBATCHES, CLIP, SEED = 8, 12, 96, 4, 0.5, 3
 
+#: What determines the rounding of sums: the numbers of replicas and of shards of a gradient, and the order.
+Sums = tuple[int, int, ReductionOrder]
+
 
 class Place(NamedTuple):
-    """The numbers of replicas and ranks of a run, and whether it uses a mesh or one process."""
+    """The numbers of replicas and ranks of a run, the order of sums, and whether it uses a mesh or one process."""
 
     replicas: int
     ranks: int
     zero: int = 0
     mesh: bool = True
+    order: ReductionOrder = "sequential"
 
     @property
-    def sums(self) -> tuple[int, int]:
-        """The number of replicas, and the number of shards of a gradient: both determine the rounding of sums."""
-        return self.replicas, self.replicas if self.zero == 2 else 1
+    def sums(self) -> Sums:
+        """The numbers of replicas and shards and the order, which together determine the rounding of sums."""
+        if self.order == "tree":  # these sums do not depend on the number of replicas
+            return 1, 1, self.order
+        return self.replicas, self.replicas if self.zero == 2 else 1, self.order
 
     def __str__(self) -> str:
         where = f"{self.replicas}x{self.ranks}, zero={self.zero}" if self.mesh else "one process"
-        return f"({where})"
+        return f"({where}{', tree' if self.order == 'tree' else ''})"
 
 
 def llama(seed: int = 0) -> nn.Module:
@@ -73,7 +80,7 @@ def train(group: Group, where: Place, steps: range, load: str | None, save: str 
         num_stages=where.ranks,
         num_microbatches=MICROBATCHES // where.replicas,
         optimizer=adamw,
-        numerics=Numerics(clip_grad_norm=CLIP),
+        numerics=Numerics(clip_grad_norm=CLIP, reduction_order=where.order),
         seed=SEED + steps.start,
         **options,
     )
@@ -105,14 +112,14 @@ def loop(before: Place, after: Place, stop: int, steps: int) -> list[Tensor]:
 
 
 @cache
-def _loop(before: tuple[int, int], after: tuple[int, int], stop: int, steps: int) -> list[Tensor]:
+def _loop(before: Sums, after: Sums, stop: int, steps: int) -> list[Tensor]:
     model = llama()
     optimizer = adamw(model.parameters())
     losses = []
     for step in range(steps):
-        num_replicas, num_shards = before if step < stop else after
+        num_replicas, num_shards, order = before if step < stop else after
         counts = {"num_replicas": num_replicas, "num_microbatches": MICROBATCHES // num_replicas}
-        losses.append(reference_step(model, **batch(step), **counts, seed=SEED, step=step))
+        losses.append(reference_step(model, **batch(step), **counts, seed=SEED, step=step, reduction_order=order))
         clip_grad_norm_(model.parameters(), CLIP, num_shards=num_shards)
         optimizer.step()
         optimizer.zero_grad()

@@ -546,6 +546,15 @@ class ProcessExecutor:
             self._fault = str(self._alarm.ring(why, "raised"))
             self._drop()
 
+    def leave_after(self, error: BaseException, call: str) -> None:
+        """Stop all ranks because of an error in a call, unless this executor is closed.
+
+        Raises the error. If it is the failure of another rank, raises an ExecutionError that names this rank.
+        """
+        if not self.closed:
+            with self._stopping_all(call):
+                raise error
+
     def _drop(self) -> None:
         if self._forked.here:
             return

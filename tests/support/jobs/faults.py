@@ -41,7 +41,8 @@ class Case(NamedTuple):
     """A fault to test.
 
     fault: one of FAULTS. phase: the part of the script in which the fault occurs, one of PHASES. rank: the rank that
-    fails. store: one of STORES. by: what makes the replicas, "fully_shard" or "replicate" (an axis of the pipeline).
+    fails. store: one of STORES. replicas: the number of replicas. by: what makes the replicas: "fully_shard"; or
+    "replicate", "zero=2" or "zero=3", for replicas of one pipeline.
     """
 
     fault: str
@@ -157,7 +158,7 @@ def run_rank(case: Case, rank: int, port: int, timeout_s: float, said: Path) -> 
         num_stages=num_stages,
         num_microbatches=MICROBATCHES,
         optimizer=lambda params: SGD(params, lr=0.01),
-        distributed=Distributed(timeout=timeout_s),
+        distributed=Distributed(timeout=timeout_s, zero=int(case.by[-1]) if case.by.startswith("zero") else 0),
         seed=0,
         **choices,
     )

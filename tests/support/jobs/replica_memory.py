@@ -1,5 +1,6 @@
 """Jobs that compare the predicted memory of replicas with the measured memory."""
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -7,11 +8,12 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor, distributed, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn import functional
 from torch.optim import Optimizer
 
-from pipesched import Distributed, Pipeline, schedules
+from pipesched import Distributed, Pipeline, Search, schedules
+from pipesched.errors import PipeschedError
 from pipesched.runtime.reductions import replica_sum
 from pipesched.simulation.memory import RankMemory
 from pipesched.testing import MemoryMeter
@@ -113,16 +115,18 @@ def sent_bytes() -> Iterator[list[int]]:
         yield sent
 
 
-def compare(group: Any, case: Case) -> Held:
-    """Train for two steps. Return the predicted and measured bytes of this rank in the second step."""
+def batch(shape: Shape) -> Tensor:
+    return torch.arange(shape.tokens * MICROBATCHES) % WORDS
+
+
+def pipeline(mesh: DeviceMesh, case: Case, **options: Any) -> Pipeline:
+    """Make the pipeline of a case, with equal numbers of blocks in its stages."""
     shape = case.shape
-    mesh = init_device_mesh("cpu", case.dims, mesh_dim_names=("dp", "pp"))
     usual = 1 if case.schedule == "chimera" else schedules.get(case.schedule).chunks_per_rank
     num_stages = case.dims[1] * (case.num_chunks or usual)
-    x = torch.arange(shape.tokens * MICROBATCHES) % WORDS
-    pipe = Pipeline(
+    return Pipeline(
         made(shape),
-        x[: shape.tokens],
+        batch(shape)[: shape.tokens],
         loss_fn=functional.cross_entropy,
         mesh=mesh,
         schedule=case.schedule,
@@ -130,8 +134,15 @@ def compare(group: Any, case: Case) -> Held:
         boundaries=[1 + shape.count * stage // num_stages for stage in range(1, num_stages)],
         optimizer=case.optimizer,
         distributed=Distributed(zero=case.zero, gather_once=case.gather_once, timeout=20),
+        **options,
     )
-    with pipe, MemoryMeter(pipe) as meter:
+
+
+def compare(group: Any, case: Case) -> Held:
+    """Train for two steps; the bytes of this rank in the second step."""
+    mesh = init_device_mesh("cpu", case.dims, mesh_dim_names=("dp", "pp"))
+    x = batch(case.shape)
+    with pipeline(mesh, case) as pipe, MemoryMeter(pipe) as meter:
         rank = mesh.get_local_rank("pp")
         predicted = pipe.predicted_memory[rank]
         for _ in range(2):
@@ -143,3 +154,13 @@ def compare(group: Any, case: Case) -> Held:
         (peak,) = meter.peak_bytes.values()
         predicted_sent = pipe._memory.sent_to_replicas()[rank]
     return Held(predicted, peak + predicted.batch, predicted_sent, sum(sent))
+
+
+def searched(group: Any, case: Case) -> float:
+    """Return the memory that a search computes for a plan, as a share of the memory predicted for its pipeline."""
+    mesh = init_device_mesh("cpu", case.dims, mesh_dim_names=("dp", "pp"))
+    with pipeline(mesh, case) as pipe:
+        predicted = max(own.total_bytes for own in pipe.predicted_memory)
+    with pytest.raises(PipeschedError) as caught:
+        pipeline(mesh, case, search=Search(memory_limit_bytes=predicted // 2), checkpoint="never")
+    return int(re.findall(r"smallest limit for a plan is (\d+) bytes", str(caught.value))[0]) / predicted
