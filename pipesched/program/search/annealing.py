@@ -157,7 +157,8 @@ def _recombined(tables: Tables, memory: _Memory, orders: Sequences, slot: int, m
     begin = tables.first[rank]
     length = orders.lengths[rank]
     busy = orders.busy[rank]
-    memory.kept[begin : begin + length] = orders.slots[begin : begin + length]
+    for kept in range(begin, begin + length):
+        memory.kept[kept] = orders.slots[kept]
     if orders.slots[slot] % KINDS == BACKWARD:
         split(tables, orders, rank, slot, bits % _FAR)
     elif not fuse(tables, orders, rank, slot, bits % 2 == 0):
@@ -166,7 +167,8 @@ def _recombined(tables: Tables, memory: _Memory, orders: Sequences, slot: int, m
     if not tables.num_resources or hold(tables, orders, rank, begin, begin + orders.lengths[rank]):
         makespan = evaluate(tables, memory.clocks, orders, most)
     if makespan == UNFIT:
-        orders.slots[begin : begin + length] = memory.kept[begin : begin + length]
+        for kept in range(begin, begin + length):
+            orders.slots[kept] = memory.kept[kept]
         orders.lengths[rank] = length
         orders.busy[rank] = busy
         if tables.num_resources:

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-__all__ = ["COMPILES", "Whole", "compiled", "whole"]
+__all__ = ["COMPILES", "Whole", "assign", "compiled", "whole"]
 
 #: A sequence of whole numbers: a list, or an array if the functions are compiled.
 Whole = MutableSequence[int]
@@ -23,13 +23,24 @@ COMPILES = find_spec("numba") is not None
 
 
 def compiled(function: Function) -> Function:
-    """Compile a function of whole numbers at its first call, and keep the machine code on disk. A decorator."""
+    """Compile a function of whole numbers at its first call, and keep the machine code on disk. A decorator.
+
+    The function must make no arrays, and no views of arrays such as slices. So numba need not count the references to
+    arrays. Counting makes functions that use many arrays of a tuple ten times slower.
+    """
     if not COMPILES:
         return function
-    return importlib.import_module("numba").njit(cache=True)(function)  # type: ignore[no-any-return]
+    return importlib.import_module("numba").njit(cache=True, _nrt=False)(function)  # type: ignore[no-any-return]
 
 
 def whole(numbers: Iterable[int]) -> Whole:
     """Return the numbers as a sequence for compiled functions."""
     found: Any = np.array(list(numbers), np.int64) if COMPILES else list(numbers)
     return found  # type: ignore[no-any-return]
+
+
+@compiled
+def assign(source: Whole, target: Whole) -> None:
+    """Copy all numbers of a sequence to another one of equal length."""
+    for at in range(len(source)):
+        target[at] = source[at]

@@ -10,7 +10,7 @@ from itertools import product
 from math import gcd
 from typing import NamedTuple
 
-from pipesched.program.search.compiled import Whole, compiled, whole
+from pipesched.program.search.compiled import Whole, assign, compiled, whole
 from pipesched.program.search.evaluation import UNFIT, Clocks, Sequences, clocks
 from pipesched.program.search.problem import BACKWARD, FORWARD, INPUT_GRAD, KINDS, WEIGHT_GRAD, Problem, Tables
 
@@ -144,7 +144,7 @@ def _reset(progress: Progress) -> None:
 def write(tables: Tables, rule: Whole, progress: Progress, orders: Sequences, most: int) -> int:
     """Write the orders of a rule. Return their makespan, or UNFIT if limits are too tight or it is above ``most``."""
     _reset(progress)
-    progress.clocks.done[:] = tables.blank
+    assign(tables.blank, progress.clocks.done)
     left = tables.num_stages * tables.num_microbatches * 2  # all F, and an I or a B of each; each I adds a W
     for rank in range(tables.num_ranks):
         orders.lengths[rank] = 0
