@@ -43,7 +43,7 @@ _STARTS = 8  # most programs to start from
 _PER_PAIR = 0.2  # the fraction of the effort for the orders of one cut
 _PER_MOVE = 0.02  # the fraction of the effort for the orders of a cut with a moved boundary
 _A_MOVE = 2_000  # cost of the costs and the bound of a cut with a moved boundary, in actions
-_SHARES = (1, 1 / 2, 1 / 8, 1 / 20, 1 / 80, 1 / 320, 0)  # efforts of `searched`, relative to its default
+_SHARES = (1 / 3, 1 / 6, 1 / 24, 1 / 60, 1 / 240, 1 / 960, 0)  # efforts of `searched`, relative to its default
 _A_STEP = 0.15  # cost of a step of annealing per action of the program, in actions, ...
 _A_LIST = 15  # ... and of a list schedule
 

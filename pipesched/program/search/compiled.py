@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-__all__ = ["COMPILES", "Whole", "assign", "compiled", "whole"]
+__all__ = ["COMPILES", "Whole", "compiled", "whole"]
 
 #: A sequence of whole numbers: a list, or an array if the functions are compiled.
 Whole = MutableSequence[int]
@@ -37,10 +37,3 @@ def whole(numbers: Iterable[int]) -> Whole:
     """Return the numbers as a sequence for compiled functions."""
     found: Any = np.array(list(numbers), np.int64) if COMPILES else list(numbers)
     return found  # type: ignore[no-any-return]
-
-
-@compiled
-def assign(source: Whole, target: Whole) -> None:
-    """Copy all numbers of a sequence to another one of equal length."""
-    for at in range(len(source)):
-        target[at] = source[at]

@@ -6,10 +6,10 @@ no rank can go on, which is a deadlock.
 
 from typing import NamedTuple
 
-from pipesched.program.search.compiled import Whole, assign, compiled, whole
+from pipesched.program.search.compiled import Whole, compiled, whole
 from pipesched.program.search.problem import KINDS, Tables
 
-__all__ = ["UNFIT", "Clocks", "Sequences", "clocks", "copy", "evaluate", "hold", "sequences"]
+__all__ = ["UNFIT", "Clocks", "Sequences", "assign", "clocks", "copy", "evaluate", "hold", "sequences"]
 
 #: The makespan of orders that deadlock, that exceed a limit or that take longer than allowed.
 UNFIT = -1
@@ -52,6 +52,13 @@ def clocks(tables: Tables) -> Clocks:
     """Allocate the buffers of an evaluation."""
     ranks = [0] * tables.num_ranks
     return Clocks(whole(tables.blank), whole(ranks), whole(ranks), whole(ranks))
+
+
+@compiled
+def assign(source: Whole, target: Whole) -> None:
+    """Copy all numbers of a sequence to another one of equal length."""
+    for at in range(len(source)):
+        target[at] = source[at]
 
 
 @compiled

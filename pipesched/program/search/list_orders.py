@@ -10,8 +10,8 @@ from itertools import product
 from math import gcd
 from typing import NamedTuple
 
-from pipesched.program.search.compiled import Whole, assign, compiled, whole
-from pipesched.program.search.evaluation import UNFIT, Clocks, Sequences, clocks
+from pipesched.program.search.compiled import Whole, compiled, whole
+from pipesched.program.search.evaluation import UNFIT, Clocks, Sequences, assign, clocks
 from pipesched.program.search.problem import BACKWARD, FORWARD, INPUT_GRAD, KINDS, WEIGHT_GRAD, Problem, Tables
 
 __all__ = [

@@ -6,8 +6,8 @@ a pattern that repeats, so a rule that is good for a few micro-batches is also g
 
 from typing import NamedTuple
 
-from pipesched.program.search.compiled import Whole, assign, compiled, whole
-from pipesched.program.search.evaluation import UNFIT, Sequences, copy, sequences
+from pipesched.program.search.compiled import Whole, compiled, whole
+from pipesched.program.search.evaluation import UNFIT, Sequences, assign, copy, sequences
 from pipesched.program.search.list_orders import (
     CHOICES,
     DEPTH,
