@@ -30,7 +30,7 @@ _STEPS = 2_400_000  # steps of annealing at effort 1
 _LISTS = 500  # list schedules at effort 1
 _FEW_LISTS = 16  # the least number of list schedules
 _LISTED = 24_000  # the most actions in all list schedules together, unless _FEW_LISTS schedules have more
-_CLIMBS = 300  # list schedules that improve the rules, for each stage of a rank, at effort 1
+_CLIMBS = 600  # list schedules that improve the rules, at effort 1
 _FEW_ACTIONS = 100  # a problem with at most this many actions is annealed in full, without improving rules
 _CLIMBED = 1_800_000  # the most actions in these list schedules together, at effort 1
 _LONGEST = 1 << 32  # the longest time, in units of the search
@@ -129,7 +129,7 @@ def searched_orders(
 
 def num_steps(actions: int, effort: float) -> int:
     """Return the steps of annealing for a program with this number of actions."""
-    return int(_STEPS * effort * min(1, _FEW_ACTIONS / actions) ** 2.3)
+    return int(_STEPS * effort * min(1, _FEW_ACTIONS / actions) ** 2.6)
 
 
 def num_lists(actions: int, effort: float) -> int:
@@ -142,7 +142,7 @@ def _climbs(shape: Shape, effort: float, rounds: int) -> int:
     actions = 3 * shape.num_stages * min(shape.num_microbatches, rounds * shape.num_ranks)
     if actions <= _FEW_ACTIONS:
         return 0
-    return int(effort * min(_CLIMBS * -(-shape.num_stages // shape.num_ranks), _CLIMBED // actions))
+    return int(effort * min(_CLIMBS, _CLIMBED // actions))
 
 
 def shortened_orders(shape: Shape, found: Program) -> list[Order]:
