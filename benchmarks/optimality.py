@@ -9,7 +9,7 @@ of exact programs, that of all programs is used. A quotient below 1, and a searc
 of the fixed schedules, end the script with an error. ``--generated`` takes the problems of `instances.py` instead.
 
 ``--large`` prints the CPU seconds of searches with many micro-batches, and their orders over those of a search with
-20 times the effort, which takes about 5 s for p = 8 if numba is installed, and over the bound. ``--equal`` prints the
+20 times the effort, which takes 1 to 5 s for p = 8 if numba is installed, and over the bound. ``--equal`` prints the
 idle time of schedules at equal times F = I = W with 8 ranks and 20 micro-batches, in forwards of a rank's layers.
 """
 
