@@ -10,7 +10,7 @@ optimum, or if a searched order is longer than the best fixed schedule. ``--gene
 `instances.py` instead.
 
 ``--large`` searches for orders of problems with many micro-batches. It prints the CPU seconds of each search, and the
-makespan divided by the bound and by the result of a search with 20 times the effort. That search takes about 5 s for
+makespan divided by the bound and by the result of a search with 20 times the effort. That search takes 1 to 5 s for
 p = 8 if numba is installed. ``--equal`` prints the idle time of schedules for stages of equal length (F = I = W) with 8
 ranks and 20 micro-batches, divided by the time of a forward of a rank's layers.
 """
@@ -161,7 +161,7 @@ def print_large(effort: Fraction) -> None:
                 placement=place(p, chunks),
                 max_in_flight=limit,
             )
-            search(problem, Fraction(0))  # loads the compiled code
+            search(problem, Fraction(1, 100))  # compiles or loads all functions
             program, seconds = search(problem, effort)
             makespan = simulate(program, problem.costs).makespan_s
             bound = lower_bound(problem.costs, m, placement=problem.placement, max_in_flight=limit, effort=0)

@@ -31,7 +31,7 @@ from pipesched.viz.notebook import timeline_html
 
 __all__ = ["Plan", "Tie", "searched_before"]
 
-_EFFORT = 1 / 40  # of searches for more micro-batches than a plan's program has
+_EFFORT = 1 / 120  # of searches for more micro-batches than a plan's program has
 _ROUNDING = 1e-9  # a step this close to a bound is optimal: sums of times are rounded
 _OPTIMAL = 1e-4  # a step this close to a proved bound is optimal: the solver rounds times
 

@@ -40,12 +40,12 @@ def solved(instance, effort=1):
 @pytest.mark.parametrize("number", range(0, len(OPTIMA), 23))
 def test_small_problems_are_solved_to_the_proven_optimum(number):
     instance = OPTIMA[number]
-    assert solved(instance, Fraction(1, 40)) == (instance["exact_optimum_s"] or instance["optimum_s"])
+    assert solved(instance, Fraction(1, 120)) == (instance["exact_optimum_s"] or instance["optimum_s"])
 
 
 def test_a_tight_limit_costs_a_quarter_less_than_with_zb_auto():
     costs = Costs((25, 23, 15), (28, 27, 15), (22, 16, 11), (50, 42, 24), transfer_s=1)
-    program = SEARCHED.program(3, 8, costs=costs, max_in_flight=2, effort=Fraction(1, 40))
+    program = SEARCHED.program(3, 8, costs=costs, max_in_flight=2, effort=Fraction(1, 120))
     assert simulate(schedules.get("zb-auto").program(3, 8, costs=costs, max_in_flight=2), costs).makespan_s == 971
     assert simulate(program, costs).makespan_s == 728  # proven optimal
 
@@ -130,11 +130,11 @@ def test_a_known_schedule_wins_a_tie():
 def test_the_program_is_the_same_on_every_machine():
     """Compiled or not."""
     costs = Costs((6, 3, 2, 9), (8, 6, 3, 8), (8, 1, 1, 4), (16, 7, 4, 12))
-    options = {"placement": (0, 1, 0, 1), "max_in_flight": 4, "effort": Fraction(1, 40), "starts": ()}
+    options = {"placement": (0, 1, 0, 1), "max_in_flight": 4, "effort": Fraction(1, 120), "starts": ()}
     program = SEARCHED.program(2, 4, costs=costs, **options)
     assert str(program).splitlines()[3:] == [
-        "rank 0: 0F0 2F0 0F1 0F2 2I0 2W0 2F1 0I0 0W0 2I1 2W1 0F3 2F2 0I1 0W1 2I2 2F3 0I2 0W2 2I3 2W2 2W3 0I3 0W3",
-        "rank 1: 1F0 3F0 3I0 1F1 1I0 3F1 3I1 1W0 3W0 1F2 1I1 1W1 3F2 3I2 1F3 1I2 1W2 3F3 3I3 1I3 1W3 3W1 3W2 3W3",
+        "rank 0: 0F0 2F0 0F1 2I0 0F2 2W0 2F1 0I0 0W0 2I1 2F2 2W1 0F3 0I1 0W1 2I2 2F3 0I2 2W2 0W2 2I3 2W3 0I3 0W3",
+        "rank 1: 1F0 3F0 3I0 1F1 3W0 1I0 3F1 3I1 1F2 1I1 1W0 1W1 3F2 3I2 1F3 1I2 1W2 3F3 3I3 1I3 1W3 3W1 3W2 3W3",
     ]
 
 

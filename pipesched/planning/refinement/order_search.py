@@ -43,7 +43,7 @@ _PER_PAIR = 0.2  # the fraction of the effort for the orders of one cut
 _PER_OTHER = 0.08  # likewise, if all known programs exceed the limits
 _PER_MOVE = 0.02  # the fraction of the effort for the orders of a cut with a moved boundary
 _A_MOVE = 2_000  # the effort to compute the costs and the bound of a cut, in actions
-_SHARES = (1, 1 / 2, 1 / 8, 1 / 20, 1 / 80, 1 / 320, 0)  # efforts of `searched`, relative to its default
+_SHARES = (1 / 3, 1 / 6, 1 / 24, 1 / 60, 1 / 240, 1 / 960, 0)  # efforts of `searched`, relative to its default
 _A_STEP = 0.15  # the effort of a step of annealing for each action of the program, in actions
 _A_LIST = 15  # the effort of a list schedule for each action of the program, in actions
 

@@ -26,13 +26,13 @@ from pipesched.units import counted
 
 __all__ = ["StageCosts", "num_lists", "num_steps", "searched_orders", "shortened_orders"]
 
-_STEPS = 800_000  # steps of annealing at effort 1
-_LISTS = 300  # list schedules at effort 1
+_STEPS = 2_400_000  # steps of annealing at effort 1
+_LISTS = 500  # list schedules at effort 1
 _FEW_LISTS = 16  # the least number of list schedules
 _LISTED = 24_000  # the most actions in all list schedules together, unless _FEW_LISTS schedules have more
-_CLIMBS = 100  # list schedules that improve the rules, for each stage of a rank, at effort 1
+_CLIMBS = 600  # list schedules that improve the rules, at effort 1
 _FEW_ACTIONS = 100  # a problem with at most this many actions is annealed in full, without improving rules
-_CLIMBED = 600_000  # the most actions in these list schedules together, at effort 1
+_CLIMBED = 1_800_000  # the most actions in these list schedules together, at effort 1
 _LONGEST = 1 << 32  # the longest time, in units of the search
 _MOST_SEARCHED = 20_000  # with more (stage, micro-batch) pairs, known schedules that search are skipped
 _KIND_OF = {Kind.F: FORWARD, Kind.I: INPUT_GRAD, Kind.W: WEIGHT_GRAD, Kind.B: BACKWARD}
@@ -130,7 +130,7 @@ def searched_orders(
 
 def num_steps(actions: int, effort: float) -> int:
     """Return the number of annealing steps for a program with this number of actions."""
-    return int(_STEPS * effort * min(1, _FEW_ACTIONS / actions) ** 1.8)
+    return int(_STEPS * effort * min(1, _FEW_ACTIONS / actions) ** 2.6)
 
 
 def num_lists(actions: int, effort: float) -> int:
@@ -143,7 +143,7 @@ def _climbs(shape: Shape, effort: float, rounds: int) -> int:
     actions = 3 * shape.num_stages * min(shape.num_microbatches, rounds * shape.num_ranks)
     if actions <= _FEW_ACTIONS:
         return 0
-    return int(effort * min(_CLIMBS * -(-shape.num_stages // shape.num_ranks), _CLIMBED // actions))
+    return int(effort * min(_CLIMBS, _CLIMBED // actions))
 
 
 def shortened_orders(shape: Shape, found: Program) -> list[Order]:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from pipesched.program.search.compiled import Whole, compiled, whole
 from pipesched.program.search.problem import KINDS, Tables
 
-__all__ = ["UNFIT", "Clocks", "Sequences", "clocks", "copy", "evaluate", "hold", "sequences"]
+__all__ = ["UNFIT", "Clocks", "Sequences", "assign", "clocks", "copy", "evaluate", "hold", "sequences"]
 
 #: The makespan of orders that deadlock, that exceed a limit or that take longer than allowed.
 UNFIT = -1
@@ -55,12 +55,19 @@ def clocks(tables: Tables) -> Clocks:
 
 
 @compiled
+def assign(source: Whole, target: Whole) -> None:
+    """Copy all numbers of a sequence to another one of equal length."""
+    for at in range(len(source)):
+        target[at] = source[at]
+
+
+@compiled
 def copy(source: Sequences, target: Sequences) -> None:
     """Copy all orders."""
-    target.slots[:] = source.slots
-    target.lengths[:] = source.lengths
-    target.busy[:] = source.busy
-    target.held[:] = source.held
+    assign(source.slots, target.slots)
+    assign(source.lengths, target.lengths)
+    assign(source.busy, target.busy)
+    assign(source.held, target.held)
 
 
 @compiled
@@ -72,7 +79,7 @@ def evaluate(tables: Tables, clocks: Clocks, orders: Sequences, most: int) -> in
     seconds = tables.seconds
     yields = tables.yields
     done = clocks.done
-    done[:] = tables.blank
+    assign(tables.blank, done)
     left = 0
     for rank in range(tables.num_ranks):
         clocks.at[rank] = tables.first[rank]

@@ -11,7 +11,7 @@ from math import gcd
 from typing import NamedTuple
 
 from pipesched.program.search.compiled import Whole, compiled, whole
-from pipesched.program.search.evaluation import UNFIT, Clocks, Sequences, clocks
+from pipesched.program.search.evaluation import UNFIT, Clocks, Sequences, assign, clocks
 from pipesched.program.search.problem import BACKWARD, FORWARD, INPUT_GRAD, KINDS, WEIGHT_GRAD, Problem, Tables
 
 __all__ = [
@@ -151,7 +151,7 @@ def write(tables: Tables, rule: Whole, progress: Progress, orders: Sequences, mo
     Return UNFIT if the limits are too tight for these orders, or if their makespan is above ``most``.
     """
     _reset(progress)
-    progress.clocks.done[:] = tables.blank
+    assign(tables.blank, progress.clocks.done)
     left = tables.num_stages * tables.num_microbatches * 2  # all F, and an I or a B of each; each I adds a W
     for rank in range(tables.num_ranks):
         orders.lengths[rank] = 0

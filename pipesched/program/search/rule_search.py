@@ -7,7 +7,7 @@ a pattern that repeats, so a rule that is good for a few micro-batches is also g
 from typing import NamedTuple
 
 from pipesched.program.search.compiled import Whole, compiled, whole
-from pipesched.program.search.evaluation import UNFIT, Sequences, copy, sequences
+from pipesched.program.search.evaluation import UNFIT, Sequences, assign, copy, sequences
 from pipesched.program.search.list_orders import (
     CHOICES,
     DEPTH,
@@ -92,13 +92,13 @@ def _climb(
     for step in range(run.steps):
         if shortest <= run.goal:
             return shortest, step
-        trial[:] = rule
+        assign(rule, trial)
         for _ in range(1 + draw(random) % 3 // 2):
             _change(tables, random, trial, run)
         found = write(tables, trial, progress, current, shortest)
         if found == UNFIT:
             continue
-        rule[:] = trial
+        assign(trial, rule)
         if found < shortest:
             shortest = found
             copy(current, best)

@@ -159,23 +159,26 @@ class _Search:
     def _anneal(self) -> _Start:
         """Improve the best starts by annealing, and return the best result.
 
-        Orders with few actions are annealed several times from a high temperature. The best results are then annealed
-        again and again from a lower temperature.
+        Orders with few actions are annealed several times from a high temperature. The results are then annealed again
+        and again from a lower temperature, the best ones first. With fewer steps there are fewer runs, not shorter
+        ones.
         """
         annealer = Annealer(self._tables)
-        starts = self._different()
-        actions = sum(starts[0].orders.lengths)
+        actions = sum(self._starts[0].orders.lengths)
         if actions > _SMALL:
-            return min(starts[0], self._cooled(annealer, starts[0], _COLD, self._steps))
+            return min(self._starts[0], self._cooled(annealer, self._starts[0], _COLD, self._steps))
+        runs = min(_RUNS, -(-self._steps // _SHORTEST))
+        hot_runs = -(-runs // _HOT_SHARE)
+        starts = self._different(hot_runs)
         found: list[_Start] = []
-        for number in range(_HOT_RUNS + _WARM_RUNS):
-            warm = number >= _HOT_RUNS
-            start = sorted(found)[number % _HOT_RUNS] if warm else starts[number % len(starts)]
+        for number in range(runs):
+            warm = number >= hot_runs
+            start = sorted(found)[number % hot_runs] if warm else starts[number % len(starts)]
             heat = _WARM if warm else _HOT
-            found.append(self._cooled(annealer, start, heat, self._steps // (_HOT_RUNS + _WARM_RUNS), number))
+            found.append(self._cooled(annealer, start, heat, self._steps // runs, number))
             if found[-1].makespan <= self._bound:
                 break
-        return min(starts[0], *found)
+        return min(self._starts[0], *found)
 
     def _cooled(
         self, annealer: Annealer, start: _Start, heat: tuple[float, float], steps: int, number: int = 0
@@ -193,8 +196,8 @@ class _Search:
         self._tried += ran
         return _Start(makespan, len(self._starts) + number, None, orders)
 
-    def _different(self) -> list[_Start]:
-        """Return the best starts. Starts with equal orders are returned once."""
+    def _different(self, count: int) -> list[_Start]:
+        """Return the best ``count`` starts. Starts with equal orders are returned once."""
         chosen: list[_Start] = []
         seen = set()
         for start in self._starts:
@@ -202,7 +205,7 @@ class _Search:
             if key not in seen:
                 seen.add(key)
                 chosen.append(start)
-            if len(chosen) == _HOT_RUNS:
+            if len(chosen) == count:
                 break
         return chosen
 
@@ -242,8 +245,9 @@ class _Search:
 
 
 _SMALL = 100  # the most actions for which annealing starts hot, and so can find orders unlike those it starts from
-_HOT_RUNS = 4
-_WARM_RUNS = 20
+_RUNS = 72  # the most runs of annealing, ...
+_HOT_SHARE = 6  # ... of which one in so many is hot
+_SHORTEST = 800  # steps of a run, unless there are steps for more than _RUNS of them
 _SHARE = 8  # after a search with fewer micro-batches, one schedule with all of them for this many
 _HOT = (1.0, 0.05)
 _WARM = (0.3, 0.02)
