@@ -29,7 +29,9 @@ def main() -> None:
     """Resume each saved run in several ways; print for each way the number of losses that differ from the loop's."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=50, help="steps of a run; default: 50")
-    parser.add_argument("--most", type=int, default=len(AFTER), help="the most resumed runs of each saved run")
+    parser.add_argument(
+        "--most", type=int, default=len(AFTER), help="largest number of resumed runs for each saved run"
+    )
     args = parser.parse_args()
     steps = args.steps
     stop = steps // 2
