@@ -153,7 +153,10 @@ KINDS: dict[str, tuple[str, Callable[[list[Address], Path], Iterator[int]]]] = {
     ),
     "garbage": ("sends blocks of 64 KiB of noise endlessly", lambda to, _: passing(to, garbage)),
     "leaving": ("connects and closes immediately", lambda to, _: passing(to, lambda _: b"", reset=True)),
-    "huge": ("sends lengths of 2**63 - 1", lambda to, _: passing(to, lambda _: (b"\xff" * 7 + b"\x7f") * 64, hold=50)),
+    "huge": (
+        "sends message lengths of 2**63 - 1",
+        lambda to, _: passing(to, lambda _: (b"\xff" * 7 + b"\x7f") * 64, hold=50),
+    ),
     "memory": ("opens 300 silent connections to each abstract socket", lambda to, _: holding(in_memory(to), many=300)),
     "other-user": ("floods abstract sockets as another user", lambda to, _: as_nobody(to)),
     "replayed": ("repeats recorded greetings of the ranks", replaying),

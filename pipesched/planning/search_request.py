@@ -215,7 +215,7 @@ def _check_defaults(searched: Schedule) -> None:
         given = searched.options[name]
         if given is not default and given != default:
             raise ScheduleError(
-                f"a search for a plan sets the options of 'searched' itself, from the measured layers; got "
+                f"a search for a plan sets the options of schedule 'searched' itself, from the measured layers; got "
                 f"{name}={shown(given)}; {_INSTEAD.get(name, 'leave it out')}"
             )
 
