@@ -160,7 +160,8 @@ def check_axes(plan: Plan | None, num_ranks: int, num_replicas: int, zero: int) 
         raise DeviceCountError(
             f"a mesh must have the axes for which the plan was made; the plan has {plan.ranks}, but the pipeline has "
             f"{counted(num_replicas, 'replica')} of {counted(num_ranks, 'rank')}; pass a mesh with the sizes in "
-            f"plan.mesh ({plan.mesh}), or make a plan with axes={{'pipeline': {num_ranks}, 'replicate': {num_replicas}}}"
+            f"plan.mesh ({plan.mesh}), or make a plan with "
+            f"axes={{'pipeline': {num_ranks}, 'replicate': {num_replicas}}}"
         )
     if planned.zero != zero:
         raise InputError(
