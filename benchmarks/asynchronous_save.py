@@ -122,9 +122,9 @@ def main() -> None:
                     plain, saving, size = run(kind, False, args.pairs, folder)
                 predicted = 1 + copy_s(size) / median(plain)
                 print(
-                    f"{kind} stages, {'mesh' if mesh else 'one process'}: step {median(plain) * 1e3:.1f} ms, with a "
-                    f"save {median(saving) * 1e3:.1f} ms ({size / 1e6:.1f} MB a process): {ratio(saving, plain)}, "
-                    f"predicted {predicted:.3f}",
+                    f"{kind} stages, {'mesh' if mesh else 'one process'}: a step takes {median(plain) * 1e3:.1f} ms, a "
+                    f"step with a save {median(saving) * 1e3:.1f} ms ({size / 1e6:.1f} MB per process); "
+                    f"ratio {ratio(saving, plain)}, predicted {predicted:.3f}",
                     flush=True,
                 )
 

@@ -157,7 +157,8 @@ def show_sleeping(pairs: int) -> None:
     ours = searched(limit)
     results = in_ranks(RANKS, run_sleeping, ours, pairs)
     print(
-        f"{RANKS} ranks asleep{'held':>16}{'simulated':>11}{'measured':>10}{'m. / s.':>9}  ours / this: simulated; run"
+        f"{f'{RANKS} sleeping ranks':<16}{'held':>16}{'simulated':>11}{'measured':>10}{'ratio':>9}  "
+        f"ours / this schedule: simulated, measured"
     )
     for number, (name, each) in enumerate({"ours": ours, **programs}.items()):
         steps_s, due_s = results[0][number].steps_s, simulated_s(each)
@@ -249,7 +250,7 @@ def show_computing(name: str, pairs: int) -> None:
     ranks = in_ranks(COMPUTING_RANKS, run_computing, name, pairs)
     results, plan, tune_s = ranks[0]
     own_s = results[0].steps_s
-    print(f"{name}: tune took {tune_s:.1f} s and chose {plan}: {median(own_s) * 1e3:.1f} ms")
+    print(f"{name}: tune took {tune_s:.1f} s and chose {plan}; a step takes {median(own_s) * 1e3:.1f} ms")
     for number, other in enumerate(NAMES, 1):
         steps_s = results[number].steps_s
         agree = all(rank.results[number].agree for rank in ranks)

@@ -72,7 +72,7 @@ class Sort:
 
 def _use_program(program: Program) -> None:
     if Program.parse(str(program)) != program:
-        raise Wrong("the program's text does not parse to the program")
+        raise Wrong("the program's text must parse to the same program, but parses to a different one")
     errors = [_error(lambda: validate(program)), _error(lambda: _run_fake(program))]
     if errors[0] is None and errors[1] is not None:
         raise Wrong(f"validate says {errors[0]!r}, run_fake {errors[1]!r}")
@@ -109,7 +109,7 @@ def _read_plan(path: Path) -> None:
     plan = Plan.load(path)
     back = plan.to_dict()
     if Plan.from_dict(back).to_dict() != back:
-        raise Wrong("the plan's dict is of another plan")
+        raise Wrong("from_dict(to_dict()) must return the same plan, but returns a different one")
     edited = {"costs", "ties", "alternatives"} if plan.partition is None else set()  # an edited plan loses these
     _nothing_ignored(_json(path), back, {"predicted", "program", "partition"} | edited)
     plan.explain()
@@ -140,7 +140,7 @@ def _read_trace(path: Path) -> None:
     trace = Trace.load(path)
     back = trace.to_dict()
     if Trace.from_dict(json.loads(json.dumps(back))) != trace:
-        raise Wrong("the trace's dict is of another trace")
+        raise Wrong("from_dict(to_dict()) must return the same trace, but returns a different one")
     if "traceEvents" not in _json(path):
         _nothing_ignored(_json(path), back)
     repr(trace)
@@ -188,9 +188,9 @@ def _read_options(path: Path) -> None:
     """Make a program from a file with the name of a schedule, its options and a shape, as loading a plan does."""
     values = load_json(path, lambda plain: plain)
     if not isinstance(values, dict) or not isinstance(values.get("options"), dict):
-        raise PipeschedError("the file has no schedule with options")
+        raise PipeschedError("the file must be a JSON object with a field 'options' that is an object")
     if set(values) - {"schedule", "options", "num_ranks", "num_microbatches", "steps"}:
-        raise PipeschedError("the file has no schedule with options")
+        raise PipeschedError("the file has an unknown field")
     schedule = schedules.get(values.get("schedule")).with_options(**values["options"])
     program = schedule.program(values.get("num_ranks"), values.get("num_microbatches"), steps=values.get("steps"))
     validate(program)
@@ -208,9 +208,9 @@ def _read_weights(path: Path) -> None:
     for name in files:
         tensor = files[name]
         if tensor.shape != files.shape(name) or tensor.dtype != files.dtype(name):
-            raise Wrong(f"{name} has another shape than its entry says")
+            raise Wrong(f"{name} has a different shape or dtype than its entry states")
         if path.suffix == ".json" and not files._entries[name].path.resolve().is_relative_to(path.parent.resolve()):
-            raise Wrong(f"{name} is read from outside the index's folder")
+            raise Wrong(f"{name} is read from a file outside the index's folder")
 
 
 SORTS = [
@@ -379,8 +379,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--files", type=int, default=FILES, help="files of each kind")
     parser.add_argument("--limit", type=float, default=LIMIT_S, help="seconds for each file")
-    parser.add_argument("--only", help="only kinds with this text in their name")
-    parser.add_argument("--show", type=int, default=0, help="print this many messages of each outcome")
+    parser.add_argument("--only", help="only kinds of files whose name contains this text")
+    parser.add_argument("--show", type=int, default=0, help="number of messages to print for each outcome")
     parser.add_argument("--keep", type=Path, help="write the files that failed to this folder")
     options = parser.parse_args()
     chosen = [sort for sort in SORTS if options.only in (None, sort.name) or (options.only or "") in sort.name]

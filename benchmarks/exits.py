@@ -60,7 +60,9 @@ def main() -> None:
                 if not is_right(place, end, one):
                     row[2] += 1
                     wrong.append(f"{place}, {schedule}, {end}: {one}")
-    print(f"{machine()}\n\n| where | schedule | processes | aborted | another code or text |\n|---|---|---|---|---|")
+    print(
+        f"{machine()}\n\n| where | schedule | processes | aborted | wrong exit code or output |\n|---|---|---|---|---|"
+    )
     for (place, schedule), numbers in rows.items():
         print(f"| {PLACES[place]} | {schedule} |", " | ".join(map(str, numbers)), "|")
     total = [sum(numbers) for numbers in zip(*rows.values(), strict=True)]

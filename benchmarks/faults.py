@@ -53,7 +53,10 @@ def main() -> None:
     chosen = [case for case in cases(args.quick) if args.only in str(case)]
     results = outcomes(chosen, args.timeout, args.side_by_side, patience_s=120.0 * (1 + len(chosen)))
     print(f"{machine()}; timeout {args.timeout:g} s\n")
-    print("| where | faults | survivors that failed | late | slowest, s | name the rank |\n|---|---|---|---|---|---|")
+    print(
+        "| where | faults | errors of survivors | late | slowest, s | errors that name the failed rank |\n"
+        "|---|---|---|---|---|---|"
+    )
     for layout, text in LAYOUTS.items():
         own = [one for one in results if one.case[3:] == layout]
         if own:

@@ -112,12 +112,12 @@ def main() -> None:
     parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--replicas", type=int, default=8)
     parser.add_argument("--proofs", action="store_true")
-    parser.add_argument("--picture", help="a file for the timeline of interleaved 1F1B that gathers often")
+    parser.add_argument("--picture", help="write the timeline of interleaved 1F1B with gather_once=False to this file")
     options = parser.parse_args()
     if options.proofs:
         cases, without, failed = proofs()
         print(
-            f"{cases} cases, of which {without} share weights and have no gathers; {len(failed)} fail",
+            f"{cases} cases; {without} of them share weights, so they have no gathers; {len(failed)} cases fail",
             *failed,
             sep="\n",
         )

@@ -223,7 +223,7 @@ def run_rank(rank: int, store: str, ranks: int, kind: str, shape: Shape, pairs: 
 
 def one_rank_a_process(shape: Shape, kind: str, ranks: int, pairs: int) -> None:
     """Start one process for each rank, and compare pipesched with torch.distributed.pipelining in these processes."""
-    print(f"\none process for each of {ranks} ranks over {'NCCL' if kind == 'cuda' else 'gloo'}, compared with torch")
+    print(f"\n{ranks} processes with one rank each, over {'NCCL' if kind == 'cuda' else 'gloo'}, compared with torch")
     print(f"{'schedule':<20}{'ours / torch':>24}{'ours ms':>10}{'torch ms':>10}  equal", flush=True)
     port = torch.randint(20000, 60000, (), generator=torch.Generator().manual_seed(time.time_ns() % 2**31)).item()
     multiprocessing.spawn(run_rank, (f"tcp://127.0.0.1:{port}", ranks, kind, shape, pairs), nprocs=ranks)
@@ -242,8 +242,8 @@ def main() -> None:
     count = torch.cuda.device_count()
     if args.device == "cuda" and not count:
         print(
-            f"no CUDA device: torch {torch.__version__} finds none; this script measures stages on the streams of one "
-            f"device, and with two or four devices stages on several and ranks over NCCL"
+            f"no CUDA device: torch {torch.__version__} finds none; with one device, this script measures stages that "
+            f"share it; with two or four devices, it also measures stages on several devices, and ranks over NCCL"
         )
         return
     if args.device == "cpu":

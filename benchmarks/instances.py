@@ -149,12 +149,14 @@ def bounds_of(instance: Instance) -> tuple[float, float, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--count", type=int, default=20, help="instances of each family (2,000 in all: --count 286)")
+    parser.add_argument("--count", type=int, default=20, help="number of instances of each family (286: 2,000 in all)")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--effort", type=float, default=60.0, help="most deterministic time of a proof, in seconds")
-    parser.add_argument("--independent", action="store_true", help="do not tell the solver the bound")
-    parser.add_argument("--stored", action="store_true", help="read the instances with stored optima instead")
-    parser.add_argument("--file", type=Path, help="read instances with proved optima instead")
+    parser.add_argument(
+        "--effort", type=float, default=60.0, help="limit on the solver's deterministic time, in seconds"
+    )
+    parser.add_argument("--independent", action="store_true", help="do not give the lower bound to the solver")
+    parser.add_argument("--stored", action="store_true", help="take the instances and optima of optima.json")
+    parser.add_argument("--file", type=Path, help="read the instances and their optima from this file")
     args = parser.parse_args()
     generated = (each for family in FAMILIES for each in instances(family, args.count, args.seed))
     every = read(args.file) if args.file else stored() if args.stored else generated
@@ -184,7 +186,7 @@ def main() -> None:
     for family, found in rows.items():
         columns = [_spread([row[column] for row in found]) for column in (0, 1)]
         print(f"{family:28} {len(found):4}  {columns[0]:>38}   {columns[1]:>33}   {max(row[2] for row in found):.3f}")
-    print(f"bounds above the optimum: {above}; unproved instances left out: {unproved}")
+    print(f"bounds above the optimum: {above}; instances left out, because no optimum was proved: {unproved}")
 
 
 def _spread(ratios: list[float]) -> str:

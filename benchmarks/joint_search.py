@@ -37,8 +37,12 @@ def main() -> None:
     """Print a line for each chain and each model."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--chains", type=int, default=0)
-    parser.add_argument("--first", type=int, default=0, help="the number of the first chain")
-    parser.add_argument("--solver", type=float, default=20, help="deterministic seconds of CP-SAT for each cut")
+    parser.add_argument(
+        "--first", type=int, default=0, help="seed of the first chain; later chains have the next seeds"
+    )
+    parser.add_argument(
+        "--solver", type=float, default=20, help="limit on CP-SAT's deterministic time for each cut, in s"
+    )
     parser.add_argument("--models", type=int, default=0)
     parser.add_argument("--ranks", type=int, nargs="*", default=[4, 8, 16])
     parser.add_argument("--counts", type=int, nargs="*", default=[1, 2, 3, 4])
@@ -119,9 +123,10 @@ def against_optima(seeds: range, effort: float) -> None:
     if ratios:
         shares = [sum(ratio <= 1 + most + ROUNDING for ratio in ratios) / len(ratios) for most in (0, 0.01, 0.03)]
         print(
-            f"{len(ratios)} proved chains: optimal {shares[0]:.1%}, within 1 % {shares[1]:.1%}, within 3 % "
-            f"{shares[2]:.1%}, at most {max(ratios):.3f}; a search takes {sorted(seconds)[len(seconds) // 2]:.2f} s "
-            f"(median); not proved: {len(seconds) - len(ratios)}"
+            f"{len(ratios)} chains with a proved optimum: {shares[0]:.1%} of the plans are optimal, {shares[1]:.1%} "
+            f"are within 1 % of the optimum, {shares[2]:.1%} within 3 %; largest step / optimum: {max(ratios):.3f}; "
+            f"median time of a search: {sorted(seconds)[len(seconds) // 2]:.2f} s; chains without a proof: "
+            f"{len(seconds) - len(ratios)}"
         )
 
 
@@ -147,8 +152,8 @@ def against_rival(models: list[str], ranks: list[int], counts: list[int]) -> Non
                 )
     behind = sum(ratio > 1 + ROUNDING for ratio in ratios)
     print(
-        f"{len(ratios)} cases: slower than the simple planner in {behind}; ours / simple planner {min(ratios):.3f} to "
-        f"{max(ratios):.3f}, mean {sum(ratios) / len(ratios):.3f}"
+        f"{len(ratios)} cases: ours is slower than the simple planner in {behind}; ours / simple planner "
+        f"{min(ratios):.3f} to {max(ratios):.3f}, mean {sum(ratios) / len(ratios):.3f}"
     )
 
 

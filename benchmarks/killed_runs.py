@@ -99,9 +99,9 @@ def killed(options: list[str], kills: int, ranks: list[int], longest_s: float, d
                 print(f"kill {done} after {wait_s:.1f} s on {num_ranks} ranks", flush=True)
                 continue
             code = processes[0].wait()
-            assert code == 0, f"a restarted run failed on {num_ranks} ranks: {code}"
+            assert code == 0, f"a restarted run on {num_ranks} ranks failed with exit code {code}"
         if done < kills:
-            print(f"all steps were done after {done} kills", flush=True)
+            print(f"the run finished after {done} kills", flush=True)
         return
 
 
@@ -121,7 +121,9 @@ def main() -> None:
     parser.add_argument("--save-every", type=int, default=100)
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 3])
-    parser.add_argument("--longest", type=float, default=30.0, help="most seconds until a kill (default: 30)")
+    parser.add_argument(
+        "--longest", type=float, default=30.0, help="longest time until a kill, in seconds (default: 30)"
+    )
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     root = Path(tempfile.mkdtemp())

@@ -107,7 +107,8 @@ def main() -> None:
             middle, end = found[_LINES // 2 - 1], found[-1]
             grown |= any(now - before > most for now, before in zip(end[1:], middle[1:], strict=True))
             print(
-                f"rank {rank}, second half: {end.kib - middle.kib:+} KiB, {end.objects - middle.objects:+} objects, "
+                f"rank {rank}, growth in the second half: {end.kib - middle.kib:+} KiB, "
+                f"{end.objects - middle.objects:+} objects, "
                 f"{end.threads - middle.threads:+} threads, {end.files - middle.files:+} files",
                 flush=True,
             )

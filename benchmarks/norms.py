@@ -64,7 +64,9 @@ def clipped(ranks: Ranks, steps: int, every: int) -> bool:
             failures.append(f"{count} ranks, {schedule}, {place}, {checkpoint}, {dtype}, {how}: {error}")
     for dtype, seen in norms.items():
         plans = counts[str(dtype).removeprefix("torch.")]
-        print(f"{dtype}: {plans} plans of {steps} steps with clipping equal the loop; {len(seen)} sequence of norms")
+        print(
+            f"{dtype}: {plans} plans equal the loop over {steps} steps with clipping; sequences of norms: {len(seen)}"
+        )
     print(f"differing plans: {len(failures)}", *failures, sep="\n", flush=True)
     return not failures and all(len(seen) == 1 for seen in norms.values())
 
@@ -91,7 +93,10 @@ def scaled(ranks: Ranks, steps: int, every: int) -> bool:
             good += 1
         except AssertionError as error:
             failures.append(f"{count} ranks, {schedule}, {place}, layer {layer}, {dtype}, {optimizers}: {error}")
-    print(f"overflows in one layer: {good} skipped by all ranks, bit-identical to the loop with a GradScaler")
+    print(
+        f"overflows in one layer: in {good} cases, all ranks skip the update, bit-identical to the loop with a "
+        f"GradScaler"
+    )
     print(f"differing: {len(failures)}", *failures, sep="\n", flush=True)
     return not failures
 

@@ -143,15 +143,15 @@ def solve(case: Case, effort: Fraction) -> Result:
         seconds=seconds,
     )
     if not result.bound_s <= case.optimum_s <= result.searched_s:
-        raise SystemExit(f"the bound is above the optimum, or an order is shorter than it: {result}, {each}")
+        raise SystemExit(f"the optimum must be at least the bound, and at most the searched makespan: {result}, {each}")
     if result.fixed_s is not None and result.searched_s > result.fixed_s:
-        raise SystemExit(f"a searched order is longer than that of a fixed schedule: {result}, {each}")
+        raise SystemExit(f"a searched order must not be slower than the best fixed schedule: {result}, {each}")
     return result
 
 
 def print_large(effort: Fraction) -> None:
     """Search for orders of problems with many micro-batches; print the CPU times and the results."""
-    print("  p    m  stages  limit    CPU s  over the bound   CPU s with more effort  over its result")
+    print("  p    m  stages  limit    CPU s  makespan/bound   more effort: CPU s  makespan/makespan with more effort")
     for p, m, chunks, place, limit, compare in LARGE:
         for number in range(2 if compare else 1):
             problem = Instance(
@@ -168,7 +168,7 @@ def print_large(effort: Fraction) -> None:
             more = f"{'':12}"
             if compare:
                 other, longer = search(problem, LARGER * effort)
-                more = f"{longer:12.2f}  {makespan / simulate(other, problem.costs).makespan_s:22.3f}"
+                more = f"{longer:19.2f}  {makespan / simulate(other, problem.costs).makespan_s:34.3f}"
             name = f"{chunks} {place.__name__ if chunks > 1 else ''}"
             print(f"{p:3} {m:4}  {name:6}  {limit or '':5}  {seconds:7.2f}  {float(makespan / bound):14.3f}  {more}")
 

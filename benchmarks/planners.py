@@ -124,12 +124,18 @@ class Planned:
 
 
 def even(count: int, num_stages: int) -> list[int]:
-    """Return the first layers of equal stages. If the layers do not divide evenly, the first stages have one more."""
+    """Return the first layer of each stage if all stages have the same number of layers.
+
+    If ``count`` layers cannot be divided evenly, the first stages have one layer more than the last.
+    """
     return [stage * (count // num_stages) + min(stage, count % num_stages) for stage in range(num_stages)]
 
 
 def equal(case: Case, num_stages: int) -> list[int]:
-    """Return the first layers of stages with equal numbers of blocks. Other layers join the stage of the next block."""
+    """Return the first layer of each stage if all stages have the same number of blocks.
+
+    A layer between blocks is in the stage of the block that follows it.
+    """
     blocks = blocks_of(case)
     return [0, *(_begin(case, blocks[start]) for start in even(len(blocks), num_stages)[1:])]
 

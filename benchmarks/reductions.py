@@ -77,7 +77,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--replicas", type=int, default=8)
-    parser.add_argument("--picture", help="a file for the timeline of 1F1B")
+    parser.add_argument("--picture", help="write the timeline of 1F1B to this file")
     options = parser.parse_args()
     shape = options.ranks, options.microbatches, options.replicas
     print(*rows(*shape), sep="\n")

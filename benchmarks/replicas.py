@@ -50,7 +50,7 @@ def main() -> None:
         print(f"{case}: {', '.join(odd) or 'equal'}; {count} REDUCE", flush=True)
     ranks.close()
     seconds = time.perf_counter() - start
-    print(f"{len(cases)} cases with {values} values, {failures} cases differ, {seconds:.0f} s")
+    print(f"{len(cases)} cases with {values} compared values; {failures} cases differ; {seconds:.0f} s")
     sys.exit(failures > 0)
 
 

@@ -37,7 +37,7 @@ CASES = {"pairwise": pairwise_cases, "replicas": replica_cases, "zero": zero_cas
 def main() -> None:
     """Run all cases and print their number and the differences."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--most", type=int, default=None, help="the most cases to run; default: all")
+    parser.add_argument("--most", type=int, default=None, help="largest number of cases to run; default: all")
     parser.add_argument("--only", choices=CASES, help="run only this group of cases; default: all groups")
     args = parser.parse_args()
     warnings.filterwarnings("ignore", message="BatchNorm sees one micro-batch")

@@ -125,7 +125,7 @@ def main() -> None:
     """Print both tables."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--peer-limit", type=float, default=240, help="time limit for a run of torch, in seconds")
-    parser.add_argument("--repeats", type=int, default=3, help="number of runs of each of our shapes")
+    parser.add_argument("--repeats", type=int, default=3, help="number of runs of pipesched for each shape")
     parser.add_argument("--run", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.run:

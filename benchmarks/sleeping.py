@@ -328,7 +328,7 @@ def main() -> None:
     parser.add_argument("--torch", action="store_true", help="compare with torch.distributed.pipelining")
     args = parser.parse_args()
     print(machine())
-    print(f"{SECONDS * 1e3:g} ms for F, I and W; 2 micro-batches for each rank")
+    print(f"F, I and W take {SECONDS * 1e3:g} ms each; the number of micro-batches is twice the number of ranks")
     if args.torch:
         print(f"{'a step, wall time':26}{'ours / torch':>26}{'ours / sim.':>14}{'torch / sim.':>14}  equal")
         for num_ranks in args.ranks:

@@ -142,12 +142,21 @@ def garbage(number: int) -> bytes:
 KINDS: dict[str, tuple[str, Callable[[list[Address], Path], Iterator[int]]]] = {
     "half-open": ("opens 100 silent connections to each listener", lambda to, _: holding(to)),
     "drip": ("sends one byte of a greeting every 0.2 s", lambda to, _: dripping(to)),
-    "flood": ("connects endlessly, and holds 500 connections", lambda to, _: passing(to, lambda _: b"", hold=500)),
-    "unfinished": ("31 of 32 bytes of a greeting", lambda to, _: holding(to, lambda _: bytes(GREETING_BYTES - 1))),
-    "wrong-word": ("greets as each rank, without the key", lambda to, _: passing(to, greeting, hold=50)),
+    "flood": ("connects endlessly, and keeps 500 connections open", lambda to, _: passing(to, lambda _: b"", hold=500)),
+    "unfinished": (
+        "sends 31 of the 32 bytes of a greeting",
+        lambda to, _: holding(to, lambda _: bytes(GREETING_BYTES - 1)),
+    ),
+    "wrong-word": (
+        "sends greetings in the name of each rank, without the key",
+        lambda to, _: passing(to, greeting, hold=50),
+    ),
     "garbage": ("sends blocks of 64 KiB of noise endlessly", lambda to, _: passing(to, garbage)),
     "leaving": ("connects and closes immediately", lambda to, _: passing(to, lambda _: b"", reset=True)),
-    "huge": ("sends lengths of 2**63 - 1", lambda to, _: passing(to, lambda _: (b"\xff" * 7 + b"\x7f") * 64, hold=50)),
+    "huge": (
+        "sends message lengths of 2**63 - 1",
+        lambda to, _: passing(to, lambda _: (b"\xff" * 7 + b"\x7f") * 64, hold=50),
+    ),
     "memory": ("opens 300 silent connections to each abstract socket", lambda to, _: holding(in_memory(to), many=300)),
     "other-user": ("floods abstract sockets as another user", lambda to, _: as_nobody(to)),
     "replayed": ("repeats recorded greetings of the ranks", replaying),

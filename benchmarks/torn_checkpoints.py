@@ -167,7 +167,7 @@ def _outcome(pipe: Pipeline, path: Path, last: int) -> str:
         return f"unusable: {error}"
     if any(not torch.all(parameter == step) for parameter in pipe.parameters()):
         return "unusable: mixed steps"
-    return "whole" if step >= last else f"unusable: step {step} after {last} was complete"
+    return "whole" if step >= last else f"unusable: step {step}, although step {last} was saved"
 
 
 # ---- changed files --------------------------------------------------------------------------------------------------
@@ -246,7 +246,7 @@ def _refused(pipe: Pipeline, folder: Path, path: Path) -> str:
             return f"refused, but changed the pipeline: {path.name}"
         if path.name not in str(error):
             return f"refused, but the error does not name {path.name}: {error}"
-        return "refused by name" if isinstance(error, DamagedCheckpointError) else "refused by name, as missing"
+        return "file named as damaged" if isinstance(error, DamagedCheckpointError) else "file named as missing"
     return f"silently loaded: {path.name}"
 
 
@@ -261,7 +261,7 @@ def main() -> None:
         f"{args.kills} killed saves": kills(args.kills),
         f"{args.changes} changed checkpoints": changes(args.changes),
     }
-    good = {"whole", "in the write", "between two saves", "refused by name", "refused by name, as missing"}
+    good = {"whole", "in the write", "between two saves", "file named as damaged", "file named as missing"}
     for what, found in results.items():
         bad = sum(number for outcome, number in found.items() if outcome not in good)
         print(f"{what}, {bad} wrong: {dict(found)}")

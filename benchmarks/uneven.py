@@ -154,7 +154,9 @@ def show(num_ranks: int, count: int, batches: int, visits: int) -> None:
         results = in_ranks(num_ranks, run, num_ranks, drawn(count, batches), visits, str(file))
     found, peaks = results[0].visits, results[0].peaks
     agree = all(each.agree for each in results)
-    print(f"{num_ranks} ranks, {count} micro-batches, {batches} batches, {visits} visits of each; bits equal: {agree}")
+    print(
+        f"{num_ranks} ranks, {count} micro-batches, {batches} batches, {visits} steps with each; bit-identical: {agree}"
+    )
     first, later = ([visit for visit in found if visit.is_first is is_first] for is_first in (True, False))
     print(f"{'':14}{'rival':18}{'makespan':>24}{'wall, first visit':>24}{'wall, later':>24}{'pairs':>10}{'s':>8}")
     for own in (OURS, CAPPED):
@@ -169,7 +171,8 @@ def show(num_ranks: int, count: int, batches: int, visits: int) -> None:
             )
     searched_s = median(visit.walls_s[OURS] for visit in first) - median(visit.walls_s[OURS] for visit in later)
     print(
-        f"a first visit takes {searched_s * 1e3:.0f} ms longer than later ones: all {num_ranks} ranks search the order"
+        f"the first step with a batch takes {searched_s * 1e3:.0f} ms longer than later steps, because all {num_ranks} "
+        f"ranks search for an order"
     )
 
 

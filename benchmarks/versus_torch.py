@@ -115,7 +115,7 @@ def simulated(pipe: Pipeline) -> float:
     """Return the makespan of the last step, simulated with its measured action times and without communication."""
     program, trace = add_recompute(pipe.plan.program, pipe.checkpoint), pipe.gather_trace()
     if trace is None:
-        raise RuntimeError("there is a trace after the first step; no step has run; call step() first")
+        raise RuntimeError("a trace requires a step; no step has run yet; call step() first")
     return float(simulate(program, measured_costs([trace], program.num_stages)).makespan_s)
 
 

@@ -240,7 +240,7 @@ def traced(name: str, way: str, train: bool) -> str | dict[str, Any]:
     pipe = pipeline(model_for(specimen, train), mb_args=(), mb_kwargs=sample, split_spec=split)
     ranks = specimen.ranks
     if pipe.num_stages != ranks:
-        return f"a layer that is called again cannot begin one of {ranks} stages: cut into {pipe.num_stages}"
+        return f"{pipe.num_stages} stages instead of {ranks}, because torch cuts before every call of a layer"
     store = distributed.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     jobs = [partial(rank_of_torch, rank, ranks, store.port, pipe, inputs, way) for rank in range(ranks)]
     answers = in_processes(LIMIT_S, jobs)

@@ -275,7 +275,7 @@ def caption(one: Exhibit) -> str:
             f"{ranks} ranks, {STEPS} overlapping steps of {STEP_MICROBATCHES} micro-batches; "
             f"an update is drawn as {UPDATE_S} s"
         )
-    nearest_to = f", the valid shape nearest to {RANKS} and {MICROBATCHES}"
+    nearest_to = f", the valid shape nearest to {RANKS} ranks and {MICROBATCHES} micro-batches"
     return f"{ranks} ranks, {microbatches} micro-batches" + nearest_to * (one.shape != (RANKS, MICROBATCHES))
 
 

@@ -119,9 +119,13 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--evaluate-every", type=int, default=200, help="steps between evaluations (default: 200)")
     parser.add_argument("--log-every", type=int, default=100, help="steps between lines of the log (default: 100)")
     parser.add_argument("--schedule", default="1f1b", help="a name from `pipesched list` (default: 1f1b)")
-    parser.add_argument("--replicas", type=int, default=1, help="replicas of the pipeline (default: 1)")
+    parser.add_argument("--replicas", type=int, default=1, help="number of replicas of the pipeline (default: 1)")
     parser.add_argument(
-        "--zero", type=int, default=0, choices=(0, 1, 2), help="divide optimizer states and gradients (default: 0)"
+        "--zero",
+        type=int,
+        default=0,
+        choices=(0, 1, 2),
+        help="replicas divide: 0 nothing, 1 optimizer states, 2 also gradients (default: 0)",
     )
     parser.add_argument("--folder", type=Path, default=Path("runs/train_hf"), help="folder of the checkpoints")
     return parser.parse_args()

@@ -408,7 +408,7 @@ def bound(  # noqa: PLR0913  # one parameter for each option
     click.echo(f"bound       {quote_time(least)}")
     best = best_known(costs, count, ranks_of, max_in_flight)
     if best is None:
-        click.echo("best known  none: no named schedule has this placement within the limit")
+        click.echo("best known  none: no schedule from `pipesched list` has this placement and stays within the limit")
     else:
         makespan_s = step_time(best, costs)
         click.echo(f"best known  {quote_time(makespan_s)}, {best.name}, {_above(makespan_s, least)}")

@@ -143,11 +143,11 @@ class Replicas:
         if any(counts):
             gathered = [sum(counts[s] * sizes[s] for s in program.chunks(rank)) * share for rank in ranks]
             most = max(counts)
-            often = "" if most == 1 else f", in up to {most} gathers of a stage"
+            often = "" if most == 1 else f", with up to {most} gathers per stage"
             yield f"{_quoted(gathered)} of weights{often}"
         elif self.zero:
             updated = [sum(sizes[stage] for stage in own) * share for own in held]
-            yield f"{_quoted(updated)} of updated weights, which are not drawn"
+            yield f"{_quoted(updated)} of updated weights (not in the timeline)"
 
     def _stage_bytes(self, program: Program) -> list[float]:
         """Return the size of each stage's weights. The weights of a rank are divided equally among its stages."""

@@ -203,7 +203,7 @@ class Chain:
                     fits &= memory[stop] - memory[:stop] <= slot.limit
                 if fits.any():
                     return index, int(fits.argmax())
-        raise RuntimeError(f"no stage leads to state {state}")  # an internal error
+        raise RuntimeError(f"internal error in the search for a partition: no stage leads to state {state}")
 
 
 def _later_is_better(line_up: LineUp) -> bool:

@@ -144,7 +144,11 @@ def _bottleneck(costs: _StageCosts, stages: list[list[Any]], solution: Solution)
         return at, f"several orders of the layers were searched exactly, but not all orders; {bound}"
     if ticks == problem.lower:
         return at, bound
-    what = f"all splits of the graph ({solution.ideals} order ideals)" if solution.ideals else "all splits of the chain"
+    what = (
+        f"all splits of the graph ({solution.ideals} sets of layers before a cut)"
+        if solution.ideals
+        else "all splits of the chain"
+    )
     searched = f"{what} were searched" + (", with all choices for activations" if costs.found.chosen else "")
     return at, "; ".join([*moves, searched, f"{bound}, which is {1 - problem.lower / ticks:.1%} less"])
 
@@ -188,9 +192,11 @@ def _moves(costs: _StageCosts, stage: int) -> Iterator[str]:
         other, first, _ = costs.stages[stage - 1]
         time = max(costs.time(other, first, begin + 1), costs.time(slot, begin + 1, end))
         moved = names[costs.layers(begin, begin + 1)[0]]
-        yield f"moving layer {moved} to stage {stage - 1} would make the slower stage take {quote_time(seconds(time))}"
+        slower = f"the slower of the two stages take {quote_time(seconds(time))}"
+        yield f"moving layer {moved} to stage {stage - 1} would make {slower}"
     if stage + 1 < len(costs.stages):
         other, _, last = costs.stages[stage + 1]
         time = max(costs.time(other, end - 1, last), costs.time(slot, begin, end - 1))
         moved = names[costs.layers(end - 1, end)[-1]]
-        yield f"moving layer {moved} to stage {stage + 1} would make the slower stage take {quote_time(seconds(time))}"
+        slower = f"the slower of the two stages take {quote_time(seconds(time))}"
+        yield f"moving layer {moved} to stage {stage + 1} would make {slower}"

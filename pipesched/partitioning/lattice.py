@@ -193,7 +193,7 @@ class Lattice:
                 chosen = np.flatnonzero(fits & below & reached)
                 if len(chosen):
                     return index, int(chosen[sent[chosen].argmin()]), below
-        raise RuntimeError(f"no stage leads to state {state}")  # an internal error
+        raise RuntimeError(f"internal error in the search for a partition: no stage leads to state {state}")
 
     def _below(self, ideal: int, least: int, index: int) -> Bools:
         """Return a mask of the ideals contained in ``ideal`` whose work is at least ``least``.

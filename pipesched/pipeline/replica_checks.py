@@ -122,7 +122,11 @@ def check_tree(model: nn.Module, program: Program, bodies: Sequence[Body], tied:
     rule = "reduction_order='tree' needs"
     remedy = "or leave reduction_order= out"
     if program.has_updates or not program.exact:
-        does = "updates weights while micro-batches are in flight" if program.has_updates else "is not exact"
+        does = (
+            "updates weights while micro-batches are in flight"
+            if program.has_updates
+            else "adds them in a different order"
+        )
         raise ScheduleError(
             f"{rule} a program that adds gradients in ascending order of micro-batches and updates the weights once; "
             f"{program.name!r} {does}; choose another schedule, such as 1f1b or zb-v, {remedy}"
@@ -139,8 +143,8 @@ def check_tree(model: nn.Module, program: Program, bodies: Sequence[Body], tied:
     others = [name for parameter, name in names.items() if parameter.requires_grad and parameter not in held]
     if others:
         raise GraphError(
-            f"{rule} that every trained weight belongs to a layer of a stage; {and_more(others)} belong to none; "
-            f"freeze them, {remedy}"
+            f"{rule} every trained weight to belong to a layer of a stage; this model has weights outside all layers: "
+            f"{and_more(others)}; freeze them, {remedy}"
         )
 
 
@@ -155,8 +159,9 @@ def check_axes(plan: Plan | None, num_ranks: int, num_replicas: int, zero: int) 
     if plan.mesh != {"dp": num_replicas, "pp": num_ranks}:
         raise DeviceCountError(
             f"a mesh must have the axes for which the plan was made; the plan has {plan.ranks}, but the pipeline has "
-            f"{counted(num_replicas, 'replica')} of {counted(num_ranks, 'rank')}; pass a mesh of the sizes plan.mesh "
-            f"({plan.mesh}), or make a plan with axes={{'pipeline': {num_ranks}, 'replicate': {num_replicas}}}"
+            f"{counted(num_replicas, 'replica')} of {counted(num_ranks, 'rank')}; pass a mesh with the sizes in "
+            f"plan.mesh ({plan.mesh}), or make a plan with "
+            f"axes={{'pipeline': {num_ranks}, 'replicate': {num_replicas}}}"
         )
     if planned.zero != zero:
         raise InputError(

@@ -66,7 +66,8 @@ class StepHistory:
         """
         running = self._running
         searched_for = set(running.last_programs.sizes) if running.last_programs else ()
-        name = f"{running.program.name}{f' for {len(searched_for)} sizes' if searched_for else ''}, measured"
+        sizes_of = f" for micro-batches of {len(searched_for)} sizes" if searched_for else ""
+        name = f"{running.program.name}{sizes_of}, measured"
         sizes = None if self._book.layers is None else self._book.stage_costs(running.assembly.programs, running.cut)
         spans = tuple(span for run in runs for span in run.spans())
         return Trace(spans, len(running.host.devices), name, sizes, versions)
@@ -135,4 +136,7 @@ class StepHistory:
         if running.last_programs is None or not running.last_programs.sizes:
             return f"{sizes}, run in the order for equal sizes"
         searched = counted(programs.num_searched, "order")
-        return f"{sizes}, run in an order made for them ({searched} made so far); the prediction is for equal sizes"
+        return (
+            f"{sizes}, run in an order searched for these sizes ({searched} searched so far); the prediction is for "
+            f"equal sizes"
+        )

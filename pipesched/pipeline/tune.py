@@ -259,8 +259,8 @@ def _check_axes(axes: Any, zero: Any, num_ranks: int | None, confirm: int | None
     if axes is not None and (num_ranks is None or confirm):
         got = "devices= or mesh=" if num_ranks is None else f"confirm={confirm}"
         raise InputError(
-            f"with axes=, tune only simulates, for the number of ranks in num_ranks=; got {got}; pass num_ranks=, and "
-            f"leave {got} out"
+            f"with axes=, tune only simulates plans for num_ranks= ranks, and runs none; got {got}; pass num_ranks=, "
+            f"and leave {got} out"
         )
 
 

@@ -197,11 +197,11 @@ def _no_division(request: AxesRequest) -> PartitionError:
     count = request.request.num_microbatches
     asked = "" if count is None else f" with {counted(count, 'micro-batch')} in each replica"
     return PartitionError(
-        f"replicas must divide the batch, and each pipeline needs a layer for each rank and micro-batches of a "
-        f"measured size; no division of {counted(request.num_ranks, 'rank')} meets these conditions for "
-        f"{counted(request.batch_size, 'row')}{asked}, {counted(len(request.profile.layers), 'layer')} and measured "
-        f"sizes {', '.join(map(str, sorted(request.profile.graphs)))}; pass a different batch_size, num_ranks or "
-        f"num_microbatches, or measure more sizes"
+        f"the number of replicas must divide the batch, each pipeline needs at least one layer for each rank, and its "
+        f"micro-batches must have a measured size; no division of {counted(request.num_ranks, 'rank')} meets these "
+        f"conditions for {counted(request.batch_size, 'row')}{asked}, {counted(len(request.profile.layers), 'layer')} "
+        f"and measured sizes {', '.join(map(str, sorted(request.profile.graphs)))}; pass a different batch_size, "
+        f"num_ranks or num_microbatches, or measure more sizes"
     )
 
 

@@ -63,9 +63,12 @@ def infeasible(search: SearchRequest, least: int, fitting: "FittingPlans") -> Me
     layer, alone = _largest_layer(search)
     if alone > limit:
         text += f"layer {layer!r} alone needs {quote_bytes(alone)} for one micro-batch, on any rank; "
-    text += f"the smallest limit for a plan is {least} bytes ({quote_bytes(least)}), {quote_bytes(least - limit)} more"
+    text += (
+        f"the smallest limit for a plan is {least} bytes ({quote_bytes(least)}), {quote_bytes(least - limit)} more "
+        f"than the given limit"
+    )
     if search.checkpoint == "never" and fitting.any(replace(search, checkpoint=None)):
-        text += "; this limit is enough with checkpoint='always'"
+        text += "; the given limit is enough with checkpoint='always'"
     text += _on_the_host(search, fitting)
     more = _ranks(search, fitting) if alone <= limit and search.replica_costs is None else None
     text += f"; raise the limit, use {more} ranks" if more else "; raise the limit"
@@ -83,7 +86,7 @@ def _on_the_host(search: SearchRequest, fitting: "FittingPlans") -> str:
     known = replace(search.profile, machine=replace(machine, host_bytes_per_s=machine.host_bytes_per_s or 1.0))
     if not fitting.any(replace(search, profile=known, offload=True, checkpoint=None)):
         return ""
-    text = "; this limit is enough with offload=True"
+    text = "; the given limit is enough with offload=True"
     if not machine.host_bytes_per_s:
         text += " and a profile with host_bytes_per_s"
     return text if search.checkpoint is None else f"{text}, if checkpoint= is left out"

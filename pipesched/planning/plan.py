@@ -190,7 +190,10 @@ class Plan:
             if predicted.above_bound < _ROUNDING:
                 return [f"{least}; the predicted step is optimal"]
             return [f"{least}; the predicted step is {predicted.above_bound:.1%} above this bound"]
-        least = f"a solver has proved that no exact order of these stages on these ranks can take less than {bound}"
+        least = (
+            f"a solver has proved that no order of these stages on these ranks can take less than {bound} and keep "
+            f"results bit-identical to an unpipelined loop"
+        )
         if predicted.above_bound < _OPTIMAL:
             return [f"{least}; the predicted step is optimal"]
         return [f"{least}; the predicted step is {predicted.above_bound:.1%} above this bound"]

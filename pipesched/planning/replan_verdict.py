@@ -135,5 +135,5 @@ def verdict(before_s: float, after_s: float, *, noise: float, cost_s: float, ste
     if saving <= before_s * needed:
         return f"the saving is below {needed:.1%} of a step"
     if steps_left is not None and saving * steps_left <= cost_s:
-        return f"the remaining {steps_left} steps save {quote_time(saving * steps_left)}, less than moving takes"
+        return f"the remaining {steps_left} steps save {quote_time(saving * steps_left)}, less than moving layers takes"
     return ""

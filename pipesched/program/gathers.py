@@ -83,8 +83,8 @@ def check_collectives(program: Program, buckets: Sequence[int], *, gathers: bool
     for stage, (has, due) in enumerate(zip(program.buckets, buckets, strict=False)):
         if any(program.buckets) and has != due:
             raise ScheduleError(
-                f"a program with REDUCEs must sum every bucket of gradients, one for each layer with weights; stage "
-                f"{stage} of program {program.name!r} has {has} REDUCEs and {due} such layers; add or remove REDUCEs, "
+                f"a program with REDUCEs must have one REDUCE for each layer with weights; stage {stage} of program "
+                f"{program.name!r} has {has} REDUCEs, but {due} layers with weights; add or remove REDUCEs, "
                 f"or pass the program without them"
             )
     if not program.has_gathers:

@@ -187,7 +187,7 @@ def check_complete(program: Program) -> None:
                 f"the duplicates." + _grid(program, int(rows[0]))
             )
         raise ScheduleError(
-            f"{_place(program, row)}: the stage graph has no edge for {action}. Correct or remove it."
+            f"{_place(program, row)}: the stage graph has no edge for {action}. Correct or remove {action}."
             + _grid(program, row)
         )
     has = {kind: index.grid(kind) >= 0 for kind in _WORK}

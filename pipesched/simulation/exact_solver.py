@@ -93,8 +93,9 @@ def solve(
     """
     if costs.links is not None or costs.overheads is not None or costs.overlap != 1:
         raise ScheduleError(
-            "the solver knows only the times of actions and transfer_s; these costs have links, overheads or an "
-            "overlap; leave them out, with dataclasses.replace(costs, links=None, overheads=None, overlap=1)"
+            "the solver supports only the times of actions and transfer_s; these costs also have links, overheads or "
+            "an overlap other than 1; leave them out, with dataclasses.replace(costs, links=None, overheads=None, "
+            "overlap=1)"
         )
     if isinstance(effort, bool) or not isinstance(effort, int | float) or not effort > 0:
         raise ScheduleError(f"effort must be a number above 0; got {effort!r}; for example, pass 60")

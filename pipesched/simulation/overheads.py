@@ -47,13 +47,13 @@ class Overheads:
     def __post_init__(self) -> None:
         for name in ("action_s", "waking_s"):
             check_number(getattr(self, name), f"the {name} of overheads")
-        rule = "crowding must be a list of numbers, one for each count of ranks"
+        rule = "crowding must be a list with the slowdowns while 1, 2, ... ranks compute"
         object.__setattr__(self, "crowding", tuple(as_list(self.crowding, rule, "for example, pass (1, 1.2)")))
         check_times(self.crowding, "crowding of overheads, entry")
         if self.crowding and (self.crowding[0] != 1 or list(self.crowding) != sorted(self.crowding)):
             raise ScheduleError(
-                f"crowding must list the slowdown while 1, 2, ... ranks compute, begin with 1 and not decrease; got "
-                f"{self.crowding}; divide each time by the time of one rank alone"
+                f"the slowdowns in crowding, while 1, 2, ... ranks compute, must begin with 1 and must not decrease; "
+                f"got {self.crowding}; divide each measured time by the time with one rank"
             )
 
     def slower(self, load: Floats) -> Floats:

@@ -59,8 +59,9 @@ class Profile:
         check_graphs(self.graphs)
         if self.size_fit.layers and list(self.size_fit.layers) != list(self.layers):
             raise ScheduleError(
-                f"a profile must fit the costs of all its layers; it has {counted(len(self.layers), 'layer')}, but "
-                f"fits those of {len(self.size_fit.layers)}, or others; measure the model again"
+                f"size_fit of a profile must have the profile's layers, in the same order; the profile has "
+                f"{counted(len(self.layers), 'layer')}, and the {counted(len(self.size_fit.layers), 'layer')} of "
+                f"size_fit are not the same; measure the model again"
             )
 
     def __repr__(self) -> str:

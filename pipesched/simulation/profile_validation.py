@@ -63,8 +63,8 @@ def _check_alike(one: "nx.DiGraph[str]", other: "nx.DiGraph[str]", rows: str) ->
             figures = [_figures(values.get(key)) for values in (first, second)]
             if figures[0] != figures[1]:
                 raise ScheduleError(
-                    f"a profile must contain the same entries for every micro-batch size; {key} of {name!r} is a "
-                    f"number for only one of the sizes {rows}; {_AGAIN}"
+                    f"a profile must contain the same entries for every micro-batch size; the entries of {key} of "
+                    f"{name!r} differ between micro-batches of {rows} rows; {_AGAIN}"
                 )
 
 

@@ -74,13 +74,14 @@ class SizeFit:
         The factors are not negative, and have the least sum of squared relative errors. Raises ScheduleError if the
         sizes have different layers.
         """
-        (_, first), *others = measured
+        (known, first), *others = measured
         for size, layers in others:
             if list(layers) != list(first):
                 raise ScheduleError(
-                    f"micro-batches of all sizes must run the same layers; those of {size.rows} rows and "
-                    f"{size.elements} elements run {len(layers)} layers, the first {len(first)}, or others; name the "
-                    f"module whose code branches on the batch in whole_layers="
+                    f"micro-batches of all sizes must run the same layers; one of {size.rows} rows and "
+                    f"{size.elements} elements runs different layers ({len(layers)}) than one of {known.rows} rows and "
+                    f"{known.elements} elements ({len(first)}); pass whole_layers= with the name of the module whose "
+                    f"code branches on the batch"
                 )
         sizes = [size for size, _ in measured]
         fits: dict[str, dict[str, Factors]] = {}
@@ -126,8 +127,8 @@ class SizeFit:
             for key, factors in own.items():
                 if not isinstance(factors, list | tuple) or len(factors) != len(Size(1, 1).terms):
                     raise ScheduleError(
-                        f"a fitted figure must have 3 factors; {key} of layer {name!r} has {shown(factors)}; measure "
-                        f"the model again"
+                        f"every fitted cost must have 3 factors; {key} of layer {name!r} has {shown(factors)}; "
+                        f"measure the model again"
                     )
                 for factor in factors:
                     check_number(factor, f"a factor of {key} of layer {name!r}")

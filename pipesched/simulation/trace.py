@@ -28,7 +28,7 @@ __all__ = ["Span", "Spans", "Trace", "check_trace", "chrome_json"]
 
 Times = NDArray[Any]
 _MOST_RANKS = 100_000  # the largest number of ranks in a trace
-_SPANS = "a trace must have num_ranks and spans, each [action, rank, start_s, end_s]"
+_SPANS = "a trace must have num_ranks, and spans of the form [action, rank, start_s, end_s]"
 _TO_DICT = "write the dict that to_dict returns"
 
 
@@ -479,8 +479,8 @@ def _check_read(trace: Trace) -> None:
     ):
         if largest >= count:
             raise ScheduleError(
-                f"spans may only use the trace's {name}, numbered from 0; the trace has {count}, but a span has number "
-                f"{largest}; correct one of them"
+                f"spans may only use the {name} of their trace, numbered from 0; the trace has {count} of them, but a "
+                f"span has number {largest}; correct the span or the trace"
             )
     for rank, row in enumerate(trace._holding):
         held = [pairs_held(row.columns), *([trace._bytes(row.columns, trace.costs)] if trace.costs else [])]

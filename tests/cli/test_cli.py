@@ -126,8 +126,8 @@ def test_show_draws_reductions_over_replicas_and_counts_their_bytes():
     options += ["--replica-bandwidth", "1GiB"]
     for zero, sent, total in (
         (0, "14 GiB of gradients", "28 s"),
-        (1, "14 GiB of gradients; 7 GiB of updated weights, which are not drawn", "28 s"),
-        (2, "7 GiB of gradients; 7 GiB of updated weights, which are not drawn", "14 s"),
+        (1, "14 GiB of gradients; 7 GiB of updated weights (not in the timeline)", "28 s"),
+        (2, "7 GiB of gradients; 7 GiB of updated weights (not in the timeline)", "14 s"),
         (3, "7 GiB of gradients; 7 GiB of weights", "28 s"),
     ):
         *drawn, axes, bytes_sent, hidden = lines("show", "1f1b", *options, "--zero", zero)
@@ -144,7 +144,7 @@ def test_show_draws_reductions_over_replicas_and_counts_their_bytes():
 def test_show_gathers_the_weights_of_several_chunks_once_or_often():
     shape = ["interleaved-1f1b", "--ranks", 2, "--replicas", 2, "--zero", 3, "--weight-bytes", "4GiB"]
     assert "; 2 GiB of weights" in lines("show", *shape)[-2]
-    assert "of weights, in up to 6 gathers of a stage" in lines("show", *shape, "--gather-often")[-2]
+    assert "of weights, with up to 6 gathers per stage" in lines("show", *shape, "--gather-often")[-2]
 
 
 @pytest.mark.parametrize(

@@ -227,7 +227,9 @@ def test_what_makes_it_possible_is_said():
     graph = blocks(4, activation_bytes=10)
     with pytest.raises(PartitionError, match=r"activations to be recomputed \(checkpoint=\('recompute',\)\)"):
         partition(graph, 1, memory_limit_bytes=60, in_flight=[10])
-    with pytest.raises(PartitionError, match=r"is 49 bytes per rank, but 2\.0% more is enough; allow 50 bytes"):
+    with pytest.raises(
+        PartitionError, match=r"is 49 bytes per rank, but a limit 2\.0% higher is enough; allow 50 bytes"
+    ):
         partition(graph, 1, memory_limit_bytes=49, in_flight=[10], checkpoint=("recompute",))
     with pytest.raises(PartitionError, match="layer 'block0' alone takes 20 bytes"):
         partition(graph, 4, memory_limit_bytes=19, in_flight=[10] * 4, checkpoint=("recompute",))

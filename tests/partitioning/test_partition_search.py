@@ -225,7 +225,10 @@ def test_layers_that_say_how_many_parameters_they_have_are_counted():
 def test_why_a_bottleneck_of_several_layers_cannot_be_better():
     text = partition(small_chain(), 2).explain()
     assert "bottleneck: stage 0 (embedding .. second), 7 s: optimal" in text or "stage 1" in text
-    moves = ("moving layer first to stage 0", "moving layer second to stage 1 would make the slower stage take 7 s")
+    moves = (
+        "moving layer first to stage 0",
+        "moving layer second to stage 1 would make the slower of the two stages take 7 s",
+    )
     assert any(move in text for move in moves)
     assert "all splits of the chain were searched" in text
     assert "all work divided equally would take 5 s on each of 2 ranks, which is 28.6% less" in text
@@ -268,12 +271,12 @@ def test_ranks_that_stay_empty_are_left_out():
         ),
         (
             {"memory_limit_bytes": 10000},
-            r"the limit is 10000 bytes per rank, but 22\.9% more is enough; allow 12288 bytes \(12 KiB\) per "
+            r"the limit is 10000 bytes per rank, but a limit 22\.9% higher is enough; allow 12288 bytes \(12 KiB\) per "
             r"rank, or use",
         ),
         (
             {"memory_limit_bytes": 14000, "in_flight": lambda stage, stages: stages - stage},
-            r"the limit is 14000 bytes per rank, but 17\.0% more is enough; allow 16384 bytes \(16 KiB\) per "
+            r"the limit is 14000 bytes per rank, but a limit 17\.0% higher is enough; allow 16384 bytes \(16 KiB\) per "
             r"rank, or use",
         ),
         (

@@ -24,7 +24,10 @@ from tests.support.rank_processes import Ranks
 pytestmark = pytest.mark.timeout(60)
 
 HERE = {"devices": ["cpu"] * 2}
-SEEN = [(f"searched for {sizes} sizes, measured", searches) for sizes, searches in ((4, 1), (4, 2), (4, 3), (4, 3))]
+SEEN = [
+    (f"searched for micro-batches of {sizes} sizes, measured", searches)
+    for sizes, searches in ((4, 1), (4, 2), (4, 3), (4, 3))
+]
 
 
 # ---- exact and agreed -----------------------------------------------------------------------------------------------
@@ -73,7 +76,11 @@ def test_one_rank_searches_no_order() -> None:
 @pytest.mark.parametrize(
     ("options", "note"),
     [
-        ({}, "4 sizes, run in an order made for them (1 order made so far); the prediction is for equal sizes"),
+        (
+            {},
+            "4 sizes, run in an order searched for these sizes (1 order searched so far); the prediction is for equal "
+            "sizes",
+        ),
         ({"search": None}, "4 sizes, run in the order for equal sizes"),
         ({"schedule": "1f1b"}, "4 sizes, run in the order for equal sizes"),
     ],

@@ -179,7 +179,7 @@ def test_a_plan_without_axes_is_saved_as_before():
         ({"axes": {"pipeline": 1, "replicate": 4}, "batch_size": 6}, PartitionError, "6 rows cannot .* among 4"),
         ({"zero": 5}, PartitionError, "zero= must be 'auto', 0, 1, 2 or 3; got 5"),
         ({"axes": None, "zero": 1}, InputError, "got zero=1 without axes="),
-        ({"confirm": 2}, InputError, "for the number of ranks in num_ranks=; got confirm=2"),
+        ({"confirm": 2}, InputError, "only simulates plans for num_ranks= ranks, and runs none; got confirm=2"),
         ({"num_ranks": None, "devices": ["cpu"] * 4}, InputError, "got devices= or mesh=; pass num_ranks="),
         ({"memory_limit_bytes": [1] * 4}, PartitionError, "all ranks have the same memory limit"),
         ({"num_microbatches": 32}, PartitionError, "no division of 4 ranks meets these conditions for 16 rows with 32"),

@@ -106,7 +106,8 @@ def with_large_inputs(**asked):
 def test_a_limit_that_only_offloading_meets_is_met():
     asked = with_large_inputs(host=1e5)
     with pytest.raises(
-        MemoryLimitError, match=r"the smallest limit for a plan is .*; this limit is enough with offload=True; raise"
+        MemoryLimitError,
+        match=r"the smallest limit for a plan is .*; the given limit is enough with offload=True; raise",
     ):
         find_plan(replace(asked, offload=False))
     plan = find_plan(asked)
@@ -124,13 +125,13 @@ def test_a_limit_that_only_offloading_meets_is_met():
 
 def test_the_error_says_what_hinders_offloading():
     asked = with_large_inputs()
-    unknown = r"; this limit is enough with offload=True and a profile with host_bytes_per_s; raise"
+    unknown = r"; the given limit is enough with offload=True and a profile with host_bytes_per_s; raise"
     with pytest.raises(MemoryLimitError, match=unknown):
         find_plan(asked)
     machine = Machine(host_bytes_per_s=1e5)
     known = replace(asked, profile=replace(asked.profile, machine=machine), checkpoint="always")
     with pytest.raises(
-        MemoryLimitError, match=r"; this limit is enough with offload=True, if checkpoint= is left out; raise"
+        MemoryLimitError, match=r"; the given limit is enough with offload=True, if checkpoint= is left out; raise"
     ):
         find_plan(known)
     on_host = replace(machine, on_host=True)  # where it gives no memory back nobody is told to try

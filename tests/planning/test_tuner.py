@@ -309,7 +309,9 @@ def test_a_layer_that_fits_nowhere_is_named():
 def test_without_recomputation_the_error_names_it():
     asked = search([1.0] * 8, 2, (8,), HEAVY, checkpoint="never")
     limit = max(peaks(find_plan(replace(asked, checkpoint="always"))))
-    with pytest.raises(MemoryLimitError, match=r"more; this limit is enough with checkpoint='always'; "):
+    with pytest.raises(
+        MemoryLimitError, match=r"more than the given limit; the given limit is enough with checkpoint='always'; "
+    ):
         find_plan(replace(asked, memory_limit_bytes=(limit,) * 2))
 
 

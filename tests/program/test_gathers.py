@@ -234,7 +234,11 @@ def test_a_given_program_must_have_the_collectives_of_its_pipeline():
     for made, gathers, words in (
         (add_gathers(program), False, "'1f1b' has 2 UNSHARDs, but this pipeline divides no weights; pass"),
         (add_gathers(program, stages=[0]), True, "each stage with weights must have one; stage 1 of program '1f1b'"),
-        (add_reductions(program, 1), False, "must sum every bucket .* stage 0 of program '1f1b' has 1 REDUCEs and 3"),
+        (
+            add_reductions(program, 1),
+            False,
+            "must have one REDUCE for each layer .* stage 0 of program '1f1b' has 1 REDUCEs, but 3",
+        ),
     ):
         with pytest.raises(ScheduleError, match=words):
             check_collectives(made, [3, 3], gathers=gathers)

@@ -138,7 +138,7 @@ SPAN = ["0F0", 0, 0.0, 1.0]
         (
             Trace.from_dict,
             {"num_ranks": 1, "spans": [["0F0", 3, 0, 1]]},
-            "ranks, numbered from 0; the trace has 1, but a span has number 3",
+            "ranks of their trace, numbered from 0; the trace has 1 of them, but a span has number 3",
         ),
         (Trace.from_dict, {"num_ranks": 10**9, "spans": []}, "at most 100,000; got 1000000000"),
         (
@@ -154,7 +154,7 @@ SPAN = ["0F0", 0, 0.0, 1.0]
         (
             Trace.from_dict,
             {"num_ranks": 1, "spans": [["3F0", 0, 0, 1]], "costs": Costs.uniform(2).to_dict()},
-            "stages with costs, numbered from 0; the trace has 2, but a span has number 3",
+            "stages with costs of their trace, numbered from 0; the trace has 2 of them, but a span has number 3",
         ),
     ],
 )

@@ -191,4 +191,4 @@ def test_a_schedule_that_refuses_the_shape_is_shown_in_the_nearest_one():
 
     one = gallery.Exhibit(odd, gallery.nearest(odd))
     assert one.shape == (3, 10)
-    assert gallery.caption(one) == "3 ranks, 10 micro-batches, the valid shape nearest to 4 and 8"
+    assert gallery.caption(one) == "3 ranks, 10 micro-batches, the valid shape nearest to 4 ranks and 8 micro-batches"

@@ -84,7 +84,7 @@ def test_killed_saves_and_changed_files() -> None:
     import torn_checkpoints
 
     found = torn_checkpoints.kills(2, ("one", "keep"), seed=3) + torn_checkpoints.changes(25, seed=3)
-    good = {"whole", "in the write", "between two saves", "refused by name", "refused by name, as missing"}
+    good = {"whole", "in the write", "between two saves", "file named as damaged", "file named as missing"}
     assert {*found} <= good, found
     assert found["whole"] == 2
 

@@ -91,7 +91,7 @@ def test_gaps():
 @pytest.mark.parametrize(
     ("costs", "options", "said"),
     [
-        (Costs.uniform(2, links=Links.of_hosts(1, 2)), {}, "the solver knows only the times of actions"),
+        (Costs.uniform(2, links=Links.of_hosts(1, 2)), {}, "the solver supports only the times of actions"),
         (Costs.uniform(2, overlap=0.5), {}, "leave them out"),
         (Costs.uniform(2), {"effort": 0}, "effort must be a number above 0; got 0"),
         (Costs.uniform(2), {"start": schedules.get("1f1b").program(2, 3)}, "start= must have the given placement"),

@@ -128,5 +128,5 @@ def test_it_is_no_less_than_what_the_trace_holds(name):
 
 
 def test_costs_are_of_as_many_stages():
-    with pytest.raises(ScheduleError, match="the program has 2 stages, the costs 3"):
+    with pytest.raises(ScheduleError, match="the program has 2 stages, but the costs have 3"):
         rank_memory(schedules.get("gpipe").program(2, 2), Costs.uniform(3))

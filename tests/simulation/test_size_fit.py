@@ -138,7 +138,7 @@ def test_a_fit_is_saved_and_older_files_have_none() -> None:
         ({"layer0": {"forward_s": [1, 2]}}, r"must have 3 factors; forward_s of layer 'layer0' has \[1, 2\]"),
         ({"layer0": {"forward_s": [1, -2, 0]}}, "a factor of forward_s of layer 'layer0' is -2"),
         ({"layer0": {"forward_s": [1, math.nan, 0]}}, "a factor of forward_s of layer 'layer0' is nan"),
-        ({"layer9": {}}, "a profile must fit the costs of all its layers"),
+        ({"layer9": {}}, "size_fit of a profile must have the profile's layers, in the same order"),
         ({"layer0": 3}, "a value is wrong"),
         ([], "a value is wrong"),
     ],

@@ -174,5 +174,5 @@ def test_a_trace_of_pairs_that_overlap_comes_back_from_json():
     "values", [{}, {"num_ranks": 1, "spans": [["0F0", 0, 1]]}, {"num_ranks": 1, "spans": [1]}, None]
 )
 def test_a_dict_that_is_no_trace_is_refused(values):
-    with pytest.raises(ScheduleError, match="a trace must have num_ranks and spans"):
+    with pytest.raises(ScheduleError, match="a trace must have num_ranks, and spans of the form"):
         Trace.from_dict(values)

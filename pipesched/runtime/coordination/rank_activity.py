@@ -192,7 +192,7 @@ def blamed(answers: Mapping[str, State | str], timeout_s: float) -> tuple[list[s
     if late is None or busy[late].seconds < timeout_s / 2:
         return None
     _, what, place, seconds, _ = busy[late]
-    why = f"has been in {what}" if what else "has been outside the pipeline's calls"
+    why = f"has been in {what}" if what else "has been in code outside the pipeline"
     return [late], f"it {why} for {seconds:.1f} s{f', at {place}' if place else ''}"
 
 
