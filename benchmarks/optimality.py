@@ -151,7 +151,7 @@ def solve(case: Case, effort: Fraction) -> Result:
 
 def print_large(effort: Fraction) -> None:
     """Search for orders of problems with many micro-batches; print the CPU times and the results."""
-    print("  p    m  stages  limit    CPU s  makespan/bound   more effort: CPU s  makespan/makespan with more effort")
+    print("  p    m  stages  limit    CPU s  makespan/bound   more effort: CPU s  makespan/that of more effort")
     for p, m, chunks, place, limit, compare in LARGE:
         for number in range(2 if compare else 1):
             problem = Instance(

@@ -182,8 +182,10 @@ def main() -> None:
     pipe.save(options.folder, keep=2, **state)
     bar.close()
     if first:
-        words = "done" if done == options.steps else "stopped; run the same command to continue"
+        words = "done" if done == options.steps else "stopped"
         print(f"{words} after step {done}; saved in {options.folder}")
+        if done < options.steps:
+            print("run the same command to continue")
     pipe.close()
     if distributed.is_initialized():
         distributed.destroy_process_group()

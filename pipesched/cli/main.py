@@ -348,7 +348,7 @@ def compare(
         )
 
 
-@main.command(short_help="Print the bound for all schedules.")
+@main.command(short_help="Print the lower bound on the makespan.")
 @_shape_options
 @_cost_options
 @click.option("--placement", help="The rank of each stage, such as 0,1,1,0.  [default: one stage per rank]")

@@ -102,16 +102,18 @@ class _Dear(_Notes, TorchDispatchMode):
 
 
 class _Pass:
-    """Measures one forward, and either B or I and W.
+    """Measures the memory of one forward (F) and of its backward.
 
-    The input and the output count only if the stage keeps them. F, B, I and W are the forward, the whole backward, the
-    input gradient and the weight gradient. The attributes hold bytes:
+    The backward is either whole (B), or an input gradient (I) followed by a weight gradient (W). All attributes are in
+    bytes. Except where stated, a layer's input and output are counted only if the stage keeps them.
 
-    - ``forward``: the peak of the forward, including its input.
-    - ``backward``: the peak of B or I in addition to the kept activations, including the output's gradients.
-    - ``left``: the memory in use between I and W. ``left_input`` and ``left_grad``: the parts of this memory that hold
-      the layer's inputs, and the gradients that W needs.
-    - ``delivery``: the peak of W in addition to ``left``. ``deferred``: the weight gradients that W computes.
+    - ``forward``: the peak during F, always with the input.
+    - ``backward``: the peak during B or I, in addition to the kept activations. It includes the output's gradients.
+    - ``left``: the memory in use between I and W.
+    - ``left_input``: the part of ``left`` that holds the layer's inputs.
+    - ``left_grad``: the part of ``left`` that holds the gradients that W needs.
+    - ``delivery``: the peak during W, in addition to ``left``.
+    - ``deferred``: the size of the weight gradients that W computes.
     """
 
     def __init__(self, layer: Layer, arrived: Payload, books: Books, *, split: bool) -> None:

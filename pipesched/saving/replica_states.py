@@ -38,8 +38,8 @@ def check_equal_states(part: Part, host: RankHost) -> None:
                 raise CheckpointError(
                     f"replicas must have the same state, because a checkpoint holds the state of one; {name} differs "
                     f"between replica 0 (rank {host.grid.peers[0]}) and replica {replica} (rank {rank}); make it equal "
-                    f"on all replicas; if it belongs to each replica, such as the state of a data loader, gather it "
-                    f"on every rank and pass the gathered state in extra="
+                    f"on all replicas; if each replica needs a state of its own, such as that of a data loader, gather "
+                    f"the states on every rank and pass them in extra="
                 )
 
     agreed(host, compare)

@@ -163,7 +163,7 @@ class Saver:
                     "ranks"
                 )
             for part in parts:
-                check_type(part, Mapping, "a training state must be the dict of training_state", "pass it unchanged")
+                check_type(part, Mapping, "a training state must be the dict that training_state returned", "pass it")
                 missing = [name for name in _PARTS if name not in part]
                 if missing:
                     raise CheckpointError(

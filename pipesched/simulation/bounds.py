@@ -247,12 +247,14 @@ class _Phase:
 
 
 def _phases(chunks: Sequence[StageTimes], num_microbatches: int, limit: int) -> Iterator[_Phase]:
-    """Yield the phases of a micro-batch on a rank, for each pair of the rank's chunks.
+    """Yield the phases of a micro-batch on a rank that limit the number of micro-batches in flight.
 
-    The first chunk of a pair comes before the second in the chain, or is the same chunk. A phase lasts from the F on
-    one chunk of the pair to the gradient on the other. During the whole phase, the micro-batch is in flight on all
-    chunks up to the first of the pair. When its F on the second chunk starts, it is in flight on all chunks up to the
-    second. Both rules limit the number of micro-batches in the phase.
+    For every two chunks of the rank, ``first`` and a later chunk ``second`` in the chain, there are two phases: from
+    the F on ``first`` to the gradient on ``second``, and from the F on ``second`` to the gradient on ``first``. A
+    single chunk gives one phase, from its F to its gradient.
+
+    Throughout a phase, the micro-batch is in flight on every chunk up to ``first``. When its F on ``second`` starts, it
+    is in flight on every chunk up to ``second``. So only a limited number of micro-batches can be in the same phase.
     """
     for number, first in enumerate(chunks, 1):
         for following, second in enumerate(chunks[number - 1 :], number):

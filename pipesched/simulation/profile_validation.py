@@ -89,8 +89,8 @@ def _check_parameters(graph: "nx.DiGraph[str]") -> None:
         names = node.get("parameters", ())
         if not isinstance(names, tuple | list) or not all(isinstance(name, str) and name in sizes for name in names):
             raise ScheduleError(
-                f"a layer's parameters must be listed in the profile; {layer!r} has {shown(names)}, the profile lists "
-                f"{counted(len(sizes), 'parameter')}; {_AGAIN}"
+                f"the parameters of a layer must be names from the profile's list of parameters; {layer!r} has "
+                f"{shown(names)}, and the list has {counted(len(sizes), 'name')}; {_AGAIN}"
             )
 
 

@@ -43,9 +43,10 @@ def stage_parameters(graph: "nx.DiGraph[str]", layers: Iterable[str]) -> set[str
 
 
 def weight_bytes(program: Program, parameters: Sequence[Mapping[str, int]]) -> list[int]:
-    """Return the bytes of weights that each stage adds to its rank, without parameters that the rank already holds.
+    """Return the bytes of weights that each stage adds to its rank.
 
-    In bidirectional schedules several stages have the same layers. Each stage's copy of the weights is counted.
+    A parameter that an earlier stage of the rank already holds is not counted again. The exception is bidirectional
+    schedules, in which several stages hold copies of the same layers: every copy is counted.
 
     Args:
         program: the program.

@@ -150,7 +150,7 @@ def test_steps_of_other_lengths_are_compared_action_by_action():
     assert found.step_s is None
     assert str(found) == (
         "the predicted and the measured step have different numbers of actions; "
-        "by median times, largest error on stage 1 (+50.0%)"
+        "median times of actions: largest error on stage 1 (+50.0%)"
     )
     assert found.worst.work_s == pytest.approx((12e-3, 18e-3))
     assert str(found) in Report(plan, measured_of(other, 1, 1.5)).lines

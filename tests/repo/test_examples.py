@@ -170,7 +170,7 @@ def test_a_hugging_face_run_that_is_stopped_ends_with_the_weights_of_one_that_is
         assert len(re.findall(r"^step [36]: validation loss", said, re.M)) == 2
         for step in (1, 2):
             monkeypatch.setattr(train_hf.Batches, "next", stops)
-            assert f"stopped; run the same command to continue after step {step}" in run("stopped")
+            assert f"stopped after step {step}; saved in" in run("stopped")
         monkeypatch.setattr(train_hf.Batches, "next", draw)
         assert "done after step 6" in run("stopped")
     finally:
