@@ -65,7 +65,8 @@ class Comparison:
         step = self.step_s
         worst = f"largest error on stage {self.worst.stage} ({quote_off(self.worst.work_s.off)})"
         if step is None:
-            return f"the predicted and the measured step have different numbers of actions; median times of actions: {worst}"
+            differ = "the predicted and the measured step have different numbers of actions"
+            return f"{differ}; median times of actions: {worst}"
         times = f"predicted {quote_time(step.predicted)} per step, measured {quote_time(step.measured)}"
         return f"{times} ({quote_off(step.off)}), {worst}"
 
