@@ -63,7 +63,7 @@ def model_and_batch(kind: str) -> tuple[nn.Sequential, Tensor]:
 
 
 def run(kind: str, mesh: bool, pairs: int, folder: str) -> tuple[list[float], list[float], int]:
-    """Return the seconds of steps without a save and with one, and the bytes that this process saves."""
+    """Return the times of steps without a save and of steps with a save, in seconds, and the bytes that are saved."""
     torch.manual_seed(0)
     model, x = model_and_batch(kind)
     half = 2 if kind == "sleeping" else 6

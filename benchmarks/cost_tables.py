@@ -123,8 +123,8 @@ def gemma_2_9b(rows: int = 4096) -> Layers:
 def glam_8b_64e(sequences: int = 4) -> Layers:
     """A mixture of experts: GLaM 8B/64E (Du et al. 2022, table 4), sequences of 1,024 tokens.
 
-    Every second layer has 64 experts, two of which serve a token. With two products for each expert, the parameters
-    add up to the published 143 B.
+    Every second layer has 64 experts, two of which serve a token. If each expert has two weight matrices (no gate),
+    the parameters add up to the published 143 B.
     """
     rows, width, vocabulary = 1024 * sequences, 4096, 256_000
     given = rows * width * WIDE

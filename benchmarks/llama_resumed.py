@@ -1,12 +1,14 @@
-"""Llama resumed: a Hugging Face Llama is saved on some ranks, resumed on others, and compared with a loop.
+"""Llama resumed: a Hugging Face Llama is saved on one layout of ranks, resumed on another, and compared with a loop.
 
     python benchmarks/llama_resumed.py [--steps 50] [--only 2x2] [--order tree]
 
-A small Llama with dropout and uneven labels trains on 2 replicas of 2 ranks, on 1 pipeline of 4 ranks, on 4 replicas or
-in one process, and is saved after half of the steps. It continues in each of the other three places. All losses are
-compared bit by bit with those of one loop that never stops. With "sequential" sums, the loop adds the gradients in each
-half in the order of the replicas of this half, and replicas have zero=2. With "tree" sums, the loop is the same for all
-pairs, and replicas have zero=1.
+There are four layouts: 2 replicas of 2 ranks, a pipeline of 4 ranks, 4 replicas, and one process. A small Llama with
+dropout and uneven labels trains on one layout for half of the steps, is saved, and continues on another layout. Every
+ordered pair of layouts is tested. The losses must be bit-identical to those of an unpipelined loop that never stops.
+
+--order is the order in which gradients are summed. With "sequential", the result depends on the layout, so the loop
+changes its order after half of the steps; replicas have zero=2. With "tree", one loop serves all pairs; replicas have
+zero=1.
 """
 
 import argparse

@@ -292,8 +292,8 @@ with {machine}, transformers {transformers}.
   to the model's output.
 - **torch, own loss**: torch's tracer, on the model with labels. The model computes its own loss.
 
-In the columns "work %" and "time %", four perfectly balanced stages would have 25 each. With any
-other cut of these layers, the largest share would be at least as large.
+In the columns "work %" and "time %", four perfectly balanced stages would have 25 each. The cut
+shown is the best possible one: no other cut of these layers has a smaller largest share.
 
 In the two columns for torch, the schedule is `Schedule1F1B`, and the cut balances the work. Each
 rank receives the inputs of its stage as keyword arguments. Decoders get `use_cache=False`, because

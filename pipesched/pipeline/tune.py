@@ -308,7 +308,7 @@ def _to_confirm(confirm: Any, model: Any, known: bool, *, here: bool) -> int:
 
 
 def _devices_for(count: int) -> list[str]:
-    """Return the names of ``count`` GPUs if the machine has that many, else a list with ``count`` times "cpu"."""
+    """Return the names of ``count`` GPUs if the machine has that many, else "cpu" ``count`` times."""
     return [f"cuda:{at}" for at in range(count)] if torch.cuda.device_count() >= count else ["cpu"] * count
 
 

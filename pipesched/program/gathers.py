@@ -45,9 +45,9 @@ def check_gathers(program: Program) -> None:
         return
     if program.num_weights < program.num_stages:
         raise ScheduleError(
-            f"an UNSHARD may only gather weights that one stage holds; this program has {program.num_stages} stages "
-            f"but {program.num_weights} weight copies; remove the UNSHARDs and RESHARDs, and keep whole weights on "
-            f"each rank"
+            f"an UNSHARD may only gather weights that a single stage holds; the {program.num_stages} stages of this "
+            f"program share {program.num_weights} sets of weights; remove the UNSHARDs and RESHARDs, and keep whole "
+            f"weights on each rank"
         )
     columns = program.columns
     rows = np.flatnonzero(columns.are(Kind.UNSHARD, Kind.RESHARD))

@@ -169,7 +169,7 @@ class Program:
 
     @cached_property
     def has_norms(self) -> bool:
-        """Whether the program has NORM actions, because updates need the norm of all gradients."""
+        """Whether the program has NORM actions. Updates that use the norm of all gradients need these actions."""
         return bool(self.columns.are(Kind.NORM).any())
 
     @cached_property

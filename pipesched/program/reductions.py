@@ -55,9 +55,9 @@ def check_reductions(program: Program) -> None:
         return
     if program.num_weights < program.num_stages:
         raise ScheduleError(
-            f"a REDUCE may only sum the gradients of weights that one stage holds; this program has "
-            f"{program.num_stages} stages but {program.num_weights} weight copies; remove the REDUCEs, and reduce "
-            f"shared weights after the step, once their gradients are summed"
+            f"a REDUCE may only sum the gradients of weights that a single stage holds; the {program.num_stages} "
+            f"stages of this program share {program.num_weights} sets of weights; remove the REDUCEs, and reduce the "
+            f"gradients of shared weights after the step, when each replica has summed them over its stages"
         )
     columns = program.columns
     last = last_gradients(program)

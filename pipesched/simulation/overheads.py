@@ -52,8 +52,8 @@ class Overheads:
         check_times(self.crowding, "crowding of overheads, entry")
         if self.crowding and (self.crowding[0] != 1 or list(self.crowding) != sorted(self.crowding)):
             raise ScheduleError(
-                f"the slowdowns in crowding, while 1, 2, ... ranks compute, must begin with 1 and must not decrease; "
-                f"got {self.crowding}; divide each measured time by the time with one rank"
+                f"crowding must list the slowdown with 1 rank computing, with 2 ranks, and so on; it must begin with 1 "
+                f"and must not decrease; got {self.crowding}; divide each measured time by the time with one rank"
             )
 
     def slower(self, load: Floats) -> Floats:

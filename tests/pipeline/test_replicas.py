@@ -111,9 +111,9 @@ def test_the_dimensions_of_a_mesh_are_recognised_or_named(ranks: Ranks) -> None:
         assert found["two kinds of replicas"] == ((0,), (1,), (2,), (3,))
         assert found["one dimension"] == ((0, 1),)
         assert "waited 1 s for the group of ranks [" in found["of a larger mesh, with unequal groups"]
-        assert "the dimensions of this mesh are ('a', 'b'); pass one dimension of the mesh" in found["unknown names"]
-        assert "the dimensions of this mesh are ('dp', 'tp', 'pp')" in found["one more dimension"]
-        assert "the dimensions of this mesh are 2, without names" in found["no names"]
+        assert "this mesh has the dimensions ('a', 'b'); pass one dimension of the mesh" in found["unknown names"]
+        assert "this mesh has the dimensions ('dp', 'tp', 'pp')" in found["one more dimension"]
+        assert "this mesh has 2 unnamed dimensions" in found["no names"]
         assert "axes= must map 'pipeline', and 'replicate' or 'shard' if there are replicas" in found["other axes"]
         assert "got 'pp'" in found["no mapping"]
         assert "mesh= must be a DeviceMesh" in found["no mesh"], rank

@@ -83,7 +83,7 @@ def test_weights_on_several_ranks_are_not_reduced_by_the_program(name):
     program = plain(name, 4, 4)
     assert add_reductions(program, 2) is program
     order = (*program.orders[0], Action(program.orders[0][-1].stage, Kind.REDUCE, 0))
-    with pytest.raises(ScheduleError, match="8 stages but 4 weight copies; remove the REDUCEs"):
+    with pytest.raises(ScheduleError, match="the 8 stages of this program share 4 sets of weights; remove the REDUCEs"):
         validate(program.with_orders([order, *program.orders[1:]]))
 
 

@@ -103,8 +103,8 @@ class _MasterWeights:
             if hasattr(parameter, "full_tensor"):
                 raise ModelTypeError(
                     f"master weights need unsharded parameters; a parameter of shape {list(parameter.shape)} is "
-                    f"sharded; shard float32 parameters, with MixedPrecisionPolicy(param_dtype={parameter.dtype}) of "
-                    "fully_shard"
+                    f"sharded; keep the model in float32, and pass "
+                    f"mp_policy=MixedPrecisionPolicy(param_dtype={parameter.dtype}) to fully_shard"
                 )
             values = parameter.data
             wide = values.float()

@@ -75,10 +75,10 @@ def _itself(tensor: Tensor) -> Tensor:
 class Deferral:
     """Intercepts one stage's operations with weights, detaches the weights and records the operations for W.
 
-    The deferrable weights are learned from the first micro-batch of each kind (input shapes, trainable parameters). The
-    kind of a step's first micro-batch decides for the whole step. The backward of a micro-batch used for learning is
-    not split. Micro-batches with smaller numbers may be recomputed after it. Their backward passes are not split
-    either, so that gradients are always summed in the same order.
+    The first micro-batch of each kind (input shapes, trainable parameters) shows which weight gradients can be
+    deferred. A step uses the kind of its first micro-batch throughout. If this kind is new, the backward of this
+    micro-batch is not split. The backward passes of micro-batches with smaller numbers are not split either: they may
+    be recomputed later, and gradients must always be summed in the same order.
     """
 
     def __init__(self) -> None:

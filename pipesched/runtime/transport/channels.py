@@ -454,7 +454,7 @@ class Channels:
         return checked
 
     def tell(self, peer: int, tag: int, value: Any) -> None:
-        """Send one value to a rank outside of any run, without waiting."""
+        """Send one value to a rank, without waiting. No run needs to be open."""
         channel = self._single.setdefault((True, peer, tag), Outgoing(self._ports, peer, tag, self._encoding))
         assert isinstance(channel, Outgoing)
         channel.open(_ONE)
