@@ -139,7 +139,9 @@ def test_weights_on_several_ranks_are_not_gathered(name):
     program = plain(name, 4, 4)
     assert add_gathers(program) is program
     order = (Action(program.orders[0][0].stage, Kind.UNSHARD, 0), *program.orders[0])
-    with pytest.raises(ScheduleError, match="the 8 stages of this program share 4 sets of weights; remove the UNSHARDs and RESHARDs"):
+    with pytest.raises(
+        ScheduleError, match="the 8 stages of this program share 4 sets of weights; remove the UNSHARDs and RESHARDs"
+    ):
         validate(program.with_orders([order, *program.orders[1:]]))
 
 
