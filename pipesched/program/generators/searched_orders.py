@@ -340,11 +340,10 @@ def _is_searched(program: Program) -> bool:
 
 def _codes(program: Program) -> list[list[int]]:
     """Return the orders of a program as codes of actions."""
-    count = program.num_microbatches
-    return [
-        [(stage * count + microbatch) * KINDS + _KIND_OF[kind] for stage, kind, microbatch, _ in order]
-        for order in program.orders
-    ]
+    columns = program.columns
+    kinds = np.array([_KIND_OF.get(kind, -1) for kind in CODES])
+    codes = (columns.stage * program.num_microbatches + columns.microbatch) * KINDS + kinds[columns.kind]
+    return [own.tolist() for own in np.split(codes, program.orders.offsets[1:-1])]
 
 
 def _order(shape: Shape, codes: Sequence[int]) -> Order:

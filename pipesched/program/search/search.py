@@ -71,6 +71,7 @@ class _Search:
     def __init__(self, problem: Problem, steps: int, lists: int, climbs: int) -> None:
         self._problem = problem
         self._tables = problem.tables
+        self._seconds = [int(number) for number in self._tables.seconds]
         self._clocks = clocks(self._tables)
         self._steps = steps
         self._lists = lists
@@ -228,10 +229,10 @@ class _Search:
         return apart if seconds[apart[0]] + seconds[apart[1]] <= seconds[code] else (code,)
 
     def _write(self, orders: Sequences, rank: int, codes: Sequence[int]) -> None:
-        for slot, code in enumerate(codes, self._tables.first[rank]):
-            orders.slots[slot] = code
+        begin = int(self._tables.first[rank])
+        orders.slots[begin : begin + len(codes)] = codes
         orders.lengths[rank] = len(codes)
-        orders.busy[rank] = sum(self._tables.seconds[code] for code in codes)
+        orders.busy[rank] = sum(self._seconds[code] for code in codes)
 
     def _codes(self, orders: Sequences) -> list[tuple[int, ...]]:
         first = self._tables.first
