@@ -129,8 +129,8 @@ def _places(program: Program, messages: _Messages) -> Ints:
 def _inserted(orders: Orders, parts: Sequence[tuple[Ints, Columns, int]]) -> Orders:
     """Merge several groups of actions into new orders of all ranks.
 
-    Each part is (rows, actions, turn): each action is placed at its row of ``orders``. If several actions have the same
-    row, those with the lower turn come first.
+    ``parts`` holds a tuple (rows, actions, turn) for each group. ``rows[i]`` is the row of ``orders`` at which
+    ``actions[i]`` is placed. If several actions have the same row, those with the lower turn come first.
     """
     turns = 4
     keys = np.concatenate([rows * turns + turn for rows, _, turn in parts])

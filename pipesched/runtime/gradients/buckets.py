@@ -42,7 +42,10 @@ class Sums(Protocol):
         """Return whether a 0-d flag is set in any replica. Waits for all replicas."""
 
     def scatter(self, buffers: list[Tensor]) -> Ticket:
-        """Start a reduce-scatter: replace each buffer (one row per replica) by the sum of this replica's row."""
+        """Start a reduce-scatter of buffers that have one row per replica.
+
+        Each buffer is replaced by the sum over replicas of this replica's row.
+        """
 
     def check(self) -> None:
         """Raise an exception if another rank has failed."""
