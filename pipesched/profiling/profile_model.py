@@ -213,7 +213,10 @@ def _between(passes: Sequence[Mapping[str, LayerCosts]]) -> dict[str, LayerCosts
 def _check_sum(
     costs: Mapping[str, LayerCosts], model: nn.Module, batch: Batch, device: torch.device, threads: int
 ) -> None:
-    """Warn if the layers' times do not add up to the model's time. Models over 2 GiB are not checked."""
+    """Warn if the layers' times do not add up to the model's time.
+
+    Models on the meta device or with more than 2 GiB of parameters are not checked.
+    """
     if lacks_contents(model) or sum(parameter.nbytes for parameter in model.parameters()) > _LARGEST_BYTES:
         return
     calls = {"model": (model, unchanged(batch.inputs[0]))}

@@ -274,7 +274,7 @@ class Index:
         return self._table[base : base + shape[0] * shape[1]].reshape(shape)
 
     def most(self, kind: Kind) -> int:
-        """Return the length of the table's row of a stage for a kind; for REDUCE, the most buckets of any stage."""
+        """Return the number of the table's slots per stage for a kind; for REDUCE, the most buckets of any stage."""
         return int(self._widths[CODES[kind]])
 
     @cached_property

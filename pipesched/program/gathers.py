@@ -24,7 +24,8 @@ __all__ = ["check_collectives", "check_gathers", "first_uses"]
 def first_uses(program: Program) -> frozenset[int]:
     """Return the rows of the actions that wait for gathers.
 
-    For each UNSHARD, this is the first action that uses the gathered weights, if there is one.
+    For each UNSHARD, the first action that uses the gathered weights waits. A gather without such an action adds no
+    row.
     """
     if not program.has_gathers:
         return frozenset()

@@ -241,8 +241,8 @@ def add_updates(program: Program) -> Program:
 def add_norms(program: Program) -> Program:
     """Insert a NORM after the last gradient of each stage, for updates that need the norm of all gradients.
 
-    With REDUCEs, the NORMs follow the last gradient of their rank instead. A NORM waits for the REDUCEs of its stage,
-    so an earlier NORM would keep the rank from computing.
+    With REDUCEs, all NORMs of a rank come after the rank's last gradient and last REDUCE instead. A NORM waits for the
+    REDUCEs of its stage, so an earlier NORM would keep the rank from computing.
 
     A program that has no updates, or already has norms, is returned unchanged. Each stage must have one update.
     """

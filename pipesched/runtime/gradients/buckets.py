@@ -98,8 +98,8 @@ class GradientBuckets:
     def completing(self) -> Iterator[None]:
         """A context for the stage's last backward: starts each sum as soon as the gradients of its bucket are complete.
 
-        A bucket starts after all earlier buckets. So all replicas start their sums in the same order, even if a
-        parameter is unused in some of them.
+        The sum of a bucket starts after those of all earlier buckets. So all replicas start their sums in the same
+        order, even if a parameter is unused in some replicas.
         """
         missing = [{parameter for parameter in bucket if parameter.requires_grad} for bucket in self.buckets]
 
