@@ -1,4 +1,4 @@
-"""Replica buffers: computes the memory and the messages that a stage needs for communication with its replicas.
+"""Replica buffers: computes the memory and the messages that a stage needs to communicate with its other replicas.
 
 Replicas add their gradients and, if they divide the weights, send each other the parts that they have updated.
 """

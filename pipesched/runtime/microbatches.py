@@ -132,9 +132,9 @@ class Batch:
 
 
 def _elements(look: Sequence[Any], rows: int) -> int:
-    """Return the number of elements of a micro-batch's first tensor, at least 1. Scalar tensors are skipped.
+    """Return the number of elements of the first tensor of a micro-batch that is not a scalar, at least 1.
 
-    If there is no other tensor, return the number of rows. ``look`` is the micro-batch's form.
+    If all tensors are scalars, return the number of rows. ``look`` is the micro-batch's form.
     """
     shapes = (leaf[1] for leaf in look if isinstance(leaf, tuple))
     return max(1, prod(next(filter(None, shapes), (rows,))))
