@@ -85,8 +85,8 @@ def profile(
         rows: the micro-batch sizes to measure, in rows. The micro-batches are made from the sample's rows. A size of 1
             is measured as 2. Default: a quarter, half, one and two times the sample's number of rows.
         microbatches: more micro-batches to measure, with other shapes than the sample, such as the shortest and the
-            longest sequences. The profile then has the costs of the layers as functions of a micro-batch's size, for
-            orders of micro-batches of different lengths. Default: none.
+            longest sequences. The profile then has the costs of the layers as functions of a micro-batch's size. A
+            search for the order of micro-batches of different lengths needs them. Default: none.
         device: the torch device to measure on. Default: "cpu".
         intra_op_threads: the number of CPU threads per operation. Default: 1.
         split_dims: the dimension of the rows: an int, a sequence by position, or a mapping by position or name. An
@@ -213,7 +213,10 @@ def _between(passes: Sequence[Mapping[str, LayerCosts]]) -> dict[str, LayerCosts
 def _check_sum(
     costs: Mapping[str, LayerCosts], model: nn.Module, batch: Batch, device: torch.device, threads: int
 ) -> None:
-    """Warn if the layers' times do not add up to the model's time. Models over 2 GiB are not checked."""
+    """Warn if the layers' times do not add up to the model's time.
+
+    Models on the meta device or with more than 2 GiB of parameters are not checked.
+    """
     if lacks_contents(model) or sum(parameter.nbytes for parameter in model.parameters()) > _LARGEST_BYTES:
         return
     calls = {"model": (model, unchanged(batch.inputs[0]))}

@@ -1,4 +1,7 @@
-"""Replica buffers: computes the memory and the messages that a stage needs for sums and exchanges over replicas."""
+"""Replica buffers: computes the memory and the messages that a stage needs to communicate with its other replicas.
+
+Replicas add their gradients and, if they divide the weights, send each other the parts that they have updated.
+"""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -55,9 +58,9 @@ class StageReplicas:
         )
 
     def sent_bytes(self) -> int:
-        """Return the bytes that a rank sends to the other replicas in a step, for sums and exchanges of this stage.
+        """Return the bytes that a rank sends to the other replicas in a step, for this stage's gradients and weights.
 
-        For a buffer of 1 byte, an all-to-all and an all-gather among n replicas each send (n - 1) / n bytes.
+        For a buffer of b bytes, an all-to-all and an all-gather among n replicas each send b * (n - 1) / n bytes.
         """
         others = self.num_replicas - 1
         sent = 0
@@ -81,9 +84,10 @@ class StageReplicas:
         )
 
     def _reduced(self, bucket: Sequence[nn.Parameter]) -> tuple[list[int], list[int]]:
-        """Return the sizes of a bucket's undivided buffers, and the sizes of a replica's part of its divided buffers.
+        """Return the bytes of a bucket's undivided buffers, and the bytes of a replica's part of its divided buffers.
 
-        For each parameter, a buffer also stores the number of replicas that have a gradient.
+        Both lists have one number for each dtype. A buffer also stores, for each parameter, the number of replicas that
+        have a gradient.
         """
         trained = [parameter for parameter in bucket if parameter.requires_grad]
         whole = []

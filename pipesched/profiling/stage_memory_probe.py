@@ -65,8 +65,8 @@ def stage_sizes(
         captured: the model.
         cut: the layers of each stage.
         devices: the device of each stage.
-        trade: the exchange of tied weights between ranks.
-        checkpoint_of_call: the checkpointing of layers.
+        trade: sends tied weights between ranks.
+        checkpoint_of_call: the checkpoint option of each (layer, call number) whose activations are not kept.
         own_loss: whether the last stage computes the model's own loss.
 
     """

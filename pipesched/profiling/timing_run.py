@@ -100,7 +100,7 @@ class TimingRun(nn.Module):
         return act()
 
     def held(self, act: Callable[[], Any]) -> Any:
-        """Return the result of ``act``, called while the layers use the copies of their weights."""
+        """Call ``act`` while the layers use the copies of their weights, and return its result."""
         return torch.func.functional_call(self, self.tensors, (act,))
 
     def forget(self) -> None:
@@ -299,7 +299,10 @@ class _Turn:
         self._begin: Any = None
 
     def come(self) -> list[Tensor]:
-        """Return new gradients for the layer's output. Writing them fills the CPU cache, as a later layer would."""
+        """Return new gradients for the layer's output.
+
+        Writing them leaves them in the CPU cache, as the backward of the next layer would in a step.
+        """
         self.came = self._clock.now()
         ones = [torch.ones_like(form, device=self._device) for form in self._forms]
         self._begin = self._clock.now()

@@ -113,7 +113,7 @@ class Columns:
 
     @property
     def compute(self) -> Mask:
-        """A mask of the rows with a compute action, as opposed to a copy or a message."""
+        """A mask of the rows with a compute action, as opposed to a copy, a message or a collective."""
         return _COMPUTES[self.kind]
 
     @property

@@ -56,7 +56,7 @@ def as_checkpoint(checkpoint: Any, layers: Iterable[str]) -> Checkpoint:
 
 
 def checkpoint_by_layer(checkpoint: Checkpoint) -> Mapping[str, LayerCheckpoint]:
-    """Return the option of each named layer. Empty if ``checkpoint`` is a mode for whole stages."""
+    """Return the checkpoint option of each named layer. The result is empty if ``checkpoint`` is a mode for stages."""
     return checkpoint if isinstance(checkpoint, Mapping) else {}
 
 

@@ -170,10 +170,11 @@ def _ends_of(action: Action, at: _At, graph: StageGraph) -> tuple[int, ...]:
 
 
 def _form(action: Action, at: _At, kind: Kind, end: int) -> Action:
-    """Build one alternative of a needed action: the one of the given kind.
+    """Build the alternative of the given kind for a needed action.
 
-    If ``at`` is PEER, this is the matching send on stage ``end``. If the kind is a receive, it is the receive from
-    stage ``end`` on the action's own stage. Otherwise it is the action of this kind on stage ``end``.
+    If ``at`` is PEER, ``action`` is a receive, and the matching send on stage ``end`` is built. If ``kind`` is a
+    receive, the receive from stage ``end`` on the action's own stage is built. Otherwise, the action of this kind on
+    stage ``end`` is built.
     """
     if at is _At.PEER:
         return Action(end, kind, action.microbatch, action.stage)
@@ -273,7 +274,7 @@ class Index:
         return self._table[base : base + shape[0] * shape[1]].reshape(shape)
 
     def most(self, kind: Kind) -> int:
-        """Return the most slots that any stage has for a kind, such as the number of buckets for REDUCE."""
+        """Return the number of the table's slots per stage for a kind; for REDUCE, the most buckets of any stage."""
         return int(self._widths[CODES[kind]])
 
     @cached_property
@@ -362,7 +363,7 @@ def _numbered(kind: Kind, rows: Ints, stage: Ints, index: Index) -> Iterator[tup
 
 
 def _gathers(rows: Ints, stage: Ints, index: Index) -> Iterator[tuple[Ints, Ints]]:
-    """Yield the rows that use gathered weights, and the rows of the UNSHARDs that gather them."""
+    """Yield the given rows whose stages gather weights, and the rows of the UNSHARDs that gather these weights."""
     if index.has(Kind.UNSHARD):
         gathered = index.has_gathers[stage]
         rows = rows[gathered]

@@ -22,9 +22,10 @@ __all__ = ["check_collectives", "check_gathers", "first_uses"]
 
 
 def first_uses(program: Program) -> frozenset[int]:
-    """Return the rows of the actions that wait for gathers: the first action after each UNSHARD that uses its weights.
+    """Return the rows of the actions that wait for gathers.
 
-    A gather that no action uses has no such row.
+    For each UNSHARD, the first action that uses the gathered weights waits. A gather without such an action adds no
+    row.
     """
     if not program.has_gathers:
         return frozenset()

@@ -129,8 +129,8 @@ def _places(program: Program, messages: _Messages) -> Ints:
 def _inserted(orders: Orders, parts: Sequence[tuple[Ints, Columns, int]]) -> Orders:
     """Merge several groups of actions into new orders of all ranks.
 
-    Each part is (rows, actions, turn): each action is placed at its row of ``orders``. If several actions have the same
-    row, those with the lower turn come first.
+    ``parts`` holds a tuple (rows, actions, turn) for each group. ``rows[i]`` is the row of ``orders`` at which
+    ``actions[i]`` is placed. If several actions have the same row, those with the lower turn come first.
     """
     turns = 4
     keys = np.concatenate([rows * turns + turn for rows, _, turn in parts])
@@ -241,8 +241,8 @@ def add_updates(program: Program) -> Program:
 def add_norms(program: Program) -> Program:
     """Insert a NORM after the last gradient of each stage, for updates that need the norm of all gradients.
 
-    With REDUCEs, the NORMs follow the last gradient of their rank instead. A NORM waits for the REDUCEs of its stage,
-    so an earlier NORM would keep the rank from computing.
+    With REDUCEs, all NORMs of a rank come after the rank's last gradient and last REDUCE instead. A NORM waits for the
+    REDUCEs of its stage, so an earlier NORM would keep the rank from computing.
 
     A program that has no updates, or already has norms, is returned unchanged. Each stage must have one update.
     """

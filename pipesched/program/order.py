@@ -64,7 +64,7 @@ class Shape:
         return chunks_of(self.placement, rank)
 
     def microbatches(self, stage: int) -> range:
-        """Return the micro-batches that visit a stage.
+        """Return the micro-batches that pass through a stage.
 
         If there are several chains, each chain gets a range of micro-batches, and these ranges have near-equal lengths.
         """
@@ -282,7 +282,7 @@ class Schedule:
 
     @property
     def searches(self) -> bool:
-        """Whether the function returns the orders of all ranks. Such functions usually search, and take longer."""
+        """Whether the function returns the orders of all ranks. Such functions usually search, which takes longer."""
         return len(_required(self.function)) == 1
 
     @property

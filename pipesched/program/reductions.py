@@ -28,10 +28,10 @@ def last_gradients(program: Program) -> Ints:
 def early_stages(program: Program) -> frozenset[int]:
     """Return the stages that start the REDUCE of each bucket during their last backward, when the bucket is complete.
 
-    These are the stages without a producer, if their last gradient is a B that overlaps with no F, and if their REDUCEs
-    directly follow it. After the last backward of such a stage, no action is left that could hide its reductions. The
-    REDUCEs of every other stage start at their position in the order: the backwards of its producers still follow, and
-    the reductions run in the meantime.
+    Such a stage has no producer, its last gradient is a B that overlaps with no F, and its rank computes nothing
+    between this B and the REDUCEs. So no action is left that could hide the reductions. The REDUCEs of every other
+    stage start at their position in the order: the backwards of its producers still follow, and the reductions run in
+    the meantime.
     """
     firsts = [stage for stage, count in enumerate(program.buckets) if count and not program.graph.producers[stage]]
     columns = program.columns

@@ -34,7 +34,7 @@ def order_words(columns: Columns) -> Iterator[str]:
 
 
 def table_lines(routes: tuple[tuple[int, ...], ...], versions: tuple[tuple[int, ...], ...]) -> Iterator[str]:
-    """Write a line for each route, with its micro-batches, and a line for each stage's weight versions."""
+    """Yield a line for each route, with the micro-batches that take it, and a line for each stage's weight versions."""
     for route in dict.fromkeys(routes):
         members = [microbatch for microbatch, its_route in enumerate(routes) if its_route == route]
         yield f"route {_spaced(route)} : {_spaced(members)}"

@@ -163,7 +163,9 @@ def _roles(columns: Columns) -> bytes:
 
 
 def _waits(program: Program, timing: Timing | None) -> _Waits:
-    """Return the dependencies that a rank's own order does not guarantee: on actions of other ranks and on copies.
+    """Return the dependencies that a rank's own order does not guarantee.
+
+    These are the dependencies on actions of other ranks, and on actions that are not computations, such as copies.
 
     Of two overlapping actions, the first waits for everything that either needs.
     """

@@ -10,7 +10,7 @@ __all__ = ["copies_held", "num_tree_groups"]
 
 
 def num_tree_groups(num_microbatches: int) -> int:
-    """Return the number of groups of this many micro-batches; 1 for none.
+    """Return the number of groups into which this many micro-batches are divided; 1 for 0 micro-batches.
 
     >>> [num_tree_groups(number) for number in (1, 6, 8, 12)]
     [1, 2, 8, 4]
@@ -19,10 +19,10 @@ def num_tree_groups(num_microbatches: int) -> int:
 
 
 def copies_held(group: int) -> int:
-    """Return the number of sums that are held, apart from the running one, while the gradients of a group are added.
+    """Return the number of sums of earlier groups that are held while the gradients of a group are added.
 
-    These are the sums of the largest subtrees that the earlier groups fill. With n groups, at most log2(n) sums are
-    held.
+    One sum is held for each of the largest subtrees that the earlier groups fill. With n groups, at most log2(n) sums
+    are held.
 
     >>> [copies_held(group) for group in range(8)]
     [0, 1, 1, 2, 1, 2, 2, 3]

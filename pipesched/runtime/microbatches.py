@@ -94,10 +94,10 @@ class Batch:
         return replace(self, inputs=self.inputs[own], targets=self.targets[own], rows=self.rows[own])
 
     def looking(self, look: Callable[[Any], Hashable]) -> list[Hashable]:
-        """Compute each micro-batch's form (dtypes and shapes).
+        """Return each micro-batch's form (dtypes and shapes), computed by ``look``.
 
-        ``look`` runs once for each distinct number of rows. If the caller cut the batch into micro-batches, it runs
-        once for each micro-batch instead.
+        Micro-batches with the same number of rows have the same form, so ``look`` is called once for each number of
+        rows. If the caller cut the batch into micro-batches, ``look`` is called for each micro-batch.
         """
         if self.as_given:
             return [look(value) for value in self.inputs]
@@ -114,10 +114,10 @@ class Batch:
         return [trainable_leaves(value) for value in self.inputs]
 
     def gathered(self, outputs: Sequence[Any], weighting: "Weighting | None") -> Any:
-        """Concatenate the micro-batches' outputs; return them in a list if the caller cut the micro-batches.
+        """Concatenate the micro-batches' outputs. If the caller cut the micro-batches, return a list of the outputs.
 
-        ``weighting`` combines the micro-batches' losses if the outputs contain the model's own loss. If it is None, the
-        outputs are only concatenated.
+        If the outputs contain the model's own loss, ``weighting`` combines the micro-batches' losses. If ``weighting``
+        is None, the outputs are only concatenated.
         """
         if self.as_given:
             return list(outputs)
@@ -132,9 +132,9 @@ class Batch:
 
 
 def _elements(look: Sequence[Any], rows: int) -> int:
-    """Return the number of elements of a micro-batch's first tensor, at least 1. Scalar tensors are skipped.
+    """Return the number of elements of the first tensor of a micro-batch that is not a scalar, at least 1.
 
-    If there is no other tensor, return the number of rows. ``look`` is the micro-batch's form.
+    If all tensors are scalars, return the number of rows. ``look`` is the micro-batch's form.
     """
     shapes = (leaf[1] for leaf in look if isinstance(leaf, tuple))
     return max(1, prod(next(filter(None, shapes), (rows,))))

@@ -85,11 +85,11 @@ class RankGrid:
 
 
 class SumRanks(NamedTuple):
-    """The global ranks that take part in the sums over replicas of a mesh: one list per sum, in replica order.
+    """The groups of processes that add tensors over replicas, each as a list of global ranks in replica order.
 
     Attributes:
-        whole: the processes with the same stages in all replicas.
-        shards: the processes with the same shards of these stages.
+        whole: for each group of stages, the processes that hold these stages in all replicas.
+        shards: for each shard of these stages, the processes that hold this shard.
 
     """
 

@@ -215,7 +215,7 @@ class RankHost(Protocol):
     def abandon(self, what: str, error: BaseException) -> None:
         """Close the host, and report a failure of this process to the other processes.
 
-        If the error is the failure of another process, raises an ExecutionError that names this process.
+        If another process's failure caused the error, raises an ExecutionError that names the failed process.
         """
 
     def close(self) -> None:
@@ -450,7 +450,11 @@ class MeshRanks:
         return self._receive(method) if rank else self._deal(method, make, deal)
 
     def _made(self, make: Callable[[], StepCall]) -> StepCall:
-        """Make this replica's call. If this fails before ``across``, ``across`` raises in the other replicas."""
+        """Build this replica's StepCall with ``make``.
+
+        If ``make`` fails before it has called ``across``, report its error to the other replicas, so that their
+        ``across`` raises instead of waiting.
+        """
         crossings = self._crossings
         try:
             return make()

@@ -32,8 +32,9 @@ def repeated(
 ) -> list[Order]:
     """Write the orders of all ranks by repeating a block for each micro-batch and closing the gaps.
 
-    Each pass takes one slot. In each slot, a rank runs the first ready pass of the repeated blocks. If no pass is ready
-    or memory is full, it runs a weight gradient. Input gradients may overtake passes that are not ready.
+    Each pass takes one slot. In each slot, a rank runs the first ready pass of the repeated blocks. If no pass is
+    ready, or if this pass is a forward and memory is full, the rank runs a weight gradient. Input gradients may
+    overtake passes that are not ready.
 
     Args:
         shape: the ranks, micro-batches and placement.

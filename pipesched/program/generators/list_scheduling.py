@@ -137,7 +137,10 @@ class _Rank:
         return stage is not None and self._start(self.order.B, stage, clock.backwards, time)
 
     def starts_forward(self, time: int) -> bool:
-        """Start a ready forward that fits in memory, nearest to the last stage first. Return whether one started."""
+        """Start a ready forward that fits in memory, and return whether there is one.
+
+        The stage nearest to the last stage takes precedence.
+        """
         clock = self._clock
         ready = (stage for stage in reversed(self._chunks) if clock.forward_is_ready(stage) and self._has_place(stage))
         stage = next(ready, None)
@@ -150,7 +153,7 @@ class _Rank:
         return True
 
     def _has_place(self, stage: int) -> bool:
-        """Return whether the window and the memory allow the stage's next forward.
+        """Return whether the stage's next forward is within the window (see `backward_first`) and fits in memory.
 
         After this forward, the rank must still be able to finish all its micro-batches within the memory limit.
         """

@@ -92,7 +92,7 @@ def searched_orders(
         limits: ``max_in_flight`` is the largest number of (stage, micro-batch) pairs on a rank; ``memory_limit_bytes``
             is the largest number of bytes that a rank's micro-batches hold. Each is one number, one per rank, or None
             for no limit.
-        effort: the number of steps, relative to the default.
+        effort: a factor for the number of search steps; 1 is the default number.
         starts: schedules and programs to start from. Starts that do not fit the shape or the limits are skipped.
 
     Raises:
@@ -147,9 +147,9 @@ def _climbs(shape: Shape, effort: float, rounds: int) -> int:
 
 
 def shortened_orders(shape: Shape, found: Program) -> list[Order]:
-    """Return the orders of a program for the shape's micro-batches. Further micro-batches are removed.
+    """Return the orders of a program without the micro-batches that the shape does not have.
 
-    Raises ScheduleError if the program has a different placement, or could not come from a search.
+    Raises ScheduleError if the program has a different placement, or if a search could not have returned it.
     """
     if found.placement != shape.placement or found.num_ranks != shape.num_ranks or not _is_searched(found):
         raise ScheduleError(
@@ -296,7 +296,7 @@ def _known(shape: Shape, starts: Iterable[Schedule | Program], passed: dict[str,
     """Return the programs to start from, the simplest first.
 
     Programs without a split backward come before programs with one. Within these two groups, programs that were
-    built without a search come first. Among those, programs with fewer pairs in flight come first.
+    built without a search come first. Among those, programs with fewer micro-batches in flight come first.
     """
     found = []
     for start in starts:
@@ -333,7 +333,7 @@ def _is_start(program: Program, shape: Shape) -> bool:
 
 
 def _is_searched(program: Program) -> bool:
-    """Return whether a program is exact, has a chain of stages, and has only F, I, W and B actions."""
+    """Return whether a program is exact (see `Program.exact`), is a chain of stages, and has only F, I, W and B."""
     kinds = set(np.unique(program.columns.kind).tolist()) <= {CODES[kind] for kind in _KIND_OF}
     return kinds and program.exact and program.is_chain
 

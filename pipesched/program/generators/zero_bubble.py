@@ -64,7 +64,8 @@ def zero_bubble(
 ) -> list[Order]:
     """Write the orders of all ranks, one stage each, with the shortest span that the heuristic finds.
 
-    ZB-H1 is also tried if ``max_in_flight`` allows it; the result's span is then at most that of ZB-H1.
+    The span is the longest time that any rank takes from the start of its first action to the end of its last action.
+    If ``max_in_flight`` allows ZB-H1, it is also tried, so the result's span is at most that of ZB-H1.
 
     Args:
         shape: the ranks and micro-batches.

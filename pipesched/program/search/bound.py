@@ -1,9 +1,9 @@
 """Bound: a lower bound on the makespan. A search that reaches the bound stops.
 
-Two bounds are computed for every rank, and the largest of all is used. The one-machine bound (Carlier 1982) is the
-earliest start + work + shortest time to the end, for any part of the rank's work. The in-turns bound is for limited
-memory: if a stage can hold n micro-batches, the next forward after n forwards waits until one of these micro-batches is
-released.
+Two bounds are computed for every rank, and the largest of all is used. The one-machine bound (Carlier 1982) takes a
+subset of the rank's actions, and adds their earliest start, their total time, and the shortest time from the last of
+them to the end of the step; the largest such sum is the bound. The in-turns bound is for limited memory: if a stage can
+hold n micro-batches, the next forward after n forwards waits until one of these micro-batches is released.
 """
 
 from collections.abc import Sequence

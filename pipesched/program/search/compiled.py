@@ -26,7 +26,7 @@ def compiled(function: Function) -> Function:
     """Decorator: compiles a function of whole numbers at its first call, and keeps the machine code on disk.
 
     The function must not create arrays, or views of arrays such as slices. Then numba need not count references to
-    arrays, which makes functions with many arrays in a tuple ten times slower.
+    arrays. Counting would make functions with many arrays in a tuple ten times slower.
     """
     if not COMPILES:
         return function

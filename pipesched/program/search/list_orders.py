@@ -53,7 +53,7 @@ _FIRST_STAGE, _NONE_OWED = 1, 2
 def rules(problem: Problem) -> Iterator[Whole]:
     """Yield rules that are the same for all ranks.
 
-    Their order is scattered, so that the first few rules already differ in most choices.
+    Similar rules are far apart in the sequence, so that the first few rules already differ in most choices.
     """
     ranks, most = problem.num_ranks, problem.num_microbatches
     windows = sorted({min(most, max(1, window)) for window in (ranks // 2, ranks, 2 * ranks, most)}, reverse=True)
@@ -360,7 +360,11 @@ def _gradient(tables: Tables, rule: Whole, progress: Progress, rank: int, stage:
 
 @compiled
 def _forward(tables: Tables, progress: Progress, rank: int, stage: int, window: int) -> int:
-    """Return the next F of a stage; -1 if there is none, or if it must wait for its input, the window or a limit."""
+    """Return the next F of a stage; -1 if there is none, or if it cannot run yet.
+
+    It cannot run if the F that computes its input is not written yet, its micro-batch is not below ``window``, or the
+    rank has no room for it.
+    """
     microbatch = progress.forwards[stage]
     if microbatch >= min(window, tables.num_microbatches):
         return _NONE

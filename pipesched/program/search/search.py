@@ -211,7 +211,10 @@ class _Search:
         return chosen
 
     def _split(self, orders: Sequences) -> None:
-        """Split each B into I and W if that takes no more time or memory. The previous stage then waits less."""
+        """Split each B whose I and W together take no more time, so that the previous stage waits less.
+
+        If the new order of a rank would exceed a limit, the rank keeps its order.
+        """
         for rank, codes in enumerate(self._codes(orders)):
             pieces = [piece for code in codes for piece in self._pieces(code)]
             kept = codes

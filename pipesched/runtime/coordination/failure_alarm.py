@@ -75,7 +75,8 @@ class _Listener:
     def hear(self, fault: Fault, own: State | None = None) -> None:
         """Record a fault. The first fault whose cause is certain replaces any earlier guess, and is final.
 
-        ``own`` is this rank's state if this rank reports the fault. Default: the current state.
+        ``own`` is this rank's state, passed if this rank itself reports the fault. By default, the state at the first
+        call is kept.
         """
         with self._lock:
             if self.state is None or own is not None:

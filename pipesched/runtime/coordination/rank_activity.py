@@ -176,7 +176,8 @@ def blamed(answers: Mapping[str, State | str], timeout_s: float) -> tuple[list[s
 
     Args:
         answers: the replies, keyed by rank name.
-        timeout_s: how long the rank that noticed the fault has waited, in seconds.
+        timeout_s: how long a rank waits for another one, in seconds. A rank that still works is blamed only if its
+            action has taken at least half this time.
 
     """
     states = {name: answer for name, answer in answers.items() if isinstance(answer, State)}

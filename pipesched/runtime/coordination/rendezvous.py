@@ -67,7 +67,10 @@ def ranks_of(group: Any) -> list[int] | None:
 
 
 def names_of(group: Any) -> list[str]:
-    """Return the names of a group's ranks in error messages, with the global rank if it differs from the group rank."""
+    """Return the names of a group's ranks for error messages.
+
+    A name includes the global rank if the global rank differs from the rank in the group.
+    """
     ranks = ranks_of(group) or range(group.size())
     return [f"rank {rank}" if rank == own else f"rank {rank} (global rank {own})" for rank, own in enumerate(ranks)]
 

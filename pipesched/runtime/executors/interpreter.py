@@ -153,8 +153,8 @@ def _taken(edge: _Edge) -> Any:
 class _Step(NamedTuple):
     """The call that runs an action. Its arguments come from the edges ``takes``; its result goes to ``gives``.
 
-    ``wait`` is called before the action starts. It is None unless the action needs values from other ranks that are not
-    on its edges.
+    ``wait`` is called before the action starts. It is None unless the action needs results of collectives or norms from
+    other ranks. Such values do not pass through edges.
     """
 
     action: Action

@@ -9,8 +9,8 @@ take one that is first in the acyclic order. Its rank has run all earlier action
 waits has been sent. So the action runs. A rank waits for its sends to complete only between two runs; the matching
 receives then belong to the previous run.
 
-Why a stream cannot hang. Its orders are handed over in parts, and all ranks have the same parts. No action depends on a
-later part (``Segments`` proves this for each stream), and the concatenated parts are the orders of a valid program. So
+Why a stream cannot hang. Each rank's order is handed over in the same number of parts. No action depends on a later
+part (``Segments`` proves this for each stream), and the concatenated parts are the orders of a valid program. So
 the argument above holds for all actions up to the end of any part, whatever follows, and each rank completes its part
 once the other ranks have begun theirs. A stream is one run: a message may be received in a later part, and its sender
 does not wait for it between parts. The loss is broadcast at the end of a part. A rank waits for it only after its own
@@ -518,7 +518,7 @@ class ProcessExecutor:
         """A context in which an exception stops all ranks.
 
         An exception of this rank is raised unchanged; a failure of another rank is raised as an ExecutionError that
-        names it.
+        names the failed rank.
         """
         try:
             yield
@@ -549,7 +549,7 @@ class ProcessExecutor:
     def leave_after(self, error: BaseException, call: str) -> None:
         """Stop all ranks because of an error in a call, unless this executor is closed.
 
-        Raises the error. If it is the failure of another rank, raises an ExecutionError that names this rank.
+        Raises the error. If another rank's failure caused it, raises an ExecutionError that names the failed rank.
         """
         if not self.closed:
             with self._stopping_all(call):

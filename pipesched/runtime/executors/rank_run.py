@@ -20,7 +20,10 @@ class RankTimeline(Timeline):
 
 
 class RankRun:
-    """A stream in progress in one rank. ``hand`` runs parts of the order. Created by ``ProcessExecutor.begin``."""
+    """A stream in progress in one rank, created by ``ProcessExecutor.begin``.
+
+    Each call of ``hand`` runs the next part of the rank's order.
+    """
 
     ahead = 0  # hand() runs each part, so no part is ever queued
 

@@ -442,7 +442,7 @@ def _end_threads(jobs: _Jobs) -> None:
 def _abandon(jobs: _Jobs, threads: Sequence[threading.Thread], under_way: "Sequence[ref[ThreadRun]]") -> None:
     """Stop the run in progress, end the threads and wait for them.
 
-    Python aborts the process if it exits while a thread returns from a torch operation.
+    Without the wait, a thread could return from a torch operation while Python exits, which aborts the process.
     """
     for run in (one() for one in under_way):
         if run is not None and not run.finished:

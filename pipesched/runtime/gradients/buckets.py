@@ -42,7 +42,10 @@ class Sums(Protocol):
         """Return whether a 0-d flag is set in any replica. Waits for all replicas."""
 
     def scatter(self, buffers: list[Tensor]) -> Ticket:
-        """Start a reduce-scatter: replace each buffer (one row per replica) by the sum of this replica's row."""
+        """Start a reduce-scatter of buffers that have one row per replica.
+
+        Each buffer is replaced by the sum over replicas of this replica's row.
+        """
 
     def check(self) -> None:
         """Raise an exception if another rank has failed."""
@@ -95,8 +98,8 @@ class GradientBuckets:
     def completing(self) -> Iterator[None]:
         """A context for the stage's last backward: starts each sum as soon as the gradients of its bucket are complete.
 
-        A bucket starts after all earlier buckets. So all replicas start their sums in the same order, even if a
-        parameter is unused in some of them.
+        The sum of a bucket starts after those of all earlier buckets. So all replicas start their sums in the same
+        order, even if a parameter is unused in some replicas.
         """
         missing = [{parameter for parameter in bucket if parameter.requires_grad} for bucket in self.buckets]
 

@@ -34,7 +34,10 @@ class _Check:
 
 
 class NonfiniteReaction:
-    """Reacts to the checks of steps according to ``on_nonfinite``. If ``lags`` is set, reads a check one step later."""
+    """Reacts to the checks of steps according to ``on_nonfinite``.
+
+    If ``lags`` is set, the check of a step is read one step later.
+    """
 
     def __init__(self) -> None:
         self._before: _Check | None = None

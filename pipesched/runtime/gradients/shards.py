@@ -15,7 +15,7 @@ class Shards:
 
     A parameter is cut along its first dimension. Parameters that have few rows or are not contiguous stay whole, and
     so do all parameters if ``cuts`` is False. Each whole parameter is updated by one replica. The whole parameters are
-    assigned in descending order of size, each to the replica that has the fewest elements so far.
+    assigned in descending order of size, frozen ones last, each to the replica that has the fewest elements so far.
 
     Args:
         parameters: the parameters of one stage.

@@ -180,7 +180,10 @@ class ReplicaSums:
         return self._lane.start(partial(_each, group.add, buffers))
 
     def scatter(self, buffers: list[Tensor]) -> Ticket:
-        """Start to replace each buffer (one row per replica) by the sum of this replica's row."""
+        """Start a reduce-scatter of buffers that have one row per replica.
+
+        Each buffer is replaced by the sum over replicas of this replica's row.
+        """
         scatter = self._group.scatter
 
         def run() -> None:
