@@ -70,8 +70,8 @@ class FakeStage:
     Args:
         index: the stage's number.
         costs: the times of the stage's actions, in seconds.
-        clock: the virtual clock of the stage's rank. Default: None (the stage sleeps, so that the processor stays
-            free).
+        clock: the virtual clock of the stage's rank. Default: None (the stage sleeps for the time of
+            each action).
         versions: the weight version that each micro-batch uses. Default: () (always the newest version).
 
     """
