@@ -172,7 +172,7 @@ class FakeStage:
         return self.backward(microbatch, *grads)
 
     def reduced(self) -> Mapping[int, tuple[float, float]]:
-        """Return the start and the end of each bucket's sum over replicas, keyed by bucket."""
+        """Return (start, end) of each bucket's reduction over replicas, keyed by bucket."""
         return self._reduced
 
     def unshard(self, number: int) -> None:

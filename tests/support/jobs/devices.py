@@ -32,7 +32,7 @@ made: Counter[str] = Counter()
 
 
 class Posted:
-    """A posted send or receive, and an event that is set when it has ended."""
+    """A posted send or receive, and an event that is set when the operation has ended."""
 
     def __init__(self, memory: Tensor) -> None:
         self.memory = memory

@@ -97,7 +97,7 @@ class Case(NamedTuple):
 
     @property
     def num_parts(self) -> int:
-        """The number of parts into which replicas divide a gradient; each part has its own norm."""
+        """The number of parts into which replicas divide a gradient. A norm is computed for each part."""
         return self.mesh[0] if self.zero >= 2 else 1
 
 
