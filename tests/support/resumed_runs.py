@@ -216,7 +216,7 @@ class Trainer:
         return losses
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Return this process's weights, buffers and optimizer states by name. Rows of states end in ``[row]``.
+        """Return this process's weights, buffers and optimizer states by name. A divided state's name ends in ``[row]``.
 
         Collective, because replicas may divide the weights.
         """
