@@ -216,9 +216,9 @@ class Trainer:
         return losses
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Return this process's weights, buffers and optimizer states by name. A divided state's name ends in ``[row]``.
+        """Yield the name and the tensor of this process's weights, buffers and optimizer states.
 
-        Collective, because replicas may divide the weights.
+        The name of a divided state ends in the index of its first row, such as ``[8]``. Collective, because replicas may divide the weights.
         """
         names = {parameter: name for name, parameter in self.pipe.named_parameters()}
         weights = self.pipe.full_state_dict()
