@@ -218,7 +218,8 @@ class Trainer:
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the name and the tensor of this process's weights, buffers and optimizer states.
 
-        The name of a divided state ends in the index of its first row, such as ``[8]``. Collective, because replicas may divide the weights.
+        The name of a divided state ends in the index of its first row, such as ``[8]``. Collective, because
+        replicas may divide the weights.
         """
         names = {parameter: name for name, parameter in self.pipe.named_parameters()}
         weights = self.pipe.full_state_dict()
