@@ -44,7 +44,7 @@ def _registered() -> dict[str, Schedule]:
 
 
 def _with_starts(registered: dict[str, Schedule]) -> dict[str, Schedule]:
-    """Pass all other schedules to each schedule with an option ``starts``, which uses them as starts of its search."""
+    """Return the schedules. Those with an option ``starts`` get all others, from which their searches start."""
     starts = _Starts(schedule for _, schedule in sorted(registered.items()) if "starts" not in schedule.options)
     return {
         name: schedule if schedule in starts else schedule.with_options(starts=starts)

@@ -25,15 +25,15 @@ def searched(
 ) -> list[Order]:
     """The shortest order that a search finds for the given stage costs, placement and limits.
 
-    The search starts from list schedules and from all other schedules that fit, improves the best of them by simulated
-    annealing, and stops at a bound that no order can beat. Each backward is whole or split, whichever is better. If a
-    known schedule is as short, it is used. Equal options give equal orders.
+    The search starts from list schedules and from all other schedules that fit, and improves the best of them by
+    simulated annealing. It ends early at a bound that no order can beat. Each backward is whole or split, whichever is
+    better. If another schedule is as short, its order is used. Equal options give equal orders.
 
     Options:
         costs: the times of each stage, or a list with the costs of each micro-batch. Default: identical stages.
         placement: the rank of each stage. Default: round robin.
-        max_in_flight: the most (stage, micro-batch) pairs on a rank: one number, or one per rank. Default: no limit.
-        memory_limit_bytes: the most bytes, as in ``Trace.peak_bytes``: one number, or one per rank. Default: no limit.
+        max_in_flight: the most (stage, micro-batch) pairs a rank holds: one number, or one per rank. Default: no limit.
+        memory_limit_bytes: the largest ``Trace.peak_bytes`` of a rank: one number, or one per rank. Default: no limit.
         effort: the number of search steps, relative to the default. Default: 1.
         starts: schedules and programs to start from. Default: all other schedules.
         found: the program of an earlier search. If it has at least as many micro-batches as needed, its orders are

@@ -89,9 +89,9 @@ def num_chunks(*traces: Trace) -> int:
 
 
 def chunks_visited(trace: Trace) -> int:
-    """Return the largest number of chunks of the same rank that a single micro-batch visits.
+    """Return the largest number of chunks of the same rank that process a single micro-batch.
 
-    Bidirectional schedules place two chunks on each rank, but a micro-batch visits only one of them.
+    Bidirectional schedules place two chunks on each rank, but only one of them processes a given micro-batch.
     """
     visited = {
         (rank, span.action.microbatch, span.action.stage) for rank, row in enumerate(trace.by_rank) for span in row

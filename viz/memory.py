@@ -18,7 +18,8 @@ _FEW = 8
 def plot_memory(trace: Trace, ax: "Axes | None" = None) -> "Axes":
     """Draw the memory that each rank holds over time, one line for each rank, with the peaks in the legend.
 
-    The unit is bytes if the trace's costs have sizes, otherwise (stage, micro-batch) pairs in flight.
+    The unit is bytes. If the trace's costs have no sizes, the lines show the number of (stage, micro-batch) pairs that
+    each rank holds.
 
     Args:
         trace: a predicted or measured trace.
@@ -79,12 +80,12 @@ def _title(trace: Trace, sized: bool) -> str:
 
 
 def _bytes(trace: Trace, rank: int) -> list[tuple[float, int]]:
-    """Return the list of (time, bytes held from that time on), from the start of the trace to its end."""
+    """Return the list of (time, bytes held from that time on), for the whole trace."""
     return _whole(trace, [(time - trace.start_s, held) for time, held in trace.memory(rank)])
 
 
 def _pairs(trace: Trace, rank: int) -> list[tuple[float, int]]:
-    """Return the list of (time, pairs in flight from that time on), from the start of the trace to its end."""
+    """Return the list of (time, number of (stage, micro-batch) pairs held from that time on), for the whole trace."""
     return _whole(trace, [(time - trace.start_s, held) for time, held in trace.in_flight(rank)])
 
 

@@ -34,11 +34,13 @@ class _Scale(NamedTuple):
 def text_timeline(trace: Trace, width: int = 120) -> str:
     """Draw a trace as plain text: one line for each rank, then one line with the key figures.
 
-    ``F3`` is the forward of micro-batch 3, ``2F3`` the same in stage 2 (if ranks have several stages), ``F4&B2`` an
-    overlapping pair (shortened to ``F4`` if it does not fit), and ``.`` is bubble. If all times are multiples of one
-    unit, every unit is drawn as a cell of fixed width. If such cells do not fit into ``width``, time is scaled: each
-    column shows the action at its middle, and numbers that do not fit are left out. A rank with collectives has a
-    second line: a number is the bucket of a gradient reduction (REDUCE), ``U0`` the first gather of weights (UNSHARD).
+    ``F3`` is the forward of micro-batch 3, dashes continue an action, and ``.`` is bubble. ``2F3`` is the same forward
+    in stage 2, if ranks have several stages. ``F4&B2`` is an overlapping pair, shortened to ``F4`` if it does not fit.
+    A rank with collectives has a second line, in which a number is the bucket of a gradient reduction (REDUCE), and
+    ``U0`` is the first gather of weights (UNSHARD).
+
+    If all times are multiples of one unit, every unit is drawn as a cell of fixed width. If such cells do not fit into
+    ``width``, time is scaled: each column shows the action at its middle, and numbers that do not fit are left out.
 
         >>> print(pipesched.viz.text_timeline(trace))
         rank 0 | F0 F1 .. .. B0--- F2 B1--- .. B2---

@@ -283,7 +283,10 @@ class Trace:
 
     @property
     def hidden_communication(self) -> float | None:
-        """The fraction of the collectives' time that lies in bubbles or under compute; None without collectives."""
+        """The fraction of the collectives' time in which their rank computes or is idle for another reason.
+
+        None if the trace has no collectives.
+        """
         total_s = sum(own.total_s for own in self.communication_times)
         return 1 - sum(own.exposed_s for own in self.communication_times) / total_s if total_s else None
 
@@ -314,12 +317,12 @@ class Trace:
         return {stage: most for own in found for stage, most in sorted(own.items())}
 
     def in_flight(self, rank: int) -> Iterator[tuple[float, int]]:
-        """Return a rank's (stage, micro-batch) pairs over time, as (seconds, number of pairs from then on)."""
+        """Yield how many (stage, micro-batch) pairs a rank holds over time, as (seconds, number from then on)."""
         row = self._rows[self._rank(rank)]
         return _steps(row, pairs_held(row.columns))
 
     def memory(self, rank: int) -> Iterator[tuple[float, int]]:
-        """Yield a rank's held bytes over time, one entry per change, as (seconds, bytes from then on)."""
+        """Yield the bytes that a rank holds over time, one entry per change, as (seconds, bytes from then on)."""
         held = 0
         spans = self._holding[self._rank(rank)]
         if self.costs is None:

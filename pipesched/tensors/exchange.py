@@ -24,7 +24,7 @@ class Trade(Protocol):
         """Send ``given[rank]`` to each rank in ``given``. Return the values from ``sources``, keyed by rank."""
 
     def across(self, value: Any) -> list[Any]:
-        """All-gather among the ranks that hold the same stages; return their values in replica order."""
+        """All-gather ``value`` among the ranks that hold the same stages. Return all values in replica order."""
 
 
 class RankDevices(Protocol):
@@ -42,9 +42,9 @@ class RankDevices(Protocol):
 
 
 def moved(trade: Trade, what: str, moves: Sequence[Move]) -> Iterator[Any]:
-    """Yield, for each move, the value if the target rank is in this process, else None. Collective over processes.
+    """Make the moves. Yield, for each move, the value if the target rank is in this process, else None.
 
-    All values from one rank to another are sent in one message.
+    All processes must call this. All values from one rank to another are sent in one message.
     """
     holds = trade.holds
     given: dict[int, list[Any]] = {}

@@ -67,7 +67,7 @@ class Intercept(TorchFunctionMode):
     def _opened(self, func: types.FunctionType) -> Callable[..., Any]:
         """Return a copy of a function of torch.nn.functional that calls handlers in place of the functions they handle.
 
-        All other calls in the body go straight to torch. Only about three of fifty calls need a handler.
+        All other calls in the body go straight to torch. This is faster, as few calls need a handler.
         """
         if func not in self._copies:
             named = {**func.__globals__, **_ANSWERS}

@@ -37,8 +37,9 @@ def norm_of(grad: Tensor, norm_type: float) -> Tensor:
 def combined_norms(pieces: Tensor, norm_type: float, dtypes: Sequence[torch.dtype]) -> Tensor:
     """Return the norms of gradients that are divided into pieces.
 
-    ``pieces`` holds the norms of the pieces in float64: a row for each piece, a column for each gradient. Their powers
-    are added in the order of the pieces, and the root is rounded to the precision that `norm_of` has for the dtype.
+    ``pieces`` holds the norms of the pieces in float64: a row for each piece, a column for each gradient. For each
+    gradient, the norms are raised to the power ``norm_type`` and added in the order of the pieces. The root of this sum
+    is rounded to the precision that `norm_of` has for the gradient's dtype.
     """
     if math.isinf(norm_type):
         norms = pieces.amax(0)

@@ -202,7 +202,7 @@ class KeyedRandom:
 
     @contextmanager
     def _default_generators(self) -> Iterator[list[torch.Generator]]:
-        """Seed the default generators with the key of the next random call, while other threads cannot use them."""
+        """Lock the default generators, seed them for the next random call, and restore their states afterwards."""
         generators = [torch.default_generator]
         if self._device.type == "cuda":
             generators.append(torch.cuda.default_generators[self._device.index or 0])

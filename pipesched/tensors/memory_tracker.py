@@ -1,8 +1,8 @@
-"""Memory tracker: counts the exact bytes of live tensors, per thread on a CPU, or by the allocator on a GPU.
+"""Memory tracker: counts the exact bytes of live tensors.
 
-On a CPU a dispatch mode sees every operation of the thread, including operations in backward passes. Each storage that
-an operation creates is counted until any thread frees it. Memory that a kernel allocates and frees internally is not
-counted, and neither are storages that are only read.
+On a GPU the counts come from the allocator. On a CPU a dispatch mode sees every operation of a thread, including
+operations in backward passes. Each storage that an operation creates is counted until any thread frees it. Memory that
+a kernel allocates and frees internally is not counted, and neither are storages that are only read.
 """
 
 import threading
@@ -100,7 +100,7 @@ class Ledger:
                 self._others[key] = weakref.ref(storage, lambda _, key=key: self._others.pop(key, None))  # type: ignore[misc]
 
     def _storages(self, tensors: Iterable[Tensor]) -> list[Any]:
-        """Return the storages of the tensors on devices of this type. A live storage keeps the same Python object."""
+        """Return the storages of the tensors on devices of this type. A live storage keeps its ``id``."""
         held = map(_held_here, tensors)
         mine = [tensor for tensor in held if tensor.layout is torch.strided and tensor.device.type == self._device]
         return [tensor.untyped_storage() for tensor in mine]

@@ -18,7 +18,7 @@ _NUMBERS = bool, int, float, complex, torch.Size, str, bytes, range, slice, set,
 
 
 class Pattern:
-    """The structure of a value, without its tensors. The value's numbers are kept apart, in ``numbers``."""
+    """The structure of a value, without its tensors and numbers. ``numbers`` holds the numbers."""
 
     def __init__(self, value: Any) -> None:
         leaves, self._spec = pytree.tree_flatten(value)
@@ -106,7 +106,7 @@ def positional(forward: Callable[..., Any]) -> list[str]:
 def named_leaves(
     names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Iterator[tuple[tuple[str, int], Any]]:
-    """Iterate over a call's leaves as ((argument name, index in the argument), leaf), in the order of its pytree.
+    """Iterate over a call's leaves as ((argument name, index in the argument), leaf), in pytree order.
 
     A leaf has the same name whether its argument is passed by position or by keyword. In a list with one dict per row,
     the leaves of all rows have the same names, because another batch may have more or fewer rows.

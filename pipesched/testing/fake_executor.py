@@ -70,8 +70,8 @@ class FakeStage:
     Args:
         index: the stage's number.
         costs: the times of the stage's actions, in seconds.
-        clock: the virtual clock of the stage's rank. Default: None (the stage sleeps, so that the processor stays
-            free).
+        clock: the virtual clock of the stage's rank. Default: None (the stage sleeps for the time of
+            each action).
         versions: the weight version that each micro-batch uses. Default: () (always the newest version).
 
     """
@@ -172,7 +172,7 @@ class FakeStage:
         return self.backward(microbatch, *grads)
 
     def reduced(self) -> Mapping[int, tuple[float, float]]:
-        """Return the start and the end of each bucket's sum over replicas, keyed by bucket."""
+        """Return (start, end) of each bucket's reduction over replicas, keyed by bucket."""
         return self._reduced
 
     def unshard(self, number: int) -> None:

@@ -46,8 +46,8 @@ def clip_grad_norm_(
             down.
         norm_type: the order of the norm, above 0; ``math.inf`` for the largest absolute value. Default: 2.
         intra_op_threads: the number of threads of each operation on a CPU. Default: 1.
-        num_shards: the number of replicas over which ``Distributed(zero=2)`` divides gradients. The norm of a gradient
-            is then combined from the norms of the rows of each replica. Default: 1 (gradients are whole).
+        num_shards: the number of replicas over which ``Distributed`` divides gradients, with ``zero=2`` or 3. The norm
+            of a gradient is then combined from the norms of each replica's rows. Default: 1 (gradients are whole).
 
     Returns:
         The norm before clipping, a 0-d tensor.

@@ -101,7 +101,10 @@ class MemoryMeter:
                 self._replace(torch.UntypedStorage, "resize_", partial(_with_noted_sizes, books))
 
     def _replace(self, holder: Any, name: str, change: Callable[[Any], Any]) -> None:
-        """Replace a method until counting stops. The object or class ``holder`` must inherit the method."""
+        """Replace a method of ``holder``, an object or a class, until counting stops.
+
+        ``holder`` must inherit the method, so that deleting the replacement restores it.
+        """
         setattr(holder, name, change(getattr(holder, name)))
         self._put_back.append(lambda: delattr(holder, name))
 
@@ -165,7 +168,7 @@ def _watched(books: Books, method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _with_watched_jobs(books: Books, start: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Return a replacement for a collective lane's ``start``, to count the allocations of the started jobs."""
+    """Return a replacement for a collective lane's ``start`` that also counts the allocations of the jobs."""
     return lambda job: start(_watched(books, job))
 
 

@@ -1,4 +1,4 @@
-"""Reference step: a training step without a pipeline. Pipelines with exact programs give bit-identical results."""
+"""Reference step: a training step without a pipeline. Pipelines match it bit for bit if ``Program.exact`` is true."""
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -154,7 +154,7 @@ def reference_step(
 
 
 class _PartSums:
-    """Adds the losses and the gradients of parts of a batch, which are replicas or groups of micro-batches.
+    """Adds the losses and the gradients of parts of a batch. A part is one replica's rows or a group of micro-batches.
 
     Gradients from before the step are set aside, and the sum over the parts is added to them. With a single part
     in sequential order, nothing is set aside.

@@ -116,7 +116,7 @@ class Unsplit:
             return loss_fn(output, target)
 
     def _between(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Call a torch function. If it uses parameters, count the call and replace parameters, as for a layer."""
+        """Call a torch function. Outside layers, count calls that use parameters, and replace the parameters."""
         used = [] if self._inside else [leaf for leaf in tensors_in((args, kwargs)) if isinstance(leaf, nn.Parameter)]
         if used:
             number = self._counts[""] = self._counts.get("", -1) + 1

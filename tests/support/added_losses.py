@@ -64,7 +64,7 @@ def own() -> Own:
 
 
 def pipeline(model: nn.Module, where: Mapping[str, Any], **options: Any) -> Pipeline:
-    """Return a pipeline with the layers divided evenly by their number, so that nothing is measured."""
+    """Return a pipeline whose stages have nearly equal numbers of layers, so that no layer is measured."""
     units = [name for name in dict(model.named_modules()) if name.isdigit()] or UNITS
     ranks = len(where["devices"]) if "devices" in where else where["mesh"].size()
     stages = ranks * schedules.get(options["schedule"]).chunks_per_rank

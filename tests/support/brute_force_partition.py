@@ -52,7 +52,7 @@ def ideals(graph):
 
 
 def named_tensors(rng, graph):
-    """Name the tensors on the graph's edges: each layer has up to three, which its successors use."""
+    """Name the tensors on most edges of a graph. Each layer has three tensors; each edge gets up to three of these."""
     for layer in graph:
         sizes = {f"tensor{i}": rng.choice([0, 1, 2, 4]) for i in range(3)}
         for consumer in graph.successors(layer):
@@ -85,7 +85,7 @@ def best(
     work = {layer: graph.nodes[layer]["forward_s"] + graph.nodes[layer]["backward_s"] for layer in graph}
 
     def cost(stage, rank, begin, end):
-        """Return the time of a stage, including communication if it counts; None if the stage is not allowed."""
+        """Return the time of a stage with this kind of ``communication``; None if the stage is not allowed."""
         layers = end - begin
         if any(0 < len(layers & set(group)) < len(group) for group in together):
             return None

@@ -5,7 +5,7 @@ from typing import Any
 
 
 def spread(cases: Sequence[Mapping[str, Any]], count: int) -> list[int]:
-    """Return the indices of ``count`` cases, each a dict of its parameters; the first case is always chosen.
+    """Choose ``count`` cases, the first of them always, and return their indices. A case is a dict of its parameters.
 
     Each choice adds as many new parameter values as possible. Once all values have occurred, the remaining choices are
     spread evenly over the cases.

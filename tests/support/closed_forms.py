@@ -1,7 +1,8 @@
-"""Helpers for tests of schedules: simulation with equal costs on all ranks, hypothesis strategies for shapes and times.
+"""Helpers for tests of schedules: simulation with uniform costs, and hypothesis strategies for shapes and times.
 
-F, I, W: the time of a forward, of input gradients and of weight gradients of one micro-batch on a rank; a chunk takes
-1/v of this time. T = F + I + W. c: the latency between two ranks. p ranks, m micro-batches, v chunks per rank.
+p, m and v are the numbers of ranks, micro-batches and chunks per rank. F, I and W are the times of a forward, of input
+gradients and of weight gradients for one micro-batch on a rank; each chunk takes 1/v of these times. T is F + I + W. c
+is the latency between two ranks.
 """
 
 from fractions import Fraction
@@ -32,9 +33,9 @@ def peaks(program):
 
 
 def assert_makespan(trace, expected):
-    """Check the makespan, and the longest time of a rank from its first start to its last end.
+    """Check that the makespan and the longest time from a rank's first start to its last end are ``expected``.
 
-    Both must be ``expected``; then consecutive steps gain nothing by overlapping.
+    If the two are equal, overlapping consecutive steps would save no time.
     """
     assert trace.makespan_s == expected
     assert trace.span_s == expected

@@ -25,7 +25,7 @@ NAMES = {
 def counted() -> Iterator[Counter[str]]:
     """Count the gathers, reductions (reduce-scatters) and all-reduces that start in this context.
 
-    A sum of ours that replicas divide begins with an all-to-all, and counts as a reduction.
+    pipesched adds gradients of replicas with an all-to-all in place of a reduce-scatter. It counts as a reduction.
     """
     calls: Counter[str] = Counter()
     with ExitStack() as stack:

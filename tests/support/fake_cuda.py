@@ -101,7 +101,7 @@ class Tensor:
         self.cuda.recorded.append((self, stream))
 
     def to(self, device: Any, non_blocking: bool = False) -> "Tensor":
-        """Copy on the source's stream, like torch: after earlier and before later work of the destination's stream."""
+        """Copy on the source's stream, as torch does; this stream and the destination's stream wait for each other."""
         assert non_blocking
         source, destination = self.cuda.current_stream(self.device), self.cuda.current_stream(device)
         source.wait_stream(destination)

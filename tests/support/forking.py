@@ -9,7 +9,10 @@ from pipesched.errors import PipeschedError
 
 
 def in_child(act: Any) -> str:
-    """Run a function in a forked child; return "nothing", its error as text, or "it waits" after 30 s."""
+    """Run a function in a forked child process, and return its error as text.
+
+    Returns "nothing" if there was no error, and "it waits" if the function has not ended after 30 s.
+    """
     here, there = os.pipe()
     child = os.fork()
     if child == 0:

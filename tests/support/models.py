@@ -157,7 +157,7 @@ KINDS = ["1f1b", "zb-h1", "interleaved-1f1b", "zb-v"]
 
 
 def shapes(max_stages: int = 4) -> Iterator[tuple[str, int]]:
-    """Yield (schedule, number of ranks) for every exact schedule, with at most ``2 * max_stages`` stages."""
+    """Yield (schedule, number of ranks) for each schedule in `EXACT`, with at most ``2 * max_stages`` stages."""
     for name in EXACT:
         for num_ranks in range(1, max_stages + 1):
             if num_ranks * schedules.get(name).chunks_per_rank <= 2 * max_stages:

@@ -85,7 +85,10 @@ class Hosts:
 
 
 def _run_on_host(pipe: Any, name: str, environment: dict[str, str], module: str) -> None:
-    """Move this process to a host and run the module's main. Send the printed text in a tuple, or an error."""
+    """Move this process to a host and run the module's main.
+
+    Send the printed text in a tuple or, if main raises an error, the traceback as a string.
+    """
     with open(f"/run/netns/{name}") as host:
         if ctypes.CDLL(None, use_errno=True).setns(host.fileno(), _NETWORK):
             raise OSError(ctypes.get_errno(), f"{name} cannot be entered")

@@ -1,4 +1,4 @@
-"""Unusual models, and a check that a pipeline trains them with results bit-identical to a loop's."""
+"""Unusual models, and a check that a pipeline trains them with results bit-identical to a plain loop's."""
 
 import warnings
 from collections.abc import Callable, Sequence
@@ -65,7 +65,7 @@ def check(
     schedules: Sequence[str] = ("1f1b", "zb-h1"),
     loss_fn: Callable[[Any, Any], Any] | None = square,
 ) -> None:
-    """Train with every schedule, and compare loss, gradients and buffers with the loop's; then compare evaluations."""
+    """Check that losses, gradients and buffers are bit-identical to a plain loop's, and that evaluations agree."""
     target = {} if loss_fn is None else {"target": torch.zeros(ROWS, 8)}
     sample = tuple(value[:2] for value in args)
     for schedule in schedules:

@@ -31,7 +31,7 @@ def random_program(rng, num_ranks, num_stages, num_microbatches, *, skips, recom
     """Return a random valid program of this shape.
 
     skips: any stage may send to any later stage. recomputes: some backwards have an R, at a random earlier place.
-    ascending: each stage runs the micro-batches in ascending order, as in exact programs.
+    ascending: each stage runs the micro-batches in ascending order, as `Program.exact` requires.
     """
     placement = tuple(rng.randrange(num_ranks) for _ in range(num_stages))
     graph = chain(num_stages)

@@ -89,7 +89,10 @@ FACTORS: dict[str, tuple[Any, ...]] = {
 
 
 def pairwise_cases() -> list[tuple[Half, Half]]:
-    """Return cases that cover every pair of values of any two factors, before and after the stop."""
+    """Return cases that together contain every pair of values of any two factors.
+
+    The factors before the stop and those after it count as different factors.
+    """
     columns = [(half, name) for half in (0, 1) for name in FACTORS]
     values = [FACTORS[name] for _, name in columns]
     wanted = {
@@ -112,7 +115,7 @@ def pairwise_cases() -> list[tuple[Half, Half]]:
 
 
 def _gain(row: list[Any], at: int, value: Any, wanted: set[Any]) -> int:
-    """Return how many wanted pairs ``value`` at position ``at`` can form with the row. None matches any value."""
+    """Return how many wanted pairs have ``value`` at position ``at`` and fit the row. None fits any value."""
     return sum(
         (one == at and first == value and row[other] in (None, second))
         or (other == at and second == value and row[one] in (None, first))
@@ -213,9 +216,10 @@ class Trainer:
         return losses
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Return this process's weights, buffers and optimizer states by name. Rows of states end in ``[row]``.
+        """Yield the name and the tensor of this process's weights, buffers and optimizer states.
 
-        Collective, because replicas may divide the weights.
+        The name of a divided state ends in the index of its first row, such as ``[8]``. Collective, because
+        replicas may divide the weights.
         """
         names = {parameter: name for name, parameter in self.pipe.named_parameters()}
         weights = self.pipe.full_state_dict()

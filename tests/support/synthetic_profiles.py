@@ -6,7 +6,10 @@ from pipesched.simulation.profile import Profile
 
 
 def row(times, *, rows=1, fixed_s=0.0, split=1.0, parameter_bytes=1000, activation_bytes=100, output_bytes=10):
-    """Return a chain of layers. B takes twice as long as F; I and W take ``split`` times as long. Times are per row."""
+    """Return a chain of layers. ``times`` are the seconds of each layer's F for one row of the batch.
+
+    B takes twice as long as F, and I and W each take ``split`` times as long as F.
+    """
     graph = nx.DiGraph(parameters={})
     for at, seconds in enumerate(times):
         name, forward_s = f"layer{at}", seconds * rows + fixed_s

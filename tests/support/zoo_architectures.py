@@ -30,7 +30,7 @@ class Specimen:
     """A model: its constructor, its keyword inputs of ROWS rows, and a loss function if the model computes no loss.
 
     ranks: the largest number of ranks for which the model has enough layers. rounded: a parameter that another layer
-    uses by reference, so that its gradient equals the loop's only within rounding.
+    uses by reference, so that its gradient equals that of a plain loop only within rounding.
     """
 
     build: Callable[[], nn.Module]

@@ -163,7 +163,7 @@ def refuse_norms(group: Any) -> None:
 
 
 def clip_in_steps(group: Any, case: Case, norm_type: float, steps: int = 3) -> list[float]:
-    """Clip with optimizer= and Numerics(clip_grad_norm=). Returns the norms.
+    """Clip inside the steps, with optimizer= and Numerics(clip_grad_norm=). Returns the norms.
 
     Checks that norms, losses and weights are bit-identical to those of a plain loop.
     """

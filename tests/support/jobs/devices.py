@@ -32,7 +32,7 @@ made: Counter[str] = Counter()
 
 
 class Posted:
-    """A posted send or receive, and an event that is set when it has ended."""
+    """A posted send or receive, and an event that is set when the operation has ended."""
 
     def __init__(self, memory: Tensor) -> None:
         self.memory = memory
@@ -118,7 +118,7 @@ class StandIns:
 
 
 def over_links(group: Any, job: Any, *args: Any) -> Any:
-    """Run a job of another file with StandIns. Check that it has posted operations on them."""
+    """Run a job of another file with StandIns. Check that the job has posted operations on them."""
     before = made["posted"]
     with mock.patch.object(connections, "links_for", StandIns):
         result = job(group, *args)
@@ -127,7 +127,7 @@ def over_links(group: Any, job: Any, *args: Any) -> Any:
 
 
 def memory_of_messages(group: Any, num_microbatches: int) -> int:
-    """Return the largest number of messages of one layout for which this rank holds memory."""
+    """Count, for each layout, the messages whose memory this rank holds. Return the largest count."""
     executor = ProcessExecutor(group, timeout_s=10)
     program = lower(schedules.get("1f1b").program(group.size(), num_microbatches))
     outputs = [Payload.of(torch.ones(100, 256))] * num_microbatches
@@ -155,7 +155,7 @@ class Fails(Checks):
 
 
 def fail_with_messages_posted(group: Any) -> tuple[float, str, list[str]]:
-    """Run a step in which rank 1 fails. Return its seconds, this rank's error, and the names of threads still alive."""
+    """Run a step in which rank 1 fails. Return the seconds, this rank's error, and the names of threads still alive."""
     executor = ProcessExecutor(group, timeout_s=10)
     program = lower(schedules.get("gpipe").program(group.size(), 8))
     checked_run(executor, program)

@@ -216,7 +216,7 @@ def split(group: Any, schedule: str) -> None:
 
 
 def hooks(group: Any) -> list[tuple[str, bool]]:
-    """Return, for each hook call of this rank's parameters, the name and whether the hook got a whole tensor.
+    """Return, for the hooks of this rank's parameters, (parameter name, whether the hook got a whole tensor).
 
     Two pipelines run at the same time, and must return equal losses.
     """

@@ -1,4 +1,4 @@
-"""Writes the checkpoints of formats 1 and 2 that all later versions must load with the same bits.
+"""Writes the checkpoints of formats 1 and 2, which all later versions of pipesched must load bit-identically.
 
 python -m tests.support.jobs.kept_checkpoint
 """

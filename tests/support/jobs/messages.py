@@ -102,8 +102,8 @@ class Carries:
 def round_trips(group: Any, seeds: list[int]) -> int:
     """Send random values forward and gradients back between two ranks. Return the number of checked values.
 
-    In the first run, the receiver does not know the layouts of the messages. In the second run they are the same as
-    before. Later runs reverse the order of the micro-batches, so some layouts differ from those of the run before.
+    In the first run, the receiver does not know the layouts of the messages. The second run has the same layouts as the
+    first. Two later runs reverse the order of the micro-batches, so some layouts differ from those of the run before.
     """
     rngs = [random.Random(seed) for seed in seeds]
     outputs = [Payload.of(value(rng)) for rng in rngs]
@@ -120,7 +120,7 @@ def round_trips(group: Any, seeds: list[int]) -> int:
 
 
 def long_values(group: Any, kilobytes: list[int]) -> int:
-    """Send tensors larger than a connection's buffers, all before the first is received. Return the number checked."""
+    """Send tensors larger than a connection's buffers, all before the first is received. Return how many arrived."""
     outputs = [Payload.of(torch.full((size, 256), float(size))) for size in kilobytes]
     grads = [one.leaves for one in outputs]
     program = lower(schedules.get("gpipe").program(2, len(outputs)))
@@ -167,7 +167,7 @@ def changed_once_sent(group: Any, kilobytes: list[int]) -> int:
 
 
 def memory_of_messages(group: Any, name: str, num_microbatches: int) -> int:
-    """Return the largest number of messages of one layout for which this rank holds memory."""
+    """Count, for each layout, the messages whose memory this rank holds. Return the largest count."""
     executor = ProcessExecutor(group, timeout_s=10)
     program = lower(schedules.get(name).program(group.size(), num_microbatches))
     for _ in range(3):

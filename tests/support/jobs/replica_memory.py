@@ -157,7 +157,7 @@ def compare(group: Any, case: Case) -> Held:
 
 
 def searched(group: Any, case: Case) -> float:
-    """Return the memory that a search computes for a plan, as a share of the memory predicted for its pipeline."""
+    """Return a plan's memory as the search computes it, divided by the memory that the pipeline predicts."""
     mesh = init_device_mesh("cpu", case.dims, mesh_dim_names=("dp", "pp"))
     with pipeline(mesh, case) as pipe:
         predicted = max(own.total_bytes for own in pipe.predicted_memory)

@@ -97,7 +97,7 @@ class Case(NamedTuple):
 
     @property
     def num_parts(self) -> int:
-        """The number of parts into which replicas divide a gradient; each part has its own norm."""
+        """The number of parts into which replicas divide a gradient. A norm is computed for each part."""
         return self.mesh[0] if self.zero >= 2 else 1
 
 
@@ -472,10 +472,10 @@ def sharded(group: Any) -> None:
 
 
 def hybrid(group: Any, shape: tuple[int, int, int], schedule: str, *, part: bool = False) -> list[float]:
-    """Return relative errors of losses, gradients, norms and weights if fully_shard divides stages over replicas.
+    """Train stages that fully_shard divides over replicas. Return the relative errors against a plain loop.
 
-    Each replica has its own rows, with unequal numbers of labels. ``part``: whether only one layer of a stage is
-    sharded.
+    The errors are those of losses, gradients, norms and weights. Each replica has its own rows, with unequal numbers of
+    labels. ``part``: whether only one layer of a stage is sharded.
     """
     mesh = mesh_of(shape, ("dp", "fsdp", "pp"))
     replicas = shape[0] * shape[1]

@@ -132,7 +132,7 @@ def passes_on(group: Any, name: str) -> None:
 
 
 def opaque(group: Any, boundary: int) -> str:
-    """Return the error of a pipeline that sends an Opaque object between stages; "it trains" without an error."""
+    """Return the error of a pipeline that sends an Opaque object between stages, or "it trains" if none occurs."""
     try:
         with pipeline(group, model("opaque"), boundary) as pipe:
             pipe.step(X, target=Y)

@@ -41,7 +41,7 @@ def batch(lengths: tuple[int, ...]) -> list[Microbatch]:
 def trains(group: Any, inputs: Any = "all") -> list[tuple[str, int]]:
     """Check that steps over micro-batches of different lengths are bit-identical to a plain loop.
 
-    Returns, for each step, the name of its trace and the number of orders searched so far.
+    Returns, for each step, the name of its trace and the number of searches for an order so far.
     """
     expected = tagger()
     has_batch = inputs == "all" or places.is_one_process(group) or not group.rank()

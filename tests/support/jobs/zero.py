@@ -131,7 +131,7 @@ def made(group: Any, dims: tuple[int, int], model: nn.Module, **options: Any) ->
 def train(group: Any, dims: tuple[int, int], case: Case, steps: int) -> list[int]:
     """Train, and check that losses and weights are bit-identical to a plain loop.
 
-    Returns the number of elements of optimizer states that this rank holds, and the number in the loop.
+    Returns the number of elements of the optimizer states on this rank, and the number in the plain loop.
     """
     warnings.simplefilter("ignore")
     num_replicas = dims[0]
