@@ -287,7 +287,9 @@ class _Gradients(NamedTuple):
 
 
 def _add_subtrees(program: Program, rows: Ints, size: Ints, change: Ints, first: Mask) -> None:
-    """Add the sums of subtrees to the bytes held: each later group of micro-batches starts with new gradients.
+    """Add the sums of complete subtrees to the bytes held.
+
+    The first backward of each group of micro-batches, except the first group, allocates new gradients.
 
     Args:
         program: the program.
@@ -318,7 +320,7 @@ def _end_subtrees(program: Program, whole: Ints, change: Ints) -> None:
 def _transients(columns: Columns, sizes: Mapping[str, Ints], gradients: _Gradients) -> Ints:
     """Return the transient bytes of each action.
 
-    These are the action's peak, without the bytes that are held before the action and the bytes that it keeps.
+    An action's transient is its peak, without the bytes held before the action and the bytes that the action keeps.
     """
     stage = columns.stage
     found = np.zeros(len(columns), np.int64)

@@ -28,7 +28,8 @@ class TimeUnits:
     def of(cls, costs: Costs, num_microbatches: int, most: int = _MOST) -> "TimeUnits":
         """Choose a unit so small that rounding matters little, but so large that a step has fewer than ``most`` units.
 
-        The unit is exact if a unit that divides all times is large enough. This needs whole numbers or Fractions.
+        If all times are whole numbers or Fractions, a unit that divides all of them is used, provided that it is large
+        enough. The result is then ``exact``.
         """
         columns = (costs.forward_s, costs.input_grad_s, costs.weight_grad_s, costs.backward_s)
         times = [*(seconds for column in columns for seconds in column), costs.transfer_s]
