@@ -214,7 +214,10 @@ def _without_contents(one: _Unsent) -> Tensor:
 
 
 def _written(numbers: Any) -> Tensor | None:
-    """Convert numbers to a tensor, so that a message's layout does not depend on them; None if any number is None."""
+    """Convert numbers to a tensor; None if any number is None.
+
+    The layout of a message that holds the tensor does not depend on the numbers.
+    """
     return None if None in numbers else torch.tensor(numbers, dtype=torch.float64, device="cpu")
 
 

@@ -97,7 +97,7 @@ def rank_memory(
             output.
         replicas: the memory that each stage needs because the pipeline has replicas. Default: the flat copies of
             ``costs.reduce_bytes``.
-        in_tree: whether the gradients of micro-batches are added as a tree. Default: False (one after the other).
+        in_tree: whether the gradients of micro-batches are summed in a binary tree. Default: False, one by one.
 
     Raises:
         ScheduleError: if the costs and the program have different numbers of stages.
@@ -253,7 +253,7 @@ def _met(program: Program, buffer_bytes: Ints) -> _Around:
 class _Gradients(NamedTuple):
     """The bytes of parameter gradients, held from a stage's first backward to its update or the end of the step.
 
-    If gradients are added as a tree, the sums of complete subtrees are held as well, until the last backward.
+    If gradients are summed in a binary tree, the sums of complete subtrees are held as well, until the last backward.
     """
 
     around: _Around

@@ -39,7 +39,7 @@ def held_states(whole: ModelStates, part: ModelStates, *, zero: int, once: bool 
         >>> held_states(whole, ModelStates(*(size // 8 for size in whole)), zero=2, once=False)
         ModelStates(weights=2000000000, gradients=250000000, optimizer=1500000000)
 
-    The buffers of sums and gathers are not included.
+    The buffers for summing gradients and gathering weights are not included.
 
     Args:
         whole: the model states of the rank's stages.
@@ -101,7 +101,7 @@ class ReplicaMemory:
 
     @classmethod
     def of_buffers(cls, sizes: Sequence[int]) -> "ReplicaMemory":
-        """Return the memory of a stage whose summed gradients stay whole. ``sizes``: the bytes of each bucket's copy."""
+        """Return the memory of a stage whose summed gradients stay whole. ``sizes``: bytes of each bucket's copy."""
         return cls(buckets=tuple(CopyMemory(size, size, size) for size in sizes))
 
 

@@ -83,7 +83,7 @@ class Replication:
         return [range(replica, num_ranks * count, count) for replica in range(count)]
 
     def sent_bytes(self, size: int) -> tuple[int, int]:
-        """Return the bytes that a rank sends to sum gradients of ``size`` bytes, and to gather the weights once.
+        """Return the bytes that a rank sends: (to sum gradients of ``size`` bytes, to gather the weights once).
 
         In a ring of n ranks, each rank sends (n-1)/n of the bytes for a reduce-scatter, and as many for an all-gather.
         """
@@ -102,7 +102,7 @@ class Replication:
         return held_states(whole, part, zero=self.zero)
 
     def buffers(self, costs: Costs) -> list[ReplicaMemory]:
-        """Return an upper bound on the memory that each stage needs to sum gradients, exchange and gather weights.
+        """Return upper bounds on the memory that each stage needs to sum gradients and to exchange or gather weights.
 
         It assumes that all weights are divided if any are, and that each bucket is copied while the stage's last
         backward still holds all its activations.

@@ -32,9 +32,9 @@ def with_master_weights(optimizer: _Made) -> _Made:
         )
 
     The optimizer's state for such a parameter is also float32, and holds the copy as ``"master"``. A copy therefore
-    moves with its parameter when the plan changes, is part of ``state_dict()``, and is loaded exactly. If other code
-    changes a parameter, as ``load_state_dict`` does, the copy gets the new values. Parameters of other dtypes are
-    updated as usual.
+    moves with its parameter when the plan changes, is part of ``state_dict()``, and is loaded without rounding. If
+    other code changes a parameter, as ``load_state_dict`` does, the copy gets the new values. Parameters of other
+    dtypes are updated as usual.
 
     Args:
         optimizer: a new optimizer, from torch.optim or with the same interface.

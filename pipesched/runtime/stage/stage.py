@@ -339,7 +339,7 @@ class Stage:
 
 
 class TreeStage(Stage):
-    """A stage that adds the gradients of its micro-batches as a binary tree. Takes the same arguments as `Stage`."""
+    """A stage that sums the gradients of its micro-batches in a binary tree. Takes the same arguments as `Stage`."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)

@@ -378,7 +378,7 @@ class _Neighbour:
         """Receive the other end's digests of the run, compare them with this end's, and post the first receives.
 
         Raises ExecutionError if the two ends differ. ``names`` holds the names of the digests in ``identity`` (see
-        ``open``), for the message.
+        ``open``), for the error message.
         """
         words, self.due, due = bytearray(len(self.due)), b"", self.due
         try:

@@ -51,7 +51,7 @@ class TimeUnits:
         return tuple(map(self.down, seconds))
 
     def up(self, seconds: float) -> int:
-        """Return a lower bound in units: rounded up if makespans are whole numbers of units, else rounded down."""
+        """Convert a lower bound to units: rounded up if makespans are whole numbers of units, else rounded down."""
         own = Fraction(seconds) * self.per_second
         return ceil(own) if self.exact else floor(own)
 
