@@ -120,7 +120,7 @@ def dealt(
         call: rank 0's call with the whole batch.
         program: the program that the call runs.
         bodies: the layers of each part of the model. Stage s runs ``bodies[program.weights[s]]``.
-        grid: for each replica, its ranks in the order of the messages; the program may use fewer ranks.
+        grid: for each replica, its ranks in pipeline order, including ranks that the program does not use.
 
     Returns:
         Rank 0's own call, and the message for each rank.

@@ -248,7 +248,7 @@ class _Phase:
 
 
 def _phases(chunks: Sequence[StageTimes], num_microbatches: int, limit: int) -> Iterator[_Phase]:
-    """Yield the phases of a micro-batch's path through a rank in which only some micro-batches can be at once.
+    """Yield the phases of a micro-batch's path through a rank that have room for only some of the micro-batches.
 
     For every two chunks of the rank, ``first`` and a later chunk ``second`` in the chain, there are two phases: from
     the F on ``first`` to the gradient on ``second``, and from the F on ``second`` to the gradient on ``first``. A

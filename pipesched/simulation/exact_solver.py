@@ -55,7 +55,7 @@ class Solution:
 
     @property
     def proved(self) -> bool:
-        """Whether no exact program is faster, up to 1/10,000 of the step, to which times are rounded."""
+        """Whether the program is proved to be the fastest exact program, up to a gap of 1/10,000 (rounded times)."""
         return self.gap is not None and self.gap <= _ROUNDING
 
 
@@ -70,7 +70,7 @@ def solve(
     low: float | None = None,
     effort: float = _EFFORT,
 ) -> Solution:
-    """Find the fastest exact program (`Program.exact`) for a chain of stages, and prove a bound on its speed.
+    """Find the fastest exact program (`Program.exact`) for a chain of stages, and prove a lower bound on the makespan.
 
     Links, overheads and overlapping pairs of actions are not part of the problem.
 

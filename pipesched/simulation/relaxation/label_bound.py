@@ -1,6 +1,7 @@
-"""Label bound: a lower bound on the makespan from a search through all orders of one rank, by bisection of deadlines.
+"""Label bound: a lower bound on the makespan, found by a search through all orders of one rank.
 
-For each deadline, `pipesched.simulation.relaxation.label_sweep` tries to prove that no program meets it.
+The bound is the largest deadline, found by bisection, for which `pipesched.simulation.relaxation.label_sweep` proves
+that no program meets it.
 """
 
 from collections.abc import Mapping, Sequence
