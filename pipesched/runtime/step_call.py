@@ -120,7 +120,7 @@ def dealt(
         call: rank 0's call with the whole batch.
         program: the program that the call runs.
         bodies: the layers of each part of the model. Stage s runs ``bodies[program.weights[s]]``.
-        grid: for each replica, its ranks in the order of the messages; the program may use fewer ranks.
+        grid: for each replica, its ranks in pipeline order, including ranks that the program does not use.
 
     Returns:
         Rank 0's own call, and the message for each rank.
@@ -214,7 +214,10 @@ def _without_contents(one: _Unsent) -> Tensor:
 
 
 def _written(numbers: Any) -> Tensor | None:
-    """Convert numbers to a tensor, so that a message's layout does not depend on them; None if any number is None."""
+    """Convert numbers to a tensor; None if any number is None.
+
+    The layout of a message that holds the tensor does not depend on the numbers.
+    """
     return None if None in numbers else torch.tensor(numbers, dtype=torch.float64, device="cpu")
 
 

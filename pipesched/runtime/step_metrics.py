@@ -44,7 +44,7 @@ class RunResults:
 
 
 class StepMetrics:
-    """Computes the loss of each step or evaluation, and keeps the named scalars of the latest one."""
+    """Computes the loss of each step or evaluation, and keeps the named scalars of the latest step or evaluation."""
 
     def __init__(self) -> None:
         #: Whether layers add losses, keyed by the kind of run. All processes agree on it in the first run of a kind.
@@ -54,7 +54,10 @@ class StepMetrics:
 
     @property
     def last(self) -> dict[str, Tensor]:
-        """The named scalars of the last step or evaluation. Under a mesh, reading them waits for their arrival."""
+        """The named scalars of the last step or evaluation.
+
+        With a mesh, reading this property waits until the scalars have arrived from the rank that computed them.
+        """
         return dict(self.read())
 
     def finish(self, host: RankHost, run: RunResults) -> Tensor:
@@ -131,7 +134,7 @@ def with_added(loss: Tensor, added: Mapping[int, Added], weighting: Weighting) -
 
 
 def _rows(step_data: StepData, microbatches: Sequence[int]) -> list[_Row]:
-    """Remove the losses that layers added from the step data, and return them with micro-batches numbered from 0."""
+    """Take the losses that layers added out of the step data; return them with micro-batches numbered from 0."""
     if not step_data.added:
         return []
     return _rows_of({number: step_data.added.pop(number, {}) for number in microbatches}, microbatches)

@@ -42,7 +42,7 @@ class Chunk:
 
 
 def fill(chunks: Sequence[Chunk], shape: Sequence[int]) -> bool:
-    """Return whether chunks together hold every element of a tensor once. The chunks must be sorted by rows."""
+    """Return whether chunks together hold every element of a tensor exactly once. They must be sorted by rows."""
     end = 0
     for chunk in chunks:
         if chunk.offsets != (end, *[0] * (len(shape) - 1)) or chunk.sizes[1:] != tuple(shape[1:]):
@@ -54,7 +54,8 @@ def fill(chunks: Sequence[Chunk], shape: Sequence[int]) -> bool:
 def pieces(chunks: Sequence[Chunk], rows: Rows | None) -> Iterator[tuple[Chunk, Rows | None]]:
     """Yield each chunk that holds some of the rows ``rows`` of a tensor, and the rows to read from this chunk.
 
-    The rows to read are counted from the chunk's first row. None means all rows.
+    The rows to read are counted from the chunk's first row. If ``rows`` is None, all rows are meant, and each chunk is
+    yielded with None.
     """
     for chunk in chunks:
         if rows is None:

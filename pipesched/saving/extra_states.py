@@ -70,7 +70,7 @@ def as_extra(extra: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def encoded_extra(extra: Mapping[str, Any], run: LiveRun) -> dict[str, _Extra]:
-    """Encode the states of objects that have a ``state_dict`` method, and all other values as they were passed."""
+    """Encode the ``state_dict`` of each object that has one, and every other value itself."""
     found = {}
     for name, value in extra.items():
         has_state = callable(getattr(value, "state_dict", None))

@@ -11,7 +11,7 @@ __all__ = ["HostBuffers", "wait_for_devices"]
 
 
 def wait_for_devices(tensors: Iterable[Tensor]) -> None:
-    """Wait until all streams of the tensors' CUDA devices have finished, because other threads use other streams."""
+    """Wait until all work on the tensors' CUDA devices is done, including work on the streams of other threads."""
     for device in {tensor.device for tensor in tensors if tensor.device.type == "cuda"}:
         torch.cuda.synchronize(device)
 

@@ -84,7 +84,7 @@ class LiveRun:
         return self.host.rank if isinstance(self.host, MeshRanks) else 0
 
     def division_of(self, optimizer: Optimizer) -> ShardedUpdate | None:
-        """Return the divided update that an optimizer is part of; None if the optimizer updates whole parameters."""
+        """Return the `ShardedUpdate` that uses an optimizer; None if the optimizer updates whole parameters."""
         stages = [stage for stage, own in (self.optimizers or {}).items() if own is optimizer]
         return self.divided.get(stages[0]) if stages else None
 

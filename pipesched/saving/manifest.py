@@ -73,7 +73,7 @@ class TensorEntry:
     def pieces(self, rows: Rows | None = None) -> Iterator[tuple[Chunk, Rows | None]]:
         """Yield each chunk that holds some of the tensor's rows ``rows``, and the rows to read from this chunk.
 
-        None means all rows. A tensor in one file is a single chunk.
+        In ``rows`` and in the results, None means all rows. A tensor in one file is a single chunk.
         """
         if self.chunks:
             yield from pieces(self.chunks, rows)

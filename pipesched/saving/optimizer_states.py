@@ -202,7 +202,7 @@ class OptimizerChanges:
         run: the run into which the states are loaded.
 
     Raises:
-        CheckpointError: names, classes or options do not fit.
+        CheckpointError: saved names, classes or options do not fit the optimizers.
 
     """
 

@@ -48,7 +48,7 @@ def check_equal_states(part: Part, host: RankHost) -> None:
 def _fingerprints(part: Part) -> Iterator[tuple[str, str]]:
     """Yield the name and the fingerprint of each value and each tensor of a part.
 
-    The entries of optimizer states, buffers and so on come before the tensors inside them.
+    Values, such as the entries of the optimizer state, come before the tensors that belong to them.
     """
     for word, value in part.values.items():
         items = value.items() if isinstance(value, dict) else enumerate(value)

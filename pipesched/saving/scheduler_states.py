@@ -20,7 +20,7 @@ _ONE = "all parameters"
 def as_schedulers(given: Any, run: LiveRun) -> dict[str, Any]:
     """Return schedulers keyed by name: "all parameters" for a single scheduler, else names such as "stage 2".
 
-    A scheduler in a list gets the stage whose optimizer it drives, or else its position in the list.
+    A scheduler in a list is named after the stage whose optimizer it drives, or else after its position in the list.
     """
     if given is None:
         return {}

@@ -22,7 +22,9 @@ def best_known(
     *,
     names: Sequence[str] | None = None,
 ) -> Program | None:
-    """Return the fastest exact program of any schedule; None if no schedule has this placement within the limits.
+    """Return the fastest program that any schedule has for this placement within the limits; None if there is none.
+
+    Only exact programs (`Program.exact`) for a chain of stages and without updates are compared.
 
     Args:
         costs: the costs of each stage.

@@ -61,8 +61,9 @@ def lower_bound(
             because such programs hold a recomputed pair only from its R on.
         split: whether each backward can be one B, or an I and a W, whichever is faster. If False, every backward is
             a B. Default: True.
-        effort: the limit on the values to compute when the orders of each rank are searched; 10 million take about a
-            second. With 0, only formulas are used. Equal efforts give equal bounds. Default: 4,000,000.
+        effort: the limit on the work of searching through the orders of each rank, as a number of computed values; 10
+            million values take about a second. With 0, only formulas are used. Equal efforts give equal bounds.
+            Default: 4,000,000.
 
     Returns:
         The bound in seconds.
@@ -247,7 +248,7 @@ class _Phase:
 
 
 def _phases(chunks: Sequence[StageTimes], num_microbatches: int, limit: int) -> Iterator[_Phase]:
-    """Yield the phases of a micro-batch on a rank that limit the number of micro-batches in flight.
+    """Yield the phases of a micro-batch's path through a rank that have room for only some of the micro-batches.
 
     For every two chunks of the rank, ``first`` and a later chunk ``second`` in the chain, there are two phases: from
     the F on ``first`` to the gradient on ``second``, and from the F on ``second`` to the gradient on ``first``. A

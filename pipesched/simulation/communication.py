@@ -36,7 +36,7 @@ class AxisCommunication:
 
     @property
     def hidden(self) -> float | None:
-        """The fraction of ``seconds`` that does not lengthen the step. None: there is no communication."""
+        """The fraction of ``seconds`` that does not lengthen the step. None if there is no communication."""
         return max(0.0, 1 - float(self.exposed_s) / float(self.seconds)) if self.seconds else None
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""Communication time: the time of a rank's collectives in its bubbles, under its compute, and exposed."""
+"""Communication time: the time of a rank's collectives during bubbles, during computation, and exposed."""
 
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -10,11 +10,11 @@ _SOON = 0.05  # fraction of a gather's time: an action that starts this soon aft
 
 
 class CommunicationTime(NamedTuple):
-    """The seconds of a rank's reductions (REDUCE) and gathers (UNSHARD): in bubbles, under compute, and exposed.
+    """The seconds of a rank's reductions (REDUCE) and gathers (UNSHARD), divided into three parts.
 
     Attributes:
-        in_bubbles_s: seconds in which the rank is idle for another reason, while a rank of its pipeline still runs a
-            forward or backward.
+        in_bubbles_s: seconds in which the rank is idle for a reason other than the collective, while a rank of its
+            pipeline still runs a forward or backward.
         under_compute_s: seconds in which the rank computes.
         exposed_s: seconds in which the rank is idle during an exposed collective. A reduction is exposed once no
             forward or backward is left on any rank. A gather is exposed if the rank's next action starts when the

@@ -69,7 +69,7 @@ class Costs:
         reduce_bytes: size of the flat copy that each REDUCE makes, in the form of ``reduce_s``. The stage holds it
             until its update.
         unshard_s: time to gather the whole weights of a stage (UNSHARD).
-        gathered_bytes: size of the parts of the other replicas, held from UNSHARD to RESHARD in addition to
+        gathered_bytes: size of the other replicas' parts of the weights, held from UNSHARD to RESHARD in addition to
             ``weight_bytes``. ``weight_bytes`` is then the size of this replica's part.
         gather_s: time to gather the updated weights from all replicas at the end of each UPDATE (``zero=1`` or 2).
 

@@ -1,9 +1,10 @@
-"""Exact solver: finds the fastest exact program for a chain of stages with CP-SAT (the extra ``solver``).
+"""Exact solver: finds the fastest program for a chain of stages with CP-SAT (the extra ``solver``).
 
 The problem is a job shop: each rank runs one action at a time, and holds at most a given number of (stage, micro-batch)
-pairs. Each backward is one B, or an I and a W. As in every exact program, each stage runs its forwards (F) in
-ascending micro-batch order, and likewise its input gradients (I or B) and its weight gradients (W or B). The solver
-searches on one thread and stops after a deterministic amount of work, so equal inputs give equal results.
+pairs. Each backward is one B, or an I and a W. Only exact programs (`Program.exact`) are considered: each stage runs
+its forwards (F) in ascending micro-batch order, and likewise its input gradients (I or B) and its weight gradients (W
+or B). The solver searches on one thread and stops after a deterministic amount of work, so equal inputs give equal
+results.
 """
 
 from collections.abc import Sequence
@@ -54,7 +55,7 @@ class Solution:
 
     @property
     def proved(self) -> bool:
-        """Whether no exact program is faster, within the rounding of times to 1/10,000 of the step."""
+        """Whether the program is proved to be the fastest exact program, up to a gap of 1/10,000 (rounded times)."""
         return self.gap is not None and self.gap <= _ROUNDING
 
 
@@ -69,7 +70,7 @@ def solve(
     low: float | None = None,
     effort: float = _EFFORT,
 ) -> Solution:
-    """Find the fastest exact program for a chain of stages, and prove how fast a program can be.
+    """Find the fastest exact program (`Program.exact`) for a chain of stages, and prove a lower bound on the makespan.
 
     Links, overheads and overlapping pairs of actions are not part of the problem.
 

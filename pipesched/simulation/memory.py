@@ -97,7 +97,7 @@ def rank_memory(
             output.
         replicas: the memory that each stage needs because the pipeline has replicas. Default: the flat copies of
             ``costs.reduce_bytes``.
-        in_tree: whether the gradients of micro-batches are added as a tree. Default: False (one after the other).
+        in_tree: whether the gradients of micro-batches are summed in a binary tree. Default: False, one by one.
 
     Raises:
         ScheduleError: if the costs and the program have different numbers of stages.
@@ -253,7 +253,7 @@ def _met(program: Program, buffer_bytes: Ints) -> _Around:
 class _Gradients(NamedTuple):
     """The bytes of parameter gradients, held from a stage's first backward to its update or the end of the step.
 
-    If gradients are added as a tree, the sums of complete subtrees are held as well, until the last backward.
+    If gradients are summed in a binary tree, the sums of complete subtrees are held as well, until the last backward.
     """
 
     around: _Around
@@ -287,7 +287,9 @@ class _Gradients(NamedTuple):
 
 
 def _add_subtrees(program: Program, rows: Ints, size: Ints, change: Ints, first: Mask) -> None:
-    """Add the sums of subtrees to the bytes held: each later group of micro-batches starts with new gradients.
+    """Add the sums of complete subtrees to the bytes held.
+
+    The first backward of each group of micro-batches, except the first group, allocates new gradients.
 
     Args:
         program: the program.
@@ -318,7 +320,7 @@ def _end_subtrees(program: Program, whole: Ints, change: Ints) -> None:
 def _transients(columns: Columns, sizes: Mapping[str, Ints], gradients: _Gradients) -> Ints:
     """Return the transient bytes of each action.
 
-    These are the action's peak, without the bytes that are held before the action and the bytes that it keeps.
+    An action's transient is its peak, without the bytes held before the action and the bytes that the action keeps.
     """
     stage = columns.stage
     found = np.zeros(len(columns), np.int64)

@@ -150,7 +150,7 @@ class Machine:
         check_speed(self.host_bytes_per_s, "host_bytes_per_s", "a machine")
 
     def assuming(self, ranks_are: RanksAre, num_ranks: int, num_cores: int | None = None) -> "Machine":
-        """Return a copy with default overheads for threads or processes, if overheads of this kind were not measured.
+        """Return a copy with default overheads for threads or processes; if they were measured, return this machine.
 
         Args:
             ranks_are: "threads" or "processes".

@@ -41,8 +41,8 @@ class Profile:
             `pipesched.graph_of` returns. All graphs have the same layers and edges.
         model: a digest of the measured model.
         machine: device name, links, overheads and host bandwidth of the machine.
-        size_fit: the costs of the layers as functions of a micro-batch's size, for orders of micro-batches of
-            different lengths. Default: all costs are proportional to the number of elements.
+        size_fit: the costs of the layers as functions of a micro-batch's size, used when the micro-batches of a step
+            have different sizes. Default: all costs are proportional to the number of elements.
 
     Raises:
         ScheduleError: for graphs with different layers or edges, and for invalid figures.

@@ -1,7 +1,7 @@
 """Replica memory: the bytes that a rank holds because its pipeline has replicas.
 
 Replicas can divide the weights, gradients and optimizer states among themselves (ZeRO, Rajbhandari et al. 2020,
-arXiv:1910.02054). Their sums of gradients (REDUCE) and exchanges of updated weights need buffers.
+arXiv:1910.02054). Each rank needs buffers to sum gradients over the replicas (REDUCE) and to exchange updated weights.
 """
 
 from collections.abc import Iterator, Sequence
@@ -39,15 +39,16 @@ def held_states(whole: ModelStates, part: ModelStates, *, zero: int, once: bool 
         >>> held_states(whole, ModelStates(*(size // 8 for size in whole)), zero=2, once=False)
         ModelStates(weights=2000000000, gradients=250000000, optimizer=1500000000)
 
-    The buffers of sums and gathers are not included.
+    The buffers for summing gradients and gathering weights are not included.
 
     Args:
         whole: the model states of the rank's stages.
         part: the part of divided model states that this replica holds.
         zero: the model states that replicas divide. 0: none; 1: the optimizer's; 2: also gradients; 3: also weights.
-        once: whether gradients are reduced, and divided weights gathered, once a step. The rank then holds whole
-            gradients until its last backward, and whole weights, of which its part is a view. If False, each weight is
-            gathered for every use and freed after it, and each gradient is reduced and freed at once. Default: True.
+        once: whether gradients are reduced, and divided weights gathered, only once per step. The rank then holds
+            whole gradients until its last backward, and whole weights, of which its part is a view. If False, each
+            weight is gathered for every use and freed after it, and each gradient is reduced and freed as soon as it
+            is computed. Default: True.
 
     """
     return ModelStates(
@@ -100,7 +101,7 @@ class ReplicaMemory:
 
     @classmethod
     def of_buffers(cls, sizes: Sequence[int]) -> "ReplicaMemory":
-        """Return the memory of sums that are not divided among replicas, given the size of each bucket's copy."""
+        """Return the memory of a stage whose summed gradients stay whole. ``sizes``: bytes of each bucket's copy."""
         return cls(buckets=tuple(CopyMemory(size, size, size) for size in sizes))
 
 
@@ -108,7 +109,7 @@ _NOTHING = ReplicaMemory()
 
 
 class HeldWithReplicas(NamedTuple):
-    """For each action of a program, the bytes that the rank holds or frees because its pipeline has replicas."""
+    """The bytes that a rank holds or frees because its pipeline has replicas, for each action of a program."""
 
     #: Flat copies and exchange buffers that the rank holds during each action, besides the action's transients.
     buffers: Ints
@@ -119,11 +120,11 @@ class HeldWithReplicas(NamedTuple):
 def held_with_replicas(
     program: Program, stages: Sequence[ReplicaMemory], update_transient_bytes: Sequence[int]
 ) -> HeldWithReplicas:
-    """Return the most bytes that ranks hold for sums and exchanges during each action.
+    """Return upper bounds on the bytes that ranks hold to sum gradients and exchange weights, for each action.
 
     A rank's collectives run one after the other, while the rank computes. So the order of actions determines when a
-    copy is made, but not when its sum is complete. The sum is complete at the latest when the rank waits for it, or for
-    a later collective.
+    gradient is copied for its sum, but not when the sum is complete. The sum is complete at the latest when the rank
+    waits for it, or for a later collective.
 
     Args:
         program: the program.
@@ -171,9 +172,10 @@ class _Rank:
         self._write(slice(done, end))
 
     def _events(self, begin: int, end: int) -> Iterator[tuple[int, bool]]:
-        """Yield each row that changes the memory held, and whether the REDUCEs of a stage start during its action.
+        """Yield (row, early) for each of the program's rows from ``begin`` to ``end`` that changes the memory held.
 
-        They start during the last backward of the stage if the stage is one of `early_stages`.
+        ``early`` is True if the row is the last backward of one of the `early_stages`. The REDUCEs of such a stage
+        start during that backward.
         """
         columns = self._program.columns
         last = last_gradients(self._program)
@@ -188,7 +190,7 @@ class _Rank:
         self._held.released[rows] = sum(self._released.values())
 
     def _run(self, row: int, *, early: bool) -> None:
-        """Write the bytes held during the action of one row, and update the copies that are held after it."""
+        """Write the bytes that the rank holds during the action in a row; update the copies held after this action."""
         action = self._program.columns.action(row)
         stage = action.stage
         here = slice(row, row + 1)
@@ -243,7 +245,7 @@ class _Rank:
         self._started[:end] = [(stage, copies.complete()) for stage, copies in self._started[:end]]
 
     def _level(self, spread: int) -> int:
-        """Return the most bytes that can be held now, over all collectives that may be running.
+        """Return the most bytes that the rank can hold now, whichever of the started collectives is running.
 
         If a collective is running, all earlier collectives have ended, because they run one after the other.
         """

@@ -83,7 +83,7 @@ class Replication:
         return [range(replica, num_ranks * count, count) for replica in range(count)]
 
     def sent_bytes(self, size: int) -> tuple[int, int]:
-        """Return the bytes that a rank sends to sum gradients of ``size`` bytes, and to gather the weights once.
+        """Return the bytes that a rank sends: (to sum gradients of ``size`` bytes, to gather the weights once).
 
         In a ring of n ranks, each rank sends (n-1)/n of the bytes for a reduce-scatter, and as many for an all-gather.
         """
@@ -102,9 +102,10 @@ class Replication:
         return held_states(whole, part, zero=self.zero)
 
     def buffers(self, costs: Costs) -> list[ReplicaMemory]:
-        """Return an upper bound on the memory of each stage's sums, exchanges and gathers.
+        """Return upper bounds on the memory that each stage needs to sum gradients and to exchange or gather weights.
 
-        Assumes that all weights are divided, and that a bucket starts before its stage's last backward frees anything.
+        It assumes that all weights are divided if any are, and that each bucket is copied while the stage's last
+        backward still holds all its activations.
         """
         return [self._buffers(sizes) for sizes in costs.reduce_bytes]
 
@@ -140,8 +141,8 @@ class Replication:
 def add_replication(program: Program, costs: Costs, replication: Replication, *, updates: bool = True) -> Program:
     """Append the updates to a program, and insert a REDUCE for each bucket in ``costs.reduce_s``.
 
-    If the replicas divide the weights, the stages with buckets also get UNSHARDs and RESHARDs. Without ``updates``, no
-    updates are appended.
+    If the replicas divide the weights, the stages with buckets also get UNSHARDs and RESHARDs. With ``updates=False``,
+    no updates are appended.
     """
     buckets = [len(times) for times in costs.reduce_s]
     program = add_reductions(add_updates(program) if updates else program, buckets)
@@ -176,7 +177,7 @@ class ReplicaCosts:
         self._half_s = cache(lambda size, rank: self._on_ring("all_gather_s", size, rank))
 
     def gathering(self, *, once: bool) -> "ReplicaCosts":
-        """Return a copy for steps that gather divided weights once, or again for each use if ``once`` is False."""
+        """Return a copy for steps that gather divided weights only once; for each use again if ``once`` is False."""
         return ReplicaCosts(replace(self.replication, gather_once=once), len(self._rows[0]), self._links, self._rows)
 
     def pipeline_links(self) -> Links | None:

@@ -71,7 +71,7 @@ def simulate(program: Program, costs: Costs) -> Trace:
 
 
 def simulate_with_bound(program: Program, costs: Costs) -> Trace:
-    """Simulate a step as ``simulate`` does, with a tighter bound, for traces that are shown to users."""
+    """Simulate a step as ``simulate`` does, but with a tighter lower bound ``bound_s`` (slower to compute)."""
     trace = simulate(program, costs)
     if not trace.above_bound:
         return trace
@@ -86,7 +86,7 @@ def step_time(program: Program, costs: Costs) -> float:
 
 
 def message_times(program: Program, costs: Costs) -> tuple[list[int], list[float]]:
-    """Return the bytes that each rank sends to other ranks, and the sum of the seconds that these messages take."""
+    """Return, per rank, the bytes that it sends to other ranks and the total time of these messages in seconds."""
     links = costs.links or Links(costs.overheads.link if costs.overheads else Link())
     messages = _messages(program, costs)
     ends = messages.sender, messages.receiver

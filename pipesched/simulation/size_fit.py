@@ -43,12 +43,12 @@ class Size:
     elements: int
 
     def rounded(self) -> "Size":
-        """Return the size with both numbers rounded to 4 significant bits, so that similar sizes become equal."""
+        """Return the size with rows and elements rounded to 4 significant bits, so that similar sizes become equal."""
         return Size(_rounded(self.rows), _rounded(self.elements))
 
     @property
     def terms(self) -> tuple[float, float, float]:
-        """The terms of a fit for this size: 1, elements, and elements times elements per row."""
+        """The values of a fit's three terms for this size: 1, elements and elements^2 / rows."""
         return 1.0, float(self.elements), self.elements**2 / self.rows
 
 
@@ -71,8 +71,8 @@ class SizeFit:
     def of(cls, measured: Sequence[tuple[Size, Mapping[str, LayerCosts]]]) -> "SizeFit":
         """Fit the costs of layers that were measured with micro-batches of several sizes.
 
-        The factors are not negative, and have the least sum of squared relative errors. Raises ScheduleError if the
-        sizes have different layers.
+        The factors minimise the sum of squared relative errors, and none is negative. Raises ScheduleError if the
+        layers are not the same for all sizes.
         """
         (known, first), *others = measured
         for size, layers in others:
@@ -149,7 +149,7 @@ def _value(factors: Factors, size: Size) -> float:
 
 
 def _fitted(sizes: Sequence[Size], values: Sequence[float]) -> Factors:
-    """Return the factors with the least sum of squared relative errors, none of them negative."""
+    """Return the factors that minimise the sum of squared relative errors, none of them negative."""
     heights = np.array(values, float)
     weights = 1 / np.maximum(heights, _TINY * heights.max())
     goal = heights * weights

@@ -13,10 +13,11 @@ def figure_at(sizes: Sequence[int], values: Sequence[float], size: int) -> float
     """Estimate a time or size of a layer for a micro-batch size. The result is never negative.
 
     For a measured size, the measured value is returned. For other sizes there are two methods: the line through the two
-    nearest measured sizes, and the line that minimises the sum of squared relative errors at all measured sizes. Each
-    measured size except the smallest and the largest is left out in turn, and the method that predicts the omitted
-    values better is used. With fewer than four sizes, or values near zero, the first method is used; with one size, the
-    value is proportional to the size.
+    nearest measured sizes, and the line that minimises the sum of squared relative errors at all measured sizes.
+
+    To choose a method, each measured size except the smallest and the largest is left out in turn. The method that
+    predicts the omitted values better is used. With fewer than four sizes, or values near zero, the first method is
+    used. With a single measured size, the value is assumed to be proportional to the size.
 
     Args:
         sizes: the measured micro-batch sizes in rows, ascending.
@@ -49,7 +50,7 @@ def _nearest(sizes: Sequence[int], values: Sequence[float], size: int) -> float:
 
 
 def _on_line(sizes: Sequence[int], values: Sequence[float], size: int) -> float:
-    """Return the value at ``size`` on the line with the least sum of squared relative errors at all sizes."""
+    """Return the value at ``size`` on the line that minimises the sum of squared relative errors at ``sizes``."""
     weights = [(min(values) / value) ** 2 for value in values]
     total = sum(weights)
     middle = sum(w * x for w, x in zip(weights, sizes, strict=True)) / total

@@ -174,7 +174,7 @@ def _combined(parts: Sequence[_Part], device: torch.device) -> tuple[Tensor, Ten
 
 @dataclass(frozen=True)
 class _Held:
-    """A stage's `Norms` (None in other processes), its rank, and the rank of the stage that owns the weights."""
+    """A stage's `Norms` (None if in another process), its rank, and the rank of the stage that owns the weights."""
 
     norms: Norms | None
     rank: int

@@ -120,7 +120,7 @@ class BufferCopies:
 def _names(layer: str, key: str) -> set[str]:
     """Return the names that a layer's buffer may have in the model.
 
-    A layer can also be the whole model, or code between layers. Its ``key`` is then the buffer's name in the model; in
-    code between layers, the key contains "/" in place of ".".
+    For an ordinary layer, ``key`` is the buffer's name within the layer. If ``layer`` stands for the whole model or for
+    code between layers, ``key`` is the buffer's name in the model. For code between layers it has "/" in place of ".".
     """
     return {f"{layer}.{key}", key.replace("/", ".")}

@@ -103,7 +103,10 @@ class Compiled:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """Call a compiled layer with ``mode`` disabled. The tensors in ``own`` replace tensors of the layer."""
+        """Call a compiled layer. The tensors in ``own`` replace tensors of the layer.
+
+        The TorchFunctionMode ``mode`` is left during the call.
+        """
         compiled = self._layers.get(layer)
         if compiled is None:
             compiled = self._layers[layer] = _Layer(layer, self._compiled(layer))

@@ -1,4 +1,4 @@
-"""Divided stage: divides the updates of a stage's parameters, or the parameters themselves, over the replicas."""
+"""Divided stage: divides a stage's parameters, or only the work of updating them, among the replicas."""
 
 from collections.abc import Sequence
 from itertools import chain

@@ -115,10 +115,10 @@ class DividedWeights:
                 self._ticket = self._spread.spread(parts)
 
     def _begun(self, parameter: nn.Parameter) -> list[Tensor | None]:
-        """Allocate the whole tensor, with this replica's rows in it. Return the view for each replica's rows.
+        """Allocate the whole tensor of a parameter, and copy this replica's rows into it.
 
-        The autograd graphs of micro-batches in flight hold views of the tensor of an earlier gather. So a later gather
-        of the run fills the same tensor.
+        Returns a view of each replica's rows. The first gather of a run creates the tensor, and later gathers fill the
+        same tensor, because the autograd graphs of micro-batches in flight hold views of it.
         """
         whole = self._whole.get(parameter)
         if whole is None:

@@ -32,9 +32,9 @@ def with_master_weights(optimizer: _Made) -> _Made:
         )
 
     The optimizer's state for such a parameter is also float32, and holds the copy as ``"master"``. A copy therefore
-    moves with its parameter when the plan changes, is part of ``state_dict()``, and is loaded exactly. If other code
-    changes a parameter, as ``load_state_dict`` does, the copy gets the new values. Parameters of other dtypes are
-    updated as usual.
+    moves with its parameter when the plan changes, is part of ``state_dict()``, and is loaded without rounding. If
+    other code changes a parameter, as ``load_state_dict`` does, the copy gets the new values. Parameters of other
+    dtypes are updated as usual.
 
     Args:
         optimizer: a new optimizer, from torch.optim or with the same interface.
@@ -44,8 +44,8 @@ def with_master_weights(optimizer: _Made) -> _Made:
 
     Raises:
         ArgumentError: the argument is not an optimizer.
-        ModelTypeError: at a step, a bfloat16 or float16 parameter is sharded; ``fully_shard`` keeps float32 weights
-            itself.
+        ModelTypeError: at a step, if a bfloat16 or float16 parameter is sharded. (``fully_shard`` can keep float32
+            weights itself.)
 
     """
     check_type(optimizer, Optimizer, "with_master_weights takes an optimizer", "pass a torch.optim.Optimizer")
@@ -61,7 +61,8 @@ def with_master_weights(optimizer: _Made) -> _Made:
 def _narrowing(optimizer: Optimizer, masters: "_MasterWeights") -> MethodType:
     """Return a ``step`` that also calls `narrow_after_failure`, because torch skips post-hooks after a failed step.
 
-    The result is a method, because learning rate schedulers use its ``__func__``. It does not keep the optimizer alive.
+    The result is a method, because learning rate schedulers use its ``__func__``. The method does not keep the
+    optimizer alive.
     """
     own = ref(optimizer)
     inner = type(optimizer).step

@@ -259,7 +259,7 @@ def _address(tensor: Tensor) -> int:
 
 
 def _is_weight(tensor: Tensor) -> bool:
-    """Return whether a tensor is a parameter or a view of a parameter.
+    """Return whether a tensor is a parameter or another trainable leaf, or a view of one.
 
     Parameters are not moved, because sharding libraries change their memory.
     """

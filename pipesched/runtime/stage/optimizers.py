@@ -27,7 +27,7 @@ NO_SETTINGS = ("params", "param_names")  # keys of a parameter group that are no
 
 @dataclass(frozen=True)
 class _Heir:
-    """A new stage's optimizer, its parameter groups (each with the entries to change), and its parameters' states."""
+    """A new stage's optimizer, its parameter groups (each with its new entries), and its parameters' states."""
 
     optimizer: Optimizer
     groups: list[tuple[_Group, _Group]]
@@ -111,10 +111,11 @@ def _members(optimizer: Optimizer) -> list[tuple[_Group, nn.Parameter]]:
 def _regrouped(
     optimizer: Optimizer, parameters: Sequence[nn.Parameter], group_of: Mapping[nn.Parameter, _Group]
 ) -> list[tuple[_Group, _Group]]:
-    """Assign each parameter to a group with the same settings; return (group, entries to change) for each group.
+    """Assign each parameter to a group with the same settings.
 
-    The optimizer's own groups come first, even if they become empty, because a scheduler counts the groups. Groups with
-    other settings follow. A parameter that was in no group stays in none: the user's function left it out.
+    Returns (group, new values of its entries "params" and "param_names") for each group. The optimizer's own groups
+    come first, even if they become empty, because a learning rate scheduler has one learning rate per group. Groups
+    with other settings follow. A parameter that was in no group stays in none: the user's function left it out.
     """
     groups = list(optimizer.param_groups)
     taken: list[list[nn.Parameter]] = [[] for _ in groups]
@@ -179,8 +180,8 @@ def optimizers_for(
             gradients are summed.
         home: maps a parameter to the stage that owns it.
         before: the optimizers of the old stages, keyed by stage.
-        rules: the clipping, scaling and checks of gradients before an update. If there are tied parameters, all
-            updates then wait for the gradients of the tied parameters. Default: gradients are not changed before
+        rules: the clipping, scaling and checks of gradients before an update. With ``rules`` and tied parameters,
+            all updates wait for the gradients of the tied parameters. Default: None, gradients are not changed before
             updates.
 
     Raises:

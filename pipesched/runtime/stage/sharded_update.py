@@ -135,7 +135,7 @@ class ShardedUpdate:
             self.local[parameter].grad = grad
 
     def step(self) -> None:
-        """Step the optimizer with this replica's rows of the gradients, and start to send the rows to all replicas."""
+        """Update this replica's rows with the optimizer, and start to send the updated rows to all replicas."""
         self.follow(self.local)  # the parameters may have moved, for example by pipe.to(dtype)
         for parameter, local in self.local.items():
             if parameter.grad is not None:
@@ -179,9 +179,9 @@ class ShardedUpdate:
             self._ticket = self._spread.spread(parts)
 
     def measure(self, rules: GradientRules) -> GradientNorms:
-        """Unscale the divided gradients, and return their norms over all replicas, as `combined_norms` defines them.
+        """Unscale this replica's rows of the gradients, and return the norms of the gradients over all replicas.
 
-        Collective over the replicas.
+        `combined_norms` combines the norms of the replicas' rows. Collective over the replicas.
         """
         measured = [parameter for parameter in self.parameters if parameter in self._taken]
         if not measured:

@@ -1,12 +1,15 @@
-"""Split backward: F records operations with weights, so that the backward can be split into I and W.
+"""Split backward: F records the operations that use weights, so that the backward can be split into I and W.
 
 I computes the input gradients, and W the weight gradients (Qi et al. 2023, arXiv:2401.10241). No computation runs
-twice. During F, each linear layer, matrix product or convolution, such as ``linear(x, w)``, is called with ``w``
-detached, so autograd propagates to ``x`` only. I is an ordinary backward pass over that graph. I also computes cheap
-weight gradients (norms, biases, embeddings) and weight gradients that cannot be separated (custom functions, recurrent
-nets). A hook stores the gradient ``gy`` of each operation's output. W computes ``gy^T x`` with the operations that
+twice.
+
+During F, each linear layer, matrix product or convolution, such as ``linear(x, w)``, is called with ``w`` detached, so
+autograd propagates to ``x`` only. I is an ordinary backward pass over that graph. I also computes cheap weight
+gradients (norms, biases, embeddings) and weight gradients that cannot be separated (custom functions, recurrent nets).
+
+In I, a hook stores the gradient ``gy`` of each operation's output. W computes ``gy^T x`` with the operations that
 autograd itself would have used, so the result is bit-identical. W then passes this weight gradient to autograd, which
-runs all hooks.
+runs all hooks of the weight.
 """
 
 from collections import Counter
@@ -73,12 +76,12 @@ def _itself(tensor: Tensor) -> Tensor:
 
 
 class Deferral:
-    """Intercepts one stage's operations with weights, detaches the weights and records the operations for W.
+    """Intercepts a stage's operations that use weights, detaches the weights and records the operations for W.
 
     The first micro-batch of each kind (input shapes, trainable parameters) shows which weight gradients can be
     deferred. A step uses the kind of its first micro-batch throughout. If this kind is new, the backward of this
-    micro-batch is not split. The backward passes of micro-batches with smaller numbers are not split either: they may
-    be recomputed later, and gradients must always be summed in the same order.
+    micro-batch is not split. Micro-batches with smaller numbers may be recomputed later. Their backwards are not split
+    either, so that the order in which gradients are summed is always the same.
     """
 
     def __init__(self) -> None:
@@ -103,8 +106,8 @@ class Deferral:
     def decide(self, microbatch: int, kind: Callable[[], Hashable]) -> bool:
         """Return whether the next forward defers weight gradients.
 
-        The kind (input shapes, trainable parameters) of a step's first forward decides. If the kind is new, the
-        deferrable weights are learned from that forward.
+        The kind (input shapes, trainable parameters) of a step's first forward decides. If the kind is new, that
+        forward is observed to find the deferrable weights.
         """
         if not self._decided:
             self._decided = True
@@ -117,7 +120,7 @@ class Deferral:
 
     @property
     def learning(self) -> bool:
-        """Whether deferrable weights are learned from the current forward."""
+        """Whether the current forward is observed to find the deferrable weights."""
         return self._weight_uses is not None
 
     @property
@@ -126,7 +129,7 @@ class Deferral:
         return len(self._products)
 
     def finish(self, outputs: Sequence[GradientEdge]) -> list[Product]:
-        """End a forward and return its recorded operations; none if deferrable weights were learned from it."""
+        """End a forward and return the operations recorded for W; none if the forward was observed (see `decide`)."""
         if self._weight_uses is not None:
             self._deferrable = self._learned[self._kind] = self._weight_uses.deferrable(outputs)
             self._weight_uses = None
@@ -136,7 +139,7 @@ class Deferral:
 
     @contextmanager
     def saving(self, *, again: bool = False) -> Iterator[None]:
-        """A context for recomputed or offloaded layers: autograd saves the inputs of operations with weights.
+        """A context for recomputed or offloaded layers: autograd saves the inputs of operations that use weights.
 
         ``again`` states whether the layer is being recomputed. If so, its operations are not recorded a second time.
         """
@@ -220,7 +223,7 @@ class Deferral:
         return torch.is_grad_enabled() and all(self._live(weight) in self._deferrable for weight in weights)
 
     def _learn(self, output: Tensor, x: Tensor, *weights: Tensor, channels: int = -1) -> Tensor:
-        """Return ``output``. If deferrable weights are being learned, record the operation that computed it.
+        """Return ``output``. If this forward is observed, record the use of the weights that computed ``output``.
 
         The operation sums over the dim ``channels`` of x.
         """
@@ -255,7 +258,10 @@ _CONVOLUTIONS = frozenset({torch.conv1d, torch.conv2d, torch.conv3d})
 
 
 def _is_plain(x: Any, *weights: Any) -> bool:
-    """Return whether all tensors are floating-point and of no Tensor subclass, and the weights are trainable leaves."""
+    """Return whether operands are plain: floating-point tensors, of no other subclass than Parameter.
+
+    The weights must also be trainable leaves, and must not be ``x`` itself.
+    """
     return all(type(tensor) in _PLAIN and tensor.is_floating_point() for tensor in (x, *weights)) and all(
         weight.requires_grad and weight.is_leaf and weight is not x for weight in weights
     )

@@ -102,8 +102,8 @@ class Stage:
     def gather(self, last_backward: int | None) -> None:
         """Start a run: free all but this replica's rows of divided weights, and begin to gather sharded modules.
 
-        ``last_backward`` is the micro-batch of the stage's last B or W, which then reduces the gradients; None if the
-        run has no backward.
+        ``last_backward`` is the micro-batch of the stage's last B or W, during which the gradients of sharded
+        modules are reduced. It is None if the run has no backward.
         """
         self._last_backward = last_backward
         if self.sharded is not None:
@@ -237,9 +237,9 @@ class Stage:
             return self.backward(microbatch, *grads)
 
     def reduced(self) -> Mapping[int, tuple[Any, Any]]:
-        """Wait for the sums over replicas, and for weights that other replicas update.
+        """Wait until gradients are summed over the replicas and the weights that other replicas update have arrived.
 
-        Returns the start and the end of each bucket's sum.
+        Returns the start and the end of each bucket's REDUCE, keyed by bucket.
         """
         if self.gradients is None:
             return {}
@@ -283,8 +283,8 @@ class Stage:
     def _loss_inputs(self, microbatch: int) -> tuple[Any, float | None] | None:
         """Return the target and the factor of the loss; None if no loss is computed.
 
-        F reads the target and the factor, and keeps them for R, because an asynchronous stream may have dropped them
-        from the step data before R runs.
+        F reads the target and the factor, and keeps them for R. When steps overlap, they may have been dropped from the
+        step data before R runs.
         """
         step_data = self._step_data
         if step_data.factors is None:
@@ -339,7 +339,7 @@ class Stage:
 
 
 class TreeStage(Stage):
-    """A stage that adds the gradients of its micro-batches as a binary tree. Takes the same arguments as `Stage`."""
+    """A stage that sums the gradients of its micro-batches in a binary tree. Takes the same arguments as `Stage`."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)

@@ -41,8 +41,9 @@ class StageOptimizer:
         return [parameter for parameter in own if parameter not in self.elsewhere]
 
     def norm(self, losses: Iterable[Tensor]) -> GradientNorms:
-        """Return the norms of the gradients since the last update, or no norms if updates wait for tied parameters.
+        """Return the norms of the gradients since the last update.
 
+        There are no norms without rules, or if updates wait for the gradients of tied parameters.
         ``losses`` holds the losses of the stage's micro-batches.
         """
         if self.late or self.rules is None:

@@ -1,9 +1,9 @@
 """Weight copies: copies of layers for stages that share the weights of an earlier stage.
 
-Of several stages with the same weights, the first runs the user's own layers, called the home. Every other stage runs a
-copy of these layers on its own device with its own Parameters. Before each run, the home's tensors are copied to all
-copies; after the run, the copies' gradients are added to the home's. Chimera (Li & Hoefler 2021) and DualPipe
-(DeepSeek-AI 2024) use such stages.
+Of several stages with the same weights, the first runs the user's own layers; these layers are called the home. Every
+other stage runs a copy of them on its own device with its own Parameters. Before each run, the home's tensors are
+copied to all copies; after the run, the copies' gradients are added to the home's. Chimera (Li & Hoefler 2021) and
+DualPipe (DeepSeek-AI 2024) use such stages.
 
 With one process per rank, the home and its copy may be in two processes. Both processes have the user's layers, so the
 copy's process reads modes and other settings from its own layers. Only tensors are sent, in one message for each pair
@@ -105,7 +105,8 @@ class _Pair:
 class WeightCopies:
     """All weight copies of a pipeline, in stage order.
 
-    ``target`` maps a parameter of the original layers and a rank to the tensor that receives its gradients.
+    ``target`` takes a parameter of the original layers and a rank, and returns the tensor to which the parameter's
+    gradients from the copies are added.
     """
 
     def __init__(self, trade: Trade, target: Callable[[nn.Parameter, int], Tensor]) -> None:
@@ -178,7 +179,7 @@ def _deliver(targets: Sequence[Tensor], grads: _Tensors) -> None:
 
 
 def _kept(home: nn.Module) -> dict[int, Any]:
-    """Return a memo for ``deepcopy``, so that a copy of ``home`` shares its hooks instead of copying them.
+    """Return a memo for ``deepcopy``, so that a copy of ``home`` shares the hooks of ``home`` instead of copying them.
 
     The copy also shares the objects whose methods are hooks, except modules of ``home``.
     """

@@ -3,7 +3,7 @@
 A value is one message: a header of 64 bytes, then the bytes of all its tensors. The layout of a message states the
 dtype, the shape and the position of each tensor, and holds the values that are not tensors. Both ends predict the
 layout from the last message with the same key (the two stages, and the dtypes and shapes of the micro-batch), so that a
-receive is posted before its message is sent. If the prediction is wrong, the header announces another layout. This
+receive can be posted before its message is sent. If the prediction is wrong, the header announces another layout. This
 layout and the data then follow on a side channel, and later runs predict the new layout. Both ends keep identical
 tables of layouts and compare their predictions before the first message of a run. A change of shapes therefore costs
 time, but never causes an error.
@@ -45,7 +45,7 @@ _FIELDS = Struct("<4q")
 
 
 class Counts(NamedTuple):
-    """The numbers of messages of a run that the two ends have received, each as [forward, backward]."""
+    """The numbers of messages that each end has received in a run, each as [forward, backward]."""
 
     #: Messages received by this end; sent in every header.
     here: list[int]
@@ -149,7 +149,7 @@ class Outgoing:
     def _send_unforeseen(self, layout: MessageLayout, leaves: tuple[Any, ...], foreseen: int) -> None:
         """Send a message with an unpredicted layout: the header on the channel, layout and data on the side channel.
 
-        ``foreseen`` is the predicted number of bytes, which determines the port of the header.
+        ``foreseen`` is the predicted number of bytes. It determines the port through which the header is sent.
         """
         written = layout.written()
         announced = Packed(None, _HEADER)
@@ -209,7 +209,7 @@ class _Posted(NamedTuple):
 class Incoming:
     """The receiving end of a channel. It takes the arguments of `Outgoing`; ``peer`` is the sending rank.
 
-    The value is built when its receive is posted, because work after the arrival of a message would delay the step.
+    Each value is built when its receive is posted, because work after the arrival of the message would delay the step.
     """
 
     def __init__(
@@ -378,7 +378,7 @@ class _Neighbour:
         """Receive the other end's digests of the run, compare them with this end's, and post the first receives.
 
         Raises ExecutionError if the two ends differ. ``names`` holds the names of the digests in ``identity`` (see
-        ``open``), for the message.
+        ``open``), for the error message.
         """
         words, self.due, due = bytearray(len(self.due)), b"", self.due
         try:

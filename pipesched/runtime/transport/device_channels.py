@@ -10,17 +10,21 @@ layout changes, and the receive would remain on the device after a failed step. 
 when the devices are the bottleneck: the hosts are ahead of the devices, so the receive is posted before the data is
 computed, and data is transferred while both devices compute.
 
-Why it cannot hang. Each channel (the forward or the backward messages from one rank to another) has its own link: a
-communicator of two ranks with its own stream, in which messages wait only for earlier messages. Both ends post in the
-channel's order. A send is posted before its header is sent, so when a header arrives, its send has been posted. Hosts
-wait only for headers, and a header waits for no device; so, as in the proof of the process executor, hosts never wait
-in a cycle. On a device, a send waits for the computation posted before it and for its receive, a receive waits for its
-send, and a computation waits for the receives posted before it. A computation never waits for a send, not even to reuse
-its memory: memory is reused only if a query finds the send complete, otherwise new memory is allocated. A receive that
-a computation waits for has been posted, and so has its send. So devices wait only along the edges of the program, which
-have no cycle. The first use of a communicator blocks the hosts until both ranks use it. Therefore, before a program
-first runs, all ranks create its communicators and use each of them once, in one global order. In this order, both ranks
-of the next communicator can always proceed.
+Why the channels cannot hang. Each channel (the forward or the backward messages from one rank to another) has its own
+link: a communicator of two ranks with its own stream, in which messages wait only for earlier messages. Both ends post
+in the channel's order. A send is posted before its header is sent, so when a header arrives, its send has been posted.
+Hosts wait only for headers, and a header waits for no device; so, as in the proof of the process executor, hosts never
+wait in a cycle.
+
+On a device, a send waits for the computation posted before it and for its receive, a receive waits for its send, and a
+computation waits for the receives posted before it. A computation never waits for a send, not even to reuse its memory:
+memory is reused only if a query finds the send complete, otherwise new memory is allocated. A receive that a
+computation waits for has been posted, and so has its send. So devices wait only along the edges of the program, which
+have no cycle.
+
+The first use of a communicator blocks the hosts until both ranks use it. Therefore, before a program first runs, all
+ranks create its communicators and use each of them once, in one global order. In this order, both ranks of the next
+communicator can always proceed.
 
 Memory. A message is copied into a buffer of the channel on the compute stream, so that the layers may change their
 tensors afterwards. The copy takes about a thousandth of the time of the stage that computed the message. Memory for

@@ -110,9 +110,10 @@ def _check(tensor: Tensor) -> None:
 
 
 def _shared(leaves: tuple[Any, ...]) -> tuple[tuple[int, int] | None, ...] | None:
-    """Return for each leaf: (number of its memory, first byte) if another leaf uses the same memory, otherwise None.
+    """Return which leaves share memory; None if no two leaves do.
 
-    Returns None if no two leaves share memory.
+    The result has one entry per leaf: None for a leaf that shares no memory, otherwise (number of the shared memory,
+    first byte of the leaf in it).
     """
     addresses = [_memory(leaf) for leaf in leaves]
     counts = Counter(address for address in addresses if address)
@@ -355,7 +356,7 @@ def _laid_out(description: Description) -> tuple[list[_Piece], list[_Restored | 
 
 
 def _own_piece(leaf: int, dtype: torch.dtype, shape: _Sizes, stride: _Sizes, offset: int) -> tuple[_Piece, bool]:
-    """Return the piece of a tensor that shares no memory, and whether the received tensor has gaps (``gapped``)."""
+    """Return the piece of a tensor that shares no memory, and whether its elements have gaps between them."""
     if 0 in shape:
         return _Piece(offset, 0, leaf, dtype, shape, stride), False
     # An expanded dim is sent once.

@@ -1,6 +1,6 @@
 """Sockets: send short messages between processes, over one connection for each sender, receiver and tag.
 
-gloo passes every message to its own threads, at both ends. On few cores, such a thread spins on a lock whose holder
+gloo passes every message to its own threads, at both ends. With few cores, such a thread spins on a lock whose holder
 waits for a core (0.3 ms of processor time per message, measured with two ranks on two cores). Here the rank's own
 thread writes and reads, with half of gloo's latency and a tenth of its processor time. Long messages go through gloo,
 which transfers them while the rank computes.

@@ -1,6 +1,7 @@
-"""Label bound: a lower bound on the makespan from all orders of one rank, found by bisection over deadlines.
+"""Label bound: a lower bound on the makespan, found by a search through all orders of one rank.
 
-For each deadline, `pipesched.simulation.relaxation.label_sweep` tries to prove that no program meets it.
+The bound is the largest deadline, found by bisection, for which `pipesched.simulation.relaxation.label_sweep` proves
+that no program meets it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -37,8 +38,8 @@ def label_bound(
         limits: the most (stage, micro-batch) pairs that each rank holds at once, keyed by rank.
         num_microbatches: the number of micro-batches.
         low: a known lower bound in seconds, above 0.
-        effort: the most numbers that all sweeps together may write into labels. If this limit is reached, the search
-            stops with the best bound so far.
+        effort: the limit on the work of the search: the total number of values in the labels of all sweeps. If it is
+            reached, the search stops with the best bound so far.
         split: whether a backward can be an I and a W.
 
     """
@@ -64,7 +65,7 @@ class _Bisection:
         self._split = split
 
     def run(self, low: int, effort: int) -> tuple[int, int]:
-        """Return the largest deadline, at least ``low``, that no program meets, and the effort that is left."""
+        """Return the largest deadline, at least ``low``, that no program meets, and the effort not yet spent."""
         high: int | None = None
         step = max(1, low // _FIRST_STEP)
         while effort > 0 and (high is None or high - low > max(1, low // _PRECISION)):
@@ -85,7 +86,7 @@ class _Bisection:
 def _rank_times(
     own: Sequence[int], costs: Costs, stages: Sequence[StageTimes], units: TimeUnits, limit: int
 ) -> RankTimes:
-    """Return the work of a rank with these stages.
+    """Return the times and the memory limit of a rank with these stages, in the form that a `Sweep` takes.
 
     Messages from other ranks arrive one by one. The time between two messages is at least that of the slowest stage on
     their path.

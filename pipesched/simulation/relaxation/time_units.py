@@ -28,7 +28,8 @@ class TimeUnits:
     def of(cls, costs: Costs, num_microbatches: int, most: int = _MOST) -> "TimeUnits":
         """Choose a unit so small that rounding matters little, but so large that a step has fewer than ``most`` units.
 
-        The unit is exact if a unit that divides all times is large enough. This needs whole numbers or Fractions.
+        If all times are whole numbers or Fractions, a unit that divides all of them is used, provided that it is large
+        enough. The result is then ``exact``.
         """
         columns = (costs.forward_s, costs.input_grad_s, costs.weight_grad_s, costs.backward_s)
         times = [*(seconds for column in columns for seconds in column), costs.transfer_s]
@@ -50,7 +51,7 @@ class TimeUnits:
         return tuple(map(self.down, seconds))
 
     def up(self, seconds: float) -> int:
-        """Return a lower bound in units: rounded up if makespans are whole numbers of units, else rounded down."""
+        """Convert a lower bound to units: rounded up if makespans are whole numbers of units, else rounded down."""
         own = Fraction(seconds) * self.per_second
         return ceil(own) if self.exact else floor(own)
 
