@@ -105,7 +105,8 @@ class Pipeline(SavingInterface):
             with an option per layer, ``{name: "recompute", "recompute-cheap" or "offload"}``. Default: "never", unless
             a memory limit requires checkpointing.
         optimizer: ``optimizer(params)`` -> torch.optim.Optimizer, called once per stage. ``step`` then updates the
-            weights and clears their gradients. Asynchronous schedules require it. Default: the caller updates.
+            weights and clears their gradients. Asynchronous schedules require it. Default: the caller updates the
+            weights.
         seed: an int, the seed of all random numbers in layers. Default: the seed of torch's default generator.
         init: the source of the weights if the model is a function or on the meta device: "reset" (each module's
             ``reset_parameters``), a function that is called with each module after its ``reset_parameters``, a

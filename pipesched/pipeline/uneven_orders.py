@@ -1,4 +1,4 @@
-"""Uneven orders: chooses the programs of a step; for micro-batches of different sizes, makes an order for these sizes.
+"""Uneven orders: chooses the programs of a step, and finds a new order if the micro-batches differ in size.
 
 Each rank searches for the order itself. All ranks use the same sizes and costs, so they find the same order. Before the
 first run of a program, the executor checks that the program has the same digest on all ranks.

@@ -96,14 +96,14 @@ class ProgramFactory:
     def of_sizes(
         self, sizes: tuple[Size, ...], costs: Callable[[Size], Costs], **limits: int | Sequence[int] | None
     ) -> "StepPrograms":
-        """Return the programs of steps with micro-batches of these sizes, in an order searched for their costs.
+        """Return the programs of steps with micro-batches of these sizes, in an order that a search finds for them.
 
-        In simulation, this order is not slower than the order for equal micro-batches. Like that order, it is exact.
-        The last 32 orders are kept. The schedule must be `searched`.
+        In simulation, this order is not slower than the order for equal micro-batches, and the results are
+        bit-identical. The last 32 orders are kept. The schedule must be `searched`.
 
         Args:
             sizes: the size of each micro-batch.
-            costs: returns the stages' costs for a micro-batch of a size.
+            costs: a function that returns the stages' costs for micro-batches of a given size.
             limits: the limits of the search, as options of `searched`. Default: no rank holds more (stage, micro-batch)
                 pairs than in the order for equal micro-batches.
 
@@ -246,7 +246,7 @@ class StepPrograms:
         factory: the factory of these programs.
         num_microbatches: the number of micro-batches of a step.
         source: the schedule, or the user's program.
-        sizes: the size of each micro-batch for which the order was searched. Default: the sizes are equal.
+        sizes: the size of each micro-batch, if the order was made for these sizes. Default: the sizes are equal.
 
     """
 
@@ -308,7 +308,7 @@ class StepPrograms:
         return add_offloading(program, factory.offloading)
 
     def _gathering(self, program: Program) -> Program:
-        """Add the gathers of divided weights, if there are any, to a program of this pipeline."""
+        """Add the gathers of weights to a program of this pipeline, if replicas divide the weights."""
         factory = self._factory
         if factory.gather_once is None or program.has_gathers:
             return program

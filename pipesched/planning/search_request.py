@@ -112,7 +112,7 @@ class SearchRequest:
 
     @property
     def searches_orders(self) -> bool:
-        """Whether to search orders for the stages: True if no schedule is given, or if `searched` is given."""
+        """Whether to search for an order of the actions: True if no schedule is given, or if `searched` is given."""
         return self.schedule is None or self.schedule.name == _SEARCHED
 
     @property
