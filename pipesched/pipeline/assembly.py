@@ -107,7 +107,7 @@ class Assembly:
     Raises:
         GraphError: the cut separates layers that share weights in a way that is not supported.
         ModelTypeError: ``optimizer=`` or ``wrap=`` returned an object of the wrong type.
-        InputError: the model cannot be filled or moved as requested.
+        InputError: the layers cannot be moved to their devices, or filled with weights, as requested.
         ScheduleError: the program does not fit the stages.
 
     """
@@ -210,7 +210,10 @@ class Assembly:
                 self._divide()
 
     def _divide(self) -> None:
-        """Divide the updates over the replicas; from zero=2 also the summed gradients, with zero=3 also the weights."""
+        """Divide the updates over the replicas.
+
+        With zero=2 or 3, also divide the summed gradients. With zero=3, also divide the weights.
+        """
         assert self._host.sums is not None
         grid = self._host.grid
         place = self._host.sums, grid.replica, len(grid.rows)

@@ -193,7 +193,7 @@ class CostBook:
         return host_bytes_per_s(self._devices[0])
 
     def slowness(self, rank: int) -> float:
-        """Return how much slower a rank's device is than the fastest device, as a factor; 1 if not measured."""
+        """Return by what factor a rank's device is slower than the fastest device; 1 if not measured."""
         return self.slow.get(self._devices[rank], 1.0) if self.slow else 1.0
 
     def learn(self, stages: Sequence[StageTimes], tolerance: float) -> None:

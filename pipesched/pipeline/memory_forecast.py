@@ -187,7 +187,7 @@ class MemoryForecast:
         )
 
     def _with_shards(self, costs: Costs) -> Costs:
-        """Return the costs, with the shards of ``fully_shard`` that a rank holds in addition to the whole weights.
+        """Return the costs plus the shards of ``fully_shard``, which a rank holds in addition to the whole weights.
 
         A step holds whole weights from its start until their gradients have been reduced.
         """

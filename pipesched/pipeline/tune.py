@@ -137,9 +137,9 @@ def tune(
         confirm: how many of the plans with the shortest predicted steps to run. Default: 3 for a model with devices or
             a mesh, else 0. With num_ranks, the plans run on that many GPUs if the machine has them, else on the CPU.
         prove: let a solver prove how fast the plan's stages can be in any order of actions that keeps the results
-            bit-identical. The solver's order is used if it is faster by at least 0.5 % and fits into memory, although
-            no trial has run it. Takes up to about a minute, and needs the extra ``solver`` (``pip install
-            'pipesched[solver]'``). Default: False.
+            bit-identical. If the solver's order is faster by at least 0.5 % and fits into memory, it is used, although
+            it has not run in a trial. The proof takes up to about a minute, and needs the extra ``solver``
+            (``pip install 'pipesched[solver]'``). Default: False.
         progress: show a progress bar of the search, if tqdm is installed. Default: False.
 
     Returns:

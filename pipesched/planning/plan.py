@@ -80,8 +80,8 @@ class Plan:
         alternatives: the plans that the search compared, this plan first. Empty if there was no search.
         replication: the number of replicas that run the program, each on its own rows, and the tensors that they divide
             (``zero``). The costs are those of one replica. None: the plan does not depend on replicas.
-        proved_bound_s: a solver proved that no order of these stages with bit-identical results has a shorter step than
-            this. None: no proof.
+        proved_bound_s: a lower bound on the step time of these stages in any order with bit-identical results, proved
+            by a solver. None: no proof.
 
     """
 

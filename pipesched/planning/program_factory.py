@@ -320,7 +320,7 @@ class StepPrograms:
     def _beginning(self, schedule: Schedule) -> Program:
         """Return the first steps of a stream of overlapping steps, until the order of actions repeats.
 
-        The order of a schedule repeats later if the schedule uses old weight versions for a longer time.
+        The longer a schedule uses old weight versions, the more steps it takes until the order repeats.
         """
         num_ranks = self._factory.num_ranks
         steps = enough_steps(num_ranks, self.num_microbatches)

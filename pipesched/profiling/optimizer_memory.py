@@ -39,8 +39,8 @@ def upkeep_of(make: Callable[[list[Any]], Optimizer], parameters: Sequence[Tenso
 
     Stand-ins replace the parameters: meta tensors if the optimizer's step accepts meta tensors, otherwise small
     tensors. The results of small tensors are scaled up. Each dimension of a state tensor is scaled like the same
-    dimension of its parameter. The peak is multiplied by the largest ratio of a parameter's bytes to the
-    bytes of its stand-in.
+    dimension of its parameter. The peak is multiplied by the largest ratio of a parameter's bytes to
+    its stand-in's bytes.
 
     Args:
         make: a function that takes parameters and returns an Optimizer.
