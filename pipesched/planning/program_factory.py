@@ -185,7 +185,7 @@ class ProgramFactory:
         return self.full.plain
 
     def replicate(self, buckets: Sequence[Sequence[str]], gather_once: bool | None = None) -> None:
-        """Add the actions of replicas to the programs: sums of gradients, and gathers of divided weights.
+        """Add the actions of replicas to the programs: they sum gradients, and gather weights that replicas divide.
 
         Args:
             buckets: for each stage, the layers whose gradients are added together; empty for a single replica.

@@ -2,8 +2,8 @@
 
 The programs run like training programs, so the results include packing, sending and unpacking. The three stages of a
 chain are placed on rank a, rank b and rank a. A round trip lasts from the end of the first stage to the start of the
-third stage, so the clock of rank a is enough to measure it. If the mesh has replicas, the probe also measures the sums
-and the gathers over replicas as a training step runs them.
+third stage, so the clock of rank a is enough to measure it. If the mesh has replicas, the probe also measures the
+collectives that sum gradients and gather weights over the replicas, as a training step runs them.
 """
 
 import time

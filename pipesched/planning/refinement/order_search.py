@@ -81,7 +81,7 @@ class OrderSearch:
     def improve(
         self, found: Sequence[EvaluatedCandidate], move: Mover, others: Sequence[EvaluatedCandidate] = ()
     ) -> list[EvaluatedCandidate]:
-        """Return candidates with searched orders, each within the limits.
+        """Return candidates with the orders that the search finds, each within the limits.
 
         Args:
             found: the evaluated candidates of the search, at least one.
