@@ -787,9 +787,9 @@ class Pipeline(SavingInterface):
                 model.save_pretrained("trained")
 
         Under a mesh each rank trains the weights of its own stages; the other weights in its copy of the model are
-        stale after the first step. Then calling, copying or pickling the model, or calling its ``state_dict()``, raises
-        ExecutionError until this method has run or a complete state has been loaded. The next step makes the model
-        stale again. In one process the model is always complete, and this method does nothing.
+        stale after the first step. From then on, calling, copying or pickling the model, or calling its
+        ``state_dict()``, raises ExecutionError until this method has run or a complete state has been loaded. The next
+        step makes the model stale again. In one process the model is always complete, and this method does nothing.
 
         With ``Distributed(zero=3)`` each replica holds only rows of its weights, also before the first step and after
         ``close()``; the model can then be used only after this method has run.
