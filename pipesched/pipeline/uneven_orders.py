@@ -20,8 +20,8 @@ __all__ = ["UnevenOrders"]
 class UnevenOrders:
     """Chooses the programs of a step.
 
-    The programs have an order made for the sizes of the micro-batches if the caller cut the batch, the schedule is
-    `searched`, and the layers' costs are known from a search for the plan. Otherwise the step runs the plan's programs.
+    If the caller cut the batch, the schedule is `searched`, and the layers' costs are known from a search for the plan,
+    the programs have an order made for the sizes of the micro-batches. Otherwise the step runs the plan's programs.
 
     Args:
         running: the running plan.

@@ -46,7 +46,7 @@ class EvaluatedCandidate:
 
     @cached_property
     def runs(self) -> Program:
-        """The program that a step of this candidate runs.
+        """The program that runs in a step of this candidate.
 
         It contains the recomputes, the copies to and from the host, and the collectives in which replicas sum gradients
         and gather weights. It contains the updates only if they wait for the norm of all gradients, or if there are

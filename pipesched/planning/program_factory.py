@@ -190,7 +190,7 @@ class ProgramFactory:
         Args:
             buckets: for each stage, the layers whose gradients are added together; empty for a single replica.
             gather_once: whether a run gathers the divided weights of a stage only once. If False, it gathers them again
-                after other stages of the rank have run. Default: None, each replica holds whole weights.
+                after other stages of the rank have run. Default: None (each replica holds whole weights).
 
         Raises:
             ScheduleError: the sums or gathers in the user's program are not the ones that the replicas need.

@@ -150,7 +150,10 @@ def _timed(start: Callable[[int], Ticket], sums: ReplicaSums, device: torch.devi
 
 
 def _slowest(members: Sequence[dict[int, list[float]]]) -> Link:
-    """Return the slowest times of a group of ranks as a link: latency of a small tensor, bandwidth of the largest."""
+    """Return a group of ranks as one link, with the times of its slowest ranks.
+
+    The latency is the time of the smallest tensor. The bandwidth follows from the extra time of the largest tensor.
+    """
     smallest, *_, largest = sorted(members[0])
     latency_s = max(median(own[smallest]) for own in members)
     slowest = max((own[largest] for own in members), key=median)

@@ -1,4 +1,4 @@
-"""Order search: finds orders for the stages, links and memory limits of the best candidates.
+"""Order search: finds faster orders of actions for the best candidates, within the memory limits.
 
 The schedule `searched` starts from the programs of the candidates with the same placement. It uses the times of the
 stages and of messages over idle links, and the memory of the micro-batches. Its orders are then evaluated like every
