@@ -58,7 +58,7 @@ class _StageCosts:
         return slot.time(int(ends[end] - begins[begin]))
 
     def chosen(self, begin: int, end: int) -> list[ActivationOption]:
-        """Return the options of the layers between two cuts; empty if all activations are held."""
+        """Return the activation option of each layer between two cuts; empty if the layers hold all activations."""
         return [self.found.chosen[layer] for layer in self.layers(begin, end)] if self.found.chosen else []
 
     def held(self, slot: Slot, begin: int, end: int) -> tuple[int, int]:

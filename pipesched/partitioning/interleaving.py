@@ -2,8 +2,8 @@
 
 The descent starts from the cuts that minimise the slowest stage, and from cuts that divide the work evenly. It moves
 one cut at a time to the position that gives the busiest rank the least time, until no cut moves. Among equally good
-positions, it takes the one with the most even times. Then it moves some cuts at random with a fixed seed, which is
-called a kick. It descends again, and keeps the result if the result is better.
+positions, it takes the one with the most even times. Then it moves some cuts at random, with a fixed seed.
+This move is called a kick. After the kick it descends again, and keeps the new cuts if they are better.
 """
 
 import random
@@ -69,7 +69,7 @@ def _with_choices(problem: Problem, begin: Solution) -> Found | None:
 
 
 def _begins(problem: Problem, begin: Solution, count: int) -> Iterator[tuple[list[int], list[int]]]:
-    """Yield the starting points of the descent. Each is an order of the blocks, and the cuts of this order.
+    """Yield the starting points of the descent: each consists of an order of the blocks and the cuts of this order.
 
     There are two kinds of cuts: those that minimise the slowest stage and, without pins, those that divide work evenly.
     """
@@ -87,7 +87,10 @@ def _begins(problem: Problem, begin: Solution, count: int) -> Iterator[tuple[lis
 
 
 class _Descent:
-    """The descent along one order of the blocks, with the current cuts, including both ends."""
+    """The descent along one order of the blocks.
+
+    ``cuts`` are the current cuts, including the start and the end of the order.
+    """
 
     def __init__(self, problem: Problem, order: list[int], cuts: list[int]) -> None:
         self.order = order

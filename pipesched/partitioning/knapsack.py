@@ -1,10 +1,12 @@
 """Knapsack: finds the fastest activation options with which a rank's layers fit into its memory.
 
 It solves a multiple-choice knapsack (Kellerer, Pferschy and Pisinger 2004, chapter 11) exactly, unless there are too
-many states. A state is a choice of one option for each item. A state is dropped if another state beats it in both bytes
-and time (Nemhauser and Ullmann 1969). Identical layers are the same item, so results are reused wherever the same items
-occur. A rank runs one layer at a time, so only the largest working memory of its layers counts. The search runs once
-for each possible size of this memory, with only the options that need no more than this size.
+many states. An item is a layer with a given number of micro-batches in flight. Identical layers are the same item, so
+results are reused wherever the same items occur. A state is a choice of one option for each item. A state is dropped if
+another state beats it in both bytes and time (Nemhauser and Ullmann 1969).
+
+A rank runs one layer at a time, so only the largest working memory of its layers counts. The search runs once for each
+possible size of this memory, with only the options that need no more than this size.
 """
 
 from bisect import bisect_left, bisect_right
@@ -44,9 +46,9 @@ class _Front:
     option: Ints
 
     def best(self, room: int, speed: Fraction, forward: int) -> tuple[int, int] | None:
-        """Return the time in ticks and the index of the fastest state within ``room`` bytes; None if no state fits.
+        """Return the fastest state within ``room`` bytes, as its time in ticks and its index; None if no state fits.
 
-        ``forward`` is the ticks of all forwards without recomputation.
+        ``forward`` is the time of all forwards without recomputation, in ticks.
         """
         count = int(np.searchsorted(self.held, room, "right"))
         if not count:
@@ -134,9 +136,9 @@ class Knapsack:
         return min(needed)
 
     def _found(self, key: tuple[int, ...], limit: int, speed: Fraction) -> Iterator[tuple[int, int, int]]:
-        """Yield a result for each size of the largest working memory with which the items fit.
+        """For each possible size of the largest working memory, yield the fastest state, if the items fit.
 
-        A result is three numbers: the shortest time in ticks, the size, and the index of the state.
+        Each result is three numbers: the state's time in ticks, the size in bytes, and the state's index.
         """
         kinds = {item: self._options[item] for item in key}
         forward = sum(kinds[item][0][1].forward_ticks for item in key)
@@ -156,7 +158,10 @@ class Knapsack:
         return sorted(size for size in sizes if size >= floor)
 
     def _front(self, key: tuple[int, ...], working: int) -> _Front:
-        """Return the front of some items, using only options that need at most ``working`` bytes of working memory."""
+        """Return the Pareto front of the items.
+
+        Only options that need at most ``working`` bytes of working memory are considered.
+        """
         count = len(key)
         while count and (key[:count], working) not in self._fronts:
             count -= 1
@@ -190,7 +195,7 @@ class Knapsack:
 
 
 def _smallest(kinds: Mapping[int, _Options], working: int) -> dict[int, int]:
-    """Return the fewest bytes that each item can hold, keyed by item.
+    """Return the bytes that each item holds with its smallest option, keyed by item.
 
     Only options that need at most ``working`` bytes of working memory are considered.
     """

@@ -130,9 +130,10 @@ class Lattice:
                 closed[index, first:last] &= self._allowed[slot.stage + 1][first:last]
 
     def _reached(self, closed: Bools, *, empty: bool) -> Bools:
-        """Return a mask of shape (states, ideals): whether each state can be reached at each ideal.
+        """Return a mask of shape (states, ideals).
 
-        Stages that are allowed to stay empty can be skipped. ``empty`` is True if the only ideal is the empty set.
+        It is True where the blocks of the ideal can be divided into stages that lead to the state. Stages that are
+        allowed to stay empty can be skipped. ``empty`` is True if the only ideal is the empty set.
         """
         reached = np.zeros((self._line_up.num_states, closed.shape[1]), bool)
         reached[0] = empty
@@ -143,7 +144,7 @@ class Lattice:
         return reached
 
     def _reached_in(self, state: int, closed: Bools) -> Bools:
-        """Return a mask of the ideals at which a state can be reached."""
+        """Return a mask of the ideals whose blocks can be divided into the stages that lead to ``state``."""
         skippable = self._line_up.skippable if self._line_up.in_line else self._line_up.num_states
         fewest = min(state, skippable)
         rows = [index for index, slot in enumerate(self._line_up.slots) if fewest <= slot.target <= state]
@@ -198,7 +199,7 @@ class Lattice:
     def _below(self, ideal: int, least: int, index: int) -> Bools:
         """Return a mask of the ideals contained in ``ideal`` whose work is at least ``least``.
 
-        A stage that starts at any other ideal would exceed the limit.
+        A stage that starts with less work before it would take longer than the bound.
         """
         ideals = self._ideals
         ends = self._ends[self._kind[index]]

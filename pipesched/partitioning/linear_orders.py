@@ -1,4 +1,7 @@
-"""Linear orders: orders of a graph that has too many order ideals for an exact search; each is searched as a chain."""
+"""Linear orders: orders for a graph that has too many order ideals for an exact search.
+
+Each order is searched as a chain.
+"""
 
 import random
 from collections.abc import Iterator
@@ -21,7 +24,7 @@ def linear_orders(blocks: Blocks, restarts: int) -> Iterator[list[int]]:
 
 
 def _depth_first(blocks: Blocks, rank: list[int]) -> list[int]:
-    """Return a depth-first order: the block that became ready last is next; in ties, the smallest ``rank``."""
+    """Return a depth-first order: the block that became ready last is next; in ties, the one of lowest ``rank``."""
     waiting = [len(producers) for producers in blocks.producers]
     ready = sorted((block for block, count in enumerate(waiting) if not count), key=lambda block: -rank[block])
     order = []

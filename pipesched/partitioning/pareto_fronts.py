@@ -27,7 +27,7 @@ class Front:
         self._memory = np.full((num_slots, 1, 1), -1) if capped else None
 
     def down(self, ideals: Ideals, level: int, rows: slice) -> "Front":
-        """Return the front of the next level, ``level``. Each ideal inherits the starts of the ideals that it contains.
+        """Return the front of ``level``, the next level. Each ideal inherits the starts of the ideals that it contains.
 
         ``rows`` are the slots to include.
         """

@@ -1,4 +1,4 @@
-"""`partition`: divides a graph of measured layers into stages, exactly.
+"""`partition`: divides a graph of measured layers into stages with the smallest bottleneck.
 
 The smallest bottleneck is found by exact bisection on integers (Pinar and Aykanat 2004). Each step calls a probe, which
 looks for a partition whose bottleneck is within a bound. A failed probe raises the lower end of the bisection to the

@@ -57,7 +57,8 @@ class Problem:
     def lower(self) -> int:
         """A lower bound on the bottleneck, in ticks.
 
-        This is the time of evenly divided work or of the heaviest block on the fastest rank, whichever is longer.
+        It is the larger of two times: the time of a rank if all work could be divided perfectly evenly, and the time
+        of the heaviest block on the fastest rank.
         """
         work = self.blocks.total(self.blocks.layers.ticks)
         speeds = [rank.speed for rank in self.line_up.ranks]

@@ -121,11 +121,11 @@ def _along_many(problem: Problem, lower: int, best: Found | None, ideals: int, p
 
 
 def _with_limits(problem: Problem, small: Problem, ideals: Ideals, in_order: Found | None, tried: int) -> Solution:
-    """Search a large lattice with memory limits.
+    """Search a graph with many order ideals under memory limits.
 
-    A search without limits gives a lower bound. If its partition stays within the limits, it is the result. Otherwise
-    several orders are searched with limits. If none of them has a partition, all orders are searched, which can take
-    minutes.
+    A search without limits gives a lower bound. If the partition found by this search stays within the limits, it is
+    the result. Otherwise several orders are searched with limits. If no partition is found, all orders are searched,
+    which can take minutes.
     """
     line_up = problem.line_up
     free = replace(small, line_up=line_up.without_limits)

@@ -107,7 +107,7 @@ class Assembly:
     Raises:
         GraphError: the cut separates layers that share weights in a way that is not supported.
         ModelTypeError: ``optimizer=`` or ``wrap=`` returned an object of the wrong type.
-        InputError: the model cannot be filled or moved as requested.
+        InputError: the layers cannot be moved to their devices, or filled with weights, as requested.
         ScheduleError: the program does not fit the stages.
 
     """
@@ -196,7 +196,7 @@ class Assembly:
 
     @property
     def divided_updates(self) -> dict[int, ShardedUpdate]:
-        """The updates of this process's stages that are divided over the replicas, keyed by stage."""
+        """The optimizer updates in which each replica updates a part of a stage's weights, keyed by stage."""
         updates = {index: stage.optimizer.sharded for index, stage in self.stages.items()}
         return {index: update for index, update in updates.items() if update is not None}
 
@@ -210,7 +210,10 @@ class Assembly:
                 self._divide()
 
     def _divide(self) -> None:
-        """Divide the updates over the replicas; with zero=2, also the summed gradients; with 3, also the weights."""
+        """Divide the updates over the replicas.
+
+        With zero=2 or 3, also divide the summed gradients. With zero=3, also divide the weights.
+        """
         assert self._host.sums is not None
         grid = self._host.grid
         place = self._host.sums, grid.replica, len(grid.rows)

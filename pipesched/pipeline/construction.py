@@ -96,8 +96,8 @@ def choose_plan(
         book: the known costs of layers and devices.
 
     Returns:
-        The plan (None if there was no search and the user gave none), and the request, pinned to the plan if there is
-        one.
+        The plan, and the request. The plan is None if there was no search and the user gave none; otherwise the request
+        is pinned to the plan.
 
     """
     if auto_plan.is_wanted(request, plan):

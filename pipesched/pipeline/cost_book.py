@@ -151,7 +151,7 @@ class CostBook:
         return {name: costs_of(graph, name) for name in graph}
 
     def for_size(self, size: Size) -> dict[str, LayerCosts]:
-        """Return the layers' costs for micro-batches of a size, scaled from the costs for the planned size."""
+        """Return the layers' costs for micro-batches of this size, scaled from the costs for the planned size."""
         return self.size_fit.scaled(self.measured(), self.planned, size)
 
     def treated(self, programs: ProgramFactory) -> dict[str, LayerCosts]:
@@ -193,7 +193,7 @@ class CostBook:
         return host_bytes_per_s(self._devices[0])
 
     def slowness(self, rank: int) -> float:
-        """Return how many times slower a rank's device was in steps than the fastest device; 1 if not measured."""
+        """Return by what factor a rank's device is slower than the fastest device; 1 if not measured."""
         return self.slow.get(self._devices[rank], 1.0) if self.slow else 1.0
 
     def learn(self, stages: Sequence[StageTimes], tolerance: float) -> None:

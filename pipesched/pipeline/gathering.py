@@ -73,7 +73,7 @@ def gather_model(
 ) -> bool:
     """Copy the weights and buffers of all ranks into the model of one rank, or of every rank. Collective under a mesh.
 
-    Returns whether this rank has gathered.
+    Returns whether the weights were copied into the model of this rank.
 
     Args:
         roots: the model and the loss module, keyed by the prefix of their parameters' names.

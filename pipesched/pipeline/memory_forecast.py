@@ -187,9 +187,9 @@ class MemoryForecast:
         )
 
     def _with_shards(self, costs: Costs) -> Costs:
-        """Return the costs with the shards that a rank holds in addition to the whole weights of ``fully_shard``.
+        """Return the costs plus the shards of ``fully_shard``, which a rank holds in addition to the whole weights.
 
-        A step holds the whole weights from its begin to the reduction of their gradients.
+        A step holds whole weights from its start until their gradients have been reduced.
         """
         shares = [self._shard_share(stage) for stage in range(costs.num_stages)]
         return replace(
@@ -204,7 +204,7 @@ class MemoryForecast:
         )
 
     def _shard_share(self, stage: int) -> float:
-        """Return the share of a stage's weights that ``fully_shard`` leaves to this process; 1 if it divides none.
+        """Return the share of a stage's weights that ``fully_shard`` leaves to this process; 1 if it shards no weights.
 
         A stage of another process is assumed to be divided like those of this process.
         """

@@ -105,7 +105,8 @@ class Pipeline(SavingInterface):
             with an option per layer, ``{name: "recompute", "recompute-cheap" or "offload"}``. Default: "never", unless
             a memory limit requires checkpointing.
         optimizer: ``optimizer(params)`` -> torch.optim.Optimizer, called once per stage. ``step`` then updates the
-            weights and clears their gradients. Asynchronous schedules require it. Default: the caller updates.
+            weights and clears their gradients. Asynchronous schedules require it. Default: the caller updates the
+            weights.
         seed: an int, the seed of all random numbers in layers. Default: the seed of torch's default generator.
         init: the source of the weights if the model is a function or on the meta device: "reset" (each module's
             ``reset_parameters``), a function that is called with each module after its ``reset_parameters``, a
@@ -786,9 +787,9 @@ class Pipeline(SavingInterface):
                 model.save_pretrained("trained")
 
         Under a mesh each rank trains the weights of its own stages; the other weights in its copy of the model are
-        stale after the first step. Then calling, copying or pickling the model, or calling its ``state_dict()``, raises
-        ExecutionError until this method has run or a complete state has been loaded. The next step makes the model
-        stale again. In one process the model is always complete, and this method does nothing.
+        stale after the first step. From then on, calling, copying or pickling the model, or calling its
+        ``state_dict()``, raises ExecutionError until this method has run or a complete state has been loaded. The next
+        step makes the model stale again. In one process the model is always complete, and this method does nothing.
 
         With ``Distributed(zero=3)`` each replica holds only rows of its weights, also before the first step and after
         ``close()``; the model can then be used only after this method has run.

@@ -77,7 +77,7 @@ def check_own_weights(
     stage_of: Callable[[nn.Parameter], int | None],
     tied: Collection[nn.Parameter],
 ) -> None:
-    """Check that no layer uses a weight of another stage of its rank, because an option forbids it.
+    """Check that no layer uses a weight of another stage on the same rank. ``option`` forbids such uses.
 
     Args:
         option: the option.
@@ -116,8 +116,9 @@ def check_own_weights(
 def check_tree(model: nn.Module, program: Program, bodies: Sequence[Body], tied: Collection[nn.Parameter]) -> None:
     """Check that all gradients of a model can be added as a tree of micro-batches.
 
-    Raises ScheduleError for a program that is not exact or updates weights while micro-batches are in flight, and
-    GraphError for weights that several layers use, and for weights that belong to no layer.
+    Raises ScheduleError for a program that does not add gradients in ascending order of micro-batches, or that updates
+    weights while micro-batches are in flight. Raises GraphError for weights that several layers use, and for weights
+    that belong to no layer.
     """
     rule = "reduction_order='tree' needs"
     remedy = "or leave reduction_order= out"

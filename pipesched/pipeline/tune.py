@@ -128,16 +128,18 @@ def tune(
             Default: "auto", which is True if the profile holds a ``host_bytes_per_s`` and the devices are not CPUs.
         effort: the most actions that a search simulates. The search for orders of the schedule ``searched`` may
             simulate three times as many. Default: 3,000,000.
-        axes: how to divide num_ranks into pipelines and replicas, by simulation alone: "auto", or a mapping such as
-            ``{"pipeline": 8, "replicate": 4}``. batch_size then counts the rows of all replicas, num_microbatches
-            the micro-batches of one replica. Default: None (one pipeline).
+        axes: how to divide num_ranks into pipelines and replicas: "auto", or a mapping such as
+            ``{"pipeline": 8, "replicate": 4}``. The plan is then chosen by simulation, without trial runs;
+            batch_size counts the rows of all replicas, and num_microbatches the micro-batches of one replica.
+            Default: None (one pipeline).
         zero: with axes, the data that replicas divide, as for Distributed: 0, 1, 2 or 3. Default: "auto", the fastest
-            of 0, 2, and 3 with a gather before each use, within the memory limit.
+            of 0, 2 and 3 that keeps within the memory limit; with 3, weights are gathered before each use.
         confirm: how many of the plans with the shortest predicted steps to run. Default: 3 for a model with devices or
             a mesh, else 0. With num_ranks, the plans run on that many GPUs if the machine has them, else on the CPU.
-        prove: let a solver prove how fast any exact order of the plan's stages can be, and use the solver's order if it
-            is faster by at least 0.5 % and fits into memory; this order has not run. Takes up to about a minute, and
-            needs the extra ``solver`` (``pip install 'pipesched[solver]'``). Default: False.
+        prove: let a solver prove how fast the plan's stages can be in any order of actions that keeps the results
+            bit-identical. If the solver's order is faster by at least 0.5 % and fits into memory, it is used, although
+            it has not run in a trial. The proof takes up to about a minute, and needs the extra ``solver``
+            (``pip install 'pipesched[solver]'``). Default: False.
         progress: show a progress bar of the search, if tqdm is installed. Default: False.
 
     Returns:

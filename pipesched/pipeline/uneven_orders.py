@@ -1,4 +1,4 @@
-"""Uneven orders: chooses the programs of a step; for micro-batches of different sizes, makes an order for these sizes.
+"""Uneven orders: chooses the programs of a step, and finds a new order if the micro-batches differ in size.
 
 Each rank searches for the order itself. All ranks use the same sizes and costs, so they find the same order. Before the
 first run of a program, the executor checks that the program has the same digest on all ranks.
@@ -20,8 +20,8 @@ __all__ = ["UnevenOrders"]
 class UnevenOrders:
     """Chooses the programs of a step.
 
-    The programs have an order made for the sizes of the micro-batches if the caller cut the batch, the schedule is
-    `searched`, and the layers' costs are known from a search for the plan. Otherwise they are the plan's programs.
+    If the caller cut the batch, the schedule is `searched`, and the layers' costs are known from a search for the plan,
+    the programs have an order made for the sizes of the micro-batches. Otherwise the step runs the plan's programs.
 
     Args:
         running: the running plan.

@@ -28,8 +28,8 @@ _MOST_COUNTS = 12  # at most this many numbers of micro-batches are tried
 def synchronous() -> tuple[Schedule, ...]:
     """Return the registered schedules that do not change training results.
 
-    These are the exact schedules without updates inside a step. Schedules that start a search from other schedules
-    are left out.
+    They add gradients in ascending order of micro-batches, and do not update weights inside a step. Schedules that
+    start a search from other schedules are left out.
     """
     fixed = [known for known in map(schedules.get, schedules.names()) if "starts" not in known.options]
     return tuple(known for known in fixed if _is_exact(known.program(2, 4)))

@@ -74,7 +74,7 @@ class _Tried(_Measured):
 
     @property
     def expected_s(self) -> float:
-        """The predicted step time, or the measured one if the two differ by more than noise."""
+        """The predicted step time; if the measured one differs from it by more than noise, the measured one."""
         off = abs(self.step_s / self.found.step_s - 1)
         return self.found.step_s if off <= _needed(self.noise) else self.step_s
 

@@ -52,7 +52,10 @@ class LeanCandidates:
 
     @cached_property
     def thrifty(self) -> list[Schedule]:
-        """The simplest schedule, followed by all schedules in ascending order of their peak memory without limits."""
+        """The simplest schedule, followed by all schedules in ascending order of their peak memory.
+
+        The peak memory is that of the partition that ignores the memory limits.
+        """
         found = []
         for candidate in self._largest():
             evaluated = self._chooser.without_limits(candidate.recomputing(self._search.checkpoint or LADDER[-1]))
@@ -130,5 +133,5 @@ class LeanCandidates:
 
     @property
     def effort_in_need(self) -> float:
-        """The number of actions to spend before an error is raised, even if no effort is left."""
+        """The number of actions to simulate before an error is raised, even if no effort is left."""
         return _IN_NEED * _FEW_LAYERS / max(_FEW_LAYERS, len(self._search.pins.layers))

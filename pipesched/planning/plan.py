@@ -80,7 +80,8 @@ class Plan:
         alternatives: the plans that the search compared, this plan first. Empty if there was no search.
         replication: the number of replicas that run the program, each on its own rows, and the tensors that they divide
             (``zero``). The costs are those of one replica. None: the plan does not depend on replicas.
-        proved_bound_s: the step time that no exact order of these stages can beat, proved by a solver. None: no proof.
+        proved_bound_s: a lower bound on the step time of these stages in any order with bit-identical results, proved
+            by a solver. None: no proof.
 
     """
 
@@ -380,7 +381,7 @@ def searched_before(program: Program, costs: Costs | None) -> Schedule:
     """Return the schedule of a program that a search has found.
 
     The schedule uses the given program for the same or a smaller number of micro-batches. For larger numbers it
-    searches again with these costs, and no rank holds more (stage, micro-batch) pairs than in the given program.
+    searches again with ``costs``; no rank then holds more (stage, micro-batch) pairs than in the given program.
 
     Args:
         program: the program, for a chain of stages.

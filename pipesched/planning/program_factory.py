@@ -96,14 +96,14 @@ class ProgramFactory:
     def of_sizes(
         self, sizes: tuple[Size, ...], costs: Callable[[Size], Costs], **limits: int | Sequence[int] | None
     ) -> "StepPrograms":
-        """Return the programs of steps with micro-batches of these sizes, in an order searched for their costs.
+        """Return the programs of steps with micro-batches of these sizes, in an order that a search finds for them.
 
-        In simulation, this order is not slower than the order for equal micro-batches. Like that order, it is exact.
-        The last 32 orders are kept. The schedule must be `searched`.
+        In simulation, this order is not slower than the order for equal micro-batches, and the results are
+        bit-identical. The last 32 orders are kept. The schedule must be `searched`.
 
         Args:
             sizes: the size of each micro-batch.
-            costs: returns the stages' costs for a micro-batch of a size.
+            costs: a function that returns the stages' costs for micro-batches of a given size.
             limits: the limits of the search, as options of `searched`. Default: no rank holds more (stage, micro-batch)
                 pairs than in the order for equal micro-batches.
 
@@ -185,12 +185,12 @@ class ProgramFactory:
         return self.full.plain
 
     def replicate(self, buckets: Sequence[Sequence[str]], gather_once: bool | None = None) -> None:
-        """Add the actions of replicas to the programs: sums of gradients, and gathers of divided weights.
+        """Add the actions of replicas to the programs: they sum gradients, and gather weights that replicas divide.
 
         Args:
             buckets: for each stage, the layers whose gradients are added together; empty for a single replica.
             gather_once: whether a run gathers the divided weights of a stage only once. If False, it gathers them again
-                after other stages of the rank have run. Default: None, each replica holds whole weights.
+                after other stages of the rank have run. Default: None (each replica holds whole weights).
 
         Raises:
             ScheduleError: the sums or gathers in the user's program are not the ones that the replicas need.
@@ -246,7 +246,7 @@ class StepPrograms:
         factory: the factory of these programs.
         num_microbatches: the number of micro-batches of a step.
         source: the schedule, or the user's program.
-        sizes: the size of each micro-batch for which the order was searched. Default: the sizes are equal.
+        sizes: the size of each micro-batch, if the order was made for these sizes. Default: the sizes are equal.
 
     """
 
@@ -308,7 +308,7 @@ class StepPrograms:
         return add_offloading(program, factory.offloading)
 
     def _gathering(self, program: Program) -> Program:
-        """Add the gathers of divided weights, if there are any, to a program of this pipeline."""
+        """Add the gathers of weights to a program of this pipeline, if replicas divide the weights."""
         factory = self._factory
         if factory.gather_once is None or program.has_gathers:
             return program
@@ -320,7 +320,7 @@ class StepPrograms:
     def _beginning(self, schedule: Schedule) -> Program:
         """Return the first steps of a stream of overlapping steps, until the order of actions repeats.
 
-        The order of a schedule repeats later if the schedule uses old weight versions for a longer time.
+        The longer a schedule uses old weight versions, the more steps it takes until the order repeats.
         """
         num_ranks = self._factory.num_ranks
         steps = enough_steps(num_ranks, self.num_microbatches)

@@ -1,4 +1,7 @@
-"""Proof: proves a lower bound on the step time of a plan's stages in any exact order, and can find a faster order."""
+"""Proof: proves a lower bound on the step time of a plan's stages, and can find a faster order.
+
+The bound holds for every order that keeps the results bit-identical.
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -21,9 +24,9 @@ _SOLVED = "solved"
 def proved(plan: Plan, memory_limit_bytes: Sequence[int] | None = None, *, effort: float = 60.0) -> Plan:
     """Return the plan with a bound that a solver has proved, and with the solver's order if this order is faster.
 
-    The bound holds for all exact orders of these stages with unlimited memory. It includes the shortest possible times
-    of links, overheads and recomputes. The solver's order is used if it fits into memory and its simulated step, with
-    the full times, is shorter by at least 0.5 %.
+    The bound holds for all orders of these stages that keep the results bit-identical, with unlimited memory. It
+    includes the shortest possible times of links, overheads and recomputes. The solver's order is used if it fits into
+    memory and its simulated step, with the full times, is shorter by at least 0.5 %.
 
     Args:
         plan: a plan with costs, for a chain of stages.

@@ -167,7 +167,7 @@ class RecomputationChooser:
         return None
 
     def exceeds(self, found: EvaluatedCandidate) -> bool:
-        """Return whether a candidate exceeds a limit of the request: in bytes, or in pairs in flight."""
+        """Return whether a candidate exceeds a limit on its bytes or on its (stage, micro-batch) pairs in flight."""
         return self._holds_too_many(found.candidate) or any(self._excess_bytes(found))
 
     def most_in_flight(self, candidate: Candidate) -> tuple[int, ...] | None:

@@ -112,7 +112,7 @@ class SearchRequest:
 
     @property
     def searches_orders(self) -> bool:
-        """Whether to search orders for the stages: True if no schedule is given, or if `searched` is given."""
+        """Whether to search for an order of the actions: True if no schedule is given, or if `searched` is given."""
         return self.schedule is None or self.schedule.name == _SEARCHED
 
     @property
@@ -162,7 +162,7 @@ class SearchRequest:
 
     @property
     def is_limited(self) -> bool:
-        """Whether the memory of ranks is limited, in bytes or in pairs in flight."""
+        """Whether the memory of ranks is limited, in bytes or in (stage, micro-batch) pairs in flight."""
         return self.memory_limit_bytes is not None or self.max_in_flight is not None
 
     @property
@@ -272,7 +272,7 @@ def _synchronous(schedule: Any) -> Schedule | None:
 
 
 def _check_defaults(searched: Schedule) -> None:
-    """Raise ScheduleError if `searched` has other options than `_KEPT`: a search for a plan sets them itself."""
+    """Raise ScheduleError if options of `searched` outside `_KEPT` are set: a search for a plan sets these itself."""
     for name, default in schedules.get(_SEARCHED).options.items():
         given = searched.options[name]
         if name not in _KEPT and given is not default and given != default:

@@ -8,7 +8,7 @@ first in the queue again. The search ends when no bound is below the best step t
 the candidates that need the least memory are tried with extra effort (`pipesched.planning.lean_candidates`). If none of
 these fits, the plan with the smallest peak memory is determined (`pipesched.planning.infeasibility`). At the end, stage
 boundaries of the best candidates are moved while this shortens the simulated step
-(`pipesched.planning.refinement.boundary_refinement`), and orders are searched for their stages
+(`pipesched.planning.refinement.boundary_refinement`), and a search looks for faster orders of their stages
 (`pipesched.planning.refinement.order_search`).
 """
 
@@ -81,7 +81,8 @@ def find_plan(search: SearchRequest, progress: Callable[[float], None] = lambda 
 def find_plan_of_replicas(search: SearchRequest) -> Plan:
     """Find the best plan for a request with replicas.
 
-    Divided weights are gathered once per step. If no such plan fits into memory, they are gathered for each use.
+    If replicas divide the weights, each step gathers the weights once. If no such plan fits into memory, the weights
+    are gathered for each use.
 
     Raises the same errors as ``find_plan``.
     """
@@ -158,7 +159,7 @@ class Tuner:
         return bool(self._found)
 
     def refine(self) -> EvaluatedCandidate:
-        """Move the boundaries of the best candidates, search orders for them, and return the candidate to use."""
+        """Move the boundaries of the best candidates, search for faster orders, and return the candidate to use."""
         self._move_boundaries()
         self._found = [as_searched(each) if is_windowed(each.candidate.schedule) else each for each in self._found]
         if self._search.searches_orders:
@@ -171,9 +172,9 @@ class Tuner:
     def _chosen(self) -> EvaluatedCandidate:
         """Return the candidate to use.
 
-        This is the simplest candidate with a known schedule that is about as fast as the fastest one, unless a searched
-        order is clearly faster. No known schedule with a simple cut is faster than the returned candidate, unless this
-        candidate uses one rank.
+        This is the simplest candidate with a known schedule that is about as fast as the fastest one, unless an order
+        that the search found is clearly faster. No known schedule with a simple cut is faster than the returned
+        candidate, unless this candidate uses one rank.
         """
         searched = list(filter(is_searched, self._found))
         known = [found for found in self._found if not is_searched(found)]
@@ -199,9 +200,10 @@ class Tuner:
     def _unrecomputed(self) -> list[EvaluatedCandidate]:
         """Return candidates without recomputation, for whose stages an order within the limits may exist.
 
-        They use all ranks and the fastest candidate's number of micro-batches. For each placement without a candidate
-        that fits without recomputation, there is one with the fastest cut, which exceeds the limits, and one with a cut
-        within the limits, if some window permits one. The placements with the best bounds come first.
+        They use all ranks, and as many micro-batches as the fastest candidate. Placements for which a candidate without
+        recomputation already fits are left out. For each other placement, one candidate has the fastest cut, which
+        exceeds the limits. A second candidate has a cut within the limits, if 1F1B with fewer micro-batches in flight
+        has such a cut. The placements with the best bounds come first.
         """
         mode = self._search.checkpoint or LADDER[0]
         fit = {found.candidate.placement for found in self._found if found.candidate.checkpoint == mode}
@@ -342,15 +344,16 @@ class Tuner:
     def _least_s(self, candidate: Candidate) -> float:
         """Return a lower bound in seconds on the step time of every partition.
 
-        The bound is the time of evenly divided work or, if longer, of the slowest layer.
+        The bound is the larger of two times: the time of a rank if the work is divided evenly, and the time of the
+        slowest layer.
 
         With one stage per rank and B instead of I and W, each rank's time is its work on all micro-batches, plus the
         work of all earlier ranks on one micro-batch, for which it waits. The longest of these times is smallest if the
         work per micro-batch decreases by a factor of 1 - 1/count from rank to rank, where count is the number of
         micro-batches.
 
-        With a window of w micro-batches, the first rank holds each micro-batch for the whole work on it, and at most w
-        of them at a time.
+        If a rank may hold at most w micro-batches (a window of w), the first rank holds each micro-batch until all
+        work on it is done. So at most w micro-batches are in progress at a time.
         """
         count = candidate.num_microbatches
         if count not in self._work:

@@ -1,6 +1,6 @@
-"""Windows: 1F1B with few micro-batches in flight, for searches whose limits no schedule of the catalogue may meet.
+"""Windows: 1F1B with few micro-batches in flight, for memory limits that other schedules perhaps exceed.
 
-The plan of such a candidate names the schedule `searched`, which can run its program without a search.
+The plan of such a candidate names the schedule `searched`, which can run the candidate's program without a search.
 """
 
 from collections.abc import Iterable, Iterator

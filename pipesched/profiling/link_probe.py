@@ -2,8 +2,8 @@
 
 The programs run like training programs, so the results include packing, sending and unpacking. The three stages of a
 chain are placed on rank a, rank b and rank a. A round trip lasts from the end of the first stage to the start of the
-third stage, so the clock of rank a is enough to measure it. If the mesh has replicas, the probe also measures the sums
-and the gathers over replicas as a training step runs them.
+third stage, so the clock of rank a is enough to measure it. If the mesh has replicas, the probe also measures the
+collectives that sum gradients and gather weights over the replicas, as a training step runs them.
 """
 
 import time
@@ -150,7 +150,10 @@ def _timed(start: Callable[[int], Ticket], sums: ReplicaSums, device: torch.devi
 
 
 def _slowest(members: Sequence[dict[int, list[float]]]) -> Link:
-    """Return the slowest times of a group of ranks as a link: latency of a small tensor, bandwidth of the largest."""
+    """Return a group of ranks as one link, with the times of its slowest ranks.
+
+    The latency is the time of the smallest tensor. The bandwidth follows from the extra time of the largest tensor.
+    """
     smallest, *_, largest = sorted(members[0])
     latency_s = max(median(own[smallest]) for own in members)
     slowest = max((own[largest] for own in members), key=median)
@@ -201,7 +204,7 @@ def _measured(pairs: list[Pair], num_ranks: int, run: Run) -> dict[Pair, Link]:
 def _trips(sizes: dict[Pair, int], num_ranks: int, count: int, run: Run) -> dict[Pair, list[float]]:
     """Return the seconds of ``count`` round trips for each pair.
 
-    A round trip is a message of the pair's size and an empty reply.
+    A round trip is a message of as many bytes as ``sizes`` gives for the pair, and an empty reply.
     """
     program = lower(_there_and_back(list(sizes), num_ranks, 1 + count))
     spans = run(program, [nbytes for size in sizes.values() for nbytes in (size, 0, 0)])

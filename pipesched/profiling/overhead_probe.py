@@ -77,7 +77,7 @@ class _Worked(torch.autograd.Function):
 
 
 class _Layer(nn.Module):
-    """A layer that computes or sleeps in proportion to ``parts``. ``seconds`` holds the time of each call."""
+    """A layer that computes or sleeps, in proportion to ``parts``. ``seconds`` holds the time of each call."""
 
     def __init__(self, parts: int, waits: bool, device: torch.device) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Order search: finds orders for the stages, links and memory limits of the best candidates.
+"""Order search: finds faster orders of actions for the best candidates, within the memory limits.
 
 The schedule `searched` starts from the programs of the candidates with the same placement. It uses the times of the
 stages and of messages over idle links, and the memory of the micro-batches. Its orders are then evaluated like every
@@ -81,7 +81,7 @@ class OrderSearch:
     def improve(
         self, found: Sequence[EvaluatedCandidate], move: Mover, others: Sequence[EvaluatedCandidate] = ()
     ) -> list[EvaluatedCandidate]:
-        """Return candidates with searched orders, each within the limits.
+        """Return candidates with the orders that the search finds, each within the limits.
 
         Args:
             found: the evaluated candidates of the search, at least one.
@@ -106,7 +106,7 @@ class OrderSearch:
         return made
 
     def _of_all_cuts(self, found: EvaluatedCandidate, best_s: float) -> Iterator[EvaluatedCandidate]:
-        """Search orders for all cuts of a placement, and yield each candidate that is faster than the best so far.
+        """Search for orders with every cut of a placement. Yield each candidate that is faster than the best so far.
 
         Yields nothing if there are more than ``_CUTS`` cuts.
         """
@@ -122,7 +122,7 @@ class OrderSearch:
                     yield made
 
     def _made(self, known: Sequence[EvaluatedCandidate], effort: float) -> Iterator[EvaluatedCandidate]:
-        """Yield the candidate with a searched order, if the search finds an order within the limits.
+        """Yield the candidate with the order that the search finds; nothing if no order is within the limits.
 
         Args:
             known: candidates with the same placement, the fastest first. The search uses the costs of the first
@@ -185,7 +185,7 @@ class OrderSearch:
                 yield best
 
     def _share(self, candidate: Candidate, effort: float) -> float | None:
-        """Return the largest share of the default effort of `searched` that costs at most ``effort``, or None."""
+        """Return the largest share of `searched`'s default effort that costs at most ``effort``; None if none does."""
         within = min(effort, self._effort.left)
         return next((share for share in _SHARES if _cost(candidate, share) <= within), None)
 
@@ -197,7 +197,7 @@ def _speed(found: EvaluatedCandidate) -> float:
 def _groups(found: Iterable[EvaluatedCandidate], best_s: float) -> list[list[EvaluatedCandidate]]:
     """Group the fast candidates by placement, micro-batches and checkpointing.
 
-    In each group, the fastest candidate comes first. Orders are searched for this candidate.
+    In each group, the fastest candidate comes first. The search looks for orders for this candidate.
     """
     several = sorted((each for each in found if each.candidate.num_ranks > 1), key=_speed)
     groups: dict[Any, list[EvaluatedCandidate]] = {}
@@ -221,7 +221,7 @@ def _cost(candidate: Candidate, share: float) -> float:
 
 
 def _with(candidate: Candidate, program: Program, costs: Costs) -> Candidate:
-    """Return the candidate with a searched program."""
+    """Return the candidate with a program that the order search found."""
     schedule = searched_before(program, costs)
     made = replace(candidate, schedule=schedule, splits=bool(program.columns.are(Kind.W).any()))
     made.__dict__["program"] = program
