@@ -263,8 +263,8 @@ def run_all(rank: int, cases: Sequence[Case], path: Path, ranks_are: RanksAre, s
 def taken(one: Running, before: Measured, steps: int) -> Measured:
     """Run steps until ``steps`` undisturbed steps have been measured, including those in ``before``.
 
-    If n steps are missing, at most 2n steps run. If fewer than n of these are undisturbed, disturbed steps are used
-    as well.
+    A step is disturbed if its threads waited too long for cores that other work used. If n steps are missing, at most
+    2n steps run. If fewer than n of these are undisturbed, disturbed steps are used as well.
     """
     for _ in range(2):
         one.step()

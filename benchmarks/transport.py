@@ -35,7 +35,7 @@ NUM_MICROBATCHES = 64
 
 
 def rounds_raw(group: Any, nbytes: int, messages: int) -> Callable[[], float]:
-    """Return a function that runs one round through gloo alone and returns the seconds of a message."""
+    """Return a function that runs one round through gloo alone and returns the seconds that a message takes."""
     rank, out, into = group.rank(), torch.zeros(nbytes, dtype=torch.uint8), torch.empty(nbytes, dtype=torch.uint8)
 
     def run() -> float:
@@ -56,7 +56,7 @@ def rounds_raw(group: Any, nbytes: int, messages: int) -> Callable[[], float]:
 
 
 def rounds_wire(group: Any, wire: Channels, nbytes: int, messages: int) -> Callable[[], float]:
-    """Return a function that runs one round through pipesched's channels and returns the seconds of a message."""
+    """Return a function that runs a round through pipesched's channels and returns the seconds that a message takes."""
     rank, value = group.rank(), Payload.of(torch.zeros(nbytes // 4, requires_grad=True))
     ends = {(True, bool(rank)): [nbytes] * messages, (False, not rank): [nbytes] * messages}
 

@@ -142,7 +142,10 @@ def ours(name: str) -> Ours:
 
 
 def _even(specimen: Specimen) -> tuple[Any, list[str] | None]:
-    """Return the layers with their work, and the boundaries of equal stages or None if torch cannot count the work."""
+    """Return the graph of layers with their work, and the boundaries that balance the work.
+
+    If torch cannot count the work, the graph has no work and the boundaries are None.
+    """
     rows = specimen.rows(ROWS // MICROBATCHES)
     try:
         work = counted(specimen.made(), rows)
@@ -230,7 +233,7 @@ def plain_gradients(name: str, way: str) -> dict[str, Tensor]:
 
 
 def traced(name: str, way: str, train: bool) -> str | dict[str, Any]:
-    """Trace a model and run a step; return the gradients, keyed by parameter, or the reason of a failure as a str."""
+    """Trace a model and run a step; return the gradients, keyed by parameter, or the reason for a failure as a str."""
     specimen, inputs = MODELS[name], ways(name)[way]
     sample = rows(inputs, 0, ROWS // MICROBATCHES)
     begins = _even(specimen)[1]

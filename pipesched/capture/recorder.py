@@ -125,9 +125,9 @@ class _Recorder(TorchFunctionMode):
     def _join(self) -> None:
         """Set ``joined`` on calls that must share a stage with earlier calls.
 
-        Code whose backward is a single unit (such as a ``torch.autograd.Function``) must stay in one stage. The other
-        case is memory that a call modifies in place and a later call reads through another tensor: all calls that use
-        this memory must stay in one stage.
+        There are two cases. Code whose backward is a single unit (such as a ``torch.autograd.Function``) must stay in
+        one stage. If a call modifies memory in place, and a later call reads this memory through another tensor, all
+        calls that use the memory must stay in one stage.
         """
         for region, (first, call) in self._regions.items():
             call.join(first.index)

@@ -110,9 +110,9 @@ class ShardedModules:
         return self._gathering
 
     def accumulate(self) -> None:
-        """Add gradients computed outside FSDP2's backward to FSDP2's sums.
+        """Add gradients computed outside FSDP2's backward to FSDP2's sums, if the sums have another dtype.
 
-        Does nothing if the gradients and the sums have the same dtype.
+        With the same dtype nothing is left to do: FSDP2 sums in ``.grad``, which already contains these gradients.
         """
         if self._casts:
             for root in self._roots:

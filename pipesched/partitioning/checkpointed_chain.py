@@ -149,7 +149,7 @@ class CheckpointedChain:
             yield first, last
 
     def _next_alone(self, slot: Slot, begins: Sequence[Run], bound: int) -> int:
-        """Return the smallest larger bound with which another of these starts is possible; INFINITE if there is none.
+        """Return the smallest bound above ``bound`` with which more of these starts are possible; INFINITE if none.
 
         A start is possible if the first block of the stage alone takes no longer than the bound.
         """
