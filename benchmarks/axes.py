@@ -134,7 +134,7 @@ def request(model: Gpt, profile: Profile, depth: int | None = None, zero: Zero =
 
 
 def rules(model: Gpt, profile: Profile) -> EvaluatedCandidate:
-    """Return the fastest plan that the rules allow with the fewest pipeline ranks that fit into memory."""
+    """Return the fastest plan that the rules allow with the smallest pipeline depth that fits into memory."""
     depths = [depth for depth in range(1, model.num_ranks + 1) if model.num_ranks % depth == 0]
     return next(filter(None, (of_depth(model, profile, depth) for depth in depths)))
 

@@ -120,7 +120,10 @@ def serve(rank: int, port: int, rounds: int, messages: int) -> None:
 
 
 def say(rank: int, what: str, *columns: list[float]) -> None:
-    """Print the median and quartiles of each list of times, and the ratio of the second list to the first, if any."""
+    """Print the median and quartiles of each list of times.
+
+    If there are two lists, also prints the ratio of the second to the first.
+    """
     if rank:
         return
     cells = []

@@ -212,7 +212,7 @@ def model_for(specimen: Specimen, train: bool) -> nn.Module:
 
 
 def loss_of(output: Any, way: str) -> Tensor:
-    """Return the loss of a model's output: its first tensor, or a loss function of this tensor."""
+    """Return the loss: the output's first tensor for "own loss", or else a loss function of this tensor."""
     first = next(leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor))
     return first if way == "own loss" else first.float().pow(2).mean()
 
