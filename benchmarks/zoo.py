@@ -113,7 +113,11 @@ class Ours:
 
 
 def ours(name: str) -> Ours:
-    """Train a model in pipesched under 1f1b and zb-h1 with a cut by work, and under 1f1b with a cut by time."""
+    """Train a model in pipesched, in three cases.
+
+    Two cases have a cut that balances the work, under 1f1b and zb-h1. The third has a cut that balances the time, under
+    1f1b.
+    """
     specimen = MODELS[name]
     choices = {"loss_fn": specimen.loss_fn, "num_microbatches": MICROBATCHES, "seed": 3}
     plain = specimen.made()
