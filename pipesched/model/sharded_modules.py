@@ -169,7 +169,7 @@ class ShardedModules:
         return (parameter for root in self._roots for parameter in root.parameters())
 
     def _pass(self, root: Any) -> None:
-        """Run an empty backward pass through a module's hooks. At the end of the pass, FSDP2 checks all gradients."""
+        """Run an empty backward pass through a module's hooks. At its end, FSDP2 adds up or reduces all gradients."""
         start: Tensor = torch.zeros((), device=self._device, requires_grad=True)
         root.pipesched_pass(start).backward()
 
