@@ -110,7 +110,7 @@ class _Recorder(TorchFunctionMode):
         self._drawn = drawn
 
     def _inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return copies of the inputs, recorded as values. An input passed twice becomes two tensors with different ids."""
+        """Return copies of the inputs, recorded as values. An input passed twice becomes two different tensors."""
         leaves, spec = pytree.tree_flatten((args, kwargs))
         for place, (name, leaf) in enumerate(named_leaves(self._positional, args, kwargs)):
             if isinstance(leaf, Tensor):
