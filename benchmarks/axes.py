@@ -8,8 +8,8 @@ parallelism, so a rank is a group of t GPUs (1, 8 and 8, as in the table) that s
 layer. The times of the layers contain the all-reduces inside the group.
 
 All figures are simulated. GPUs are A100s with 80 GB (`cost_tables`), eight in a host. A GPU sends 250 GB/s with 5 us of
-latency inside its host, and 25 GB/s with 10 us to other hosts, so a group of 8 GPUs sends 200 GB/s. Weights and
-gradients take 2 bytes for each parameter, Adam's states with float32 weights 12 bytes. An update reads or writes 30
+latency inside its host, and 25 GB/s with 10 us to other hosts, so a group of 8 GPUs sends 200 GB/s. A parameter
+takes 2 bytes, its gradient 2 bytes, and Adam's states with the float32 weight 12 bytes. An update reads or writes 30
 bytes for each parameter. A rank may use 90 % of its memory, and may recompute layers.
 
 The planners:
@@ -134,7 +134,7 @@ def request(model: Gpt, profile: Profile, depth: int | None = None, zero: Zero =
 
 
 def rules(model: Gpt, profile: Profile) -> EvaluatedCandidate:
-    """Return the fastest plan that the rules allow with the fewest pipeline ranks that fit into memory."""
+    """Return the fastest plan that the rules allow with the smallest pipeline depth that fits into memory."""
     depths = [depth for depth in range(1, model.num_ranks + 1) if model.num_ranks % depth == 0]
     return next(filter(None, (of_depth(model, profile, depth) for depth in depths)))
 

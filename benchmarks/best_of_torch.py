@@ -7,8 +7,8 @@ step. All runs are in the same gloo processes, in turn, with the same weights; g
 
 sleeping       Eight ranks and 16 micro-batches. The 16 layers sleep for different times instead of computing, so the
                machine's cores do not matter. Both libraries cut the layers in the same way. Our order is made for
-               these times (`searched`). Its ranks hold at most as many micro-batches at once as under zb-v; schedules
-               of torch that hold more are marked. The table shows simulated and measured steps.
+               these times (`searched`). Each rank holds at most as many micro-batches at once as under zb-v; torch's
+               schedules that hold more are marked. The table shows simulated and measured steps.
 gpt            Two ranks that compute, 8 micro-batches: a GPT with a large vocabulary, whose head takes the time of
                several blocks. We run the plan of `tune` on these ranks; the script prints how long `tune` took.
 convolutions   Likewise, for a convolution net whose channels grow from layer to layer.
@@ -42,7 +42,7 @@ COMPUTING_RANKS, COMPUTING_MICROBATCHES = 2, 8
 
 
 class Measured(NamedTuple):
-    """The seconds of each step on the slowest rank, and whether gradients agree with those of the first runner."""
+    """The seconds that each step takes on the slowest rank, and whether gradients agree with the first runner's."""
 
     steps_s: list[float]
     agree: bool
@@ -83,7 +83,10 @@ def simulated_s(program: Program) -> float:
 
 
 def searched(limit: float) -> Program:
-    """Return the fastest searched program of three placements: one stage on each rank, or two in a loop or in a V."""
+    """Search for a program for each of three placements; return the fastest program.
+
+    The placements have one stage on each rank, two stages in a loop, or two stages in a V.
+    """
     return min(
         (
             schedules.get("searched")

@@ -185,7 +185,7 @@ def _read_machine(path: Path) -> None:
 
 
 def _read_options(path: Path) -> None:
-    """Make a program from a file with the name of a schedule, its options and a shape, as loading a plan does."""
+    """Make a program from a file that holds a schedule's name, options and shape, as loading a plan does."""
     values = load_json(path, lambda plain: plain)
     if not isinstance(values, dict) or not isinstance(values.get("options"), dict):
         raise PipeschedError("the file must be a JSON object with a field 'options' that is an object")

@@ -136,7 +136,10 @@ def swept(name: str, profile: Profile) -> Iterator[tuple[float, str, dict[str, A
 
 
 def cuts(work: Sequence[float], placement: Sequence[int], layers: int) -> Iterator[tuple[int, ...]]:
-    """Yield all cuts. With several chunks on a rank, leave out the cuts that give one rank too much work."""
+    """Yield every cut of the layers into stages, as the first layer of each stage after the first.
+
+    With several chunks on a rank, cuts that give one rank too much work are left out.
+    """
 
     def busiest(cut: tuple[int, ...]) -> float:
         spans = pairwise((0, *cut, layers))

@@ -2,9 +2,9 @@
 
     python benchmarks/efficiency.py [--steps 25] [--schedules gpipe 1f1b ...] [--executors threads processes]
 
-The model has 16 transformer blocks (d = 256, 64 tokens, 32 rows, m = 8). Ranks are threads, then processes. The
-simulation uses the median times of each stage's actions in all other steps, and assumes that messages take no time. The
-time of a step is its makespan on the common clock of the ranks.
+The model has 16 transformer blocks (d = 256, 64 tokens, 32 rows, m = 8). Ranks are threads, then processes. The time of
+a step is its makespan on the common clock of the ranks. To simulate a step, the script uses the median times of each
+stage's actions in all steps but this one, and assumes that messages take no time.
 
 The script prints medians over the steps: measured / simulated with a 95 % bootstrap interval, and measured / bound. The
 first ratio is the product of two factors. "actions" is the step simulated with this step's own action times, divided by

@@ -2,13 +2,15 @@
 
     python benchmarks/faults.py [--quick] [--timeout 5] [--side-by-side 1] [--only TEXT]
 
-Every fault is injected in every part of a script. One setup has 3 ranks, with the store of the process group in a
-separate process or in rank 0. The other setups have 2x2 ranks: stages that FSDP2's ``fully_shard`` divides over
-replicas; or replicas of one pipeline, with undivided states ("replicate") or divided ones (zero=2, zero=3). With 2x2
-ranks, each fault hits only one rank, a different one in turn. A survivor is late if it has neither raised an error nor
-ended within the timeout plus 5 s. A survivor's error is right if it names only the failing rank. --quick runs a few
-cases of each setup; --side-by-side sets the number of cases that run at the same time; --only runs the cases whose
-description contains TEXT.
+Every fault is injected in every part of a script. One setup has a pipeline of 3 ranks, and every fault hits every rank.
+The other setups have 2 replicas of 2 ranks, and each fault hits only one rank, a different one in turn. Either FSDP2's
+``fully_shard`` divides the weights of each stage over the replicas, or pipesched itself runs the replicas, with
+undivided states ("replicate") or divided ones (zero=2, zero=3). The store of the process group is in a separate process
+or in rank 0.
+
+A survivor is late if it has neither raised an error nor ended within the timeout plus 5 s. A survivor's error is right
+if it names only the failing rank. --quick runs a few cases of each setup; --side-by-side sets the number of cases that
+run at the same time; --only runs the cases whose description contains TEXT.
 """
 
 import argparse
@@ -34,7 +36,11 @@ LAYOUTS = {
 
 
 def cases(quick: bool) -> Iterator[Case]:
-    """Yield the cases. With 3 ranks, every fault hits every rank at every point; with 2x2, the ranks alternate."""
+    """Yield the cases.
+
+    With 3 ranks, every fault hits every rank in every part of the script. With 2 replicas of 2 ranks, a fault hits one
+    rank in each part, and the ranks take turns. ``quick``: yield only a few of these cases.
+    """
     for store, num_ranks, replicas, by in LAYOUTS:
         for turn, (fault, phase) in enumerate((fault, phase) for phase in PHASES for fault in FAULTS):
             ranks = [(turn + turn // len(FAULTS)) % num_ranks] if replicas > 1 or quick else range(num_ranks)

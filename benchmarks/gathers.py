@@ -6,7 +6,8 @@ The model, devices and links are those of benchmarks/reductions.py. Each of the 
 (zero=3): a stage gathers its weights by UNSHARD and reduces its gradients by REDUCE. The table compares three rules:
 once (each stage gathers once in a step), often (a stage frees its weights while others run), and often without
 prefetch. "held" is the largest size of gathered weights on a rank. With --proofs, every schedule is validated and
-simulated for 1 to 6 ranks and 1 to 8 micro-batches under five rules, and the number of cases and failures is printed.
+simulated for 1 to 6 ranks and 1 to 8 micro-batches under these rules and two more, and the numbers of cases and
+failures are printed.
 """
 
 import argparse

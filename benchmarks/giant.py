@@ -74,7 +74,10 @@ def peak_bytes() -> int:
 
 
 def measured(make: Callable[[], Any], step: Callable[[Any], Any]) -> tuple[Any, tuple[float, ...]]:
-    """Build a model and run a step. Return the model and (peak bytes after building, after the step, build seconds)."""
+    """Build a model and run a step; return the model and the measurements.
+
+    The measurements are the peak bytes after building, the peak bytes after the step, and the seconds of building.
+    """
     gc.collect()
     before, begin_s = peak_bytes(), time.perf_counter()
     model = make()

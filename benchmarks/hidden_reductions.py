@@ -1,4 +1,4 @@
-"""Hidden reductions: predicts and measures the share of gradient sums over replicas that bubbles and compute hide.
+"""Hidden reductions: predicts and measures how much of the gradient sums lies in bubbles or overlaps with compute.
 
     python benchmarks/hidden_reductions.py [--steps 14] [--replicas 2] [--schedules 1f1b zb-h1]
 
@@ -6,8 +6,10 @@ A pipeline of four ranks with two replicas runs steps of 8 micro-batches on 8 pr
 sleep in place of computing and sending. The sums of a stage together take 90 % of the time of one of its backward
 passes, as over a slow link. The prediction simulates the program with the times of each kind of action in the first
 half of the steps; the other half is measured. The script prints the predicted and the measured makespan. For each rank
-it prints the shares of the time of its sums that lie in bubbles, under compute, and after the last backward pass of all
-ranks. Under 1f1b it also states whether three targets are met: the makespan is at most 1.03 times the prediction; on
+it divides the time of the sums into three shares: in bubbles, "under compute" (while the rank computes), and after the
+last backward pass of all ranks.
+
+Under 1f1b the script also states whether three targets are met: the makespan is at most 1.03 times the prediction; on
 ranks 1 to 3, at least 90 % of the time of the sums lies in bubbles; on rank 0, all sums but one start before the rank's
 last backward ends.
 """

@@ -1,12 +1,12 @@
-"""Hybrid sharding: trains replicas whose stages fully_shard divides over a mesh dimension; compares with a plain loop.
+"""Hybrid sharding: compares a plain loop with replicas whose stages fully_shard divides over a mesh dimension.
 
     python benchmarks/hybrid_sharding.py [--schedules 1f1b zb-v]
 
 Four processes train a model with dropout for two steps, on unequal numbers of labels, with clipping and AdamW. The
-cases are all combinations of mesh (replicas x shards x ranks of a pipeline), schedule, and whether fully_shard divides
-all layers or some. The script prints, for each case, the largest relative difference between the losses, gradients,
-norms and weights and those of ``reference_step(num_replicas=)``. The limit is 1e-6, because fully_shard adds gradients
-in a different order.
+cases are all combinations of mesh (replicas x shards x ranks of a pipeline), schedule, and layers that fully_shard
+divides (all or some). In each case, the losses, gradients, norms and weights are compared with those of the loop,
+``reference_step(num_replicas=)``. The script prints the largest relative difference. The limit is 1e-6, not 0, because
+fully_shard adds gradients in a different order.
 """
 
 import argparse

@@ -4,14 +4,15 @@
     python benchmarks/joint_search.py --models 5 --ranks 4 8 16 --counts 1 2 3 4
 
 The chains have 4 to 7 layers with random times on 2 or 3 ranks, and 2 to 5 micro-batches. The optimum of a chain is its
-shortest step over all cuts, three placements (one stage on each rank, or two in a loop or in a V) and all exact orders.
-Cuts are tried in the order of their `pipesched.lower_bound`. For each cut whose bound is below the best step so far,
-CP-SAT proves the optimal order. If CP-SAT cannot prove the optimum of a cut, the chain is left out and counted.
+shortest step over all cuts, three placements (one stage on each rank, or two in a loop or in a V) and all exact orders,
+in which each stage runs its micro-batches in ascending order. The cuts with the smallest `pipesched.lower_bound` are
+tried first. For each cut whose bound is below the best step so far, CP-SAT searches for the optimal order and proves
+that it is optimal. A chain with a cut for which this fails is left out and counted.
 
 The simple planner cuts the layers so that the slowest stage is as fast as possible, and uses the fastest of all exact
-schedules and numbers of chunks. The number of micro-batches of a case is the number of ranks times each of
-``--counts``. The script prints how often the step of the plan is at most 1 % and 3 % longer than the optimum, and how
-often it is longer than the step of the simple planner.
+schedules and numbers of chunks. There are ``--counts`` micro-batches for each rank. The script prints how often the
+step of the plan is at most 1 % and 3 % longer than the optimum, and how often it is longer than the step of the simple
+planner.
 """
 
 import argparse
@@ -89,7 +90,10 @@ def cuts(request: SearchRequest) -> Iterator[tuple[Placement, Costs]]:
 
 
 def optimum_s(request: SearchRequest, best_s: float, effort: float) -> float | None:
-    """Return the shortest step of all plans, or ``best_s`` if no step is shorter; None if CP-SAT cannot prove it."""
+    """Return the seconds of the shortest step of all plans, or ``best_s`` if no step is shorter.
+
+    Returns None if CP-SAT cannot prove the optimum of a cut.
+    """
     count = request.num_microbatches[0]
     each = [
         (lower_bound(costs, count, placement=placement), number, placement, costs)

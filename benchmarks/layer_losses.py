@@ -2,8 +2,9 @@
 
     python benchmarks/layer_losses.py
 
-Each plan trains two steps with dropout and with batches that do not divide evenly into micro-batches. The gradients of
-all products with weights are deferred to W.
+A schedule is exact if it adds gradients in the order of the micro-batches, as the loop does. Each plan trains two steps
+with dropout and with batches that do not divide evenly into micro-batches. The gradients of all products with weights
+are deferred to W.
 """
 
 import itertools
@@ -94,7 +95,7 @@ def differences(name: str, num_ranks: int, mode: object) -> int:
 
 
 def main() -> None:
-    """Train all plans; print for each schedule the numbers of plans and of tensors that differ from the loop."""
+    """Train all plans; print for each schedule the number of plans, and how many tensors differ from the loop's."""
     split_backward.PAYS_FLOPS = 0
     total = wrong = 0
     for name, of_name in itertools.groupby(cases(), key=lambda case: case[0]):

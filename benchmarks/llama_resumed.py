@@ -38,7 +38,7 @@ def pairs(order: ReductionOrder) -> list[tuple[Place, Place]]:
 
 
 def main() -> None:
-    """Resume each saved run in several ways; print for each way the number of losses that differ from the loop's."""
+    """Run all pairs of layouts; print for each pair the number of losses that differ from the loop's."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=50, help="steps of a run; default: 50")
     parser.add_argument("--only", default="", help="only pairs whose description contains this text")

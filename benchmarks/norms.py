@@ -2,12 +2,12 @@
 
     python benchmarks/norms.py [--steps 4] [--long-steps 50] [--quick]
 
-A small model with dropout and a tied weight is trained with every combination of 1 to 4 ranks, schedule, place (one
-process, or one process per rank), checkpointing, dtype and way to clip: ``pipe.clip_grad_norm_`` with a separate
-optimizer, or ``Numerics(clip_grad_norm=)`` with ``optimizer=``. In every step the norm, the loss and the weights must
-be bit-identical to those of the loop. Then the gradient of each layer overflows in turn: all ranks must skip the
-update and halve the scale, as torch's GradScaler does in the loop. --quick runs every seventh combination. Every
-combination trains for --steps steps, and one in seven for --long-steps.
+A small model with dropout and a tied weight is trained with every combination of number of ranks (1 to 4), schedule,
+place (one process, or one process per rank), checkpointing, dtype and way to clip: ``pipe.clip_grad_norm_`` with a
+separate optimizer, or ``Numerics(clip_grad_norm=)`` with ``optimizer=``. In every step the norm, the loss and the
+weights must be bit-identical to those of the loop. Then the gradient of each layer overflows in turn: all ranks must
+skip the update and halve the scale, as torch's GradScaler does in the loop. --quick runs every seventh combination.
+Every combination trains for --steps steps, and one in seven for --long-steps.
 """
 
 import argparse

@@ -2,17 +2,17 @@
 
 python benchmarks/optimality.py [--generated | --large | --equal] [--effort 1] [--every 1]
 
-`optima.json` has small problems with optima that CP-SAT has proved. For each family of problems, the script prints the
-makespan of the best fixed schedule and of the searched order, divided by the optimum of exact programs (median, 90th
-percentile and maximum), and the share of problems that are solved to the optimum. If CP-SAT has not proved the optimum
-of exact programs, the optimum of all programs is used. The script ends with an error if a makespan is below the
-optimum, or if a searched order is longer than the best fixed schedule. ``--generated`` uses the problems of
-`instances.py` instead.
+`optima.json` has small problems with optima that CP-SAT has proved. A program is exact if each stage runs its
+micro-batches in ascending order. For each family of problems, the script prints the makespan of the best fixed schedule
+and of the searched order, divided by the optimum of exact programs (median, 90th percentile and maximum), and the share
+of problems that are solved to the optimum. If CP-SAT has not proved the optimum of exact programs, the optimum of all
+programs is used. The script ends with an error if a makespan is below the optimum, or if a searched order is longer
+than the best fixed schedule. ``--generated`` uses the problems of `instances.py` instead.
 
 ``--large`` searches for orders of problems with many micro-batches. It prints the CPU seconds of each search, and the
-makespan divided by the bound and by the result of a search with 20 times the effort. That search takes 1 to 5 s for
-p = 8 if numba is installed. ``--equal`` prints the idle time of schedules for stages of equal length (F = I = W) with 8
-ranks and 20 micro-batches, divided by the time of a forward of a rank's layers.
+makespan, once divided by the lower bound, and once by the makespan that a search with 20 times the effort finds. The
+longer search takes 1 to 5 s for p = 8 if numba is installed. ``--equal`` prints the idle time of schedules for stages
+of equal length (F = I = W) with 8 ranks and 20 micro-batches, divided by the time of a forward of a rank's layers.
 """
 
 import argparse

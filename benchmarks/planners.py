@@ -265,7 +265,7 @@ def ours(case: Case, limit_bytes: int | None = None) -> float:
 
 
 def steps_s(case: Case) -> dict[str, float]:
-    """Return the step of every planner's plan, keyed by planner; NaN if the planner has no plan."""
+    """Return the seconds of a step under every planner's plan, keyed by planner; NaN if the planner has no plan."""
     plans = {name: planner(case) for name, planner in OTHERS.items()}
     chunks, limit_bytes = plans["equal, chunks"], balanced(case).most_bytes
     plans["any, lean"] = any_schedule(case, limit_bytes)

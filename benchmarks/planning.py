@@ -1,9 +1,10 @@
 """Planning: measures how long the search for a plan takes, given a profile.
 
 The model is a GPT of 96 blocks with a large vocabulary on 64 ranks, with synthetic times similar to those of A100s and
-profiles of micro-batches with one, two and four rows. The script prints the processor time of one cut for each of
-several schedules, and of the whole search, and compares the plan with an equal split. It then does the same for smaller
-shapes, and for memory limits that make the search choose layers to recompute or offload. Nothing imports torch.
+profiles of micro-batches with one, two and four rows. First, the script prints the processor time to cut the layers
+once into 64 stages, for several schedules. Then it prints the processor time of the whole search, and compares the plan
+with an equal split. It repeats the search for smaller shapes, and for memory limits that make the search choose layers
+to recompute or offload. Nothing imports torch.
 """
 
 import argparse

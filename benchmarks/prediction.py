@@ -7,8 +7,8 @@ and of one model that sleeps, and the overheads of ranks as threads and as proce
 times, in turn, and the measurement with the median layer time is used. All measurements are written to FILE as JSON.
 
 The other parts read FILE in separate processes, predict, and run: 24 cases of 2 ranks that compute (3 models, 4
-schedules, 2 or 4 stages, 4 or 8 micro-batches), with ranks as threads and as processes; and 8 and 16 ranks whose stages
-sleep. The prediction of a step never uses a measurement of this step.
+schedules with 2 or 4 stages, and 4 or 8 micro-batches), with ranks as threads and as processes; and 8 and 16 ranks
+whose stages sleep. The prediction of a step never uses a measurement of this step.
 
 Cases run in turn, a third of their steps at a time. A step is used if the ranks' threads spent at most 10 % of its time
 waiting for cores that other work used, according to Linux's statistics. (Sleeping ranks are exempt, because there are
@@ -263,8 +263,8 @@ def run_all(rank: int, cases: Sequence[Case], path: Path, ranks_are: RanksAre, s
 def taken(one: Running, before: Measured, steps: int) -> Measured:
     """Run steps until ``steps`` undisturbed steps have been measured, including those in ``before``.
 
-    If n steps are missing, at most 2n steps run. If fewer than n of these are undisturbed, disturbed steps are used
-    as well.
+    A step is disturbed if its threads waited too long for cores that other work used. If n steps are missing, at most
+    2n steps run. If fewer than n of these are undisturbed, disturbed steps are used as well.
     """
     for _ in range(2):
         one.step()

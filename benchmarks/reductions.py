@@ -7,7 +7,8 @@ The model is a GPT of 24 layers of width 2304 (1.7 billion parameters, the first
 are one bucket. The replicas are connected by a ring of 25 GB/s. The table shows the step without reductions, and with
 three rules for the start of a stage's reductions: at the end of the stage's last backward, inside the last backward of
 every stage, and inside the last backward of the first stage only, which is the rule of pipesched. The last columns
-show, for pipesched's rule, the shares of the reductions' time in bubbles, under compute, and exposed.
+divide the time of the reductions under pipesched's rule into three shares: in bubbles, "under compute" (while the rank
+computes), and "exposed" (after the last backward of all ranks).
 """
 
 import argparse

@@ -4,8 +4,9 @@
 
 Four gloo ranks form 2 replicas of 2 ranks, or 4 replicas of 1 rank. A row of the table shows the largest peak memory of
 a rank in the second step ("Held"), the smallest and the largest ratio of predicted to measured memory over the ranks,
-and the measured and predicted bytes that the first rank sends to the other replicas in a step. "3, each use" is zero=3
-with `gather_once=False`, where a rank has 4 stages under interleaved-1f1b. `--each-use` runs only these cases.
+and the measured and predicted bytes that the first rank sends to the other replicas in a step. In the cases
+"3, each use", zero=3 runs with `gather_once=False`, and interleaved-1f1b has 4 stages on each rank. `--each-use` runs
+only these cases.
 """
 
 import argparse

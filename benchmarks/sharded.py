@@ -10,9 +10,9 @@ backward, as earlier versions of pipesched did. "zero2" and "zero3": ``Distribut
 All variants update the weights with AdamW in each step. They run in turn (A B C A B C ...); every step begins with a
 barrier, and the time of the slowest rank is used. The script prints the gathers and reductions of each rank in a step,
 the median times, the milliseconds of a rank's W actions, the most memory that a rank holds in a step and the memory
-predicted for it, and the medians of the paired ratios with a 95 % bootstrap interval. The memory of
-"once" and "flags" does not include the optimizer's states, because they update the weights outside the pipeline. The
-weights of all variants are compared after two steps, before any timing.
+predicted for it, and the medians of the paired ratios with a 95 % bootstrap interval. The memory of "once" and "flags"
+does not include the optimizer's states, because in these variants the optimizer runs outside the pipeline. The weights
+of all variants are compared after two steps, before any timing.
 """
 
 import argparse
@@ -179,9 +179,10 @@ def weight_gradient_s(pipe: Pipeline) -> float:
 
 
 def warmed_up(variant: Variant) -> tuple[str, str]:
-    """Run two steps. Return the collectives of the second one, and the memory that the ranks hold and that predicted.
+    """Run two steps; return the numbers of gathers and reductions in the second step, and its memory, both as text.
 
-    The memory is that of the rank that holds the most.
+    The memory has two numbers of MiB: the most that a rank holds, and the prediction for this rank. It is empty for
+    torch's variant.
     """
     with ExitStack() as stack:
         meter = None if variant.pipe is None else stack.enter_context(MemoryMeter(variant.pipe))

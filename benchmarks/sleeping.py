@@ -174,7 +174,7 @@ class WholePipeline:
 def beside_torch(
     rank: int, names: list[str], num_ranks: int, pairs: int
 ) -> list[tuple[list[float], list[float], bool]]:
-    """Run pipesched and torch in turn. For each schedule, return (our seconds, torch's seconds, gradients agree)."""
+    """Run pipesched and torch in turn. Return (our seconds, torch's seconds, whether gradients agree) per schedule."""
     wake_in_time()
     found = []
     for name in names:
@@ -223,7 +223,10 @@ class BareStages:
 
 
 class Floor:
-    """The case "floor": sleeps for each action, sends messages over plain sockets; the executor only collects spans."""
+    """The case "floor": sleeps for each action, and sends messages over plain sockets.
+
+    The executor runs no actions; it only collects the ranks' spans after a step.
+    """
 
     def __init__(self, name: str, num_ranks: int) -> None:
         self.program = lower(schedules.get(name).program(num_ranks, 2 * num_ranks))

@@ -176,7 +176,7 @@ class Bench:
         return [parameter.grad for parameter in self.module.parameters()]
 
     def ratios(self, pairs: int) -> tuple[Ratio, Ratio]:
-        """Return two ratios of split to whole runs: of the time of the backward, and of the time of F and backward."""
+        """Return two ratios of split to whole runs: for the backward alone, and for F and the backward together."""
         split, whole = [], []
         for _ in range(pairs):
             split.append(self.run(split=True))

@@ -62,7 +62,7 @@ def set_step(pipe: Pipeline, step: int) -> None:
 
 
 def save_until_killed(path: str, way: str, first: int, calls: int | None, here: Any, rank: int, port: int) -> None:
-    """Save one step after the other. Before each save, report the last step that was saved completely."""
+    """Save in a loop, each time for the next step. Before each save, report the last step that was saved completely."""
     torch.set_num_threads(1)
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())  # silences a surviving rank
     where: dict[str, Any] = {}
@@ -133,7 +133,10 @@ def killed_save(path: Path, way: str, first: int, rng: random.Random) -> int:
 
 
 def kills(count: int, ways: tuple[str, ...] = WAYS, seed: int = 0) -> Counter[str]:
-    """Kill this number of saves. Return counts of the kills during and between saves, and of the outcomes of loads."""
+    """Kill this number of processes that save, and load the checkpoint after each kill.
+
+    Returns counts of the kills during and between saves, and of the outcomes of loads.
+    """
     rng = random.Random(seed)
     found: Counter[str] = Counter()
     with tempfile.TemporaryDirectory() as folder, pipeline() as pipe:

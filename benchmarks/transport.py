@@ -35,7 +35,7 @@ NUM_MICROBATCHES = 64
 
 
 def rounds_raw(group: Any, nbytes: int, messages: int) -> Callable[[], float]:
-    """Return a function that runs one round through gloo alone and returns the seconds of a message."""
+    """Return a function that runs one round through gloo alone and returns the seconds that a message takes."""
     rank, out, into = group.rank(), torch.zeros(nbytes, dtype=torch.uint8), torch.empty(nbytes, dtype=torch.uint8)
 
     def run() -> float:
@@ -56,7 +56,7 @@ def rounds_raw(group: Any, nbytes: int, messages: int) -> Callable[[], float]:
 
 
 def rounds_wire(group: Any, wire: Channels, nbytes: int, messages: int) -> Callable[[], float]:
-    """Return a function that runs one round through pipesched's channels and returns the seconds of a message."""
+    """Return a function that runs a round through pipesched's channels and returns the seconds that a message takes."""
     rank, value = group.rank(), Payload.of(torch.zeros(nbytes // 4, requires_grad=True))
     ends = {(True, bool(rank)): [nbytes] * messages, (False, not rank): [nbytes] * messages}
 
@@ -120,7 +120,10 @@ def serve(rank: int, port: int, rounds: int, messages: int) -> None:
 
 
 def say(rank: int, what: str, *columns: list[float]) -> None:
-    """Print the median and quartiles of each list of times, and the ratio of the second list to the first, if any."""
+    """Print the median and quartiles of each list of times.
+
+    If there are two lists, also prints the ratio of the second to the first.
+    """
     if rank:
         return
     cells = []

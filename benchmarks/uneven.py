@@ -7,12 +7,12 @@ micro-batch takes 5 ms per 64 tokens, and its backward 10 ms. The lengths of the
 log-normal distribution, between 16 and 512 tokens. The profile is measured: the layers run with micro-batches of 16, 64
 and 512 tokens, and their times are fitted as functions of the length.
 
-All pipelines run the same batches in turn (A B C ...), and run each batch several times. The first visit of a batch
-includes the search for its order. "ours" is an order that ``searched`` makes for the lengths of a batch. In "ours,
-capped", a rank holds no more (stage, micro-batch) pairs than in "searched, equal", the order of ``searched`` for
-micro-batches of equal length. The rivals are "searched, equal" and fixed schedules. For each rival, the script prints
-the most pairs that a rank holds, and three median ratios of our step to the rival's step with 95 % bootstrap intervals:
-of the makespans, of the wall times of first visits, and of the wall times of later visits.
+All pipelines run the same batches in turn (A B C ...), each batch ``--visits`` times in a row. The first of these steps
+(the first visit) includes the search for the batch's order. "ours" is an order that ``searched`` makes for the lengths
+of a batch. In "ours, capped", a rank holds no more (stage, micro-batch) pairs than in "searched, equal", the order of
+``searched`` for micro-batches of equal length. The rivals are "searched, equal" and fixed schedules. For each rival,
+the script prints the most pairs that a rank holds, and three median ratios of our step to the rival's step with 95 %
+bootstrap intervals: of the makespans, of the wall times of first visits, and of the wall times of later visits.
 """
 
 import argparse
@@ -143,7 +143,7 @@ def run(rank: int, num_ranks: int, batches: list[list[int]], visits: int, file: 
 
 
 def show(num_ranks: int, count: int, batches: int, visits: int) -> None:
-    """Measure the profile, run all pipelines and print one line for each pair of pipelines."""
+    """Measure the profile and run all pipelines; print one line for each of our orders and each rival."""
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "profile.json"

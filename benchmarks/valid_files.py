@@ -119,7 +119,10 @@ def traces() -> list[Trace]:
 
 
 def options() -> list[str | bytes]:
-    """Return the options of every schedule, with a shape, as JSON. Options that contain schedules are left out."""
+    """Return a JSON text for every schedule, with its name, its options and a shape.
+
+    Options that contain schedules are left out.
+    """
     found = [
         {"schedule": name, "options": {k: v for k, v in schedules.get(name).options.items() if k != "starts"}}
         for name in schedules.names(sliced=True)

@@ -87,7 +87,7 @@ def torch_step(
 
 
 def bare_step(layers: Sequence[nn.Module], m: int) -> Any:
-    """Return a function that runs F and B of the layers one after the other, for one micro-batch after the other."""
+    """Return a function that runs F of all layers and then B of all layers, for each micro-batch in turn."""
 
     def step(x: Tensor, y: Tensor) -> None:
         for value, target in zip(x.tensor_split(m), y.tensor_split(m), strict=True):
@@ -195,7 +195,7 @@ def run(rank: int, ranks: int, store: str, options: argparse.Namespace) -> None:
 
 
 def alone_above_bare(name: str, pairs: int) -> None:
-    """Print the processor time that pipesched and torch add to each compute action of a plain loop, with one rank."""
+    """Print how much more processor time a compute action takes in pipesched and in torch than in a plain loop."""
     chunks, m = NAMES[name][1], 64
     models = [nn.Sequential(*(nn.Linear(8, 8) for _ in range(chunks))) for _ in range(4)]
     x, y = torch.randn(m, 8), torch.randn(m, 8)

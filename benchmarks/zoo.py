@@ -113,7 +113,11 @@ class Ours:
 
 
 def ours(name: str) -> Ours:
-    """Train a model in pipesched under 1f1b and zb-h1 with a cut by work, and under 1f1b with a cut by time."""
+    """Train a model in pipesched, in three cases.
+
+    Two cases have a cut that balances the work, under 1f1b and zb-h1. The third has a cut that balances the time, under
+    1f1b.
+    """
     specimen = MODELS[name]
     choices = {"loss_fn": specimen.loss_fn, "num_microbatches": MICROBATCHES, "seed": 3}
     plain = specimen.made()
@@ -142,7 +146,10 @@ def ours(name: str) -> Ours:
 
 
 def _even(specimen: Specimen) -> tuple[Any, list[str] | None]:
-    """Return the layers with their work, and the boundaries of equal stages or None if torch cannot count the work."""
+    """Return the graph of layers with their work, and the boundaries that balance the work.
+
+    If torch cannot count the work, the graph has no work and the boundaries are None.
+    """
     rows = specimen.rows(ROWS // MICROBATCHES)
     try:
         work = counted(specimen.made(), rows)
@@ -209,7 +216,7 @@ def model_for(specimen: Specimen, train: bool) -> nn.Module:
 
 
 def loss_of(output: Any, way: str) -> Tensor:
-    """Return the loss of a model's output: its first tensor, or a loss function of this tensor."""
+    """Return the loss: the output's first tensor for "own loss", or else a loss function of this tensor."""
     first = next(leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor))
     return first if way == "own loss" else first.float().pow(2).mean()
 
@@ -230,7 +237,7 @@ def plain_gradients(name: str, way: str) -> dict[str, Tensor]:
 
 
 def traced(name: str, way: str, train: bool) -> str | dict[str, Any]:
-    """Trace a model and run a step; return the gradients, keyed by parameter, or the reason of a failure as a str."""
+    """Trace a model and run a step; return the gradients, keyed by parameter, or the reason for a failure as a str."""
     specimen, inputs = MODELS[name], ways(name)[way]
     sample = rows(inputs, 0, ROWS // MICROBATCHES)
     begins = _even(specimen)[1]

@@ -301,7 +301,7 @@ def figures(one: Exhibit) -> str:
 
 
 def above(one: Exhibit) -> str:
-    """Return by how many percent the makespan is above the lower bound; a dash if the bound is unknown."""
+    """Return, as a percentage, how far the makespan is above the lower bound; a dash if the bound is unknown."""
     value = one.trace.above_bound
     return "-" if value is None else percent(value)
 

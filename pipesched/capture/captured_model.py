@@ -251,7 +251,7 @@ def _unit(call: Call) -> str:
 
 
 def _two_rows(sample: tuple[tuple[Any, ...], dict[str, Any]]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the sample, with a single row duplicated, because code may treat a single row differently."""
+    """Return the sample. Duplicate its row if there is only one, because code may treat a single row differently."""
     tensors = [tensor for tensor in tensors_in(sample) if tensor.dim()]
     if not tensors or any(len(tensor) != 1 for tensor in tensors):
         return sample

@@ -154,7 +154,11 @@ def _losses(model: nn.Module, *inputs: tuple[tuple[Any, ...], dict[str, Any]]) -
 
 
 def _may_try(model: nn.Module, labels: Tensor) -> bool:
-    """Return whether it is safe to run a model with ignored labels. An invalid label corrupts a GPU's context."""
+    """Return whether it is safe to run a model with labels that are `IGNORED`.
+
+    On a GPU, a label that the model does not accept breaks the CUDA context. Labels that are already in the sample are
+    safe.
+    """
     devices = {tensor.device.type for tensor in (*model.parameters(), *model.buffers())}
     return devices <= {"cpu", "meta"} or bool((labels == IGNORED).any())
 

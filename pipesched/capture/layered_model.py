@@ -84,7 +84,9 @@ class LayeredModel(Protocol):
     sample: tuple[tuple[Any, ...], dict[str, Any]]
 
     def passed(self) -> Generator[tuple[str, Any]]:
-        """Run the layers on the sample. Yields (layer name, output) if the next layer gets the output unchanged.
+        """Run the layers on the sample, and yield (layer name, output) for each layer.
+
+        A layer is left out if its output is not passed unchanged to the next layer.
 
         Raises:
             LayerError: a layer raised an exception.
@@ -277,13 +279,19 @@ class LayersInARow:
         return output
 
     def _run(self, mode: bool, written: list[Tensor]) -> Generator[tuple[str, Any]]:
-        """Run the layers in a mode and yield each output. Record in ``written`` the tensors that layers write to."""
+        """Run the layers in training or evaluation mode, and yield (layer name, output) for each.
+
+        At the end, the list ``written`` is extended by the tensors that layers have written to.
+        """
         with untouched(self._model, mode) as changed, torch.no_grad():
             yield from self._each(*self.sample)
         written += changed
 
     def _each(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Generator[tuple[str, Any]]:
-        """Run each layer on its own device, on copies of the inputs, because a layer may write to its inputs."""
+        """Run each layer on its own device, and yield (layer name, output).
+
+        Each layer gets copies of its inputs, because it may write to them.
+        """
         args, kwargs = pytree.tree_map_only(Tensor, lambda one: one.detach().clone(), (args, kwargs))
         for name, layer in self.layers.items():
             device = next((own.device for own in (*layer.parameters(), *layer.buffers())), None)

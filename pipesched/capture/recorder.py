@@ -110,7 +110,7 @@ class _Recorder(TorchFunctionMode):
         self._drawn = drawn
 
     def _inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return registered copies of the inputs. An input passed twice becomes two tensors with different ids."""
+        """Return copies of the inputs, recorded as values. An input passed twice becomes two different tensors."""
         leaves, spec = pytree.tree_flatten((args, kwargs))
         for place, (name, leaf) in enumerate(named_leaves(self._positional, args, kwargs)):
             if isinstance(leaf, Tensor):
@@ -125,9 +125,9 @@ class _Recorder(TorchFunctionMode):
     def _join(self) -> None:
         """Set ``joined`` on calls that must share a stage with earlier calls.
 
-        Code whose backward is a single unit (such as a ``torch.autograd.Function``) must stay in one stage. The other
-        case is memory that a call modifies in place and a later call reads through another tensor: all calls that use
-        this memory must stay in one stage.
+        There are two cases. Code whose backward is a single unit (such as a ``torch.autograd.Function``) must stay in
+        one stage. If a call modifies memory in place, and a later call reads this memory through another tensor, all
+        calls that use the memory must stay in one stage.
         """
         for region, (first, call) in self._regions.items():
             call.join(first.index)

@@ -39,7 +39,7 @@ _DEVICE = "torch.Tensor.device.__get__"
 
 
 class Looks:
-    """The types and shapes of values that a stage does not send. In a message, they are a single leaf.
+    """The types and shapes of values that a stage does not send. In a message, a Looks object is a single pytree leaf.
 
     Immutable. Comparison distinguishes plain numbers of different types, such as 1 and True. ``values`` holds pairs
     (Value, Look).

@@ -73,7 +73,7 @@ class Replicas:
     def taken_from(cls, options: dict[str, Any]) -> "Replicas":
         """Remove the values of `replica_options` from ``options``, and return them.
 
-        Raises UsageError if ``--zero`` is set, but there is one replica.
+        Raises UsageError if ``--zero`` is set, but there is only one replica.
         """
         made = cls(
             count=options.pop("replicas"),
@@ -118,7 +118,10 @@ class Replicas:
         }
 
     def lines(self, program: Program, trace: Trace) -> Iterator[str]:
-        """Yield lines of text: axes, bytes that a rank sends to other replicas, hidden and exposed communication."""
+        """Yield lines of text about the axes, the bytes sent to other replicas, and hidden and exposed communication.
+
+        Yields nothing if there is only one replica.
+        """
         if self.count == 1:
             return
         yield f"axes: pipeline {program.num_ranks} x replicate {self.count}" + (f", zero={self.zero}" * bool(self.zero))

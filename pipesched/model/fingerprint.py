@@ -1,4 +1,4 @@
-"""Fingerprint: a digest of a model and of the device that measured it. Identical digests imply the same costs."""
+"""Fingerprint: a digest of a model and of the device that it is measured on. Identical digests imply the same costs."""
 
 import hashlib
 import platform

@@ -110,9 +110,9 @@ class ShardedModules:
         return self._gathering
 
     def accumulate(self) -> None:
-        """Add gradients computed outside FSDP2's backward to FSDP2's sums.
+        """Add gradients computed outside FSDP2's backward to FSDP2's sums, if the sums have another dtype.
 
-        Does nothing if the gradients and the sums have the same dtype.
+        With the same dtype nothing is left to do: FSDP2 sums in ``.grad``, which already contains these gradients.
         """
         if self._casts:
             for root in self._roots:
@@ -169,7 +169,7 @@ class ShardedModules:
         return (parameter for root in self._roots for parameter in root.parameters())
 
     def _pass(self, root: Any) -> None:
-        """Run an empty backward pass through a module's hooks. At the end of the pass, FSDP2 checks all gradients."""
+        """Run an empty backward pass through a module's hooks. At its end, FSDP2 adds up or reduces all gradients."""
         start: Tensor = torch.zeros((), device=self._device, requires_grad=True)
         root.pipesched_pass(start).backward()
 

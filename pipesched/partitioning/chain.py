@@ -1,9 +1,9 @@
 """Chain: looks for a partition of one order of the blocks in which no stage takes longer than a bound.
 
-The probe fills each stage as far as the bound allows, which leaves the fewest layers for later stages. This is not
-always exact. If stages wait while a tensor crosses a cut, a stage with fewer layers can take longer. If a slow or small
-rank must not stay empty, the next layer can be too large for this rank. In such cases the probe tracks every reachable
-cut, slot by slot.
+The probe fills each stage as far as the bound allows, which leaves the fewest layers for later stages. In some cases
+this can miss a partition. If stages wait while a tensor crosses a cut, a stage with fewer layers can take longer. If a
+slow or small rank must not stay empty, the next layer can be too large for this rank. In such cases the probe tracks
+every reachable cut, slot by slot.
 """
 
 from bisect import bisect_right
@@ -59,7 +59,7 @@ class Chain:
     def probe(self, bound: int) -> Found | Fails:
         """Find a partition with a bottleneck of at most ``bound`` ticks.
 
-        Each stage takes as many layers as fit, if this gives an exact result.
+        Each stage takes as many layers as fit, unless this could miss a partition.
         """
         return self._fill(bound) if self._fills else self._reach(bound)
 
@@ -207,7 +207,10 @@ class Chain:
 
 
 def _later_is_better(line_up: LineUp) -> bool:
-    """Return whether a stage that starts later can always end at least as late, so that filling stages is exact."""
+    """Return whether a stage that starts later can always end at least as late.
+
+    If so, filling each stage as far as possible misses no partition.
+    """
     if line_up.exactly or line_up.skippable:
         return len({(rank.speed, rank.limit) for rank in line_up.ranks}) == 1 and not line_up.capped
     return line_up.in_line or not line_up.capped

@@ -149,7 +149,7 @@ class CheckpointedChain:
             yield first, last
 
     def _next_alone(self, slot: Slot, begins: Sequence[Run], bound: int) -> int:
-        """Return the smallest larger bound with which another of these starts is possible; INFINITE if there is none.
+        """Return the smallest bound above ``bound`` with which more of these starts are possible; INFINITE if none.
 
         A start is possible if the first block of the stage alone takes no longer than the bound.
         """
@@ -206,7 +206,7 @@ class CheckpointedChain:
         return Found(bottleneck=max(times), order=self._order, ends=ends, slots=slots)
 
     def settled(self, found: Found) -> Found:
-        """Return a partition with the bottleneck of ``found`` and the least total time; in ties, the most even one.
+        """Return the partition with the same bottleneck as ``found`` and the least total time; in ties, the most even.
 
         The result includes the option chosen for each layer. If ``found`` has fewer stages than possible, its cuts are
         kept.
