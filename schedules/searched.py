@@ -32,10 +32,8 @@ def searched(
     Options:
         costs: the times of each stage, or a list with the costs of each micro-batch. Default: identical stages.
         placement: the rank of each stage. Default: round robin.
-        max_in_flight: the most (stage, micro-batch) pairs that a rank may hold at the same time: one number, or one
-            per rank. Default: no limit.
-        memory_limit_bytes: the most bytes that a rank may hold, counted as in ``Trace.peak_bytes``: one number, or one
-            per rank. Default: no limit.
+        max_in_flight: the most (stage, micro-batch) pairs that a rank holds, or one limit per rank. Default: no limit.
+        memory_limit_bytes: the most bytes on a rank (``Trace.peak_bytes``), or one limit per rank. Default: no limit.
         effort: the number of search steps, relative to the default. Default: 1.
         starts: schedules and programs to start from. Default: all other schedules.
         found: the program of an earlier search. If it has at least as many micro-batches as needed, its orders are
