@@ -299,8 +299,8 @@ with {machine}, transformers {transformers}.
   to the model's output.
 - **torch, own loss**: torch's tracer, on the model with labels. The model computes its own loss.
 
-In the columns "work %" and "time %", four perfectly balanced stages would have 25 each. The cut
-shown is the best possible one: no other cut of these layers has a smaller largest share.
+In the columns "work %" and "time %", four perfectly balanced stages would have 25 each. No other
+cut of the model's layers has a smaller largest share.
 
 In the two columns for torch, the schedule is `Schedule1F1B`, and the cut balances the work. Each
 rank receives the inputs of its stage as keyword arguments. Decoders get `use_cache=False`, because
@@ -359,9 +359,10 @@ def main() -> None:
     count = [sum(answers[place] == WORKS for answers in peers) for place in range(2)]
     either = sum(WORKS in answers for answers in peers)
     summary = (
-        f"pipesched trains {good} of {len(peers)} models, with results bit-identical to those of an unpipelined loop\n"
-        f"over the same micro-batches. torch's tracer trains {either} of them with correct gradients: {count[0]} if a\n"
-        f"loss function is applied to the model's output, and {count[1]} if the model computes its own loss."
+        f"pipesched trains {good} of {len(peers)} models, with results bit-identical to those of an unpipelined loop "
+        f"over\nthe same micro-batches. torch's tracer trains {either} of them with correct gradients in at least one "
+        f"of\ntwo ways: {count[0]} models with a loss function that is applied to the model's output, and {count[1]} "
+        "models that\ncompute their own loss."
     )
     print(summary)
     if args.write:
