@@ -231,7 +231,8 @@ def show(  # noqa: PLR0913  # one parameter for each option
 
     With --replicas, the timeline also shows how each rank sums gradients over the replicas in 4 buckets per stage, and,
     with --zero 3, how it gathers weights. The figures then include the bytes that a rank sends to other replicas in a
-    step, and the parts of this communication that run in bubbles, run under compute, or are exposed (the rank waits).
+    step, and the parts of this communication that run in bubbles, run while the rank computes, or are exposed (the
+    rank waits).
 
     \b
     Examples:
@@ -396,7 +397,9 @@ def bound(  # noqa: PLR0913  # one parameter for each option
     if prove:
         check_solver()
     if links is not None or output_bytes:
-        raise click.UsageError("the bound does not use links; got --links or --output-bytes; leave them out")
+        raise click.UsageError(
+            "--links and --output-bytes must not be passed, because the bound ignores links; leave them out"
+        )
     costs, ranks_of = _problem(ranks, placement, file, rank_costs_s)
     count = microbatches or MICROBATCHES
     least = lower_bound(costs, count, placement=ranks_of, max_in_flight=max_in_flight)

@@ -44,7 +44,7 @@ class AxisCommunication:
         if self.hidden is None:
             return text
         exposed = quote_time(self.exposed_s)
-        return f"{text} in {quote_time(self.seconds)}, {self.hidden:.1%} of it hidden ({exposed} exposed)"
+        return f"{text} in {quote_time(self.seconds)}, {self.hidden:.1%} of this time hidden ({exposed} exposed)"
 
 
 def communication(program: Program, costs: Costs, replication: Replication | None) -> tuple[AxisCommunication, ...]:

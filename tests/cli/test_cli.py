@@ -432,6 +432,6 @@ def test_bound_prints_the_bound_the_best_known_and_the_gap(file):
 
 def test_bound_says_what_is_wrong_and_needs_the_extra_for_a_proof(monkeypatch):
     assert "--placement must list the rank of each stage" in run("bound", "--placement", "0,x").output
-    assert "does not use links" in run("bound", "--output-bytes", 5).output
+    assert "the bound ignores links" in run("bound", "--output-bytes", 5).output
     monkeypatch.setitem(sys.modules, "ortools.sat.python", None)
     assert "pip install 'pipesched[solver]'" in run("bound", "--prove").output
