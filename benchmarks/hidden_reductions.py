@@ -114,7 +114,7 @@ def targets(traces: list[Trace], predicted: Trace) -> str:
     begun = min(map(under_last_backward, traces))
     met = ratio <= 1.03 and share >= 0.9 and begun >= _LAYERS - 1
     return (
-        f"  targets {'met' if met else 'MISSED'}: measured / predicted {ratio:.3f} (target: at most 1.03); "
+        f"  targets {'met' if met else 'MISSED'}: measured / predicted makespan: {ratio:.3f} (target: at most 1.03); "
         f"share of the time of gradient sums that is in bubbles, smallest of ranks 1 to {_RANKS - 1}: {share:.0%} "
         f"(target: at least 90%); gradient sums of rank 0 that start before its last backward ends: {begun} "
         f"(target: at least {_LAYERS - 1} of {_LAYERS})"

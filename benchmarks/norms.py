@@ -95,8 +95,8 @@ def scaled(ranks: Ranks, steps: int, every: int) -> bool:
         except AssertionError as error:
             failures.append(f"{count} ranks, {schedule}, {place}, layer {layer}, {dtype}, {optimizers}: {error}")
     print(
-        f"overflows in one layer: in {good} cases, all ranks skip the update, bit-identical to the loop with a "
-        f"GradScaler"
+        f"overflows in one layer: in {good} cases, all ranks skip the update, with the same results as the loop with "
+        f"a GradScaler"
     )
     print(f"differing: {len(failures)}", *failures, sep="\n", flush=True)
     return not failures

@@ -302,7 +302,8 @@ def check(file: str, max_in_flight: int | None, exact: bool) -> None:
     click.echo(
         f"OK: {counted(program.num_ranks, 'rank')}, {counted(program.num_stages, 'stage')}, "
         f"{counted(program.num_microbatches, 'micro-batch')}, "
-        f"{'exact' if program.exact else 'not exact'}, peak in flight per rank: {_numbers(peaks)}"
+        f"{'bit-identical results' if program.exact else 'results not bit-identical'}, "
+        f"peak in flight per rank: {_numbers(peaks)}"
     )
 
 

@@ -40,7 +40,9 @@ class AxisCommunication:
         return max(0.0, 1 - float(self.exposed_s) / float(self.seconds)) if self.seconds else None
 
     def __str__(self) -> str:
-        text = f"{self.axis}: {counted(self.size, 'rank')}, {quote_bytes(self.sent_bytes)} sent by a rank per step"
+        text = (
+            f"{self.axis}: {counted(self.size, 'rank')}, at most {quote_bytes(self.sent_bytes)} sent by a rank per step"
+        )
         if self.hidden is None:
             return text
         exposed = quote_time(self.exposed_s)
