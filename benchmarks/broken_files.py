@@ -379,9 +379,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--files", type=int, default=FILES, help="files of each kind")
     parser.add_argument("--limit", type=float, default=LIMIT_S, help="seconds for each file")
-    parser.add_argument("--only", help="only kinds of files whose name contains this text")
+    parser.add_argument("--only", help="break only kinds of files whose name contains this text")
     parser.add_argument("--show", type=int, default=0, help="number of messages to print for each outcome")
-    parser.add_argument("--keep", type=Path, help="write the files that failed to this folder")
+    parser.add_argument("--keep", type=Path, help="folder for copies of the files that failed")
     options = parser.parse_args()
     chosen = [sort for sort in SORTS if options.only in (None, sort.name) or (options.only or "") in sort.name]
     found: dict[str, list[tuple[int, str, str, float]]] = {}

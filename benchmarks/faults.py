@@ -60,7 +60,7 @@ def main() -> None:
     results = outcomes(chosen, args.timeout, args.side_by_side, patience_s=120.0 * (1 + len(chosen)))
     print(f"{machine()}; timeout {args.timeout:g} s\n")
     print(
-        "| where | faults | errors of survivors | late | slowest, s | errors that name the failed rank |\n"
+        "| where | faults | errors of survivors | late survivors | slowest, s | errors that name the failed rank |\n"
         "|---|---|---|---|---|---|"
     )
     for layout, text in LAYOUTS.items():

@@ -116,9 +116,10 @@ def targets(traces: list[Trace], predicted: Trace) -> str:
     begun = min(map(under_last_backward, traces))
     met = ratio <= 1.03 and share >= 0.9 and begun >= _LAYERS - 1
     return (
-        f"  targets {'met' if met else 'MISSED'}: measured / predicted {ratio:.3f} (target: at most 1.03); "
-        f"smallest share of the sums in bubbles on ranks 1 to {_RANKS - 1} {share:.0%} (target: at least 90%); sums "
-        f"of rank 0 that start before its last backward ends: {begun} (target: at least {_LAYERS - 1} of {_LAYERS})"
+        f"  targets {'met' if met else 'MISSED'}: measured / predicted makespan: {ratio:.3f} (target: at most 1.03); "
+        f"share of the time of gradient sums that is in bubbles, smallest of ranks 1 to {_RANKS - 1}: {share:.0%} "
+        f"(target: at least 90%); gradient sums of rank 0 that start before its last backward ends: {begun} "
+        f"(target: at least {_LAYERS - 1} of {_LAYERS})"
     )
 
 
@@ -130,7 +131,7 @@ def main() -> None:
     parser.add_argument("--schedules", nargs="+", default=["1f1b", "zb-h1"])
     args = parser.parse_args()
     print(machine())
-    print("makespan; time of each rank's gradient sums in bubbles / under compute / after the last backward pass")
+    print("makespan; time of each rank's gradient sums in bubbles / while computing / after the last backward pass")
     for schedule in args.schedules:
         traces, predicted = in_ranks(args.replicas * _RANKS, in_rank, schedule, args.replicas, args.steps)[0]
         print(f"{schedule}, {args.replicas} replicas")

@@ -149,7 +149,9 @@ def bounds_of(instance: Instance) -> tuple[float, float, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--count", type=int, default=20, help="number of instances of each family (286: 2,000 in all)")
+    parser.add_argument(
+        "--count", type=int, default=20, help="number of instances of each family (286 gives 2,002 in all)"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
         "--effort", type=float, default=60.0, help="limit on the solver's deterministic time, in seconds"

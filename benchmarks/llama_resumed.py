@@ -41,7 +41,7 @@ def main() -> None:
     """Run all pairs of layouts; print for each pair the number of losses that differ from the loop's."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=50, help="steps of a run; default: 50")
-    parser.add_argument("--only", default="", help="only pairs whose description contains this text")
+    parser.add_argument("--only", default="", help="run only pairs of layouts whose description has this text")
     parser.add_argument("--order", nargs="+", default=list(ORDERS), choices=ORDERS, help="default: both")
     args = parser.parse_args()
     steps = args.steps

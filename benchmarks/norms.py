@@ -65,7 +65,8 @@ def clipped(ranks: Ranks, steps: int, every: int) -> bool:
     for dtype, seen in norms.items():
         plans = counts[str(dtype).removeprefix("torch.")]
         print(
-            f"{dtype}: {plans} plans equal the loop over {steps} steps with clipping; sequences of norms: {len(seen)}"
+            f"{dtype}: {plans} plans equal the loop over {steps} steps with clipping; "
+            f"distinct sequences of norms: {len(seen)}"
         )
     print(f"differing plans: {len(failures)}", *failures, sep="\n", flush=True)
     return not failures and all(len(seen) == 1 for seen in norms.values())
@@ -94,8 +95,8 @@ def scaled(ranks: Ranks, steps: int, every: int) -> bool:
         except AssertionError as error:
             failures.append(f"{count} ranks, {schedule}, {place}, layer {layer}, {dtype}, {optimizers}: {error}")
     print(
-        f"overflows in one layer: in {good} cases, all ranks skip the update, bit-identical to the loop with a "
-        f"GradScaler"
+        f"overflows in one layer: in {good} cases, all ranks skip the update, with the same results as the loop with "
+        f"a GradScaler"
     )
     print(f"differing: {len(failures)}", *failures, sep="\n", flush=True)
     return not failures

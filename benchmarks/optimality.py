@@ -69,10 +69,12 @@ class Result(NamedTuple):
 def main() -> None:
     """Solve the problems and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--effort", type=Fraction, default=Fraction(1), help="the effort of the search, such as 1/40")
+    parser.add_argument(
+        "--effort", type=Fraction, default=Fraction(1), help="search effort relative to the default, such as 1/40"
+    )
     parser.add_argument("--every", type=int, default=1, help="solve every n-th problem")
     parser.add_argument("--generated", action="store_true", help="solve the problems of instances.py")
-    parser.add_argument("--equal", action="store_true", help="print idle times for stages of equal length")
+    parser.add_argument("--equal", action="store_true", help="print idle times for stages that all take equal times")
     parser.add_argument("--large", action="store_true", help="solve problems with many micro-batches")
     arguments = parser.parse_args()
     if arguments.equal:
@@ -86,7 +88,7 @@ def main() -> None:
     for case in generated(arguments.every) if arguments.generated else sample(arguments.every):
         families.setdefault(case.instance.family, []).append(solve(case, arguments.effort))
     print(f"{'':28}      fixed / optimum            searched / optimum         optimum / bound        seconds")
-    print(f"{'family':28} cases  median  p90    max    exact  median  p90    max    exact  median  p90    max    max")
+    print(f"{'family':28} cases  median  p90    max  optimal  median  p90    max  optimal  median  p90    max    max")
     for name, results in sorted(families.items()):
         print(row(name, results))
     print(row("all", [result for results in families.values() for result in results]))
@@ -151,7 +153,7 @@ def solve(case: Case, effort: Fraction) -> Result:
 
 def print_large(effort: Fraction) -> None:
     """Search for orders of problems with many micro-batches; print the CPU times and the results."""
-    print("  p    m  stages  limit    CPU s  makespan/bound   more effort: CPU s  makespan/that of more effort")
+    print("  p    m  stages  limit    CPU s  makespan/bound   more effort: CPU s  makespan/makespan with more effort")
     for p, m, chunks, place, limit, compare in LARGE:
         for number in range(2 if compare else 1):
             problem = Instance(
@@ -175,7 +177,7 @@ def print_large(effort: Fraction) -> None:
 
 def print_equal(p: int = 8, m: int = 20) -> None:
     """Print a rank's idle time if all stages take equal times, and the idle time that no schedule can avoid."""
-    print("schedule        stages on a rank   idle   least possible for chains with these stages")
+    print("schedule        stages on a rank   idle   least possible idle time (only for chains of stages)")
     of_each = [(name, chunks) for name in ("interleaved-zb", "searched") for chunks in range(1, 7)]
     for name, chunks in (("dualpipe", 2), ("zb-v", 2), *of_each):
         options = {"interleaved-zb": {"chunks_per_rank": chunks}, "searched": {"placement": v(p, chunks)}}

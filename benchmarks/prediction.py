@@ -312,7 +312,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--file", type=Path, default=Path("profiles.json"))
     parser.add_argument("--steps", type=int, default=21)
-    parser.add_argument("--models", nargs="*", default=list(MODELS), help="models of the computing ranks")
+    parser.add_argument("--models", nargs="*", default=list(MODELS), help="models for ranks that compute")
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 16], help="numbers of sleeping ranks")
     parts = ["profile", "threads", "processes", "sleeping"]
     parser.add_argument("--only", nargs="+", default=parts, choices=parts)

@@ -60,7 +60,7 @@ def simulated(name: str, ranks: int, microbatches: int, replicas: int, rule: Rul
 
 def rows(ranks: int, microbatches: int, replicas: int) -> Iterator[str]:
     """Yield the rows of the table of schedules."""
-    heads = ["schedule", "without", *RULES, "in bubbles", "under compute", "exposed"]
+    heads = ["schedule", "without", *RULES, "in bubbles", "while computing", "exposed"]
     yield f"| {' | '.join(heads)} |\n|{'---|' * len(heads)}"
     for name in SCHEDULES:
         plain = schedules.get(name).program(ranks, microbatches)
@@ -86,7 +86,7 @@ def main() -> None:
     for rank, own in enumerate(trace.communication_times):
         print(
             f"1f1b, rank {rank}: {own.total_s * 1e3:.1f} ms, {own.in_bubbles_s / own.total_s:.1%} in bubbles, "
-            f"{own.under_compute_s / own.total_s:.1%} under compute, {own.exposed_s / own.total_s:.1%} exposed"
+            f"{own.under_compute_s / own.total_s:.1%} while computing, {own.exposed_s / own.total_s:.1%} exposed"
         )
     if options.picture:
         plot_timeline(trace).figure.savefig(options.picture)

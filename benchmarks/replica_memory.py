@@ -29,7 +29,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--schedules", nargs="+", default=SCHEDULES, choices=SCHEDULES)
     parser.add_argument("--model", default="linear", choices=("linear", "gpt"), help="32 linear or 16 GPT blocks")
-    parser.add_argument("--each-use", action="store_true", help="only zero=3 with gather_once=False")
+    parser.add_argument("--each-use", action="store_true", help="run only zero=3 with gather_once=False")
     options = parser.parse_args()
     levels = LEVELS[-1:] if options.each_use else LEVELS
     shape = GPT if options.model == "gpt" else SMALL

@@ -264,8 +264,8 @@ def main() -> None:
         f"{machine()}; {BLOCKS} blocks of width {options.width}, {options.tokens} rows in each of {M} micro-batches\n"
     )
     print(
-        "| schedule | variant | gathers + reductions | ms | W, ms | held / predicted, MiB | once / variant | "
-        "zero2 / variant | same weights |"
+        "| schedule | variant | gathers + reductions | step, ms | W, ms | held / predicted, MiB | "
+        "time of once / of variant | time of zero2 / of variant | same weights |"
     )
     print("|---|---|---|---|---|---|---|---|---|")
     for name in options.schedules:

@@ -170,7 +170,7 @@ def _outcome(pipe: Pipeline, path: Path, last: int) -> str:
         return f"unusable: {error}"
     if any(not torch.all(parameter == step) for parameter in pipe.parameters()):
         return "unusable: mixed steps"
-    return "whole" if step >= last else f"unusable: step {step}, although step {last} was saved"
+    return "whole" if step >= last else f"unusable: loads step {step}, although step {last} was saved"
 
 
 # ---- changed files --------------------------------------------------------------------------------------------------

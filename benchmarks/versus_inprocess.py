@@ -157,7 +157,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=25)
     parser.add_argument("--stages", type=int, nargs="+", default=[2, 4])
-    parser.add_argument("--modes", nargs="+", default=["except_last"], help="always, never or except_last")
+    parser.add_argument(
+        "--modes", nargs="+", default=["except_last"], help="checkpoint modes: always, never or except_last"
+    )
     parser.add_argument("--schedules", nargs="+", default=["gpipe", "1f1b"])
     parser.add_argument("--run", help=argparse.SUPPRESS)
     args = parser.parse_args()

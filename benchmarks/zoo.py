@@ -359,10 +359,10 @@ def main() -> None:
     count = [sum(answers[place] == WORKS for answers in peers) for place in range(2)]
     either = sum(WORKS in answers for answers in peers)
     summary = (
-        f"pipesched trains {good} of {len(peers)} models, with results bit-identical to those of an unpipelined loop "
-        f"over\nthe same micro-batches. torch's tracer trains {either} of them with correct gradients in at least one "
-        f"of\ntwo ways: {count[0]} models with a loss function that is applied to the model's output, and {count[1]} "
-        "models that\ncompute their own loss."
+        f"pipesched trains {good} of {len(peers)} models, with results bit-identical to those of an unpipelined loop\n"
+        f"over the same micro-batches. torch's tracer gives correct gradients for {count[0]} of them if a loss\n"
+        f"function is applied to the model's output, and for {count[1]} if the model computes its own loss\n"
+        f"({either} models in at least one of these two ways)."
     )
     print(summary)
     if args.write:

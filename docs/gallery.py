@@ -209,7 +209,7 @@ def overview(shown: list[Exhibit]) -> str:
     ]
     header = ("schedule", "bubble", "of the span", "above the bound", "held", "lines", "paper")
     steady = [f"{one.schedule.name} {percent(one.steady_bubble)}" for one in shown if one.steady_bubble is not None]
-    note = f"\n\\* In a single step. When steps overlap, the bubble of a further step is: {', '.join(steady)}.\n"
+    note = f"\n\\* For a single step. If steps overlap, the bubble of each further step is: {', '.join(steady)}.\n"
     return table(header, rows) + (note if steady else "")
 
 

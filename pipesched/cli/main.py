@@ -231,8 +231,8 @@ def show(  # noqa: PLR0913  # one parameter for each option
 
     With --replicas, the timeline also shows how each rank sums gradients over the replicas in 4 buckets per stage, and,
     with --zero 3, how it gathers weights. The figures then include the bytes that a rank sends to other replicas in a
-    step. They also divide the time of this communication into three parts: in bubbles, under compute (the rank computes
-    meanwhile), and exposed (the rank waits).
+    step, and the parts of this communication that run in bubbles, run while the rank computes, or are exposed (the
+    rank waits).
 
     \b
     Examples:
@@ -302,7 +302,8 @@ def check(file: str, max_in_flight: int | None, exact: bool) -> None:
     click.echo(
         f"OK: {counted(program.num_ranks, 'rank')}, {counted(program.num_stages, 'stage')}, "
         f"{counted(program.num_microbatches, 'micro-batch')}, "
-        f"{'exact' if program.exact else 'not exact'}, peak in flight per rank: {_numbers(peaks)}"
+        f"{'bit-identical results' if program.exact else 'results not bit-identical'}, "
+        f"peak in flight per rank: {_numbers(peaks)}"
     )
 
 
@@ -397,7 +398,9 @@ def bound(  # noqa: PLR0913  # one parameter for each option
     if prove:
         check_solver()
     if links is not None or output_bytes:
-        raise click.UsageError("the bound does not use links; got --links or --output-bytes; leave them out")
+        raise click.UsageError(
+            "--links and --output-bytes must not be passed, because the bound ignores links; leave them out"
+        )
     costs, ranks_of = _problem(ranks, placement, file, rank_costs_s)
     count = microbatches or MICROBATCHES
     least = lower_bound(costs, count, placement=ranks_of, max_in_flight=max_in_flight)

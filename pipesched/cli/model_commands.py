@@ -119,7 +119,7 @@ def graph(model: str, *, stages: int, output: Path | None) -> None:
     type=click.Choice(["auto", "0", "1", "2", "3"]),
     default="auto",
     show_default=True,
-    help="Model states that replicas divide: 0 none, 1 optimizer states, 2 also gradients, 3 also weights.",
+    help="Data divided over replicas: 0 none, 1 optimizer states, 2 also gradients, 3 also weights.",
 )
 @click.option("--memory-limit", callback=as_bytes, help="Memory limit of each rank, such as 16GB.  [default: no limit]")
 @click.option(
@@ -132,7 +132,7 @@ def graph(model: str, *, stages: int, output: Path | None) -> None:
     type=click.IntRange(min=0),
     default=0,
     show_default=True,
-    help="Number of plans to run: those with the shortest predicted steps.",
+    help="Number of plans to run and measure, taken from those with the shortest predicted steps.",
 )
 @click.option("--offload/--no-offload", default=None, help="Allow or forbid offloading activations.  [default: auto]")
 @click.option(

@@ -31,14 +31,14 @@ def replica_options(command: _Command) -> _Command:
                 type=click.IntRange(0, 3),
                 default=0,
                 show_default=True,
-                help="Divide over replicas: 1 optimizer states, 2 gradients too, 3 weights too.",
+                help="Data divided over replicas: 0 none, 1 optimizer states, 2 also gradients, 3 also weights.",
             ),
             click.option(
                 "--weight-bytes",
                 default="1GB",
                 show_default=True,
                 callback=as_bytes,
-                help="Bytes of the weights on a rank, and of their gradients, such as 2GB; used with --replicas.",
+                help="Bytes of a rank's weights, such as 2GB; the gradients have the same size. Used with --replicas.",
             ),
             click.option(
                 "--replica-bandwidth",
@@ -129,7 +129,7 @@ class Replicas:
         parts = [sum(part) for part in zip(*trace.communication_times, strict=True)]
         if total_s := sum(parts):
             shares = (f"{part / total_s:.1%}" for part in parts)
-            names = ("in bubbles", "under compute", "exposed")
+            names = ("in bubbles", "while computing", "exposed")
             hidden = ", ".join(f"{share} {name}" for share, name in zip(shares, names, strict=True))
             yield f"of {quote_time(total_s)} of collectives on {counted(program.num_ranks, 'rank')}: {hidden}"
 

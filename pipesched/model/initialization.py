@@ -261,8 +261,7 @@ def _check_names(state: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> No
             unexpected
         )
         raise InputError(
-            f"the weights must have the same names as the model's state_dict; {'; '.join(parts)}; "
-            f"{', and '.join(remedies)}"
+            f"the weights must have the names of the model's state_dict; {'; '.join(parts)}; {', and '.join(remedies)}"
         )
     if isinstance(given, dict | WeightFiles):  # another mapping may compute its tensors on access
         for name in given:

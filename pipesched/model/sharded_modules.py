@@ -134,8 +134,8 @@ class ShardedModules:
             self._pass(root)
         if self._gathered():
             raise ExecutionError(
-                f"fully_shard must reduce the gradients of all modules at the end of a step; at least one of "
-                f"{len(self._modules)} modules was not reduced; pass Distributed(gather_once=False)"
+                f"fully_shard must reduce the gradients of all modules at the end of a step; the gradients of "
+                f"at least one of {len(self._modules)} modules were not reduced; pass Distributed(gather_once=False)"
             )
 
     def release(self, *, failed: bool) -> None:

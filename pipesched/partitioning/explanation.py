@@ -139,13 +139,16 @@ def _bottleneck(costs: _StageCosts, stages: list[list[Any]], solution: Solution)
         at = f"the cut after stage {stage} ({quote_bytes(costs.cuts.sent_bytes[costs.stages[stage][2]])} each way)"
         moves = []
     if not solution.exact and costs.found.chosen:
-        return at, f"nearly equal choices for activations were merged, so the search was not exact; {bound}"
+        return at, (
+            f"the split may not be optimal, because the search treated nearly equal choices of layers to recompute or "
+            f"offload as one; {bound}"
+        )
     if not solution.exact:
-        return at, f"several orders of the layers were searched exactly, but not all orders; {bound}"
+        return at, f"the split is the best for several orders of the layers, but not all orders were tried; {bound}"
     if ticks == problem.lower:
         return at, bound
     what = (
-        f"all splits of the graph ({solution.ideals} sets of layers before a cut)"
+        f"all splits of the graph ({solution.ideals} different sets of layers can precede a cut)"
         if solution.ideals
         else "all splits of the chain"
     )

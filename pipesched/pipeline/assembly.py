@@ -360,8 +360,8 @@ class Assembly:
         if sharded and program.has_updates:
             raise ScheduleError(
                 f"a stage that wrap= shards by fully_shard must not be updated while micro-batches are in flight, "
-                f"because fully_shard keeps one version of the weights; schedule {program.name!r} updates "
-                f"stages then; choose another schedule, such as 1f1b or zb-v"
+                f"because fully_shard keeps one version of the weights; schedule {program.name!r} does "
+                f"so; choose another schedule, such as 1f1b or zb-v"
             )
         ranks = {program.placement[index] for index, one in sharded.items() if one.num_shards > 1}
         if isinstance(self._host, ThreadRanks) and len(ranks) > 1:

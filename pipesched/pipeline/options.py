@@ -269,7 +269,7 @@ class Distributed:
     def __post_init__(self) -> None:
         if isinstance(self.zero, bool) or self.zero not in (0, 1, 2, 3):
             raise InputError(
-                f"zero= must be 0 (replicas divide nothing), 1 (they divide optimizer states), 2 (also summed "
+                f"zero= must be 0 (nothing is divided over replicas), 1 (optimizer states are divided), 2 (also summed "
                 f"gradients) or 3 (also weights); got {shown(self.zero)}; pass one of them"
             )
         if self.gather_once not in (None, True, False):

@@ -137,6 +137,6 @@ class StepHistory:
             return f"{sizes}, run in the order for equal sizes"
         searched = counted(programs.num_searched, "order")
         return (
-            f"{sizes}, run in an order searched for these sizes ({searched} searched so far); the prediction is for "
-            f"equal sizes"
+            f"{sizes}, run in an order found for these sizes ({searched} found so far for unequal sizes); the "
+            f"prediction is for equal sizes"
         )

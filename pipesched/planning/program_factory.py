@@ -120,7 +120,7 @@ class ProgramFactory:
             _ = made.plain
             self.num_searched += 1
             took_s = time.perf_counter() - begin
-            _LOG.debug("searched an order for micro-batches of %d sizes in %.3f s", len(of_size), took_s)
+            _LOG.debug("found an order for micro-batches of %d sizes in %.3f s", len(of_size), took_s)
         self._of_sizes[sizes] = made
         if len(self._of_sizes) > _MOST_KEPT:
             del self._of_sizes[next(iter(self._of_sizes))]

@@ -151,7 +151,7 @@ def _updated(program: Program, stage: int, actions: list[tuple[int, Action]]) ->
             open_group.append(action.microbatch)
         late = measured and action.kind in (Kind.B, Kind.W)
         if late or (action.kind is Kind.NORM and (action.microbatch != len(groups) or not open_group)):
-            due = f"{stage}NORM{len(groups)} after the last backward of {stage}UPDATE{len(groups)}"
+            due = f"{stage}NORM{len(groups)} between the last backward and {stage}UPDATE{len(groups)}"
             raise ScheduleError(
                 f"rank {rank}, position {position}: a NORM must measure all gradients of its update; got {action}, "
                 f"expected {due}.\n" + marked_grid(program, {rank: position})

@@ -233,7 +233,7 @@ class Splitter:
         count = min(due, rows // num_replicas * num_replicas)
         if self.fixed and count < due:
             raise InputError(
-                f"a batch must have a row for each of the program's {due} micro-batches; the batch "
+                f"a batch must have a row for each of the {due} micro-batches of a step; the batch "
                 f"has {counted(rows, 'row')}; pass at least {counted(due, 'row')} (drop_last=True "
                 f"in the data loader), or use a schedule that allows any number of micro-batches"
             )
@@ -273,7 +273,7 @@ class Splitter:
             due = "at least 1" if num_replicas == 1 else f"a multiple of {num_replicas}, the number of replicas"
             remedy = "pass at least one Microbatch" if num_replicas == 1 else "pass the same number for each replica"
             if self.fixed:
-                due = f"exactly {fixed}, the number in the program"
+                due = f"exactly {fixed}, because the program has {self.num_microbatches} per replica"
                 remedy = f"pass {fixed} micro-batches, or use a schedule that allows any number of micro-batches"
             raise InputError(f"the number of micro-batches must be {due}; microbatches= holds {count}; {remedy}")
         with_target = [number for number, one in enumerate(microbatches) if one.target is not None]

@@ -40,11 +40,13 @@ class AxisCommunication:
         return max(0.0, 1 - float(self.exposed_s) / float(self.seconds)) if self.seconds else None
 
     def __str__(self) -> str:
-        text = f"{self.axis}: {counted(self.size, 'rank')}, {quote_bytes(self.sent_bytes)} sent by a rank per step"
+        text = (
+            f"{self.axis}: {counted(self.size, 'rank')}, at most {quote_bytes(self.sent_bytes)} sent by a rank per step"
+        )
         if self.hidden is None:
             return text
         exposed = quote_time(self.exposed_s)
-        return f"{text} in {quote_time(self.seconds)}, {self.hidden:.1%} of it hidden ({exposed} exposed)"
+        return f"{text} in {quote_time(self.seconds)}, {self.hidden:.1%} of this time hidden ({exposed} exposed)"
 
 
 def communication(program: Program, costs: Costs, replication: Replication | None) -> tuple[AxisCommunication, ...]:

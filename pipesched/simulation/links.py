@@ -93,7 +93,7 @@ class Collectives:
     all_gather: Link
 
     def __post_init__(self) -> None:
-        rule = "collectives must have a list with the ranks that take part, each of them once"
+        rule = "ranks of Collectives must list each participating rank once"
         object.__setattr__(self, "ranks", tuple(as_list(self.ranks, rule, "for example, pass (0, 2)")))
         if not self.ranks or len({*self.ranks}) < len(self.ranks) or not all(is_count(one, 0) for one in self.ranks):
             raise ScheduleError(f"{rule}; got {shown(self.ranks)}; for example, pass (0, 2)")

@@ -47,7 +47,7 @@ class Overheads:
     def __post_init__(self) -> None:
         for name in ("action_s", "waking_s"):
             check_number(getattr(self, name), f"the {name} of overheads")
-        rule = "crowding must be a list with the slowdowns while 1, 2, ... ranks compute"
+        rule = "crowding must be a list of slowdown factors, for 1, 2, ... computing ranks"
         object.__setattr__(self, "crowding", tuple(as_list(self.crowding, rule, "for example, pass (1, 1.2)")))
         check_times(self.crowding, "crowding of overheads, entry")
         if self.crowding and (self.crowding[0] != 1 or list(self.crowding) != sorted(self.crowding)):

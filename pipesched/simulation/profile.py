@@ -184,7 +184,9 @@ class Profile:
             check_known("a profile must have", values, ("model", "machine", "sizes", "size_fit"))
             machine = Machine.from_dict(values["machine"])
             graphs = {_rows(rows): _graph(graph) for rows, graph in values["sizes"].items()}
-            check_type(values["model"], str, "the model of a profile must be a digest", _AGAIN)
+            check_type(
+                values["model"], str, "the field model of a profile must be a string, the digest of the model", _AGAIN
+            )
             return cls(graphs, values["model"], machine, SizeFit.from_dict(values.get("size_fit", {})))
         except PipeschedError:
             raise

@@ -78,10 +78,10 @@ class SizeFit:
         for size, layers in others:
             if list(layers) != list(first):
                 raise ScheduleError(
-                    f"micro-batches of all sizes must run the same layers; one of {size.rows} rows and "
-                    f"{size.elements} elements runs different layers ({len(layers)}) than one of {known.rows} rows and "
-                    f"{known.elements} elements ({len(first)}); pass whole_layers= with the name of the module whose "
-                    f"code branches on the batch"
+                    f"micro-batches of all sizes must run the same layers; the {len(layers)} layers that run for "
+                    f"{size.rows} rows ({size.elements} elements) are not the {len(first)} layers that run for "
+                    f"{known.rows} rows ({known.elements} elements); pass whole_layers= with the name of the module "
+                    f"whose code branches on the batch"
                 )
         sizes = [size for size, _ in measured]
         fits: dict[str, dict[str, Factors]] = {}

@@ -118,8 +118,8 @@ class MemoryMeter:
         """
         if self._host is not self._pipe._running.host:
             raise ExecutionError(
-                f"a MemoryMeter can measure only the ranks of its last mark(); replan() has replaced these "
-                f"{len(self._books)} ranks; call mark() after replan()"
+                f"a MemoryMeter can measure only the ranks that existed at its last mark(); replan() has replaced "
+                f"these {len(self._books)} ranks; call mark() after replan()"
             )
         return {rank: books.peak for rank, books in self._books.items()}
 

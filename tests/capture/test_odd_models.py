@@ -99,7 +99,7 @@ def test_a_model_that_runs_in_one_mode() -> None:
         pipe.eval()
         with pytest.raises(
             GraphError,
-            match="captured; with training=False the model calls different layers for the sample, or its forward fails",
+            match="captured; with training=False the forward of the sample calls different layers, or fails",
         ) as caught:
             pipe.evaluate(FLOATS, target=FLOATS)
         assert "only in training" in str(caught.value.__cause__)

@@ -110,7 +110,7 @@ def test_show_program_is_what_check_reads():
     text = run("show", "interleaved-1f1b", "--program").stdout
     assert text == str(schedules.get("interleaved-1f1b").program(4, 8))
     assert lines("check", "-", text=text) == [
-        "OK: 4 ranks, 8 stages, 8 micro-batches, exact, peak in flight per rank: 11 9 7 5"
+        "OK: 4 ranks, 8 stages, 8 micro-batches, bit-identical results, peak in flight per rank: 11 9 7 5"
     ]
 
 
@@ -188,7 +188,7 @@ def test_show_and_check_read_tables(file):
         "show", "zb-v", "--ranks", 2, "--microbatches", 3, "--width", 150
     )
     assert lines("show", path, "--program") == str(program).splitlines()
-    assert lines("check", path)[0].startswith("OK: 2 ranks, 4 stages, 3 micro-batches, exact")
+    assert lines("check", path)[0].startswith("OK: 2 ranks, 4 stages, 3 micro-batches, bit-identical results")
     wrong = file("0F0,0F1,0B0,0X1\n", "wrong.csv")
     for command in ("show", "check", "compare"):
         assert f"Error: {wrong}: row 1, column 4: a cell must be empty or" in run(command, wrong).stderr
@@ -267,7 +267,7 @@ def test_a_file_that_cannot_be_written_is_an_error(tmp_path):
 
 def test_check_says_ok(file):
     path = file(str(schedules.get("1f1b").program(3, 5)))
-    want = "OK: 3 ranks, 3 stages, 5 micro-batches, exact, peak in flight per rank: 3 2 1"
+    want = "OK: 3 ranks, 3 stages, 5 micro-batches, bit-identical results, peak in flight per rank: 3 2 1"
     assert lines("check", path, "--max-in-flight", 3, "--exact") == [want]
 
 
@@ -294,7 +294,7 @@ def test_check_finds_what_is_wrong(file, text, options, said):
 
 
 def test_check_tells_what_is_not_exact():
-    assert ", not exact, " in lines("check", "-", text=NOT_EXACT)[0]
+    assert ", results not bit-identical, " in lines("check", "-", text=NOT_EXACT)[0]
 
 
 def test_check_of_a_binary_file_is_an_error(tmp_path):
@@ -432,6 +432,6 @@ def test_bound_prints_the_bound_the_best_known_and_the_gap(file):
 
 def test_bound_says_what_is_wrong_and_needs_the_extra_for_a_proof(monkeypatch):
     assert "--placement must list the rank of each stage" in run("bound", "--placement", "0,x").output
-    assert "does not use links" in run("bound", "--output-bytes", 5).output
+    assert "the bound ignores links" in run("bound", "--output-bytes", 5).output
     monkeypatch.setitem(sys.modules, "ortools.sat.python", None)
     assert "pip install 'pipesched[solver]'" in run("bound", "--prove").output

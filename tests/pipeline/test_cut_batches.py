@@ -97,5 +97,7 @@ def test_a_program_of_a_fixed_number_of_microbatches_refuses_another() -> None:
         program = pipe.plan.program
     with pipeline(tagger(), HERE, schedule=program) as pipe:
         pipe.step(microbatches=parts())
-        with pytest.raises(InputError, match="must be exactly 4, the number in the program; microbatches= holds 2"):
+        with pytest.raises(
+            InputError, match="must be exactly 4, because the program has 4 per replica; microbatches= holds 2"
+        ):
             pipe.step(microbatches=parts((2, 3), (1, 1)))

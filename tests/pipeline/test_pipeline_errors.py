@@ -203,7 +203,7 @@ def test_a_program_with_gathers():
 
 def test_a_short_batch_for_a_program_names_drop_last():
     with build(schedule=schedules.get("1f1b").program(2, 3)) as pipe:
-        with pytest.raises(InputError, match=r"program's 3 micro-batches; the batch has 2 rows; .*drop_last=True"):
+        with pytest.raises(InputError, match=r"the 3 micro-batches of a step; the batch has 2 rows; .*drop_last=True"):
             pipe.step(torch.ones(2, 3), target=torch.ones(2, 3))
         pipe.step(torch.ones(3, 3), target=torch.ones(3, 3))
 

@@ -78,8 +78,8 @@ def test_one_rank_searches_no_order() -> None:
     [
         (
             {},
-            "4 sizes, run in an order searched for these sizes (1 order searched so far); the prediction is for equal "
-            "sizes",
+            "4 sizes, run in an order found for these sizes (1 order found so far for unequal sizes); the prediction "
+            "is for equal sizes",
         ),
         ({"search": None}, "4 sizes, run in the order for equal sizes"),
         ({"schedule": "1f1b"}, "4 sizes, run in the order for equal sizes"),

@@ -149,7 +149,7 @@ def test_the_batch_is_that_of_all_replicas(plan):
 def test_the_plan_states_its_axes_in_every_form(plan):
     names = [own.axis for own in plan.communication()]
     assert names == ["pipeline", "replicas", "zero"]
-    assert "replicas: 2 ranks, 1.91 MiB sent by a rank per step" in plan.explain()
+    assert "replicas: 2 ranks, at most 1.91 MiB sent by a rank per step" in plan.explain()
     report = Report(plan).text()
     assert "2 replicas of 2 ranks (dp 2 x pp 2, zero 2)" in report
     assert "Communication" in report

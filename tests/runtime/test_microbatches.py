@@ -141,7 +141,7 @@ def test_a_pipeline_trains_time_first_batches():
 
 
 def test_a_fixed_number_of_microbatches_refuses_fewer_rows_and_takes_more():
-    with pytest.raises(InputError, match=r"program's 3 micro-batches; the batch has 2 rows; pass at least 3 rows"):
+    with pytest.raises(InputError, match=r"the 3 micro-batches of a step; the batch has 2 rows; pass at least 3 rows"):
         cut(torch.arange(2), parts=3, fixed=True)
     assert len(cut(torch.arange(7), parts=3, fixed=True).rows) == 3
 

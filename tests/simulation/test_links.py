@@ -114,7 +114,7 @@ def test_measured_collectives_come_before_the_ring():
         with pytest.raises(ScheduleError, match="collectives must be a list of Collectives, one for each group"):
             Links(collectives=wrong)
     for ranks in ((), (1, 1), (-1,)):
-        with pytest.raises(ScheduleError, match="the ranks that take part, each of them once"):
+        with pytest.raises(ScheduleError, match="ranks of Collectives must list each participating rank once"):
             replace(measured, ranks=ranks)
 
 

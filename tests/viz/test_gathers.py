@@ -55,6 +55,5 @@ def test_a_report_says_how_much_of_both_is_hidden(trace):
     said = "\n".join(findings(plan, trace, None, None, []))
     assert (
         "gradient reductions and weight gathers: 50.0% of their time is in bubbles, 16.7% overlaps with compute, and "
-        "33.3% "
-        "is exposed"
+        "33.3% makes ranks wait"
     ) in said

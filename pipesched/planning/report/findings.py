@@ -94,7 +94,7 @@ def _communication(predicted: Trace | None) -> Iterator[str]:
     yield (
         f"gradient reductions{' and weight gathers' if gathers else ''}: {in_bubbles} of their time is in bubbles, "
         f"{under_compute} overlaps with compute, and "
-        f"{exposed} {'is exposed' if gathers else 'comes after the last backward'}"
+        f"{exposed} {'makes ranks wait' if gathers else 'comes after the last backward'}"
     )
 
 

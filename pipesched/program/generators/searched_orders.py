@@ -154,7 +154,8 @@ def shortened_orders(shape: Shape, found: Program) -> list[Order]:
     if found.placement != shape.placement or found.num_ranks != shape.num_ranks or not _is_searched(found):
         raise ScheduleError(
             f"found= must be the program of an earlier search for the same placement; it places the stages on ranks "
-            f"{found.placement}, but the pipeline on {shape.placement}; also pass placement=program.placement"
+            f"{found.placement}, but the pipeline places them on {shape.placement}; also pass "
+            f"placement=program.placement"
         )
     rows = found.columns.microbatch < shape.num_microbatches
     kept = replace(found, orders=found.orders.where(rows), num_microbatches=shape.num_microbatches)

@@ -202,8 +202,8 @@ class Links:
         if len(self._links) + len(new) > _MOST_LINKS:
             raise ExecutionError(
                 f"a rank on a CUDA device may have at most {_MOST_LINKS} channels, each with its own CUDA stream; "
-                f"rank {self._rank} has {len(self._links) + len(new)} channels; move stage boundaries to where fewer "
-                f"edges cross"
+                f"rank {self._rank} has {len(self._links) + len(new)} channels; move stage boundaries so that "
+                f"fewer edges cross them"
             )
         for channel in sorted(new, key=_turn):
             name = f"link/{channel.giver}/{channel.taker}/{int(channel.backward)}"
