@@ -58,7 +58,7 @@ def in_turn(steps: Sequence[Callable[[], Any]], pairs: int) -> list[list[float]]
 
 
 def costs(stages: int) -> Costs:
-    """Return the costs of equal numbers of layers in each stage."""
+    """Return the costs of the stages if each stage has the same number of layers."""
     size = len(TIMES_MS) // stages
     sums = [sum(TIMES_MS[stage * size : (stage + 1) * size]) / 1e3 for stage in range(stages)]
     return Costs(forward_s=sums, input_grad_s=sums, weight_grad_s=sums)

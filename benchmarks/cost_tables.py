@@ -40,7 +40,7 @@ class Work:
 
 
 def product(rows: int, inner: int, outer: int, experts: int = 1) -> Work:
-    """Return the cost of rows times a weight. With several experts, each row is multiplied by one of their weights."""
+    """Return the cost of multiplying rows by a weight matrix; with several experts, each row by that of one expert."""
     moved = (rows * inner + experts * inner * outer + rows * outer) * WIDE
     seconds = max(2 * rows * inner * outer / PRODUCTS_PER_S, moved / BYTES_PER_S)
     return Work(seconds, seconds, seconds, experts * inner * outer, rows * inner * WIDE)

@@ -440,7 +440,7 @@ def _weights(batch: Batch, loss_weight: Callable[..., Any]) -> list[float]:
 
 
 def _argument(name: int | str) -> str:
-    """Return an argument's name in error messages."""
+    """Return the name that error messages use for an argument."""
     return f"argument {name}" if isinstance(name, int) else f"{name}="
 
 

@@ -140,7 +140,7 @@ def held_with_replicas(
 
 
 class _Rank:
-    """The copies that a rank holds, as its actions run."""
+    """Computes the bytes of the copies of weights and gradients that a rank holds for its replicas, for each action."""
 
     def __init__(
         self,

@@ -27,7 +27,7 @@ class Ticket(Protocol):
 
 
 class Sums(Protocol):
-    """Adds buffers over replicas."""
+    """Sums buffers over replicas."""
 
     def length(self, numbers: int) -> int:
         """Return the length of a buffer for this many elements. The length can include padding."""
