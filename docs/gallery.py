@@ -273,7 +273,7 @@ def caption(one: Exhibit) -> str:
     if one.program.has_updates:
         return (
             f"{ranks} ranks, {STEPS} overlapping steps of {STEP_MICROBATCHES} micro-batches; "
-            f"an update is drawn as {UPDATE_S} s"
+            f"each update is drawn {UPDATE_S} s long"
         )
     nearest_to = f", the valid shape nearest to {RANKS} ranks and {MICROBATCHES} micro-batches"
     return f"{ranks} ranks, {microbatches} micro-batches" + nearest_to * (one.shape != (RANKS, MICROBATCHES))

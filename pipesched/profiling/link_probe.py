@@ -134,7 +134,7 @@ def measure_collectives(host: MeshRanks, sums: ReplicaSums) -> tuple[Collectives
 
 
 def _timed(start: Callable[[int], Ticket], sums: ReplicaSums, device: torch.device) -> dict[int, list[float]]:
-    """Return the seconds of a collective for tensors of growing size, keyed by the size in bytes."""
+    """Return the times of a collective in seconds for tensors of growing size, keyed by the size in bytes."""
     found: dict[int, list[float]] = {}
     for size in _COLLECTIVE_BYTES:
         trips = []
