@@ -82,10 +82,10 @@ def _action(cell: str, row: int, column: int) -> Action:
     match = _CELL.fullmatch(cell)
     kind = match[2] if match else ""
     if kind in _NOT_OURS or "SEND" in cell or "RECV" in cell:
-        problem = "communicate or shard"
-        remedy = 'leave them out, as _dump_csv(file, format="compute_only") does'
+        problem = "a communication or sharding action"
+        remedy = 'leave out such actions, as _dump_csv(file, format="compute_only") does'
     elif cell.startswith("("):
-        problem = "run two actions at once"
+        problem = "two actions that run at once"
         remedy = "write the two actions into separate cells"
     elif match and match[3] and kind in _NAMES:
         return Action(int(match[1]), _NAMES[kind], int(match[3]))
@@ -94,7 +94,7 @@ def _action(cell: str, row: int, column: int) -> Action:
             f"row {row}, column {column}: a cell must be empty or <stage><kind><micro-batch>, such as 2F0; got "
             f"{shown(cell)}; use one of the kinds {', '.join(_NAMES)}"
         )
-    raise ScheduleError(f"row {row}, column {column}: a cell must not {problem}; got {shown(cell)}; {remedy}")
+    raise ScheduleError(f"row {row}, column {column}: a cell must not contain {problem}; got {shown(cell)}; {remedy}")
 
 
 def _placement(rows: Iterable[list[_Place]]) -> tuple[int, ...]:

@@ -78,10 +78,19 @@ def test_a_text_without_a_name_is_named_as_its_file(file):
         ),
         ("0F0;0B0\n", "row 1, column 1: a cell must be empty or .*; got '0F0;0B0'"),
         ("0F0,0B\n", "row 1, column 2: a cell must be empty or .*; got '0B'"),
-        ("\n0F0,0SEND_F0\n", "row 2, column 2: a cell must not communicate or shard; got '0SEND_F0'; leave them out"),
-        ("0F0,0SEND_F0>1\n", "column 2: a cell must not communicate or shard; got '0SEND_F0>1'"),
-        ("0UNSHARD,0F0,0B0,0REDUCE_GRAD\n", "row 1, column 1: a cell must not communicate or shard; got '0UNSHARD'"),
-        ("0F0,(0F1;0B0)OVERLAP_F_B\n", r"row 1, column 2: a cell must not run two actions at once; got '\(0F1;0B0\)"),
+        (
+            "\n0F0,0SEND_F0\n",
+            "row 2, column 2: a cell must not contain a communication or sharding action; got '0SEND_F0'; leave out",
+        ),
+        ("0F0,0SEND_F0>1\n", "column 2: a cell must not contain a communication or sharding action; got '0SEND_F0>1'"),
+        (
+            "0UNSHARD,0F0,0B0,0REDUCE_GRAD\n",
+            "row 1, column 1: a cell must not contain a communication or sharding action; got '0UNSHARD'",
+        ),
+        (
+            "0F0,(0F1;0B0)OVERLAP_F_B\n",
+            r"row 1, column 2: a cell must not contain two actions that run at once; got '\(0F1;0B0\)",
+        ),
         (
             "0F0,0B0\n1F0,0F1\n",
             "row 2, column 2: a stage must be on one rank, .* 0F1 is of stage 0, "

@@ -276,9 +276,10 @@ def second_half(
 def never_stopped(
     sums: tuple[tuple[int, int], tuple[int, int]] | None = None,
 ) -> tuple[list[Tensor], dict[str, Tensor]]:
-    """Return the losses and tensors of a plain loop over all steps.
+    """Return the losses and tensors of a plain training loop over all steps, without a save or a load.
 
-    ``sums`` are the numbers of replicas and shards in both halves, for runs with replicas.
+    ``sums`` holds a pair (number of replicas, number of shards) for the steps before `HALF`, and a pair for the steps
+    from `HALF` on. Default: no replicas.
     """
     model = Net()
     optimizer = adam(model.parameters())

@@ -241,8 +241,8 @@ class Rendezvous:
         if not text.startswith("rank "):
             return ExecutionError(text)  # rank 0's AbsentError
         return ExecutionError(
-            f"a failed rank stops all ranks; {text}, in the construction of a pipeline; {self._names[self._rank]} of "
-            f"{self._num_ranks} stopped; fix the cause and make a new pipeline"
+            f"if a rank fails while a pipeline is made, all ranks stop; {text}; {self._names[self._rank]} of "
+            f"{self._num_ranks} stopped, too; fix the cause and make a new pipeline"
         )
 
 
