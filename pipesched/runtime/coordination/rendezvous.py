@@ -241,8 +241,8 @@ class Rendezvous:
         if not text.startswith("rank "):
             return ExecutionError(text)  # rank 0's AbsentError
         return ExecutionError(
-            f"if a rank fails while a pipeline is made, all ranks stop; {text}; {self._names[self._rank]} of "
-            f"{self._num_ranks} stopped, too; fix the cause and make a new pipeline"
+            f"a failed rank stops all ranks; {text}; {self._names[self._rank]} of {self._num_ranks} stopped making "
+            f"the pipeline; fix the cause and make a new pipeline"
         )
 
 
