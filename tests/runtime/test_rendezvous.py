@@ -75,7 +75,7 @@ def test_a_rank_0_that_hangs_while_it_measures_is_named(ranks: Ranks) -> None:
 def test_a_rank_0_that_fails_or_stops_while_it_measures_is_named(ranks: Ranks) -> None:
     own, other = ranks.run(2, jobs.measures_for_long, "fails")
     assert own == "OSError: no layer today"
-    assert "a failed rank stops all ranks; rank 0 failed: OSError: no layer today; " in other
+    assert "a failed rank stops all ranks; rank 0 failed: OSError: no layer today, in the construction" in other
     _, other = ranks.run(2, jobs.measures_for_long, "stops")
     said = (
         "no data arrived from rank 0 within the timeout, in the construction of a pipeline, where rank 0 measures and "
