@@ -79,7 +79,8 @@ class Numbers(NamedTuple):
 
 def count(group: Any, schedule: str) -> Numbers:
     """Train two steps. Count the weight elements that this rank holds, and its collectives in the second step."""
-    pipe, replica = divided(group, plain(), schedule=schedule)
+    boundaries = [7] if schedule == "1f1b" else [4, 7, 10]
+    pipe, replica = divided(group, plain(), schedule=schedule, boundaries=boundaries)
     with pipe:
         run(pipe.step, 0, replica)
         gather, scatter = replica_sum._all_gather, distributed.all_to_all_single
