@@ -33,11 +33,14 @@ _OF_COLLECTIVES = os.path.dirname(distributed.__file__) + os.sep
 _OF_PYTHON = sysconfig.get_paths()["stdlib"] + os.sep
 _SITE_PACKAGES = os.sep + "site-packages" + os.sep
 _RUNTIME = os.path.dirname(os.path.dirname(__file__))
+#: The files in which a rank waits for another one, or reports that such a wait has failed.
 _WAITING = {
-    os.path.join(_RUNTIME, folder, f"{name}.py")
+    os.path.normpath(os.path.join(_RUNTIME, folder, f"{name}.py"))
     for folder, name in (
+        (os.path.join(os.pardir, "program"), "actions"),
         ("coordination", "failure_alarm"),
         ("coordination", "stores"),
+        ("executors", "interpreter"),
         ("reductions", "collective_lane"),
         ("transport", "channels"),
         ("transport", "clock_sync"),
