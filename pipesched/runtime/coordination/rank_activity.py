@@ -39,6 +39,7 @@ _WAITING = {
     for folder, name in (
         (os.path.join(os.pardir, "program"), "actions"),
         ("coordination", "failure_alarm"),
+        ("coordination", "rank_activity"),
         ("coordination", "stores"),
         ("executors", "interpreter"),
         ("reductions", "collective_lane"),
