@@ -4,6 +4,7 @@ import json
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -139,9 +140,10 @@ def test_a_rank_that_receives_is_not_at_work_though_it_has_given_up() -> None:
     activity.begin("a step")
     activity.run(stamps, (0, 1))
     stamps.starts[0] = time.perf_counter()
-    assert activity.state()[:3] == ("waits", "0RECV_B0<1 (stage 0, micro-batch 0)", "")
-    stamps.ends[0] = stamps.starts[1] = time.perf_counter()
-    assert activity.state()[:2] == ("works", "0B0 (stage 0, micro-batch 0)")
+    with ThreadPoolExecutor(1) as alarm:  # another thread reads the state, as the alarm's thread does
+        assert alarm.submit(activity.state).result()[:3] == ("waits", "0RECV_B0<1 (stage 0, micro-batch 0)", "")
+        stamps.ends[0] = stamps.starts[1] = time.perf_counter()
+        assert alarm.submit(activity.state).result()[:2] == ("works", "0B0 (stage 0, micro-batch 0)")
 
 
 def test_an_error_is_of_a_collective_where_torch_raises_it_within_one() -> None:
