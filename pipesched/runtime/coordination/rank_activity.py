@@ -32,23 +32,23 @@ _OF_TORCH = os.path.dirname(torch.__file__) + os.sep
 _OF_COLLECTIVES = os.path.dirname(distributed.__file__) + os.sep
 _OF_PYTHON = sysconfig.get_paths()["stdlib"] + os.sep
 _SITE_PACKAGES = os.sep + "site-packages" + os.sep
-_RUNTIME = os.path.dirname(os.path.dirname(__file__))
+_PIPESCHED = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
 #: The files in which a rank waits for another one, or reports that such a wait has failed.
 _WAITING = {
-    os.path.normpath(os.path.join(_RUNTIME, folder, f"{name}.py"))
-    for folder, name in (
-        (os.path.join(os.pardir, "program"), "actions"),
-        ("coordination", "failure_alarm"),
-        ("coordination", "rank_activity"),
-        ("coordination", "stores"),
-        ("executors", "interpreter"),
-        ("reductions", "collective_lane"),
-        ("transport", "channels"),
-        ("transport", "clock_sync"),
-        ("transport", "device_channels"),
-        ("transport", "ports"),
-        ("transport", "shared_value"),
-        ("transport", "sockets"),
+    os.path.join(_PIPESCHED, *name.split(".")) + ".py"
+    for name in (
+        "program.actions",
+        "runtime.coordination.failure_alarm",
+        "runtime.coordination.rank_activity",
+        "runtime.coordination.stores",
+        "runtime.executors.interpreter",
+        "runtime.reductions.collective_lane",
+        "runtime.transport.channels",
+        "runtime.transport.clock_sync",
+        "runtime.transport.device_channels",
+        "runtime.transport.ports",
+        "runtime.transport.shared_value",
+        "runtime.transport.sockets",
     )
 }
 _GIVEN_BY = {Kind.RECV_F: "F", Kind.RECV_B: "B"}
