@@ -383,7 +383,7 @@ class MeshRanks:
                 given = self.executor.deal(f"{what}, where rank 0 measures and decides for all")
             result: T = given[0]
             return result
-        with beating(lambda: self._deal_all(what, None), self._timeout_s):
+        with beating(lambda: self._deal_all(what, None, by_heartbeat=True), self._timeout_s):
             try:
                 made = make()
             except Exception as error:  # the other ranks are waiting for the result
@@ -394,9 +394,9 @@ class MeshRanks:
         self._deal_all(what, [made])
         return made
 
-    def _deal_all(self, what: str, value: Any) -> None:
+    def _deal_all(self, what: str, value: Any, *, by_heartbeat: bool = False) -> None:
         with self._dealing:
-            self.executor.deal(what, [value] * self.executor.num_ranks)
+            self.executor.deal(what, [value] * self.executor.num_ranks, by_heartbeat=by_heartbeat)
 
     def check(self, program: Program, decided: Any) -> None:
         self.executor.agree("plan", repr((str(program), self._inputs, decided)).encode())

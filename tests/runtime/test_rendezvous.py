@@ -2,6 +2,7 @@
 
 import re
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -69,7 +70,8 @@ def test_measuring_may_take_longer_than_the_timeout(ranks: Ranks) -> None:
 
 def test_a_rank_0_that_hangs_while_it_measures_is_named(ranks: Ranks) -> None:
     _, other = ranks.run(2, jobs.measures_for_long, "hangs")
-    assert "rank 0 failed: " in other
+    assert "rank 0 failed: it has been in " in other
+    assert " in measured; rank 1 noticed: " in other
 
 
 def test_a_rank_0_that_fails_or_stops_while_it_measures_is_named(ranks: Ranks) -> None:
@@ -116,6 +118,20 @@ def test_a_rank_that_withdrew_is_passed_over() -> None:
     with pytest.raises(ExecutionError, match=r"rank 1 and rank 2 have not joined; rank 0 waited 0\.05 s"):
         Rendezvous(store, 0, NAMES).meet(0.05)
     assert meet(store, [2, 1, 0]) == ["met"] * 3
+
+
+def test_rank_0_raises_only_after_the_others_have_read_its_error() -> None:
+    """Its process may host the store, and may end as soon as it raises."""
+    store = distributed.HashStore()
+    with ThreadPoolExecutor(1) as rank_1:
+        waiting = rank_1.submit(Rendezvous(store, 1, NAMES).meet, 20)
+        keys = distributed.PrefixStore("pipesched/0", store)  # type: ignore[attr-defined]
+        keys.wait(["came/1/1"])
+        with pytest.raises(ExecutionError, match=r"rank 2 has not joined; rank 0 waited 0\.05 s"):
+            Rendezvous(store, 0, NAMES).meet(0.05)
+        assert keys.check(["heard/1/1"])
+        with pytest.raises(ExecutionError, match=r"rank 2 has not joined; rank 0 waited 0\.05 s"):
+            waiting.result()
 
 
 def meet(store: Any, ranks: list[int], parts: dict[int, Any] | None = None) -> list[str]:

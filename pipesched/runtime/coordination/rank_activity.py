@@ -33,24 +33,11 @@ _OF_COLLECTIVES = os.path.dirname(distributed.__file__) + os.sep
 _OF_PYTHON = sysconfig.get_paths()["stdlib"] + os.sep
 _SITE_PACKAGES = os.sep + "site-packages" + os.sep
 _PIPESCHED = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
-#: The files in which a rank waits for another one, or reports that such a wait has failed.
-_WAITING = {
-    os.path.join(_PIPESCHED, *name.split(".")) + ".py"
-    for name in (
-        "program.actions",
-        "runtime.coordination.failure_alarm",
-        "runtime.coordination.rank_activity",
-        "runtime.coordination.stores",
-        "runtime.executors.interpreter",
-        "runtime.reductions.collective_lane",
-        "runtime.transport.channels",
-        "runtime.transport.clock_sync",
-        "runtime.transport.device_channels",
-        "runtime.transport.ports",
-        "runtime.transport.shared_value",
-        "runtime.transport.sockets",
-    )
-}
+#: The packages whose code waits for other ranks, or reports that such a wait has failed.
+_WAITING = tuple(
+    os.path.join(_PIPESCHED, *name.split("."), "")
+    for name in ("program", "runtime.coordination", "runtime.executors", "runtime.reductions", "runtime.transport")
+)
 _GIVEN_BY = {Kind.RECV_F: "F", Kind.RECV_B: "B"}
 
 
@@ -81,18 +68,32 @@ class Activity:
         self.since_s = time.monotonic()  # when the current call began, or the last call ended
         self._stamps: Stamps | None = None
         self._placement: Sequence[int] = ()
+        self._failure: tuple[Doing, str] | None = None
 
-    def begin(self, call: str) -> None:
-        """Record that a call begins in this thread."""
+    def begin(self, call: str, *, by_heartbeat: bool = False) -> None:
+        """Record that a call begins in this thread.
+
+        ``by_heartbeat``: the call is the heartbeat's, while the rank's own thread works.
+        """
         self.call = call
         self.since_s = time.monotonic()
-        self._thread = threading.get_ident()
+        if not by_heartbeat:
+            self._thread = threading.get_ident()
+        self._failure = None
+
+    def fail(self, doing: Doing, text: str) -> None:
+        """Record that the call has failed, before the rank releases what the call held.
+
+        ``doing`` is the activity in which it failed, and ``text`` describes the error.
+        """
+        self._failure = doing, text
 
     def end(self) -> None:
         """Record that the call has ended."""
         self.call = ""
         self.since_s = time.monotonic()
         self._stamps = None
+        self._failure = None
 
     def run(self, stamps: "Stamps", placement: Sequence[int]) -> None:
         """Record that this rank has begun to run an order.
@@ -107,8 +108,10 @@ class Activity:
         frame = sys._current_frames().get(self._thread)
         while frame is not None:
             file = frame.f_code.co_filename
-            if file.startswith(_OF_COLLECTIVES) or file in _WAITING:
-                return COLLECTIVE if file not in _WAITING else "waits", ""
+            if file.startswith(_OF_COLLECTIVES):
+                return COLLECTIVE, ""
+            if file.startswith(_WAITING):
+                return "waits", ""
             if not file.startswith((_OF_TORCH, "<")) and (_SITE_PACKAGES in file or not file.startswith(_OF_PYTHON)):
                 return "works", f"{file}:{frame.f_lineno} in {frame.f_code.co_name}"
             frame = frame.f_back
@@ -126,7 +129,14 @@ class Activity:
 
     def state(self) -> State:
         """Return the current state of the rank."""
-        doing, place = self.doing()
+        failure = self._failure
+        if failure is None:
+            return self._state(*self.doing())
+        doing, text = failure
+        state = self._state(doing, "")
+        return state._replace(what=text) if doing == "raised" else state
+
+    def _state(self, doing: Doing, place: str) -> State:
         stamps = self._stamps
         seconds = time.monotonic() - self.since_s
         if stamps is None:
@@ -139,9 +149,6 @@ class Activity:
         if isinstance(start, float):  # a host's stamp; a device's stamp cannot be read before the step ends
             seconds = time.perf_counter() - start
         action = stamps.order[position]
-        if action.kind in _GIVEN_BY and doing == "works":
-            doing = "waits"
-            place = ""  # if a line was found, the thread is releasing the run after a failed wait
         what = f"{action} (stage {action.stage}, micro-batch {action.microbatch})"
         return State(doing, what, place, seconds, last)
 

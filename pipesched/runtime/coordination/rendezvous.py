@@ -32,6 +32,7 @@ _PAUSE_S = 0.001
 _LONGEST_PAUSE_S = 0.05  # between two checks of the store
 _SPARE_S = 1.0  # added to the other ranks' timeout, so that rank 0, which sees all arrivals, gives up first
 _PATIENCE_S = 2.0  # time to wait for a store that does not reply
+_HEARD_S = 1.0  # rank 0 waits this long until the other ranks have read its error, because it may host the store
 _WAITING = "waiting"
 _WITHDRAWN = "withdrawn"
 _TOKEN = "token "
@@ -114,6 +115,7 @@ class Rendezvous:
         said = f"{_FAILED}{self._names[self._rank]} failed: {text}"
         if self._rank:
             self._change(self._rank, number, "", said)
+            self._store.set(self._heard(self._rank, number), "")
             self._store.set(f"came/{self._rank}/{number}", "")
         else:
             self._store.set("taken/0", str(number))
@@ -134,6 +136,7 @@ class Rendezvous:
                 found = self._change(self._rank, number, _WAITING, _WITHDRAWN)
             else:
                 found = self._state(self._rank, number)
+        self._store.set(self._heard(self._rank, number), "")
         if found == _WITHDRAWN:
             absent = [
                 rank
@@ -196,14 +199,17 @@ class Rendezvous:
         return int(self._store.add(f"taken/{rank}", 0)) + 1
 
     def _give_up(self, said: str, came: dict[int, int | None]) -> None:
-        """Answer the ranks in ``came`` with the text ``said``.
+        """Answer the ranks in ``came`` with the text ``said``, and wait until those that have arrived have read it.
 
         A rank that has not arrived yet gets the answer when it arrives.
         """
+        unheard = []
         for rank, number in came.items():
-            if number is None:
-                number = self._arrival(rank) or self._next(rank)  # noqa: PLW2901
-            self._answer(rank, number, said)
+            arrived = number or self._arrival(rank)
+            self._answer(rank, arrived or self._next(rank), said)
+            if arrived:
+                unheard.append(self._heard(rank, arrived))
+        self._wait(unheard, time.monotonic() + _HEARD_S)
 
     def _answer(self, rank: int, number: int, said: str) -> bool:
         """Answer an announcement; return whether the answer became the announcement's outcome."""
@@ -215,6 +221,10 @@ class Rendezvous:
         return found == said
 
     # ---- the store --------------------------------------------------------------------------------------------
+
+    def _heard(self, rank: int, number: int) -> str:
+        """Return the key that a rank sets once it has read the outcome of its announcement."""
+        return f"heard/{rank}/{number}"
 
     def _state(self, rank: int, number: int) -> str:
         return self._change(rank, number, _WAITING, _WAITING)

@@ -37,7 +37,7 @@ from pipesched.model.agreement import Facts, differences
 from pipesched.program.actions import Action, Kind, Lane
 from pipesched.program.program import Program
 from pipesched.runtime.coordination.forked_process import Forked, end_in_children, forget
-from pipesched.runtime.coordination.rank_activity import COLLECTIVE, doing_at, said
+from pipesched.runtime.coordination.rank_activity import COLLECTIVE, Doing, doing_at, said
 from pipesched.runtime.coordination.rendezvous import names_of
 from pipesched.runtime.executors.channel_plan import ChannelEnds, OrderMessages, channels_of, digest_of
 from pipesched.runtime.executors.device_streams import streams_for
@@ -177,9 +177,12 @@ class ProcessExecutor:
             try:
                 timeline = self._run(run_spec, self.caller(grad=grad), looks)
                 failed = False
-                return timeline
+            except BaseException as error:
+                self._activity.fail(*_account(error))
+                raise
             finally:
                 run_spec.finish(failed)
+            return timeline
 
     def _run(self, run_spec: RunSpec, caller: Caller, looks: Sequence[Hashable]) -> RankTimeline:
         program = run_spec.program
@@ -219,7 +222,8 @@ class ProcessExecutor:
                 wire.open(channels, self._agreed(program) + digest(b"stream") + digest(b"%d" % self._steps))
                 self._steps += 1
                 run_spec.prepare(caller)
-            except BaseException:
+            except BaseException as error:
+                self._activity.fail(*_account(error))
                 run_spec.finish(True)
                 raise
             ends_of_rank = ChannelEnds(program, wire, self.grid.pipeline)
@@ -445,12 +449,13 @@ class ProcessExecutor:
             self._shared = shared
         return lambda: self._read(shared)
 
-    def deal(self, what: str, values: Sequence[Any] = ()) -> Any:
+    def deal(self, what: str, values: Sequence[Any] = (), *, by_heartbeat: bool = False) -> Any:
         """Scatter rank 0's ``values``, one to each rank; return this rank's value. Rank 0 does not wait.
 
-        ``what`` names the call in error messages.
+        ``what`` names the call in error messages. ``by_heartbeat``: the heartbeat's thread calls, while the rank's own
+        thread works.
         """
-        with self._one_at_a_time(what):
+        with self._one_at_a_time(what, by_heartbeat=by_heartbeat):
             if self.rank:
                 return self._in_all().trade(DEALT, {}, (0,))[0]
             self._in_all().trade(DEALT, dict(enumerate(values[1:], 1)), ())
@@ -498,14 +503,14 @@ class ProcessExecutor:
     # ---- failure and closing ----------------------------------------------------------------------------------
 
     @contextmanager
-    def _one_at_a_time(self, call: str) -> Iterator[None]:
+    def _one_at_a_time(self, call: str, *, by_heartbeat: bool = False) -> Iterator[None]:
         self._open_wire()
         if not self._busy.acquire(blocking=False):
             raise ExecutionError(
                 "a pipeline may run only one call at a time; another call is still running; call again after it has "
                 "returned"
             )
-        self._activity.begin(call)
+        self._activity.begin(call, by_heartbeat=by_heartbeat)
         try:
             with self._stopping_all(call):
                 yield
@@ -525,10 +530,9 @@ class ProcessExecutor:
         except _DifferentError as error:
             raise ExecutionError(*error.args) from None  # raised in every rank, so the pipeline remains usable
         except BaseException as error:
-            others = isinstance(error, Stopped | ConnectionLostError)
-            doing = "waits" if others else doing_at(error)
+            doing, text = _account(error)
             place = "".join(f", {note}" for note in getattr(error, "__notes__", []))
-            text = f"{error if others else said(error)}{place or f', in {call}'}"
+            text += place or f", in {call}"
             first = self._alarm.ring(text, doing, getattr(error, "ended", None))
             self._fault = str(first)
             _LOG.error("rank %d of %d stopped: %s", self.rank, self.num_ranks, first)
@@ -538,7 +542,7 @@ class ProcessExecutor:
             raise ExecutionError(
                 f"a failed rank stops all ranks; {first}; rank {self.rank} of {self.num_ranks} stopped{place}; "
                 f"fix the cause and make a new pipeline"
-            ) from (None if others else error)
+            ) from (None if doing == "waits" else error)
 
     def leave(self, why: str) -> None:
         """Stop all ranks, unless this executor is closed. ``why`` is the reason that the other ranks report."""
@@ -583,6 +587,13 @@ class ProcessExecutor:
             self._drop()
         finally:
             self._busy.release()
+
+
+def _account(error: BaseException) -> tuple[Doing, str]:
+    """Return the activity in which an error occurred, and a description of the error."""
+    if isinstance(error, Stopped | ConnectionLostError):
+        return "waits", str(error)
+    return doing_at(error), said(error)
 
 
 def _call(method: WeakMethod[Callable[[], None]]) -> None:

@@ -129,10 +129,10 @@ def run_rank(case: Case, rank: int, port: int, timeout_s: float, said: Path) -> 
             return super().step(closure)
 
     choices: dict[str, Any] = {}
-    if case.replicas > 1:  # fixed boundaries, because replicas could measure different times and cut differently
+    if case.replicas > 1 and case.by == "fully_shard":
+        # Fixed boundaries, because the pipelines could measure different times and cut differently.
         choices["boundaries"] = list(range(2, 2 * num_stages, 2))
-        if case.by == "fully_shard":
-            choices["wrap"] = lambda module, stage: fully_shard(module, mesh=mesh["dp"])
+        choices["wrap"] = lambda module, stage: fully_shard(module, mesh=mesh["dp"])
 
     def name(forward: str, backward: str = "") -> None:
         for layer in layers:
@@ -162,6 +162,7 @@ def run_rank(case: Case, rank: int, port: int, timeout_s: float, said: Path) -> 
         seed=0,
         **choices,
     )
+    signal.setitimer(signal.ITIMER_REAL, 0)
     for layer in layers:
         layer.pause_s = 0.0
     for phases in (("first forward", "first backward"), ("", ""), ("later forward", "")):
