@@ -188,6 +188,19 @@ def test_a_stranger_rings_no_alarm_and_holds_none_up() -> None:
         getattr(end, "end", getattr(end, "close", None))()
 
 
+def test_a_lost_store_is_to_blame_before_ranks_of_other_pipelines_that_have_ended() -> None:
+    """Those ranks may have ended because they noticed the loss earlier."""
+
+    def lost(*_: Any) -> Any:
+        raise distributed.DistNetworkError("Broken pipe")
+
+    alarm = Alarm(_Group(0, 1), ["rank 2"], "127.0.0.1", 30.0)
+    alarm._job = SimpleNamespace(add=lost, check=lost)  # type: ignore[assignment]
+    alarm._elsewhere = {1: alarm._own._replace(name="rank 1", rank=1, port=1)}  # nothing listens at this port
+    assert alarm.ring("a connection was lost", "waits").who == "rank 0"
+    alarm.end()
+
+
 def test_a_store_that_does_not_answer_is_left() -> None:
     silent = threading.Event()
     with pytest.raises(StoreLostError, match=r"rank 0 failed: .* the store .*, .* store did not answer within 0\.1 s"):

@@ -371,7 +371,9 @@ class Alarm:
         elsewhere = self._elsewhere_now()
         theirs = self._without_signed_off(told(guess, elsewhere, _PATIENCE_S / 2, until=listener.settled.is_set))
         left = None if ended is None else ([self._names[ended]], "it has left the pipeline")
-        found = found or blamed(theirs, self._timeout_s) or left or self._suspect({self.name: state, **theirs})
+        if left is None:
+            found = found or self._host_of_lost_store()  # ranks elsewhere may have ended because of this loss
+        found = found or blamed(theirs, self._timeout_s) or left or self._absent({self.name: state, **theirs})
         who, why = found or ([self.name], "")
         noticed = f"{why}; {self.name} noticed: " if why else ""
         fault = Fault(", ".join(who), noticed + guess.text, True)
@@ -380,27 +382,36 @@ class Alarm:
         listeners = [one for one in (*self._others(), *elsewhere) if isinstance(answers.get(one.name), State)]
         told(fault, listeners, _PATIENCE_S / 4)
 
-    def _suspect(self, states: Mapping[str, State | str]) -> tuple[list[str], str] | None:
-        """Return the names of the ranks to blame, and the reason; None if the job's store does not show them.
-
-        Called if the ranks' replies do not show which ranks are to blame. The store's host is to blame if the store is
-        lost. Otherwise, if a replying rank is constructing its pipeline, the ranks that have not announced a pipeline
-        in the job's store are to blame.
-        """
-        if self._job is None:
+    def _host_of_lost_store(self) -> tuple[list[str], str] | None:
+        """Return the name of the job store's host, and the reason, if the store is lost; otherwise None."""
+        job = self._job
+        if job is None:
             return None
         try:
-            known = asked(self._read_elsewhere, _PATIENCE_S / 2)
+            asked(lambda: job.add(_PEOPLE, 0), _PATIENCE_S / 2)
         except StoreLostError as error:
             who, _, why = str(error).partition(" failed: ")
             return [who], why
         except RuntimeError:
             return None
+        return None
+
+    def _absent(self, states: Mapping[str, State | str]) -> tuple[list[str], str] | None:
+        """Return the names of the ranks that have not announced a pipeline in the job's store, and the reason.
+
+        None if no replying rank is constructing its pipeline, or if all ranks have announced one.
+        """
+        making = any(isinstance(state, State) and state.what == _MAKING for state in states.values())
+        if self._job is None or not making:
+            return None
+        try:
+            known = asked(self._read_elsewhere, _PATIENCE_S / 2)
+        except RuntimeError:
+            return None
         come = self._own_ranks if self._addresses else {self._own.rank}
         come = come | {address.rank for address in known.values()}
         absent = [f"rank {rank}" for rank in range(distributed.get_world_size()) if rank not in come]
-        making = any(isinstance(state, State) and state.what == _MAKING for state in states.values())
-        if not making or not absent:
+        if not absent:
             return None
         return absent, "it has not made its pipeline" if len(absent) == 1 else "they have not made their pipelines"
 
