@@ -371,9 +371,10 @@ class Alarm:
         elsewhere = self._elsewhere_now()
         theirs = self._without_signed_off(told(guess, elsewhere, _PATIENCE_S / 2, until=listener.settled.is_set))
         left = None if ended is None else ([self._names[ended]], "it has left the pipeline")
-        if left is None:
+        if left is None and ENDED in theirs.values():
             found = found or self._host_of_lost_store()  # ranks elsewhere may have ended because of this loss
-        found = found or blamed(theirs, self._timeout_s) or left or self._absent({self.name: state, **theirs})
+        found = found or blamed(theirs, self._timeout_s) or left
+        found = found or self._host_of_lost_store() or self._absent({self.name: state, **theirs})
         who, why = found or ([self.name], "")
         noticed = f"{why}; {self.name} noticed: " if why else ""
         fault = Fault(", ".join(who), noticed + guess.text, True)
