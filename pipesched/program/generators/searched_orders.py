@@ -209,8 +209,10 @@ def _problem(shape: Shape, of_each: Sequence[StageCosts], resources: Sequence[Re
     there = [[_lag(own, way[0], way[1], stage) for own in of_each] for stage, way in enumerate(ways)]
     back = [[_lag(own, way[1], way[0], stage) for own in of_each] for stage, way in enumerate(ways)]
     tables = [*times, there, back]
-    unit = _unit({number for table in tables for row in table for number in row})
-    whole = [[[round(number * unit) for number in row] for row in table] for table in tables]
+    numbers = {number for table in tables for row in table for number in row}
+    unit = _unit(numbers)
+    rounded = {number: round(number * unit) for number in numbers}
+    whole = [[[rounded[number] for number in row] for row in table] for table in tables]
     return Problem(
         num_ranks=shape.num_ranks,
         placement=shape.placement,

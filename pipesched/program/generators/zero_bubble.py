@@ -5,7 +5,7 @@ gradients and forwards. It runs weight gradients when it would otherwise wait, o
 three choices open; this module tries all eight combinations and returns the shortest order.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 from itertools import product
 from typing import NamedTuple, Protocol
@@ -87,7 +87,7 @@ def zero_bubble(
         choices.append(None)
     candidates = [_Pipeline(shape, costs, limit, weight_grad_share, choice) for choice in choices]
     best = min(candidates, key=lambda candidate: (candidate.span_s, candidate.makespan_s))
-    return [rank.order for rank in best.ranks]
+    return [rank.order(shape) for rank in best.ranks]
 
 
 def _check(shape: Shape, costs: StageTimes, limit: int, share: float) -> None:
@@ -112,8 +112,7 @@ def _check(shape: Shape, costs: StageTimes, limit: int, share: float) -> None:
 class _Rank:
     """One rank with one stage: the actions that have run, and the times of these actions."""
 
-    def __init__(self, shape: Shape, stage: int, costs: StageTimes, share: float) -> None:
-        self.order = Order(shape)
+    def __init__(self, stage: int, costs: StageTimes, share: float) -> None:
         self.stage = stage
         self.forward_s = costs.forward_s[stage]
         self.input_grad_s = costs.input_grad_s[stage]
@@ -125,6 +124,14 @@ class _Rank:
         self.end_s: float = 0
         self.idle_s: float = 0  # idle time since the rank's first action
         self._share = share
+        self._writes: list[Callable[[Order, int], None]] = []  # the methods that write the actions, in order
+
+    def order(self, shape: Shape) -> Order:
+        """Return the order of the actions that have run."""
+        order = Order(shape)
+        for write in self._writes:
+            write(order, self.stage)
+        return order
 
     @property
     def forwards(self) -> int:
@@ -152,19 +159,19 @@ class _Rank:
             self.start_s = self.end_s = ready_s
         self._run(ready_s, self.forward_s)
         self.forward_ends.append(self.end_s)
-        self.order.F(self.stage)
+        self._writes.append(Order.F)
 
     def run_input_grad(self, ready_s: float) -> None:
         """Run the next input gradient. It starts no earlier than ``ready_s``, when the output gradient is ready."""
         self._run(ready_s, self.input_grad_s)
         self.input_grad_ends.append(self.end_s)
-        self.order.I(self.stage)
+        self._writes.append(Order.I)
 
     def run_weight_grad(self) -> None:
         """Run the oldest weight gradient whose input gradient has run."""
         self._run(self.end_s, self.weight_grad_s)
         self.weight_grads += 1
-        self.order.W(self.stage)
+        self._writes.append(Order.W)
 
     def _run(self, ready_s: float, seconds: float) -> None:
         start_s = max(self.end_s, ready_s)
@@ -176,7 +183,7 @@ class _Pipeline:
     """One candidate: the orders of all ranks, written by the heuristic, or ZB-H1 if ``switches`` is None."""
 
     def __init__(self, shape: Shape, costs: StageTimes, limit: int, share: float, switches: Switches | None) -> None:
-        self.ranks = [_Rank(shape, stage, costs, share) for stage in range(shape.num_stages)]
+        self.ranks = [_Rank(stage, costs, share) for stage in range(shape.num_stages)]
         self._transfer_s = costs.transfer_s
         self._m = shape.num_microbatches
         self._limit = limit
@@ -301,7 +308,7 @@ class _Pipeline:
         otherwise become the rank with the most idle time.
         """
         while rank.owed and (gap_s := ready_s - rank.end_s) > 0:
-            waits_s = max(other.idle_s for other in self.ranks) - rank.idle_s
-            if gap_s < rank.weight_grad_s and gap_s <= waits_s and not switches.fill_every_gap:
+            short = gap_s < rank.weight_grad_s and not switches.fill_every_gap
+            if short and gap_s <= max(other.idle_s for other in self.ranks) - rank.idle_s:
                 break
             rank.run_weight_grad()

@@ -25,12 +25,15 @@ COMPILES = find_spec("numba") is not None
 def compiled(function: Function) -> Function:
     """Decorator: compiles a function of whole numbers at its first call, and keeps the machine code on disk.
 
+    Compiled functions become part of the compiled functions that call them, because passing many arrays in a tuple
+    takes longer than most of these functions.
+
     The function must not create arrays, or views of arrays such as slices. Then numba need not count references to
     arrays. Counting would make functions with many arrays in a tuple ten times slower.
     """
     if not COMPILES:
         return function
-    return importlib.import_module("numba").njit(cache=True, _nrt=False)(function)  # type: ignore[no-any-return]
+    return importlib.import_module("numba").njit(cache=True, inline="always", _nrt=False)(function)  # type: ignore[no-any-return]
 
 
 def whole(numbers: Iterable[int]) -> Whole:

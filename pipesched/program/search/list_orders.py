@@ -172,15 +172,26 @@ def write(tables: Tables, rule: Whole, progress: Progress, orders: Sequences, mo
         if kind != INPUT_GRAD:
             left -= 1
         _choose(tables, rule, progress, rank)
-        stage = code // KINDS // tables.num_microbatches
-        if kind == FORWARD and stage + 1 < tables.num_stages:
-            _choose(tables, rule, progress, tables.rank_of[stage + 1])
-        if kind in (INPUT_GRAD, BACKWARD) and stage > 0:
-            _choose(tables, rule, progress, tables.rank_of[stage - 1])
+        neighbour = _waiting(tables, progress, code)
+        if neighbour >= 0 and neighbour != rank:
+            _choose(tables, rule, progress, neighbour)
     makespan = 0
     for rank in range(tables.num_ranks):
         makespan = max(makespan, progress.clocks.clock[rank])
     return makespan
+
+
+@compiled
+def _waiting(tables: Tables, progress: Progress, code: int) -> int:
+    """Return the rank whose next F, I or B on a stage needs the action written last; -1 if there is none."""
+    stage = code // KINDS // tables.num_microbatches
+    microbatch = code // KINDS % tables.num_microbatches
+    kind = code % KINDS
+    if kind == FORWARD:
+        waits = stage + 1 < tables.num_stages and progress.forwards[stage + 1] == microbatch
+        return tables.rank_of[stage + 1] if waits else _NONE
+    waits = kind != WEIGHT_GRAD and stage > 0 and progress.gradients[stage - 1] == microbatch
+    return tables.rank_of[stage - 1] if waits else _NONE
 
 
 @compiled
@@ -213,6 +224,7 @@ def _run(tables: Tables, progress: Progress, orders: Sequences, rank: int, code:
         progress.left[rank] -= min(apart, seconds[pair * KINDS + BACKWARD])
         if kind == INPUT_GRAD:
             progress.left[rank] += seconds[later]
+    _skip_fused(tables, progress, stage)
     codes = tables.num_stages * tables.num_microbatches * KINDS
     for resource in range(tables.num_resources):
         at = resource * tables.num_ranks + rank
@@ -222,6 +234,15 @@ def _run(tables: Tables, progress: Progress, orders: Sequences, rank: int, code:
             progress.owed[at] += tables.gives[resource * codes + later] - tables.takes[resource * codes + later]
         elif kind == WEIGHT_GRAD:
             progress.owed[at] += net
+
+
+@compiled
+def _skip_fused(tables: Tables, progress: Progress, stage: int) -> None:
+    """Advance a stage's next W past the micro-batches that have a B."""
+    pair = stage * tables.num_microbatches + progress.weights[stage]
+    while progress.weights[stage] < progress.gradients[stage] and progress.fused[pair]:
+        progress.weights[stage] += 1
+        pair += 1
 
 
 @compiled
@@ -330,9 +351,6 @@ def _oldest_owed(tables: Tables, progress: Progress, rank: int) -> int:
     for at in range(tables.first_chunk[rank], tables.first_chunk[rank + 1]):
         stage = tables.chunks[at]
         microbatch = progress.weights[stage]
-        while microbatch < progress.gradients[stage] and progress.fused[stage * count + microbatch]:
-            microbatch += 1
-        progress.weights[stage] = microbatch
         if microbatch < progress.gradients[stage] and (best < 0 or microbatch <= best // KINDS % count):
             best = (stage * count + microbatch) * KINDS + WEIGHT_GRAD
     return best

@@ -77,7 +77,6 @@ class RuleSearch:
         return int(found), int(ran)
 
 
-@compiled
 def _climb(
     tables: Tables,
     progress: Progress,
