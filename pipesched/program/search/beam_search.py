@@ -47,6 +47,8 @@ class _Beam(NamedTuple):
     size: int
     #: The partial orders of two successive lengths.
     states: Whole
+    #: For each length, the number of partial orders that were kept.
+    kept: Whole
     #: For each length, for each partial order that was kept, the one it continues, and its last action, or _NONE.
     parents: Whole
     codes: Whole
@@ -81,6 +83,7 @@ class BeamSearch:
             width=width,
             size=size,
             states=whole([0] * (2 * width * size)),
+            kept=whole([0] * (length + 1)),
             parents=whole([0] * (length * width)),
             codes=whole([0] * (length * width)),
             options=whole([0] * options),
@@ -107,92 +110,89 @@ def _search(
     tables: Tables, ends: Ends, progress: Progress, beam: _Beam, orders: Sequences, most: int
 ) -> tuple[int, int, bool]:
     reset(tables, progress)
-    store(progress, beam.states, 0)
-    kept = 1
-    begin = 0
+    store(progress, beam.states, _place(beam, 0, 0))
+    beam.kept[0] = 1
     ran = 0
     proved = True
     for length in range(len(tables.rank_of_slot)):
-        count = 0
-        for parent in range(kept):
-            load(progress, beam.states, begin + parent * beam.size)
-            count = _continue(tables, ends, progress, beam, begin, parent, length, count)
+        count = _continue(tables, ends, progress, beam, length)
         ran += count
-        kept = _keep(tables, ends, progress, beam, begin, length, count, most)
-        begin = beam.width * beam.size - begin
-        if kept < 0:
-            kept = beam.width
+        if _keep(tables, ends, progress, beam, length, count, most):
             proved = False
-        if kept == 0:
+        if beam.kept[length + 1] == 0:
             return UNFIT, ran, proved
-    load(progress, beam.states, begin)
     makespan, _ = least(tables, progress, ends)
     _trace(tables, beam, orders)
     return makespan, ran, proved
 
 
 @compiled
-def _continue(
-    tables: Tables, ends: Ends, progress: Progress, beam: _Beam, begin: int, parent: int, length: int, count: int
-) -> int:
-    """Add all continuations of the loaded partial order to the ``count`` candidates, and return the new number."""
-    reached = 0
-    for stage in range(tables.num_stages):
-        reached += progress.forwards[stage] + progress.gradients[stage] + progress.weights[stage]
-    number = 1
-    if reached > length:
+def _place(beam: _Beam, length: int, number: int) -> int:
+    """Return the position in ``beam.states`` of a partial order with ``length`` actions."""
+    return (length % 2 * beam.width + number) * beam.size
+
+
+@compiled
+def _continue(tables: Tables, ends: Ends, progress: Progress, beam: _Beam, length: int) -> int:
+    """Write all continuations of the partial orders to ``beam.candidates``, and return their number."""
+    count = 0
+    for parent in range(beam.kept[length]):
+        load(progress, beam.states, _place(beam, length, parent))
+        reached = 0
+        for stage in range(tables.num_stages):
+            reached += progress.forwards[stage] + progress.gradients[stage] + progress.weights[stage]
+        options = 1
         beam.options[0] = _NONE
-    else:
-        number = choices(tables, progress, beam.options)
-    for option in range(number):
-        code = beam.options[option]
-        if option > 0:
-            load(progress, beam.states, begin + parent * beam.size)
-        if code != _NONE:
-            append(tables, progress, code)
-        bound, total = least(tables, progress, ends)
-        at = count * _FIELDS
-        beam.candidates[at + _PARENT] = parent
-        beam.candidates[at + _CODE] = code
-        beam.candidates[at + _BOUND] = bound
-        beam.candidates[at + _TOTAL] = total
-        count += 1
+        if reached == length:
+            options = choices(tables, progress, beam.options)
+        for option in range(options):
+            at = count * _FIELDS
+            beam.candidates[at + _PARENT] = parent
+            beam.candidates[at + _CODE] = beam.options[option]
+            _extend(tables, progress, beam, length, at)
+            bound, total = least(tables, progress, ends)
+            beam.candidates[at + _BOUND] = bound
+            beam.candidates[at + _TOTAL] = total
+            count += 1
     return count
 
 
 @compiled
-def _keep(
-    tables: Tables, ends: Ends, progress: Progress, beam: _Beam, begin: int, length: int, count: int, most: int
-) -> int:
-    """Keep the best candidates, and return their number; -1 if a candidate was left out for the width alone."""
-    target = beam.width * beam.size - begin
+def _extend(tables: Tables, progress: Progress, beam: _Beam, length: int, at: int) -> None:
+    """Set ``progress`` to the partial order of a candidate."""
+    load(progress, beam.states, _place(beam, length, beam.candidates[at + _PARENT]))
+    if beam.candidates[at + _CODE] != _NONE:
+        append(tables, progress, beam.candidates[at + _CODE])
+
+
+@compiled
+def _keep(tables: Tables, ends: Ends, progress: Progress, beam: _Beam, length: int, count: int, most: int) -> bool:
+    """Keep the best candidates. Return whether a candidate was left out because of the width."""
     for at in range(len(beam.latest)):
         beam.latest[at] = _NONE
     for number in range(count):
         beam.heap[number] = number
-    for at in range(count // 2 - 1, -1, -1):
-        _sink(beam, at, count)
+    for later in range(count):
+        _sink(beam, count - 1 - later, count)
     kept = 0
-    while count > 0:
-        best = beam.heap[0] * _FIELDS
-        if beam.candidates[best + _BOUND] >= most:
-            return kept
+    for left in range(count, 0, -1):
+        at = beam.heap[0] * _FIELDS
+        if beam.candidates[at + _BOUND] >= most:
+            break
         if kept == beam.width:
-            return -1
-        count -= 1
-        beam.heap[0] = beam.heap[count]
-        _sink(beam, 0, count)
-        parent = beam.candidates[best + _PARENT]
-        code = beam.candidates[best + _CODE]
-        load(progress, beam.states, begin + parent * beam.size)
-        if code != _NONE:
-            append(tables, progress, code)
-        store(progress, beam.states, target + kept * beam.size)
-        if _is_new(tables, ends, beam, target, kept):
-            beam.parents[length * beam.width + kept] = parent
-            beam.codes[length * beam.width + kept] = code
+            beam.kept[length + 1] = kept
+            return True
+        beam.heap[0] = beam.heap[left - 1]
+        _sink(beam, 0, left - 1)
+        _extend(tables, progress, beam, length, at)
+        place = _place(beam, length + 1, kept)
+        store(progress, beam.states, place)
+        if _is_new(tables, ends, beam, place):
+            beam.parents[length * beam.width + kept] = beam.candidates[at + _PARENT]
+            beam.codes[length * beam.width + kept] = beam.candidates[at + _CODE]
             kept += 1
-    return kept
+    beam.kept[length + 1] = kept
+    return False
 
 
 @compiled
@@ -222,16 +222,17 @@ def _is_better(beam: _Beam, one: int, other: int) -> bool:
 
 
 @compiled
-def _is_new(tables: Tables, ends: Ends, beam: _Beam, begin: int, number: int) -> bool:
-    """Return whether no earlier partial order dominates this one, and if so, add it to those to compare with."""
-    at = begin + number * beam.size
+def _is_new(tables: Tables, ends: Ends, beam: _Beam, place: int) -> bool:
+    """Return whether no better partial order dominates this one, and if so, add it to those to compare with."""
     key = 0
-    for count in range(at, at + 3 * tables.num_stages):
-        key = (key * (tables.num_microbatches + 1) + beam.states[count]) % _PRIME
+    for at in range(place, place + 3 * tables.num_stages):
+        key = (key * (tables.num_microbatches + 1) + beam.states[at]) % _PRIME
     key %= len(beam.latest)
+    number = place // beam.size % beam.width
+    first = place - number * beam.size
     other = beam.latest[key]
     while other != _NONE:
-        if dominates(tables, ends, beam.states, begin + other * beam.size, at):
+        if dominates(tables, ends, beam.states, first + other * beam.size, place):
             return False
         other = beam.previous[other]
     beam.previous[number] = beam.latest[key]
