@@ -9,7 +9,7 @@ have been left out, the search has proved its result, as a branch and bound does
 from typing import NamedTuple
 
 from pipesched.program.search.compiled import Whole, compiled, whole
-from pipesched.program.search.evaluation import UNFIT, Sequences
+from pipesched.program.search.evaluation import Sequences
 from pipesched.program.search.list_orders import Progress, progress_of, reset
 from pipesched.program.search.partial_orders import (
     Ends,
@@ -93,22 +93,21 @@ class BeamSearch:
             previous=whole([0] * width),
         )
 
-    def run(self, orders: Sequences, most: int) -> tuple[int, int, bool]:
-        """Write to ``orders`` the best orders found that are shorter than ``most``.
+    def run(self, orders: Sequences, most: int) -> tuple[bool, int, bool]:
+        """Find the best orders with a makespan below ``most``, and write them to ``orders``.
 
         Returns:
-            An upper bound on their makespan, or UNFIT if there are none; the number of candidates; and whether no
-            orders are shorter than the ones found, or than ``most`` if none were found.
+            Whether any were found, the number of candidates, and whether it is proved that there are no better ones.
 
         """
-        makespan, ran, proved = _search(self._tables, self._ends, self._progress, self._beam, orders, most)
-        return int(makespan), int(ran), bool(proved)
+        found, ran, proved = _search(self._tables, self._ends, self._progress, self._beam, orders, most)
+        return bool(found), int(ran), bool(proved)
 
 
 @compiled
 def _search(
     tables: Tables, ends: Ends, progress: Progress, beam: _Beam, orders: Sequences, most: int
-) -> tuple[int, int, bool]:
+) -> tuple[bool, int, bool]:
     reset(tables, progress)
     store(progress, beam.states, _place(beam, 0, 0))
     beam.kept[0] = 1
@@ -120,10 +119,9 @@ def _search(
         if _keep(tables, ends, progress, beam, length, count, most):
             proved = False
         if beam.kept[length + 1] == 0:
-            return UNFIT, ran, proved
-    makespan, _ = least(tables, progress, ends)
+            return False, ran, proved
     _trace(tables, beam, orders)
-    return makespan, ran, proved
+    return True, ran, proved
 
 
 @compiled

@@ -112,7 +112,11 @@ def choices(tables: Tables, progress: Progress, codes: Whole) -> int:
 
 @compiled
 def _has_room(tables: Tables, progress: Progress, rank: int, stage: int, code: int) -> bool:
-    """Return whether a rank has room for the next F of a stage, and can then still finish all micro-batches."""
+    """Return whether a rank has room for the next F of a stage, and can then still finish all micro-batches.
+
+    If it cannot finish them oldest first, it cannot finish them in any other order, because every stage runs its
+    micro-batches in ascending order. This assumes that B takes nothing.
+    """
     room = fits(tables, progress, rank, code)
     for resource in range(tables.num_resources):
         room = room and roomy(tables, progress, rank, resource, stage)

@@ -166,14 +166,15 @@ class _Search:
 
         If it proves that no orders are shorter, their makespan becomes the bound.
         """
-        width = min(_WIDEST, self._steps // _STEPS_FOR_WIDTH)
-        if len(self._tables.rank_of_slot) > _SMALL or not width:
+        actions = len(self._tables.rank_of_slot)
+        width = min(_WIDEST, self._steps // (_STEPS_OF_PLACE * actions))
+        if actions > _SMALL or not width:
             return
         orders = sequences(self._tables)
-        makespan, ran, proved = BeamSearch(self._problem, width).run(orders, self._starts[0].makespan)
+        found, ran, proved = BeamSearch(self._problem, width).run(orders, self._starts[0].makespan)
         self._tried += ran
         self._steps -= ran * _STEPS_OF_CANDIDATE
-        if makespan != UNFIT:
+        if found:
             self._add(orders)
         if proved:
             self._bound = min(start.makespan for start in self._starts)
@@ -271,7 +272,7 @@ class _Search:
 
 _SMALL = 100  # the most actions for which annealing starts hot, and so can find orders unlike those it starts from
 _WIDEST = 300  # the most partial orders of each length in the beam search, ...
-_STEPS_FOR_WIDTH = 1000  # ... which keeps one for this many steps
+_STEPS_OF_PLACE = 40  # ... which keeps one for so many steps of each action
 _STEPS_OF_CANDIDATE = 4  # a candidate of the beam search takes as long as so many steps of annealing
 _RUNS = 72  # the most runs of annealing, ...
 _HOT_SHARE = 6  # ... of which one in so many is hot
