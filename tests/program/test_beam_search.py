@@ -93,7 +93,9 @@ def searched(problem, width, most=LONG):
     parts = [(tables.first[rank], tables.first[rank] + orders.lengths[rank]) for rank in range(problem.num_ranks)]
     assert all(hold(tables, orders, rank, begin, stop) for rank, (begin, stop) in enumerate(parts))
     codes = [[int(code) for code in orders.slots[begin:stop]] for begin, stop in parts]
-    assert [int(seconds) for seconds in orders.busy] == [sum(int(tables.seconds[code]) for code in own) for own in codes]
+    assert [int(seconds) for seconds in orders.busy] == [
+        sum(int(tables.seconds[code]) for code in own) for own in codes
+    ]
     return codes, int(evaluate(tables, clocks(tables), orders, LONG)), proved
 
 
@@ -117,10 +119,12 @@ def test_a_narrow_beam_proves_nothing():
 def test_a_problem_that_annealing_does_not_solve():
     """The orders are the same on every machine, compiled or not."""
     costs = Costs((5, 2, 7, 7), (4, 1, 9, 6), (0, 7, 9, 8), (4, 8, 17, 13))
-    options = {"placement": (0, 1, 0, 1), "max_in_flight": 3, "effort": 1 / 40, "starts": ()}
+    options = {"placement": (0, 1, 0, 1), "max_in_flight": 3, "effort": 1 / 30, "starts": ()}
     program = schedules.get("searched").program(2, 5, costs=costs, **options)
     validate(program, max_in_flight=3, exact=True)
     assert simulate(program, costs).makespan_s == 188  # proven optimal
     assert str(program).splitlines()[3:] == [
-        "",
+        "rank 0: 0F0 2F0 0F1 2I0 0I0 0W0 2F1 2W0 0F2 2I1 0B1 2F2 2W1 0F3 2I2 0B2 2F3 2W2 0F4 2I3 0B3 2F4 2W3 2I4 2W4 0B4",
+        "rank 1: 1F0 3F0 3I0 3W0 1I0 1F1 1W0 3F1 3I1 3W1 1F2 1I1 1W1 3F2 3I2 3W2 1F3 1I2 1W2 3F3 3I3 3W3 1F4 1I3 1W3 3F4 "
+        "3I4 3W4 1I4 1W4",
     ]
