@@ -48,6 +48,11 @@ def problem(seed, num_stages=2, num_microbatches=2):
     )
 
 
+def changed(row, at, value):
+    """The row with another value at a position."""
+    return (*row[:at], value, *row[at + 1 :])
+
+
 def shortest(problem):
     """The shortest makespan of all orders, by trying all; LONG if all break the limit."""
     tables, (memory,) = problem.tables, problem.resources
@@ -73,10 +78,15 @@ def shortest(problem):
             start = max(clock[rank], done[tables.needs[code]] + int(tables.lag[code]))
             end = start + int(tables.seconds[code])
             own = tuple(a + b for a, b in zip(counts[stage], after[kind], strict=True))
-            after_gives = peak - memory.gives[kind][stage][microbatch]
-            changed = ((counts, stage, own), (clock, rank, end), (held, rank, after_gives))
-            ends = (done, int(tables.yields[code]), end if kind != WEIGHT_GRAD else -1)
-            best = min(best, rest(*(row[:at] + (new,) + row[at + 1 :] for row, at, new in (*changed, ends))))
+            best = min(
+                best,
+                rest(
+                    changed(counts, stage, own),
+                    changed(clock, rank, end),
+                    changed(held, rank, peak - memory.gives[kind][stage][microbatch]),
+                    changed(done, int(tables.yields[code]), end if kind != WEIGHT_GRAD else -1),
+                ),
+            )
         return best
 
     ranks = (0,) * problem.num_ranks
@@ -124,7 +134,8 @@ def test_a_problem_that_annealing_does_not_solve():
     validate(program, max_in_flight=3, exact=True)
     assert simulate(program, costs).makespan_s == 188  # proven optimal
     assert str(program).splitlines()[3:] == [
-        "rank 0: 0F0 2F0 0F1 2I0 0I0 0W0 2F1 2W0 0F2 2I1 0B1 2F2 2W1 0F3 2I2 0B2 2F3 2W2 0F4 2I3 0B3 2F4 2W3 2I4 2W4 0B4",
-        "rank 1: 1F0 3F0 3I0 3W0 1I0 1F1 1W0 3F1 3I1 3W1 1F2 1I1 1W1 3F2 3I2 3W2 1F3 1I2 1W2 3F3 3I3 3W3 1F4 1I3 1W3 3F4 "
-        "3I4 3W4 1I4 1W4",
+        "rank 0: 0F0 2F0 0F1 2I0 0I0 0W0 2F1 2W0 0F2 2I1 0B1 2F2 2W1 0F3 2I2 0B2 2F3 2W2 0F4 2I3 0B3 2F4 2W3 2I4 2W4 "
+        "0B4",
+        "rank 1: 1F0 3F0 3I0 3W0 1I0 1F1 1W0 3F1 3I1 3W1 1F2 1I1 1W1 3F2 3I2 3W2 1F3 1I2 1W2 3F3 3I3 3W3 1F4 1I3 1W3 "
+        "3F4 3I4 3W4 1I4 1W4",
     ]
