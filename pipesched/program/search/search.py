@@ -271,8 +271,8 @@ class _Search:
 
 
 _SMALL = 100  # the most actions for which annealing starts hot, and so can find orders unlike those it starts from
-_WIDEST = 4000  # the most partial orders of each length in the beam search, ...
-_STEPS_OF_PLACE = 40  # ... which keeps one for so many steps of each action
+_WIDEST = 1000  # the most partial orders of each length in the beam search, ...
+_STEPS_OF_PLACE = 40  # ... which keeps one for so many steps for each action
 _STEPS_OF_CANDIDATE = 5  # a candidate of the beam search takes as long as so many steps of annealing
 _RUNS = 72  # the most runs of annealing, ...
 _HOT_SHARE = 6  # ... of which one in so many is hot
