@@ -133,7 +133,7 @@ def test_the_program_is_the_same_on_every_machine():
     options = {"placement": (0, 1, 0, 1), "max_in_flight": 4, "effort": Fraction(1, 120), "starts": ()}
     program = SEARCHED.program(2, 4, costs=costs, **options)
     assert str(program).splitlines()[3:] == [
-        "rank 0: 0F0 2F0 0F1 2I0 0F2 2W0 2F1 0I0 0W0 2I1 2F2 2W1 0F3 0I1 0W1 2I2 2F3 0I2 2W2 0W2 2I3 2W3 0I3 0W3",
+        "rank 0: 0F0 2F0 0F1 2I0 0F2 2W0 2F1 0I0 0W0 2I1 2W1 2F2 0F3 0I1 0W1 2I2 2F3 2W2 0I2 0W2 2I3 2W3 0I3 0W3",
         "rank 1: 1F0 3F0 3I0 1F1 3W0 1I0 3F1 3I1 1F2 1I1 1W0 1W1 3F2 3I2 1F3 1I2 1W2 3F3 3I3 1I3 1W3 3W1 3W2 3W3",
     ]
 

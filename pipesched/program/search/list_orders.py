@@ -25,7 +25,11 @@ __all__ = [
     "PATIENCE",
     "WINDOW",
     "Progress",
+    "account",
+    "fits",
     "progress_of",
+    "reset",
+    "roomy",
     "rules",
     "write",
 ]
@@ -132,7 +136,9 @@ def _add_work(tables: Tables, work: Whole) -> None:
 
 
 @compiled
-def _reset(progress: Progress) -> None:
+def reset(tables: Tables, progress: Progress) -> None:
+    """Set the state to that before the first action."""
+    assign(tables.blank, progress.clocks.done)
     for row in (progress.forwards, progress.gradients, progress.weights, progress.fused):
         for at in range(len(row)):
             row[at] = 0
@@ -150,8 +156,7 @@ def write(tables: Tables, rule: Whole, progress: Progress, orders: Sequences, mo
 
     Return UNFIT if the limits are too tight for these orders, or if their makespan is above ``most``.
     """
-    _reset(progress)
-    assign(tables.blank, progress.clocks.done)
+    reset(tables, progress)
     left = tables.num_stages * tables.num_microbatches * 2  # all F, and an I or a B of each; each I adds a W
     for rank in range(tables.num_ranks):
         orders.lengths[rank] = 0
@@ -208,20 +213,29 @@ def _run(tables: Tables, progress: Progress, orders: Sequences, rank: int, code:
     pair = code // KINDS
     kind = code % KINDS
     stage = pair // tables.num_microbatches
-    later = pair * KINDS + WEIGHT_GRAD
     if kind == FORWARD:
         progress.forwards[stage] += 1
         progress.forward_last[rank] = 1
-        progress.left[rank] -= seconds[code]
     elif kind == WEIGHT_GRAD:
         progress.weights[stage] += 1
-        progress.left[rank] -= seconds[code]
     else:
         progress.gradients[stage] += 1
         progress.forward_last[rank] = 0
         progress.fused[pair] = 1 if kind == BACKWARD else 0
-        apart = seconds[pair * KINDS + INPUT_GRAD] + seconds[later]
-        progress.left[rank] -= min(apart, seconds[pair * KINDS + BACKWARD])
+    account(tables, progress, rank, code)
+
+
+@compiled
+def account(tables: Tables, progress: Progress, rank: int, code: int) -> None:
+    """Update the time of the actions that a rank has not run yet, and the amounts that it holds and owes."""
+    seconds = tables.seconds
+    kind = code % KINDS
+    first = code - kind
+    later = first + WEIGHT_GRAD
+    if kind in (FORWARD, WEIGHT_GRAD):
+        progress.left[rank] -= seconds[code]
+    else:
+        progress.left[rank] -= min(seconds[first + INPUT_GRAD] + seconds[later], seconds[first + BACKWARD])
         if kind == INPUT_GRAD:
             progress.left[rank] += seconds[later]
     _skip_fused(tables, progress, stage)
@@ -269,7 +283,7 @@ def _choose(tables: Tables, rule: Whole, progress: Progress, rank: int) -> None:
             if code < 0:
                 continue
             start = _ready(tables, progress, now, code)
-            if _fits(tables, progress, rank, code):
+            if fits(tables, progress, rank, code):
                 progress.option[option] = code
                 progress.option_start[option] = start
                 earliest = min(earliest, start)
@@ -333,7 +347,7 @@ def _ready(tables: Tables, progress: Progress, now: int, code: int) -> int:
 
 
 @compiled
-def _fits(tables: Tables, progress: Progress, rank: int, code: int) -> bool:
+def fits(tables: Tables, progress: Progress, rank: int, code: int) -> bool:
     """Return whether an action fits in the rank's memory now."""
     codes = tables.num_stages * tables.num_microbatches * KINDS
     for resource in range(tables.num_resources):
@@ -390,13 +404,13 @@ def _forward(tables: Tables, progress: Progress, rank: int, stage: int, window: 
     if progress.clocks.done[tables.needs[code]] < 0:
         return _NONE
     for resource in range(tables.num_resources):
-        if not _roomy(tables, progress, rank, resource, stage):
+        if not roomy(tables, progress, rank, resource, stage):
             return _NONE
     return code
 
 
 @compiled
-def _roomy(tables: Tables, progress: Progress, rank: int, resource: int, stage: int) -> bool:
+def roomy(tables: Tables, progress: Progress, rank: int, resource: int, stage: int) -> bool:
     """Return whether a rank can still finish all micro-batches that it holds, after one more F of a stage."""
     at = resource * tables.num_ranks + rank
     base = resource * tables.num_stages * tables.num_microbatches * KINDS

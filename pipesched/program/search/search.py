@@ -1,10 +1,11 @@
-"""The search: tries known orders and list schedules, then improves the best of them by annealing."""
+"""The search: tries known orders, list schedules and a beam search, then improves the best orders by annealing."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
 from pipesched.program.search.annealing import Annealer, Cooling
+from pipesched.program.search.beam_search import BeamSearch
 from pipesched.program.search.bound import lower_bound
 from pipesched.program.search.compiled import Whole
 from pipesched.program.search.evaluation import UNFIT, Sequences, clocks, copy, evaluate, hold, sequences
@@ -48,7 +49,7 @@ def search(
     Args:
         problem: the stages, times and limits.
         known: known orders, as codes of actions; simpler ones first. Those that break a limit are left out.
-        steps: the maximum number of annealing steps.
+        steps: the maximum number of annealing steps. For few actions, a beam search takes part of them.
         lists: the maximum number of list schedules to write by rules that are the same for all ranks.
         climbs: the maximum number of list schedules to write while the best of these rules is improved, with
             separate choices for each rank. Default: 0.
@@ -89,8 +90,11 @@ class _Search:
         if not self._starts:
             return None
         self._starts.sort()
+        if not self._done:
+            self._search_beam()
+            self._starts.sort()
         best = self._starts[0]
-        if not self._done and self._steps:
+        if not self._done and self._steps > 0:
             best = min(best, self._anneal())
         return self._found(best)
 
@@ -156,6 +160,24 @@ class _Search:
             self._tried += ran
         if makespan != UNFIT:
             self._add(orders)
+
+    def _search_beam(self) -> None:
+        """Write orders by beam search, if there are few actions. The steps that it takes are not left for annealing.
+
+        If it proves that no orders are shorter, their makespan becomes the bound.
+        """
+        actions = len(self._tables.rank_of_slot)
+        width = min(_WIDEST, self._steps // (_STEPS_OF_PLACE * actions))
+        if actions > _SMALL or not width:
+            return
+        orders = sequences(self._tables)
+        found, ran, proved = BeamSearch(self._problem, width).run(orders, self._starts[0].makespan)
+        self._tried += ran
+        self._steps -= ran * _STEPS_OF_CANDIDATE
+        if found:
+            self._add(orders)
+        if proved:
+            self._bound = min(start.makespan for start in self._starts)
 
     def _anneal(self) -> _Start:
         """Improve the best starts by annealing, and return the best result.
@@ -249,6 +271,9 @@ class _Search:
 
 
 _SMALL = 100  # the most actions for which annealing starts hot, and so can find orders unlike those it starts from
+_WIDEST = 1000  # the most partial orders of each length in the beam search, ...
+_STEPS_OF_PLACE = 40  # ... which keeps one for so many steps for each action
+_STEPS_OF_CANDIDATE = 5  # a candidate of the beam search takes as long as so many steps of annealing
 _RUNS = 72  # the most runs of annealing, ...
 _HOT_SHARE = 6  # ... of which one in so many is hot
 _SHORTEST = 800  # steps of a run, unless there are steps for more than _RUNS of them

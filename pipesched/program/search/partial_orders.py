@@ -1,0 +1,237 @@
+"""Partial orders: the first actions of all ranks' orders, the shortest makespan they allow, and their comparison.
+
+Actions are added in the order of their starts. So an action moves the clocks of all ranks to its own start, because no
+later action starts earlier.
+"""
+
+from typing import NamedTuple
+
+from pipesched.program.search.compiled import Whole, compiled, whole
+from pipesched.program.search.list_orders import Progress, account, fits, roomy
+from pipesched.program.search.problem import BACKWARD, FORWARD, INPUT_GRAD, KINDS, WEIGHT_GRAD, Problem, Tables
+from pipesched.program.search.stage_times import chain_times
+
+__all__ = ["Ends", "append", "choices", "dominates", "ends_of", "least", "load", "size_of", "store"]
+
+_NEVER = 1 << 53  # later than every start
+
+
+class Ends(NamedTuple):
+    """Facts about the end of each F and of each gradient. They are numbered as in ``Tables.yields``."""
+
+    #: The shortest time from the end of an F, or from the start of an I or a B, to the end of its micro-batch.
+    rest: Whole
+    #: The rank of the action that waits for this end; the own rank if none does.
+    rank: Whole
+    #: The time of the message to that action.
+    lag: Whole
+
+
+def ends_of(problem: Problem) -> Ends:
+    """Compute the facts about all ends."""
+    count, stages = problem.num_microbatches, problem.num_stages
+    pairs = stages * count
+    rest = [0] * (2 * pairs)
+    for microbatch in range(count):
+        times = [[row[microbatch] for row in rows] for rows in problem.times]
+        lags = [[row[microbatch] for row in rows] for rows in (problem.forward_lags, problem.backward_lags)]
+        for stage, own in enumerate(chain_times(times, *lags)):
+            _, inputs, weights, whole_backward = (row[stage] for row in times)
+            pair = stage * count + microbatch
+            rest[pair] = int(own.after_forward)
+            rest[pairs + pair] = int(min(inputs + max(weights, own.down), whole_backward + own.down))
+    place = problem.placement
+    after = [min(stage + 1, stages - 1) for stage in range(stages)]
+    before = [max(stage - 1, 0) for stage in range(stages)]
+    none = [0] * count
+    waits = [*problem.forward_lags, none, none, *problem.backward_lags]
+    ranks = [place[stage] for stage in (*after, *before) for _ in range(count)]
+    return Ends(whole(rest), whole(ranks), whole(lag for row in waits for lag in row))
+
+
+def size_of(progress: Progress) -> int:
+    """Return how many numbers describe partial orders."""
+    counts = len(progress.forwards) + len(progress.gradients) + len(progress.weights)
+    clocks = len(progress.clocks.clock) + len(progress.clocks.done) + len(progress.left)
+    return counts + clocks + len(progress.held) + len(progress.owed)
+
+
+@compiled
+def load(progress: Progress, states: Whole, at: int) -> None:
+    """Set ``progress`` to the partial orders at a position of ``states``."""
+    clocks = progress.clocks
+    counts = (progress.forwards, progress.gradients, progress.weights)
+    for row in (*counts, clocks.clock, clocks.done, progress.left, progress.held, progress.owed):
+        for number in range(len(row)):
+            row[number] = states[at + number]
+        at += len(row)
+
+
+@compiled
+def store(progress: Progress, states: Whole, at: int) -> None:
+    """Write the partial orders to a position of ``states``."""
+    clocks = progress.clocks
+    counts = (progress.forwards, progress.gradients, progress.weights)
+    for row in (*counts, clocks.clock, clocks.done, progress.left, progress.held, progress.owed):
+        for number in range(len(row)):
+            states[at + number] = row[number]
+        at += len(row)
+
+
+@compiled
+def choices(tables: Tables, progress: Progress, codes: Whole) -> int:
+    """Write all actions that can be next to ``codes``, and return their number."""
+    count = tables.num_microbatches
+    done = progress.clocks.done
+    number = 0
+    for stage in range(tables.num_stages):
+        rank = tables.rank_of[stage]
+        forward = progress.forwards[stage]
+        gradient = progress.gradients[stage]
+        weight = progress.weights[stage]
+        if forward < count:
+            code = (stage * count + forward) * KINDS + FORWARD
+            if done[tables.needs[code]] >= 0 and _has_room(tables, progress, rank, stage, code):
+                codes[number] = code
+                number += 1
+        if gradient < forward:
+            code = (stage * count + gradient) * KINDS + INPUT_GRAD
+            known = done[tables.needs[code]] >= 0
+            if known and fits(tables, progress, rank, code):
+                codes[number] = code
+                number += 1
+            code += BACKWARD - INPUT_GRAD
+            if known and tables.fuses and weight == gradient and fits(tables, progress, rank, code):
+                codes[number] = code
+                number += 1
+        if weight < gradient:
+            codes[number] = (stage * count + weight) * KINDS + WEIGHT_GRAD
+            number += 1
+    return number
+
+
+@compiled
+def _has_room(tables: Tables, progress: Progress, rank: int, stage: int, code: int) -> bool:
+    """Return whether a rank has room for the next F of a stage, and can then still finish all micro-batches.
+
+    If it cannot finish them oldest first, it cannot finish them in any other order, because every stage runs its
+    micro-batches in ascending order. This assumes that B takes nothing.
+    """
+    room = fits(tables, progress, rank, code)
+    for resource in range(tables.num_resources):
+        room = room and roomy(tables, progress, rank, resource, stage)
+    return room
+
+
+@compiled
+def append(tables: Tables, progress: Progress, code: int) -> None:
+    """Append an action to the order of its rank. It starts as early as possible, but not before any earlier action."""
+    clock = progress.clocks.clock
+    done = progress.clocks.done
+    stage = code // KINDS // tables.num_microbatches
+    rank = tables.rank_of[stage]
+    start = max(clock[rank], done[tables.needs[code]] + tables.lag[code])
+    for other in range(tables.num_ranks):
+        clock[other] = max(clock[other], start)
+    clock[rank] = start + tables.seconds[code]
+    done[tables.needs[code]] = 0  # no other action waits for it
+    done[tables.yields[code]] = clock[rank]
+    kind = code % KINDS
+    if kind == FORWARD:
+        progress.forwards[stage] += 1
+    if kind in (INPUT_GRAD, BACKWARD):
+        progress.gradients[stage] += 1
+    if kind in (WEIGHT_GRAD, BACKWARD):
+        progress.weights[stage] += 1
+    account(tables, progress, rank, code)
+
+
+@compiled
+def least(tables: Tables, progress: Progress, ends: Ends) -> tuple[int, int]:
+    """Return a lower bound on the makespan of all orders that begin in this way, and the sum of the ranks' bounds.
+
+    A stage runs its micro-batches in ascending order, but a rank can run actions of different stages at once. A rank's
+    bound is the earliest start of its next action, plus the time of all its remaining actions.
+
+    The ends of the remaining actions are written to ``progress``.
+    """
+    bound = _run_forwards(tables, progress, ends)
+    bound = max(bound, _run_gradients(tables, progress, ends))
+    total = 0
+    for rank in range(tables.num_ranks):
+        begin = progress.start[rank] if progress.left[rank] > 0 else progress.clocks.clock[rank]
+        own = begin + progress.left[rank]
+        bound = max(bound, own)
+        total += own
+    return bound, total
+
+
+@compiled
+def _run_forwards(tables: Tables, progress: Progress, ends: Ends) -> int:
+    """Write the ends of the remaining F, and the start of each rank's next F or W. Return the bound of the F."""
+    count = tables.num_microbatches
+    clock = progress.clocks.clock
+    done = progress.clocks.done
+    bound = 0
+    for rank in range(tables.num_ranks):
+        progress.start[rank] = _NEVER
+    for stage in range(tables.num_stages):
+        rank = tables.rank_of[stage]
+        now = clock[rank]
+        if progress.weights[stage] < progress.gradients[stage]:
+            progress.start[rank] = now
+        for microbatch in range(progress.forwards[stage], count):
+            pair = stage * count + microbatch
+            code = pair * KINDS + FORWARD
+            now = max(now, done[tables.needs[code]] + tables.lag[code])
+            if microbatch == progress.forwards[stage]:
+                progress.start[rank] = min(progress.start[rank], now)
+            now += tables.seconds[code]
+            done[pair] = now
+            bound = max(bound, now + ends.rest[pair])
+    return bound
+
+
+@compiled
+def _run_gradients(tables: Tables, progress: Progress, ends: Ends) -> int:
+    """Write the ends of the remaining gradients, and the start of each rank's next action. Return their bound."""
+    count = tables.num_microbatches
+    pairs = tables.num_stages * count
+    clock = progress.clocks.clock
+    done = progress.clocks.done
+    bound = 0
+    for back in range(tables.num_stages):
+        stage = tables.num_stages - 1 - back
+        rank = tables.rank_of[stage]
+        now = clock[rank]
+        for microbatch in range(progress.gradients[stage], count):
+            pair = stage * count + microbatch
+            code = pair * KINDS + INPUT_GRAD
+            now = max(now, done[pair], done[tables.needs[code]] + tables.lag[code])
+            if microbatch == progress.gradients[stage]:
+                progress.start[rank] = min(progress.start[rank], now)
+            bound = max(bound, now + ends.rest[pairs + pair])
+            now += min(tables.seconds[code], tables.seconds[pair * KINDS + BACKWARD])
+            done[pairs + pair] = now
+    return bound
+
+
+@compiled
+def dominates(tables: Tables, ends: Ends, states: Whole, one: int, other: int) -> bool:
+    """Return whether two partial orders have the same actions, and no action can start later after the first one.
+
+    ``one`` and ``other`` are positions in ``states``.
+    """
+    clocks = 3 * tables.num_stages
+    for at in range(clocks):
+        if states[one + at] != states[other + at]:
+            return False
+    for at in range(clocks, clocks + tables.num_ranks):
+        if states[one + at] > states[other + at]:
+            return False
+    for end in range(len(ends.rest)):
+        at = clocks + tables.num_ranks + end
+        late = states[one + at] > states[other + at]
+        if late and states[one + at] + ends.lag[end] > states[other + clocks + ends.rank[end]]:
+            return False
+    return True
