@@ -222,6 +222,7 @@ def _run(tables: Tables, progress: Progress, orders: Sequences, rank: int, code:
         progress.gradients[stage] += 1
         progress.forward_last[rank] = 0
         progress.fused[pair] = 1 if kind == BACKWARD else 0
+    _skip_fused(tables, progress, stage)
     account(tables, progress, rank, code)
 
 
@@ -238,7 +239,6 @@ def account(tables: Tables, progress: Progress, rank: int, code: int) -> None:
         progress.left[rank] -= min(seconds[first + INPUT_GRAD] + seconds[later], seconds[first + BACKWARD])
         if kind == INPUT_GRAD:
             progress.left[rank] += seconds[later]
-    _skip_fused(tables, progress, stage)
     codes = tables.num_stages * tables.num_microbatches * KINDS
     for resource in range(tables.num_resources):
         at = resource * tables.num_ranks + rank
