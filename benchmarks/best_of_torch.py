@@ -37,7 +37,7 @@ from pipesched.program.liveness import peak_in_flight
 from pipesched.program.placement import linear, loop, v
 
 RANKS, MICROBATCHES = 8, 16  # that sleep
-TIMES_MS = (4, 14, 8, 10, 12, 6, 16, 8, 10, 6, 12, 10, 8, 14, 6, 24)  # F, I and W of each layer
+TIMES_MS = (10, 35, 20, 25, 30, 15, 40, 20, 25, 15, 30, 25, 20, 35, 15, 60)  # F, I and W of each layer
 COMPUTING_RANKS, COMPUTING_MICROBATCHES = 2, 8
 
 
