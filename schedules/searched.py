@@ -26,9 +26,8 @@ def searched(
     """The shortest order that a search finds for the given stage costs, placement and limits.
 
     The search starts from list schedules and from all other schedules that fit, and improves the best of them by
-    simulated annealing. For problems with at most 100 actions, a beam search also writes orders. The search ends early
-    at a bound that no order can beat, or if the beam search proves that no order is shorter. Each backward is whole or
-    split, whichever is better. If another schedule is as short, its order is used. Equal options give equal orders.
+    simulated annealing; a beam search also writes orders of at most 100 actions. It ends early if it has proved that no
+    order is shorter. Each backward is whole or split. Ties go to the other schedules. Equal options give equal orders.
 
     Options:
         costs: the times of each stage, or a list with the costs of each micro-batch. Default: identical stages.
