@@ -4,6 +4,7 @@ import json
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,11 +12,13 @@ import pytest
 import torch
 from torch import distributed
 
+from pipesched.program.actions import Action, Kind
 from pipesched.runtime.coordination import stuck_collectives as stuck
 from pipesched.runtime.coordination.failure_alarm import Alarm
 from pipesched.runtime.coordination.failure_notices import Fault
 from pipesched.runtime.coordination.rank_activity import ENDED, SILENT, Activity, State, blamed, doing_at
 from pipesched.runtime.coordination.stores import StoreLostError, asked
+from pipesched.runtime.executors.interpreter import Stamps
 from pipesched.runtime.transport.device_channels import Channel, Links
 from tests.support.jobs.faults import Case
 from tests.support.run_faults import outcomes
@@ -128,6 +131,21 @@ def test_a_rank_whose_device_waits_for_another_is_not_at_work() -> None:
 
     connecting, draining = state_in(lambda wait: links(wait, int)), state_in(lambda wait: links(int, wait).drain())
     assert connecting[:3] == draining[:3] == ("waits", "a step", "")
+
+
+def test_a_rank_whose_receive_has_failed_is_not_at_work() -> None:
+    """Its thread then releases the run, and the alarm still sees the action that waited."""
+    activity, order = Activity(["rank 0", "rank 1"]), (Action(0, Kind.RECV_B, 0, 1), Action(0, Kind.B, 0))
+    stamps = Stamps.room_for(order)
+    activity.begin("a step")
+    activity.run(stamps, (0, 1))
+    stamps.starts[0] = time.perf_counter()
+    with ThreadPoolExecutor(1) as alarm:  # another thread reads the state, as the alarm's thread does
+        activity.fail("waits", "a connection was lost")
+        assert alarm.submit(activity.state).result()[:3] == ("waits", "0RECV_B0<1 (stage 0, micro-batch 0)", "")
+        activity.begin("a step")
+        stamps.ends[0] = stamps.starts[1] = time.perf_counter()
+        assert alarm.submit(activity.state).result()[:2] == ("works", "0B0 (stage 0, micro-batch 0)")
 
 
 def test_an_error_is_of_a_collective_where_torch_raises_it_within_one() -> None:

@@ -82,9 +82,9 @@ class Activity:
         self._failure = None
 
     def fail(self, doing: Doing, text: str) -> None:
-        """Record that the call has failed, before the rank releases what the call held.
+        """Record that the call has failed, so that the cleanup after the failure does not count as work.
 
-        ``doing`` is the activity in which it failed, and ``text`` describes the error.
+        ``doing`` is the activity in which the call failed, and ``text`` describes the error.
         """
         self._failure = doing, text
 
