@@ -2,8 +2,8 @@
 
 Every rank receives its order for each requested step and runs it without waiting for the other ranks to finish. In one
 process, the ranks are threads and the caller runs one step ahead of them; with one process per rank, the caller itself
-runs the rank. Updates change the weights while micro-batches are in flight. Each stage keeps older versions until no
-micro-batch needs them (PipeDream, Narayanan et al. 2019; PipeDream-2BW, 2021).
+runs the rank. Updates change the weights while micro-batches are in flight. Each stage keeps older versions of its
+weights until no micro-batch needs them (PipeDream, Narayanan et al. 2019; PipeDream-2BW, 2021).
 """
 
 import threading
@@ -78,7 +78,7 @@ class Stream:
         self._metrics = metrics
         self._kind = kind
         self._steps = 0
-        #: The loss of each of the last steps, and the function that reads the step's metrics.
+        #: For each recent step: its loss, and the function that reads its metrics.
         self._losses: dict[int, tuple[Tensor, Callable[[], Mapping[str, Tensor]]]] = {}
         self._busy = threading.Lock()
         step_data.inputs, step_data.targets, step_data.factors, step_data.metrics = self._given
@@ -172,7 +172,7 @@ class Stream:
         self._finished(self.timelines[-1])
 
     def _finish_step(self) -> None:
-        """Finish the oldest unfinished part, and store the loss of its step. The step's forwards have then all run."""
+        """Finish the oldest unfinished part, and store the loss of its step. All forwards of the step have then run."""
         step = self.num_parts
         weighting, measures = self._queued.popleft()
         self._finish_part()

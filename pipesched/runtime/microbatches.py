@@ -39,7 +39,7 @@ class Microbatch:
 
     Args:
         *args: the model's positional inputs.
-        target: the target of loss_fn. Default: None (there is no loss_fn).
+        target: the target that is passed to loss_fn. Default: None (there is no loss_fn).
         **kwargs: the model's keyword inputs.
 
     """
@@ -132,7 +132,7 @@ class Batch:
 
 
 def _elements(look: Sequence[Any], rows: int) -> int:
-    """Return the number of elements of the first tensor of a micro-batch that is not a scalar, at least 1.
+    """Return the number of elements of a micro-batch's first non-scalar tensor, or 1 if that tensor is empty.
 
     If all tensors are scalars, return the number of rows. ``look`` is the micro-batch's form.
     """
@@ -154,15 +154,15 @@ class Weighting(NamedTuple):
     A factor of None leaves a loss unscaled. A factor of 0 replaces the loss with zero, even if the loss is NaN.
     """
 
-    #: The factor of each loss before its backward.
+    #: The factor that is applied to each loss before its backward.
     factors: list[float | None]
-    #: An additional factor of each loss, applied only when the losses are summed to the mini-batch's loss.
+    #: An additional factor for each loss, applied only when the losses are summed into the mini-batch's loss.
     shares: list[float | None]
     #: The order in which the losses are added.
     reduction_order: ReductionOrder = "sequential"
 
     def of_replica(self, replica: int, num_replicas: int) -> "Weighting":
-        """Return one replica's part of the weights of all replicas' micro-batches."""
+        """Return one replica's weights, taken from weights for the micro-batches of all replicas."""
         size = len(self.factors) // num_replicas
         own = slice(replica * size, (replica + 1) * size)
         return Weighting(self.factors[own], self.shares[own], self.reduction_order)
@@ -210,10 +210,10 @@ class Splitter:
     def batch(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any = None, *, num_replicas: int = 1
     ) -> Batch:
-        """Split a mini-batch. A batch with fewer rows than micro-batches gets one micro-batch per row.
+        """Split a mini-batch. A batch with fewer rows than micro-batches is split into one micro-batch per row.
 
         With several replicas, the micro-batches of all replicas are returned, in replica order. Every replica gets the
-        same number of them.
+        same number of micro-batches.
 
         Raises:
             InputError: if the batch has no rows, if its arguments and target have different numbers of rows, if it has
@@ -239,8 +239,8 @@ class Splitter:
             )
         if not count:
             raise InputError(
-                f"a batch must have a row for each of the {num_replicas} replicas; the batch has {rows} rows; pass at "
-                f"least {num_replicas} rows"
+                f"a batch must have a row for each of the {num_replicas} replicas; the batch has "
+                f"{counted(rows, 'row')}; pass at least {num_replicas} rows"
             )
         with torch.enable_grad():  # splitting an input that requires a gradient is part of the user's graph
             columns = [split(value, dim, count) for value, dim in zip(args, dims, strict=True)]
@@ -281,7 +281,7 @@ class Splitter:
             missing = next(number for number in range(count) if number not in with_target)
             raise InputError(
                 f"if any micro-batch has a target, all must have one; micro-batch {with_target[0]} of {count} has a "
-                f"target, but micro-batch {missing} has no target; pass Microbatch(..., target=...) for each"
+                f"target, but micro-batch {missing} has no target; pass target= to every Microbatch"
             )
         rows = [self._rows_of(number, one) for number, one in enumerate(microbatches)]
         inputs = [(one.args, one.kwargs) for one in microbatches]
@@ -434,8 +434,8 @@ def _weights(batch: Batch, loss_weight: Callable[..., Any]) -> list[float]:
         return [float(weight) for weight in weights]
     except (TypeError, ValueError):
         raise InputError(
-            f"loss_weight must return one number for each micro-batch; got {shown(weights[0])}; return for "
-            f"example (target != -100).sum()"
+            f"loss_weight must return one number for each micro-batch; got {shown(weights[0])}; for "
+            f"example, return (target != -100).sum()"
         ) from None
 
 

@@ -1,4 +1,4 @@
-"""Rank grid: arranges the ranks of a mesh in replicas of one pipeline."""
+"""Rank grid: arranges the ranks of a mesh into replicas of one pipeline."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -28,8 +28,8 @@ _KNOWN = {
 class RankGrid:
     """The ranks of a process group, arranged by replica and by rank within the replica's pipeline.
 
-    All replicas run the same program, each on its own micro-batches. The ranks with the same position in all replicas
-    hold the same stages. Groups of ``num_shards`` consecutive replicas may divide weights among themselves.
+    All replicas run the same program, each on its own micro-batches. Ranks at the same position in different replicas
+    hold the same stages. Groups of ``num_shards`` consecutive replicas may split weights among themselves.
 
     Args:
         rows: for each replica, the group ranks of its pipeline, in pipeline order.
@@ -69,12 +69,12 @@ class RankGrid:
 
     @cached_property
     def shard_peers(self) -> tuple[int, ...]:
-        """The group ranks among ``peers`` that may divide weights with this process, including its own."""
+        """The group ranks among ``peers`` that may split weights with this process, including this process's rank."""
         first = self.replica // self.num_shards * self.num_shards
         return self.peers[first : first + self.num_shards]
 
     def named(self, names: Sequence[str]) -> list[str]:
-        """Return the names of the group's ranks. With several replicas, names also contain the replica."""
+        """Return the names of the group's ranks. With several replicas, each name also states the replica."""
         if len(self.rows) == 1:
             return [*names]
         places = {rank: (replica, place) for replica, row in enumerate(self.rows) for place, rank in enumerate(row)}
@@ -85,11 +85,11 @@ class RankGrid:
 
 
 class SumRanks(NamedTuple):
-    """The groups of processes that add tensors over replicas, each as a list of global ranks in replica order.
+    """The groups of processes that sum tensors across replicas, each as a list of global ranks in replica order.
 
     Attributes:
-        whole: for each group of stages, the processes that hold these stages in all replicas.
-        shards: for each shard of these stages, the processes that hold this shard.
+        whole: for each position in the pipeline, the processes at this position in all replicas.
+        shards: for each position and each shard of its weights, the processes that hold this shard.
 
     """
 
@@ -98,11 +98,11 @@ class SumRanks(NamedTuple):
 
 
 def grid_of(mesh: DeviceMesh, axes: Axes | None, timeout_s: float) -> tuple[Any, RankGrid, SumRanks]:
-    """Return a process group, the arrangement of its ranks, and the ranks of all sums over replicas. Collective.
+    """Return a process group, its RankGrid, and the groups of ranks that sum tensors across replicas. Collective.
 
     Args:
         mesh: the mesh.
-        axes: the mesh dimensions of the pipeline, of the replicas, and of replicas that divide weights among
+        axes: the mesh dimensions of the pipeline, of the replicas, and of replicas that split weights among
             themselves. Other dimensions are ignored. Default: a mesh of one dimension is a pipeline; otherwise the
             dimensions are recognised by their names.
         timeout_s: how long a process waits for another one, in seconds.

@@ -81,7 +81,7 @@ _DECIDED = (
 #: Splits a call of rank 0 into rank 0's own part and a message for each rank.
 Deal = Callable[[StepCall], tuple[StepCall, list[Any]]]
 
-#: The loss of a mini-batch and its metrics. The metrics are None if the sending rank was called without metrics=.
+#: The loss of a mini-batch and its metrics. The metrics are None if metrics= was not passed on the sending rank.
 LossAndMetrics = tuple[Tensor, dict[str, Tensor] | None]
 
 #: Which ranks of a mesh pass a batch: "all" (every rank passes the same batch) or "first" (only rank 0 passes one).
@@ -89,7 +89,7 @@ Inputs = Literal["all", "first"]
 
 
 class SegmentedRun(Protocol):
-    """A run of an executor that receives the ranks' orders in parts, such as one step at a time."""
+    """An executor's run that receives the ranks' orders in parts, such as one step at a time."""
 
     @property
     def ahead(self) -> int:
@@ -130,7 +130,7 @@ class RankHost(Protocol):
     all_devices: list[torch.device]
     #: The ranks of each replica of the pipeline, and the position of this process among them.
     grid: RankGrid
-    #: Adds gradients over replicas; None if there is one replica.
+    #: Sums gradients across replicas; None if there is one replica.
     sums: ReplicaSums | None
     #: The number of replicas whose rows a batch contains: all if only rank 0 passes a batch, otherwise 1.
     replicas_per_batch: int
@@ -219,7 +219,7 @@ class RankHost(Protocol):
         """
 
     def close(self) -> None:
-        """End the threads or connections of the ranks."""
+        """Stop the threads of the ranks, or close their connections."""
 
 
 class ThreadRanks:
@@ -305,8 +305,8 @@ class MeshRanks:
         intra_op_threads: the number of CPU threads per rank.
         timeout_s: how long a rank waits for another rank, in seconds.
         inputs: the ranks that pass a batch.
-        axes: the mesh dimensions of the pipeline, of its replicas, and of replicas that divide weights. Default:
-            recognised by their names.
+        axes: the mesh dimensions of the pipeline, of its replicas, and of replicas that split weights among
+            themselves. Default: the dimensions are recognised by their names.
         reduction_order: the order in which gradients and losses of replicas are added.
 
     """
@@ -477,7 +477,7 @@ class MeshRanks:
         message = self.executor.deal(method)
         if isinstance(message, str):
             raise ExecutionError(
-                f"rank 0 must pass a valid batch for all ranks; its call of {method} failed before the first action, "
+                f"rank 0 must pass a valid batch for all ranks; its call to {method} failed before the first action, "
                 f"with {message}; fix the error on rank 0; the pipeline remains usable"
             )
         call = received(message)
@@ -535,7 +535,7 @@ class MeshRanks:
     def loss_with_metrics(self, rank: int, value: LossAndMetrics | None) -> Callable[[], LossAndMetrics]:
         """Send one rank's loss and metrics to all others; return a function that waits for and returns them.
 
-        With several replicas, the function returns the sums over replicas.
+        With several replicas, the function returns the sums across replicas.
         """
         here = self.devices[rank]
         if len(self.grid.rows) > 1:
@@ -568,7 +568,7 @@ class MeshRanks:
     def connected(self, method: str = "gather_model") -> Iterator[ProcessExecutor]:
         """A context that yields the executor, or a temporary new one if the executor is closed. Collective.
 
-        ``method`` is the name of the called method, for the error message if a step is running.
+        ``method`` is the method's name in the error that is raised if a step is running.
         """
         self.executor.check_outside(method)
         if not self.executor.closed:
@@ -594,7 +594,7 @@ class MeshRanks:
 
 
 def summed(parts: Sequence[LossAndMetrics], device: torch.device, order: ReductionOrder) -> LossAndMetrics:
-    """Add the losses and the metrics of replicas, which are in replica order."""
+    """Add the losses and the metrics of all replicas. ``parts`` holds them in replica order."""
     add = tree_sum if order == "tree" else partial(reduce, torch.add)
     losses = [loss.to(device) for loss, _ in parts]
     given = [metrics for _, metrics in parts if metrics is not None]
@@ -620,7 +620,7 @@ def host_for(
     axes: Axes | None = None,
     reduction_order: ReductionOrder = "sequential",
 ) -> RankHost:
-    """Create the host of a Pipeline from its arguments. Raises InputError, DeviceCountError, ExecutionError."""
+    """Create a Pipeline's host from the Pipeline's arguments. Raises InputError, DeviceCountError or ExecutionError."""
     if inputs not in get_args(Inputs):
         raise InputError(
             f"inputs= must be one of {', '.join(get_args(Inputs))}; got {inputs!r}; pass 'all' if every rank "

@@ -27,7 +27,7 @@ def share_overflow(parameters: Sequence[nn.Parameter], host: RankHost, intra_op_
         intra_op_threads: the number of CPU threads that read the gradients.
 
     Raises:
-        InputError: a process has no gradients, so its scaler could not decide. All processes raise this error.
+        InputError: a process has no gradients, so its GradScaler.step() would fail. All processes raise this error.
 
     """
     grads = [parameter.grad for parameter in parameters if parameter.grad is not None and parameter.grad.numel()]

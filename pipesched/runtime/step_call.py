@@ -1,4 +1,4 @@
-"""Step call: one call of step, evaluate or forward, with its batch, its loss weights and its options.
+"""Step call: one call to step, evaluate or forward, with its batch, its loss weights and its options.
 
 With ``inputs='first'`` only rank 0 passes a batch. Rank 0 then sends the call to the other ranks, each with the part of
 the batch that the rank's stages need.
@@ -29,11 +29,11 @@ __all__ = ["SENT_TYPES", "StepCall", "bring_ends", "dealt", "received"]
 
 @dataclass(frozen=True)
 class StepCall:
-    """One call of step, evaluate or forward, with its mini-batch."""
+    """One call to step, evaluate or forward, with its mini-batch."""
 
     method: str
     batch: Batch
-    #: The loss weights; None if there is no loss. In a call of forward, they apply to losses in the outputs.
+    #: The loss weights; None if there is no loss. In a call to forward, they apply to losses in the outputs.
     weighting: Weighting | None = None
     _: KW_ONLY
     return_outputs: bool = False
@@ -113,8 +113,8 @@ def dealt(
 ) -> tuple[StepCall, list[Any]]:
     """Split rank 0's call into one message for each rank.
 
-    Each replica gets its part of the micro-batches. An input is sent to the ranks whose stages use it. Targets are sent
-    to the ranks of the stages without consumers.
+    Each replica gets an equal part of the micro-batches. An input is sent to the ranks whose stages use it. Targets are
+    sent to the ranks of the stages whose outputs no other stage consumes.
 
     Args:
         call: rank 0's call with the whole batch.
@@ -178,7 +178,7 @@ def _dealt_in_replica(
 
 
 def received(message: tuple[Any, ...]) -> StepCall:
-    """Rebuild rank 0's call from its message, with this rank's part of the batch."""
+    """Rebuild rank 0's call from a message, with this rank's part of the batch."""
     opening, factors, shares, inputs, targets = message
     size = len(opening.rows)
     inputs = pytree.tree_map_only(_Unsent, _without_contents, inputs)
@@ -197,7 +197,7 @@ def received(message: tuple[Any, ...]) -> StepCall:
 
 
 def _needed(value: Any, takers: Sequence[Body]) -> Any:
-    """Return a micro-batch's inputs, in which `_Unsent` replaces the tensors that none of the ``takers`` uses."""
+    """Return a micro-batch's inputs, with an `_Unsent` in place of each tensor that none of the ``takers`` uses."""
     leaves, spec = pytree.tree_flatten(value)
     columns = zip(leaves, *(pytree.tree_leaves(body.inputs(value)) for body in takers), strict=True)
     return pytree.tree_unflatten(
@@ -216,7 +216,7 @@ def _without_contents(one: _Unsent) -> Tensor:
 def _written(numbers: Any) -> Tensor | None:
     """Convert numbers to a tensor; None if any number is None.
 
-    The layout of a message that holds the tensor does not depend on the numbers.
+    A message's layout does not depend on the values in a tensor, so other numbers do not change the layout.
     """
     return None if None in numbers else torch.tensor(numbers, dtype=torch.float64, device="cpu")
 

@@ -31,13 +31,13 @@ class RunResults:
 
     #: The rank that computes the loss.
     rank: int
-    #: Computes the loss on that rank, without the losses that layers added.
+    #: Computes the loss on that rank, excluding the losses that layers added.
     loss: Callable[[], Tensor]
     step_data: StepData
     #: The numbers of the run's micro-batches in the step data.
     microbatches: Sequence[int]
     weighting: Weighting
-    #: Runs of the same kind either all add losses in layers, or all add none.
+    #: The kind of the run. Layers add losses either in all runs of a kind or in none.
     kind: Hashable
     #: Whether the caller asked for metrics.
     measures: bool = False
@@ -120,7 +120,7 @@ class StepMetrics:
         if rows:
             _, layer, *_, name, _ = rows[0]
             error = ExecutionError(
-                f"under a mesh, layers must add losses from the first step on, so that all ranks expect them; layer "
+                f"with a mesh, layers must add losses from the first step on, so that all ranks expect them; layer "
                 f"{layer!r} on rank {host.rank} added its first loss {name!r} in a later step; in earlier steps, "
                 f"add a loss of zero, for example add_loss(0 * x.sum())"
             )
@@ -134,7 +134,7 @@ def with_added(loss: Tensor, added: Mapping[int, Added], weighting: Weighting) -
 
 
 def _rows(step_data: StepData, microbatches: Sequence[int]) -> list[_Row]:
-    """Take the losses that layers added out of the step data; return them with micro-batches numbered from 0."""
+    """Remove the added losses from the step data, and return them with micro-batches numbered from 0."""
     if not step_data.added:
         return []
     return _rows_of({number: step_data.added.pop(number, {}) for number in microbatches}, microbatches)
@@ -156,16 +156,16 @@ def _measured(run: RunResults) -> dict[str, Tensor]:
         raise InputError(
             f"metrics(outputs, target) must return the same names for every micro-batch; it returned "
             f"{sorted(of_each[0])} for micro-batch 0 and {sorted(of_each[odd])} for micro-batch {odd}; return the same "
-            "names for each"
+            "names for all micro-batches"
         )
     weighted = run.weighting.weighted
     return {name: run.weighting.total(weighted([used_here(one[name]) for one in of_each])) for name in of_each[0]}
 
 
 def _combined(loss: Tensor, metrics: Mapping[str, Tensor], rows: Sequence[_Row], weighting: Weighting) -> _Result:
-    """Return ``loss`` with all added losses, and ``metrics`` with the sum of the added losses of each name.
+    """Return the sum of ``loss`` and all added losses, and ``metrics`` with the sum of the added losses of each name.
 
-    The order of the additions does not depend on the plan: by micro-batch, then by place of the call.
+    Losses are added in an order that does not depend on the plan: by micro-batch, then by place of the call.
     """
     named: dict[str, list[Tensor]] = {}
     for number, *_, name, value in sorted(rows, key=lambda row: row[:4]):

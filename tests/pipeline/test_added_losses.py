@@ -106,7 +106,7 @@ def test_a_first_loss_in_a_later_step_over_a_mesh_is_refused(ranks: Ranks) -> No
     assert "layer '0' on rank 0 added its first loss 'added_loss' in a later step; in earlier steps, add a loss" in (
         own_error
     )
-    assert "rank 0 failed: ExecutionError: under a mesh, layers must add losses from the first step on" in other_error
+    assert "rank 0 failed: ExecutionError: with a mesh, layers must add losses from the first step on" in other_error
 
 
 def test_a_step_without_added_losses_has_no_metrics() -> None:

@@ -42,7 +42,7 @@ def test_a_loss_that_never_comes_says_why(ranks: Ranks) -> None:
                 "a loss must be received before the pipeline is closed; this loss was not received: "
             )
         assert all("rank 2 failed: ZeroDivisionError: a layer's own error, in 2F0 (stage 2" in said for said in sent)
-        assert all("the rank that computed it ended without sending it" in said for said in unsent)
+        assert all("the rank that computed it stopped without sending it" in said for said in unsent)
 
 
 # ---- inputs="first" -----------------------------------------------------------------------------------------------
@@ -125,7 +125,7 @@ def test_wrong_uses_are_errors_on_all_ranks(ranks: Ranks) -> None:
         assert said[0][name].startswith(text)
         for rank in (1, 2):
             rule = "rank 0 must pass a valid batch for all ranks"
-            wrong = f"{rule}; its call of step failed before the first action, with {text}"
+            wrong = f"{rule}; its call to step failed before the first action, with {text}"
             assert said[rank][name].startswith(f"ExecutionError: {wrong}")
         (after,) = {said[rank][name].split(" then: ")[1] for rank in range(3)}
         assert float(after) > 0, "the next step runs"

@@ -147,7 +147,7 @@ def test_functions_are_looked_at_before_layers_are_measured():
 
 @pytest.mark.parametrize("weight", [None, "much", [1.0, 2.0]])
 def test_a_loss_weight_that_is_no_number(weight):
-    match = r"loss_weight must return one number for each micro-batch; got .*; return for example"
+    match = r"loss_weight must return one number for each micro-batch; got .*; for example, return"
     with (
         build(boundaries=[2], numerics=Numerics(loss_weight=lambda _: weight)) as pipe,
         pytest.raises(InputError, match=match),

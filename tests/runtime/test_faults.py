@@ -83,7 +83,7 @@ def test_ranks_that_do_not_answer_are_to_blame_with_the_last_that_came_from_them
     )
     names, why = blamed({**answers, "rank 2": ENDED}, 5) or ([], "")
     assert names == ["rank 1", "rank 2"]
-    assert "rank 2: its process has ended, or has left the pipeline; it has sent no message in this call" in why
+    assert "rank 2: its process has exited, or it has left the pipeline; it has sent no message in this call" in why
 
 
 def test_of_ranks_that_answer_the_one_that_works_for_longest_is_to_blame() -> None:

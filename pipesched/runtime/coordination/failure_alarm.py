@@ -29,14 +29,14 @@ from pipesched.runtime.coordination.stuck_collectives import Stuck
 __all__ = ["Alarm"]
 
 _PATIENCE_S = 2.0  # time to wait for replies, or for another rank to find the rank to blame
-_GRACE_S = 0.5  # time in which a message can still arrive after a rank has ended
+_GRACE_S = 0.5  # time in which a message can still arrive after a rank's process has exited
 _LOOK_S = 0.2  # after a fault, the time between two checks for a stuck rank
 _WORD_BYTES = 32
 # Messages other than faults.
 _WATCH = b"watch\n"  # the sender watches the receiver
 _LEFT = b"left\n"  # the sender has closed its pipeline without a failure
 _LONGEST_TEXT = 8000  # characters; a message has at most LONGEST bytes
-_CALLERS = 256  # the largest number of open connections
+_CALLERS = 256  # the maximum number of open connections
 _MAKING = "the construction of a pipeline"  # the activity that other ranks see
 _PEOPLE = "pipesched/alarms"  # key in the job's store: the number of addresses
 _SIGNED_OFF = "signed off"  # suffix of an address's key in the job's store: the rank has closed its pipeline
@@ -70,7 +70,7 @@ class _Listener:
         self._stuck: Stuck | None = None
         self._callers: dict[Any, bytearray] = {}  # connections, with the bytes received so far
         self._watchers: set[Any] = set()
-        self._gone = ""  # the name of the watched rank if it has ended without a message
+        self._gone = ""  # the name of the watched rank if its process has exited without a message
 
     def hear(self, fault: Fault, own: State | None = None) -> None:
         """Record a fault. The first fault whose cause is certain replaces any earlier guess, and is final.
@@ -135,10 +135,10 @@ class _Listener:
         self._gone = name
 
     def _check_gone(self, name: str) -> None:
-        """Report a rank whose process has ended, once this rank has waited for at least ``_GRACE_S`` seconds."""
+        """Report a rank whose process has exited, once this rank has waited for at least ``_GRACE_S`` seconds."""
         state = self._activity.state()
         if not self.bell.rung and state.what and state.doing == "waits" and state.seconds >= _GRACE_S:
-            fault = Fault(name, "its process has ended without a message, because it was killed or crashed", True)
+            fault = Fault(name, "its process has exited without a message, because it was killed or crashed", True)
             self.hear(fault)
             told(fault, [address for address in self.addresses if address.name != name], _PATIENCE_S / 2)
             self.hang_up()
@@ -251,7 +251,7 @@ class Alarm:
             self._listener.hang_up()
 
     def _watch(self, address: Address) -> None:
-        """Watch the rank at an address, to notice if its process ends silently. Each rank watches the next rank."""
+        """Watch the rank at an address, to notice if its process exits silently. Each rank watches the next rank."""
         with suppress(OSError):  # a rank that waits for the unreachable rank will detect its failure
             watched = socket.create_connection((address.host, address.port), self._timeout_s)
             watched.sendall(address.word.encode() + _WATCH)
@@ -372,7 +372,7 @@ class Alarm:
         theirs = self._without_signed_off(told(guess, elsewhere, _PATIENCE_S / 2, until=listener.settled.is_set))
         left = None if ended is None else ([self._names[ended]], "it has left the pipeline")
         if left is None and ENDED in theirs.values():
-            found = found or self._host_of_lost_store()  # ranks elsewhere may have ended because of this loss
+            found = found or self._host_of_lost_store()  # ranks elsewhere may have stopped because the store was lost
         found = found or blamed(theirs, self._timeout_s) or left
         found = found or self._host_of_lost_store() or self._absent({self.name: state, **theirs})
         who, why = found or ([self.name], "")
@@ -400,7 +400,7 @@ class Alarm:
     def _absent(self, states: Mapping[str, State | str]) -> tuple[list[str], str] | None:
         """Return the names of the ranks that have not announced a pipeline in the job's store, and the reason.
 
-        None if no replying rank is constructing its pipeline, or if all ranks have announced one.
+        Returns None if no replying rank is constructing its pipeline, or if all ranks have announced one.
         """
         making = any(isinstance(state, State) and state.what == _MAKING for state in states.values())
         if self._job is None or not making:
@@ -420,7 +420,7 @@ class Alarm:
         return [address for rank, address in enumerate(self._addresses) if rank != self.rank]
 
     def end(self) -> None:
-        """Record that this rank no longer listens, and end the listening thread."""
+        """Record that this rank no longer listens, and stop the listening thread."""
         self._sign_off()
         self._finalizer()
 

@@ -12,7 +12,7 @@ from pipesched.runtime.coordination.rank_activity import ENDED, SILENT, State
 
 __all__ = ["LONGEST", "Address", "Fault", "told"]
 
-LONGEST = 1 << 16  # the largest size of a message, in bytes
+LONGEST = 1 << 16  # the maximum size of a message, in bytes
 
 
 class Fault(NamedTuple):
@@ -51,7 +51,7 @@ def told(
         fault: the fault to report.
         listeners: the addresses of the ranks.
         patience_s: how long to wait for replies, in seconds.
-        until: ends the wait when it returns True. Default: never.
+        until: a function that ends the wait early by returning True. Default: always returns False.
 
     """
     said = json.dumps(fault).encode() + b"\n"

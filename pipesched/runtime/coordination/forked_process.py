@@ -40,7 +40,7 @@ class Forked:
 
 
 def forget(end: Any) -> None:
-    """Disable a finalizer in this process, and keep the object that it would finalize alive until the process ends.
+    """Disable a finalizer in this process, and keep the object that it would finalize alive until the process exits.
 
     Destroying a gloo object would wait for threads that this process does not have.
     """

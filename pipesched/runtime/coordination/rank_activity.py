@@ -24,7 +24,7 @@ __all__ = ["COLLECTIVE", "ENDED", "SILENT", "Activity", "Doing", "State", "blame
 Doing = Literal["raised", "works", "waits", "collective"]
 COLLECTIVE: Doing = "collective"
 
-#: In place of a rank's reply: ENDED if nothing listens at its address, SILENT if no reply arrives in time.
+#: Used in place of a rank's reply: ENDED if nothing listens at its address, SILENT if no reply arrives in time.
 ENDED = "ended"
 SILENT = "silent"
 
@@ -51,7 +51,7 @@ class State(NamedTuple):
     place: str
     #: The seconds since the action or the call began; between calls, since the last call ended.
     seconds: float
-    #: The last action whose result was received from each other rank, keyed by the name of that rank.
+    #: For each other rank, keyed by its name: the last action whose result was received from it.
     last: dict[str, str]
 
 
@@ -73,7 +73,7 @@ class Activity:
     def begin(self, call: str, *, by_heartbeat: bool = False) -> None:
         """Record that a call begins in this thread.
 
-        ``by_heartbeat``: the call is the heartbeat's, while the rank's own thread works.
+        ``by_heartbeat`` states that the heartbeat's thread makes the call while the rank's own thread works.
         """
         self.call = call
         self.since_s = time.monotonic()
@@ -163,7 +163,7 @@ class Activity:
 def doing_at(error: BaseException) -> Doing:
     """Return the activity in which an error occurred: "collective" if torch.distributed raised it, otherwise "raised".
 
-    A collective usually raises because another rank of its group has ended.
+    A collective usually raises because another rank of its group has stopped.
     """
     doing: Doing = "raised"
     trace = error.__traceback__
@@ -187,8 +187,8 @@ def blamed(answers: Mapping[str, State | str], timeout_s: float) -> tuple[list[s
 
     Args:
         answers: the replies, keyed by rank name.
-        timeout_s: how long a rank waits for another one, in seconds. A rank that still works is blamed only if its
-            action has taken at least half this time.
+        timeout_s: how long a rank waits for another one, in seconds. A rank that is still working is blamed
+            only if its current action has taken at least half of this time.
 
     """
     states = {name: answer for name, answer in answers.items() if isinstance(answer, State)}
@@ -209,7 +209,7 @@ def blamed(answers: Mapping[str, State | str], timeout_s: float) -> tuple[list[s
 
 
 def _quiet(name: str, answer: State | str, last: str | None, several: bool) -> str:
-    ended = "its process has ended, or has left the pipeline"
+    ended = "its process has exited, or it has left the pipeline"
     why = ended if answer == ENDED else "it does not answer, so its process is stopped or cannot be reached"
     known = f"; its last message came from action {last}" if last else "; it has sent no message in this call"
     return f"{f'{name}: ' if several else ''}{why}{known}"

@@ -32,7 +32,7 @@ _PAUSE_S = 0.001
 _LONGEST_PAUSE_S = 0.05  # between two checks of the store
 _SPARE_S = 1.0  # added to the other ranks' timeout, so that rank 0, which sees all arrivals, gives up first
 _PATIENCE_S = 2.0  # time to wait for a store that does not reply
-_HEARD_S = 1.0  # rank 0 waits this long until the other ranks have read its error, because it may host the store
+_HEARD_S = 1.0  # rank 0 waits at most this long for the other ranks to read its error, because it may host the store
 _WAITING = "waiting"
 _WITHDRAWN = "withdrawn"
 _TOKEN = "token "
@@ -40,7 +40,7 @@ _FAILED = "failed "
 
 
 class AbsentError(ExecutionError):
-    """Some ranks have not arrived in time.
+    """Some ranks did not arrive in time.
 
     Args:
         ranks: the missing ranks.
@@ -110,7 +110,7 @@ class Rendezvous:
         return distributed.PrefixStore(token, self._store)  # type: ignore[attr-defined]
 
     def fail(self, text: str) -> None:
-        """Announce that this rank failed before its arrival. Does not wait."""
+        """Announce that this rank failed before its arrival. Does not wait for ranks that have not arrived."""
         number = self._announce()
         said = f"{_FAILED}{self._names[self._rank]} failed: {text}"
         if self._rank:

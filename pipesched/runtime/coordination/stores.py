@@ -13,7 +13,7 @@ from torch import distributed
 __all__ = ["Store", "StoreLostError", "asked", "awaited_value", "missing"]
 
 T = TypeVar("T")
-_GLANCE_S = 0.1  # between checks of ``given_up``
+_GLANCE_S = 0.1  # time between two checks of ``given_up``
 _PATIENCE_S = 2.0  # added to the store's own timeout
 
 
@@ -36,7 +36,7 @@ class Store(Protocol):
 
 
 class StoreLostError(RuntimeError):
-    """The process that hosts the store has ended, or is stopped."""
+    """The process that hosts the store has exited, or is stopped."""
 
     def __init__(self, why: str) -> None:
         by_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"

@@ -1,7 +1,7 @@
 """Stuck collectives: ends collectives of torch.distributed that cannot complete because a rank has failed.
 
-NCCL collectives end when their groups are aborted. gloo collectives cannot be ended, so the process is ended, unless
-PIPESCHED_END_STUCK_RANKS is 0.
+NCCL collectives end when their groups are aborted. gloo collectives cannot be aborted, so the process exits instead,
+unless the environment variable PIPESCHED_END_STUCK_RANKS is 0.
 """
 
 import os
@@ -23,7 +23,7 @@ EXIT_CODE = 1
 
 
 class Stuck:
-    """Checks, after a fault, whether this rank is stuck in a collective; if so, ends the collective or the process."""
+    """Checks, after a fault, whether this rank is stuck in a collective; if so, ends the collective or exits."""
 
     def __init__(self, activity: Activity) -> None:
         self._activity = activity
@@ -33,7 +33,7 @@ class Stuck:
         self._aborted = False
 
     def look(self, name: str, fault: str) -> None:
-        """Check once whether this rank is stuck; if so, end the collective or the process. Called repeatedly.
+        """Check once whether this rank is stuck; if so, end the collective or exit the process. Called repeatedly.
 
         ``name`` is the name of this rank, and ``fault`` the description of the fault, for the printed message.
         """
@@ -67,7 +67,7 @@ def _end_process(stack: str, name: str, fault: str) -> NoReturn:
     sys.stdout.flush()
     print(
         f"{stack}\npipesched: a failed rank stops all ranks; {fault}; {name} is stuck in a collective of "
-        f"torch.distributed, which can be ended only by ending the process; the process exits with code {EXIT_CODE}; "
+        f"torch.distributed, which ends only if the process exits; the process exits with code {EXIT_CODE}; "
         f"fix the cause, or set {_SETTING}=0 to keep such processes running",
         file=sys.stderr,
         flush=True,

@@ -76,7 +76,7 @@ class OrderMessages:
         return {peer: dict.fromkeys(channels, ()) for peer, channels in self._edges.items()}
 
     def keys(self, looks: Sequence[Hashable], grad: bool) -> tuple[Messages, bytes]:
-        """Return the layout keys of a step's messages, and a digest of these keys.
+        """Return the layout keys of a step's messages, and a digest of the arguments.
 
         Repeated calls with the same arguments return the same objects.
 

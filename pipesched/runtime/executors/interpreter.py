@@ -55,16 +55,16 @@ class StageLike(Protocol):
         """FETCH: start copying activations back to the device; the backward waits for the copies."""
 
     def reduce(self, bucket: int) -> None:
-        """REDUCE: start adding the gradients of a bucket over replicas."""
+        """REDUCE: start to sum the gradients of a bucket across replicas."""
 
     def reduced(self) -> Mapping[int, tuple[Any, Any]]:
-        """Wait for the sums over replicas, and for weights that other replicas update.
+        """Wait for the sums across replicas, and for weights that other replicas update.
 
         Returns the start and the end of each bucket's sum.
         """
 
     def unshard(self, number: int) -> None:
-        """UNSHARD: start to gather weights that are divided over replicas."""
+        """UNSHARD: start to gather weights that are split across replicas."""
 
     def await_weights(self) -> None:
         """Wait for the weights that the last UNSHARD gathers. Called before the first action that uses them."""
@@ -205,8 +205,8 @@ class Rank:
         program: the lowered program.
         stages: the stages by number; only the stages of this rank are used.
         transport: sends values to other ranks and receives them.
-        pair: maps each micro-batch of a stream to the program's micro-batch that has the same actions. Default: the
-            same number.
+        pair: maps each micro-batch of a stream to the program's micro-batch that has the same actions. Default: returns
+            the micro-batch unchanged.
 
     """
 
@@ -232,8 +232,8 @@ class Rank:
         self._reduces = {action.stage for action in whole if action.kind is Kind.REDUCE}
         #: For each stage, the number of its last gather.
         self._last_gathers = {action.stage: action.microbatch for action in whole if action.kind is Kind.UNSHARD}
-        self._unawaited: set[int] = set()  # the stages whose gather no action bound so far has awaited
-        #: The last backward of each stage that starts its REDUCEs.
+        self._unawaited: set[int] = set()  # stages with a gather for which no action bound so far waits
+        #: For each stage whose last backward starts its REDUCEs, that backward.
         self._last = {program.columns.action(int(last_gradients(program)[stage])) for stage in early_stages(program)}
         self._bound: tuple[Sequence[Action], list[_Step]] = ((), [])
 

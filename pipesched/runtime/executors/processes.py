@@ -1,13 +1,13 @@
 """Processes: runs one rank per process, with torch.distributed for messages and the same interpreter as `threads`.
 
 Why a step cannot hang. The program is valid: its orders, its dependencies, and the edges from the k-th send of a
-channel to its k-th receive have no cycle. A send copies its message and returns, so it never blocks its rank. A receive
+channel to its k-th receive form no cycle. A send copies its message and returns, so it never blocks its rank. A receive
 takes the channel's next message. That is the right message, since both ends use the channel in the same order and the
 channel is first in, first out. A receive does not depend on later messages, and it is posted at the latest when its
 action begins. So a rank waits only for a send that comes earlier in the program. Among all actions that have not run,
-take one that is first in the acyclic order. Its rank has run all earlier actions, and any message for which the action
-waits has been sent. So the action runs. A rank waits for its sends to complete only between two runs; the matching
-receives then belong to the previous run.
+take one that is first in a topological order. Its rank has run all earlier actions, and any message for which the
+action waits has been sent. So the action runs. A rank waits for its sends to complete only between two runs; the
+matching receives then belong to the previous run.
 
 Why a stream cannot hang. Each rank's order is handed over in the same number of parts. No action depends on a later
 part (``Segments`` proves this for each stream), and the concatenated parts are the orders of a valid program. So
@@ -248,7 +248,7 @@ class ProcessExecutor:
         run.run_spec.finish(run.failed)
 
     def check_outside(self, method: str) -> None:
-        """Raise ExecutionError if a step is running. ``method`` is the name of the called method, for the message."""
+        """Raise ExecutionError if a step is running. ``method`` is the method's name in the message."""
         self._forked.check()
         if self._busy.locked():
             raise ExecutionError(
@@ -434,7 +434,7 @@ class ProcessExecutor:
         """Broadcast the messages of some ranks to all ranks of all replicas, without waiting.
 
         Returns a function that waits for all messages and returns them in the order of ``sources``, which are ranks of
-        the group. The ``value`` of other ranks is ignored. As with ``share``, only the messages of one call are in
+        the group. The ``value`` of other ranks is ignored. As with ``share``, the messages of at most one call are in
         transit.
         """
         with self._one_at_a_time("a broadcast"):
@@ -452,8 +452,8 @@ class ProcessExecutor:
     def deal(self, what: str, values: Sequence[Any] = (), *, by_heartbeat: bool = False) -> Any:
         """Scatter rank 0's ``values``, one to each rank; return this rank's value. Rank 0 does not wait.
 
-        ``what`` names the call in error messages. ``by_heartbeat``: the heartbeat's thread calls, while the rank's own
-        thread works.
+        ``what`` names the call in error messages. ``by_heartbeat`` states that the heartbeat's thread makes the call
+        while the rank's own thread works.
         """
         with self._one_at_a_time(what, by_heartbeat=by_heartbeat):
             if self.rank:
@@ -469,8 +469,8 @@ class ProcessExecutor:
     def _receive_last(self) -> None:
         """At the exit of a script that has not closed the pipeline: receive the last broadcast.
 
-        Another replica may not have sent the broadcast yet. Without this wait, the send would fail, because this
-        process has left the pipeline.
+        Another replica may not have sent the broadcast yet. Without this wait, its send would fail, because this
+        process would have left the pipeline.
         """
         shared = self._shared
         if shared is not None and not self.closed and not self._alarm.bell.rung:
@@ -483,8 +483,8 @@ class ProcessExecutor:
         if self.closed and not shared.arrived:
             raise ExecutionError(
                 f"a loss must be received before the pipeline is closed; this loss was not received: "
-                f"{self._fault or 'the rank that computed it ended without sending it'}; read the loss right after its "
-                f"step"
+                f"{self._fault or 'the rank that computed it stopped without sending it'}; read the loss right after "
+                f"its step"
             )
         with self._stopping_all("receiving a broadcast"):
             return shared()

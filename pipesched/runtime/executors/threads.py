@@ -54,9 +54,9 @@ class RunSpec:
     prepare: Callable[[Caller], None] = lambda caller: None
     #: The part of the program's orders to run. Default: all.
     orders: tuple[tuple[Action, ...], ...] | None = None
-    #: Called after the ranks have ended. Its argument states whether the run failed.
+    #: Called after the ranks have finished. Its argument states whether the run failed.
     finish: Callable[[bool], None] = lambda failed: None
-    #: Maps each micro-batch of a stream to the program's micro-batch with the same actions. Default: the same number.
+    #: Maps a stream's micro-batch to the program's micro-batch with the same actions. Default: returns it unchanged.
     pair: Callable[[int], int] = lambda microbatch: microbatch
     #: The number of micro-batches in a step of a stream.
     period: int = 1
@@ -123,12 +123,12 @@ class ThreadRun:
             channel.put(_STOP)
 
     def wait(self) -> None:
-        """Wait until every rank has ended the parts queued so far."""
+        """Wait until every rank has finished the parts queued so far."""
         if self.last is not None:
             self.last.finished.wait()
 
     def finish(self, segment: "RunSegment") -> "Timeline":
-        """Wait until every rank has ended a part; return its timeline.
+        """Wait until every rank has finished a part; return the part's timeline.
 
         Raises the first exception of a stage; a later call does not raise it again.
         """
@@ -148,7 +148,7 @@ class ThreadRun:
 
     @property
     def finished(self) -> bool:
-        """Whether every rank has ended the parts queued so far."""
+        """Whether every rank has finished the parts queued so far."""
         return self.last is None or self.last.finished.is_set()
 
 
@@ -294,11 +294,11 @@ class ThreadExecutor:
 
     @property
     def closed(self) -> bool:
-        """Whether the threads have been ended."""
+        """Whether the threads have been stopped."""
         return not self._finalizer.alive
 
     def run(self, run_spec: RunSpec, *, grad: bool) -> Timeline:
-        """Run a lowered program until every rank has ended. An interrupt is raised only after all ranks have stopped.
+        """Run a lowered program until all ranks have finished. An interrupt is raised only once all ranks have stopped.
 
         Args:
             run_spec: the program, its stages and its hooks.
@@ -361,7 +361,7 @@ class ThreadExecutor:
         return run
 
     def end(self, run: ThreadRun) -> None:
-        """End a run after its ranks have ended."""
+        """End a run whose ranks have finished."""
         for streams in self.streams_of_rank:
             if streams.has_streams:
                 streams.end()
@@ -380,7 +380,7 @@ class ThreadExecutor:
     def check_outside(self, method: str) -> None:
         """Raise ExecutionError if called in a rank's thread, because the thread would wait for itself.
 
-        ``method`` is the name of the called method, for the message.
+        ``method`` is the method's name in the message.
         """
         self._forked.check()
         if threading.current_thread() in self._threads:
@@ -425,7 +425,7 @@ def _start_threads(jobs: _Jobs, intra_op_threads: int) -> list[threading.Thread]
 
 def _serve(jobs: "SimpleQueue[Callable[[], None] | None]", intra_op_threads: int, started: threading.Barrier) -> None:
     """The main loop of a rank's thread. It holds no reference to the executor, so that the executor can be dropped."""
-    torch.get_num_threads()  # the first use sets the process's default, so read it before setting
+    torch.get_num_threads()  # the first call sets the process's default, so it must come before set_num_threads()
     torch.set_num_threads(intra_op_threads)
     started.wait()
     while (job := jobs.get()) is not None:
@@ -442,7 +442,7 @@ def _end_threads(jobs: _Jobs) -> None:
 def _abandon(jobs: _Jobs, threads: Sequence[threading.Thread], under_way: "Sequence[ref[ThreadRun]]") -> None:
     """Stop the run in progress, end the threads and wait for them.
 
-    Without the wait, a thread could return from a torch operation while Python exits, which aborts the process.
+    Without the wait, a thread could return from a torch operation while Python exits, and this aborts the process.
     """
     for run in (one() for one in under_way):
         if run is not None and not run.finished:

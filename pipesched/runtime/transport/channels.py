@@ -40,12 +40,12 @@ __all__ = ["COLLECT", "NORMS", "SHARE", "Channels", "Ends", "Incoming", "Message
 
 _HEADER = 64  # bytes
 _MOST_BYTES = 1 << 44  # limit for a message; more than any machine's memory
-# Bytes of a layout that follows, bytes of its data, numbers of received forward and backward messages.
+# The sizes in bytes of a layout that follows and of its data; the counts of received forward and backward messages.
 _FIELDS = Struct("<4q")
 
 
 class Counts(NamedTuple):
-    """The numbers of messages that each end has received in a run, each as [forward, backward]."""
+    """The counts of the messages that each end has received in a run, as [forward, backward]."""
 
     #: Messages received by this end; sent in every header.
     here: list[int]
@@ -75,7 +75,7 @@ class Outgoing:
         peer: the receiving rank.
         tag: the channel's tag; the next tag is the tag of its side channel.
         encoding: encodes plain values.
-        counts: the numbers of received messages, shared by all channels to and from ``peer``. Default: new counts.
+        counts: the counts of received messages, shared by all channels to and from ``peer``. Default: new counts.
         way: 0 for forward messages, 1 for backward messages.
 
     """
@@ -209,7 +209,8 @@ class _Posted(NamedTuple):
 class Incoming:
     """The receiving end of a channel. It takes the arguments of `Outgoing`; ``peer`` is the sending rank.
 
-    Each value is built when its receive is posted, because work after the arrival of the message would delay the step.
+    If the predicted layout allows it, a value is built when its receive is posted, because work after the message has
+    arrived would delay the step.
     """
 
     def __init__(
@@ -314,8 +315,8 @@ class Incoming:
 # ---- the channels of one rank --------------------------------------------------------------------------------------
 
 
-#: A function (other rank, tag, backward) -> this rank's ends of both channels with that rank. The first has the methods
-#: of Outgoing, the second has the methods of Incoming.
+#: Takes (other rank, tag, backward) and returns this rank's ends of the two channels with that rank: the first has the
+#: methods of Outgoing, the second has the methods of Incoming.
 Ends = Callable[[int, int, bool], tuple[Any, Any]]
 
 # Tags of channels. The next odd tag is the side channel.
@@ -342,7 +343,7 @@ class _Neighbour:
         ]
         self.outgoing, self.incoming = zip(*made, strict=True)
         self._opening: Work | None = None
-        self.due = b""  # the bytes with which the other end must open the run; b"" if there is nothing left to check
+        self.due = b""  # the bytes that the other end must send to open the run; b"" if there is nothing left to check
 
     def open(self, keys: Mapping[tuple[bool, bool], Sequence[Hashable]], identity: bytes) -> None:
         """Begin a run. If the run has outgoing messages, send ``identity`` and a digest of the predicted sizes.
@@ -466,7 +467,7 @@ class Channels:
             self.tell(peer, tag, value)
 
     def ask(self, peer: int, tag: int) -> Callable[[], Any]:
-        """Post the receive of a value sent by ``tell``; return a function that waits for the value."""
+        """Post the receive for a value sent by ``tell``; return a function that waits for the value."""
         channel = self._single.setdefault((False, peer, tag), Incoming(self._ports, peer, tag, self._encoding))
         assert isinstance(channel, Incoming)
         channel.open(_ONE)

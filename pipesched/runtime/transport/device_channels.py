@@ -1,14 +1,14 @@
 """Device channels: send values with tensors on accelerators to other ranks. Hosts send headers, devices send data.
 
-A value is a header, sent by sockets from host to host, and one packed tensor of bytes, sent by a link from device to
-device. The header states that the message has the predicted layout, or is followed by another layout. Hosts post data
-transfers and never wait for them; streams wait for each other.
+A value is sent as a header, through sockets from host to host, and one packed tensor of bytes, through a link from
+device to device. The header states either that the message has the predicted layout, or that another layout follows.
+Hosts post data transfers and never wait for them; streams wait for each other.
 
-A receive is posted only after its header has arrived, although its size is often predicted, because a posted NCCL
-receive cannot be cancelled. If it were posted before its header, the sender would have to send useless bytes whenever a
-layout changes, and the receive would remain on the device after a failed step. Waiting for the header costs nothing
-when the devices are the bottleneck: the hosts are ahead of the devices, so the receive is posted before the data is
-computed, and data is transferred while both devices compute.
+Although the size of a receive is often predicted, the receive is posted only after its header has arrived, because a
+posted NCCL receive cannot be cancelled. If it were posted before its header, the sender would have to send useless
+bytes whenever a layout changes, and the receive would remain on the device after a failed step. Waiting for the header
+costs nothing when the devices are the bottleneck: the hosts are ahead of the devices, so the receive is posted before
+the data is computed, and data is transferred while both devices compute.
 
 Why the channels cannot hang. Each channel (the forward or the backward messages from one rank to another) has its own
 link: a communicator of two ranks with its own stream, in which messages wait only for earlier messages. Both ends post
@@ -55,7 +55,7 @@ _LENGTH = Struct("<q")  # a header: the size in bytes of the layout that follows
 _AS_FORESEEN = _LENGTH.pack(0)
 _MOST_LINKS = 32  # per rank; torch has this many streams of one priority, and two links on one stream could deadlock
 _TORCH_WATCHES_S = 600  # torch's default: torch ends a process whose device waits this long
-_WATCHED = 5  # NCCL's timeout in units of the ranks' timeout: posted transfers may wait for earlier steps
+_WATCHED = 5  # NCCL's timeout, as a multiple of the ranks' timeout: posted transfers may wait for earlier steps
 _PATIENCE_S = 5  # time for the other ranks to drain their links
 
 
@@ -229,9 +229,9 @@ class Links:
             link.drain()
 
     def close(self) -> None:
-        """Close all links. ``drain`` must have been called before.
+        """Close all links. The caller must have called ``drain``.
 
-        First waits up to 5 s for the connected ranks to call ``close``, so that no transfer is cut off.
+        Before closing, waits up to 5 s for the connected ranks to call ``close``, so that no transfer is cut off.
         """
         if self._links:
             peers = {rank for channel in self._links for rank in channel[:2]}

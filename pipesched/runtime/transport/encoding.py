@@ -196,7 +196,7 @@ class Encoding:
                 raise UnsentTypeError(
                     f"every type that is sent between ranks must occur when each rank captures the model; {name} did "
                     f"not occur with the sample; make the pipeline with a sample that produces this type, or pass "
-                    f"tensors and built-in types"
+                    f"only tensors and built-in types"
                 )
             self._types[name] = kind
         return name

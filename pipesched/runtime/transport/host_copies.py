@@ -28,9 +28,9 @@ class _Parcel(NamedTuple):
 
 
 class Courier:
-    """Sends values of a CUDA device from a separate thread, so that the rank's thread does not wait for the device.
+    """Sends values from a CUDA device in a separate thread, so that the rank's thread does not wait for the device.
 
-    Values are sent in the order of the calls of ``give``. On a CPU there is no thread: ``give`` sends the value
+    Values are sent in the order of the calls to ``give``. On a CPU there is no thread: ``give`` sends the value
     directly. The thread ends when the courier is dropped, or when ``end`` is called.
     """
 
@@ -63,7 +63,7 @@ class Courier:
 
 
 def _end(parcels: "SimpleQueue[_Parcel | threading.Event | None]", threads: Sequence[threading.Thread]) -> None:
-    """End and join the thread, because Python aborts the process if it exits while the thread waits for the device."""
+    """Stop and join the thread, because a process that exits while a thread waits for the device is aborted."""
     parcels.put(None)
     for thread in threads:
         if thread is not threading.current_thread():

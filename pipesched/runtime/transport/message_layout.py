@@ -1,4 +1,4 @@
-"""Message layout: describes a value for transport, without the bytes of its tensors.
+"""Message layout: describes a value for transport, excluding the bytes of its tensors.
 
 A value is a Payload (forward), a tuple of gradients (backward), a tensor, or a plain value. Its layout is small and
 fast to compare. It defines how the tensors' bytes are arranged in one message and how the receiver rebuilds the value.
@@ -19,7 +19,7 @@ from pipesched.tensors.payload import Payload
 
 __all__ = ["MessageLayout", "Packed", "describe"]
 
-_ALIGNMENT = 64  # bytes, as in torch's allocator; with another alignment, kernels may add numbers in another order
+_ALIGNMENT = 64  # bytes, as in torch's allocator; with a different alignment, kernels may add in a different order
 _STORAGE_ALIGNMENT = 16  # bytes; the size of the largest element
 _LONG = 1 << 14  # bytes; a shorter tensor is copied in less time than in_place() takes
 _GRADIENTS = "gradients"
@@ -44,7 +44,7 @@ class _Piece(NamedTuple):
     stride: _Sizes
     #: The shape and the strides with which the leaf is read. Default: the leaf's own shape and strides.
     source: tuple[_Sizes, _Sizes] | None = None
-    #: For memory that several tensors share, its first byte in the leaf's storage; otherwise None.
+    #: For memory that several tensors share, the offset of its first byte in the leaf's storage; otherwise None.
     first_byte: int | None = None
 
 
@@ -171,7 +171,7 @@ class MessageLayout:
 
     @cached_property
     def nbytes(self) -> int:
-        """The number of bytes that the tensors take in a message."""
+        """The size of the tensors in a message, in bytes."""
         return self._layout[2]
 
     @property
@@ -309,7 +309,7 @@ class Packed:
         self.data = self.tensor.numpy().data if header else memoryview(b"")
 
     def fill(self, leaves: tuple[Any, ...]) -> None:
-        """Copy a value's tensors into the buffer; on a device asynchronously, on the current stream."""
+        """Copy a value's tensors into the buffer. On a device, the copies run asynchronously on the current stream."""
         ahead = self.tensor.is_cuda
         for view, piece in zip(self._views, self._pieces, strict=True):
             view.copy_(_source(piece, leaves[piece.leaf]), non_blocking=ahead)
@@ -356,7 +356,7 @@ def _laid_out(description: Description) -> tuple[list[_Piece], list[_Restored | 
 
 
 def _own_piece(leaf: int, dtype: torch.dtype, shape: _Sizes, stride: _Sizes, offset: int) -> tuple[_Piece, bool]:
-    """Return the piece of a tensor that shares no memory, and whether its elements have gaps between them."""
+    """Return the piece for a tensor that shares no memory, and whether its elements have gaps between them."""
     if 0 in shape:
         return _Piece(offset, 0, leaf, dtype, shape, stride), False
     # An expanded dim is sent once.

@@ -25,7 +25,7 @@ class ShortPort(Protocol):
     """
 
     def sender(self, to: int, tag: int, /) -> Callable[[Sequence[Any], int], Work | None]:
-        """Return a function (buffers, their size in bytes) that sends the buffers without waiting.
+        """Return a function that takes buffers and their total size in bytes, and sends the buffers without waiting.
 
         The caller may reuse the buffers as soon as the function returns. The function returns None if all bytes have
         been written, otherwise the pending send.
@@ -42,7 +42,7 @@ class _Port(Protocol):
         """Start a send."""
 
     def recv(self, tensors: list[Tensor], from_: int, tag: int, /) -> Work:
-        """Start a receive into memory of at least the sent size."""
+        """Start a receive. The memory must be at least as large as the sent message."""
 
 
 class Ports(NamedTuple):
@@ -50,7 +50,7 @@ class Ports(NamedTuple):
 
     short: ShortPort
     long: _Port
-    limit: int = 1 << 20  # bytes of the smallest long message; about the size of a connection's buffers
+    limit: int = 1 << 20  # the size in bytes of the smallest long message; about the size of a connection's buffers
 
     def send(self, tensor: Tensor, to: int, tag: int) -> Work | None:
         """Send a tensor of bytes through the port for its size.

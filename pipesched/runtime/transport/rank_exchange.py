@@ -43,7 +43,7 @@ class Exchange:
     device: torch.device
 
     def all_values(self, value: Any) -> list[Any]:
-        """All-gather: return every member's value in order, with the others' tensors on this rank's device."""
+        """All-gather: return every member's value, in member order. Received tensors are on this rank's device."""
         first, *others = self.members
         if self.rank != first:
             self.wire.tell(first, COLLECT, Payload.of(value))

@@ -1,18 +1,18 @@
 """Sockets: send short messages between processes, over one connection for each sender, receiver and tag.
 
 gloo passes every message to its own threads, at both ends. With few cores, such a thread spins on a lock whose holder
-waits for a core (0.3 ms of processor time per message, measured with two ranks on two cores). Here the rank's own
-thread writes and reads, with half of gloo's latency and a tenth of its processor time. Long messages go through gloo,
-which transfers them while the rank computes.
+waits for a core (0.3 ms of processor time per message, measured with two ranks on two cores). In this module, the
+rank's own thread writes and reads, with half of gloo's latency and a tenth of gloo's processor time. Long messages go
+through gloo, which transfers them while the rank computes.
 
 Bytes that do not fit into the connection's buffers are copied and written by a thread, so a send never blocks.
 
-Ranks on one machine use Unix sockets, which take half the time of the local network. The code in the path of a message
-is kept short: code that has not run for some milliseconds has left the processor's caches and takes 30 times as long as
-in a loop.
+Ranks on one machine use Unix sockets, which take half the time of network sockets. The code that handles a message is
+kept short: code that has not run for a few milliseconds is no longer in the processor's caches, and then takes 30 times
+as long as in a loop.
 
 A connection is accepted after a greeting, which proves that the sender has read the receiver's secret from the store.
-The receiver reads the greetings of all new connections as their bytes arrive, so no connection makes it wait. New
+The receiver reads the greetings of all new connections as their bytes arrive, so no connection can block it. New
 connections occupy a limited number of slots. When the slots are full, the oldest connection without a complete greeting
 is closed.
 """
@@ -42,7 +42,7 @@ _GREETING = Struct("<qq16s")  # the sender's rank, the tag, a proof that it has 
 _BACKLOG = 1024
 _MOST_GREETING = 64  # limit on connections without a complete greeting; beyond the limit, the oldest is closed
 _TRY_S = 0.25  # time to connect before a thread takes over; only a rank flooded with connections needs longer
-_GLANCE_S = 0.1  # wait for greetings before checking whether another thread has accepted the awaited connection
+_GLANCE_S = 0.1  # time between two checks of whether another thread has accepted the awaited connection
 _CREDENTIALS = Struct("@iII")  # struct ucred: process, user, group
 _PATIENCE_S = 5  # time for the other end to receive pending bytes when a connection is closed
 _ROOM = 4 << 20  # bytes in the send buffer of a Unix socket; holds several short messages
@@ -143,7 +143,7 @@ class _Sender:
     def _write(self) -> None:
         """The main loop of the writer thread: write queued messages until an empty one arrives.
 
-        Ends immediately if no connection can be made.
+        Ends without writing if no connection can be made.
         """
         with suppress(OSError, RuntimeError):
             if self.connection is None:
@@ -230,7 +230,7 @@ class SocketPort:
         if sys.platform == "linux":
             self._listeners.append(_listener(self._name))
         self._selector = selectors.DefaultSelector()
-        self._greeting: dict[socket.socket, bytearray] = {}  # bytes received so far of each greeting; the oldest first
+        self._greeting: dict[socket.socket, bytearray] = {}  # bytes received so far of each greeting, oldest first
         self._lock = threading.Lock()  # one thread may wait for a shared value while another runs a step
         for listener in self._listeners:
             listener.setblocking(False)
@@ -241,7 +241,7 @@ class SocketPort:
         store.set(f"address/{rank}", json.dumps(address))
 
     def sender(self, to: int, tag: int, /) -> Callable[[Sequence[Any], int], _Pending | None]:
-        """Return a function (buffers, their size in bytes) that sends the buffers without waiting.
+        """Return a function that takes buffers and their total size in bytes, and sends the buffers without waiting.
 
         The caller may reuse the buffers as soon as the function returns. The function returns None if all bytes have
         been written, otherwise the pending send.
@@ -317,7 +317,7 @@ class SocketPort:
             return
         rank, tag, _ = _GREETING.unpack(said) if more else (0, 0, b"")
         known = secrets.compare_digest(said, _greeting(connection, rank, tag, self._word))
-        if known and (rank, tag) not in self._accepted:  # otherwise the connection replays an overheard greeting
+        if known and (rank, tag) not in self._accepted:  # a repeated greeting has been overheard and replayed
             self._selector.unregister(connection)
             del self._greeting[connection]
             connection.setblocking(True)
@@ -351,7 +351,7 @@ class SocketPort:
 
 
 def _greeting(connection: socket.socket, rank: int, tag: int, word: bytes) -> bytes:
-    """Return the greeting of a connection, which proves, without revealing the secret, that the sender has read it.
+    """Return the greeting of a connection. It proves that the sender knows the secret, without revealing the secret.
 
     The proof is valid only for one rank, tag and kind of connection, so it cannot be reused elsewhere.
     """
