@@ -88,7 +88,7 @@ class Payload:
 
     @classmethod
     def joined(cls, payloads: "Sequence[Payload]") -> "Payload":
-        """Return one payload for the tuple of all these values. A tensor in two payloads becomes two leaves."""
+        """Return one payload for the tuple of the payloads' values. A tensor in two payloads becomes two leaves."""
         leaves: list[Any] = []
         places: list[int] = []
         for payload in payloads:

@@ -120,7 +120,7 @@ class GradientBuckets:
                 hook.remove()
 
     def common(self, norms: GradientNorms) -> GradientNorms:
-        """Return the norms, with ``nonfinite`` set if any replica has set it. All replicas then make the same decision."""
+        """Return the norms, with ``nonfinite`` set if any replica has set it, so that all replicas decide alike."""
         return norms if norms.nonfinite is None else norms._replace(nonfinite=self._sums.any(norms.nonfinite))
 
     def start(self, bucket: int) -> None:

@@ -1,4 +1,4 @@
-"""Collective lane: a thread that runs the collectives of one rank one after the other, while the rank computes."""
+"""Collective lane: a thread that runs a rank's collectives one after another, while the rank computes."""
 
 import threading
 from collections.abc import Callable, Iterator
