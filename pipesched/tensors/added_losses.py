@@ -39,8 +39,8 @@ def add_loss(value: Tensor, *, name: str | None = None) -> None:
     `Pipeline.step` multiplies the added loss by the weight of the micro-batch, as it does the loss itself,
     differentiates it in the stage's backward, and includes it in the loss that it returns. `Pipeline.evaluate` and
     `pipesched.testing.reference_step` include it, too. A layer that is recomputed adds its loss only once. Losses with
-    the same name are summed in ``pipe.metrics``. In a loop without a pipeline, `collect_losses` collects added
-    losses.
+    the same name are summed in ``pipe.metrics``. In a training loop without a pipeline, `collect_losses` collects
+    added losses.
 
     Args:
         value: the loss over the rows of one micro-batch, a floating-point tensor of shape [].
@@ -106,7 +106,7 @@ def routed(route: Route) -> Iterator[None]:
 
 @contextmanager
 def collect_losses() -> Iterator[dict[str, Tensor]]:
-    """Collect the losses that layers add with `add_loss`, in a loop without a pipeline.
+    """Collect the losses that layers add with `add_loss`, in a training loop without a pipeline.
 
     ::
 

@@ -42,7 +42,7 @@ class RankDevices(Protocol):
 
 
 def moved(trade: Trade, what: str, moves: Sequence[Move]) -> Iterator[Any]:
-    """Make the moves. Yield, for each move, the value if the target rank is in this process, else None.
+    """Perform the moves. Yield, for each move, the value if the target rank is in this process, else None.
 
     All processes must call this. All values from one rank to another are sent in one message.
     """

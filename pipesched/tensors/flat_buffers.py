@@ -26,7 +26,7 @@ def free(buffer: Tensor) -> None:
 
 
 def padded(numbers: int, num_parts: int) -> int:
-    """Round a number of elements up to a multiple of ``num_parts``, so that a buffer of them has equal parts."""
+    """Round a number of elements up to a multiple of ``num_parts``, so that a buffer of this length has equal parts."""
     return -(-numbers // num_parts) * num_parts
 
 

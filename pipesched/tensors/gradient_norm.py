@@ -1,8 +1,8 @@
-"""Gradient norm: computes the norm of all gradients of a model, and clips by it, independently of the plan.
+"""Gradient norm: computes the norm of all gradients of a model, and clips by this norm, independently of the plan.
 
 First, the norm of each parameter's whole gradient is computed in float32 (float64 for a float64 gradient). These norms
-form a vector in the order of the model's parameters, without the parameters that have no gradient. The total norm is
-the norm of this vector. Clipping multiplies all gradients by ``max_norm / (norm + 1e-6)``, but never by more than 1.
+form a vector in the order of the model's parameters, excluding parameters that have no gradient. The total norm is the
+norm of this vector. Clipping multiplies all gradients by ``max_norm / (norm + 1e-6)``, but never by more than 1.
 """
 
 import math
@@ -25,11 +25,11 @@ _Number = TypeVar("_Number", bound=Any)
 def norm_of(grad: Tensor, norm_type: float) -> Tensor:
     """Return the norm of one gradient as a 0-d tensor of at least float32 precision on the gradient's device.
 
-    The norm of a sharded gradient is reduced over its mesh, so all ranks of that mesh must call this.
+    The norm of a sharded gradient is reduced over its mesh, so all ranks of that mesh must call this function.
     """
     grad = grad.coalesce().values() if grad.is_sparse else grad
     norm: Tensor = torch.linalg.vector_norm(grad, norm_type, dtype=torch.promote_types(grad.dtype, torch.float32))
-    whole = getattr(norm, "full_tensor", None)  # of a DTensor, whose import takes a second
+    whole = getattr(norm, "full_tensor", None)  # only a DTensor has it; importing DTensor takes a second
     return norm if whole is None else cast(Tensor, whole())
 
 

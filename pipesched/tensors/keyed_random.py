@@ -228,7 +228,7 @@ class KeyedRandom:
 
 def _not_compiling() -> AbstractContextManager[Any]:
     """Return a lock that keeps other threads from compiling, because compilation resets the default generators."""
-    compiler = sys.modules.get("torch._dynamo.convert_frame")  # None if not loaded; then no thread compiles
+    compiler = sys.modules.get("torch._dynamo.convert_frame")  # None if the module is not loaded, so no thread compiles
     return getattr(compiler, "compile_lock", nullcontext())
 
 

@@ -24,7 +24,7 @@ __all__ = ["Books", "Ledger", "books_of"]
 
 
 class Books(Protocol):
-    """Counts live bytes, and their peak since the last ``mark``."""
+    """Counts live bytes, and records their peak since the last ``mark``."""
 
     @property
     def bytes(self) -> int:
@@ -47,7 +47,7 @@ def books_of(device: torch.device) -> Books:
 
 
 class Ledger:
-    """Counts storages on devices of one type: results of operations in watched threads, and storages passed to ``add``.
+    """Counts the storages on devices of one type that watched threads create, and those of tensors passed to ``add``.
 
     Storages on the meta device are counted with the size that they would have on another device.
     """
@@ -91,7 +91,7 @@ class Ledger:
     def leave_out(self, given: Iterable[Any]) -> None:
         """Never count these tensors and storages, even if operations return them again.
 
-        A storage that is a view of a part of another storage can also be left out.
+        ``given`` may also contain a storage that is a slice of another storage.
         """
         parts = [one for one in given if isinstance(one, torch.UntypedStorage)]
         for storage in (*parts, *self._storages([one for one in given if isinstance(one, Tensor)])):

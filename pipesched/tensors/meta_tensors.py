@@ -61,7 +61,7 @@ def put_on(module: nn.Module, device: torch.device) -> None:
     for tensor in elsewhere:
         if tensor.is_meta:
             give_contents(tensor, torch.zeros_like(tensor, device=device, requires_grad=False))
-    if elsewhere:  # `to` also renews attributes of modules such as RNNs
+    if elsewhere:  # `to` also updates attributes of modules such as RNNs
         module.to(device)
 
 
@@ -140,7 +140,7 @@ def _with_changes(result: Any, changed: Iterable[tuple[Tensor, Tensor]]) -> Any:
 
 
 def _transferred(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Call ``Tensor.to``, ``cpu`` or ``cuda`` in such a way that a meta tensor stays on the meta device.
+    """Call ``Tensor.to``, ``cpu`` or ``cuda`` so that a meta tensor stays on the meta device.
 
     ``cpu`` and ``cuda`` return the tensor unchanged. ``to(other)`` converts only the dtype.
     """

@@ -88,7 +88,7 @@ class Payload:
 
     @classmethod
     def joined(cls, payloads: "Sequence[Payload]") -> "Payload":
-        """Return one payload for the tuple of all these values. A tensor in two payloads becomes two leaves."""
+        """Return one payload for the tuple of the payloads' values. A tensor in two payloads becomes two leaves."""
         leaves: list[Any] = []
         places: list[int] = []
         for payload in payloads:
@@ -220,7 +220,7 @@ _NO_RECORDS = (
     bytes,
     int,
     float,
-)  # these types hold contents besides fields
+)  # objects of these types have contents other than fields
 
 
 def is_record(value: Any) -> bool:
@@ -282,8 +282,8 @@ def rows_of(value: Any, dim: int | None, name: str) -> int | None:
         if isinstance(leaf, list) and has_a_row_each(leaf):
             if rows is not None and len(leaf) != rows:
                 raise InputError(
-                    f"a list of dicts must have one dict for each row of a batch; {name} has a list of {len(leaf)} "
-                    f"dicts, but the batch has {rows} rows; pass a list of {rows} dicts"
+                    f"a list of dicts must have one dict for each row of a batch; {name} has a list of length "
+                    f"{len(leaf)}, but the number of rows is {rows}; pass a list of length {rows}"
                 )
             rows = len(leaf)
         elif isinstance(leaf, Tensor) and leaf.dim() > 0:
@@ -296,13 +296,13 @@ def rows_of(value: Any, dim: int | None, name: str) -> int | None:
                 raise InputError(
                     f"a tensor must have the dim along which it is split; {name} is split along dim {dim}, but has a "
                     f"tensor of shape {list(leaf.shape)}; set split_dims for this argument, or set it to None to pass "
-                    f"the tensor whole"
+                    f"the whole tensor to each micro-batch"
                 )
             if rows is not None and leaf.shape[dim] != rows:
                 raise InputError(
-                    f"all tensors of a batch must have the same number of rows; {name} has a tensor of "
-                    f"{leaf.shape[dim]} rows, but another tensor has {rows} rows; set split_dims=None for arguments "
-                    f"that are not split"
+                    f"all tensors of a batch must have the same number of rows; in {name}, the number of rows is "
+                    f"{leaf.shape[dim]} in one tensor, but {rows} in another; set split_dims=None for arguments that "
+                    f"are not split"
                 )
             rows = leaf.shape[dim]
     return rows
@@ -311,8 +311,8 @@ def rows_of(value: Any, dim: int | None, name: str) -> int | None:
 def split(value: Any, dim: int | None, parts: int) -> list[Any]:
     """Split every tensor along ``dim`` into views as ``torch.tensor_split`` does (7 rows in 4 parts: 2, 2, 2, 1).
 
-    A list of dicts is split between dicts. Every part gets all scalar tensors and other leaves. With dim None every
-    part gets the whole value.
+    A list of dicts is split between dicts. Every part gets the scalar tensors and all other leaves. If ``dim`` is None,
+    every part gets the whole value.
     """
     if isinstance(value, Tensor) and value.dim() and dim is not None:
         return list(torch.tensor_split(value, parts, dim))
@@ -349,7 +349,7 @@ def gather(values: Sequence[Any], rows: Sequence[int], dim: int = 0) -> Any:
         pytree.tree_flatten(opened(value), is_leaf=partial(_has_a_dict_each, count))
         for value, count in zip(values, rows, strict=True)
     ]
-    if any(spec != trees[0][1] for _, spec in trees):  # by chance, the list of dicts has the length of a micro-batch
+    if any(spec != trees[0][1] for _, spec in trees):  # by chance, a list of dicts is as long as a micro-batch
         trees = [pytree.tree_flatten(opened(value)) for value in values]
     merged = [_merge(column, rows, dim) for column in zip(*(leaves for leaves, _ in trees), strict=True)]
     return pytree.tree_unflatten(merged, trees[0][1])

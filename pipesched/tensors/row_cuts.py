@@ -1,7 +1,7 @@
 """Row cuts: divides a tensor along its first dimension, so that elementwise updates stay bit-identical.
 
-A CPU kernel processes most elements in groups with vector instructions, and the last elements one by one, which can
-round differently. So every piece starts at a multiple of 64 elements, which is a multiple of every group size.
+A CPU kernel processes most elements in groups with vector instructions, and the last elements one by one. The two ways
+can round differently. So every piece starts at a multiple of 64 elements, which is a multiple of every group size.
 """
 
 import math

@@ -29,7 +29,7 @@ READS |= {"__complex__", "__contains__", "__array__", "__format__", "__repr__"} 
 _SHAPED = {"nonzero", "argwhere", "masked_select", "unique", "unique_consecutive"}
 #: Queries that cannot be answered for a tensor that is in another stage.
 ASKS = {"is_contiguous", "stride", "storage_offset", "torch.Tensor.requires_grad.__get__"}
-#: Functions that differentiate when a forward calls them.
+#: Functions that compute gradients, which a forward may call.
 DIFFERENTIATES = {torch.autograd.grad, torch.autograd.backward, Tensor.backward}
 FUNCTION_APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
 
@@ -48,7 +48,7 @@ def is_shaped_by_contents(name: str, args: Sequence[Any]) -> bool:
 
 
 def changed_in_place(tensors: list[Tensor], versions: list[int]) -> list[int]:
-    """Return the positions of the tensors that were changed in place since their versions were ``versions``."""
+    """Return the positions of the tensors that were changed in place after their ``versions`` were recorded."""
     return [
         position
         for position, (tensor, version) in enumerate(zip(tensors, versions, strict=True))
@@ -66,7 +66,7 @@ def memory_at(tensor: Tensor) -> int:
 
 
 def backward_region() -> FrameType | None:
-    """Return the frame of the outermost running torch.utils.checkpoint or autograd.Function; None if none runs.
+    """Return the frame of the outermost running torch.utils.checkpoint or autograd.Function, or None.
 
     The backward of such code cannot be split.
     """

@@ -369,7 +369,7 @@ def step_refused(model, calls, error, match, *args, choices=None, **kwargs):
         ((ONES,), {"target": ONES[:3]}, r"same number of rows; argument 0 has 4 rows, the target has 3; make the num"),
         ((ONES, ONES[:2]), {"target": ONES}, r"argument 0 has 4 rows, argument 1 has 2; .* split_dims=None"),
         ((), {"x": ONES, "mask": ONES[:2], "target": ONES}, r"x= has 4 rows, mask= has 2"),
-        (((ONES, ONES[:2]),), {"target": ONES}, r"argument 0 has a tensor of 2 rows, but another tensor has 4 rows"),
+        (((ONES, ONES[:2]),), {"target": ONES}, r"in argument 0, the number of rows is 2 in one tensor, but 4"),
         ((ONES,), {}, r"needs a target; none was passed; pass target=, or call forward"),
         ((ONES[:0],), {"target": ONES[:0]}, r"at least one row; argument 0 has no rows; skip the empty batch"),
         (
@@ -397,7 +397,7 @@ def test_a_target_without_a_loss_function(counted_model, calls):
     [
         (
             5,
-            r"argument 0 is split along dim 5, but has a tensor of shape \[4, 3\]; .* to None to pass the tensor whole",
+            r"argument 0 is split along dim 5, but has a tensor of shape \[4, 3\]; .* to None to pass the whole tensor",
         ),
         (-3, r"split along dim -3, but has a tensor of shape \[4, 3\]"),
         ({"maskk": 1}, r"the call, or 'target' or 'output'; the call has no argument 'maskk'; correct the key"),

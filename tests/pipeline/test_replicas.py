@@ -37,7 +37,7 @@ def test_replicas_that_would_not_stay_equal_are_refused_by_name(ranks: Ranks) ->
         assert "ScheduleError: with replicas, a step must update the weights once" in found["updates"]
         assert "'pipedream' updates weights before that" in found["updates"]
         assert "different mesh dimensions; got {'pipeline': 'pp', 'replicate': 'pp'}" in found["axes"]
-        assert "the mesh dimension that axes= maps to 'shard'; parameter '" in found["shards"]
+        assert "the mesh dimension to which axes= maps 'shard'; parameter '" in found["shards"]
         assert "is divided among global ranks [0, 2]" in found["shards"] or "ranks [1, 3]" in found["shards"]
         assert "'replicate' is 'data', but the mesh has the dimensions ('dp', 'pp')" in found["names"]
         # A rank whose neighbour ends first may name the lost connection instead.

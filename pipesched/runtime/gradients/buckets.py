@@ -1,4 +1,4 @@
-"""Gradient buckets: adds the gradients of parameters over replicas, bucket by bucket, while the rank computes."""
+"""Gradient buckets: sums the gradients of parameters over replicas, bucket by bucket, while the rank computes."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -33,9 +33,9 @@ class Sums(Protocol):
         """Return the length of a buffer for this many elements. The length can include padding."""
 
     def start(self, buffers: Sequence[Tensor], *, of_shards: bool = False) -> Ticket:
-        """Start to replace buffers by their sums over replicas.
+        """Start to replace buffers with their sums over replicas.
 
-        With ``of_shards``, only the replicas with the same shards add their buffers.
+        If ``of_shards`` is set, each sum includes only the replicas with the same shards.
         """
 
     def any(self, flag: Tensor) -> Tensor:
@@ -44,7 +44,7 @@ class Sums(Protocol):
     def scatter(self, buffers: list[Tensor]) -> Ticket:
         """Start a reduce-scatter of buffers that have one row per replica.
 
-        Each buffer is replaced by the sum over replicas of this replica's row.
+        Each buffer is replaced with this replica's row, summed over the buffers of all replicas.
         """
 
     def check(self) -> None:
@@ -52,13 +52,13 @@ class Sums(Protocol):
 
 
 class GradientBuckets:
-    """Parameters whose gradients are added over replicas, in buckets.
+    """Parameters whose gradients are summed over replicas, in buckets.
 
     The sum over replicas of a step's gradients is added to the gradients that the parameters had before the step.
 
     Args:
         buckets: the parameters of each bucket.
-        sums: adds buffers over replicas.
+        sums: sums buffers over replicas.
         sharded: the parameters that replicas divide among themselves.
 
     """
@@ -70,7 +70,7 @@ class GradientBuckets:
         self.buckets = [list(bucket) for bucket in buckets]
         self._sums = sums
         self._sharded = sharded
-        #: Parameters whose gradient sums are divided over replicas -> the object that receives this replica's part.
+        #: Parameters whose gradient sums are split across replicas -> the object that receives this replica's part.
         self.divided: Mapping[nn.Parameter, Divided] = {}
         self._before: dict[nn.Parameter, Any] = {}
         self._started: list[tuple[int, _Copies | DividedCopies, Ticket]] = []
@@ -154,8 +154,8 @@ class GradientBuckets:
 class _Copies:
     """The gradients of a bucket in flat buffers, one for each dtype.
 
-    A buffer ends with one number per parameter: the number of replicas that have a gradient for this parameter. Some
-    replicas may not use a parameter.
+    A buffer ends with one number per parameter: 1 if the parameter has a gradient, else 0. The sum of these numbers is
+    the number of replicas that have a gradient, because some replicas may not use a parameter.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], length: Callable[[int], int]) -> None:
@@ -185,7 +185,7 @@ def _check_dense(parameters: Sequence[nn.Parameter]) -> None:
     for parameter in parameters:
         if parameter.grad is not None and parameter.grad.is_sparse:
             raise ExecutionError(
-                f"gradients must be dense to be added over replicas; a parameter of shape "
+                f"gradients must be dense to be summed over replicas; a parameter of shape "
                 f"{tuple(parameter.shape)} has a sparse gradient; make its layer with sparse=False"
             )
 

@@ -1,4 +1,4 @@
-"""Divided copies: the gradients of a bucket, arranged so that each replica receives the sum of its own part."""
+"""Divided copies: the gradients of a bucket, arranged so that each replica receives only its own part of their sum."""
 
 from collections.abc import Mapping
 from typing import Any, Protocol
@@ -12,13 +12,13 @@ __all__ = ["Divided", "DividedCopies"]
 
 
 class Divided(Protocol):
-    """Divides parameters by rows over replicas, and receives this replica's rows of their gradients."""
+    """Splits parameters by rows across replicas, and receives the gradients of this replica's rows."""
 
     def shape(self, parameter: nn.Parameter) -> torch.Size:
         """Return the shape of the whole parameter."""
 
     def parts(self, parameter: nn.Parameter, tensor: Tensor) -> list[Tensor | None]:
-        """Return each replica's rows of a tensor of the parameter's shape; None for a replica without rows."""
+        """Return each replica's rows of ``tensor``, which has the parameter's shape; None for replicas without rows."""
 
     def own(self, parameter: nn.Parameter, tensor: Tensor) -> Tensor | None:
         """Return this replica's entry of ``parts``."""
@@ -30,9 +30,9 @@ class Divided(Protocol):
 class DividedCopies:
     """The gradients of a bucket in buffers with a row for each replica, one buffer for each dtype.
 
-    The row of a replica holds its part of each gradient. Like the buffers of undivided gradients, each row ends with
-    one number per parameter: the number of replicas that have a gradient for this parameter. The parameters' own
-    gradients are released.
+    A replica's row holds that replica's part of each gradient. Like the buffers of undivided gradients, each row ends
+    with one number per parameter: 1 if the parameter has a gradient, else 0. The sum of these numbers is the number of
+    replicas that have a gradient. The parameters' own gradients are released.
 
     Args:
         divided: for each parameter of the bucket, the object that receives this replica's rows of the sum.
@@ -62,7 +62,7 @@ class DividedCopies:
         return buffer
 
     def _gradient(self, parameter: nn.Parameter) -> Tensor:
-        """Return the parameter's gradient. If it is None, return a tensor of the whole shape that uses no memory."""
+        """Return the parameter's gradient; if it is None, a tensor of the whole shape that stores only one element."""
         if parameter.grad is not None:
             return parameter.grad
         return parameter.new_empty(()).expand(self._divided[parameter].shape(parameter))

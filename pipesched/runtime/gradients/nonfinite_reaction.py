@@ -36,7 +36,7 @@ class _Check:
 class NonfiniteReaction:
     """Reacts to the checks of steps according to ``on_nonfinite``.
 
-    If ``lags`` is set, the check of a step is read one step later.
+    If the rules set ``lags``, the check of a step is read one step later.
     """
 
     def __init__(self) -> None:
@@ -82,7 +82,7 @@ class NonfiniteReaction:
 
 
 def _on_host(flag: Tensor, lags: bool) -> tuple[Tensor, torch.cuda.Event | None]:
-    """Return the flag to read, and the event recorded after the flag's copy to the host (None if there is no copy).
+    """Return the flag to read, and the event recorded after its copy to the host (None if the flag is not copied).
 
     If ``lags`` is set, a flag on a GPU is copied to the host. Any other flag is returned unchanged.
     """

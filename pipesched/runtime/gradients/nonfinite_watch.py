@@ -18,7 +18,7 @@ __all__ = ["Nonfinite", "NonfiniteWatch"]
 class Nonfinite(NamedTuple):
     """The place of a recorded value. These tuples sort in the order of computation: all outputs, then all gradients."""
 
-    #: Whether the value is the gradient of a layer's output, instead of the output itself.
+    #: Whether the value is the gradient of a layer's output, rather than the output itself.
     backward: bool
     microbatch: int
     #: The layer's position in the model; negated for gradients, which are computed in reverse order.

@@ -43,7 +43,7 @@ class GradientNorms(NamedTuple):
 
     @classmethod
     def merged(cls, parts: Sequence["GradientNorms"]) -> "GradientNorms":
-        """Merge the norms of several stages or ranks, in the model's order. All must be on one device."""
+        """Merge the norms of several stages or ranks, in the model's order. All must be on the same device."""
         found = sorted((part for part in parts if part.norms is not None), key=lambda part: part.keys)
         keys = [key for part in found for key in part.each_key()]
         vectors = [part.norms for part in found if part.norms is not None]

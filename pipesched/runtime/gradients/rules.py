@@ -1,7 +1,7 @@
 """Gradient rules: how the stages of a process treat gradients between the last backward and the update.
 
 A NORM action unscales the gradients of a stage if the loss was scaled, and computes their norms. Each UPDATE gets the
-norms of all stages, so that every stage makes the same decision to skip the update, and clips by the same norm.
+norms of all stages, so that every stage makes the same decision whether to skip the update, and clips by the same norm.
 """
 
 import math
@@ -30,7 +30,7 @@ class Verdict:
 
     #: The norm of each gradient before clipping.
     norms: GradientNorms
-    #: The norm of all gradients before clipping.
+    #: The norm of all gradients together, before clipping.
     norm: Tensor
     #: Whether the update is skipped.
     skips: bool = False
@@ -48,7 +48,7 @@ class GradientRules:
         norm_type: the order of the norm. Default: 2.
         scale: the scale of the loss. An update is skipped if a scaled gradient is infinite or NaN. Default: None.
         on_nonfinite: the reaction to a loss or a gradient that is infinite or NaN. Default: None (not checked).
-        lags: whether the check of a step is read during the next step, because reading it would wait for GPUs.
+        lags: whether the check of a step is read in the next step, because reading it at once would wait for GPUs.
 
     """
 
@@ -69,7 +69,7 @@ class GradientRules:
         if self.scale is None and self.on_nonfinite:
             nonfinite = _nonfinite([loss.detach() for loss in losses])
         norms = GradientNorms.of(parameters, self.order, self.norm_type)._replace(nonfinite=nonfinite)
-        return norms if norms.norms is None else norms.on(norms.norms.device)  # a loss may lie on another device
+        return norms if norms.norms is None else norms.on(norms.norms.device)  # a loss may be on another device
 
     def unscale(self, parameters: Sequence[nn.Parameter]) -> Tensor | None:
         """Unscale gradients if the loss was scaled. Returns whether any gradient was nonfinite; None if not checked."""

@@ -13,9 +13,9 @@ __all__ = ["Shards"]
 class Shards:
     """The rows of each parameter that each replica updates.
 
-    A parameter is cut along its first dimension. Parameters that have few rows or are not contiguous stay whole, and
-    so do all parameters if ``cuts`` is False. Each whole parameter is updated by one replica. The whole parameters are
-    assigned in descending order of size, frozen ones last, each to the replica that has the fewest elements so far.
+    A parameter is cut along its first dimension. Parameters that have too few rows or are not contiguous stay whole,
+    and so do all parameters if ``cuts`` is False. Each whole parameter is updated by one replica. The whole parameters
+    are assigned in descending order of size, frozen ones last, each to the replica that has the fewest elements so far.
 
     Args:
         parameters: the parameters of one stage.
@@ -34,7 +34,7 @@ class Shards:
         self.add(parameters, cuts=cuts)
 
     def add(self, parameters: Sequence[nn.Parameter], *, cuts: bool) -> None:
-        """Divide further parameters. Takes the same arguments as the constructor."""
+        """Divide further parameters. The arguments are those of the constructor."""
         num_replicas = self.num_replicas
         held = self._held
         for parameter in parameters:
@@ -73,7 +73,7 @@ class Shards:
         return rows[self._replica] if is_cut else None
 
     def parts(self, parameter: nn.Parameter, tensor: Tensor) -> list[Tensor | None]:
-        """Return each replica's rows of a tensor of the parameter's shape; None for a replica without rows."""
+        """Return each replica's rows of ``tensor``, which has the parameter's shape; None for replicas without rows."""
         return [_part(tensor, *rows) for rows in self._rows[parameter]]
 
     def own(self, parameter: nn.Parameter, tensor: Tensor) -> Tensor | None:

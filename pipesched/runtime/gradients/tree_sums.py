@@ -23,7 +23,7 @@ ReductionOrder = Literal["sequential", "tree"]
 
 
 def tree_sum(values: Sequence[Tensor]) -> Tensor:
-    """Return the sum of the values of micro-batches, or of the sums of replicas, on the first value's device."""
+    """Sum the values of all micro-batches or replicas as a binary tree, on the first value's device."""
     size = len(values) // num_tree_groups(len(values))
     sums = [_in_a_row(values[start : start + size]) for start in range(0, len(values), size)]
     while len(sums) > 1:
@@ -120,7 +120,7 @@ class TreeSums:
 
 
 def _merge(sums: list[tuple[int, Tensor]], begun: int | None) -> None:
-    """Replace the last two sums by their total, repeatedly, while no further group belongs to their common subtree.
+    """Replace the last two sums with their total, repeatedly, while no further group belongs to their common subtree.
 
     ``begun`` is the lowest number that a further group can have; None if there are no further groups. Groups without a
     gradient are left out of the tree.

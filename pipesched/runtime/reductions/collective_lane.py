@@ -1,4 +1,4 @@
-"""Collective lane: a thread that runs the collectives of one rank one after the other, while the rank computes."""
+"""Collective lane: a thread that runs a rank's collectives one after another, while the rank computes."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -13,7 +13,7 @@ from pipesched.runtime.transport.ports import ConnectionLostError
 
 __all__ = ["CollectiveLane", "Ticket"]
 
-_LOOK_S = 0.05  # a waiting rank checks this often whether another rank has failed
+_LOOK_S = 0.05  # the interval at which a waiting rank checks whether another rank has failed
 
 
 class Ticket:
@@ -41,7 +41,10 @@ class Ticket:
         self._done.set()
 
     def wait(self, check: Callable[[], None]) -> None:
-        """Wait until the job has run. Raises its error. ``check`` is called while waiting, and may raise."""
+        """Wait until the job has run. Raises ConnectionLostError if the job failed.
+
+        ``check`` is called while waiting, and may raise.
+        """
         while not self._done.wait(_LOOK_S):
             check()
         if self._error is not None:
@@ -52,7 +55,7 @@ class Ticket:
 
 
 class CollectiveLane:
-    """Runs jobs in the order in which they are started, in a thread that ends with the lane.
+    """Runs jobs in the order in which they are started, in a thread that stops when the lane is closed.
 
     Args:
         device: the rank's device. On a GPU the jobs run on a separate stream.
@@ -71,7 +74,7 @@ class CollectiveLane:
         self.close = finalize(self, self._queue.put, None)
 
     def start(self, job: Callable[[], None]) -> Ticket:
-        """Start a job after all earlier jobs."""
+        """Queue a job, which runs after all earlier jobs."""
         ticket = Ticket(job, self._device)
         self._queue.put(ticket)
         return ticket

@@ -1,8 +1,8 @@
 """Replica sum: adds tensors of several processes in a fixed order, so that all processes get the same bits.
 
 Each process receives one shard of the tensor from every replica, adds the shards in replica order or as a binary tree
-over the replicas, and sends the sum back. A library's reduce-scatter or all-reduce would send the same number of bytes.
-But the library chooses the order of the additions by the number of bytes and the topology.
+over the replicas, and sends the sum back. A library's reduce-scatter or all-reduce would send the same number of bytes,
+but the library would choose the order of the additions by the number of bytes and the topology.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -97,7 +97,7 @@ class ReplicaGroup:
 
     @torch.no_grad()
     def spread(self, parts: Sequence[Sequence[Tensor]]) -> None:
-        """Copy the tensors in ``parts[i]`` from replica i to all others. All have one dtype. Blocks the thread."""
+        """Copy the tensors in ``parts[i]``, all of the same dtype, from replica i to all others. Blocks the thread."""
         own = parts[self._replica]
         length = max(sum(tensor.numel() for tensor in tensors) for tensors in parts)
         like = next(tensor for tensors in parts for tensor in tensors)
@@ -130,11 +130,11 @@ class ReplicaGroup:
 
 
 class ReplicaSums:
-    """Adds buffers over replicas in the collective lane of this rank.
+    """Sums buffers over replicas in the collective lane of this rank.
 
     Args:
         group: the processes with the same stages in all replicas.
-        shards: the processes with the same shards of these stages; ``group`` if replicas divide no weights.
+        shards: the processes with the same shards of these stages; ``group`` if the weights are not sharded.
         lane: the lane.
         check: raises an exception if another rank has failed; called while waiting for a sum.
 
@@ -164,7 +164,7 @@ class ReplicaSums:
         due = {*self._group.ranks[first : first + num_shards]}
         if holders != due:
             raise ModelTypeError(
-                f"wrap= may divide weights among replicas only over the mesh dimension that axes= maps to 'shard'; "
+                f"wrap= may divide weights among replicas only over the mesh dimension to which axes= maps 'shard'; "
                 f"parameter {name!r} is divided among global ranks {sorted(holders)}, but the ranks of that dimension "
                 f"are {sorted(due)}; for example, pass axes={{'pipeline': 'pp', 'shard': 'fsdp'}} and "
                 f"fully_shard(..., mesh=mesh['fsdp'])"
@@ -172,9 +172,9 @@ class ReplicaSums:
         return True
 
     def start(self, buffers: Sequence[Tensor], *, of_shards: bool = False) -> Ticket:
-        """Start to replace buffers by their sums over replicas. Returns a ticket to wait for.
+        """Start to replace buffers with their sums over replicas. Returns a ticket to wait for.
 
-        With ``of_shards``, only the replicas with the same shards add their buffers.
+        If ``of_shards`` is set, each sum includes only the replicas with the same shards.
         """
         group = self._shards if of_shards else self._group
         return self._lane.start(partial(_each, group.add, buffers))
@@ -182,7 +182,7 @@ class ReplicaSums:
     def scatter(self, buffers: list[Tensor]) -> Ticket:
         """Start a reduce-scatter of buffers that have one row per replica.
 
-        Each buffer is replaced by the sum over replicas of this replica's row.
+        Each buffer is replaced with this replica's row, summed over the buffers of all replicas.
         """
         scatter = self._group.scatter
 
@@ -221,7 +221,7 @@ class ReplicaSums:
         return every
 
     def close(self) -> None:
-        """End the lane, and release the group's connections."""
+        """Close the lane, and release the connections of the groups."""
         self._lane.close()
         self._group.close()
         self._shards.close()

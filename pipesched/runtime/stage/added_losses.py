@@ -1,4 +1,4 @@
-"""Added losses of a stage: weights the losses that layers add, and stores them for the backward and the step's loss."""
+"""Added losses of a stage: scales the losses that layers add, and stores them for the backward and the step's loss."""
 
 from collections.abc import Callable
 from typing import Any
@@ -19,7 +19,7 @@ __all__ = ["AddedLosses"]
 
 
 class AddedLosses:
-    """Provides the handlers of `add_loss` for a stage; used by one thread at a time."""
+    """Provides the handler for `add_loss` in a stage's forwards; used by one thread at a time."""
 
     def __init__(self, random: KeyedRandom) -> None:
         self._random = random
@@ -90,7 +90,7 @@ class AddedLosses:
 
 
 class _InBackward:
-    """Provides the handler of `add_loss` in backward passes. It ignores losses that recomputed layers add again."""
+    """Provides the handler for `add_loss` in backward passes, which ignores losses that recomputed layers add again."""
 
     def __init__(self, added: AddedLosses) -> None:
         self._added = added

@@ -32,7 +32,7 @@ BatchNormMode = Literal["micro-batch", "mini-batch"]
 
 
 class _Part(NamedTuple):
-    """The statistics of one call (number of values, and mean and unbiased variance per channel), and its momentum."""
+    """The statistics of one call, per channel (number of values, mean, unbiased variance), and the call's momentum."""
 
     numbers: int
     mean: Tensor
@@ -45,7 +45,7 @@ _ARGUMENTS = ("input", "running_mean", "running_var", "weight", "bias", "trainin
 _Seen = dict[tuple[int, int], dict[int, _Part]]
 
 
-#: Types in a message of statistics, in addition to tensors.
+#: The types that a message of statistics contains in addition to tensors.
 SENT_TYPES = (_Part,)
 
 
@@ -90,8 +90,8 @@ class Norms:
         """Call ``functional.batch_norm`` without changing the running statistics.
 
         Returns:
-            The output, and the pair of the module's index and the call's statistics. The pair is None if the call would
-            not update running statistics.
+            The output, and a pair of the module's index and the call's statistics. If the call would not update running
+            statistics, None takes the place of the pair.
 
         """
         given = dict(zip(_ARGUMENTS, args, strict=False)) | kwargs
@@ -182,7 +182,7 @@ class _Held:
 
 
 class MiniBatchNorms:
-    """The `Norms` of all stages. In the mode "micro-batch" there are no `Norms`, and BatchNorm layers run unchanged."""
+    """The `Norms` of all stages. In "micro-batch" mode, no stage has `Norms`, and BatchNorm layers run unchanged."""
 
     def __init__(self, mode: BatchNormMode, trade: Trade) -> None:
         if mode not in get_args(BatchNormMode):
@@ -216,7 +216,7 @@ class MiniBatchNorms:
                 f"BatchNorm sees one micro-batch at a time; each of {program.num_microbatches} micro-batches is "
                 f"normalised separately by layer {and_more(names)}; to compute running statistics over the whole "
                 f"batch, pass numerics=Numerics(batch_norm='mini-batch'); to get the gradients of an unsplit batch, "
-                f"replace BatchNorm by a norm over features, such as LayerNorm; otherwise ignore this warning"
+                f"replace BatchNorm with a norm over features, such as LayerNorm; otherwise ignore this warning"
             )
         names = with_running_statistics(model)
         if names and program.num_weights < program.num_stages:
@@ -230,7 +230,7 @@ class MiniBatchNorms:
     def of_stage(
         self, stage: tuple[int, int], ranks: tuple[int, int], modules: Mapping[str, nn.Module]
     ) -> Norms | None:
-        """Register a stage and return its `Norms`; None in the mode "micro-batch", or for a stage of another process.
+        """Register a stage and return its `Norms`, or None in "micro-batch" mode or if the stage is in another process.
 
         Args:
             stage: the stage's number, and the number of the stage that owns the weights.

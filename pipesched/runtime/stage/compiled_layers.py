@@ -1,7 +1,7 @@
 """Compiled layers: layers that run through torch.compile, with random numbers that do not depend on the plan.
 
 A TorchFunctionMode does not see the calls inside a compiled graph. Therefore no weight gradients of a compiled layer
-are deferred to W, and a compiled layer that draws random numbers uses the default generator, seeded for that call. The
+are deferred to W, and a compiled layer that draws random numbers uses the default generator, seeded for each call. The
 numbers differ from those of eager code, but they are the same for every plan, and when the layer is recomputed.
 """
 
@@ -105,7 +105,7 @@ class Compiled:
     ) -> Any:
         """Call a compiled layer. The tensors in ``own`` replace tensors of the layer.
 
-        The TorchFunctionMode ``mode`` is left during the call.
+        The call runs outside the TorchFunctionMode ``mode``, which is active before and after it.
         """
         compiled = self._layers.get(layer)
         if compiled is None:
@@ -126,7 +126,7 @@ class Compiled:
     def _compiled(self, layer: nn.Module) -> Callable[..., Any]:
         """Return the compiled function for all layers that have the same structure as ``layer``.
 
-        Every structure gets its own code object, because torch.compile specializes a code object at most eight times
+        Every structure gets its own code object, because torch.compile specialises a code object at most eight times
         and then runs it eagerly. The result would then depend on the other layers and the order of compilation.
         """
         form = fingerprint(form_of(layer))
@@ -160,7 +160,7 @@ def _call(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 
 
 class _Layer(nn.Module):
-    """A layer and the compiled function that calls it, as one module, so ``functional_call`` can replace tensors."""
+    """A module of a layer and the compiled function that calls it, so that ``functional_call`` can replace tensors."""
 
     def __init__(self, layer: nn.Module, call: Callable[..., Any]) -> None:
         super().__init__()

@@ -34,8 +34,9 @@ _ELEMENTWISE = (
 def divided_update(stage: Stage, spread: Spread, replica: int, num_replicas: int) -> ShardedUpdate:
     """Let a stage's optimizer update only this replica's part of the parameters.
 
-    For optimizers of torch that are known to be elementwise, parameters are cut by rows. Any other optimizer, such as
-    Muon, Adafactor or a subclass, may combine the elements of a parameter, so it gets whole parameters.
+    Parameters are cut by rows if the optimizer is one of torch's classes that are known to be elementwise. Any other
+    optimizer, such as Muon, Adafactor or a subclass, may combine the elements of a parameter, so it gets parameters
+    that are not cut.
 
     Args:
         stage: a stage with an optimizer and several replicas.
@@ -63,7 +64,7 @@ def divided_update(stage: Stage, spread: Spread, replica: int, num_replicas: int
 
 
 def divided_weights(stage: Stage, spread: Spread, replica: int, num_replicas: int) -> DividedWeights:
-    """Let this replica hold only its rows of a stage's weights between runs. Tied weights stay whole.
+    """Let this replica hold only its rows of a stage's weights between runs. Tied weights are not divided.
 
     A replica holds the rows that it updates. Weights that no optimizer updates are cut by rows. If the stage has an
     optimizer, call ``divided_update`` first.
@@ -98,8 +99,9 @@ def divided_weights(stage: Stage, spread: Spread, replica: int, num_replicas: in
 def _check_plain(stage: Stage) -> None:
     if sharded := [parameter for parameter in stage.optimizer.parameters if hasattr(parameter, "full_tensor")]:
         raise ModelTypeError(
-            f"zero= divides plain parameters over replicas; the layers {', '.join(stage.layers)} have {len(sharded)} "
-            f"parameters that are already sharded, for example by fully_shard; leave zero= out, or do not shard them"
+            f"zero= cannot split parameters across replicas if they are already sharded, for example by fully_shard; "
+            f"the number of sharded parameters in layers {', '.join(stage.layers)} is {len(sharded)}; leave zero= out, "
+            f"or do not shard them"
         )
 
 

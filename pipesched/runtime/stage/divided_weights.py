@@ -1,7 +1,7 @@
 """Divided weights: between runs, each replica holds only its rows of a stage's weights.
 
-UNSHARD starts to gather the whole weights. The first action that uses them waits for them, and RESHARD frees them. The
-optimizer updates the rows, so nothing is sent after an update: the next run gathers the updated rows.
+UNSHARD starts to gather the full (undivided) weights. The first action that uses them waits for them, and RESHARD frees
+them. The optimizer updates only rows. Nothing is sent after an update, because the next run gathers the updated rows.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -26,11 +26,11 @@ class DividedWeights:
 
     A divided parameter stays the same object. Its ``data`` is this replica's rows, or an empty tensor if the replica
     has none; from ``wait`` to ``reshard`` its ``data`` is the whole tensor. Three kinds of parameters are never
-    divided: parameters that are trained without the pipeline's optimizer, because their gradients are whole;
+    divided: parameters that are trained without the pipeline's optimizer, because their gradients are not divided;
     parameters that are not contiguous; and parameters that are in none of the ``units``.
 
     Args:
-        units: the parameters, in groups that are gathered together, in the order of their use.
+        units: groups of parameters that are gathered together, in the order in which they are used.
         shards: the rows of each replica.
         update: the update of this replica's rows; None if the stage has no optimizer.
         spread: sends rows to all replicas.
@@ -68,7 +68,7 @@ class DividedWeights:
 
     @torch.no_grad()
     def divide(self) -> None:
-        """Keep only this replica's rows of the parameters that are whole."""
+        """Keep only this replica's rows of the parameters that are not divided yet."""
         for parameter in chain(*self._units):
             if parameter not in self._divided and parameter.is_contiguous() and not self._stays_whole(parameter):
                 self._divided.add(parameter)
@@ -76,7 +76,7 @@ class DividedWeights:
         self._follow(self._updated)  # includes whole parameters, whose memory a cast may have replaced
 
     def _cut(self, parameter: nn.Parameter) -> None:
-        """Replace the whole tensor by this replica's rows."""
+        """Replace the whole tensor with this replica's rows."""
         rows = self._shards.own(parameter, parameter.detach())
         none = (0, *self._shards.shape(parameter)[1:])
         parameter.data = parameter.detach().new_empty(none) if rows is None else rows.clone()
@@ -97,7 +97,7 @@ class DividedWeights:
 
     @torch.no_grad()
     def unshard(self, number: int) -> None:
-        """UNSHARD: begin to gather the whole weights. ``number`` counts the gathers of a run."""
+        """UNSHARD: begin to gather the full weights. ``number`` counts the gathers of a run."""
         parts = []
         with torch.inference_mode(False):  # weights are ordinary tensors in any run
             for unit in self._units:
@@ -134,7 +134,7 @@ class DividedWeights:
         return torch.empty(self._shards.shape(parameter), dtype=parameter.dtype, device=parameter.device)
 
     def wait(self) -> None:
-        """Wait for the whole weights, and assign them to the parameters. Does nothing if no gather is in progress."""
+        """Wait for the full weights, and assign them to the parameters. Does nothing if no gather is in progress."""
         if not self._arriving:
             return
         self._wait()
@@ -155,7 +155,7 @@ class DividedWeights:
 
     @torch.no_grad()
     def reshard(self, *, last: bool) -> None:
-        """RESHARD: free the whole weights, and keep this replica's rows.
+        """RESHARD: free the full weights, and keep this replica's rows.
 
         ``last`` states whether this is the last RESHARD in the run. If so, the memory is freed once nothing else uses
         it. Otherwise the memory is freed at once, although the graphs of micro-batches in flight refer to it.
@@ -163,7 +163,7 @@ class DividedWeights:
         with torch.inference_mode(False):
             self.wait()
             self._gathered = False
-            for parameter in [*self._whole]:  # one by one, so that rows take the place of whole weights
+            for parameter in [*self._whole]:  # one by one: frees each whole tensor before the next rows are copied
                 if self._stays_whole(parameter):  # it was frozen when it was divided
                     self._divided.discard(parameter)
                     del self._whole[parameter]

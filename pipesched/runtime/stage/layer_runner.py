@@ -242,7 +242,7 @@ class LayerRunner:
             self._sharded.accumulate()
 
     def deliver(self, saved: MicrobatchState, weights: WeightStash) -> None:
-        """End a micro-batch: accumulate all its gradients into the Parameters.
+        """End a micro-batch: accumulate all its gradients into the Parameters' ``.grad``.
 
         No gradient is accumulated earlier, so an update between the micro-batch's I and W applies none of these
         gradients.
@@ -409,5 +409,5 @@ def _drop(tensor: Tensor) -> None:
 def _dropped(_: None) -> Tensor:
     raise ExecutionError(
         "a layer of a checkpointed stage must not differentiate inside its forward (autograd.grad), because a "
-        "checkpointed forward saves no tensors; one of its layers does this; use checkpoint='never'"
+        "checkpointed forward saves no tensors; a layer of this stage does so; use checkpoint='never'"
     )

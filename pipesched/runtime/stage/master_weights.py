@@ -16,7 +16,7 @@ __all__ = ["with_master_weights"]
 
 _Made = TypeVar("_Made", bound=Optimizer)
 
-_MASTER = "master"  # in the state of each parameter
+_MASTER = "master"  # the key of the float32 copy in a parameter's state
 _HALVES = (torch.bfloat16, torch.float16)
 
 
@@ -96,7 +96,7 @@ class _MasterWeights:
 
     @torch.no_grad()
     def widen(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Before a step: replace each parameter's values by its float32 copy, and convert its gradient to float32."""
+        """Before a step: replace each parameter's values with its float32 copy, and convert its gradient to float32."""
         for parameter in _parameters(optimizer):
             grad = parameter.grad
             if grad is None or parameter.dtype not in _HALVES:

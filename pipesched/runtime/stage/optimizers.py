@@ -27,7 +27,7 @@ NO_SETTINGS = ("params", "param_names")  # keys of a parameter group that are no
 
 @dataclass(frozen=True)
 class _Heir:
-    """A new stage's optimizer, its parameter groups (each with its new entries), and its parameters' states."""
+    """A new stage's optimizer, with (parameter group, new entries) pairs and the states of the stage's parameters."""
 
     optimizer: Optimizer
     groups: list[tuple[_Group, _Group]]
@@ -37,7 +37,7 @@ class _Heir:
 class Inheritance:
     """Prepares the optimizers of a new plan's stages. The old optimizers do not change until ``take`` is called.
 
-    A stage has an optimizer if one of its parameters is trainable, or was in an optimizer before.
+    A stage gets an optimizer if at least one of its parameters is trainable or was in an old stage's optimizer.
 
     Args:
         make: creates an optimizer for a list of parameters.
@@ -176,13 +176,13 @@ def optimizers_for(
     Args:
         optimizer: the user's function, params -> Optimizer.
         stages: the new stages of this process.
-        tied: parameters used by several stages. Only the stage that owns such a parameter updates it, after its
-            gradients are summed.
+        tied: parameters used by several stages. Only the stage that owns such a parameter updates it, after
+            the gradients of all these stages are summed.
         home: maps a parameter to the stage that owns it.
         before: the optimizers of the old stages, keyed by stage.
-        rules: the clipping, scaling and checks of gradients before an update. With ``rules`` and tied parameters,
-            all updates wait for the gradients of the tied parameters. Default: None, gradients are not changed before
-            updates.
+        rules: the clipping, scaling and checks of gradients before an update. If there are rules and tied parameters,
+            all updates wait for the gradients of the tied parameters. Default: None (gradients are not changed before
+            updates).
 
     Raises:
         ModelTypeError: if ``optimizer`` does not return a torch.optim.Optimizer of its params.

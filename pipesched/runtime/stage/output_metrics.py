@@ -17,7 +17,7 @@ Metrics = Callable[[Any, Any], Mapping[str, Any]]
 
 
 def measured(metrics: Metrics, output: Any, target: Any) -> dict[str, Tensor]:
-    """Call the user's function without gradients; return its scalars as float64, keyed by name, each on its device.
+    """Call the user's function without gradients; return its scalars as float64 on their own devices, keyed by name.
 
     Raises InputError if the function does not return a dict that maps names to scalars.
     """
@@ -25,8 +25,8 @@ def measured(metrics: Metrics, output: Any, target: Any) -> dict[str, Tensor]:
         found = metrics(Payload.of(output).value, target)
         if not isinstance(found, Mapping) or not all(isinstance(name, str) for name in found):
             raise InputError(
-                f"metrics(outputs, target) must return a dict that maps names to scalars; got {shown(found)}; return "
-                f"for example {{'accuracy': (outputs.argmax(-1) == target).float().mean()}}"
+                f"metrics(outputs, target) must return a dict that maps names to scalars; got {shown(found)}; for "
+                f"example, return {{'accuracy': (outputs.argmax(-1) == target).float().mean()}}"
             )
         return {name: _scalar(name, value) for name, value in found.items()}
 

@@ -1,7 +1,8 @@
 """Sharded update: an optimizer that updates one replica's part of a stage's parameters.
 
 The optimizer holds a local parameter for each part that this replica updates: a view of rows of the stage's parameter.
-So the optimizer has states for these rows only. After its step, each replica sends its rows to all others.
+So the optimizer has states for these rows only. After the optimizer's step, each replica sends its updated rows to all
+others.
 """
 
 from collections.abc import Container, Iterable, Sequence
@@ -42,7 +43,7 @@ class ShardedUpdate:
     """The update of one replica's part of a stage's parameters.
 
     Args:
-        optimizer: the stage's optimizer. From now on it holds local parameters.
+        optimizer: the stage's optimizer. The constructor replaces its parameters with local parameters.
         shards: the rows of each parameter that each replica updates.
         buckets: the stage's parameters, in groups whose rows are sent together.
         spread: sends rows to all replicas.
@@ -67,7 +68,7 @@ class ShardedUpdate:
         self.unsent: Container[nn.Parameter] = ()
         #: For each parameter group, the stage's parameters that the optimizers of all replicas update.
         self.groups: list[list[nn.Parameter]] = [list(group["params"]) for group in optimizer.param_groups]
-        #: The parameters that this replica updates, in part or whole -> the local parameter.
+        #: Each parameter that this replica updates, in part or in full -> its local parameter.
         self.local: dict[nn.Parameter, nn.Parameter] = {}
         for parameter in self.parameters:
             rows = shards.own(parameter, parameter.detach())
@@ -121,11 +122,11 @@ class ShardedUpdate:
         return self.shards.own_rows(parameter)
 
     def parts(self, parameter: nn.Parameter, tensor: Tensor) -> list[Tensor | None]:
-        """Return each replica's rows of a tensor of the parameter's shape; None for a replica without rows."""
+        """Return each replica's rows of ``tensor``, which has the parameter's shape; None for replicas without rows."""
         return self.shards.parts(parameter, tensor)
 
     def own(self, parameter: nn.Parameter, tensor: Tensor) -> Tensor | None:
-        """Return this replica's rows of a tensor of the parameter's shape; None if this replica has no rows."""
+        """Return this replica's rows of ``tensor``, which has the parameter's shape; None if there are no such rows."""
         return self.shards.own(parameter, tensor)
 
     def take(self, parameter: nn.Parameter, grad: Tensor | None) -> None:
@@ -146,7 +147,7 @@ class ShardedUpdate:
         self._send()
 
     def follow(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Let the local parameters of these parameters view the parameters' current memory."""
+        """Make the local parameters of these parameters views of the memory that the parameters use now."""
         for parameter in parameters:
             values = self.shards.own(parameter, parameter.detach()) if parameter in self.local else None
             if values is not None:
@@ -159,8 +160,8 @@ class ShardedUpdate:
         if others := [key for key in self._optimizer.state if isinstance(key, nn.Parameter) and key not in held]:
             raise ExecutionError(
                 f"with zero=, an optimizer must update the parameters in its param_groups, which hold the rows of this "
-                f"replica; {type(self._optimizer).__name__} has states for {len(others)} other parameters; leave zero= "
-                f"out"
+                f"replica; the number of other parameters for which {type(self._optimizer).__name__} has a state is "
+                f"{len(others)}; leave zero= out"
             )
 
     def _send(self) -> None:
@@ -179,9 +180,9 @@ class ShardedUpdate:
             self._ticket = self._spread.spread(parts)
 
     def measure(self, rules: GradientRules) -> GradientNorms:
-        """Unscale this replica's rows of the gradients, and return the norms of the gradients over all replicas.
+        """Unscale this replica's rows of the gradients, and return the norms of the whole gradients.
 
-        `combined_norms` combines the norms of the replicas' rows. Collective over the replicas.
+        `combined_norms` computes them from the norms of each replica's rows. Collective over the replicas.
         """
         measured = [parameter for parameter in self.parameters if parameter in self._taken]
         if not measured:
@@ -200,7 +201,7 @@ class ShardedUpdate:
         return GradientNorms.named(measured, norms, rules.order, overflow)
 
     def wait(self) -> None:
-        """Wait for the rows of the other replicas."""
+        """Wait for the updated rows of the other replicas."""
         if self._ticket is not None:
             ticket, self._ticket = self._ticket, None
             ticket.wait(self._spread.check)

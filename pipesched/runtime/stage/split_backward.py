@@ -4,8 +4,9 @@ I computes the input gradients, and W the weight gradients (Qi et al. 2023, arXi
 twice.
 
 During F, each linear layer, matrix product or convolution, such as ``linear(x, w)``, is called with ``w`` detached, so
-autograd propagates to ``x`` only. I is an ordinary backward pass over that graph. I also computes cheap weight
-gradients (norms, biases, embeddings) and weight gradients that cannot be separated (custom functions, recurrent nets).
+autograd computes the gradient of ``x`` only. I is an ordinary backward pass over that graph. I also computes cheap
+weight gradients (norms, biases, embeddings) and weight gradients that cannot be separated (custom functions, recurrent
+nets).
 
 In I, a hook stores the gradient ``gy`` of each operation's output. W computes ``gy^T x`` with the operations that
 autograd itself would have used, so the result is bit-identical. W then passes this weight gradient to autograd, which
@@ -80,8 +81,8 @@ class Deferral:
 
     The first micro-batch of each kind (input shapes, trainable parameters) shows which weight gradients can be
     deferred. A step uses the kind of its first micro-batch throughout. If this kind is new, the backward of this
-    micro-batch is not split. Micro-batches with smaller numbers may be recomputed later. Their backwards are not split
-    either, so that the order in which gradients are summed is always the same.
+    micro-batch is not split. The backwards of micro-batches with smaller numbers, which may be recomputed later, are
+    not split either, so that the order in which gradients are summed is always the same.
     """
 
     def __init__(self) -> None:
@@ -139,7 +140,7 @@ class Deferral:
 
     @contextmanager
     def saving(self, *, again: bool = False) -> Iterator[None]:
-        """A context for recomputed or offloaded layers: autograd saves the inputs of operations that use weights.
+        """A context for recomputed or offloaded layers, in which autograd saves the inputs of operations with weights.
 
         ``again`` states whether the layer is being recomputed. If so, its operations are not recorded a second time.
         """
@@ -258,7 +259,7 @@ _CONVOLUTIONS = frozenset({torch.conv1d, torch.conv2d, torch.conv3d})
 
 
 def _is_plain(x: Any, *weights: Any) -> bool:
-    """Return whether operands are plain: floating-point tensors, of no other subclass than Parameter.
+    """Return whether all operands are plain floating-point tensors: torch.Tensor or nn.Parameter, no other subclass.
 
     The weights must also be trainable leaves, and must not be ``x`` itself.
     """

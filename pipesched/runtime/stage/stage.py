@@ -41,7 +41,7 @@ class Stage:
 
     Args:
         body: the layers, keyed by name and run one after another, or a `Body` that runs them in another way. A body
-            whose output has several consumer stages returns a ``PerConsumer`` with one value for each.
+            whose output has several consumer stages returns a ``PerConsumer`` with one value for each stage.
         device: the device of the stage's rank.
         head: the loss, on the last stage. Default: none.
         ties: tensors that replace tied weights, keyed by layer call. Default: none.
@@ -71,7 +71,7 @@ class Stage:
         self.device = device
         self.head = head
         self.weights: WeightStash | None = None
-        #: Adds the gradients of the stage's parameters over replicas; None if there is one replica.
+        #: Sums the gradients of the stage's parameters over replicas; None if there is only one replica.
         self.gradients: GradientBuckets | None = None
         self._saved: dict[int, MicrobatchState] = {}
         self._step_data = StepData(0, 0, [])
@@ -79,13 +79,13 @@ class Stage:
         options["checkpoint_of_call"] = checkpoint_of_call or {}
         #: The modules whose weights are divided among several processes; None if there are none.
         self.sharded = self.body.sharded
-        #: The weights that are divided over replicas between runs; None if each replica holds all weights.
+        #: The weights that are split across replicas between runs; None if each replica holds all weights.
         self.divided_weights: DividedWeights | None = None
         self._last_backward: int | None = None
         self._runner = LayerRunner(self.body, device, head, **options)
         self.modules = self._runner.modules
         self.optimizer = StageOptimizer(self.modules, self.layers)
-        #: Creates a new stage over the same layers, for a pass that stays open while other passes run.
+        #: Creates a new stage with the same layers, for a forward pass whose backward may run after other passes.
         self.fresh: Callable[[], Stage] = partial(Stage, self.body, device, head, **options)
 
     def begin(self, step_data: StepData, uses: Uses | None = None) -> None:
@@ -227,7 +227,7 @@ class Stage:
             self._runner.offloads.fetch(microbatch)
 
     def reduce(self, bucket: int) -> None:
-        """REDUCE: start adding the gradients of a bucket over replicas."""
+        """REDUCE: start to sum the gradients of a bucket over replicas."""
         if self.gradients is not None:
             self.gradients.start(bucket)
 
@@ -283,8 +283,8 @@ class Stage:
     def _loss_inputs(self, microbatch: int) -> tuple[Any, float | None] | None:
         """Return the target and the factor of the loss; None if no loss is computed.
 
-        F reads the target and the factor, and keeps them for R. When steps overlap, they may have been dropped from the
-        step data before R runs.
+        F reads the target and the factor, and keeps them for R. If steps overlap, the step data may no longer contain
+        them when R runs.
         """
         step_data = self._step_data
         if step_data.factors is None:
@@ -304,8 +304,8 @@ class Stage:
         given = Payload.of(self.body.inputs(self._step_data.inputs[microbatch]), self._on_device)
         if arrived and any(given.needs_grad):
             raise InputError(
-                "an input that requires a gradient may be used by the first stage only; a later stage also uses such "
-                "an input; detach the input, or move the stage boundary after its last use"
+                "an input that requires a gradient may be used by the first stage only; a later stage also uses one; "
+                "detach the input, or move the stage boundary after its last use"
             )
         return (Payload.joined([given, *arrived]) if arrived else given), True
 

@@ -43,7 +43,7 @@ class StageOptimizer:
     def norm(self, losses: Iterable[Tensor]) -> GradientNorms:
         """Return the norms of the gradients since the last update.
 
-        There are no norms without rules, or if updates wait for the gradients of tied parameters.
+        Returns no norms if there are no rules, or if updates wait for the gradients of tied parameters.
         ``losses`` holds the losses of the stage's micro-batches.
         """
         if self.late or self.rules is None:
@@ -51,7 +51,7 @@ class StageOptimizer:
         return self.measure(self.rules, losses)
 
     def measure(self, rules: GradientRules, losses: Iterable[Tensor]) -> GradientNorms:
-        """Unscale the gradients and return their norms. Collective over replicas if they divide gradients."""
+        """Unscale the gradients and return their norms. Collective over replicas if gradients are split across them."""
         norms = rules.measure(self.parameters, losses)
         return norms if self.sharded is None else GradientNorms.merged([norms, self.sharded.measure(rules)])
 

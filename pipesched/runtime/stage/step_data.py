@@ -51,6 +51,6 @@ class StepData:
     measured: dict[int, dict[str, Tensor]] = field(default_factory=dict)
     #: Whether the loss is computed outside the pipeline. Such a loss cannot include the losses that layers add.
     outside_loss: bool = False
-    #: The random key of a micro-batch, if it does not follow from the micro-batch's number: in a stream, whose numbers
-    #: continue across steps, and in replicas other than the first.
+    #: Returns a micro-batch's random key. Set in a stream, in which micro-batch numbers continue across steps, and in
+    #: replicas other than the first. Default: None (the key contains ``step`` and the micro-batch's number).
     key: Callable[[int], Key] | None = None

@@ -153,8 +153,9 @@ class ConvolutionRule:
         return tuple(grads[:1] if self._bias is None else grads)
 
 
-#: Approximate number of bytes of weights per `_Delivery` node. A large gradient is accumulated while it is in the
-#: cache, and its memory is reused for the next gradient. Small gradients share the fixed cost of one autograd node.
+#: Approximate size in bytes of the weights of one `_Delivery` node. A node ends with its first large weight, so that a
+#: large gradient is accumulated while it is in the cache, and the next gradient reuses its memory. Small gradients
+#: share the fixed cost of one autograd node.
 _GROUP_BYTES = DELIVERED_BYTES
 
 

@@ -88,7 +88,7 @@ class WeightStash:
         return arrived
 
     def deliver(self, arrived: _Arrived) -> None:
-        """Accumulate a version's gradients into the Parameters."""
+        """Accumulate a version's gradients into the Parameters' ``.grad``."""
         if arrived:
             torch.autograd.backward([self._live[tensor] for tensor, _ in arrived], [grad for _, grad in arrived])
 
