@@ -250,7 +250,7 @@ OrderFunction = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Schedule:
-    """A pipeline schedule: builds the program for any number of ranks and micro-batches.
+    """A pipeline schedule, which builds the program for any number of ranks and micro-batches.
 
     Get a schedule by name with `pipesched.schedules.get`, or write a function with the decorator `schedule`:
 
@@ -416,7 +416,7 @@ class Schedule:
             orders = [self.function(rank, shape, **options) for rank in range(shape.num_ranks)]
         strange = [order for order in orders if not isinstance(order, Order)]
         if strange or len(orders) != shape.num_ranks:
-            got = repr(strange[0]) if strange else f"{len(orders)} Orders"
+            got = repr(strange[0]) if strange else f"{counted(len(orders), 'Order')}"
             raise ScheduleError(
                 f"a schedule must return an Order for each of {shape.num_ranks} ranks; {self.name!r} returned {got}; "
                 f"end the function with 'return order'"
