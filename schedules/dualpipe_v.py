@@ -15,7 +15,7 @@ def dualpipe_v(rank: int, shape: Shape) -> Order:
 
     For f = i >= w and m >= 2p, the bubble is (p-1)(f&b + b - 3w). If overlapping saves no time, this equals
     (p-1)(2f + i - w). Every rank holds at most p + 1/2 micro-batches. With fewer than 2p micro-batches, the order for
-    2p is used, without the actions of the extra micro-batches, so ranks idle more.
+    2p is used, excluding the actions of the extra micro-batches, so ranks idle more.
     """
     down, up = shape.exactly(2, rank)
     p, m = shape.num_ranks, shape.num_microbatches

@@ -9,7 +9,7 @@ def zb_v(rank: int, shape: Shape) -> Order:
 
     From its first start to its last end, a rank has a bubble of at most (p-1)(I-W) for W <= F <= I, which is 0 for
     equal times. Every rank holds at most p micro-batches. With fewer than 2p-1 micro-batches, the order for 2p-1 is
-    used, without the actions of the extra micro-batches, so ranks idle more.
+    used, excluding the actions of the extra micro-batches, so ranks idle more.
     """
     order, (down, up) = Order(shape), shape.exactly(2, rank)
     p, ahead = shape.num_ranks, shape.num_ranks - rank

@@ -150,7 +150,7 @@ class Layout:
         return self.right + outwards if side == "right" else -outwards
 
     def way(self, before: str, behind: str) -> list[Point]:
-        """Return the corners of the line from the box of a layer to the box of a layer that uses its output."""
+        """Return the corners of the line from a layer's box to the box of a layer that uses its output."""
         x, y = self.corner(before)
         to_x, to_y = self.corner(behind)
         first = self._line_of[before]

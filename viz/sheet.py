@@ -50,7 +50,7 @@ def plot_report(
 
     Args:
         title: the heading.
-        lines: the findings, one sentence each.
+        lines: the findings as sentences.
         candidates: the plans that the search compared, drawn as bars on a separate time scale.
         traces: (label, trace) pairs, drawn on a common time scale.
         comparison: the predicted and the measured work of each stage.

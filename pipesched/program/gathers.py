@@ -24,8 +24,8 @@ __all__ = ["check_collectives", "check_gathers", "first_uses"]
 def first_uses(program: Program) -> frozenset[int]:
     """Return the rows of the actions that wait for gathers.
 
-    For each UNSHARD, the first action that uses the gathered weights waits. A gather without such an action adds no
-    row.
+    For each UNSHARD, this is the first action that uses the gathered weights. If no action uses them, the UNSHARD adds
+    no row.
     """
     if not program.has_gathers:
         return frozenset()
@@ -74,7 +74,7 @@ def check_collectives(program: Program, buckets: Sequence[int], *, gathers: bool
 
     Args:
         program: the program.
-        buckets: the number of buckets of gradients of each stage; empty for a single replica.
+        buckets: the number of gradient buckets on each stage; empty if there is a single replica.
         gathers: whether the weights are split across replicas.
 
     Raises:

@@ -70,7 +70,7 @@ def _add_communication(program: Program) -> Program:
     return replace(program, orders=_inserted(program.orders, parts))
 
 
-#: Maps the code of each kind of transfer to the code of its other end (SEND_F to RECV_F); other kinds to themselves.
+#: Maps the code of each send to that of its receive and vice versa (SEND_F to RECV_F); other kinds map to themselves.
 _RECEIVE_OF = np.array([CODES[OTHER_END.get(kind, kind)] for kind in CODES])
 
 
@@ -148,8 +148,8 @@ def add_recompute(program: Program, mode: Checkpoint) -> Program:
         mode: "never", "always", "except_last", or options for named layers. Options for named layers add no R, because
             such layers are recomputed during their backward. "except_last" skips (stage, micro-batch) pairs with no
             other B, I, W or R between their F and their backward: nothing is freed in between, so recomputing them
-            would not lower the peak. In 1F1B, these are all pairs of the last rank, and the first pair of every other
-            rank.
+            would not lower the peak. In 1F1B, these are all pairs of the last rank, and the first pair of each of the
+            other ranks.
 
     Returns:
         The program with an R for each recomputed pair.

@@ -112,8 +112,9 @@ class Shape:
     def groups(self) -> list[int]:
         """Return the sizes of the groups of micro-batches for interleaving.
 
-        There are as many near-equal groups as possible with at least p micro-batches each, where p is the number of
-        ranks. (In Megatron-LM, every group has p micro-batches.) Fewer than p micro-batches form one group.
+        There are as many near-equal groups as possible if every group must have at least p micro-batches, where p is
+        the number of ranks. (In Megatron-LM, every group has p micro-batches.) Fewer than p micro-batches form one
+        group.
         """
         return near_equal_parts(self.num_microbatches, max(1, self.num_microbatches // self.num_ranks))
 
@@ -432,7 +433,7 @@ def _required(function: OrderFunction) -> list[str]:
 
 
 def _versions(orders: Sequence[Order], shape: Shape) -> tuple[tuple[int, ...], ...]:
-    """Return the weight versions passed to ``Order.F``, indexed by stage and micro-batch; () for stages without any."""
+    """Return the weight versions passed to ``Order.F``, indexed by stage and micro-batch; () for a stage with none."""
     written = {pair: version for order in orders for pair, version in order.versions.items()}
     stages = {stage for stage, _ in written}
     return tuple(

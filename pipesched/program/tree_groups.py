@@ -20,7 +20,7 @@ def num_tree_groups(num_microbatches: int) -> int:
 
 
 def copies_held(group: int) -> int:
-    """Return the number of sums of earlier groups that are held while the gradients of a group are added.
+    """Return how many sums of earlier groups are held while the gradients of a group are added.
 
     One sum is held for each of the largest subtrees that the earlier groups fill. With n groups, at most log2(n) sums
     are held.

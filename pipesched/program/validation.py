@@ -475,7 +475,7 @@ def check_exact(program: Program) -> None:
         )
     if program.slices_per_microbatch > 1:
         raise ScheduleError(
-            f"an exact program must run whole micro-batches; this program cuts each into "
+            f"an exact program must run whole micro-batches; this program cuts each micro-batch into "
             f"{program.slices_per_microbatch} slices and sums their gradients; validate without exact=True: results "
             f"then agree only up to rounding"
         )

@@ -265,7 +265,7 @@ def test_slices_run_in_their_order():
     )
     validate(parsed("0F0 0F1 0B1 0B0", header=header).forward())
     assert not parsed("0F0 0F1 0B1 0B0", header=header).exact
-    with pytest.raises(ScheduleError, match="cuts each into 2 slices"):
+    with pytest.raises(ScheduleError, match="cuts each micro-batch into 2 slices"):
         validate(parsed("0F0 0F1 0B1 0B0", header=header), exact=True)
 
 
