@@ -3,8 +3,8 @@
 Each replica runs the same program. The gradients of a stage are divided into buckets, and a REDUCE sums a bucket over
 the ranks that run the same order in all replicas. REDUCEs share a lane with the gathers of weights (`program.gathers`):
 a rank runs them one after the other, in the order of the program, and computes in the meantime. All ranks that take
-part in a REDUCE have the same order, so they start their collectives in the same order. A REDUCE waits for no other
-rank of its replica. REDUCEs therefore add no cycle to a program, and cannot cause a deadlock.
+part in a REDUCE have the same order, so they start their collectives in the same order. A REDUCE waits for none of
+the other ranks of its replica. REDUCEs therefore add no cycle to a program, and cannot cause a deadlock.
 """
 
 import numpy as np
