@@ -28,7 +28,7 @@ __all__ = [
 LARGEST = 2**63
 #: Upper bound for sizes: 256 TiB, so that sums of sizes fit into 64 bits.
 LARGEST_SIZE = 2**48
-_LONGEST = 80  # the most characters of a value that an error shows
+_LONGEST = 80  # the maximum number of characters of a value that an error shows
 
 
 def shown(value: Any) -> str:

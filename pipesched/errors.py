@@ -70,8 +70,8 @@ class CheckpointError(PipeschedError, RuntimeError):
 
 
 class DamagedCheckpointError(CheckpointError):
-    """A checkpoint is incomplete or damaged: a file is missing, truncated, or does not match its hash."""
+    """A checkpoint is incomplete or damaged: a file is missing or truncated, or does not match its hash."""
 
 
 class MissingCheckpointError(CheckpointError, FileNotFoundError):
-    """There is no checkpoint at a path."""
+    """There is no checkpoint at the given path."""

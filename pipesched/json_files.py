@@ -1,4 +1,4 @@
-"""JSON files: read the JSON files that pipesched writes, and the dataclasses stored in these files."""
+"""JSON files: functions that read the JSON files that pipesched writes, and the dataclasses stored in them."""
 
 import json
 from collections.abc import Callable, Iterable, Mapping

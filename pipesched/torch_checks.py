@@ -25,7 +25,7 @@ __all__ = [
     "as_timeout",
 ]
 
-_MOST_THREADS = 4096  # more than any machine has cores; with far more threads, torch's libraries abort the process
+_MOST_THREADS = 4096  # more than the cores of any machine; with far more threads, torch's libraries abort the process
 
 
 def as_call(sample: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -39,7 +39,7 @@ def as_call(sample: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         raise InputError(
             f"a sample must be one example micro-batch, with at least one tensor of at least one row; got "
             f"{'empty tensors' if tensors else shown(sample)}; pass a tensor, a tuple of arguments or a dict of "
-            f"keywords"
+            f"keyword arguments"
         )
     if isinstance(sample, dict) and not all(isinstance(name, str) for name in sample):
         raise InputError(
@@ -130,7 +130,7 @@ def as_device(device: Any) -> torch.device:
 
 
 def as_threads(count: Any) -> int:
-    """Return the number of intra-op threads. Raises InputError if ``count`` is not an int from 1 to 4096."""
+    """Check a number of intra-op threads and return it. Raises InputError if ``count`` is not an int from 1 to 4096."""
     number: int = count
     if not is_count(count) or number > _MOST_THREADS:
         raise InputError(

@@ -44,7 +44,7 @@ def _registered() -> dict[str, Schedule]:
 
 
 def _with_starts(registered: dict[str, Schedule]) -> dict[str, Schedule]:
-    """Return the schedules. Those with an option ``starts`` get all others, from which their searches start."""
+    """Return the schedules. One with an option ``starts`` gets all other schedules as starts for its search."""
     starts = _Starts(schedule for _, schedule in sorted(registered.items()) if "starts" not in schedule.options)
     return {
         name: schedule if schedule in starts else schedule.with_options(starts=starts)
@@ -76,7 +76,7 @@ def _installed() -> Iterator[Schedule]:
         if not schedules:
             raise ScheduleError(
                 f"an entry point of {_GROUP!r} must name a Schedule or a module with Schedules; {_place(entry)} is "
-                f"{value!r}; decorate its function with @pipesched.schedule, or correct the package"
+                f"{value!r}; decorate the schedule's function with @pipesched.schedule, or correct the package"
             )
         yield from schedules
 

@@ -5,7 +5,7 @@ from pipesched.order import Order, Shape, schedule, v
 
 @schedule("chimera", placement=v, num_chains=2)
 def chimera(rank: int, shape: Shape) -> Order:
-    """Two pipelines in opposite directions, each filling the other's bubbles. Li & Hoefler 2021.
+    """Two pipelines run in opposite directions, and each fills the other's bubbles. Li & Hoefler 2021.
 
     Of every p micro-batches, half start at rank 0 and half at rank p-1. Each rank holds one stage of each direction, so
     there are two copies of each stage's weights, on different ranks; their gradients are summed after the step.
@@ -13,8 +13,8 @@ def chimera(rank: int, shape: Shape) -> Order:
     If time is divided into slots as long as a forward, the k-th micro-batch of a direction runs its forward on stage s
     in slot s + 2k and its backward in slot 2p-1-s + 2k. The next p micro-batches follow 2p slots later.
 
-    Bubble (p-2)F for B = F, and (m/p+1)(p-2)F for B = 2F if m is a multiple of p. Ranks hold p/2+1 to p micro-batches.
-    The number of ranks must be even. If m is not a multiple of p, ranks idle in place of the missing micro-batches.
+    If m is a multiple of p, the bubble is (p-2)F for B = F, and (m/p+1)(p-2)F for B = 2F. Otherwise, ranks also idle in
+    place of the missing micro-batches. Ranks hold p/2+1 to p micro-batches. The number of ranks must be even.
     """
     order, p = Order(shape), shape.even_ranks()
     slots: list[tuple[int, bool, int]] = []

@@ -14,10 +14,11 @@ def dualpipe(rank: int, shape: Shape) -> Order:
     In an overlapping pair, the communication of one action is hidden behind the computation of the other. F&B is the
     time of such a pair.
 
-    Bubble (p/2-1)(F&B + B - 3W) for F = I >= W and even m >= 2p; every rank then holds at most p + 1 micro-batches.
+    For F = I >= W and even m >= 2p, the bubble is (p/2-1)(F&B + B - 3W), and every rank holds at most p + 1
+    micro-batches.
 
-    The number of ranks must be even. If m is odd or less than 2p, the order for the next even m >= 2p is used, without
-    the actions of the extra micro-batches, so ranks idle more.
+    The number of ranks must be even. If m is odd or less than 2p, the order for the next even m >= 2p is used,
+    excluding the actions of the extra micro-batches, so ranks idle more.
     """
     half = shape.even_ranks() // 2
     down, up = shape.chunks(rank)

@@ -6,15 +6,16 @@ from pipesched.program.generators.dual_pipe import eight_steps
 
 @schedule("dualpipe-v", placement=v, chunks_per_rank=2)
 def dualpipe_v(rank: int, shape: Shape) -> Order:
-    """Two chunks per rank, down the ranks and up again; each F of one chunk overlaps with a B of the other.
+    """Each rank has two chunks, placed in a V; each F of one chunk overlaps with a B of the other chunk.
 
-    DeepSeek-AI 2025 (github.com/deepseek-ai/DualPipe): the V placement of Qi et al. 2023 with the order of DualPipe,
-    arXiv:2412.19437. In an overlapping pair, the communication of one action is hidden behind the computation of the
-    other. f, b, i and w are the times of one chunk, and f&b is the time of an overlapping pair.
+    DualPipeV (DeepSeek-AI 2025, github.com/deepseek-ai/DualPipe) combines the V placement of Qi et al. 2023 with the
+    order of DualPipe (arXiv:2412.19437): stages go down the ranks and up again. In an overlapping pair, the
+    communication of one action is hidden behind the computation of the other. f, b, i and w are the times of one chunk,
+    and f&b is the time of an overlapping pair.
 
-    Bubble (p-1)(f&b + b - 3w) for f = i >= w and m >= 2p, which is (p-1)(2f + i - w) if overlapping saves no time.
-    Every rank holds at most p + 1/2 micro-batches. With fewer than 2p micro-batches, the order for 2p is used, without
-    the actions of the extra micro-batches, so ranks idle more.
+    For f = i >= w and m >= 2p, the bubble is (p-1)(f&b + b - 3w). If overlapping saves no time, this equals
+    (p-1)(2f + i - w). Every rank holds at most p + 1/2 micro-batches. With fewer than 2p micro-batches, the order for
+    2p is used, excluding the actions of the extra micro-batches, so ranks idle more.
     """
     down, up = shape.exactly(2, rank)
     p, m = shape.num_ranks, shape.num_microbatches

@@ -10,7 +10,8 @@ def eager_1f1b(rank: int, shape: Shape) -> Order:
     rank 0 | F0 F1 F2 B0 F3 B1    B2    B3
     rank 1 |    F0 B0 F1 B1 F2 B2 F3 B3
 
-    Bubble (p-1)(F+B), like 1F1B, plus 2(p-1)c if a message takes c <= (F+B)/2; rank r holds 2(p-1-r)+1 micro-batches.
+    The bubble is (p-1)(F+B), as in 1F1B, plus 2(p-1)c if a message takes c <= (F+B)/2. Rank r holds 2(p-1-r)+1
+    micro-batches.
     """
     order = Order(shape)
     for _ in range(2 * (shape.num_ranks - 1 - rank)):

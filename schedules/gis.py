@@ -9,7 +9,7 @@ from pipesched.order import Order, Shape, loop, schedule
 def gis(rank: int, shape: Shape) -> Order:
     """Interleaved 1F1B with a split backward, so that a shorter warm-up suffices. PipeOffload, Wan et al. 2025.
 
-    Bubble (p-1)(F+I)/v if m is a multiple of p; rank r holds ((v-1)p + p-r)/v micro-batches.
+    The bubble is (p-1)(F+I)/v if m is a multiple of p; rank r holds ((v-1)p + p-r)/v micro-batches.
     """
     order, (forwards, backwards) = Order(shape), shape.interleaved(rank)
     warm_up = (shape.num_ranks - 1 - rank) + (shape.chunks_per_rank - 1) * shape.groups()[0]

@@ -6,11 +6,11 @@ from pipesched.program.generators.list_scheduling import backward_first, whole_w
 
 @schedule("hanayo", placement=v, chunks_per_rank=2)
 def hanayo(shape: Shape) -> list[Order]:
-    """Waves of stages: 2n chunks per rank form n waves; each B runs as early as possible. Hanayo, Liu et al. 2023.
+    """The stages form n waves, with 2n chunks per rank; each B runs as early as possible. Hanayo, Liu et al. 2023.
 
     Pass chunks_per_rank=2 for one wave (the default), 4 for two waves, and so on. Each action starts as early as
-    possible, and a B has priority over an F. A wave turns at the first or the last rank: two consecutive stages are on
-    this rank, so no message is needed.
+    possible, and a B has priority over an F. Where a wave turns, at the first or the last rank, two consecutive stages
+    are on the same rank and exchange no messages.
 
     The bubble is about (2p-2)/(3pn+p-1) of the makespan for m = p and B = 2F; every rank holds at most p micro-batches.
     """

@@ -12,7 +12,7 @@ def interleaved_1f1b(rank: int, shape: Shape) -> Order:
     Micro-batches run in groups of p or more. The forward passes of a group run chunk by chunk; its backward passes
     run in the reverse order of chunks.
 
-    Bubble (p-1)(F+B)/v; rank 0 holds p + (p-1)/v micro-batches.
+    The bubble is (p-1)(F+B)/v; rank 0 holds p + (p-1)/v micro-batches.
     """
     order, (forwards, backwards) = Order(shape), shape.interleaved(rank)
     warm_up = 2 * (shape.num_ranks - 1 - rank) + (shape.chunks_per_rank - 1) * shape.groups()[0]

@@ -11,7 +11,7 @@ def interleaved_zb(rank: int, shape: Shape) -> Order:
 
     On rank r, each weight gradient is computed r backward passes after the corresponding input gradient.
 
-    Bubble (p-1)(F+I-min(F,W))/v if m is a multiple of p; every rank holds at most p micro-batches.
+    The bubble is (p-1)(F+I-min(F,W))/v if m is a multiple of p; every rank holds at most p micro-batches.
     """
     order, (forwards, backwards) = Order(shape), shape.interleaved(rank)
     warm_up = (shape.num_ranks - 1 - rank) + (shape.chunks_per_rank - 1) * shape.groups()[0]

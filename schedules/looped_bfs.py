@@ -10,7 +10,7 @@ def looped_bfs(rank: int, shape: Shape) -> Order:
     A rank runs the forwards of all micro-batches on one chunk, then on the next, and so on. The backwards run in the
     reverse order of chunks.
 
-    Bubble (p-1)(F+B)/v for m >= p; every rank holds all micro-batches at once.
+    The bubble is (p-1)(F+B)/v for m >= p; every rank holds all micro-batches at once.
     """
     order, chunks = Order(shape), shape.chunks(rank)
     for chunk in chunks:

@@ -10,7 +10,7 @@ def pipedream(rank: int, shape: Shape, *, vertical_sync: bool = False) -> Order:
     Rank r computes with weights that are p-1-r updates old. A micro-batch's forward and backward use the same version,
     so rank r stashes p-r versions. With vertical_sync=True, all ranks use the same version as rank 0: p-1 updates old.
 
-    No bubble in the steady state; rank r holds p-r micro-batches.
+    There is no bubble in the steady state; rank r holds p-r micro-batches.
     """
     order, oldest = Order(shape), shape.num_ranks - 1
     ahead = oldest - rank

@@ -11,7 +11,7 @@ def pipedream_2bw(rank: int, shape: Shape) -> Order:
     weights from before this update. If a step has at least p-1 micro-batches, every rank holds two versions of its
     weights; with fewer micro-batches, ranks also use and hold older versions.
 
-    No bubble in the steady state; rank r holds p-r micro-batches.
+    There is no bubble in the steady state; rank r holds p-r micro-batches.
     """
     order, ahead = Order(shape), shape.num_ranks - 1 - rank
     step = shape.num_microbatches // shape.num_steps

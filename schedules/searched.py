@@ -25,15 +25,15 @@ def searched(
 ) -> list[Order]:
     """The shortest order that a search finds for the given stage costs, placement and limits.
 
-    The search starts from list schedules and from all other schedules that fit, and improves the best of them by
-    simulated annealing; a beam search also writes orders of at most 100 actions. It ends early if it has proved that no
-    order is shorter. Each backward is whole or split. Ties go to the other schedules. Equal options give equal orders.
+    The search starts from list schedules and from all other schedules that fit, and improves the best by simulated
+    annealing. For at most 100 actions, it also runs a beam search. It ends early if it proves that no order is shorter.
+    Each backward is whole or split. Another schedule that is as short is preferred. Equal options give equal orders.
 
     Options:
         costs: the times of each stage, or a list with the costs of each micro-batch. Default: identical stages.
         placement: the rank of each stage. Default: round robin.
-        max_in_flight: the most (stage, micro-batch) pairs a rank holds: one number, or one per rank. Default: no limit.
-        memory_limit_bytes: the largest ``Trace.peak_bytes`` of a rank: one number, or one per rank. Default: no limit.
+        max_in_flight: the limit on (stage, micro-batch) pairs held: one number, or one per rank. Default: no limit.
+        memory_limit_bytes: the maximum ``Trace.peak_bytes`` of a rank: one number, or one per rank. Default: no limit.
         effort: the number of search steps, relative to the default. Default: 1.
         starts: schedules and programs to start from. Default: all other schedules.
         found: the program of an earlier search. If it has at least as many micro-batches as needed, its orders are

@@ -7,11 +7,12 @@ from pipesched.order import Order, Shape, schedule
 def seq1f1b(rank: int, shape: Shape) -> Order:
     """1F1B over k token slices of each micro-batch; later slices attend to earlier ones. Seq1F1B, Sun et al. 2024.
 
-    F runs a micro-batch's slices from the first to the last; B runs them from the last to the first. Costs are per
-    slice.
+    The forwards of a micro-batch run from its first slice to its last, the backwards from the last to the first. Costs
+    are per slice.
 
-    Bubble (p-1)(F+B)/k for slices of equal time; rank r holds (p-1-r+k)/k micro-batches. The schedule's programs can be
-    validated, drawn and simulated, but not run: layers would have to keep the keys and values of earlier slices.
+    The bubble is (p-1)(F+B)/k if all slices take the same time; rank r holds (p-1-r+k)/k micro-batches. The schedule's
+    programs can be validated, drawn and simulated, but not run, because layers would have to keep the keys and values
+    of earlier slices.
     """
     order = Order(shape)
     for _ in range(shape.num_ranks - 2 - rank + shape.slices_per_microbatch):

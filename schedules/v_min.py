@@ -6,12 +6,12 @@ from pipesched.program.generators.building_blocks import repeated
 
 @schedule("v-min", placement=v, chunks_per_rank=2)
 def v_min(shape: Shape) -> list[Order]:
-    """Two chunks per rank in a V; micro-batches repeat a pattern packed as tightly as possible. V-Min, Qi et al. 2024.
+    """Each rank has two chunks in a V; all micro-batches repeat one tightly packed pattern. V-Min, Qi et al. 2024.
 
     Stages go down the ranks and up again. The forward passes of a micro-batch are planned in consecutive slots, and
     so are its backward passes.
 
-    Every rank holds at most floor((p+4)/3) micro-batches. For equal times and m >= p the bubble is 4p-5 chunk times,
+    Every rank holds at most floor((p+4)/3) micro-batches. For equal times and m >= p, the bubble is 4p-5 chunk times,
     or 4p-7 if p is a multiple of 3. With unequal times, the bubble grows with m.
     """
     p, block = shape.num_ranks, {}

@@ -16,12 +16,13 @@ def zb_auto(
     """A greedy heuristic for the given stage costs and memory limit. Zero Bubble, Qi et al. 2023.
 
     The heuristic leaves three choices open. All combinations are tried, as is ZB-H1 if it stays within the memory
-    limit. The order with the shortest span is used.
+    limit. The order with the shortest span is used. The span is the longest time from any rank's first start to that
+    rank's last end.
 
     Options:
         costs: the times of each stage. Default: identical stages.
-        max_in_flight: the most micro-batches that a rank may hold at the same time. Default: p, which gives ZB-1p; 2p
-            gives ZB-2p.
+        max_in_flight: the maximum number of micro-batches that a rank may hold at the same time. Default: p, which
+            gives ZB-1p; 2p gives ZB-2p.
         weight_grad_share: the fraction of a micro-batch's activations that stays in memory from I to W. The paper's
             ZB-2p uses 32 / (34 + 5as/h) for a transformer with a heads, hidden size h and s tokens. Default: 1.
     """

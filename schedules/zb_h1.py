@@ -10,7 +10,7 @@ def zb_h1(rank: int, shape: Shape) -> Order:
     rank 0 | F0 F1       I0 W0 F2 I1 W1 F3 I2 W2    I3 W3
     rank 1 |    F0 I0 F1 I1 W0 F2 I2 W1 F3 I3 W2 W3
 
-    Bubble (p-1)(F+I-W); every rank holds at most p micro-batches.
+    The bubble is (p-1)(F+I-W); every rank holds at most p micro-batches.
     """
     order = Order(shape)
     for _ in range(shape.num_ranks - 1 - rank):

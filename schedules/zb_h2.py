@@ -5,7 +5,7 @@ from pipesched.order import Order, Shape, schedule
 
 @schedule("zb-h2")
 def zb_h2(rank: int, shape: Shape) -> Order:
-    """Twice the warm-up of ZB-H1; weight gradients fill every gap. Zero Bubble, Qi et al. 2023.
+    """The warm-up is twice that of ZB-H1, and weight gradients fill every gap. Zero Bubble, Qi et al. 2023.
 
     From its first start to its last end, a rank has a bubble of (p-1) max(0, F+I-2W) for m >= 2p-1 and W <= F. It holds
     at most 2p-1 micro-batches.

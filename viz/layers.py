@@ -19,7 +19,7 @@ __all__ = ["plot_layers"]
 
 _HEAD = 1.05  # inches, width of the space for stage names
 _EDGE = 0.15  # inches, width of the margin around the picture
-_LONGEST = 15  # most characters per line in a box
+_LONGEST = 15  # maximum number of characters per line in a box
 _LIGHT = 0.62  # fraction of white in the boxes' colour
 _LIGHTEST = 0.86  # fraction of white in the bands' colour
 

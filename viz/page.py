@@ -30,7 +30,7 @@ def html_page(
     Args:
         title: the heading.
         figures: the key figures, in large type at the top.
-        lines: the findings, one sentence each, the most important first.
+        lines: the findings as sentences, the most important first.
         tables: the tables at the end of the page.
         traces: (label, trace) pairs, drawn on a common time scale.
 

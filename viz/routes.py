@@ -34,7 +34,7 @@ class Layout:
     stages: Sequence[Sequence[str]]
     #: The largest number of boxes in a line.
     columns: int = 0
-    #: (stage, layers) of each line of boxes.
+    #: The (stage, layers) pair of each line of boxes.
     lines: list[tuple[int, list[str]]] = field(default_factory=list)
     #: The upper edge of each line's boxes.
     tops: list[float] = field(default_factory=list)
@@ -111,7 +111,7 @@ class Layout:
         self.bottom = top if self._has_tracks(len(self.lines) - 1) else self.tops[-1] + HEIGHT + 0.09
 
     def arch(self, line: int) -> float:
-        """Return the space above a line's boxes for connections that pass over boxes; 0 without such connections."""
+        """Return the space above a line's boxes for connections that pass over boxes; 0 if there are none."""
         return ARCH if line in self._arched else 0.0
 
     def _has_tracks(self, line: int) -> bool:
@@ -150,7 +150,7 @@ class Layout:
         return self.right + outwards if side == "right" else -outwards
 
     def way(self, before: str, behind: str) -> list[Point]:
-        """Return the corners of the line from the box of a layer to the box of a layer that uses its output."""
+        """Return the corners of the line from a layer's box to the box of a layer that uses its output."""
         x, y = self.corner(before)
         to_x, to_y = self.corner(behind)
         first = self._line_of[before]
@@ -180,7 +180,7 @@ class Layout:
         return len(self._entries[name])
 
     def tie(self, layers: Sequence[str], tie: Any) -> tuple[list[Point], list[list[Point]]]:
-        """Return the two end points of a tie's line in its lane, and the path from the lane to each tied layer."""
+        """Return the dashed line between tied layers: its ends in the lane, and a path from the lane to each layer."""
         lane = self._lane_at("left", tie)
         ways = []
         for name in layers:

@@ -1,4 +1,4 @@
-"""Sheet: a report as one picture: findings, candidate plans, timelines, and the work of each stage."""
+"""Sheet: a report drawn as one picture, with findings, candidate plans, timelines, and the work of each stage."""
 
 from collections.abc import Sequence
 from textwrap import wrap
@@ -21,7 +21,7 @@ __all__ = ["Candidate", "plot_report"]
 _WIDTH = 12.0  # inches
 _LINE = 0.21  # inches, height of a line of text
 _LETTERS = 150  # characters per line of text
-_MOST = 12  # most candidates to show
+_MOST = 12  # maximum number of candidates to show
 _NAMED = 32  # with more stages, the stages' bars have no numbers
 
 
@@ -50,7 +50,7 @@ def plot_report(
 
     Args:
         title: the heading.
-        lines: the findings, one sentence each.
+        lines: the findings as sentences.
         candidates: the plans that the search compared, drawn as bars on a separate time scale.
         traces: (label, trace) pairs, drawn on a common time scale.
         comparison: the predicted and the measured work of each stage.

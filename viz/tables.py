@@ -25,7 +25,7 @@ class Cell(NamedTuple):
 
 
 class KeyFigure(NamedTuple):
-    """A key number at the top of the HTML page, such as ``bubble``, ``14.4%``, ``idle share of the ranks' time``."""
+    """A key number on the HTML page, such as 14.4%, with its label, such as "bubble", and a note."""
 
     label: str
     value: str

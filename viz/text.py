@@ -14,7 +14,7 @@ from pipesched.viz.headline import headline
 
 __all__ = ["text_timeline"]
 
-_FEWEST = 10  # fewest columns of a timeline, even if the terminal is narrower
+_FEWEST = 10  # minimum number of columns of a timeline, even if the terminal is narrower
 
 
 class _Scale(NamedTuple):

@@ -147,7 +147,7 @@ def _draw_numbers(ax: "Axes", drawn: list[Bar], unit: Unit, band: _Band) -> None
     row_pt *= band.height / _HEIGHT
     sizes = [size for size in _FONT_PT if size <= 0.8 * row_pt]
     room = [(bar, _width_pt(ax, bar, unit) - _MARGIN_PT) for bar in drawn if bar.end_s > bar.start_s]
-    # The widest number decides for all bars, so that bars of equal width either all have a number or all have none.
+    # Every bar needs room for the widest number, so that bars of equal width either all have a number or all have none.
     need = _DIGIT * len(str(max((bar.microbatch for bar in drawn), default=0)))
     size = next((size for size in sizes if all(size * need <= pt for _, pt in room)), min(sizes, default=0))
     style: dict[str, Any] = {"ha": "center", "va": "center_baseline", "fontsize": size, "color": INK, "clip_on": True}

@@ -31,8 +31,8 @@ class Kind(StrEnum):
     I = "I"  # noqa: E741  input gradients only
     W = "W"  # weight gradients, after I
     R = "R"  # recompute the activations that a checkpointed F did not keep
-    NORM = "NORM"  # compute the norms of a stage's gradients; the UPDATEs with this number, on all stages, need them
-    UPDATE = "UPDATE"  # an optimizer step on a stage's weights, numbered from 0 in place of a micro-batch
+    NORM = "NORM"  # compute the norms of a stage's gradients; the UPDATEs of all stages with the same number need them
+    UPDATE = "UPDATE"  # an optimizer step on a stage's weights; its number, counted from 0, replaces the micro-batch
     SEND_F = "SEND_F"  # a stage's output, to a consumer
     RECV_F = "RECV_F"  # a stage's input, from a producer
     SEND_B = "SEND_B"  # the gradient of a stage's input, to its producer
@@ -40,8 +40,8 @@ class Kind(StrEnum):
     OFFLOAD = "OFFLOAD"  # start copying activations to the host
     FREE = "FREE"  # wait for the end of the copy, then free the activations on the device
     FETCH = "FETCH"  # start copying the activations back to the device
-    REDUCE = "REDUCE"  # sum a bucket of a stage's gradients over all replicas; the bucket replaces the micro-batch
-    UNSHARD = "UNSHARD"  # gather a stage's weights, which are divided over replicas; numbered from 0 in a step
+    REDUCE = "REDUCE"  # sum a bucket of a stage's gradients over all replicas; its number replaces the micro-batch
+    UNSHARD = "UNSHARD"  # gather a stage's weights, which are split across replicas; numbered from 0 in each step
     RESHARD = "RESHARD"  # free the weights that the UNSHARD of this number gathered
 
 
@@ -54,7 +54,7 @@ class Holding(StrEnum):
     WEIGHT_GRAD = "weight_grad"  # the tensors that W needs, held from the I to the W
     REDUCTION = "reduction"  # a flat copy of a bucket of gradients, while its REDUCE runs
     WEIGHTS = "weights"  # an old version of a stage's weights that micro-batches in flight still use
-    GATHERED = "gathered"  # the whole weights of a stage, from the UNSHARD to the RESHARD
+    GATHERED = "gathered"  # the full (unsharded) weights of a stage, from the UNSHARD to the RESHARD
 
 
 class _KindRow(NamedTuple):
@@ -93,7 +93,7 @@ KINDS: dict[Kind, _KindRow] = {
 #: The kinds whose actions have the number of a bucket or a gather, from 0 on each stage, instead of a micro-batch.
 NUMBERED = (Kind.REDUCE, Kind.UNSHARD, Kind.RESHARD)
 
-#: The kind of the matching receive for each kind of send, and the reverse.
+#: Maps each kind of send to the kind of its receive, and each kind of receive to the kind of its send.
 OTHER_END: dict[Kind, Kind] = {
     Kind.SEND_F: Kind.RECV_F,
     Kind.SEND_B: Kind.RECV_B,

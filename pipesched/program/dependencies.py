@@ -24,8 +24,8 @@ __all__ = ["BACKWARDS", "WEIGHT_USES", "Index", "StageGraph", "chain", "needs", 
 
 #: The kinds that yield the gradient of a stage's input.
 BACKWARDS = (Kind.B, Kind.I)
-#: The kinds that use the whole weights of their stage. A W of a convolution reads the weights. Every W accumulates
-#: gradients in the shape of the whole weights, and hooks that run during a W see the whole Parameter.
+#: The kinds that use the full (unsharded) weights of their stage. W is one of them: the W of a convolution reads the
+#: weights, every W accumulates gradients in their full shape, and hooks that run during a W see the full Parameter.
 WEIGHT_USES = (Kind.F, Kind.B, Kind.I, Kind.W, Kind.R)
 
 
@@ -82,8 +82,8 @@ class _At(Enum):
 
     - EVERY: the action needs an action of every stage, but only if its own stage has an action of the needed kind.
     - NUMBERED: the action needs all actions of the kind on its stage, such as the REDUCEs of all buckets.
-    - GATHER: the action needs the UNSHARD that gathers the weights it uses. The number of this UNSHARD is the number
-      of RESHARDs of the stage before the action.
+    - GATHER: the action needs the UNSHARD that gathers the weights it uses. The number of this UNSHARD equals the count
+      of the stage's RESHARDs before the action.
     """
 
     OWN = auto()
@@ -137,8 +137,8 @@ def needs(action: Action, graph: StageGraph, present: Container[Action]) -> Iter
     """Yield the actions that must have ended before ``action`` starts.
 
     A dependency may have alternatives, such as I and B. The first alternative in ``present`` (the program's actions) is
-    yielded; if there is none, the last alternative. The UNSHARD that ``action`` needs depends on the order of the
-    actions, so it is yielded only if ``present`` is an Index.
+    yielded; if there is none, the last alternative is yielded. The UNSHARD that ``action`` needs depends on the order
+    of the actions, so it is yielded only if ``present`` is an Index.
     """
     for need in NEEDS.get(action.kind, ()):
         if need.at is _At.EVERY and action._replace(kind=need.kinds[0]) not in present:
@@ -266,7 +266,7 @@ class Index:
         return any(self._bases[CODES[kind]] >= 0 for kind in kinds)
 
     def grid(self, kind: Kind) -> Ints:
-        """Return the rows of all actions of a compute kind, of shape (stages, micro-batches); -1 for missing ones."""
+        """Return the rows of all actions of a compute kind, as a table [stage, micro-batch]; -1 for missing actions."""
         shape = self._num_stages, self._num_microbatches
         base = int(self._bases[CODES[kind]])
         if base < 0:
@@ -274,7 +274,7 @@ class Index:
         return self._table[base : base + shape[0] * shape[1]].reshape(shape)
 
     def most(self, kind: Kind) -> int:
-        """Return the number of the table's slots per stage for a kind; for REDUCE, the most buckets of any stage."""
+        """Return the number of table slots per stage for a kind. For REDUCE, this is the maximum number of buckets."""
         return int(self._widths[CODES[kind]])
 
     @cached_property
@@ -294,7 +294,7 @@ class Index:
         return np.stack([self.rows(kind, stages, np.full(len(stages), n)) for n in range(self.most(kind))], axis=1)
 
     def gather_of(self, action: Action) -> int:
-        """Return the number of the UNSHARD whose weights an action uses: the number of RESHARDs before the action."""
+        """Return the number of the UNSHARD whose weights an action uses: the count of its stage's earlier RESHARDs."""
         return int(self.gathers_of(np.array([self.row(action)]), np.array([action.stage]))[0])
 
     def gathers_of(self, rows: Ints, stage: Ints) -> Ints:

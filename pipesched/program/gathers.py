@@ -1,11 +1,11 @@
-"""Gathers: the UNSHARD and RESHARD actions for weights that are divided over replicas, and the rules for them.
+"""Gathers: the UNSHARD and RESHARD actions for weights that are split across replicas, and the rules for them.
 
-Each replica runs the same program and holds a part of every weight. An UNSHARD gathers the whole weights of a stage
-from the ranks that run the same orders in the other replicas, and a RESHARD frees them. UNSHARDs and REDUCEs share one
-lane: a rank runs them one after the other, in the order of the program, and computes meanwhile. All ranks that take
-part in a collective have the same order, so they start their collectives in the same order. A collective waits only for
-the same action in other replicas, which run the same program. If replicas waited for each other in a cycle, the
-program would contain a cycle, and validation would find it.
+Each replica runs the same program and holds its own shard of every weight. An UNSHARD gathers the full weights of a
+stage from the ranks that run the same order in the other replicas, and a RESHARD frees them. UNSHARDs and REDUCEs share
+one lane: a rank runs them one after the other, in the order of the program, and computes in the meantime. All ranks
+that take part in a collective have the same order, so they start their collectives in the same order. A collective
+waits only for the same action in other replicas, which run the same program. If replicas waited for each other in a
+cycle, the program would contain that cycle, and validation would find it.
 """
 
 from collections.abc import Sequence
@@ -24,8 +24,8 @@ __all__ = ["check_collectives", "check_gathers", "first_uses"]
 def first_uses(program: Program) -> frozenset[int]:
     """Return the rows of the actions that wait for gathers.
 
-    For each UNSHARD, the first action that uses the gathered weights waits. A gather without such an action adds no
-    row.
+    For each UNSHARD, this is the first action that uses the gathered weights. If no action uses them, the UNSHARD adds
+    no row.
     """
     if not program.has_gathers:
         return frozenset()
@@ -47,8 +47,8 @@ def check_gathers(program: Program) -> None:
     if program.num_weights < program.num_stages:
         raise ScheduleError(
             f"an UNSHARD may only gather weights that a single stage holds; the {program.num_stages} stages of this "
-            f"program share {program.num_weights} sets of weights; remove the UNSHARDs and RESHARDs, and keep whole "
-            f"weights on each rank"
+            f"program share {program.num_weights} sets of weights; remove the UNSHARDs and RESHARDs, and keep "
+            f"full weights on each rank"
         )
     columns = program.columns
     rows = np.flatnonzero(columns.are(Kind.UNSHARD, Kind.RESHARD))
@@ -74,8 +74,8 @@ def check_collectives(program: Program, buckets: Sequence[int], *, gathers: bool
 
     Args:
         program: the program.
-        buckets: the number of buckets of gradients of each stage; empty for a single replica.
-        gathers: whether replicas divide the weights.
+        buckets: the number of gradient buckets on each stage; empty if there is a single replica.
+        gathers: whether the weights are split across replicas.
 
     Raises:
         ScheduleError: the program does not fit.
@@ -84,16 +84,16 @@ def check_collectives(program: Program, buckets: Sequence[int], *, gathers: bool
     for stage, (has, due) in enumerate(zip(program.buckets, buckets, strict=False)):
         if any(program.buckets) and has != due:
             raise ScheduleError(
-                f"a program with REDUCEs must have one REDUCE for each layer with weights; stage {stage} of program "
-                f"{program.name!r} has {has} REDUCEs, but {due} layers with weights; add or remove REDUCEs, "
-                f"or pass the program without them"
+                f"a program with REDUCEs must have one REDUCE for each layer with weights; the number of "
+                f"REDUCEs on stage {stage} of program {program.name!r} is {has}, but must be {due}; add or remove "
+                f"REDUCEs, or pass the program without them"
             )
     if not program.has_gathers:
         return
     if not gathers:
         raise ScheduleError(
-            f"UNSHARDs gather weights that replicas divide among themselves; program {program.name!r} has "
-            f"{sum(program.gathers)} UNSHARDs, but this pipeline divides no weights; pass "
+            f"UNSHARDs gather weights that are split across replicas; the number of UNSHARDs in program "
+            f"{program.name!r} is {sum(program.gathers)}, but this pipeline splits no weights; pass "
             f"distributed=Distributed(zero=3) with a mesh of replicas, or the program without UNSHARDs and RESHARDs"
         )
     for stage, count in enumerate(buckets):

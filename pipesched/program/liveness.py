@@ -72,7 +72,7 @@ def peak_in_flight(actions: Iterable[Action] | Columns) -> int:
 
 
 def peaks_of_stages(columns: Columns) -> Ints:
-    """Return the most micro-batches in flight at once on each stage. ``columns`` has the orders of all ranks."""
+    """Return each stage's peak number of micro-batches in flight. ``columns`` has the orders of all ranks."""
     by_stage = columns[np.argsort(columns.stage, kind="stable")]  # every stage ends with no micro-batch in flight
     begins = np.searchsorted(by_stage.stage, np.arange(int(columns.stage.max(initial=-1)) + 1))
     return np.maximum.reduceat(pairs_held(by_stage).during, begins)
@@ -93,11 +93,11 @@ def rank_limits(max_in_flight: object, num_ranks: int) -> list[int]:
 def bytes_held(
     columns: Columns, sizes: Mapping[Holding, Sequence[int]], versions: tuple[tuple[int, ...], ...] = ()
 ) -> Held:
-    """Return the bytes that a rank holds during each action of the rank's order, and after the action has ended.
+    """Return the number of bytes that a rank holds during each action of its order, and after the action has ended.
 
     Args:
         columns: the rank's order.
-        sizes: for each kind of memory, the bytes that one micro-batch, weight version or gather takes on each stage.
+        sizes: for each kind of memory, the bytes that one micro-batch, weight version or gather needs on each stage.
         versions: the weight version of each micro-batch, indexed by stage, as in `Program`.
 
     """

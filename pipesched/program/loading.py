@@ -105,13 +105,13 @@ def _placement(rows: Iterable[list[_Place]]) -> tuple[int, ...]:
             holder, other_row, other_column = first.setdefault(action.stage, (rank, row, column))
             if holder != rank:
                 raise ScheduleError(
-                    f"row {row}, column {column}: a stage must be on one rank, and each row is a rank; {action} is of "
-                    f"stage {action.stage}, and so is the action in row {other_row}, column {other_column}; move one "
-                    f"of them"
+                    f"row {row}, column {column}: a stage must be on one rank, and each row is a rank; {action} "
+                    f"belongs to stage {action.stage}, as does the action in row {other_row}, column {other_column}; "
+                    f"move one of them"
                 )
     if not first:
         raise ScheduleError(
-            "a table must have at least one action; all cells are empty; write a row for each rank: 0F0,0B0"
+            "a table must have at least one action; all cells are empty; write a row for each rank, such as 0F0,0B0"
         )
     missing = next((stage for stage in range(max(first)) if stage not in first), None)
     if missing is not None:

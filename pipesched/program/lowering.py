@@ -70,7 +70,7 @@ def _add_communication(program: Program) -> Program:
     return replace(program, orders=_inserted(program.orders, parts))
 
 
-#: Maps the code of each kind of transfer to the code of its other end (SEND_F to RECV_F); other kinds to themselves.
+#: Maps the code of each send to that of its receive and vice versa (SEND_F to RECV_F); other kinds map to themselves.
 _RECEIVE_OF = np.array([CODES[OTHER_END.get(kind, kind)] for kind in CODES])
 
 
@@ -148,8 +148,8 @@ def add_recompute(program: Program, mode: Checkpoint) -> Program:
         mode: "never", "always", "except_last", or options for named layers. Options for named layers add no R, because
             such layers are recomputed during their backward. "except_last" skips (stage, micro-batch) pairs with no
             other B, I, W or R between their F and their backward: nothing is freed in between, so recomputing them
-            would not lower the peak. In 1F1B, these are all pairs of the last rank, and the first pair of every other
-            rank.
+            would not lower the peak. In 1F1B, these are all pairs of the last rank, and the first pair of each of the
+            other ranks.
 
     Returns:
         The program with an R for each recomputed pair.
@@ -193,7 +193,7 @@ def add_offloading(program: Program, stages: Collection[int], *, ahead: int = 1)
 
     Args:
         program: the program.
-        stages: the stages to offload. If several chains share weights, the stage numbers of the first chain.
+        stages: the stages to offload; if several chains share weights, their numbers in the first chain.
         ahead: the number of compute actions that run between a FETCH and its backward. Default: 1.
 
     """
@@ -302,17 +302,17 @@ def add_reductions(program: Program, buckets: int | Sequence[int]) -> Program:
 def add_gathers(
     program: Program, *, keep: bool = True, prefetch: int = 1, stages: Collection[int] | None = None
 ) -> Program:
-    """Insert UNSHARD and RESHARD actions, for weights that are divided over replicas.
+    """Insert UNSHARD and RESHARD actions, for weights that are split across replicas.
 
         add_gathers(schedules.get("interleaved-1f1b").program(4, 8), keep=False)
 
     The RESHARD directly follows the last use of the weights, before the REDUCEs of the stage. The copies that the
-    REDUCEs make then take the place of the whole weights, and the peak is lower. A program is returned unchanged if it
+    REDUCEs make then take the place of the full weights, so the peak is lower. A program is returned unchanged if it
     already has UNSHARDs, or if several stages hold the same weights (chimera, dualpipe).
 
     Args:
-        program: the program of one replica, before or after `add_reductions`, `add_updates` or `add_norms`. Call
-            `add_recompute` and `lower` first or afterwards; both orders give valid programs.
+        program: the program of one replica, before or after `add_reductions`, `add_updates` or `add_norms`. You
+            can call `add_recompute` and `lower` before or after this function.
         keep: if True, each stage gathers its weights once, before its first forward, and keeps them until its last
             backward. If False, a stage frees its weights whenever more than ``prefetch`` actions of other stages of its
             rank follow, and gathers them again later. A rank with a single stage still gathers only once, because
@@ -400,7 +400,7 @@ def _last_of_stages(columns: Columns, *kinds: Kind) -> tuple[Ints, Ints]:
 
 
 def forward_then_backward(program: Program) -> Program:
-    """Return a program with all F first, then all B, each in the program's order, and no updates.
+    """Return a program with all F first, then all B, both in the given program's order, and no updates.
 
     The result is GPipe over the same placement. It is valid if the program is: removing actions and moving forwards to
     the front adds no dependency cycle.

@@ -112,8 +112,9 @@ class Shape:
     def groups(self) -> list[int]:
         """Return the sizes of the groups of micro-batches for interleaving.
 
-        There are as many near-equal groups as possible with at least p micro-batches each, where p is the number of
-        ranks. (In Megatron-LM, every group has p micro-batches.) Fewer than p micro-batches form one group.
+        There are as many near-equal groups as possible if every group must have at least p micro-batches, where p is
+        the number of ranks. (In Megatron-LM, every group has p micro-batches.) Fewer than p micro-batches form one
+        group.
         """
         return near_equal_parts(self.num_microbatches, max(1, self.num_microbatches // self.num_ranks))
 
@@ -250,7 +251,7 @@ OrderFunction = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Schedule:
-    """A pipeline schedule: builds the program for any number of ranks and micro-batches.
+    """A pipeline schedule, which builds the program for any number of ranks and micro-batches.
 
     Get a schedule by name with `pipesched.schedules.get`, or write a function with the decorator `schedule`:
 
@@ -416,7 +417,7 @@ class Schedule:
             orders = [self.function(rank, shape, **options) for rank in range(shape.num_ranks)]
         strange = [order for order in orders if not isinstance(order, Order)]
         if strange or len(orders) != shape.num_ranks:
-            got = repr(strange[0]) if strange else f"{len(orders)} Orders"
+            got = repr(strange[0]) if strange else f"{counted(len(orders), 'Order')}"
             raise ScheduleError(
                 f"a schedule must return an Order for each of {shape.num_ranks} ranks; {self.name!r} returned {got}; "
                 f"end the function with 'return order'"
@@ -432,7 +433,7 @@ def _required(function: OrderFunction) -> list[str]:
 
 
 def _versions(orders: Sequence[Order], shape: Shape) -> tuple[tuple[int, ...], ...]:
-    """Return the weight versions passed to ``Order.F``, indexed by stage and micro-batch; () for stages without any."""
+    """Return the weight versions passed to ``Order.F``, indexed by stage and micro-batch; () for a stage with none."""
     written = {pair: version for order in orders for pair, version in order.versions.items()}
     stages = {stage for stage, _ in written}
     return tuple(

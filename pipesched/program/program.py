@@ -55,7 +55,7 @@ class Program:
         name: the schedule's name, for display; ignored by ``==``. Default: "".
         weights: the index of each stage's weights. Stages with the same index hold copies of the same weights.
             Default: each stage has its own weights.
-        routes: for each micro-batch, the stages that it visits. They form a whole chain of the graph. Default: all
+        routes: for each micro-batch, the stages that it visits. They form a complete chain of the graph. Default: all
             stages.
         versions: for each stage, the weight version that each micro-batch uses in its forward and its backward. Version
             v is the weights after v updates. () means the newest weights at the time of the forward. Default: () for
@@ -180,13 +180,13 @@ class Program:
 
     @cached_property
     def gathers(self) -> tuple[int, ...]:
-        """For each stage, the number of UNSHARD actions, which gather weights that are divided over replicas."""
+        """For each stage, the number of UNSHARD actions, which gather weights that are split across replicas."""
         gathered = self.columns.stage[self.columns.are(Kind.UNSHARD)]
         return tuple(np.bincount(gathered, minlength=self.num_stages).tolist())
 
     @property
     def has_gathers(self) -> bool:
-        """Whether the program has UNSHARD actions, because the weights are divided over replicas."""
+        """Whether the program has UNSHARD actions, which gather weights that are split across replicas."""
         return any(self.gathers)
 
     @cached_property
@@ -323,7 +323,7 @@ class Program:
         Empty lines are skipped, and ``#`` starts a comment.
 
         Raises:
-            ScheduleError: a line cannot be read. The error has the line's number.
+            ScheduleError: a line cannot be read. The error states the line's number.
 
         """
         check_type(text, str, "Program.parse reads a str", "pass a program's text; to read a file, call load_program")

@@ -1,10 +1,10 @@
 """Reductions: the REDUCE actions, which sum gradients over replicas, and the rules for these actions.
 
 Each replica runs the same program. The gradients of a stage are divided into buckets, and a REDUCE sums a bucket over
-the ranks that run the same orders in the other replicas. REDUCEs share a lane with the gathers of weights
-(`program.gathers`): a rank runs them one after the other, in the order of the program, and computes meanwhile. All
-ranks that take part in a REDUCE have the same order, so they start their collectives in the same order. A REDUCE waits
-for no other rank of its replica. So REDUCEs add no cycle to a program, and cannot cause a deadlock.
+the ranks that run the same order in all replicas. REDUCEs share a lane with the gathers of weights (`program.gathers`):
+a rank runs them one after the other, in the order of the program, and computes in the meantime. All ranks that take
+part in a REDUCE have the same order, so they start their collectives in the same order. A REDUCE waits for none of
+the other ranks of its replica. REDUCEs therefore add no cycle to a program, and cannot cause a deadlock.
 """
 
 import numpy as np
@@ -29,9 +29,9 @@ def early_stages(program: Program) -> frozenset[int]:
     """Return the stages that start the REDUCE of each bucket during their last backward, when the bucket is complete.
 
     Such a stage has no producer, its last gradient is a B that overlaps with no F, and its rank computes nothing
-    between this B and the REDUCEs. So no action is left that could hide the reductions. The REDUCEs of every other
-    stage start at their position in the order: the backwards of its producers still follow, and the reductions run in
-    the meantime.
+    between this B and the REDUCEs. Therefore, no action is left that could hide the reductions. The REDUCEs of all
+    other stages start at their positions in the order: the backwards of the stages' producers still follow, and the
+    reductions run in the meantime.
     """
     firsts = [stage for stage, count in enumerate(program.buckets) if count and not program.graph.producers[stage]]
     columns = program.columns

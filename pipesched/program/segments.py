@@ -1,7 +1,7 @@
 """Segments: divides the orders of an asynchronous schedule into steps, so that any number of steps can run in sequence.
 
-A schedule generates a program of a fixed number of steps, but training runs any number. Each rank's order is cut before
-the first action of each step, into one segment per step. This module checks that the schedule repeats: after the
+A schedule generates a program of a fixed number of steps, but training can run any number. Each rank's order is cut
+before the first action of each step, into one segment per step. This module checks that the schedule repeats: after the
 warm-up, every segment must be identical to the previous one, shifted by one step, with the same weight versions and
 the same R and I actions. The cool-down is then the same after any number of steps, apart from the shift.
 """

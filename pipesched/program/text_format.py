@@ -49,7 +49,7 @@ def _spaced(numbers: Iterable[int]) -> str:
 
 @dataclass
 class _Read:
-    """The fields of a program, as far as its lines have been parsed."""
+    """The fields of a program that have been parsed so far."""
 
     header: dict[str, Any] = field(default_factory=dict)
     edges_line: int = 0
@@ -74,7 +74,7 @@ class _Read:
 
 
 def parse_program(text: str) -> dict[str, Any]:
-    """Parse a program's text into the fields of `Program`. Raises ScheduleError with the line's number."""
+    """Parse a program's text into the fields of `Program`. Raises ScheduleError, which states the line's number."""
     read = _Read()
     for number, line in enumerate(text.splitlines(), start=1):
         words = line.split("#")[0].split()

@@ -59,7 +59,7 @@ _COMPUTES, _SENDS, _RECEIVES, _OVERLAPS = range(4)
 
 
 def walk(program: Program, timing: Timing | None = None) -> Walked:  # noqa: PLR0915  one loop, with few calls for speed
-    """Run a program on a virtual clock. Without ``timing`` every action takes no time.
+    """Run a program on a virtual clock. Without ``timing``, actions take no time.
 
     An action starts when its rank is free and the results that it needs have arrived. Only compute actions and FREE
     (which waits for a copy to the host) keep a rank busy. A transfer to another rank or to the host starts at its
@@ -167,7 +167,7 @@ def _waits(program: Program, timing: Timing | None) -> _Waits:
 
     These are the dependencies on actions of other ranks, and on actions that are not computations, such as copies.
 
-    Of two overlapping actions, the first waits for everything that either needs.
+    Of two overlapping actions, the first waits for everything that either of them needs.
     """
     columns = program.columns
     row, needed = program.requirements

@@ -1,4 +1,4 @@
-"""Validation: proves that a program is complete, ordered and free of deadlock, with one function for each rule.
+"""Validation: proves that a program is complete, correctly ordered and free of deadlock. Each rule has a function.
 
 Rules are checked in this order: places, routes, completeness, slices, overlaps, offloads, dependencies, transfers,
 versions, reductions, gathers, deadlock; then, on request, memory and exactness. Errors name the rank, the position and
@@ -28,7 +28,7 @@ _WORK = (Kind.F, Kind.B, Kind.I, Kind.W)
 
 
 def validate(program: Program, *, max_in_flight: int | Sequence[int] | None = None, exact: bool = False) -> None:
-    """Prove that a program is complete, ordered and free of deadlock.
+    """Prove that a program is complete, correctly ordered and free of deadlock.
 
         pipesched.validate(pipesched.schedules.get("1f1b").program(4, 8), max_in_flight=4)
 
@@ -139,8 +139,8 @@ def _check_numbered(program: Program) -> None:
             units = "buckets" if kind is Kind.REDUCE else f"{kind}s"
             raise ScheduleError(
                 f"{_place(program, row)}: the {units} of a stage must be numbered from 0 without a gap; got {action}, "
-                f"but stage {action.stage} has only {counts[action.stage]} {kind}s. Renumber them, or add the missing "
-                f"{kind}s." + _grid(program, row)
+                f"but stage {action.stage} has only {counted(int(counts[action.stage]), kind)}. Renumber them, or add "
+                f"the missing {kind}s." + _grid(program, row)
             )
 
 
@@ -163,8 +163,8 @@ def check_routes(program: Program) -> None:
             neighbours = {*program.graph.producers[stage], *program.graph.consumers[stage]} - set(route)
             if neighbours:
                 raise ScheduleError(
-                    f"a route must contain whole chains of stages; one route has stage {stage} but not its neighbour "
-                    f"{min(neighbours)}; add stage {min(neighbours)}, or remove the edge from the graph"
+                    f"a route must contain complete chains of stages; one route has stage {stage} but not its "
+                    f"neighbour {min(neighbours)}; add stage {min(neighbours)}, or remove the edge from the graph"
                 )
 
 
@@ -281,8 +281,8 @@ def check_overlaps(program: Program) -> None:
         rank, position = program.orders.place(int(first[wrong]))
         pairs = " & ".join(map(str, program.orders[rank][position : position + 2]))
         raise ScheduleError(
-            f"rank {rank}, position {position}: an F may overlap only with a B or I directly after it that does not "
-            f"need the F; got {pairs}. Run them one after the other." + _grid(program, int(first[wrong]))
+            f"rank {rank}, position {position}: an F may overlap only with the next action, a B or I of another "
+            f"stage or micro-batch; got {pairs}. Run them one after the other." + _grid(program, int(first[wrong]))
         )
 
 
@@ -475,7 +475,7 @@ def check_exact(program: Program) -> None:
         )
     if program.slices_per_microbatch > 1:
         raise ScheduleError(
-            f"an exact program must run whole micro-batches; this program cuts each into "
+            f"an exact program must run whole micro-batches; this program cuts each micro-batch into "
             f"{program.slices_per_microbatch} slices and sums their gradients; validate without exact=True: results "
             f"then agree only up to rounding"
         )

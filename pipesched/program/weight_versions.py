@@ -117,8 +117,9 @@ def check_versions(program: Program) -> None:
             number = next(n for n, (mine, theirs) in enumerate(zip_longest(groups, due)) if mine != theirs)
             raise ScheduleError(
                 f"rank {rank}: update {number} must apply the gradients of the same micro-batches on every stage; it "
-                f"applies the gradients of {_quoted(due, number)} on stage {model}, but of {_quoted(groups, number)} "
-                f"on stage {stage}. Move {stage}UPDATE{number}."
+                f"applies the gradients of {_quoted(due, number)} on stage {model}, but those of "
+                f"{_quoted(groups, number)} on stage {stage}. Place {stage}UPDATE{number} directly after the backward "
+                f"of {_quoted(due, number)} on stage {stage}."
             )
         _check_used(program, stage, placed[stage])
 
@@ -180,7 +181,7 @@ def _check_used(program: Program, stage: int, actions: list[tuple[int, Action]])
     wanted = program.versions[stage] if program.versions else ()
     if wanted and len(wanted) != program.num_microbatches:
         raise ScheduleError(
-            f"a stage must have one weight version for each of {program.num_microbatches} micro-batches; stage {stage} "
+            f"a stage must have one weight version for each micro-batch; stage {stage} "
             f"has {counted(len(wanted), 'version')}; pass a list of {counted(program.num_microbatches, 'version')}"
         )
     newest = 0
@@ -192,5 +193,5 @@ def _check_used(program: Program, stage: int, actions: list[tuple[int, Action]])
             raise ScheduleError(
                 f"rank {rank}, position {position}: {action} uses weight version {wanted[action.microbatch]}, "
                 f"but at this position stage {stage} has only version{f's 0 to {newest}' if newest else ' 0'}. Use an "
-                f"existing version, or move {action}.\n" + marked_grid(program, {rank: position})
+                f"existing version, or move {action} later.\n" + marked_grid(program, {rank: position})
             )

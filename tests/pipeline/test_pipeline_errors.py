@@ -196,7 +196,7 @@ def test_a_program_with_gathers():
     refused(
         ScheduleError,
         ValueError,
-        r"'1f1b' has 2 UNSHARDs, but this pipeline divides no weights; pass",
+        r"'1f1b' is 2, but this pipeline splits no weights; pass",
         schedule=program,
     )
 

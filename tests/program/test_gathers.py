@@ -1,4 +1,4 @@
-"""UNSHARD and RESHARD: weights that are divided over replicas, gathered before their uses and freed after them."""
+"""UNSHARD and RESHARD: weights that are split across replicas, gathered before their uses and freed afterwards."""
 
 from dataclasses import replace
 
@@ -180,7 +180,7 @@ def test_wrong_options_are_refused(options, message):
         ("1W1 1RESHARD0", "1RESHARD0 1W1", "1W1 needs 1UNSHARD1, which no rank runs"),
         ("0RESHARD1 0REDUCE0 0UPDATE0", "0REDUCE0 0UPDATE0 0RESHARD1", "0UPDATE0 needs 0RESHARD1 before it"),
         ("0RESHARD0 0UNSHARD1", "0UNSHARD1 0RESHARD0", f"position 3: {RULE}; 0UNSHARD1 comes before 0RESHARD0"),
-        ("0RESHARD0 0UNSHARD1", "0UNSHARD1", "got 0RESHARD1, but stage 0 has only 1 RESHARDs. Renumber"),
+        ("0RESHARD0 0UNSHARD1", "0UNSHARD1", "got 0RESHARD1, but stage 0 has only 1 RESHARD. Renumber"),
         ("0RESHARD1 ", "", f"position 4: {RULE}; 0UNSHARD1 has no 0RESHARD1. Add it after the last action that uses"),
         ("1RESHARD0 ", "", f"position 0: {RULE}; 1UNSHARD0 has no 1RESHARD0"),
         ("1UNSHARD0 ", "", "1RESHARD0 needs 1UNSHARD0, which no rank runs. Add 1UNSHARD0"),
@@ -234,12 +234,12 @@ def test_a_program_without_gathers_has_no_dependency_on_them():
 def test_a_given_program_must_have_the_collectives_of_its_pipeline():
     program = schedules.get("1f1b").program(2, 4)
     for made, gathers, words in (
-        (add_gathers(program), False, "'1f1b' has 2 UNSHARDs, but this pipeline divides no weights; pass"),
+        (add_gathers(program), False, "'1f1b' is 2, but this pipeline splits no weights; pass"),
         (add_gathers(program, stages=[0]), True, "each stage with weights must have one; stage 1 of program '1f1b'"),
         (
             add_reductions(program, 1),
             False,
-            "must have one REDUCE for each layer .* stage 0 of program '1f1b' has 1 REDUCEs, but 3",
+            "must have one REDUCE for each layer .* on stage 0 of program '1f1b' is 1, but must be 3",
         ),
     ):
         with pytest.raises(ScheduleError, match=words):

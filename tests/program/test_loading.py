@@ -93,8 +93,8 @@ def test_a_text_without_a_name_is_named_as_its_file(file):
         ),
         (
             "0F0,0B0\n1F0,0F1\n",
-            "row 2, column 2: a stage must be on one rank, .* 0F1 is of stage 0, "
-            "and so is the action in row 1, column 1",
+            "row 2, column 2: a stage must be on one rank, .* 0F1 belongs to stage 0, "
+            "as does the action in row 1, column 1",
         ),
         (
             "0F0,0B0\n2F0,2B0\n",

@@ -258,5 +258,5 @@ def test_a_stage_is_one_of_the_programs(stage):
 def test_a_schedule_returns_its_order(returned):
     with pytest.raises(ScheduleError, match=r"'forgets' returned .*; end the function with 'return order'"):
         schedule("forgets")(lambda rank, shape: returned).program(2, 2)
-    with pytest.raises(ScheduleError, match="for each of 2 ranks; 'few' returned 1 Orders"):
+    with pytest.raises(ScheduleError, match="for each of 2 ranks; 'few' returned 1 Order;"):
         schedule("few")(lambda shape: [Order(shape)]).program(2, 2)

@@ -54,8 +54,8 @@ def test_an_update_is_of_the_same_micro_batches_on_every_stage():
     program = parsed("0F0 0F1 0B0 0UPDATE0 0B1 0UPDATE1", "1F0 1B0 1F1 1B1 1UPDATE0")
     refused(
         program,
-        "update 0 must apply the .* the gradients of micro-batch 0 on stage 0, but of micro-batches 0, 1 on stage 1. "
-        "Move",
+        "update 0 must apply the .* the gradients of micro-batch 0 on stage 0, but those of micro-batches 0, 1 on "
+        "stage 1. Place 1UPDATE0 directly after the backward of micro-batch 0 on stage 1.",
     )
 
 
@@ -211,7 +211,7 @@ def test_a_lowered_pair_stays_together():
     ["1F0&1B0 1F1 1B1", "1F0&1F1 1B0 1B1", "1F0 1F1 1B0&1B1", "1F0 1F1&1B0&1B1"],
 )
 def test_what_overlaps_is_a_forward_and_another_backward(order):
-    said = "an F may overlap only with a B or I directly after it that does not need the F"
+    said = "an F may overlap only with the next action, a B or I of another stage or micro-batch"
     refused(parsed("0F0 0F1 0B0 0B1", order), said)
 
 
@@ -265,7 +265,7 @@ def test_slices_run_in_their_order():
     )
     validate(parsed("0F0 0F1 0B1 0B0", header=header).forward())
     assert not parsed("0F0 0F1 0B1 0B0", header=header).exact
-    with pytest.raises(ScheduleError, match="cuts each into 2 slices"):
+    with pytest.raises(ScheduleError, match="cuts each micro-batch into 2 slices"):
         validate(parsed("0F0 0F1 0B1 0B0", header=header), exact=True)
 
 

@@ -38,7 +38,7 @@ def repeated(
 
     Args:
         shape: the ranks, micro-batches and placement.
-        block: for each stage, the slots of the forward and of the input gradient of micro-batch 0.
+        block: for each stage, the slots of the forward and the input gradient for micro-batch 0.
         interval: the number of slots by which each micro-batch starts after the previous one.
         max_in_flight: the maximum number of (stage, micro-batch) pairs in flight on a rank.
         early_forwards: whether forwards may also overtake passes that are not ready, provided that the overtaken passes

@@ -19,7 +19,7 @@ def eight_steps(order: Order, near: int, far: int, *, depth: int, place: int, co
         depth: the number of ranks from an end of the pipeline to its turning point.
         place: the position of this rank among those ranks, from 0 at the end of the pipeline.
         count: the number of micro-batches in each direction. If it is below 2 x depth, the order for 2 x depth is
-            written without the additional micro-batches.
+            written, excluding the additional micro-batches.
 
     """
     ahead = depth - 1 - place

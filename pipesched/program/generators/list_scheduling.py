@@ -1,13 +1,13 @@
 """List scheduling: writes the orders of all ranks while a virtual clock runs (Graham 1969).
 
-List scheduling is for placements without a known closed-form order. A free rank starts the ready action of the highest
-priority. B comes before F. Of several ready B (or several ready F), the action of the micro-batch with the fewest
-remaining stages comes first.
+List scheduling is for placements without a known closed-form order. A free rank starts the ready action with the
+highest priority. B comes before F. Among several ready B (or several ready F), the action of the micro-batch with the
+fewest remaining stages comes first.
 
 With a memory limit, this rule alone could deadlock: later micro-batches could fill the memory of a rank, so that the
-oldest micro-batch, for which all others wait, does not fit. Therefore a forward starts only if its rank could then
-finish, within the limit, all micro-batches that it holds, one after the other, oldest first (the banker's algorithm,
-Dijkstra 1965). The oldest micro-batch can then always proceed, and all actions run.
+oldest micro-batch, for which all others wait, does not fit. Therefore a forward starts only if its rank could still
+finish all micro-batches that it then holds, one after the other from the oldest, without exceeding the limit (the
+banker's algorithm, Dijkstra 1965). The oldest micro-batch can then always proceed, and all actions run.
 """
 
 from collections.abc import Callable, Iterable

@@ -1,7 +1,7 @@
 """Searched orders: turns costs in seconds into a search problem, and the result of the search into orders.
 
-The times of the search are whole numbers. Costs that are integers or fractions are converted exactly if the results
-stay below 2**32. Other costs are rounded to a multiple of the longest time divided by 2**32.
+The times of the search are whole numbers. Costs that are integers or fractions are converted exactly if no result
+exceeds 2**32. Otherwise, the longest time becomes 2**32, and all others are scaled by the same factor and rounded.
 """
 
 import math
@@ -28,11 +28,11 @@ __all__ = ["StageCosts", "num_lists", "num_steps", "searched_orders", "shortened
 
 _STEPS = 2_400_000  # steps of annealing at effort 1
 _LISTS = 500  # list schedules at effort 1
-_FEW_LISTS = 16  # the least number of list schedules
-_LISTED = 24_000  # the most actions in all list schedules together, unless _FEW_LISTS schedules have more
-_CLIMBS = 600  # list schedules that improve the rules, at effort 1
-_FEW_ACTIONS = 100  # a problem with at most this many actions is annealed in full, without improving rules
-_CLIMBED = 1_800_000  # the most actions in these list schedules together, at effort 1
+_FEW_LISTS = 16  # the minimum number of list schedules
+_LISTED = 24_000  # the maximum number of actions in all list schedules together, unless _FEW_LISTS schedules have more
+_CLIMBS = 600  # list schedules that rule search may write, at effort 1
+_FEW_ACTIONS = 100  # with at most this many actions, annealing takes all its steps, and rule search is skipped
+_CLIMBED = 1_800_000  # the maximum number of actions in these list schedules together, at effort 1
 _LONGEST = 1 << 32  # the longest time, in units of the search
 _MOST_SEARCHED = 20_000  # with more (stage, micro-batch) pairs, known schedules that search are skipped
 _KIND_OF = {Kind.F: FORWARD, Kind.I: INPUT_GRAD, Kind.W: WEIGHT_GRAD, Kind.B: BACKWARD}
@@ -88,11 +88,12 @@ def searched_orders(
 
     Args:
         shape: the ranks, micro-batches and placement.
-        costs: the costs of the stages, or of each micro-batch. None: every F, I and W takes the same time.
+        costs: the costs of the stages, or a list with the costs of each micro-batch. None: every F, I and W takes the
+            same time.
         limits: ``max_in_flight`` is the largest number of (stage, micro-batch) pairs on a rank; ``memory_limit_bytes``
-            is the largest number of bytes that a rank's micro-batches hold. Each is one number, one per rank, or None
-            for no limit.
-        effort: a factor for the number of search steps; 1 is the default number.
+            is the largest number of bytes that a rank's micro-batches hold. Each limit is one number, a list with one
+            number per rank, or None if there is no limit.
+        effort: the number of search steps, relative to the default.
         starts: schedules and programs to start from. Starts that do not fit the shape or the limits are skipped.
 
     Raises:
@@ -147,7 +148,7 @@ def _climbs(shape: Shape, effort: float, rounds: int) -> int:
 
 
 def shortened_orders(shape: Shape, found: Program) -> list[Order]:
-    """Return the orders of a program without the micro-batches that the shape does not have.
+    """Return the orders of a program, excluding the micro-batches that the shape does not have.
 
     Raises ScheduleError if the program has a different placement, or if a search could not have returned it.
     """
@@ -202,7 +203,7 @@ def _of_each_microbatch(shape: Shape, costs: Any) -> list[StageCosts]:
 
 
 def _problem(shape: Shape, of_each: Sequence[StageCosts], resources: Sequence[Resource]) -> Problem:
-    """Return the search problem, with all times as whole numbers of one unit."""
+    """Return the search problem, with all times as integer multiples of a common unit."""
     names = ("forward_s", "input_grad_s", "weight_grad_s", "backward_s")
     times = [[[getattr(own, name)[stage] for own in of_each] for stage in range(shape.num_stages)] for name in names]
     ways = list(zip(shape.placement, shape.placement[1:], strict=False))
@@ -225,7 +226,7 @@ def _problem(shape: Shape, of_each: Sequence[StageCosts], resources: Sequence[Re
 
 
 def _lag(costs: StageCosts, sender: int, receiver: int, stage: int) -> float:
-    """Return the seconds to send the output of a stage, or its gradient, from one rank to another; 0 within a rank."""
+    """Return the time in seconds to send a stage's output, or its gradient, between two ranks; 0 within a rank."""
     if sender == receiver:
         return 0
     if costs.links is None:

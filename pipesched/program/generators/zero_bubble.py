@@ -62,7 +62,7 @@ class Switches(NamedTuple):
 def zero_bubble(
     shape: Shape, costs: StageTimes | None, *, max_in_flight: int | None, weight_grad_share: float
 ) -> list[Order]:
-    """Write the orders of all ranks, one stage each, with the shortest span that the heuristic finds.
+    """Write the orders of all ranks, with one stage per rank and the shortest span that the heuristic finds.
 
     The span is the longest time that any rank takes from the start of its first action to the end of its last action.
     If ``max_in_flight`` allows ZB-H1, it is also tried, so the result's span is at most that of ZB-H1.
@@ -74,7 +74,7 @@ def zero_bubble(
         weight_grad_share: the share of a micro-batch's activations that is held from I to W, from 0 to 1.
 
     Raises:
-        ScheduleError: the costs are for another number of stages, or the limit or the share is out of range.
+        ScheduleError: the costs are for a different number of stages, or the limit or the share is out of range.
 
     """
     if costs is None:
