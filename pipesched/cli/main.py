@@ -231,8 +231,8 @@ def show(  # noqa: PLR0913  # one parameter for each option
 
     With --replicas, the timeline also shows how each rank sums gradients over the replicas in 4 buckets per stage, and,
     with --zero 3, how it gathers weights. The figures then include the bytes that a rank sends to other replicas in a
-    step, and the parts of this communication that run in bubbles, run while the rank computes, or are exposed (the
-    rank waits).
+    step, and how much of this communication runs in bubbles, runs while the rank computes, or is exposed (the rank
+    waits).
 
     \b
     Examples:
