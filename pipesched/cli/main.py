@@ -78,7 +78,7 @@ def _shape_options(command: _Command) -> _Command:
 
 
 def _cost_options(command: _Command) -> _Command:
-    """Add the options for times. Each time applies to every rank, and each option has the name of a field of Costs."""
+    """Add the options for times. Each time applies to every rank, and each option is named after a field of Costs."""
     share = "Seconds for the {} of one micro-batch on a rank, divided equally among the rank's chunks."
     work = {"forward": "forward", "input_grad": "input gradients", "weight_grad": "weight gradients"}
     texts = {name: share.format(words) for name, words in work.items()}

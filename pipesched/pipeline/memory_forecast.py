@@ -130,7 +130,7 @@ class MemoryForecast:
         return rank_memory(program, costs, posted=self._posted, messages=messages, **options)
 
     def _stage_sizes(self) -> Sequence[StageSizes]:
-        """Return the memory needs of a captured model's stages, each measured as a whole.
+        """Measure each stage of a captured model as a whole, and return the memory needs of the stages.
 
         Returns an empty sequence if the stages cannot be measured.
         """

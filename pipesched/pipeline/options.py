@@ -44,7 +44,7 @@ class Search:
             micro-batches.
         profile: the layers' costs, as a Profile or the path of a saved one. Default: None (the layers are measured).
         links: the speed of the connections between ranks, from `probe_links`. Default: None (transfers take no time).
-        offload: whether activations may be moved to the host to keep within a memory limit: "auto", True or False.
+        offload: whether activations may be moved to the host to stay within a memory limit: "auto", True or False.
             Default: "auto", which is False on CPUs because it would free no memory there.
         effort: the maximum number of actions that the search simulates. The search for orders of the schedule
             ``searched`` may simulate three times as many. Default: 200,000.

@@ -554,7 +554,7 @@ class Pipeline(SavingInterface):
         return self._scaler
 
     def flush(self) -> torch.Tensor | None:
-        """Finish the steps of an asynchronous schedule that are under way, with all their updates.
+        """Finish the steps of an asynchronous schedule that are under way, including all their updates.
 
         Call it before you change the model, an optimizer or a learning rate scheduler directly. Methods of the pipeline
         that read or change weights, state or mode flush automatically, and so do ``evaluate``, ``forward`` and

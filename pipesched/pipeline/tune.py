@@ -124,7 +124,7 @@ def tune(
         target: the sample's target for loss_fn.
         split_dims: how arguments are split into micro-batches, as for Numerics. Default: 0.
         whole_layers: modules to treat as one layer each, as for Pipeline. Default: none.
-        offload: whether activations may be moved to the host to keep within a memory limit: "auto", True or False.
+        offload: whether activations may be moved to the host to stay within a memory limit: "auto", True or False.
             Default: "auto", which is True if the profile holds a ``host_bytes_per_s`` and the devices are not CPUs.
         effort: the maximum number of actions that a search simulates. The search for orders of the schedule
             ``searched`` may simulate three times as many. Default: 3,000,000.
@@ -133,7 +133,7 @@ def tune(
             batch_size counts the rows of all replicas, and num_microbatches the micro-batches of one replica.
             Default: None (one pipeline).
         zero: with axes, the data that is split across replicas, as for Distributed: 0, 1, 2 or 3. Default: "auto", the
-            fastest of 0, 2 and 3 that keeps within the memory limit; with 3, weights are gathered before each use.
+            fastest of 0, 2 and 3 that stays within the memory limit; with 3, weights are gathered before each use.
         confirm: how many of the plans with the shortest predicted steps to run. Default: 3 for a model with devices or
             a mesh, else 0. With num_ranks, the plans run on that many GPUs if the machine has them, else on the CPU.
         prove: let a solver prove how fast the plan's stages can run in any order of actions that keeps the results
@@ -147,7 +147,7 @@ def tune(
 
     Raises:
         PartitionError: the model cannot be cut as requested.
-        MemoryLimitError: no plan keeps within the memory limits; the message states a limit that suffices.
+        MemoryLimitError: no plan stays within the memory limits; the message states a limit that suffices.
         ScheduleError: the profile cannot be read.
         InputError: the arguments contradict each other, plans cannot be run as requested, or a proof is wanted without
             ortools.
