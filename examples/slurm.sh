@@ -6,9 +6,9 @@
 #SBATCH --time=00:30:00
 # Usage: sbatch examples/slurm.sh [arguments of examples/train_gpt.py]
 #        sbatch --signal=TERM@60 --export=ALL,SCRIPT=examples/train_hf.py examples/slurm.sh --replicas 2 --zero 2
-# Starts one torchrun on each node, with RANKS_PER_NODE processes (default: 1). All processes form one pipeline, or with
-# --replicas several. The second command ends the script a minute before the time limit; it then saves. Submit the job
-# again to continue.
+# Starts one torchrun on each node, with RANKS_PER_NODE processes (default: 1). All processes form one pipeline, or
+# several with --replicas. With the second command, Slurm sends SIGTERM a minute before the time limit, and the training
+# script then saves and stops. Submit the job again to continue.
 # The repository and its environment must have the same path on every node.
 set -euo pipefail
 

@@ -4,10 +4,11 @@
     torchrun --nproc_per_node 2 examples/train_hf.py    # any number of ranks, also when it resumes
     torchrun --nproc_per_node 4 examples/train_hf.py --replicas 2 --zero 2    # 2 pipelines of 2 ranks each
 
-The training text is the source code of Python's standard library, as bytes; nothing is downloaded. However
-often a run is interrupted, and on any number of ranks, its final weights are bit-identical. Only two options change
-them, because sums are then rounded in another order. With --replicas, each replica first adds the gradients of its own
-micro-batches. With --zero 2, replicas divide the gradients, and add up the norm for clipping from their parts.
+The training text is the source code of Python's standard library, as bytes; nothing is downloaded. The final weights
+are bit-identical on any number of ranks, however often the run is interrupted. Only two options change them, because
+they change the order in which numbers are added. With --replicas, each replica first adds the gradients of its own
+micro-batches. With --zero 2, the gradients are split across replicas, and the norm for clipping is combined from the
+norms of the parts.
 """
 
 import argparse
@@ -105,7 +106,7 @@ def ranks(replicas: int) -> dict[str, Any]:
 
 
 def rate(step: int, steps: int, warmup: int = 50) -> float:
-    """The learning rate of a step, as a fraction of the largest: a linear warm-up, then a cosine decay."""
+    """The learning rate of a step, as a fraction of the maximum: a linear warm-up, then a cosine decay."""
     if step < warmup:
         return (step + 1) / warmup
     return 0.1 + 0.45 * (1 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup)))
@@ -125,7 +126,7 @@ def arguments() -> argparse.Namespace:
         type=int,
         default=0,
         choices=(0, 1, 2),
-        help="data divided over replicas: 0 none, 1 optimizer states, 2 also gradients (default: 0)",
+        help="data split across replicas: 0 none, 1 optimizer states, 2 also gradients (default: 0)",
     )
     parser.add_argument("--folder", type=Path, default=Path("runs/train_hf"), help="folder of the checkpoints")
     return parser.parse_args()

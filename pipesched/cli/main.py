@@ -78,7 +78,7 @@ def _shape_options(command: _Command) -> _Command:
 
 
 def _cost_options(command: _Command) -> _Command:
-    """Add the options for times. Each time applies to every rank, and each option has the name of a field of Costs."""
+    """Add the options for times. Each time applies to every rank, and each option is named after a field of Costs."""
     share = "Seconds for the {} of one micro-batch on a rank, divided equally among the rank's chunks."
     work = {"forward": "forward", "input_grad": "input gradients", "weight_grad": "weight gradients"}
     texts = {name: share.format(words) for name, words in work.items()}
@@ -231,8 +231,8 @@ def show(  # noqa: PLR0913  # one parameter for each option
 
     With --replicas, the timeline also shows how each rank sums gradients over the replicas in 4 buckets per stage, and,
     with --zero 3, how it gathers weights. The figures then include the bytes that a rank sends to other replicas in a
-    step, and the parts of this communication that run in bubbles, run while the rank computes, or are exposed (the
-    rank waits).
+    step, and how much of this communication runs in bubbles, runs while the rank computes, or is exposed (the rank
+    waits).
 
     \b
     Examples:

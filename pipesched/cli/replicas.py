@@ -31,14 +31,14 @@ def replica_options(command: _Command) -> _Command:
                 type=click.IntRange(0, 3),
                 default=0,
                 show_default=True,
-                help="Data divided over replicas: 0 none, 1 optimizer states, 2 also gradients, 3 also weights.",
+                help="Data split across replicas: 0 none, 1 optimizer states, 2 also gradients, 3 also weights.",
             ),
             click.option(
                 "--weight-bytes",
                 default="1GB",
                 show_default=True,
                 callback=as_bytes,
-                help="Bytes of a rank's weights, such as 2GB; the gradients have the same size. Used with --replicas.",
+                help="Size of a rank's weights, such as 2GB; the gradients have the same size. Used with --replicas.",
             ),
             click.option(
                 "--replica-bandwidth",
@@ -84,7 +84,7 @@ class Replicas:
         )
         if made.zero and made.count == 1:
             raise click.UsageError(
-                f"--zero divides the state of a rank over replicas; got --zero {made.zero} and one replica; pass "
+                f"--zero splits the state of a rank across replicas; got --zero {made.zero} and one replica; pass "
                 f"--replicas 2 or more"
             )
         return made
@@ -131,7 +131,7 @@ class Replicas:
             shares = (f"{part / total_s:.1%}" for part in parts)
             names = ("in bubbles", "while computing", "exposed")
             hidden = ", ".join(f"{share} {name}" for share, name in zip(shares, names, strict=True))
-            yield f"of {quote_time(total_s)} of collectives on {counted(program.num_ranks, 'rank')}: {hidden}"
+            yield f"collectives take {quote_time(total_s)} in all on {counted(program.num_ranks, 'rank')}: {hidden}"
 
     def _sent(self, program: Program) -> Iterator[str]:
         """Yield, as text, the bytes that a rank sends to other replicas in a step. All collectives are rings."""

@@ -71,7 +71,7 @@ class AssemblySpec:
     batch_norm: BatchNormMode
     compiled: Callable[[torch.device], Compiled | None]  #: the compiler of layers on a device
     wrap: Wrap | None
-    gather_once: bool | None  #: whether a run gathers divided weights once; None: as in the plan; without a plan, once
+    gather_once: bool | None  #: whether a run gathers sharded weights once; None: as in the plan; no plan: once
     optimizer: Callable[[list[Any]], Optimizer] | None
     rules: GradientRules | None = None  #: the clipping, loss scaling and checks of gradients before an update
     zero: int = 0  #: the data that replicas divide: 0 none, 1 optimizer states, 2 also summed gradients, 3 also weights
@@ -163,21 +163,21 @@ class Assembly:
             host.sums.copy_from_first(
                 [local(tensor) for tensor in held if tensor not in self._sharded], [local(shard) for shard in shards]
             )
-        #: Adds the gradients over replicas that are complete only after a run; None if there is one replica.
+        #: Sums, across replicas, the gradients that are complete only after a run; None if there is one replica.
         self._late_sums = self._late() if host.sums is not None else None
         #: The holders of weight copies. A step refreshes the copies before it starts.
         self.copies = [holder for holder in (self.ties, self._weight_copies) if holder]
-        #: The context manager for runs that compute gradients; adds the copies' gradients to parameters. Collective.
+        #: The context manager for runs that compute gradients; adds the copies' gradients to ``.grad``. Collective.
         self.delivering = self._delivering if self.copies else nullcontext
         #: The modules that the model holds.
         self.members = Members(spec.model, spec.layered.layers)
-        #: Seconds that the construction took, without the time to fill the model and make optimizers.
+        #: Seconds that the construction took, excluding the time to fill the model and make optimizers.
         self.made_s = time.perf_counter() - begin - self._filling_s
         #: The largest number of rows of a micro-batch for which the memory limits were found to hold.
         self.most_rows = 0
         #: Stage number -> optimizer; empty until ``take_over``.
         self.optimizers: dict[int, Optimizer] = {}
-        #: The weights of this process's stages if they are divided over replicas (zero=3); otherwise empty.
+        #: The weights of this process's stages if they are split across replicas (zero=3); otherwise empty.
         self.divided_weights: list[DividedWeights] = []
         self._inheritance: Inheritance | None = None
         if spec.optimizer is not None:
@@ -210,9 +210,9 @@ class Assembly:
                 self._divide()
 
     def _divide(self) -> None:
-        """Divide the updates over the replicas.
+        """Split the updates across the replicas.
 
-        With zero=2 or 3, also divide the summed gradients. With zero=3, also divide the weights.
+        With zero=2 or 3, also split the summed gradients. With zero=3, also split the weights.
         """
         assert self._host.sums is not None
         grid = self._host.grid
@@ -280,7 +280,7 @@ class Assembly:
 
         A layer can reach such a parameter through a module or a reference. Then this method raises GraphError: the
         parameter would be stale or on another device, and its gradient would not be returned to its rank. If both ranks
-        use one device in one process, this only issues a warning.
+        share a device and a process, this method only issues a warning.
         """
         host = self._host
         placement = self.program.placement
@@ -349,19 +349,19 @@ class Assembly:
         return dict(sorted(stages.items()))
 
     def _check_sharded(self, sharded: Mapping[int, ShardedModules]) -> None:
-        """Check that the program can run stages whose weights are divided among several processes."""
+        """Check that the program can run stages whose weights are sharded across several processes."""
         program = self.program
         if sharded and self._spec.reduction_order == "tree":
             raise GraphError(
-                f"reduction_order='tree' needs gradients that pipesched adds itself, but fully_shard adds those of the "
-                f"modules that it shards; wrap= shards {counted(len(sharded), 'stage')} of this process; do not shard "
-                f"them, or leave reduction_order= out"
+                f"reduction_order='tree' needs pipesched to add all gradients, but fully_shard adds those of the "
+                f"modules that it shards; wrap= shards {counted(len(sharded), 'stage')} of this process; leave "
+                f"fully_shard or reduction_order= out"
             )
         if sharded and program.has_updates:
             raise ScheduleError(
-                f"a stage that wrap= shards by fully_shard must not be updated while micro-batches are in flight, "
-                f"because fully_shard keeps one version of the weights; schedule {program.name!r} does "
-                f"so; choose another schedule, such as 1f1b or zb-v"
+                f"a stage that wrap= shards with fully_shard must not be updated while micro-batches are in flight, "
+                f"because fully_shard keeps only one version of the weights; schedule {program.name!r} updates stages "
+                f"during that time; choose another schedule, such as 1f1b or zb-v"
             )
         ranks = {program.placement[index] for index, one in sharded.items() if one.num_shards > 1}
         if isinstance(self._host, ThreadRanks) and len(ranks) > 1:
@@ -372,7 +372,7 @@ class Assembly:
             )
 
     def _held_tensors(self) -> list[Tensor]:
-        """Return the parameters and buffers of the stages of this process, without copies of other ranks' weights."""
+        """Return the parameters and buffers of this process's stages, excluding copies of other ranks' weights."""
         own = [stage for index, stage in self.stages.items() if index == self.program.weights[index]]
         modules = [module for stage in own for module in stage.modules.values()]
         return [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
@@ -461,7 +461,7 @@ class Assembly:
                     stage.gradients.begin()
 
     def reduce_late(self) -> None:
-        """After a run: sum the gradients of `late_bucket` over the replicas, because these are complete only now."""
+        """After a run: sum the gradients of `late_bucket` across the replicas. They are complete only now."""
         if self._late_sums is not None and self._late_sums.parameters:
             self._late_sums.start(0)
             self._late_sums.wait()
@@ -509,6 +509,6 @@ class Assembly:
     def verdict(self) -> Verdict | None:
         """The gradient norms of the last update, and whether the update was skipped.
 
-        None before the first update, without gradient rules, and if this process has no stages.
+        None before the first update, if there are no gradient rules, and if this process has no stages.
         """
         return next((stage.optimizer.verdict for stage in self.stages.values()), None)

@@ -56,7 +56,7 @@ class AutoPlan:
     optimizer: Callable[[list[Any]], Optimizer] | None  #: makes an optimizer, whose states count towards a memory limit
     free: bool  #: whether the number of micro-batches is free, because results do not depend on it
     replicas: ReplicaCosts | None = None  #: the costs of several replicas; None if there is only one
-    gather_once: bool | None = None  #: whether a step gathers divided weights once; None: if that fits into memory
+    gather_once: bool | None = None  #: whether a step gathers sharded weights once; None: only if that fits in memory
 
     def is_wanted(self, request: PlanRequest, plan: Plan | None) -> bool:
         """Return whether a search is needed.

@@ -89,7 +89,7 @@ def attach(opened: OpenPass) -> Any:
 def _firsts(whole: Payload, pattern: Payload) -> tuple[Any, ...]:
     """Return, for each leaf of ``pattern``, the leaf of ``whole`` at the same place.
 
-    If a leaf of ``pattern`` occurs at several places, its first place counts.
+    If a leaf of ``pattern`` occurs at several places, the first place is used.
     """
     return tuple(whole.leaves[whole.places[pattern.places.index(leaf)]] for leaf in range(len(pattern.leaves)))
 

@@ -42,7 +42,7 @@ def replica_costs(grid: RankGrid, zero: int, links: Links | None) -> ReplicaCost
 
     Args:
         grid: the ranks of each replica.
-        zero: the data that the replicas divide, as in `Distributed`.
+        zero: the data that is split across the replicas, as in `Distributed`.
         links: the links between the ranks of all replicas, if they are known.
 
     """
@@ -92,11 +92,11 @@ class CostBook:
         self.layers: dict[str, LayerCosts] | None = None
         #: The ranks' overheads outside their stages; None if no profile contains them.
         self.overheads: Overheads | None = None
-        #: The size of a micro-batch for which the plan was found; 0 rows without a search.
+        #: The size of a micro-batch for which the plan was found; 0 rows if there was no search.
         self.planned = Size(0, 0)
         #: The layers' costs as functions of the size of a micro-batch.
         self.size_fit = SizeFit()
-        #: Device -> the device's time relative to the other devices, for devices with a different measured speed.
+        #: Slow device -> the factor by which it is slower than the fastest device, as measured.
         self.slow: dict[Hashable, float] = {}
         self._kinds: dict[str, Hashable] | None = None
         self._model = model
@@ -161,7 +161,7 @@ class CostBook:
     def stage_costs(
         self, programs: ProgramFactory, cut: StageLayers, layers: Mapping[str, LayerCosts] | None = None
     ) -> Costs:
-        """Return the stages' costs, with the speeds of links and slow devices, but without overheads.
+        """Return the stages' costs, including the effects of links and slow devices, but excluding overheads.
 
         Args:
             programs: the programs that run the stages.
@@ -193,7 +193,7 @@ class CostBook:
         return host_bytes_per_s(self._devices[0])
 
     def slowness(self, rank: int) -> float:
-        """Return by what factor a rank's device is slower than the fastest device; 1 if not measured."""
+        """Return the factor by which a rank's device is slower than the fastest device; 1 if not measured."""
         return self.slow.get(self._devices[rank], 1.0) if self.slow else 1.0
 
     def learn(self, stages: Sequence[StageTimes], tolerance: float) -> None:

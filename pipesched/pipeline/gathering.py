@@ -19,7 +19,7 @@ __all__ = ["gather_model", "merged_state", "named_tensors", "place_weights"]
 #: Name of a tensor that a rank sends -> the shape of the tensor, and its number of bytes.
 _Share = Mapping[str, tuple[tuple[int, ...], int]]
 
-_BATCH = 64 << 20  # the most bytes in a group of several tensors that is sent as one message
+_BATCH = 64 << 20  # the maximum total size in bytes of several tensors that are sent as one message
 _EXTRA = "_extra_state"
 
 
@@ -58,7 +58,7 @@ def merged_state(state: Mapping[str, Any], names: Iterable[str], host: MeshRanks
     with executor.collective("full_state_dict"):
         share = {name: _whole(value) if isinstance(value, Tensor) else value for name, value in state.items()}
     merged = {name: value for shares in executor.exchange(share) for name, value in shares.items()}
-    executor.exchange_in_all(None)  # a replica that has ended could not say which rank of another replica has failed
+    executor.exchange_in_all(None)  # so that no replica returns before it can report a failed rank of another
     return {name: merged[name] for name in (*names, *merged) if name in merged}  # names added by wrap come last
 
 
@@ -204,14 +204,14 @@ def _batches(share: _Share) -> Iterator[list[str]]:
 
 
 def _whole(tensor: Tensor) -> Tensor:
-    """Return the whole tensor. A sharded tensor is gathered over its mesh, so all ranks of that mesh must call this."""
+    """Return the full tensor. A sharded tensor is gathered over its mesh, so all ranks of that mesh must call this."""
     from torch.distributed.tensor import DTensor  # takes a second to import
 
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def _take(tensor: Tensor, value: Tensor) -> None:
-    """Copy a whole tensor into ``tensor``, which belongs to this rank's model and may be sharded."""
+    """Copy a full tensor into ``tensor``, which belongs to this rank's model and may be sharded."""
     from torch.distributed.tensor import DTensor, distribute_tensor
 
     if tensor.is_meta:

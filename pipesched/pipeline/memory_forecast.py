@@ -43,7 +43,7 @@ class MemoryForecast:
         book: the known costs of layers and devices.
         spec: the model and its loss.
         guard: the StaleGuard, which is lifted while the stages are measured.
-        limits: the most bytes that each rank may hold; None for no limit.
+        limits: the maximum number of bytes that each rank may hold, or None if there is no limit.
 
     """
 
@@ -130,7 +130,7 @@ class MemoryForecast:
         return rank_memory(program, costs, posted=self._posted, messages=messages, **options)
 
     def _stage_sizes(self) -> Sequence[StageSizes]:
-        """Return the memory needs of a captured model's stages, each measured as a whole.
+        """Measure each stage of a captured model as a whole, and return the memory needs of the stages.
 
         Returns an empty sequence if the stages cannot be measured.
         """
@@ -152,7 +152,7 @@ class MemoryForecast:
         return now.sizes
 
     def _with_states(self, costs: Costs) -> Costs:
-        """Return the costs with the bytes of weights, gradients and optimizer states that a rank holds.
+        """Return the costs, with the sizes of the weights, gradients and optimizer states that each rank holds.
 
         Assumes that all ranks use the same kind of optimizer.
         """
@@ -187,9 +187,9 @@ class MemoryForecast:
         )
 
     def _with_shards(self, costs: Costs) -> Costs:
-        """Return the costs plus the shards of ``fully_shard``, which a rank holds in addition to the whole weights.
+        """Return the costs, including the shards of ``fully_shard`` that a rank holds in addition to the full weights.
 
-        A step holds whole weights from its start until their gradients have been reduced.
+        A step holds the full weights from its start until their gradients have been reduced.
         """
         shares = [self._shard_share(stage) for stage in range(costs.num_stages)]
         return replace(
@@ -204,9 +204,9 @@ class MemoryForecast:
         )
 
     def _shard_share(self, stage: int) -> float:
-        """Return the share of a stage's weights that ``fully_shard`` leaves to this process; 1 if it shards no weights.
+        """Return the fraction of a stage's weights that ``fully_shard`` leaves to this process; 1 if none are sharded.
 
-        A stage of another process is assumed to be divided like those of this process.
+        A stage of another process is assumed to be sharded like those of this process.
         """
         stages = self._running.assembly.stages
         own = [stages[stage]] if stage in stages else list(stages.values())
@@ -216,7 +216,7 @@ class MemoryForecast:
         return sum(local(p).nbytes for p in parameters) / sum(p.numel() * p.element_size() for p in parameters)
 
     def _others_weights(self, stage: int) -> int:
-        """Return the bytes of a stage's weights that only the other replicas hold between steps."""
+        """Return the size in bytes of those rows of a stage's weights that other replicas hold between steps."""
         assembly = self._running.assembly
         shards = self._shards(stage)
         if assembly.zero < 3 or shards is None:
@@ -245,14 +245,14 @@ class MemoryForecast:
         return shards_for(known, assembly.parameters(stage), grid.replica, len(grid.rows))
 
     def sent_to_replicas(self) -> tuple[int, ...]:
-        """Return the bytes that each rank sends to the other replicas in a step."""
+        """Return the number of bytes that each rank sends to the other replicas in a step."""
         sent = [0] * self._running.program.num_ranks
         for rank, stage in zip(self._running.program.placement, self._replicated(), strict=False):
             sent[rank] += stage.sent_bytes()
         return tuple(sent)
 
     def _replicas(self) -> list[ReplicaMemory] | None:
-        """Return the memory that each stage needs for communication with other replicas; None if it needs none."""
+        """Return the memory that each stage needs for communication with other replicas; None if none is needed."""
         found = [own.memory(self._freed(stage)) for stage, own in enumerate(self._replicated())]
         sharded = [one.sharded for one in self._running.assembly.stages.values() if one.sharded is not None]
         if not any(one.once for one in sharded):
@@ -267,7 +267,7 @@ class MemoryForecast:
         return stages
 
     def _replicated(self) -> list[StageReplicas]:
-        """Return, for each stage, the parameters whose gradients replicas sum; [] if there is one replica."""
+        """Return, for each stage, the parameters whose gradients are summed across replicas; [] for one replica."""
         running = self._running
         assembly = running.assembly
         placement = assembly.program.placement
@@ -287,7 +287,7 @@ class MemoryForecast:
         ]
 
     def _freed(self, stage: int) -> list[int]:
-        """Return the activation bytes that the backward has freed when each bucket of a stage is complete."""
+        """Return, for each bucket of a stage, the activation bytes freed by the time the bucket is complete."""
         assembly = self._running.assembly
         programs = assembly.programs
         if not programs.buckets:

@@ -37,17 +37,17 @@ class Search:
         Pipeline(model, sample, devices=devices, search=Search(memory_limit_bytes=16 << 30))
 
     Args:
-        memory_limit_bytes: the most bytes that a rank may hold, including the states of ``optimizer=``. One number for
-            all ranks, or one per rank. Default: None (no limit).
+        memory_limit_bytes: the maximum number of bytes that a rank may hold, including the states of ``optimizer=``:
+            one number for all ranks, or one per rank. Default: None (no limit).
         batch_size: the number of rows in a step. If it is given, the search also chooses the number of micro-batches,
             provided that neither BatchNorm nor the loss combines rows. Default: the sample's rows times the number of
             micro-batches.
         profile: the layers' costs, as a Profile or the path of a saved one. Default: None (the layers are measured).
         links: the speed of the connections between ranks, from `probe_links`. Default: None (transfers take no time).
-        offload: whether activations may be moved to the host to keep within a memory limit: "auto", True or False.
+        offload: whether activations may be moved to the host to stay within a memory limit: "auto", True or False.
             Default: "auto", which is False on CPUs because it would free no memory there.
-        effort: the most actions that the search simulates. The search for orders of the schedule ``searched`` may
-            simulate three times as many. Default: 200,000.
+        effort: the maximum number of actions that the search simulates. The search for orders of the schedule
+            ``searched`` may simulate three times as many. Default: 200,000.
 
     Raises:
         InputError: effort is not a whole number of at least 1.
@@ -96,7 +96,7 @@ class Numerics:
         batch_norm: when BatchNorm updates its running statistics: after each "micro-batch", or once per "mini-batch",
             just as a single forward over the whole batch would. Default: "micro-batch".
         intra_op_threads: the number of CPU threads per rank. Default: 1.
-        clip_grad_norm: with ``optimizer=``, the largest norm of all gradients together. If their norm is larger, they
+        clip_grad_norm: with ``optimizer=``, the maximum norm of all gradients together. If their norm is larger, they
             are scaled down before the update, as ``Pipeline.clip_grad_norm_`` does. Default: None (not clipped).
         norm_type: the order of the norm that ``clip_grad_norm`` limits; ``math.inf`` for the largest absolute value.
             Default: 2.
@@ -111,9 +111,9 @@ class Numerics:
         reduction_order: the order in which the gradients and losses of micro-batches are added. With "sequential", each
             replica adds its micro-batches one after the other, and then the sums of the replicas are added in replica
             order. With "tree", the micro-batches of all replicas are added as one binary tree. The results then do not
-            depend on the number of replicas, if the total number of micro-batches stays the same. A rank holds up to
-            log2(n) more copies of its gradients, where n is the largest power of two that divides its number of
-            micro-batches. Default: "sequential".
+            depend on the number of replicas, as long as the total number of micro-batches stays the same. A rank then
+            holds up to log2(n) additional copies of its gradients, where n is the largest power of two that divides its
+            number of micro-batches. Default: "sequential".
 
     Raises:
         ModelTypeError: loss_weight is not a function.
@@ -180,7 +180,7 @@ class Numerics:
             )
         if zero >= 2 and self.clip_grad_norm is not None:
             raise InputError(
-                f"with zero=2 or 3, the norm that clips gradients is combined from the parts of each replica, so its "
+                f"with zero=2 or 3, the gradient norm for clipping is combined from one norm per replica, so its "
                 f"bits depend on the number of replicas despite reduction_order='tree'; got zero={zero} with "
                 f"clip_grad_norm={self.clip_grad_norm}; pass zero=1 or 0, or leave reduction_order= or clip_grad_norm= "
                 f"out"
@@ -244,14 +244,15 @@ class Distributed:
             rank passes a batch; the others call ``step()``, ``evaluate()`` and ``forward()`` without one. Default:
             "all".
         timeout: the number of seconds that a rank waits for another rank. Default: 60.
-        zero: with ``optimizer=`` and several replicas, the data that replicas divide among themselves instead of each
-            holding all of it. With 1, each replica updates a part of every stage's weights and holds the optimizer
-            states of this part only. With 2, it also keeps only this part of the gradients once they are summed. With
-            3, it also holds only this part of the weights between steps; a step gathers the weights of a stage before
-            their use and then frees them. Default: 0 (nothing is divided).
-        gather_once: whether a step gathers divided weights once and keeps them until the last backward of their stage.
+        zero: with ``optimizer=`` and several replicas, the data that is split across the replicas. With 1, each replica
+            updates its own part of every stage's weights, and holds the optimizer states of that part only. With 2, it
+            also keeps only that part of the summed gradients. With 3, it also holds only that part of the weights
+            between steps; a step gathers the weights of a stage before they are used, and frees them afterwards.
+            Default: 0 (nothing is split).
+        gather_once: whether a step gathers sharded weights once and keeps them until the last backward of their stage.
             If False and ``zero=3``, a step frees the weights of a stage while other stages of its rank run, and gathers
-            them again. For modules that ``wrap=`` shards by ``fully_shard``, True also reduces the gradients only once.
+            them again. For modules that ``wrap=`` shards with ``fully_shard``, True also reduces the gradients only
+            once.
             If False, the modules' own flags decide: by default each forward and backward of a micro-batch gathers the
             weights, and each backward reduces the gradients. False takes longer but needs less memory. Default: None
             (once, unless ``zero=3`` and only False fits ``memory_limit_bytes``).
@@ -269,7 +270,7 @@ class Distributed:
     def __post_init__(self) -> None:
         if isinstance(self.zero, bool) or self.zero not in (0, 1, 2, 3):
             raise InputError(
-                f"zero= must be 0 (nothing is divided over replicas), 1 (optimizer states are divided), 2 (also summed "
+                f"zero= must be 0 (nothing is split across replicas), 1 (optimizer states are split), 2 (also summed "
                 f"gradients) or 3 (also weights); got {shown(self.zero)}; pass one of them"
             )
         if self.gather_once not in (None, True, False):
@@ -278,11 +279,11 @@ class Distributed:
             )
 
     def check_zero(self, *, num_replicas: int, has_optimizers: bool) -> None:
-        """Raise InputError if ``zero`` has nothing to divide."""
+        """Raise InputError if ``zero`` is set without several replicas and an optimizer."""
         if self.zero and (num_replicas == 1 or not has_optimizers):
             has = f"{num_replicas} replica{'s' * (num_replicas > 1)} and {'an' if has_optimizers else 'no'} optimizer="
             raise InputError(
-                f"zero={self.zero} divides the optimizer states of a pipeline over its replicas, so it needs several "
+                f"zero={self.zero} splits the optimizer states of a pipeline across its replicas, so it needs several "
                 f"replicas and optimizer=; this pipeline has {has}; pass both, or leave zero= out"
             )
 

@@ -87,9 +87,9 @@ class Pipeline(SavingInterface):
         mesh: a DeviceMesh with one process per rank, such as ``mesh["pp"]``; used instead of devices.
         axes: the mesh dimensions of the pipeline, of its replicas, and of replicas that shard weights with
             ``fully_shard`` (see wrap): ``{"pipeline": "pp", "replicate": "dp", "shard": "fsdp"}``. Default: recognised
-            by names such as "pp", "dp" and "fsdp"; a mesh of one dimension is a single pipeline.
+            by names such as "pp", "dp" and "fsdp"; a mesh with only one dimension is a single pipeline.
         loss_fn: ``loss_fn(output, target)`` -> scalar tensor; a function or a Module. Default: the model's own loss,
-            that is, its output if this is a tensor, else the output's ``loss``.
+            that is, the model's output if it is a tensor, or else the output's ``loss``.
         schedule: a name from ``pipesched.schedules.names()``, a Schedule or a Program. Default: "auto", a search for
             the plan with the shortest predicted step, like `tune` without trial runs; the plan may leave devices
             unused.
@@ -345,16 +345,16 @@ class Pipeline(SavingInterface):
 
         With an asynchronous schedule, ``step()`` starts the step and returns the loss of the previous step (the first
         step returns its own loss). That loss is a mean over the rows of its step; the loss of each row is computed with
-        the weights at the time of the row's forward. An exception may surface in the next step or in ``flush``. The
-        steps under way are then discarded, but updates already made are kept.
+        the weights that were current during the row's forward. An exception may surface in the next step or in
+        ``flush``. The steps under way are then discarded, but updates already made are kept.
 
         Args:
             *args: the model's positional inputs, for the whole batch.
             target: the target of loss_fn for the whole batch, split like the inputs. Default: None (no loss_fn).
             return_outputs: also return the model's output. Default: False.
             gather: under a mesh, return the output on every rank, not only on the last stage's rank. Default: False.
-            microbatches: in place of inputs and target, the batch as a list of `Microbatch` objects, each with shapes
-                of its own. The list can have any length, unless the program fixes the number of micro-batches.
+            microbatches: in place of inputs and target, the batch as a list of `Microbatch` objects, whose shapes may
+                differ. The list can have any length, unless the program fixes the number of micro-batches.
                 Default: None (the batch is split).
             metrics: ``metrics(outputs, target)`` -> a dict of named scalars (numbers or tensors of shape []) of one
                 micro-batch, called without gradients on the rank that has the outputs. ``pipe.metrics`` holds the
@@ -505,16 +505,17 @@ class Pipeline(SavingInterface):
         a different factor. With ``optimizer=`` pass ``Numerics(clip_grad_norm=)`` instead.
 
         Args:
-            max_norm: the largest norm of all gradients together, above 0. ``math.inf`` only measures the norm.
+            max_norm: the maximum norm of all gradients together; must be above 0. Pass ``math.inf`` to measure the norm
+                without clipping.
             norm_type: the order of the norm, above 0; ``math.inf`` for the largest absolute value. Default: 2.
             error_if_nonfinite: whether a norm that is infinite or NaN is an error. Default: False.
 
         Returns:
-            The norm before clipping, a 0-d tensor: float32, or float64 if a gradient is float64. 0 without
-            gradients.
+            The norm before clipping, a 0-d tensor: float32, or float64 if a gradient is float64. The norm is 0
+            if there are no gradients.
 
         Raises:
-            InputError: an argument is wrong or differs between ranks, or steps update the weights themselves.
+            InputError: an argument is wrong or differs between ranks, or ``step`` itself updates the weights.
             ExecutionError: the norm is not finite, and ``error_if_nonfinite`` is set; gradients are unchanged.
 
         """
@@ -541,8 +542,8 @@ class Pipeline(SavingInterface):
     def grad_norm(self) -> torch.Tensor | None:
         """The norm of all gradients together in the last update, before ``Numerics(clip_grad_norm=)`` clipped them.
 
-        A 0-d tensor. None before the first update, if ``Numerics`` sets neither ``clip_grad_norm``, ``scaler`` nor
-        ``on_nonfinite``, and on a rank that has no stages.
+        A 0-d tensor. None before the first update, on a rank that has no stages, and if ``Numerics`` sets none of
+        ``clip_grad_norm``, ``scaler`` and ``on_nonfinite``.
         """
         verdict = self._running.assembly.verdict
         return None if verdict is None else verdict.norm
@@ -553,7 +554,7 @@ class Pipeline(SavingInterface):
         return self._scaler
 
     def flush(self) -> torch.Tensor | None:
-        """Finish the steps of an asynchronous schedule that are under way, with all their updates.
+        """Finish the steps of an asynchronous schedule that are under way, including all their updates.
 
         Call it before you change the model, an optimizer or a learning rate scheduler directly. Methods of the pipeline
         that read or change weights, state or mode flush automatically, and so do ``evaluate``, ``forward`` and
@@ -603,7 +604,7 @@ class Pipeline(SavingInterface):
         Without ``plan`` the model is cut again for the same schedule, based on the median times of the last steps; a
         rank that is slower on identical layers gets fewer layers. Boundaries, groups and memory limits given to
         Pipeline still hold. The new cut is used if its predicted step is shorter by more than 3 % and by more than
-        twice the noise.
+        twice the variation between the measured steps.
 
         Args:
             plan: the plan to switch to. Default: None (search for a better cut).
@@ -673,7 +674,7 @@ class Pipeline(SavingInterface):
 
         Each scalar is a detached 0-d tensor (float64 for ``metrics=``), on every rank of a mesh. Reading the dict
         under a mesh waits for the step's values; reading a value on a GPU waits for the step. With an asynchronous
-        schedule the scalars belong to the step whose loss ``step`` has returned last.
+        schedule the scalars belong to the step whose loss ``step`` returned last.
         """
         return self._steps.metrics.last
 
@@ -732,13 +733,13 @@ class Pipeline(SavingInterface):
     def state_dict(self) -> dict[str, Any]:
         """Return the state under the model's own keys; under a mesh only the state of this rank's stages.
 
-        Raises ExecutionError if replicas divide the weights (``Distributed(zero=3)``).
+        Raises ExecutionError if the weights are split across replicas (``Distributed(zero=3)``).
         """
         if count := sum(len(list(weights)) for weights in self._running.assembly.divided_weights):
             raise ExecutionError(
-                f"state_dict() needs whole weights, but with zero=3 each replica holds only its rows of them; "
-                f"{count} parameters of this rank are divided; call full_state_dict() or save_weights() on every rank, "
-                f"or gather_model() first"
+                f"state_dict() needs full (unsharded) weights, but with zero=3 each replica holds only its own rows; "
+                f"number of sharded parameters on this rank: {count}; call full_state_dict() or save_weights() on "
+                f"every rank, or gather_model() first"
             )
         return super().state_dict()
 
@@ -758,9 +759,9 @@ class Pipeline(SavingInterface):
             self._divide_weights()
 
     def _gather_rows(self, method: str) -> None:
-        """Make the weights of this rank's stages whole if replicas divide them.
+        """Gather the full weights of this rank's stages if they are split across replicas.
 
-        Collective over replicas that divide the weights. ``method`` is the public method that needs the weights.
+        Collective over these replicas. ``method`` is the public method that needs the weights.
         """
         divided = self._running.assembly.divided_weights
         host = self._running.host
@@ -770,7 +771,7 @@ class Pipeline(SavingInterface):
                     weights.assemble(executor.exchange_with_peers)
 
     def _divide_weights(self) -> None:
-        """Keep only this replica's rows of the weights if replicas divide them."""
+        """Keep only this replica's rows of the weights if the weights are split across replicas."""
         divided = self._running.assembly.divided_weights
         for weights in divided:
             weights.divide()
@@ -791,8 +792,8 @@ class Pipeline(SavingInterface):
         ``state_dict()``, raises ExecutionError until this method has run or a complete state has been loaded. The next
         step makes the model stale again. In one process the model is always complete, and this method does nothing.
 
-        With ``Distributed(zero=3)`` each replica holds only rows of its weights, also before the first step and after
-        ``close()``; the model can then be used only after this method has run.
+        With ``Distributed(zero=3)`` each replica holds only its own rows of the weights, even before the first step and
+        after ``close()``; the model can then be used only after this method has run.
 
         Every rank of the mesh must call this method, even after ``close()``. A rank that gathers needs memory for the
         whole model. Parameters stay the same objects on the same devices, except that parameters on the meta device are

@@ -29,10 +29,10 @@ from pipesched.torch_checks import as_call
 
 __all__ = ["Trial"]
 
-_ROUNDS = 10  # the most turns per plan; short turns alternate, because other programs slow a machine for seconds
+_ROUNDS = 10  # the maximum number of turns per plan; turns are short, because other programs slow a machine for seconds
 _STEPS = 2  # measured steps per turn, after one warm-up step
-_LEAST_ROUNDS = 4  # the least turns per plan, if they take no longer than ...
-_ENOUGH_S = 5.0  # ... these seconds, after which no further round starts
+_LEAST_ROUNDS = 4  # the minimum number of turns per plan, unless _ENOUGH_S has passed
+_ENOUGH_S = 5.0  # seconds after which no further round of turns starts
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Trial:
 
         Args:
             plans: the plans to run.
-            told: a function that is called with the progress, from 0 to 1, each time after a plan has run a few steps.
+            told: a function that is called with the progress, from 0 to 1, each time a plan has run a few steps.
                 The trials may end before the progress reaches 1.
 
         """

@@ -46,7 +46,7 @@ _COPIED = 1 << 22  # bytes of the copy that measures the speed between devices
 
 
 class _Place(NamedTuple):
-    """The device of a parameter or buffer, and the total bytes of the tensor with its gradient and optimizer state."""
+    """The device of a parameter or buffer, and the total size of the tensor, its gradient and its optimizer state."""
 
     device: torch.device
     nbytes: int
@@ -62,7 +62,7 @@ class Replanner:
         roots: the model and the loss module, keyed by the prefix of their parameters' names.
         spec: the model and the user's options for its stages.
         asked: the boundaries that the user fixed.
-        limits: the most bytes that each rank may hold; None for no limit.
+        limits: the maximum number of bytes that each rank may hold, or None if there is no limit.
 
     """
 
@@ -101,7 +101,7 @@ class Replanner:
         return self._move(programs, self._book.cut_stages(self._host(), pins, programs, plan))
 
     def improve(self, steps_left: int | None, *, measure: bool) -> Replanned:
-        """Switch to a better cut if, by the measured times of the last steps, the cut saves enough time.
+        """Switch to a better cut if, according to the measured times of the last steps, it saves enough time.
 
         Args:
             steps_left: the number of steps still to run; None if unknown.
@@ -195,7 +195,7 @@ class Replanner:
             programs: the programs that run the stages.
             cut: the layers of each stage.
             update_s: the time of an update, in seconds per byte of weights.
-            limits: the bytes that each rank may hold. Default: no limit.
+            limits: the maximum number of bytes that each rank may hold. Default: None (no limit).
 
         """
         programs.connect(self._book.layered.edges(cut), offloading(programs.checkpoint, cut))
@@ -208,7 +208,7 @@ class Replanner:
         return simulate(timed, costs).makespan_s * programs.num_microbatches / timed.num_microbatches
 
     def _moving(self, layers: Mapping[str, tuple[int, int]]) -> tuple[int, float]:
-        """Return the bytes to copy between devices, and the predicted seconds of the whole move.
+        """Return the number of bytes to copy between devices, and the predicted duration of the whole move in seconds.
 
         ``layers`` holds the old and the new rank of each layer that moves.
         """
@@ -239,7 +239,7 @@ class Replanner:
         return Replanned(plan=self._plan(), layers=layers, moved_bytes=size, cost_s=cost_s)
 
     def _places(self) -> dict[str, _Place]:
-        """Return the device of each parameter and buffer, and the bytes to copy if the tensor changes its device."""
+        """Return, for each parameter and buffer, its device and the number of bytes to copy if it changes devices."""
         optimizers = self._running.assembly.optimizers.values()
         states = {parameter: state for optimizer in optimizers for parameter, state in optimizer.state.items()}
         places: dict[str, _Place] = {}
@@ -270,9 +270,9 @@ class Replanner:
         running.replace(host=host, assembly=assembly, splitter=splitter)
         if assembly.undriven:
             warn(
-                f"a learning rate scheduler changes only the optimizers that it was created with; stages "
-                f"{assembly.undriven} have new optimizers with the current settings; create schedulers for these "
-                f"optimizers too (pipe.optimizers[stage])"
+                f"a learning rate scheduler changes only the optimizers that it was created with; replan() has created "
+                f"new optimizers, with the current settings, for stages {assembly.undriven}; create schedulers for "
+                f"these optimizers too (pipe.optimizers[stage])"
             )
 
     def _host(self) -> ThreadRanks:

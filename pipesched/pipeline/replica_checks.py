@@ -49,21 +49,21 @@ TREE = NeedsOwnWeights(
 def check_replicas(model: nn.Module, programs: ProgramFactory, batch_norm: BatchNormMode) -> None:
     """Check that replicas of a model end every step with equal weights and running statistics.
 
-    Raises ScheduleError if the program updates weights before its last backward, and InputError if each replica would
-    keep running statistics of its own rows.
+    Raises ScheduleError if the program updates weights before its last backward, and InputError if the
+    running statistics of each replica would include only its own rows.
     """
     program = programs.full.plain
     if program.has_updates:
         raise ScheduleError(
-            f"with replicas, a step must update the weights once, after its last backward, because gradients are added "
-            f"over the replicas first; {program.name!r} updates weights before that; choose a synchronous schedule, "
+            f"with replicas, a step must update the weights once, after its last backward, because gradients are first "
+            f"summed across the replicas; {program.name!r} updates weights before that; choose a synchronous schedule, "
             f"such as 1f1b, or a mesh without replicas"
         )
     names = [name for name, module in model.named_modules() if _normalises(module)]
     if names and batch_norm == "micro-batch":
         raise InputError(
-            f"with replicas, the running statistics of BatchNorm must be those of all replicas; with "
-            f"batch_norm='micro-batch' each replica would keep statistics of its own rows in layer {and_more(names)}; "
+            f"with replicas, BatchNorm's running statistics must include the rows of all replicas; with "
+            f"batch_norm='micro-batch' they would include only each replica's own rows in layer {and_more(names)}; "
             f"pass numerics=Numerics(batch_norm='mini-batch')"
         )
 
@@ -137,8 +137,8 @@ def check_tree(model: nn.Module, program: Program, bodies: Sequence[Body], tied:
     if shared:
         raise GraphError(
             f"{rule} weights that are each used by one layer, because the gradients of a shared weight are first "
-            f"added over its uses; {counted(len(shared), 'weight')} of this model are used several times: "
-            f"{and_more(shared)}; untie them, {remedy}"
+            f"summed across its uses; this model uses {counted(len(shared), 'weight')} several times: "
+            f"{and_more(shared)}; untie the layers, {remedy}"
         )
     held = {parameter for body in bodies for layer in body.layers.values() for parameter in layer.parameters()}
     others = [name for parameter, name in names.items() if parameter.requires_grad and parameter not in held]
@@ -173,7 +173,7 @@ def check_axes(plan: Plan | None, num_ranks: int, num_replicas: int, zero: int) 
 
 
 def warn_of_written(model: nn.Module, written: Collection[str]) -> None:
-    """Warn about buffers that forwards write to, because they are not combined over replicas.
+    """Warn about buffers that forwards write to, because they are not combined across replicas.
 
     ``written`` holds the names of these buffers; buffers of torch's own layers may be missing.
     """
@@ -183,14 +183,14 @@ def warn_of_written(model: nn.Module, written: Collection[str]) -> None:
     names = [*sorted(known), *(name for name, part in modules if _tracks(part) and not _normalises(part))]
     if names:
         warn(
-            f"buffers that forwards write to are not combined over replicas, so that each replica keeps the values of "
-            f"its own rows; this model may write to {and_more(names)}; combine them after each step if the replicas "
-            f"must be equal, or ignore this warning"
+            f"buffers that forwards write to are not combined across replicas, so each replica keeps the values "
+            f"computed from its own rows; this model may write to {and_more(names)}; combine them after each step if "
+            f"the replicas must be equal, or ignore this warning"
         )
 
 
 def _normalises(module: nn.Module) -> bool:
-    """Whether a module has running statistics of batches, which the mode "mini-batch" combines."""
+    """Whether a module has running statistics that the mode "mini-batch" combines."""
     return _tracks(module) and not isinstance(module, nn.InstanceNorm1d | nn.InstanceNorm2d | nn.InstanceNorm3d)
 
 

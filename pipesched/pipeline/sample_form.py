@@ -15,7 +15,7 @@ __all__ = ["MISFITS", "CallForm", "check_form"]
 #: Errors that a model's code raises for arguments of a form that it does not accept.
 MISFITS = TypeError, LookupError, AttributeError, GraphError
 
-_LONGEST = 400  # the most characters of a form in an error message
+_LONGEST = 400  # the maximum number of characters of a form in an error message
 #: Keywords of a step that are not passed to the model.
 _BESIDE = ("target", "return_outputs", "gather", "microbatches", "metrics")
 

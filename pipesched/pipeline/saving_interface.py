@@ -45,7 +45,7 @@ class SavingInterface(ModuleInterface):
         asynchronous: bool = False,
         keep: int | None = None,
     ) -> None:
-        """Save the run. The loaded run continues under any plan, bit-identically to a run that never stopped.
+        """Save the run. It can be resumed under any plan, and then matches a run that never stopped, bit for bit.
 
         ::
 
@@ -101,9 +101,9 @@ class SavingInterface(ModuleInterface):
 
         Weights, buffers and optimizer states are loaded by name. The number of steps and the seed are set to the
         saved values, and gradients are cleared. Everything is checked first: if anything does not fit, nothing changes.
-        Under a mesh, every rank must call this method, and reads only the files that it needs. The number of replicas
-        can change if the number of micro-batches in all replicas stays the same; the continued run then differs in
-        rounding, and a warning says so. ``zero=`` can change, too.
+        Under a mesh, every rank must call this method; each rank reads only the files that it needs. The number of
+        replicas can change if the total number of micro-batches in all replicas stays the same; the resumed run then
+        differs in rounding, and a warning says so. ``zero=`` can change, too.
 
         Args:
             path: the folder of a checkpoint, or a folder in which ``keep`` made several; then the newest undamaged
@@ -131,7 +131,7 @@ class SavingInterface(ModuleInterface):
         scheduler: Any = None,
         extra: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """Return the content of a checkpoint, for you to write. Collective under a mesh.
+        """Return the contents of a checkpoint, for you to write to a file yourself. Collective under a mesh.
 
         ::
 
@@ -144,8 +144,9 @@ class SavingInterface(ModuleInterface):
 
         Returns:
             A dict of plain values and tensors that ``torch.load`` can read with ``weights_only=True``. Under a mesh, it
-            is this rank's part. With several replicas, only the ranks of replica 0 get tensors; with ``zero=`` above 0,
-            all ranks do. The tensors share memory with the pipeline, so copy them before the next step.
+            holds this rank's part of the checkpoint. With several replicas, only the ranks of replica 0 get tensors;
+            with ``zero=`` above 0, all ranks do. The tensors share memory with the pipeline, so copy them before the
+            next step.
 
         Raises:
             CheckpointError: something cannot be saved.
@@ -302,7 +303,7 @@ class SavingInterface(ModuleInterface):
         if self._numerics.reduction_order == "tree":
             settings["reduction_order"] = "tree"
         if assembly.zero >= 2 and self._numerics.clip_grad_norm is not None:
-            settings["num_shards"] = num_replicas  # the parts of a gradient from which clipping combines its norm
+            settings["num_shards"] = num_replicas  # clipping combines a gradient's norm from this many parts
         return Facts(step=running.step, seed=running.seed, settings=settings, plan=self._described[1])
 
 

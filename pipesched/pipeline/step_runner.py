@@ -261,8 +261,8 @@ class StepRunner:
         sizes = [len(own) for own in every]
         if len(set(sizes)) > 1:
             raise InputError(
-                f"all replicas must have the same number of micro-batches; the replicas' batches have {sizes}; pass at "
-                f"least {max(sizes)} rows in each replica"
+                f"all replicas must have the same number of micro-batches; the replicas have {sizes} micro-batches; "
+                f"pass at least {max(sizes)} rows in each replica"
             )
         return every
 

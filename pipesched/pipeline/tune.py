@@ -86,9 +86,9 @@ def tune(
     The model's layers are measured with the sample, or a Profile gives their costs. Given a model and devices, the
     plans with the shortest predicted steps then run in turn on these devices, for up to ten rounds of three steps; no
     round starts after five seconds. The measured times correct the layer costs, and the search runs once more with the
-    corrected costs. The plan with the shortest measured step is returned; of several plans that are equally fast within
-    noise, the plan with the shortest predicted step. ``Plan.alternatives`` lists the other plans with their predicted
-    and measured times. Without trial runs, identical profiles give identical plans.
+    corrected costs. The plan with the shortest measured step is returned. If several plans are equally fast within
+    noise, the one with the shortest predicted step is returned. ``Plan.alternatives`` lists the other plans with their
+    predicted and measured times. Without trial runs, identical profiles give identical plans.
 
     Trial runs leave weights, buffers, gradients and random state unchanged. These runs call module hooks, but no
     parameter hooks. Only schedules that leave the results of training unchanged are considered. The number of
@@ -103,9 +103,9 @@ def tune(
         mesh: a mesh, as for Pipeline; used instead of num_ranks. Every process calls tune with the same arguments and
             gets the plan that rank 0 found.
         batch_size: the number of rows in a step.
-        memory_limit_bytes: the most bytes that a rank may hold: one number for all ranks, or one per rank. Default:
-            None (no limit).
-        schedule: the schedule to use. The search keeps a number of chunks per rank that you have set by
+        memory_limit_bytes: the maximum number of bytes that a rank may hold: one number for all ranks, or one per rank.
+            Default: None (no limit).
+        schedule: the schedule to use. The search keeps a number of chunks per rank that you have set with
             ``with_options``, and the ``max_in_flight`` and ``placement`` of `searched`. Default: "auto", chosen by
             the search.
         num_stages: the number of stages. Default: chosen by the search.
@@ -124,19 +124,19 @@ def tune(
         target: the sample's target for loss_fn.
         split_dims: how arguments are split into micro-batches, as for Numerics. Default: 0.
         whole_layers: modules to treat as one layer each, as for Pipeline. Default: none.
-        offload: whether activations may be moved to the host to keep within a memory limit: "auto", True or False.
+        offload: whether activations may be moved to the host to stay within a memory limit: "auto", True or False.
             Default: "auto", which is True if the profile holds a ``host_bytes_per_s`` and the devices are not CPUs.
-        effort: the most actions that a search simulates. The search for orders of the schedule ``searched`` may
-            simulate three times as many. Default: 3,000,000.
+        effort: the maximum number of actions that a search simulates. The search for orders of the schedule
+            ``searched`` may simulate three times as many. Default: 3,000,000.
         axes: how to divide num_ranks into pipelines and replicas: "auto", or a mapping such as
             ``{"pipeline": 8, "replicate": 4}``. The plan is then chosen by simulation, without trial runs;
             batch_size counts the rows of all replicas, and num_microbatches the micro-batches of one replica.
             Default: None (one pipeline).
-        zero: with axes, the data that replicas divide, as for Distributed: 0, 1, 2 or 3. Default: "auto", the fastest
-            of 0, 2 and 3 that keeps within the memory limit; with 3, weights are gathered before each use.
+        zero: with axes, the data that is split across replicas, as for Distributed: 0, 1, 2 or 3. Default: "auto", the
+            fastest of 0, 2 and 3 that stays within the memory limit; with 3, weights are gathered before each use.
         confirm: how many of the plans with the shortest predicted steps to run. Default: 3 for a model with devices or
             a mesh, else 0. With num_ranks, the plans run on that many GPUs if the machine has them, else on the CPU.
-        prove: let a solver prove how fast the plan's stages can be in any order of actions that keeps the results
+        prove: let a solver prove how fast the plan's stages can run in any order of actions that keeps the results
             bit-identical. If the solver's order is faster by at least 0.5 % and fits into memory, it is used, although
             it has not run in a trial. The proof takes up to about a minute, and needs the extra ``solver``
             (``pip install 'pipesched[solver]'``). Default: False.
@@ -147,7 +147,7 @@ def tune(
 
     Raises:
         PartitionError: the model cannot be cut as requested.
-        MemoryLimitError: no plan keeps within the memory limits; the message states a limit that suffices.
+        MemoryLimitError: no plan stays within the memory limits; the message states a limit that suffices.
         ScheduleError: the profile cannot be read.
         InputError: the arguments contradict each other, plans cannot be run as requested, or a proof is wanted without
             ortools.
@@ -255,7 +255,7 @@ def _check_axes(axes: Any, zero: Any, num_ranks: int | None, confirm: int | None
     """Raise InputError for ``zero`` without ``axes``, and for ``axes`` without ``num_ranks`` or with ``confirm``."""
     if axes is None and zero != "auto":
         raise InputError(
-            f"zero= divides optimizer states over replicas; got zero={zero!r} without axes=; pass axes='auto', or "
+            f"zero= splits optimizer states across replicas; got zero={zero!r} without axes=; pass axes='auto', or "
             f"leave zero= out"
         )
     if axes is not None and (num_ranks is None or confirm):

@@ -20,8 +20,9 @@ __all__ = ["UnevenOrders"]
 class UnevenOrders:
     """Chooses the programs of a step.
 
-    If the caller cut the batch, the schedule is `searched`, and the layers' costs are known from a search for the plan,
-    the programs have an order made for the sizes of the micro-batches. Otherwise the step runs the plan's programs.
+    A step gets programs with an order made for the sizes of its micro-batches if the caller cut the batch, the schedule
+    is `searched`, and the layers' costs are known from a search for the plan. Otherwise the step runs the plan's
+    programs.
 
     Args:
         running: the running plan.
@@ -54,7 +55,7 @@ class UnevenOrders:
 
 
 def _largest(replicas: Sequence[Sequence[tuple[int, int]]]) -> tuple[Size, ...]:
-    """Return the largest size of each micro-batch over all replicas, because replicas run the same program.
+    """Return, for each micro-batch, the largest of its sizes in all replicas, because replicas run the same program.
 
     The result is empty if a replica's caller did not cut its batch.
     """

@@ -70,8 +70,7 @@ class FakeStage:
     Args:
         index: the stage's number.
         costs: the times of the stage's actions, in seconds.
-        clock: the virtual clock of the stage's rank. Default: None (the stage sleeps for the time of
-            each action).
+        clock: the virtual clock of the stage's rank. Default: None (the stage sleeps for the time of each action).
         versions: the weight version that each micro-batch uses. Default: () (always the newest version).
 
     """
@@ -383,7 +382,7 @@ def run_virtual(program: Program, costs: Costs | None = None) -> Trace:
 
 
 def _drive(ranks: list[Iterator[Action]], mail: _Mail) -> None:
-    """Resume the ranks in turn until all have ended or no rank can continue."""
+    """Resume the ranks in turn until all have finished or none can continue."""
     at = [next(loop, None) for loop in ranks]
     while any(action is not None for action in at):
         moved = False

@@ -42,12 +42,12 @@ def clip_grad_norm_(
 
     Args:
         parameters: the model's parameters, in the order of ``model.parameters()``.
-        max_norm: the largest norm of all gradients together, above 0. If the norm is larger, all gradients are scaled
-            down.
+        max_norm: the maximum norm of all gradients together; must be above 0. If the norm is larger, all gradients are
+            scaled down.
         norm_type: the order of the norm, above 0; ``math.inf`` for the largest absolute value. Default: 2.
-        intra_op_threads: the number of threads of each operation on a CPU. Default: 1.
-        num_shards: the number of replicas over which ``Distributed`` divides gradients, with ``zero=2`` or 3. The norm
-            of a gradient is then combined from the norms of each replica's rows. Default: 1 (gradients are whole).
+        intra_op_threads: the number of CPU threads per operation. Default: 1.
+        num_shards: the number of replicas across which ``Distributed`` splits gradients, with ``zero=2`` or 3. The norm
+            of a gradient is then combined from the norms of each replica's rows. Default: 1 (gradients are not split).
 
     Returns:
         The norm before clipping, a 0-d tensor.

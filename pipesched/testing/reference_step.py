@@ -85,7 +85,7 @@ def reference_step(
         microbatches: in place of inputs and target, micro-batches that are already cut, as in ``Pipeline.step``.
             Default: None (the mini-batch is split).
         num_replicas: the number of replicas of the pipeline. The mini-batch is split into ``num_replicas`` times
-            ``num_microbatches`` parts. Gradients are added first within each replica, then over the replicas in
+            ``num_microbatches`` parts. Gradients are added first within each replica, then across the replicas in
             replica order. The total is added to the gradients from before the step. Default: 1.
         reduction_order: how gradients and losses are added, as in ``Numerics``. With "tree", only the product of
             ``num_microbatches`` and ``num_replicas`` matters. Default: "sequential".

@@ -88,8 +88,8 @@ def check_schedule(
         exact: whether to also require ascending micro-batch order; see ``Program.exact``. Schedules with several chains
             of stages are never exact and are exempt. Default: True.
         report: whether to print, for some shapes, the makespan, the bubble, the excess over ``lower_bound`` and the
-            peak in flight. The bound is for unlimited memory, and holds whether or not B is split into I and W. A rank
-            has unit costs; with v chunks per rank, each chunk costs 1/v of these. Default: True.
+            peak in flight. The bound is for unlimited memory, and holds whether or not B is split into I and W. The
+            costs of a rank are unit costs; with v chunks per rank, each chunk has 1/v of them. Default: True.
 
     Raises:
         ScheduleError: a program is not valid (a note names its shape), or ``schedule`` is not a schedule. Errors of the

@@ -22,7 +22,7 @@ from pipesched.tensors.tree_structure import tensors_in
 __all__ = ["Unsplit"]
 
 
-#: (layer, number of its call, its parameters) -> parameter -> the replacement. For a function the layer is "".
+#: (layer, number of the call, parameters) -> replacements of parameters. The layer is "" for a call outside layers.
 StandIns = Callable[[str, int, Collection[nn.Parameter]], Mapping[nn.Parameter, Tensor]]
 
 

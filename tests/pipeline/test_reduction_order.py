@@ -135,14 +135,14 @@ def test_what_cannot_be_added_as_a_tree_is_refused_by_name(ranks: Ranks):
         Pipeline(plain_model(), x[:2], schedule="pipedream", optimizer=tree.sgd, **options)
     with pytest.raises(ScheduleError, match="'chimera' adds them in a different order; choose another schedule"):
         Pipeline(plain_model(), x[:2], schedule="chimera", **options)
-    with pytest.raises(GraphError, match=r"1 weight of this model are used several times: '.*weight'; untie them"):
+    with pytest.raises(GraphError, match=r"this model uses 1 weight several times: '.*weight'; untie the layers"):
         Pipeline(tied_model(), tied_batch()[0][:2], schedule="1f1b", **options)
     with pytest.raises(InputError, match="must be a power of two; this pipeline has 6 replicas; use for example 4"):
         IN_TREE.check_reduction_order(num_replicas=6, zero=0)
     with pytest.raises(InputError, match="one of sequential, tree; got 'pairs'"):
         Numerics(reduction_order="pairs")  # type: ignore[arg-type]
     for found in ranks.run(4, tree.refused):
-        assert "the norm that clips gradients is combined from the parts of each replica" in found["clipping"]
+        assert "the gradient norm for clipping is combined from one norm per replica" in found["clipping"]
         assert "fully_shard adds those of the modules that it shards" in found["shards"]
 
 

@@ -171,7 +171,7 @@ def test_settings_and_schedulers_of_optimizers_are_kept() -> None:
         rates = rates_of(first, second)
         states = {p: made.state[p]["momentum_buffer"] for made in (first, second) for p in made.state}
         with pytest.warns(
-            UserWarning, match=r"stages \[2, 3\] have new optimizers with the current settings; create schedulers"
+            UserWarning, match=r"new optimizers, with the current settings, for stages \[2, 3\]; create schedulers"
         ):
             pipe.replan(four)
         assert rates_of(*pipe.optimizers.values()) == rates

@@ -32,7 +32,7 @@ def test_replicas_that_would_not_stay_equal_are_refused_by_name(ranks: Ranks) ->
     of_ranks = ranks.run(4, jobs.refused)
     assert any("sparse" in found["sparse"] for found in of_ranks)
     for found in of_ranks:
-        assert "InputError: with replicas, the running statistics of BatchNorm must be" in found["BatchNorm"]
+        assert "InputError: with replicas, BatchNorm's running statistics must include" in found["BatchNorm"]
         assert "in layer '1'; pass numerics=Numerics(batch_norm='mini-batch')" in found["BatchNorm"]
         assert "ScheduleError: with replicas, a step must update the weights once" in found["updates"]
         assert "'pipedream' updates weights before that" in found["updates"]
@@ -52,7 +52,7 @@ def test_replicas_start_with_the_weights_of_the_first(ranks: Ranks) -> None:
 
 def test_a_batch_that_does_not_fit_is_refused_on_all_ranks(ranks: Ranks) -> None:
     for rank, (sizes, evaluated, rows, target) in enumerate(ranks.run(4, jobs.bad_batches)):
-        assert "must have the same number of micro-batches; the replicas' batches have [4, 3]; pass at least 4" in sizes
+        assert "must have the same number of micro-batches; the replicas have [4, 3] micro-batches; pass" in sizes
         assert evaluated == sizes
         if rank < 2:
             assert "all replicas must pass a valid batch; replica 1 of 2 failed before the first action, with " in rows

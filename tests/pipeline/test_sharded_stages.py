@@ -285,7 +285,7 @@ def refused(group: Any) -> None:
     shards = DeviceMesh.from_group(group, "cpu")
     options: Any = {"loss_fn": square, "devices": ["cpu"] * 2, "wrap": sharded(shards, "stage"), "boundaries": [2]}
     sgd = {"optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.1)}
-    with pytest.raises(ScheduleError, match="schedule 'pipedream' does so; choose another schedule"):
+    with pytest.raises(ScheduleError, match="schedule 'pipedream' updates stages during that time; choose another"):
         Pipeline(blocks(), torch.ones(2, 8), schedule="pipedream", num_microbatches=M, **options, **sgd)
     with pytest.raises(GraphError, match="2 ranks of this process have such stages; pass mesh="):
         Pipeline(blocks(), torch.ones(2, 8), schedule="1f1b", num_microbatches=M, **options)
