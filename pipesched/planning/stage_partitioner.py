@@ -25,7 +25,7 @@ from pipesched.units import counted, quote_speed, quote_time
 __all__ = ["StagePartitioner"]
 
 _COPIES = 2  # number of times that parameter bytes are counted: as weights and gradients, but not as optimizer states
-_MOST_TIES = 8  # only this many tied weights, the largest, are tried with all users in one stage
+_MOST_TIES = 8  # for at most this many tied weights, the largest, a stage with all users is tried
 _MOST_IDEALS = 5_000  # graphs with more order ideals are not searched for other layer orders
 
 
@@ -69,8 +69,8 @@ class StagePartitioner:
         if num_stages > max(1, len(layers)):
             raise PartitionError(
                 f"every stage needs at least one layer; there are {counted(num_stages, 'stage')} on "
-                f"{self.program.num_ranks} ranks, but the model has {counted(len(layers), 'layer')}; use fewer "
-                f"devices, or fewer chunks per rank"
+                f"{counted(self.program.num_ranks, 'rank')}, but the model has {counted(len(layers), 'layer')}; use "
+                f"fewer devices, or fewer chunks per rank"
             )
         found: Partition | None = None
         if self.pins.complete:
@@ -190,7 +190,7 @@ class StagePartitioner:
         )
 
     def _speeds(self, named: Sequence[int]) -> list[float] | None:
-        """Return the speed of each rank if ranks have several chunks, else of each stage; None if no rank is slow."""
+        """Return the speed of each rank if ranks have several chunks, else of each stage; None if none is slow."""
         ranks = named if self._chunks else self._ranks
         return [self.speeds.get(rank, 1.0) for rank in ranks] if self.speeds else None
 
