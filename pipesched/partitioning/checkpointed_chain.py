@@ -206,7 +206,7 @@ class CheckpointedChain:
         return Found(bottleneck=max(times), order=self._order, ends=ends, slots=slots)
 
     def settled(self, found: Found) -> Found:
-        """Return the partition with the same bottleneck as ``found`` and the least total time; in ties, the most even.
+        """Return the partition with the same bottleneck as ``found`` and the least total time; on ties, the most even.
 
         The result includes the option chosen for each layer. If ``found`` has fewer stages than possible, its cuts are
         kept.

@@ -16,7 +16,7 @@ from pipesched.partitioning.problem import Problem
 
 __all__ = ["CheckpointedRanks"]
 
-_ROUNDS = 20  # most rounds, each of which moves every cut once; a few are enough
+_ROUNDS = 20  # maximum number of rounds, each of which moves every cut once; a few are enough
 _STEPS = (-4, -2, -1, 1, 2, 4)
 
 Key = tuple[int, int, int, int]

@@ -71,7 +71,10 @@ class AxesRequest:
             raise PartitionError(f"zero= must be 'auto', 0, 1, 2 or 3; got {shown(self.zero)}; choose one of them")
         if isinstance(self.axes, str) and self.axes == "auto":
             return
-        rule = "axes= must be 'auto', or map 'pipeline' to the ranks per pipeline and 'replicate' to the replicas"
+        rule = (
+            "axes= must be 'auto', or a mapping with the number of ranks per pipeline ('pipeline') and the number of "
+            "replicas ('replicate')"
+        )
         remedy = "for example, pass axes={'pipeline': 4, 'replicate': 2}"
         if not isinstance(self.axes, Mapping) or {*self.axes} != {"pipeline", "replicate"}:
             raise PartitionError(f"{rule}; got {shown(self.axes)}; {remedy}")

@@ -1,6 +1,6 @@
 """Effort: the remaining work of a search, counted in simulated actions.
 
-Counting actions instead of seconds makes the plan of a profile reproducible.
+Counting actions instead of seconds makes the plan for a profile reproducible.
 """
 
 from collections.abc import Callable

@@ -115,7 +115,7 @@ class Plan:
         return replace(self.program, graph=chain(count, count // self.program.num_weights))
 
     def maker(self) -> Schedule | None:
-        """Return the schedule that the plan names, with its options; None if it creates a different program."""
+        """Return the schedule that the plan names, with its options; None if it cannot create the plan's program."""
         program = self.program
         if self.schedule not in schedules.names():
             return None

@@ -25,7 +25,7 @@ from pipesched.units import counted, quote_speed, quote_time
 __all__ = ["StagePartitioner"]
 
 _COPIES = 2  # number of times that parameter bytes are counted: as weights and gradients, but not as optimizer states
-_MOST_TIES = 8  # for at most this many tied weights, the largest, a stage with all users is tried
+_MOST_TIES = 8  # limit on the number of tied weights for which a stage with all users is tried
 _MOST_IDEALS = 5_000  # graphs with more order ideals are not searched for other layer orders
 
 
@@ -190,7 +190,7 @@ class StagePartitioner:
         )
 
     def _speeds(self, named: Sequence[int]) -> list[float] | None:
-        """Return the speed of each rank if ranks have several chunks, else of each stage; None if none is slow."""
+        """Return the speed of each rank if ranks have several chunks, else of each stage; None if no rank is slow."""
         ranks = named if self._chunks else self._ranks
         return [self.speeds.get(rank, 1.0) for rank in ranks] if self.speeds else None
 
@@ -260,7 +260,7 @@ def _against(found: Partition, best: Partition, choice: str) -> str:
 
 
 def _in_a_row(graph: "nx.DiGraph[str]") -> "nx.DiGraph[str]":
-    """Return the graph as a chain in execution order, with an edge without tensors where neighbours had no edge."""
+    """Return the graph as a chain in execution order. New edges between neighbours carry no tensors."""
     row = graph.copy()
     row.add_edges_from(
         (one, other, {"tensors": {}}) for one, other in pairwise(graph) if not graph.has_edge(one, other)
