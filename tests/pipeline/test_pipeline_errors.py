@@ -41,7 +41,7 @@ from tests.support.refused_pipelines import ONES, build, linears, mse, refused
         ([4], r"from 1 to 3 for 4 layers; got 4; remove or move it"),
         ([0], r"other than stage 0 begins, from 1 to 3 for 4 layers; got 0; remove or"),
         ([-1], r"from 1 to 3 for 4 layers; got -1"),
-        (["0"], r"other than stage 0, .* got '0'"),
+        (["0"], r"other than stage 0 begins, .* got '0'"),
         (["head"], r"must name a layer; got 'head'; the layers are 0, 1, 2, 3; use one of these names, or a position"),
         ([1.5], r"a layer's position or name; got 1\.5; pass an int or a str"),
         ([True], r"a layer's position or name; got True"),
