@@ -2,8 +2,8 @@
 
 The probe fills each stage as far as the bound allows, which leaves the fewest layers for later stages. In some cases
 this can miss a partition. If stages wait while a tensor crosses a cut, a stage with fewer layers can take longer. If a
-slow or small rank must not stay empty, the next layer can be too large for this rank. In such cases the probe tracks
-every reachable cut, slot by slot.
+rank must not stay empty and is slow or has little memory, the next layer can be too large for it. In such cases the
+probe tracks every reachable cut, slot by slot.
 """
 
 from bisect import bisect_right

@@ -114,8 +114,8 @@ class _Descent:
         """Move cuts until no move improves the partition.
 
         Returns:
-            The sort key of the partition: the bytes above the memory limits, the ticks of the busiest rank or link, and
-            the sum of the ranks' squared ticks.
+            The sort key of the partition: the number of bytes above the memory limits, the ticks of the busiest rank or
+            link, and the sum of the ranks' squared ticks.
 
         """
         self._count()

@@ -195,7 +195,7 @@ class Knapsack:
 
 
 def _smallest(kinds: Mapping[int, _Options], working: int) -> dict[int, int]:
-    """Return the bytes that each item holds with its smallest option, keyed by item.
+    """Return the number of bytes that each item holds with its smallest option, keyed by item.
 
     Only options that need at most ``working`` bytes of working memory are considered.
     """

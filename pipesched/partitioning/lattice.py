@@ -199,7 +199,7 @@ class Lattice:
     def _below(self, ideal: int, least: int, index: int) -> Bools:
         """Return a mask of the ideals contained in ``ideal`` whose work is at least ``least``.
 
-        A stage that starts with less work before it would take longer than the bound.
+        If there were less work before a stage that ends at ``ideal``, the stage would take longer than the bound.
         """
         ideals = self._ideals
         ends = self._ends[self._kind[index]]

@@ -66,7 +66,7 @@ class Front:
         Args:
             rows: the slots.
             ends: the cost of everything before each ideal. A stage costs this amount minus the worth of its start.
-            least_memory: the smallest number of bytes that the blocks before the start can have. With fewer bytes, the
+            least_memory: the minimum size in bytes of the blocks before the start. If these blocks had fewer bytes, the
                 stage would exceed the slot's memory limit.
 
         """

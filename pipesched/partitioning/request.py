@@ -176,7 +176,7 @@ class Request:
     def problem(self) -> Problem:
         """Return the partitioning problem of this request.
 
-        Raises PartitionError for unknown layers, and for ``starts`` and ``together`` that no partition can satisfy.
+        Raises PartitionError for unknown layers, or if no partition can satisfy ``starts`` and ``together``.
         """
         layers = self.layers
         position = {name: at for at, name in enumerate(layers.names)} if self.starts or self.together else {}

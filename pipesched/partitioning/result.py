@@ -27,7 +27,7 @@ class StageSummary:
     #: The last layer.
     last: Any
     num_layers: int
-    #: The time of a micro-batch's forward and backward on this rank, with the transfers that the stage waits for.
+    #: The time of a micro-batch's forward and backward on this rank, including transfers that the stage waits for.
     time_s: float
     #: The size of the parameters in bytes, excluding gradients and optimizer state.
     parameter_bytes: int

@@ -41,7 +41,7 @@ def _is_exact(program: Program) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """A schedule with numbers of ranks and micro-batches. The layers are not yet assigned to stages."""
+    """A schedule, and the numbers of ranks and micro-batches. The layers are not yet assigned to stages."""
 
     schedule: Schedule
     num_ranks: int

@@ -170,7 +170,7 @@ def _ranks(search: SearchRequest, fitting: "FittingPlans") -> int | None:
 
 
 def _largest_layer(search: SearchRequest) -> tuple[str, int]:
-    """Return the layer that needs the most memory if alone on a rank with one micro-batch, and this need in bytes."""
+    """Return the layer that needs the most bytes when alone on a rank with one micro-batch, and the number of bytes."""
     layers = list(search.pins.layers)
     rows = -(-search.batch_size // max(search.num_microbatches))
     costs = search.profile.costs([[name] for name in layers], rows)

@@ -124,7 +124,7 @@ class LeanCandidates:
 
     @cached_property
     def _kept_bytes(self) -> tuple[int, int]:
-        """Return the memory that the layers occupy throughout a step, and that of their gradients, in bytes."""
+        """Return the memory that the layers occupy throughout a step and the size of their gradients, in bytes."""
         profile = self._search.profile
         whole = profile.costs([list(self._search.pins.layers)], min(profile.graphs))
         if self._search.replica_costs is not None:

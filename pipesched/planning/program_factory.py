@@ -185,7 +185,7 @@ class ProgramFactory:
         return self.full.plain
 
     def replicate(self, buckets: Sequence[Sequence[str]], gather_once: bool | None = None) -> None:
-        """Add the replicas' communication to the programs: gradient sums, and gathers of weights that are split.
+        """Add the replicas' communication to the programs: gradient sums, and gathers of split weights.
 
         Args:
             buckets: for each stage, the layers whose gradients are summed; empty for a single replica.

@@ -15,7 +15,7 @@ __all__ = ["refined"]
 #: The index of each stage's first layer. The last entry is the number of layers.
 _Boundaries = tuple[int, ...]
 
-_GAIN = 1e-6  # gains below this fraction of a step are rounding errors
+_GAIN = 1e-6  # gains below this fraction of a step are treated as rounding errors
 
 
 def refined(
