@@ -42,7 +42,7 @@ class ActivationOption:
     forward_ticks: int = 0
 
     def held_bytes(self, in_flight: int) -> int:
-        """Return the bytes that the layer holds with ``in_flight`` micro-batches in flight."""
+        """Return the number of bytes that the layer holds with ``in_flight`` micro-batches in flight."""
         counted = in_flight if self.most_in_flight is None else min(in_flight, self.most_in_flight)
         return self.fixed_bytes + self.flight_bytes * counted
 
@@ -122,7 +122,7 @@ def _working(node: Mapping[str, Any]) -> int:
 
 
 def _input_bytes(graph: "nx.DiGraph[Any]", layer: Any) -> int:
-    """Return the input bytes of a layer: the measured bytes or, if unknown, the sum over the tensors of incoming edges.
+    """Return the input size of a layer in bytes: the measured size or, if unknown, that of the incoming edges' tensors.
 
     A tensor on several edges is counted once.
     """

@@ -100,11 +100,11 @@ class Cuts:
 
     #: The time that the layers before each cut take for forward and backward, in ticks.
     work: Ints
-    #: The bytes of the tensors that cross each cut.
+    #: The size in bytes of the tensors that cross each cut.
     sent_bytes: Ints
-    #: The bytes of the parameters, gradients and optimizer state of the layers before each cut.
+    #: The size in bytes of the parameters, gradients and optimizer state of the layers before each cut.
     state_bytes: Ints
-    #: The activation bytes of the layers before each cut, for one micro-batch.
+    #: The size in bytes of the activations of the layers before each cut, for one micro-batch.
     activation_bytes: Ints
 
     def __len__(self) -> int:
@@ -127,7 +127,7 @@ def contract(layers: Layers, groups: Iterable[Collection[int]]) -> Blocks:
 
 
 def _renumbered(layers: Layers, leader: Ints) -> Ints:
-    """Number the blocks in topological order; in ties, the block with the earliest first layer comes first."""
+    """Number the blocks in topological order; on ties, the block with the earliest first layer comes first."""
     firsts, block_of = np.unique(leader, return_inverse=True)
     if (block_of[layers.tails] <= block_of[layers.heads]).all():
         return np.asarray(block_of)

@@ -1,9 +1,9 @@
-"""Chain: looks for a partition of one order of the blocks in which no stage takes longer than a bound.
+"""Chain: given one order of the blocks, looks for a partition in which no stage takes longer than a bound.
 
 The probe fills each stage as far as the bound allows, which leaves the fewest layers for later stages. In some cases
 this can miss a partition. If stages wait while a tensor crosses a cut, a stage with fewer layers can take longer. If a
-slow or small rank must not stay empty, the next layer can be too large for this rank. In such cases the probe tracks
-every reachable cut, slot by slot.
+rank must not stay empty and is slow or has little memory, the next layer can be too large for it. In such cases the
+probe tracks every reachable cut, slot by slot.
 """
 
 from bisect import bisect_right
@@ -109,7 +109,7 @@ class Chain:
         return np.maximum.accumulate(places).tolist(), int(beyond.min())
 
     def _highs(self, snap: list[int] | None) -> list[int]:
-        """For each k, return the last cut at which the first k stages can end such that later stages get a block each.
+        """For each k, return the last cut at which the first k stages can end so that each later stage gets a block.
 
         Later stages that are allowed to stay empty need no block. ``snap`` is the first result of `_allowed`.
         """

@@ -1,9 +1,9 @@
 """Checkpointed chain: searches one order of the blocks, with a choice of activation options for each layer.
 
-The time of a stage is the shortest time with which its layers fit into its rank's memory (see `knapsack`). More layers
-never make a stage faster. Therefore, if the possible starts of a stage are a run (consecutive cuts), its possible ends
-are also a run. The last possible end belongs to the last possible start, so only this end has to be searched. No stage
-can contain a block that exceeds the bound on its own. Such a block splits a run of starts in two.
+The time of a stage is the shortest time in which its layers can run within the rank's memory (see `knapsack`). More
+layers never make a stage faster. Therefore, if the possible starts of a stage are a run (consecutive cuts), its
+possible ends are also a run. The last possible end belongs to the last possible start, so only this end has to be
+searched. No stage can contain a block that exceeds the bound on its own. Such a block splits a run of starts in two.
 """
 
 from bisect import bisect_left, bisect_right
@@ -206,7 +206,7 @@ class CheckpointedChain:
         return Found(bottleneck=max(times), order=self._order, ends=ends, slots=slots)
 
     def settled(self, found: Found) -> Found:
-        """Return the partition with the same bottleneck as ``found`` and the least total time; in ties, the most even.
+        """Return the partition with the same bottleneck as ``found`` and the least total time; on ties, the most even.
 
         The result includes the option chosen for each layer. If ``found`` has fewer stages than possible, its cuts are
         kept.

@@ -16,7 +16,7 @@ from pipesched.partitioning.problem import Problem
 
 __all__ = ["CheckpointedRanks"]
 
-_ROUNDS = 20  # most rounds, each of which moves every cut once; a few are enough
+_ROUNDS = 20  # maximum number of rounds, each of which moves every cut once; a few are enough
 _STEPS = (-4, -2, -1, 1, 2, 4)
 
 Key = tuple[int, int, int, int]
@@ -69,8 +69,8 @@ class CheckpointedRanks:
     def _key(self, cuts: Sequence[int]) -> Key:
         """Return the sort key of a partition; smaller is better.
 
-        The key consists of the bytes above the memory limits, the ticks of the busiest rank or link, the sum of all
-        ranks' ticks, and the sum of the squared ticks.
+        The key consists of the number of bytes above the memory limits, the ticks of the busiest rank or link, the sum
+        of all ranks' ticks, and the sum of the squared ticks.
         """
         both = [self._of_rank(rank, tuple((cuts[s], cuts[s + 1]) for s in own)) for rank, own in enumerate(self._own)]
         times = [ticks for _, ticks in both]
@@ -78,7 +78,7 @@ class CheckpointedRanks:
         return sum(excess for excess, _ in both), busiest, sum(times), sum(ticks * ticks for ticks in times)
 
     def _of_rank(self, rank: int, stages: Stages) -> tuple[int, int]:
-        """Return the bytes by which a rank exceeds its memory limit, and the shortest time of the rank in ticks.
+        """Return the number of bytes by which a rank exceeds its memory limit, and its shortest time in ticks.
 
         If the layers do not fit with any choice of options, the time is the shortest time without the limit.
         """

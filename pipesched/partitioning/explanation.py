@@ -140,8 +140,8 @@ def _bottleneck(costs: _StageCosts, stages: list[list[Any]], solution: Solution)
         moves = []
     if not solution.exact and costs.found.chosen:
         return at, (
-            f"the split may not be optimal, because the search treated nearly equal choices of layers to recompute or "
-            f"offload as one; {bound}"
+            f"the split may not be optimal, because the search merged nearly equal choices of layers to recompute or "
+            f"offload; {bound}"
         )
     if not solution.exact:
         return at, f"the split is the best for several orders of the layers, but not all orders were tried; {bound}"

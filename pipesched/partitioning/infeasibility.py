@@ -85,7 +85,7 @@ def _memory(request: Request, limits: list[int]) -> tuple[str, str, str]:
 def _alone(request: Request) -> tuple[str, int]:
     """Find the block that needs the most memory on the stage with the fewest micro-batches in flight.
 
-    Returns the block's description and its bytes.
+    Returns the block's description and the memory that it needs, in bytes.
     """
     problem = request.problem()
     layers = problem.blocks.layers

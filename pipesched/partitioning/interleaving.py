@@ -2,8 +2,8 @@
 
 The descent starts from the cuts that minimise the slowest stage, and from cuts that divide the work evenly. It moves
 one cut at a time to the position that gives the busiest rank the least time, until no cut moves. Among equally good
-positions, it takes the one with the most even times. Then it moves some cuts at random, with a fixed seed.
-This move is called a kick. After the kick it descends again, and keeps the new cuts if they are better.
+positions, it takes the one with the most even times. The search then kicks the cuts: it moves some of them at random,
+with a fixed seed, descends again, and keeps the new cuts if they are better.
 """
 
 import random
@@ -22,7 +22,7 @@ from pipesched.partitioning.slots import Rank, fixed_order
 
 __all__ = ["solved"]
 
-_ROUNDS = 100  # most rounds, each of which moves every cut once; about five are enough
+_ROUNDS = 100  # maximum number of rounds, each of which moves every cut once; about five are enough
 _KICKS = 60
 _MOVES = 400  # upper bound on kicks x cuts
 
@@ -114,8 +114,8 @@ class _Descent:
         """Move cuts until no move improves the partition.
 
         Returns:
-            The sort key of the partition: the bytes above the memory limits, the ticks of the busiest rank or link, and
-            the sum of the ranks' squared ticks.
+            The sort key of the partition: the number of bytes above the memory limits, the ticks of the busiest rank or
+            link, and the sum of the ranks' squared ticks.
 
         """
         self._count()
@@ -136,7 +136,7 @@ class _Descent:
         return Found(bottleneck=bottleneck, order=self.order, ends=self.cuts[1:], slots=list(self._slots))
 
     def kicked(self, lower: int) -> None:
-        """Repeatedly move some neighbouring cuts at random, then descend. Undo moves without improvement."""
+        """Repeatedly move some neighbouring cuts at random, then descend. Undo moves that bring no improvement."""
         generator = random.Random(0)
         for _ in range(min(_KICKS, _MOVES // len(self._slots)) if len(self._slots) > 2 else 0):
             if self.key[:2] == (0, lower):
@@ -241,7 +241,7 @@ class _Descent:
     def _key_at(self, index: int, place: int, others: int) -> Key:
         """Return the `_key` of the partition with the cut at ``place``.
 
-        ``others`` is the largest load of all ranks and links, without the stages and the transfer at this cut.
+        ``others`` is the largest load of any rank or link, excluding the stages and the transfer at this cut.
         """
         rank = self._slots[index - 1].rank
         next_rank = self._slots[index].rank

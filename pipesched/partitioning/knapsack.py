@@ -5,8 +5,8 @@ many states. An item is a layer with a given number of micro-batches in flight. 
 results are reused wherever the same items occur. A state is a choice of one option for each item. A state is dropped if
 another state beats it in both bytes and time (Nemhauser and Ullmann 1969).
 
-A rank runs one layer at a time, so only the largest working memory of its layers counts. The search runs once for each
-possible size of this memory, with only the options that need no more than this size.
+A rank runs one layer at a time, so it needs only the largest working memory of any of its layers. The search runs once
+for each possible size of this memory, using only the options that need no more than this size.
 """
 
 from bisect import bisect_left, bisect_right
@@ -103,7 +103,7 @@ class Knapsack:
     def chosen(self, items: Sequence[int], limit: int | None, speed: Fraction) -> list[ActivationOption]:
         """Choose an option for each item so that the total time is shortest.
 
-        If only some of several identical items are recomputed, these are the first ones.
+        If only some of several identical items need to be recomputed, the first ones are chosen.
         """
         limit = INFINITE if limit is None else limit
         if self._fits_at_once(items, limit):
@@ -195,7 +195,7 @@ class Knapsack:
 
 
 def _smallest(kinds: Mapping[int, _Options], working: int) -> dict[int, int]:
-    """Return the bytes that each item holds with its smallest option, keyed by item.
+    """Return the number of bytes that each item holds with its smallest option, keyed by item.
 
     Only options that need at most ``working`` bytes of working memory are considered.
     """
@@ -231,9 +231,10 @@ def _undominated(held: Ints, ticks: Ints) -> Ints:
 
 
 def _undominated_with_copies(held: Ints, ticks: Ints, copies: Ints) -> Ints:
-    """Return the indices of the states that no other state beats in bytes, ticks and copies, in order of bytes."""
+    """Return the indices of the states that no other state beats in bytes, ticks and copies, sorted by bytes."""
     kept: list[int] = []
-    # The (ticks, copies) pairs that no other pair beats, among the states visited so far. These have the fewest bytes.
+    # Among the states visited so far, the (ticks, copies) pairs that no other pair beats. States are visited in
+    # ascending order of bytes.
     stair_ticks: list[int] = []
     stair_copies: list[int] = []
     order = np.lexsort((copies, ticks, held))

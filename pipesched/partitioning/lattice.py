@@ -112,9 +112,9 @@ class Lattice:
         return None if self._memory is None else self._memory[rows, first:last]
 
     def _least_memory(self, rows: slice, first: int, last: int) -> Ints | None:
-        """For each slot and each end of a stage, return the fewest bytes that the blocks before the stage must have.
+        """For each slot and each end of a stage, return the minimum size in bytes of the blocks before the stage.
 
-        If the blocks before the stage had fewer bytes, the stage itself would exceed the slot's memory limit.
+        If these blocks had fewer bytes, the stage itself would exceed the slot's memory limit.
         """
         if self._memory is None:
             return None
@@ -199,7 +199,7 @@ class Lattice:
     def _below(self, ideal: int, least: int, index: int) -> Bools:
         """Return a mask of the ideals contained in ``ideal`` whose work is at least ``least``.
 
-        A stage that starts with less work before it would take longer than the bound.
+        If there were less work before a stage that ends at ``ideal``, the stage would take longer than the bound.
         """
         ideals = self._ideals
         ends = self._ends[self._kind[index]]

@@ -24,7 +24,7 @@ class Tensors:
 
     #: The layer that produces each tensor.
     makers: Ints
-    #: The bytes of each tensor.
+    #: The size of each tensor in bytes.
     sizes: Ints
     #: For each use of a tensor by a layer, the index of the tensor.
     used: Ints
@@ -37,13 +37,13 @@ class Layers:
     """The costs of layers in topological order."""
 
     names: list[Any]
-    #: The time of forward and backward of a micro-batch, in ticks.
+    #: The time of a micro-batch's forward and backward, in ticks.
     ticks: Ints
     #: The number of ticks in a second.
     ticks_per_s: int
     parameter_bytes: Ints
     num_parameters: Ints
-    #: The bytes of the parameters, gradients and optimizer state.
+    #: The size of the parameters, gradients and optimizer state in bytes.
     state_bytes: Ints
     #: The bytes held for each micro-batch in flight.
     activation_bytes: Ints
@@ -99,7 +99,7 @@ def read(
         graph: the layers, with their costs as node attributes.
         needed: the attributes that every layer must have besides its times. Other missing attributes default to 0.
         link: the link between stages, needed because sums of transfer times must also fit into 64 bits.
-        weight_copies: the bytes of parameters, gradients and optimizer state, as a multiple of the parameters' bytes.
+        weight_copies: the size of parameters, gradients and optimizer state, as a multiple of the parameters' size.
         scale: the largest factor by which the caller multiplies ticks.
 
     Raises:

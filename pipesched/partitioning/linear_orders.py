@@ -24,7 +24,7 @@ def linear_orders(blocks: Blocks, restarts: int) -> Iterator[list[int]]:
 
 
 def _depth_first(blocks: Blocks, rank: list[int]) -> list[int]:
-    """Return a depth-first order: the block that became ready last is next; in ties, the one of lowest ``rank``."""
+    """Return a depth-first order: the block that became ready last is next; on ties, the one of lowest ``rank``."""
     waiting = [len(producers) for producers in blocks.producers]
     ready = sorted((block for block, count in enumerate(waiting) if not count), key=lambda block: -rank[block])
     order = []

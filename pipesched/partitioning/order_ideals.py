@@ -61,7 +61,7 @@ class _Level:
 
 
 def enumerate_ideals(blocks: Blocks, asked: Collection[Collection[int]], at_most: int) -> Ideals | None:
-    """Enumerate the order ideals. Returns None if a graph has more than ``at_most`` ideals.
+    """Enumerate the order ideals. Returns None if the graph has more than ``at_most`` ideals.
 
     ``asked`` contains sets of blocks. `Ideals.contains` counts how many blocks of each set are in each ideal.
     """

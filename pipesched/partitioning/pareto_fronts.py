@@ -19,7 +19,7 @@ class Front:
     """The best starts of stages that end at the ideals of one level.
 
     They are stored in two arrays of shape (slots, starts, ideals). ``_worth`` is the cost of all blocks before the
-    start. ``_memory``, used with limits, is the bytes of these blocks.
+    start. ``_memory``, used only with limits, is the size of these blocks in bytes.
     """
 
     def __init__(self, num_slots: int, *, capped: bool) -> None:
@@ -66,8 +66,8 @@ class Front:
         Args:
             rows: the slots.
             ends: the cost of everything before each ideal. A stage costs this amount minus the worth of its start.
-            least_memory: the fewest bytes that the blocks before the start must have. With fewer bytes, the stage would
-                exceed the slot's memory limit.
+            least_memory: the minimum size in bytes of the blocks before the start. If these blocks had fewer bytes, the
+                stage would exceed the slot's memory limit.
 
         """
         worth = self._worth[rows]

@@ -79,10 +79,10 @@ def partition(
         bandwidth_bytes_per_s: the bandwidth of the link between stages, required unless communication is "none". A
             tensor that skips stages crosses every cut on its way.
         latency_s: the latency of the link, in seconds. Default: 0.
-        memory_limit_bytes: the memory of a rank: one number for all ranks, or one for each rank. Default: no limit.
+        memory_limit_bytes: the memory of each rank: one number for all ranks, or one for each rank. Default: no limit.
         in_flight: the number of micro-batches in flight on each stage: a list with a number for each stage, or a
             function of (stage, num_stages) that returns the number. Default: 1.
-        weight_copies: the memory of parameters, gradients and optimizer state, as a multiple of the parameters' bytes.
+        weight_copies: the size of parameters, gradients and optimizer state, as a multiple of the parameters' size.
             Default: 4, for weights, gradients and the two moments of Adam.
         speeds: the speed of each rank relative to the rank on which the layers were measured, in stage order.
             Default: all 1.

@@ -45,7 +45,7 @@ class Problem:
 
     @property
     def fills_up(self) -> bool:
-        """Whether an additional stage never makes a partition slower. Then as many stages as possible are used."""
+        """Whether an additional stage never makes a partition slower. If so, as many stages as possible are used."""
         return self.communication == "none" and self.line_up.alike and self.line_up.in_line and not self.pins
 
     @cached_property

@@ -137,7 +137,7 @@ class Request:
 
     @cached_property
     def limits(self) -> list[int | None]:
-        """The memory limit of each rank in bytes; None for no limit."""
+        """The memory limit of each rank in bytes, or None if there is no limit."""
         limits = _one_each(self.memory_limit_bytes, self.num_ranks, "memory_limit_bytes")
         return [None if limit is None else int(_number(limit, "memory_limit_bytes")) for limit in limits]
 
@@ -176,7 +176,7 @@ class Request:
     def problem(self) -> Problem:
         """Return the partitioning problem of this request.
 
-        Raises PartitionError for unknown layers, and for ``starts`` and ``together`` that no partition can satisfy.
+        Raises PartitionError for unknown layers, or if no partition can satisfy ``starts`` and ``together``.
         """
         layers = self.layers
         position = {name: at for at, name in enumerate(layers.names)} if self.starts or self.together else {}

@@ -27,17 +27,17 @@ class StageSummary:
     #: The last layer.
     last: Any
     num_layers: int
-    #: The time of a micro-batch's forward and backward on this rank, with the transfers that the stage waits for.
+    #: The time of a micro-batch's forward and backward on this rank, including transfers that the stage waits for.
     time_s: float
-    #: The bytes of the parameters, without gradients and optimizer state.
+    #: The size of the parameters in bytes, excluding gradients and optimizer state.
     parameter_bytes: int
-    #: The bytes of the activations of all micro-batches in flight.
+    #: The size of the activations of all micro-batches in flight, in bytes.
     activation_bytes: int
-    #: The bytes of the activations, and of the parameters with gradients and optimizer state.
+    #: The size of activations, parameters, gradients and optimizer state, in bytes.
     memory_bytes: int
-    #: The bytes that enter the stage in a forward.
+    #: The number of bytes that enter the stage in a forward.
     bytes_in: int
-    #: The bytes that leave the stage in a forward.
+    #: The number of bytes that leave the stage in a forward.
     bytes_out: int
     #: The number of parameters; 0 if the graph does not give the number.
     num_parameters: int = 0

@@ -49,7 +49,7 @@ def solve(problem: Problem, most_ideals: int) -> Solution:
     if in_order is not None and in_order.bottleneck == problem.lower:
         return _exact(in_order, 0, tried)
     may_be_empty = not problem.line_up.exactly and not problem.pins
-    small = _reduced(problem) if may_be_empty else problem  # else blocks without cost can be needed to fill stages
+    small = _reduced(problem) if may_be_empty else problem  # if not, blocks without cost may be needed to fill stages
     ideals = enumerate_ideals(small.blocks, small.counted, most_ideals)
     if ideals is None:
         return _along_many(problem, problem.lower, in_order, 0, tried)
@@ -194,7 +194,7 @@ def filled_up(cuts: list[int], prefix: list[int], num_stages: int) -> list[int]:
 
 
 def _middle(prefix: list[int], first: int, last: int) -> int:
-    """Return the cut that divides a stage most evenly in two; in ties, the first such cut."""
+    """Return the cut that divides a stage most evenly in two; on ties, the first such cut."""
     half = prefix[first] + prefix[last]
     above = bisect_left(range(first + 1, last), half, key=lambda cut: 2 * prefix[cut]) + first + 1
     below = max(first + 1, above - 1)

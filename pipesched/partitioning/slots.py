@@ -1,7 +1,7 @@
 """Slots: the stages that a partition can have, as transitions between states.
 
-A slot is one stage on one rank. If ranks have a fixed order, state k means that the first k stages have their layers.
-If ranks can be used in any order, a state is the number of used ranks of each kind.
+A slot is one stage on one rank. If ranks have a fixed order, state k means that the layers of the first k stages are
+decided. If ranks can be used in any order, a state is the number of used ranks of each kind.
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ class Rank:
 
     #: The speed relative to the rank on which the layers were measured.
     speed: Fraction = Fraction(1)
-    #: The memory in bytes; None for no limit.
+    #: The memory in bytes, or None if there is no limit.
     limit: int | None = None
 
 
@@ -61,7 +61,7 @@ class Slot:
         return work + paid, work - paid
 
     def memory(self, cuts: Cuts) -> Ints:
-        """Return the bytes held for all layers before each cut."""
+        """For each cut, return the number of bytes held for all layers before it."""
         return np.asarray(cuts.state_bytes + self.in_flight * cuts.activation_bytes)
 
     def time(self, difference: int) -> int:
@@ -71,7 +71,7 @@ class Slot:
 
 @dataclass(frozen=True, kw_only=True)
 class LineUp:
-    """The ranks, and all possible slots of stages on these ranks, sorted by target state."""
+    """The ranks, and all possible slots on these ranks, sorted by target state."""
 
     ranks: tuple[Rank, ...]
     slots: tuple[Slot, ...]

@@ -53,7 +53,7 @@ class Alternative:
         return self.peak_bytes is None or self.limit_bytes is None or self.peak_bytes <= self.limit_bytes
 
     def to_dict(self) -> dict[str, Any]:
-        """Convert to plain values for JSON, without fields whose value is unknown."""
+        """Convert to plain values for JSON, omitting fields whose value is unknown."""
         return {name: value for name, value in asdict(self).items() if value not in (None, "")}
 
     @classmethod

@@ -25,14 +25,15 @@ from pipesched.units import counted
 
 __all__ = ["Axes", "AxesRequest", "Zero", "find_axes"]
 
-#: The numbers of ranks of a pipeline and of its replicas, as {"pipeline": 8, "replicate": 8}, or "auto".
+#: The number of ranks per pipeline and the number of replicas, as {"pipeline": 8, "replicate": 8}, or "auto".
 Axes = Literal["auto"] | Mapping[str, int]
 
-#: The ZeRO level, which sets the tensors that replicas divide: 0, 1, 2, 3, or "auto".
+#: The ZeRO level, which determines the tensors that are split across replicas: 0, 1, 2, 3, or "auto".
 Zero = Literal["auto"] | int
 
-#: The values of zero= that "auto" tries, and whether weights are gathered once a step. At the peak of a step, zero=1
-#: holds no less than zero=2, and sends more. zero=3 holds less than zero=2 only if weights are gathered for each use.
+#: The values of zero= that "auto" tries, and whether weights are gathered only once per step. zero=1 is not tried,
+#: because its peak memory is never below that of zero=2, and it sends more. zero=3 needs less memory than zero=2 only
+#: if weights are gathered for each use.
 _TRIED_LEVELS = ((0, True), (2, True), (3, False))
 _EFFORT = 6_000_000  # actions to simulate in all full searches together
 _EFFORT_EACH = 3_000_000  # actions to simulate in the full search of one division
@@ -44,11 +45,11 @@ class AxesRequest:
     """A request for a plan with replicas: the ranks of all replicas, their batch, and the user's choices."""
 
     profile: Profile
-    #: The number of ranks of all replicas.
+    #: The total number of ranks in all replicas.
     num_ranks: int
-    #: The number of rows of a batch of all replicas.
+    #: The number of rows in a batch, summed over all replicas.
     batch_size: int
-    #: The user's choices for a pipeline. Its number of micro-batches is that of one replica.
+    #: The user's choices for a pipeline. The number of micro-batches is that of one replica.
     request: PlanRequest
     axes: Axes = "auto"
     zero: Zero = "auto"
@@ -70,7 +71,10 @@ class AxesRequest:
             raise PartitionError(f"zero= must be 'auto', 0, 1, 2 or 3; got {shown(self.zero)}; choose one of them")
         if isinstance(self.axes, str) and self.axes == "auto":
             return
-        rule = "axes= must be 'auto', or a mapping with the numbers of 'pipeline' ranks and of replicas ('replicate')"
+        rule = (
+            "axes= must be 'auto', or a mapping with the number of ranks per pipeline ('pipeline') and the number of "
+            "replicas ('replicate')"
+        )
         remedy = "for example, pass axes={'pipeline': 4, 'replicate': 2}"
         if not isinstance(self.axes, Mapping) or {*self.axes} != {"pipeline", "replicate"}:
             raise PartitionError(f"{rule}; got {shown(self.axes)}; {remedy}")

@@ -20,7 +20,7 @@ LADDER: tuple[CheckpointMode, ...] = ("never", "except_last", "always")
 _SIMPLEST = "1f1b"
 CHUNKS = (1, 2, 3, 4)  # chunks per rank to try: with more, the extra messages cost more than the smaller bubble saves
 _FEW_RANKS = 8  # up to this many ranks, every smaller number of ranks is tried too
-_MOST_ROUNDS = 16  # most micro-batches per rank: with 16, the bubble is already only a sixteenth of the work
+_MOST_ROUNDS = 16  # limit on micro-batches per rank: with 16, the bubble is already only a sixteenth of the work
 _MOST_COUNTS = 12  # at most this many numbers of micro-batches are tried
 
 
@@ -41,7 +41,7 @@ def _is_exact(program: Program) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """A schedule with a number of ranks and micro-batches. Its layers are not yet assigned to stages."""
+    """A schedule, and the numbers of ranks and micro-batches. The layers are not yet assigned to stages."""
 
     schedule: Schedule
     num_ranks: int
@@ -75,7 +75,7 @@ class Candidate:
 
     @property
     def num_actions(self) -> int:
-        """The number of actions in the candidate's program, without recomputes."""
+        """The number of actions in the candidate's program, excluding recomputes."""
         return (3 if self.splits else 2) * self.num_stages * self.num_microbatches
 
     @property
@@ -147,7 +147,7 @@ def candidates(
 def _variants(schedule: Schedule, *, chosen: bool) -> Iterator[tuple[Schedule, bool]]:
     """Yield pairs: the schedule with a number of chunks to try, and whether this variant splits each B into I and W.
 
-    If the user has set the number of chunks by ``with_options``, only this number is tried.
+    If the user has set the number of chunks through ``with_options``, only this number is tried.
     """
     if "chunks_per_rank" not in schedule.options:
         variants = [schedule]
@@ -178,7 +178,7 @@ def microbatch_counts(batch_size: int, num_ranks: int, sizes: Iterable[int]) -> 
     within the range of the measured sizes.
 
     Args:
-        batch_size: the number of rows of a batch.
+        batch_size: the number of rows in a batch.
         num_ranks: the number of ranks.
         sizes: the measured micro-batch sizes, in rows.
 

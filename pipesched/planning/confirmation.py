@@ -37,8 +37,8 @@ Run = Callable[[Sequence[Plan], Progress], Sequence[Sequence[Trace]]]
 
 _LEAST = 0.01  # differences below this fraction of a step are ignored
 _TIMES_NOISE = 2
-_ERROR_OF_MEDIAN = 1.86  # standard error of a median = this x median deviation / sqrt(count)
-_SWEEPS = 3  # passes over all plans that ran: costs corrected with one plan change the next plan's correction
+_ERROR_OF_MEDIAN = 1.86  # standard error of a median = this factor x median deviation / sqrt(count)
+_SWEEPS = 3  # passes over all plans that ran; a correction with one plan changes the correction with the next
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class _Tried(_Measured):
 
     @property
     def expected_s(self) -> float:
-        """The predicted step time; if the measured one differs from it by more than noise, the measured one."""
+        """The predicted step time, or the measured step time if the two differ by more than noise."""
         off = abs(self.step_s / self.found.step_s - 1)
         return self.found.step_s if off <= _needed(self.noise) else self.step_s
 
@@ -90,7 +90,8 @@ class _Tried(_Measured):
 def settled(ran: Sequence[Sequence[Trace]]) -> bool:
     """Return whether further steps of these plans are unlikely to change which of them is the fastest.
 
-    This is the case if each plan but the fastest is slower by more than noise, or if the noise is too small to matter.
+    This is the case if every plan except the fastest is slower by more than noise, or if the noise is too small to
+    matter.
 
     Args:
         ran: the measured steps of each plan; [] for a plan that could not run.
@@ -159,7 +160,7 @@ def _search_again(
 def _predicted_again(
     search: SearchRequest, tried: Sequence[_Tried], progress: Progress
 ) -> tuple[Tuner, list[EvaluatedCandidate], list[_Tried]]:
-    """Return a tuner with corrected costs, the candidates of the plans that ran, and these plans, predicted again."""
+    """Return a tuner with corrected costs, and the candidates and the plans that ran, both with new predictions."""
     tuner = Tuner(search, progress)
     known = [tuner.simulated(one.found.candidate, one.found.stages) for one in tried]
     return tuner, known, [replace(one, found=found) for one, found in zip(tried, known, strict=True)]
@@ -188,9 +189,9 @@ def _part(progress: Progress, begin: float, end: float) -> Progress:
 def _best_of_sorts(chosen: EvaluatedCandidate, best: Sequence[EvaluatedCandidate]) -> list[EvaluatedCandidate]:
     """Return the chosen candidate, and the best candidate of every other sort.
 
-    Candidates of one sort have the same ranks, micro-batches, chunks, backward splitting and checkpointing. They differ
-    only in the order of their actions. The simulation predicts the effect of the order well, but its errors differ
-    between sorts.
+    A sort is a group of candidates with the same ranks, micro-batches, chunks, backward splitting and checkpointing.
+    They differ only in the order of their actions. The simulation predicts the effect of the order well, but its errors
+    differ from sort to sort.
     """
     sorts: dict[Any, EvaluatedCandidate] = {}
     for found in (chosen, *best):
@@ -214,7 +215,7 @@ def _alike(one: EvaluatedCandidate, other: EvaluatedCandidate) -> bool:
 
 
 def _fastest(tried: Sequence[_Tried]) -> _Tried:
-    """Return the fastest plan that ran. Of plans equally fast within noise, return the one that a search prefers."""
+    """Return the fastest plan that ran. On ties within noise, return the plan that a search prefers."""
     least = min(tried, key=lambda one: one.step_s)
     near = [one for one in tried if not one.is_slower(least)]
     chosen = simplest((one.found, one.expected_s) for one in near)
@@ -271,7 +272,7 @@ def corrected(
     Args:
         profile: the measured layers.
         ran: the plans that ran, best first, each with its measured steps.
-        batch_size: the number of rows of a batch.
+        batch_size: the number of rows in a batch.
         sweeps: the number of passes over the plans.
 
     """

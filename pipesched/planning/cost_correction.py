@@ -54,8 +54,8 @@ class Known:
 
         Args:
             stages: the measured times of all stages; together they contain every layer.
-            tolerance: the largest relative slowdown that noise can explain, compared with layers of the same kinds in
-                other stages.
+            tolerance: the largest slowdown that noise can explain, as a fraction of the time of layers of the same
+                kinds in other stages.
 
         """
         factors = self._least_ratios(stages)

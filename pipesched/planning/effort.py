@@ -1,6 +1,6 @@
 """Effort: the remaining work of a search, counted in simulated actions.
 
-Counting actions instead of seconds makes the plan of a profile reproducible.
+Counting actions instead of seconds makes the plan for a profile reproducible.
 """
 
 from collections.abc import Callable
@@ -8,7 +8,7 @@ from collections.abc import Callable
 __all__ = ["AT_LEAST", "FOR_MEMORY", "FOR_PARTITION", "IN_ORDER_SEARCH", "Effort"]
 
 AT_LEAST = 1_000  # fixed cost of one simulation or partition, in actions
-FOR_PARTITION = 100  # cost of partitioning per layer and stage, in actions
+FOR_PARTITION = 100  # cost of partitioning, per layer and per stage, in actions
 FOR_MEMORY = 2  # cost of computing the ranks' memory per action of the program, in actions
 IN_ORDER_SEARCH = 40  # cost of finding a program's order by search, per action of the program, in actions
 

@@ -41,7 +41,7 @@ class EvaluatedCandidate:
     replication: Replication | None = None
     #: With replicas, whether a step updates the weights.
     updates: bool = True
-    #: Whether the gradients of micro-batches are added as a tree.
+    #: Whether the gradients of micro-batches are summed in a binary tree.
     in_tree: bool = False
 
     @cached_property
@@ -151,7 +151,7 @@ def simplest(found: Iterable[tuple[EvaluatedCandidate, float]]) -> EvaluatedCand
 
 
 def label_of(candidate: Candidate) -> str:
-    """Return the name of a candidate in tables: the schedule and, if ranks have several chunks, their number."""
+    """Return the name of a candidate in tables: the schedule, and the number of chunks if there are several."""
     chunks = candidate.schedule.chunks_per_rank
     return candidate.schedule.name + (f", {chunks} chunks" if chunks > 1 else "")
 

@@ -21,7 +21,7 @@ from pipesched.units import counted, quote_bytes
 __all__ = ["FittingPlans", "infeasible", "leanest", "no_partition"]
 
 _FINE = 1.01  # relative precision of the smallest limit
-_MOST_TIMES = 16  # up to this multiple of the requested number of ranks is tried
+_MOST_TIMES = 16  # at most this multiple of the requested number of ranks is tried
 _A_PASS = 3  # the effort for trying further candidates, as a multiple of `LeanCandidates.effort_in_need`
 _LOOKED_AT = 3  # number of schedules to try when checking whether any plan fits
 
@@ -40,7 +40,7 @@ def no_partition(search: SearchRequest) -> PartitionError:
         remedy = f"pass {numbers}, {remedy}" if fit else remedy
     return PartitionError(
         f"every stage needs at least one layer, and every rank the same number of stages; {counted(layers, 'layer')} "
-        f"cannot be split into {counted(stages, 'stage') if stages else 'any number of stages'} on "
+        f"cannot be split into {counted(stages, 'stage') if stages else 'stages'} on "
         f"{counted(ranks, 'rank')}; {remedy}"
     )
 
@@ -145,7 +145,7 @@ def _leaner(
 def _ranks(search: SearchRequest, fitting: "FittingPlans") -> int | None:
     """Return the smallest number of ranks for which a plan fits into memory; None if no such plan is found.
 
-    Every rank has the smallest of the given memory limits.
+    Assumes that every rank has the smallest of the given memory limits.
     """
     limit = min(search.memory_limit_bytes or (1,))
     most = min(len(search.pins.layers), search.num_ranks * _MOST_TIMES)
@@ -170,7 +170,7 @@ def _ranks(search: SearchRequest, fitting: "FittingPlans") -> int | None:
 
 
 def _largest_layer(search: SearchRequest) -> tuple[str, int]:
-    """Return the layer that needs the most memory if it is alone on a rank with one micro-batch, and its bytes."""
+    """Return the layer that needs the most bytes when alone on a rank with one micro-batch, and the number of bytes."""
     layers = list(search.pins.layers)
     rows = -(-search.batch_size // max(search.num_microbatches))
     costs = search.profile.costs([[name] for name in layers], rows)
@@ -193,7 +193,7 @@ class FittingPlans:
         self._until = -inf
 
     def any(self, search: SearchRequest) -> EvaluatedCandidate | None:
-        """Return a plan within the limits that uses a schedule with a low memory need; None if no plan fits."""
+        """Return a plan within the limits whose schedule needs little memory; None if no plan fits."""
         lean = self.lean(search)
         checkpoint = repr(search.checkpoint)
         if checkpoint not in self._thrifty:

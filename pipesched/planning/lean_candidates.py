@@ -54,7 +54,7 @@ class LeanCandidates:
     def thrifty(self) -> list[Schedule]:
         """The simplest schedule, followed by all schedules in ascending order of their peak memory.
 
-        The peak memory is that of the partition that ignores the memory limits.
+        Peak memory is computed for a partition that ignores the memory limits.
         """
         found = []
         for candidate in self._largest():
@@ -124,7 +124,7 @@ class LeanCandidates:
 
     @cached_property
     def _kept_bytes(self) -> tuple[int, int]:
-        """Return the bytes that the layers occupy throughout a step, and the bytes of their gradients."""
+        """Return the memory that the layers occupy throughout a step and the size of their gradients, in bytes."""
         profile = self._search.profile
         whole = profile.costs([list(self._search.pins.layers)], min(profile.graphs))
         if self._search.replica_costs is not None:

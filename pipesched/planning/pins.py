@@ -101,7 +101,7 @@ class Pins:
             start = _position(boundary, self.layers)
             if not 0 < start < len(self.layers):
                 raise PartitionError(
-                    f"a boundary must be the position of the first layer of a stage other than stage 0, from 1 to "
+                    f"a boundary must be the position at which a stage other than stage 0 begins, from 1 to "
                     f"{len(self.layers) - 1} for {counted(len(self.layers), 'layer')}; got {boundary!r}; remove or "
                     f"move it"
                 )
@@ -118,7 +118,10 @@ class Pins:
         return tuple(tuple(self.layers[begin:end]) for begin, end in pairwise([*starts, len(self.layers)]))
 
     def allows(self, starts: Sequence[int]) -> bool:
-        """Return whether stages that begin at these positions meet the constraints. For incomplete boundaries only."""
+        """Return whether stages that begin at these positions meet the constraints.
+
+        This check does not support complete boundaries.
+        """
         return all(starts[stage] == place for place, stage in self._begins) and all(
             bisect(starts, first) == bisect(starts, last) for first, last in self._groups
         )

@@ -31,7 +31,7 @@ from pipesched.viz.notebook import timeline_html
 
 __all__ = ["Plan", "Tie", "searched_before"]
 
-_EFFORT = 1 / 120  # of searches for more micro-batches than a plan's program has
+_EFFORT = 1 / 120  # the relative effort of a search for more micro-batches than a plan's program has
 _ROUNDING = 1e-9  # a step this close to a bound is optimal: sums of times are rounded
 _OPTIMAL = 1e-4  # a step this close to a proved bound is optimal: the solver rounds times
 
@@ -78,8 +78,8 @@ class Plan:
         partition: the times and sizes of the stages, and the reason for the boundaries. None: not measured.
         ties: the parameters that several layer calls use.
         alternatives: the plans that the search compared, this plan first. Empty if there was no search.
-        replication: the number of replicas that run the program, each on its own rows, and the tensors that they divide
-            (``zero``). The costs are those of one replica. None: the plan does not depend on replicas.
+        replication: the number of replicas that run the program, each on its own rows, and the tensors that are split
+            across them (``zero``). The costs are those of one replica. None: the plan does not depend on replicas.
         proved_bound_s: a lower bound on the step time of these stages in any order with bit-identical results, proved
             by a solver. None: no proof.
 
@@ -115,7 +115,7 @@ class Plan:
         return replace(self.program, graph=chain(count, count // self.program.num_weights))
 
     def maker(self) -> Schedule | None:
-        """Return the schedule that the plan names, with its options; None if it does not create the plan's program."""
+        """Return the schedule that the plan names, with its options; None if it cannot create the plan's program."""
         program = self.program
         if self.schedule not in schedules.names():
             return None
@@ -161,7 +161,7 @@ class Plan:
         return None if self.replication is None else self.replication.mesh(self.program.num_ranks)
 
     def communication(self) -> tuple[AxisCommunication, ...]:
-        """Return the predicted communication of each axis: pipeline, replicas and zero; () without costs."""
+        """Return the predicted communication on each axis: pipeline, replicas and zero; () without costs."""
         return communication(self.treated, self.costs, self.replication) if self.costs else ()
 
     def explain(self) -> str:
@@ -422,10 +422,11 @@ def _read_program(values: Mapping[str, Any]) -> Program:
     own = _digest(program)
     if given.get("digest", own) != own:
         raise ScheduleError(
-            f"a plan's schedule must generate the program that was saved; {name!r} for {num_ranks} ranks and "
-            f"{num_microbatches} micro-batches generates a program with digest {own!r}, but the plan has the digest "
-            f"{given['digest']!r}: the plan was made by another version of pipesched, or it was edited; make a new "
-            f"plan, or remove the digest from the plan to use the program that the schedule generates now"
+            f"a plan's schedule must generate the program that was saved; {name!r} for "
+            f"{counted(num_ranks, 'rank')} and {counted(num_microbatches, 'micro-batch')} generates a program with "
+            f"digest {own!r}, but the plan has the digest {given['digest']!r}: the plan was made by another version of "
+            f"pipesched, or it was edited; make a new plan, or remove the digest from the plan to use the program "
+            f"that the schedule generates now"
         )
     return program
 

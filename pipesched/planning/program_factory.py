@@ -40,7 +40,7 @@ _LOG = logging.getLogger(__name__)
 
 _AUTO = "1f1b"
 _MORE_STEPS = 4  # a stream is aperiodic if it has no period within this multiple of the steps that PipeDream needs
-_MOST_KEPT = 32  # orders for micro-batches of different sizes that are kept
+_MOST_KEPT = 32  # maximum number of orders kept for micro-batches of different sizes
 MICROBATCHES_PER_RANK = 4  # enough for a small bubble (GPipe, Huang et al. 2019)
 
 
@@ -73,9 +73,9 @@ class ProgramFactory:
             self.num_microbatches = request.num_microbatches or self.num_ranks * MICROBATCHES_PER_RANK
         self.graph: StageGraph | None = None
         self.offloading: frozenset[int] = frozenset()
-        #: For each stage, the layers whose gradients are added over replicas together; empty for a single replica.
+        #: For each stage, the layers whose gradients are summed across replicas; empty for a single replica.
         self.buckets: Sequence[Sequence[str]] = ()
-        #: If replicas divide the weights: whether a run gathers the weights of a stage once. None: weights are whole.
+        #: Whether a run gathers the weights of a stage only once. None: the weights are not split across replicas.
         self.gather_once: bool | None = None
         #: The number of orders searched for micro-batches of different sizes.
         self.num_searched = 0
@@ -143,7 +143,7 @@ class ProgramFactory:
 
     @property
     def request(self) -> PlanRequest:
-        """A request for programs with the same schedule, stages, micro-batches and ranks, without boundaries."""
+        """A request for this factory's schedule and numbers of stages, micro-batches and ranks, without boundaries."""
         return replace(
             self._request,
             schedule=self.source,
@@ -155,7 +155,7 @@ class ProgramFactory:
 
     @cached_property
     def streams(self) -> bool:
-        """Whether steps overlap: True for a schedule with updates, False for a program given by the user."""
+        """Whether steps overlap: True only for a schedule with updates, never for a program given by the user."""
         return not self.fixed and self.full.plain.has_updates
 
     @property
@@ -185,15 +185,15 @@ class ProgramFactory:
         return self.full.plain
 
     def replicate(self, buckets: Sequence[Sequence[str]], gather_once: bool | None = None) -> None:
-        """Add the actions of replicas to the programs: they sum gradients, and gather weights that replicas divide.
+        """Add the replicas' communication to the programs: gradient sums, and gathers of split weights.
 
         Args:
-            buckets: for each stage, the layers whose gradients are added together; empty for a single replica.
-            gather_once: whether a run gathers the divided weights of a stage only once. If False, it gathers them again
-                after other stages of the rank have run. Default: None (each replica holds whole weights).
+            buckets: for each stage, the layers whose gradients are summed; empty for a single replica.
+            gather_once: whether a run gathers the split weights of a stage only once. If False, it gathers them again
+                after other stages of the rank have run. Default: None (each replica holds the full weights).
 
         Raises:
-            ScheduleError: the sums or gathers in the user's program are not the ones that the replicas need.
+            ScheduleError: if the sums or gathers in the user's program are not those that the replicas need.
 
         """
         if isinstance(self.source, Program):
@@ -246,7 +246,7 @@ class StepPrograms:
         factory: the factory of these programs.
         num_microbatches: the number of micro-batches of a step.
         source: the schedule, or the user's program.
-        sizes: the size of each micro-batch, if the order was made for these sizes. Default: the sizes are equal.
+        sizes: the size of each micro-batch, if the order was made for these sizes. Default: equal sizes.
 
     """
 
@@ -308,7 +308,7 @@ class StepPrograms:
         return add_offloading(program, factory.offloading)
 
     def _gathering(self, program: Program) -> Program:
-        """Add the gathers of weights to a program of this pipeline, if replicas divide the weights."""
+        """Add the gathers of weights to a program of this pipeline, if the weights are split across replicas."""
         factory = self._factory
         if factory.gather_once is None or program.has_gathers:
             return program
@@ -362,7 +362,7 @@ class StepPrograms:
 
     @cached_property
     def inference(self) -> Program:
-        """The program with only the forwards, and transfers between ranks."""
+        """The program with only the forwards, plus transfers between ranks."""
         return lower(self._gathering(self.plain.forward()))
 
     @cached_property
@@ -467,7 +467,7 @@ def _fixed(program: Program, num_devices: int, request: PlanRequest) -> Program:
     if not program.is_chains or program.forward_only:
         raise ScheduleError(
             "a pipeline can only train a chain of stages, or several chains over the same weights; this program has a "
-            "different stage graph, or no backward passes; pass a program with such a stage graph and with backward "
-            "passes"
+            "different stage graph, or no backward passes; pass a program with one of these stage graphs and with "
+            "backward passes"
         )
     return program

@@ -29,13 +29,13 @@ from pipesched.simulation.layer_costs import costs_of
 
 __all__ = ["RecomputationChooser"]
 
-_TRIES = 6  # most partitions to try under a memory limit
-_PER_BYTE = 1e-12  # seconds that stand for a byte: the partitioner counts picoseconds
+_TRIES = 6  # maximum number of partitions to try under a memory limit
+_PER_BYTE = 1e-12  # seconds that represent a byte, because the partitioner counts picoseconds
 _RECOMPUTE: tuple[LayerCheckpoint, ...] = ("recompute",)
 _RECOMPUTE_OR_OFFLOAD: tuple[LayerCheckpoint, ...] = ("recompute", "offload")
 
 #: Each stage's layers, the layers with recomputed or offloaded activations, and the partitioner's estimate of each
-#: rank's bytes (empty if there is none).
+#: rank's memory in bytes (empty if there is none).
 _Partitioned = tuple[StageLayers, Mapping[str, LayerCheckpoint], list[float]]
 
 
@@ -88,8 +88,8 @@ class RecomputationChooser:
         """Return the candidate with each simple cut that is allowed and within the limits.
 
         One simple cut makes the slowest stage as fast as possible. Under memory limits, there are two more: one puts
-        equal numbers of layers into all stages, and one minimises the bytes of weights on the rank with the most
-        weights. Returns [] if the boundaries of all stages are given, or if there are too few layers.
+        equal numbers of layers into all stages, and one minimises the size of the weights on the rank with the
+        largest weights. Returns [] if the boundaries of all stages are given, or if there are too few layers.
         """
         pins = self._search.pins
         if pins.complete or candidate.num_stages > len(pins.layers) or self._holds_too_many(candidate):
@@ -103,7 +103,7 @@ class RecomputationChooser:
         return [found for found in every if not any(self._excess_bytes(found))]
 
     def _cuts(self, candidate: Candidate) -> Iterator[Sequence[int]]:
-        """Yield the first layers of the stages of each simple cut."""
+        """For each simple cut, yield the positions of the stages' first layers."""
         self._effort.spend(AT_LEAST)
         graph = self.graph(candidate.num_microbatches)
         layers = [costs_of(graph, name) for name in graph]
@@ -146,7 +146,7 @@ class RecomputationChooser:
         if self._holds_too_many(candidate):
             return None
         asked = [float(limit) for limit in (self._search.memory_limit_bytes or ())[: candidate.num_ranks]]
-        enough: list[float] = []  # lowered limits with a partition that exceeds the real limits
+        enough: list[float] = []  # lowered limits for which there is a partition, but one that exceeds the real limits
         for _ in range(_TRIES):
             partitioned = self._partitioned(candidate, tuple(asked), allowed)
             if partitioned is None and not enough:
@@ -171,7 +171,10 @@ class RecomputationChooser:
         return self._holds_too_many(found.candidate) or any(self._excess_bytes(found))
 
     def most_in_flight(self, candidate: Candidate) -> tuple[int, ...] | None:
-        """Return the most (stage, micro-batch) pairs that each rank of the candidate may hold; None for any number."""
+        """Return the maximum number of (stage, micro-batch) pairs that each rank of the candidate may hold.
+
+        Returns None if there is no limit.
+        """
         limits = self._search.max_in_flight
         return None if limits is None else limits[: candidate.num_ranks]
 
@@ -183,7 +186,7 @@ class RecomputationChooser:
         return any(peak_in_flight(orders.rank(rank)) > limit for rank, limit in enumerate(limits))
 
     def _excess_bytes(self, found: EvaluatedCandidate) -> tuple[int, ...]:
-        """Return the bytes by which each rank exceeds its limit; () without limits.
+        """Return the number of bytes by which each rank exceeds its limit; () without limits.
 
         Also subtracts the work of this computation from the remaining effort.
         """
@@ -221,7 +224,7 @@ class RecomputationChooser:
         )
 
     def _buckets(self, candidate: Candidate, stages: StageLayers) -> list[list[int]]:
-        """Return the bytes of the gradients of each stage's layers, the last layer first, without frozen layers."""
+        """For each stage, return each layer's gradient size in bytes, last layer first, excluding frozen layers."""
         nodes = self.graph(candidate.num_microbatches).nodes
         sizes = {name: node.get("gradient_bytes", node["parameter_bytes"]) for name, node in nodes.items()}
         return [[sizes[name] for name in reversed(names) if sizes[name]] for names in stages]
@@ -273,7 +276,7 @@ class RecomputationChooser:
 
 
 def _counted_bytes(found: Partition | None, num_ranks: int) -> list[float]:
-    """Return the partitioner's estimate of each rank's bytes; [] without a partition."""
+    """Return the partitioner's estimate of each rank's memory in bytes; [] without a partition."""
     if found is None:
         return []
     both = list(zip(found.ranks, found.summaries, strict=True))

@@ -31,7 +31,7 @@ class Replanned:
     kept: str = ""
     #: The layers that have moved, or would move: name -> (rank before, rank after).
     layers: Mapping[str, tuple[int, int]] = field(default_factory=dict)
-    #: Weights, gradients, buffers and optimizer states that change devices, in bytes.
+    #: The size in bytes of the weights, gradients, buffers and optimizer states that change devices.
     moved_bytes: int = 0
     #: Predicted step time of the old plan. None: the caller gave the new plan, so there was no search.
     before_s: float | None = None
@@ -39,7 +39,7 @@ class Replanned:
     after_s: float | None = None
     #: Relative deviation of a rank's work from step to step, for the rank where the deviation is largest.
     noise: float = 0.0
-    #: The time of moving in seconds: measured if layers were moved, otherwise estimated.
+    #: The time in seconds that moving layers takes: measured if layers were moved, otherwise estimated.
     cost_s: float = 0.0
 
     @property
@@ -124,7 +124,7 @@ def verdict(before_s: float, after_s: float, *, noise: float, cost_s: float, ste
         before_s: predicted step time of the old plan.
         after_s: predicted step time of the new plan.
         noise: relative deviation of a rank's work from step to step.
-        cost_s: the time of moving layers, in seconds.
+        cost_s: the time that moving layers takes, in seconds.
         steps_left: the number of remaining steps. None: unknown; the cost of moving is then ignored.
 
     """
@@ -135,5 +135,8 @@ def verdict(before_s: float, after_s: float, *, noise: float, cost_s: float, ste
     if saving <= before_s * needed:
         return f"the saving is below {needed:.1%} of a step"
     if steps_left is not None and saving * steps_left <= cost_s:
-        return f"the remaining {steps_left} steps save {quote_time(saving * steps_left)}, less than moving layers takes"
+        return (
+            f"the saving over the remaining {counted(steps_left, 'step')} is {quote_time(saving * steps_left)}, less "
+            f"than moving layers takes"
+        )
     return ""

@@ -27,7 +27,7 @@ from pipesched.units import counted
 
 __all__ = ["EFFORT", "Offload", "SearchRequest", "check_offload", "limits_of"]
 
-#: Whether activations can be offloaded to the host. "auto": if the host's memory is separate and its bandwidth known.
+#: Whether activations can be offloaded to the host. "auto": if host memory is separate and its bandwidth is known.
 Offload = Literal["auto"] | bool
 
 #: The default number of actions to simulate, about three seconds.
@@ -36,7 +36,7 @@ EFFORT = 3_000_000
 _SEARCHED = "searched"
 #: The options of `searched` that a search for a plan keeps.
 _KEPT = ("max_in_flight", "placement")
-#: The remedy in the error for each other option of `searched`, which a search for a plan sets itself.
+#: For each other option of `searched`, the remedy in the error. A search for a plan sets these options itself.
 _INSTEAD = {
     "chunks_per_rank": "pass num_stages= instead",
     "effort": "pass effort= to tune instead",
@@ -54,7 +54,7 @@ class SearchRequest:
     pins: Pins
     #: The number of available ranks.
     num_ranks: int
-    #: The number of rows of a batch. A step processes one batch.
+    #: The number of rows in a batch. A step processes one batch.
     batch_size: int
     #: The numbers of micro-batches to try.
     num_microbatches: Sequence[int]
@@ -83,7 +83,7 @@ class SearchRequest:
     replica_costs: ReplicaCosts | None = None
     #: With replicas, whether a step updates the weights.
     updates: bool = True
-    #: Whether the gradients of micro-batches are added as a tree.
+    #: Whether the gradients of micro-batches are summed in a binary tree.
     in_tree: bool = False
 
     def __post_init__(self) -> None:
@@ -122,7 +122,9 @@ class SearchRequest:
 
     @cached_property
     def max_in_flight(self) -> tuple[int, ...] | None:
-        """The most (stage, micro-batch) pairs that each rank may hold, if `searched` has this option. None: any number.
+        """The maximum number of (stage, micro-batch) pairs that each rank may hold, or None if there is no limit.
+
+        The limit comes from the option ``max_in_flight`` of `searched`.
 
         Raises ScheduleError if a rank has no room for one micro-batch on each of its stages.
         """
@@ -142,7 +144,7 @@ class SearchRequest:
 
     @cached_property
     def placement(self) -> Placement | None:
-        """The rank of each stage, if `searched` has this option. None: any rank.
+        """The rank of each stage, from the option ``placement`` of `searched`. None: stages can be on any rank.
 
         Raises ScheduleError if the ranks do not have equal numbers of stages.
         """
@@ -195,7 +197,7 @@ class SearchRequest:
         Args:
             profile: the costs of the layers.
             num_ranks: the number of available ranks.
-            batch_size: the number of rows of a batch.
+            batch_size: the number of rows in a batch.
             request: the user's choices.
             memory_limit_bytes: one limit for all ranks, or one for each rank. Default: no limit.
             counts: the numbers of micro-batches to try if the request gives none. Default: chosen so that micro-batches
@@ -289,8 +291,8 @@ def limits_of(given: int | Sequence[int] | None, num_ranks: int) -> tuple[int, .
     limits = list(given) if isinstance(given, Sequence) else [given] * num_ranks
     if len(limits) != num_ranks or not all(map(_is_size, limits)):
         raise PartitionError(
-            f"memory_limit_bytes must be a positive number of bytes, which applies to each rank, or a list with a "
-            f"number for each of {num_ranks} ranks; got {shown(given)}; for example, pass 16 * 2**30"
+            f"memory_limit_bytes must be a positive number of bytes, which applies to each rank, or a list with one "
+            f"number for each rank ({num_ranks} in all); got {shown(given)}; for example, pass 16 * 2**30"
         )
     return tuple(map(int, limits))
 

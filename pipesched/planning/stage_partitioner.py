@@ -25,7 +25,7 @@ from pipesched.units import counted, quote_speed, quote_time
 __all__ = ["StagePartitioner"]
 
 _COPIES = 2  # number of times that parameter bytes are counted: as weights and gradients, but not as optimizer states
-_MOST_TIES = 8  # only this many tied weights, the largest, are tried with all users in one stage
+_MOST_TIES = 8  # limit on the number of tied weights for which a stage with all users is tried
 _MOST_IDEALS = 5_000  # graphs with more order ideals are not searched for other layer orders
 
 
@@ -69,8 +69,8 @@ class StagePartitioner:
         if num_stages > max(1, len(layers)):
             raise PartitionError(
                 f"every stage needs at least one layer; there are {counted(num_stages, 'stage')} on "
-                f"{self.program.num_ranks} ranks, but the model has {counted(len(layers), 'layer')}; use fewer "
-                f"devices, or fewer chunks per rank"
+                f"{counted(self.program.num_ranks, 'rank')}, but the model has {counted(len(layers), 'layer')}; use "
+                f"fewer devices, or fewer chunks per rank"
             )
         found: Partition | None = None
         if self.pins.complete:
@@ -260,7 +260,7 @@ def _against(found: Partition, best: Partition, choice: str) -> str:
 
 
 def _in_a_row(graph: "nx.DiGraph[str]") -> "nx.DiGraph[str]":
-    """Return the graph as a chain in execution order, with an edge without tensors where neighbours had no edge."""
+    """Return the graph as a chain in execution order. New edges between neighbours carry no tensors."""
     row = graph.copy()
     row.add_edges_from(
         (one, other, {"tensors": {}}) for one, other in pairwise(graph) if not graph.has_edge(one, other)

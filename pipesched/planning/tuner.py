@@ -52,9 +52,9 @@ _NEAR = 1.3
 _A_MOVE = 2_000  # effort of summing the stage costs after a boundary has moved, in actions
 _ORDER_GAIN = 0.001  # a searched order with a saving below this fraction of a step does not replace a known schedule
 _TO_REFINE = 0.4  # the fraction of the effort that is reserved for refining boundaries
-_KNOWN = 0.6  # the fraction of the progress that known schedules make; searched orders make the rest
+_KNOWN = 0.6  # the fraction of the progress reported for known schedules; the rest is for searched orders
 _FOR_ORDERS = 3  # the effort of the order search, relative to the effort of the request
-_PLACEMENTS = 2  # most placements for which orders are searched although no known program fits
+_PLACEMENTS = 2  # maximum number of placements for which orders are searched although no known program fits
 _SHOWN = 8  # number of alternatives to list besides the baselines
 _BASELINES = ("1f1b", "gpipe")
 _WHY = "the search chose the split by simulated step time, not by the bottleneck alone"
@@ -81,7 +81,7 @@ def find_plan(search: SearchRequest, progress: Callable[[float], None] = lambda 
 def find_plan_of_replicas(search: SearchRequest) -> Plan:
     """Find the best plan for a request with replicas.
 
-    If replicas divide the weights, each step gathers the weights once. If no such plan fits into memory, the weights
+    If the weights are split across replicas, each step gathers them only once. If no such plan fits into memory, they
     are gathered for each use.
 
     Raises the same errors as ``find_plan``.
@@ -198,7 +198,7 @@ class Tuner:
             self._found.append(self._refined(found, until=self._effort.left - share))
 
     def _unrecomputed(self) -> list[EvaluatedCandidate]:
-        """Return candidates without recomputation, for whose stages an order within the limits may exist.
+        """Return candidates without recomputation whose stages may have an order within the limits.
 
         They use all ranks, and as many micro-batches as the fastest candidate. Placements for which a candidate without
         recomputation already fits are left out. For each other placement, one candidate has the fastest cut, which
@@ -306,7 +306,7 @@ class Tuner:
                 self._found += [self._simulated(found) for found in self._chooser.choices(candidate)]
 
     def _squeeze(self) -> None:
-        """Move boundaries so that micro-batches fit one at a time, in each checkpoint setting, until a candidate fits.
+        """Move boundaries until a candidate with one micro-batch at a time fits, trying each checkpoint setting.
 
         The partitioner can miss cuts that only just fit, because it estimates the memory.
         """
@@ -323,7 +323,7 @@ class Tuner:
                     self._found.append(self._simulated(squeezed))
 
     def _squeezed(self, found: EvaluatedCandidate, until: float) -> EvaluatedCandidate:
-        """Move the candidate's boundaries while this lowers the bytes above the limits."""
+        """Move the candidate's boundaries while this lowers the number of bytes above the limits."""
         best = found
 
         def excess(stages: StageLayers) -> float:
@@ -501,7 +501,7 @@ def _work(graph: "nx.DiGraph[str]") -> tuple[float, float, float]:
 
 
 def _speed(found: EvaluatedCandidate) -> tuple[Any, ...]:
-    """Return the sort key of a candidate: the fastest first; equally fast candidates with the simplest first."""
+    """Return the sort key of a candidate: the fastest first; on ties, the simplest first."""
     return found.step_s, found.candidate.order
 
 
@@ -524,7 +524,7 @@ def _bound_s(found: EvaluatedCandidate, *, split: bool = False) -> float:
 def _end_s(costs: Costs, *, updates: bool) -> float:
     """Return a lower bound on the time from the last gradient of all stages to the end of the step.
 
-    The last gradient of a stage completes a bucket. The bucket is then summed over replicas, and the weights may be
+    The last gradient of a stage completes a bucket. The bucket is then summed across replicas, and the weights may be
     updated.
     """
     sums = [times[-1] if times else 0 for times in costs.reduce_s]

@@ -1,6 +1,7 @@
-"""Windows: 1F1B with few micro-batches in flight, for memory limits that other schedules perhaps exceed.
+"""Windows: 1F1B with few micro-batches in flight, for memory limits that other schedules may exceed.
 
-The plan of such a candidate names the schedule `searched`, which can run the candidate's program without a search.
+The plan of a candidate with such a schedule names the schedule `searched`, which can run the candidate's program
+without a search.
 """
 
 from collections.abc import Iterable, Iterator
@@ -18,7 +19,10 @@ _FEW_RANKS = 8  # up to this many ranks, every window is tried
 
 @schedule("windowed-1f1b", placement=loop, chunks_per_rank=1)
 def _windowed(rank: int, shape: Shape, *, window: int = 1, placement: Placement | None = None) -> Order:
-    """1F1B with at most ``window`` micro-batches on a rank. With several chunks, each micro-batch runs alone."""
+    """1F1B with at most ``window`` micro-batches on a rank.
+
+    With several chunks, a rank finishes each micro-batch before it starts the next.
+    """
     order = Order(shape)
     chunks = shape.chunks(rank)
     if len(chunks) == 1:
@@ -61,12 +65,15 @@ def windowed(
 
 
 def window_of(schedule: Schedule) -> int | None:
-    """Return the most micro-batches that a rank may hold under a schedule of `windowed`; None for other schedules."""
+    """Return the maximum number of micro-batches that a rank may hold under a schedule that this module created.
+
+    Returns None for other schedules.
+    """
     return schedule.options["window"] if is_windowed(schedule) else None
 
 
 def is_windowed(schedule: Schedule) -> bool:
-    """Return whether this module has made the schedule."""
+    """Return whether this module created the schedule."""
     return schedule.function is _windowed.function
 
 

@@ -306,7 +306,7 @@ def test_a_profile_of_another_model_is_an_error():
         (
             {"num_ranks": 2, "memory_limit_bytes": [1]},
             PartitionError,
-            r"applies to each rank, or a list with a number for each of 2 ranks; got",
+            r"applies to each rank, or a list with one number for each rank \(2 in all\); got",
         ),
         ({"num_ranks": 2, "memory_limit_bytes": -1}, PartitionError, r"positive number of bytes"),
         (

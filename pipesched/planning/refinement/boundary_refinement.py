@@ -15,7 +15,7 @@ __all__ = ["refined"]
 #: The index of each stage's first layer. The last entry is the number of layers.
 _Boundaries = tuple[int, ...]
 
-_GAIN = 1e-6  # gains below this fraction of a step are rounding errors
+_GAIN = 1e-6  # gains below this fraction of a step are treated as rounding errors
 
 
 def refined(
@@ -64,7 +64,7 @@ def refined(
 def _moves(boundaries: _Boundaries, seconds: Sequence[float]) -> Iterator[_Boundaries]:
     """Yield the boundaries after each possible move.
 
-    Moves between the stages whose times differ the most come first; in ties, moves between the closest stages.
+    Moves between the stages whose times differ the most come first; on ties, moves between the closest stages.
     """
     loads = [sum(seconds[begin:end]) for begin, end in pairwise(boundaries)]
     moves = sorted(

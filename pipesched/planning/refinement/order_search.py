@@ -1,9 +1,9 @@
 """Order search: finds faster orders of actions for the best candidates, within the memory limits.
 
-The schedule `searched` starts from the programs of the candidates with the same placement. It uses the times of the
-stages and of messages over idle links, and the memory of the micro-batches. Its orders are then evaluated like every
-other candidate, with all overheads and the whole memory of the ranks. Only orders that are faster and within the limits
-are kept.
+The schedule `searched` starts from the programs of the candidates with the same placement. It considers stage times,
+the times of messages over idle links, and the memory that micro-batches need. The orders that it finds are then
+evaluated like every other candidate, with all overheads and the total memory of each rank. Only orders that are faster
+and within the limits are kept.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -34,18 +34,18 @@ Mover = Callable[[EvaluatedCandidate, Callable[[StageLayers], float], Callable[[
 
 _NAME = "searched"
 _NEAR = 1.4  # orders are searched only for cuts whose step is within this factor of the fastest step
-_PAIRS = 4  # the most placements for which orders are searched
-_CUTS = 200  # with at most this many cuts of a placement, orders are searched for all of them
-_MOVED = 2  # the most candidates with a searched order whose boundaries are moved
-_TRIES = 3  # searches with a lowered limit, while the whole memory of a rank exceeds its limit
-_STARTS = 8  # most programs to start from
+_PAIRS = 4  # maximum number of placements for which orders are searched
+_CUTS = 200  # if a placement has at most this many cuts, orders are searched for all of them
+_MOVED = 2  # maximum number of candidates with a searched order whose boundaries are moved
+_TRIES = 3  # maximum number of searches, each with a lower limit, until the total memory of all ranks is within limits
+_STARTS = 8  # maximum number of programs to start from
 _PER_PAIR = 0.2  # the fraction of the effort for the orders of one cut
 _PER_OTHER = 0.08  # likewise, if all known programs exceed the limits
 _PER_MOVE = 0.02  # the fraction of the effort for the orders of a cut with a moved boundary
 _A_MOVE = 2_000  # the effort to compute the costs and the bound of a cut, in actions
 _SHARES = (1 / 3, 1 / 6, 1 / 24, 1 / 60, 1 / 240, 1 / 960, 0)  # efforts of `searched`, relative to its default
-_A_STEP = 0.15  # the effort of a step of annealing for each action of the program, in actions
-_A_LIST = 15  # the effort of a list schedule for each action of the program, in actions
+_A_STEP = 0.15  # the effort of one annealing step per action of the program, in actions
+_A_LIST = 15  # the effort of one list schedule per action of the program, in actions
 
 
 def is_searched(found: EvaluatedCandidate) -> bool:
@@ -61,7 +61,7 @@ def as_searched(found: EvaluatedCandidate) -> EvaluatedCandidate:
 
 
 class OrderSearch:
-    """Searches orders for the best candidates of a search.
+    """Searches for faster orders for the best candidates of a search.
 
     Args:
         chooser: evaluates candidates.
@@ -81,12 +81,12 @@ class OrderSearch:
     def improve(
         self, found: Sequence[EvaluatedCandidate], move: Mover, others: Sequence[EvaluatedCandidate] = ()
     ) -> list[EvaluatedCandidate]:
-        """Return candidates with the orders that the search finds, each within the limits.
+        """Return candidates within the limits, with the orders that the search finds.
 
         Args:
             found: the evaluated candidates of the search, at least one.
             move: a function that moves boundaries.
-            others: candidates that may exceed the limits, for whose stages an order within the limits may exist.
+            others: candidates that may exceed the limits, but whose stages may have an order within the limits.
                 Default: none.
 
         """
@@ -208,7 +208,7 @@ def _groups(found: Iterable[EvaluatedCandidate], best_s: float) -> list[list[Eva
 
 
 def _key(found: EvaluatedCandidate) -> tuple[Any, ...]:
-    """Return what the orders of a candidate depend on, besides its cut."""
+    """Return the properties, apart from the cut, on which the orders of a candidate depend."""
     own = found.candidate
     return own.placement, own.num_microbatches, repr(own.checkpoint)
 
@@ -254,7 +254,7 @@ def _times(found: EvaluatedCandidate) -> Costs:
 
 
 def _room(found: EvaluatedCandidate, costs: Costs) -> list[int] | None:
-    """Return the bytes that each rank can use for its micro-batches; None without limits.
+    """Return the number of bytes that each rank can use for its micro-batches; None without limits.
 
     This is the limit minus the bytes that a rank holds for other purposes, such as weights and transients, at the
     peak of the known program.

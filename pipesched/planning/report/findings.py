@@ -85,7 +85,10 @@ def _bubble(comparison: Comparison | None) -> Iterator[str]:
 
 
 def _communication(predicted: Trace | None) -> Iterator[str]:
-    """Yield a sentence on when replicas communicate: in bubbles, during compute or exposed. Nothing for one replica."""
+    """Yield a sentence that says when replicas communicate: in bubbles, during compute or exposed.
+
+    Yields nothing for one replica.
+    """
     if predicted is None or predicted.hidden_communication is None:
         return
     parts = [sum(part) for part in zip(*predicted.communication_times, strict=True)]

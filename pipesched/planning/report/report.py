@@ -147,7 +147,7 @@ class Report:
             raise InputError(f"a report can only be saved as {suffixes}; got {path.name!r}; use one of these suffixes")
 
     def chrome(self) -> str:
-        """Chrome trace-event JSON for Perfetto, with the predicted step of each rank above the measured one."""
+        """Return Chrome trace-event JSON for Perfetto, with each rank's predicted step above its measured step."""
         sides = enumerate(self.traces)
         return chrome_json([event for at, (label, own) in sides for event in own.chrome_events(label, (at, 2))])
 

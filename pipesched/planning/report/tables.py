@@ -39,7 +39,7 @@ _STAGES = "Times and sizes per micro-batch. {kinds} kept: activations held for t
 _RANKS = "busy: share of the step spent computing. in flight: largest number of (stage, micro-batch) pairs held."
 _MEMORY = "Predicted peak memory of each rank."
 _AXES = (
-    "sent, time: the largest of any rank, per step. exposed: the time by which communication lengthens the step. "
+    "sent, time: largest value of any rank, per step. exposed: the time by which communication lengthens the step. "
     "hidden: the rest of the communication time."
 )
 _MEDIANS = "Median time of each kind of action, predicted → measured. {kinds} step: all actions of the stage in a step."
