@@ -48,11 +48,11 @@ class RankMemory:
     weight_grads: int
     #: Older weight versions that are still in use.
     stashed: int
-    #: Outputs and gradients that have possibly not been received yet, and the buffers of posted receives.
+    #: Outputs and gradients that may not have been received yet, and the buffers of posted receives.
     messages: int
     #: Flat copies of gradients that are summed over replicas, and the buffers in which updated weights are exchanged.
     reductions: int = 0
-    #: Whole weights that are gathered from all replicas, in addition to `parameters`, the rank's own parts.
+    #: Weights gathered from the other replicas. The rank's own parts of the weights are in `parameters`.
     gathered: int = 0
     #: Transient memory of the running action.
     transients: int
@@ -139,7 +139,7 @@ def rank_memory(
 def _after_run(
     own: RankMemory, rank: int, program: Program, costs: Costs, replicas: Sequence[ReplicaMemory]
 ) -> RankMemory:
-    """Return the larger of a rank's peak in the run and its memory while replicas add gradients after the run."""
+    """Return the larger of a rank's memory peaks: during the run, and while replicas add gradients after the run."""
     stages = [stage for stage, home in enumerate(program.placement) if home == rank]
     late = [replicas[stage].late for stage in stages if replicas[stage].late.buffer]
     if not late:
@@ -320,7 +320,7 @@ def _end_subtrees(program: Program, whole: Ints, change: Ints) -> None:
 def _transients(columns: Columns, sizes: Mapping[str, Ints], gradients: _Gradients) -> Ints:
     """Return the transient bytes of each action.
 
-    An action's transient is its peak, without the bytes held before the action and the bytes that the action keeps.
+    An action's transient is its peak, minus the bytes held before the action and the bytes that the action keeps.
     """
     stage = columns.stage
     found = np.zeros(len(columns), np.int64)
