@@ -142,7 +142,7 @@ def _attributes_kept(held: list[Any]) -> Iterator[None]:
 
 
 def has_attributes(value: Any) -> bool:
-    """Return whether an object's class is of the user or a library, and its attributes are in a ``__dict__``."""
+    """Return whether an object's class is defined by the user or a library and keeps attributes in a ``__dict__``."""
     if type(value) in _PLAIN:
         return False
     inner = isinstance(value, (*_HOLDERS, *_FUNCTIONS, type, types.ModuleType))

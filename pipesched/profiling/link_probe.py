@@ -204,7 +204,7 @@ def _measured(pairs: list[Pair], num_ranks: int, run: Run) -> dict[Pair, Link]:
 def _trips(sizes: dict[Pair, int], num_ranks: int, count: int, run: Run) -> dict[Pair, list[float]]:
     """Return the seconds of ``count`` round trips for each pair.
 
-    A round trip is a message of as many bytes as ``sizes`` gives for the pair, and an empty reply.
+    A round trip is a message of ``sizes[pair]`` bytes, and an empty reply.
     """
     program = lower(_there_and_back(list(sizes), num_ranks, 1 + count))
     spans = run(program, [nbytes for size in sizes.values() for nbytes in (size, 0, 0)])

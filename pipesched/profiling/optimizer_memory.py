@@ -38,9 +38,9 @@ def upkeep_of(make: Callable[[list[Any]], Optimizer], parameters: Sequence[Tenso
     """Find the memory that an optimizer needs for these parameters after its first step.
 
     Stand-ins replace the parameters: meta tensors if the optimizer's step accepts meta tensors, otherwise small
-    tensors. The results of small tensors are scaled up. Each dimension of a state tensor is scaled like the same
-    dimension of its parameter. The peak is multiplied by the largest ratio of a parameter's bytes to
-    its stand-in's bytes.
+    tensors. The results for small tensors are scaled up. Each dimension of a state tensor is scaled like the same
+    dimension of its parameter. The peak is multiplied by the largest ratio of a parameter's bytes to its stand-in's
+    bytes.
 
     Args:
         make: a function that takes parameters and returns an Optimizer.

@@ -186,7 +186,7 @@ def test_a_profile_of_another_model_is_refused() -> None:
         (longer, "layer 3, '3', is missing from the profile"),
         (wider, "64 elements in the profile"),
     ):
-        with pytest.raises(ScheduleError, match=f"of the pipeline's model; .*{said}"):
+        with pytest.raises(ScheduleError, match=f"belong to the pipeline's model; .*{said}"):
             profile.check_model(graph_of(other, torch.randn(2, 8), measured=False))
 
 
