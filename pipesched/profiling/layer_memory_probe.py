@@ -42,7 +42,7 @@ class Sizes:
     memory: LayerMemory
     #: The sizes of the message to each consumer stage. `Message.back` is set when the consumer is measured.
     gives: tuple[Message, ...]
-    #: The bytes of the gradients that are sent back to each producer stage.
+    #: The size in bytes of the gradients that are sent back to each producer stage.
     backs: tuple[int, ...]
 
 

@@ -202,7 +202,7 @@ def _measured(pairs: list[Pair], num_ranks: int, run: Run) -> dict[Pair, Link]:
 
 
 def _trips(sizes: dict[Pair, int], num_ranks: int, count: int, run: Run) -> dict[Pair, list[float]]:
-    """Return the seconds of ``count`` round trips for each pair.
+    """Return the times of ``count`` round trips for each pair, in seconds.
 
     A round trip is a message of ``sizes[pair]`` bytes, and an empty reply.
     """

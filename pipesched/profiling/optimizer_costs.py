@@ -28,7 +28,7 @@ class Update(NamedTuple):
 
     #: The part of the optimizer's step that updates the parameter, in seconds.
     update_s: float
-    #: The bytes of the optimizer's state for the parameter.
+    #: The size of the optimizer's state for the parameter, in bytes.
     optimizer_bytes: int
     #: The peak memory that the parameter's update needs in addition to the state, in bytes.
     update_transient_bytes: int

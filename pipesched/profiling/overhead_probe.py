@@ -274,7 +274,7 @@ def find_overheads(num_ranks: int, num_cores: int, run: Run, rounds: int = 1) ->
 
 
 def _waking_s(alone: Ran, program: Program, ran: Ran, awake: Overheads) -> float:
-    """Return the extra seconds per action of waiting ranks, along the longest path through the program.
+    """Return the extra time per action in seconds if all ranks wait, along the longest path through the program.
 
     Args:
         alone: a run of a single waiting rank. It gives the time of a layer as a profile would measure it.
@@ -370,7 +370,7 @@ def _line(seconds: Sequence[float]) -> Link:
 
 
 def _per_action(ran: Ran, ranks: Sequence[int], kind: Kind) -> list[float]:
-    """Return the seconds between the starts of consecutive actions of one kind, minus the work of the first action."""
+    """Return the time in seconds between the starts of consecutive actions of a kind, minus the first action's work."""
     found = []
     for rank in ranks:
         for one, other in pairwise(ran.trace.by_rank[rank]):
@@ -380,7 +380,7 @@ def _per_action(ran: Ran, ranks: Sequence[int], kind: Kind) -> list[float]:
 
 
 def _chained(ran: Ran, kind: Kind) -> list[float]:
-    """Return the seconds from the start of one action to the end of the one that waits for it, minus their work."""
+    """Return the time in seconds from an action's start to the end of the action waiting for it, minus their work."""
     spans = {span.action: span for rank in ran.trace.by_rank for span in rank}
     found = []
     for action, span in spans.items():

@@ -58,7 +58,7 @@ class StageReplicas:
         )
 
     def sent_bytes(self) -> int:
-        """Return the bytes that a rank sends to the other replicas in a step, for this stage's gradients and weights.
+        """Return how many bytes a rank sends to other replicas in a step, for this stage's gradients and weights.
 
         For a buffer of b bytes, an all-to-all and an all-gather among n replicas each send b * (n - 1) / n bytes.
         """
@@ -101,7 +101,7 @@ class StageReplicas:
         return whole, parts
 
     def _exchanged(self, bucket: Sequence[nn.Parameter]) -> list[int]:
-        """Return, for each dtype, the bytes of a bucket's weights that each replica sends to each other replica."""
+        """Return, for each dtype, how many bytes of a bucket's weights each replica sends to each other replica."""
         shards = self.shards
         gathers = self.zero == 3 and bucket is not self.late
         updated = [p for p in bucket if (p.requires_grad or gathers) and shards is not None and p in shards]

@@ -10,7 +10,7 @@ _SOON = 0.05  # an action that starts this close to a gather's end, as a fractio
 
 
 class CommunicationTime(NamedTuple):
-    """The seconds of a rank's reductions (REDUCE) and gathers (UNSHARD), divided into three parts.
+    """The time in seconds of a rank's reductions (REDUCE) and gathers (UNSHARD), divided into three parts.
 
     Attributes:
         in_bubbles_s: seconds in which the rank is idle for a reason other than the collective, while a rank of its

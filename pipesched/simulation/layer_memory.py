@@ -206,7 +206,7 @@ def _forward(layers: Sequence[LayerMemory]) -> int:
 
 
 def offloaded_bytes(layers: Sequence[LayerMemory]) -> int:
-    """Return the bytes of activations that are copied to the host and back.
+    """Return the size in bytes of the activations that are copied to the host and back.
 
     In a run of consecutive offloaded layers, memory shared with the first layer's input or the last layer's output
     stays on the device, because other layers can hold this memory.

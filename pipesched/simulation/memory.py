@@ -243,7 +243,7 @@ def _holding(program: Program, costs: Costs, *wanted: Holding) -> _Around:
 
 
 def _met(program: Program, buffer_bytes: Ints) -> _Around:
-    """Return the bytes of the buffer copies that each checkpointed F keeps for its backward pass."""
+    """Return the size in bytes of the buffer copies that each checkpointed F keeps for its backward pass."""
     columns = program.columns
     recomputed = np.isin(columns.pair, columns.pair[columns.are(Kind.R)])
     size = np.where(recomputed, buffer_bytes[columns.stage], 0)
@@ -251,7 +251,7 @@ def _met(program: Program, buffer_bytes: Ints) -> _Around:
 
 
 class _Gradients(NamedTuple):
-    """The bytes of parameter gradients, held from a stage's first backward to its update or the end of the step.
+    """The size in bytes of gradients, which are held from a stage's first backward to its update or the step's end.
 
     If gradients are summed in a binary tree, the sums of complete subtrees are held as well, until the last backward.
     """
@@ -294,7 +294,7 @@ def _add_subtrees(program: Program, rows: Ints, size: Ints, change: Ints, first:
     Args:
         program: the program.
         rows: the backwards that add these gradients.
-        size: for each stage, the bytes of these gradients.
+        size: for each stage, the size of these gradients in bytes.
         change: the bytes by which each action changes the memory held.
         first: a mask of the actions that allocate gradients.
 
@@ -355,7 +355,7 @@ def _transients(columns: Columns, sizes: Mapping[str, Ints], gradients: _Gradien
 
 
 def _waiting(program: Program, sizes: _Sizes, posted: int) -> Ints:
-    """Return, for each action, the bytes of values that pass between stages, and of posted receives.
+    """Return, for each action, the size in bytes of values that pass between stages, and of posted receives' buffers.
 
     These values are outputs and gradients in transit or not yet used.
     """

@@ -20,7 +20,7 @@ __all__ = ["CopyMemory", "ModelStates", "ReplicaMemory", "held_states", "held_wi
 
 
 class ModelStates(NamedTuple):
-    """The bytes of weights, of their gradients and of the optimizer's states."""
+    """The sizes in bytes of weights, gradients and optimizer states."""
 
     weights: int
     gradients: int

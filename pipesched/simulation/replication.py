@@ -27,7 +27,7 @@ ZERO_LEVELS = (0, 1, 2, 3)
 #: Replicas hold whole rows, and parts start at multiples of 64 elements. So one part may be longer than the others.
 _ROUNDING_BYTES = 64 * 4
 
-#: The bytes of each bucket of gradients, for each stage.
+#: For each stage, the size of each bucket of gradients in bytes.
 Buckets = Sequence[Sequence[int]]
 
 
@@ -83,7 +83,7 @@ class Replication:
         return [range(replica, num_ranks * count, count) for replica in range(count)]
 
     def sent_bytes(self, size: int) -> tuple[int, int]:
-        """Return the bytes that a rank sends: (to sum gradients of ``size`` bytes, to gather the weights once).
+        """Return how many bytes a rank sends: (to sum gradients of ``size`` bytes, to gather the weights once).
 
         In a ring of n ranks, each rank sends (n-1)/n of the bytes for a reduce-scatter, and as many for an all-gather.
         """
@@ -197,7 +197,7 @@ class ReplicaCosts:
         Args:
             costs: the costs of the stages without replicas.
             placement: the rank of each stage.
-            buckets: the bytes of each bucket of gradients, for each stage.
+            buckets: for each stage, the size of each bucket of gradients in bytes.
 
         """
         own = self.replication

@@ -305,7 +305,7 @@ class Trace:
 
     @property
     def peak_bytes(self) -> tuple[int, ...]:
-        """Each rank's peak bytes: activations, inputs, older weights, and memory held for the weight gradients (W)."""
+        """Each rank's peak memory in bytes: activations, inputs, older weights, and memory held for W."""
         if self.costs is None:
             return (0,) * self.num_ranks
         return tuple(self._bytes(row.columns, self.costs).peak for row in self._holding)
