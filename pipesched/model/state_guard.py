@@ -40,7 +40,7 @@ GROWING = (list, dict, set, deque)  # these types and subclasses, such as a modu
 
 
 def _held_by(roots: Iterable[Any], *, functions: bool = True) -> list[Any]:
-    """Return all modules, containers, tensors, generators and classes reachable from the roots, each once.
+    """Return all modules, containers, tensors, generators and classes reachable from the roots, without duplicates.
 
     The search follows attributes of modules and classes, items of containers, and the closures, defaults and named
     globals of functions, methods and partials. The search does not look into other objects.

@@ -109,7 +109,7 @@ def measure_links(executor: ProcessExecutor) -> Links:
 
 
 def measure_collectives(host: MeshRanks, sums: ReplicaSums) -> tuple[Collectives, ...]:
-    """Measure the collectives over replicas, for each group of ranks with the same stages. Collective."""
+    """Measure the collectives among replicas, for each group of ranks with the same stages. Collective."""
     device = host.devices[0]
     count = len(host.grid.rows)
 

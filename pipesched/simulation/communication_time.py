@@ -1,4 +1,4 @@
-"""Communication time: the time of a rank's collectives during bubbles, during computation, and exposed."""
+"""Communication time: splits the time of a rank's collectives into time in bubbles, under computation, and exposed."""
 
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple

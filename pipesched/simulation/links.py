@@ -168,7 +168,7 @@ class Links:
 
     @classmethod
     def of_hosts(cls, ranks_per_host: int, num_ranks: int, **links: Any) -> "Links":
-        """Create the links between the ranks of equally large hosts. Ranks are numbered host by host.
+        """Create the links between ranks on hosts that all have the same number of ranks, numbered host by host.
 
         Args:
             ranks_per_host: the number of ranks on each host.

@@ -262,7 +262,7 @@ class _Gradients(NamedTuple):
 
     @classmethod
     def of(cls, program: Program, sizes: Mapping[str, Ints], *, in_tree: bool) -> "_Gradients":
-        """Compute the bytes of gradients that are held before and after each action of a program."""
+        """Compute the size in bytes of the gradients that are held before and after each action of a program."""
         columns = program.columns
         whole = sizes["gradient_bytes"]
         deferred = sizes["deferred_gradient_bytes"]
@@ -289,7 +289,7 @@ class _Gradients(NamedTuple):
 def _add_subtrees(program: Program, rows: Ints, size: Ints, change: Ints, first: Mask) -> None:
     """Add the sums of complete subtrees to the bytes held.
 
-    The first backward of each group of micro-batches, except the first group, allocates new gradients.
+    In every group of micro-batches except the first, the first backward allocates new gradients.
 
     Args:
         program: the program.

@@ -35,7 +35,7 @@ def simulate(program: Program, costs: Costs) -> Trace:
     An action starts when its rank is free and its inputs have arrived. A message between ranks takes
     ``costs.transfer_s`` plus the time of its link, and occupies no rank. A program therefore has the same makespan with
     and without explicit transfers. If links are contended, a message also occupies its link. REDUCE and UNSHARD occupy
-    no rank, but those of a rank run one after the other. ``costs.overheads`` makes actions longer: by the time to start
+    no rank, but each rank runs them one after the other. ``costs.overheads`` makes actions longer: by the time to start
     actions and to pass messages, and by the slowdown while several ranks of a host compute.
 
     ::
