@@ -75,7 +75,7 @@ class CapturedModel:
         if weights := [name for name, _ in model.named_parameters() if name in self.written]:
             warn(
                 f"building a pipeline must leave the weights unchanged; forwards of {type(model).__name__} write to "
-                f"{counted(len(weights), 'weight')}, such as {weights[0]!r}; their values were restored; ignore "
+                f"{counted(len(weights), 'weight')}, such as {weights[0]!r}; the old values were restored; ignore "
                 f"this warning if the forward is meant to change weights"
             )
         self.calls = {_unit(call): call for call in own.layer_calls}
@@ -135,7 +135,7 @@ class CapturedModel:
 
         Args:
             layer: name of the layer.
-            again: True if each call will be recomputed in its backward.
+            again: whether each call will be recomputed in its backward.
 
         Raises:
             GraphError: a call cannot be recomputed because it uses tensors or attributes not passed as arguments.

@@ -33,7 +33,7 @@ _ROUNDING = 32  # tolerated difference of two losses, in units of the last place
 def counts(model: nn.Module, way: str | None) -> Callable[..., Any] | None:
     """Return a function that maps a micro-batch's inputs to the weight of its loss.
 
-    ``way`` is a result of ``counted_labels``. If ``way`` is None, returns None: the weight is the number of rows.
+    ``way`` is a result of ``counted_labels``. If ``way`` is None, returns None; the weight is then the number of rows.
     """
     if way is None:
         return None
@@ -57,7 +57,7 @@ def counted_labels(model: nn.Module, sample: tuple[tuple[Any, ...], dict[str, An
         sample: the arguments (args, kwargs) of a forward.
 
     Returns:
-        The name of the counting method, to pass to ``counts``; None for the number of rows.
+        The name of the counting method, to pass to ``counts``, or None to count rows.
 
     """
     given = _labels_of(model, sample)

@@ -28,7 +28,7 @@ def gap(capture: Capture, position: int) -> list[int]:
 
 
 def narrowest(capture: Capture, position: int) -> int:
-    """Return the call in ``gap`` before which a stage boundary sends the fewest bytes; in a tie, the last one."""
+    """Return the call in ``gap`` before which a stage boundary sends the fewest bytes; on ties, the last such call."""
     return min(reversed(gap(capture, position)), key=capture.crossing_bytes.__getitem__)
 
 

@@ -74,7 +74,7 @@ class LayeredModel(Protocol):
 
         Args:
             layer: name of the layer.
-            again: True if each call will be recomputed in its backward.
+            again: whether each call will be recomputed in its backward.
 
         Raises:
             GraphError: a call cannot be recomputed.
@@ -129,9 +129,9 @@ def as_model(model: Any) -> Any:
 
 
 def stages_of(model: Any, layers: Sequence[str], num_stages: int) -> list[str] | None:
-    """Return the first layer of stages 1, 2 and so on, for a model that is a list with one module per stage.
+    """Return the first layer of every stage except stage 0, for a model that is a list with one module per stage.
 
-    Returns None for other models, and if a module of the list has no layer.
+    Returns None for other models, and for a list in which a module has no layer.
     """
     if not isinstance(model, list | tuple | nn.ModuleList) or len(model) != num_stages:
         return None
@@ -279,9 +279,9 @@ class LayersInARow:
         return output
 
     def _run(self, mode: bool, written: list[Tensor]) -> Generator[tuple[str, Any]]:
-        """Run the layers in training or evaluation mode, and yield (layer name, output) for each.
+        """Run the layers in training or evaluation mode, and yield (layer name, output) for each layer.
 
-        At the end, the list ``written`` is extended by the tensors that layers have written to.
+        At the end, appends the tensors that layers have written to to the list ``written``.
         """
         with untouched(self._model, mode) as changed, torch.no_grad():
             yield from self._each(*self.sample)

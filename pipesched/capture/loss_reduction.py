@@ -48,7 +48,7 @@ def resolve_loss(
         agreed: calls a given function on one rank, and returns the result on all ranks. Default: every rank calls it.
 
     Returns:
-        The function that computes the weight (None for the number of rows), and the reduction.
+        The function that computes the weight (None if the weight is the number of rows), and the reduction.
 
     Raises:
         InputError: the loss is not reduced, or contradicts the options.

@@ -153,6 +153,6 @@ def _rescaled(model: nn.Module, mode: bool, names: list[str]) -> GraphError:
     called = "train()" if mode else "eval()"
     return GraphError(
         f"building a pipeline must leave the weights unchanged; the first forward of {type(model).__name__} after "
-        f"{called} writes to {counted(len(names), 'weight')}, such as {names[0]!r}, and later forwards do not, so the "
+        f"{called} writes to {counted(len(names), 'weight')}, such as {names[0]!r}, but later forwards do not, so the "
         f"values were restored; call model.{called} and model(sample) once before you build a pipeline in that mode"
     )

@@ -193,7 +193,7 @@ class _Run(TorchFunctionMode):
         self._code = ExitStack()
         self._code_parts = 0
         self._error: GraphError | None = None
-        self._blank: dict[int, Tensor] = {}  # tensors without a known shape; code that reads the shape is an error
+        self._blank: dict[int, Tensor] = {}  # tensors without a known shape; reading their shape is an error
         self._instead: dict[int, Tensor] = {}
         self._aliases: list[Tensor] = []
         self.given: dict[Value, Any] = {replay.roots.get(value, value): tensor for value, tensor in received.items()}

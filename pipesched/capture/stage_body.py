@@ -61,7 +61,7 @@ class Body(Protocol):
 class Chain:
     """A chain of layers. The first layer gets the model's inputs, or the received values as arguments.
 
-    With ``watched``, the first run in training mode warns of layers that draw random numbers from Python or numpy.
+    With ``watched``, the first run in training mode warns about layers that draw random numbers from Python or numpy.
     """
 
     def __init__(self, layers: Mapping[str, nn.Module], *, watched: bool = False) -> None:
@@ -91,7 +91,7 @@ class Chain:
 
 
 def _watching(call: CallLayer) -> CallLayer:
-    """Wrap ``call`` to warn of a layer that draws random numbers from Python's or numpy's global generator."""
+    """Wrap ``call`` to warn about a layer that draws random numbers from Python's or numpy's global generator."""
 
     def watched(name: str, number: int, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         before = outside_state()

@@ -27,7 +27,7 @@ def as_whole_layers(model: nn.Module, names: Any) -> tuple[str, ...]:
         if not isinstance(name, str) or not name or name not in known:
             raise InputError(
                 f"whole_layers must name modules within the model; none of the model's {len(known) - 1} modules is "
-                f"called {shown(name)}; {remedy}"
+                f"named {shown(name)}; {remedy}"
             )
         if isinstance(known[name], _LISTS):
             above = name.rpartition(".")[0]

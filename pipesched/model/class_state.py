@@ -118,7 +118,7 @@ def changed_classes(
         forward: the function that runs another forward.
 
     Returns:
-        The attributes set by the first forward with their values, and the attributes that each forward changes.
+        The attributes that the first forward set, with their values, and the attributes that each forward changes.
 
     """
     first = class_state(model)

@@ -65,7 +65,7 @@ def _opens(module: nn.Module, total: int) -> bool:
     if _is_list(module):
         return True
     if hooks_of(module) or isinstance(module, torch.jit.ScriptModule):
-        return False  # hooks and scripted code need the module's call as a whole
+        return False  # hooks and scripted code require that the module is called as a whole
     if any(_is_list(inner) and _parametrised(inner) > 1 for inner in module.modules()):
         return not _is_parametrised_by_torch(module)
     return not _is_of_torch(module) and _size(module) * _LARGEST > total and _parametrised(module) > 1

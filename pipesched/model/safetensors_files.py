@@ -1,7 +1,7 @@
 """Safetensors files: reads tensors by name, one at a time, from safetensors files.
 
 The safetensors library maps a file into memory, and checks that the header fits the file. Each read opens the file and
-closes it again. So the mapped pages and the tensors copied from them are in memory together for one tensor at most.
+closes it again. So memory holds the mapped pages of at most one tensor at a time, in addition to the tensors read.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

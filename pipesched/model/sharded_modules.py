@@ -22,7 +22,7 @@ class ShardedModules:
     """The modules of one stage that ``fully_shard`` has sharded. All methods are collective over the shard group.
 
     Args:
-        roots: the sharded modules that lie in no other sharded module.
+        roots: the sharded modules that are not inside another sharded module.
         device: the device of the stage.
         once: whether a run gathers and reduces each module once. If not, the FSDP2 flags of each module decide.
 
@@ -65,7 +65,10 @@ class ShardedModules:
         return self._once
 
     def largest_unit(self) -> int:
-        """Return the bytes of the whole weights of the largest module, without the sharded modules inside it."""
+        """Return the size in bytes of the largest module's full (unsharded) weights.
+
+        The weights of a sharded module inside another one count only for the inner module.
+        """
         sizes: list[int] = []
         for module in self._modules:
             inner = [part for part in module.modules() if part is not module and part in self._modules]
@@ -156,7 +159,7 @@ class ShardedModules:
             module.set_reshard_after_forward(not keep, recurse=False)
 
     def _keep_in_backward(self, keep: bool) -> None:
-        """Set whether backwards keep the gathered weights and the whole gradients, or free and reduce them."""
+        """Set whether backwards keep gathered weights and full gradients, or free the weights and reduce gradients."""
         for module in self._modules:
             module.set_reshard_after_backward(not keep, recurse=False)
             module.set_requires_gradient_sync(not keep, recurse=False)

@@ -2,7 +2,7 @@
 
 Each rank trains the weights of its own stages, in its copy of the user's model. The other weights in that copy are not
 updated. From the first step until the weights are gathered, hooks on the modules with stale weights raise if the model
-is called, copied or saved outside the pipeline. The hooks exist only during that time. Weights that are divided over
+is called, copied or saved outside the pipeline. The hooks exist only during that time. Weights that are divided among
 replicas count as stale from the start.
 """
 

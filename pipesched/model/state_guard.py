@@ -40,7 +40,7 @@ GROWING = (list, dict, set, deque)  # these types and subclasses, such as a modu
 
 
 def _held_by(roots: Iterable[Any], *, functions: bool = True) -> list[Any]:
-    """Return all modules, containers, tensors, generators and classes reachable from the roots, each once.
+    """Return all modules, containers, tensors, generators and classes reachable from the roots, without duplicates.
 
     The search follows attributes of modules and classes, items of containers, and the closures, defaults and named
     globals of functions, methods and partials. The search does not look into other objects.
@@ -142,7 +142,7 @@ def _attributes_kept(held: list[Any]) -> Iterator[None]:
 
 
 def has_attributes(value: Any) -> bool:
-    """Return whether an object's class is of the user or a library, and its attributes are in a ``__dict__``."""
+    """Return whether an object's class is defined by the user or a library and keeps attributes in a ``__dict__``."""
     if type(value) in _PLAIN:
         return False
     inner = isinstance(value, (*_HOLDERS, *_FUNCTIONS, type, types.ModuleType))

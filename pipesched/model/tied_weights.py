@@ -174,7 +174,7 @@ class Ties:
 
     @contextmanager
     def delivering(self) -> Iterator[None]:
-        """After a successful run, send tied gradients to the rank of the first use and add them to the parameters.
+        """After a successful run, send tied weights' gradients to the rank of the first use, and add them to ``.grad``.
 
         Collective.
         """

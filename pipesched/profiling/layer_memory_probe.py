@@ -42,12 +42,12 @@ class Sizes:
     memory: LayerMemory
     #: The sizes of the message to each consumer stage. `Message.back` is set when the consumer is measured.
     gives: tuple[Message, ...]
-    #: The bytes of the gradients that are sent back to each producer stage.
+    #: The size in bytes of the gradients that are sent back to each producer stage.
     backs: tuple[int, ...]
 
 
 def sizes_of(layer: Layer, arrived: Payload) -> Sizes:
-    """Measure a layer's memory twice, with B and with I and W, on copies of its input. Frees the layer's gradients."""
+    """Measure a layer's memory on copies of its input: once with B, once with I and W. Frees the layer's gradients."""
     books = books_of(layer.stage.device)
     for weight in layer.weights:
         weight.grad = None
@@ -107,7 +107,7 @@ class _Pass:
     The backward is either whole (B), or an input gradient (I) followed by a weight gradient (W). All attributes are in
     bytes. Except where stated, a layer's input and output are counted only if the stage keeps them.
 
-    - ``forward``: the peak during F, always with the input.
+    - ``forward``: the peak during F, always including the input.
     - ``backward``: the peak during B or I, in addition to the kept activations. It includes the output's gradients.
     - ``left``: the memory in use between I and W.
     - ``left_input``: the part of ``left`` that holds the layer's inputs.

@@ -109,7 +109,7 @@ def measure_links(executor: ProcessExecutor) -> Links:
 
 
 def measure_collectives(host: MeshRanks, sums: ReplicaSums) -> tuple[Collectives, ...]:
-    """Measure the collectives over replicas, for each group of ranks with the same stages. Collective."""
+    """Measure the collectives among replicas, for each group of ranks with the same stages. Collective."""
     device = host.devices[0]
     count = len(host.grid.rows)
 
@@ -202,9 +202,9 @@ def _measured(pairs: list[Pair], num_ranks: int, run: Run) -> dict[Pair, Link]:
 
 
 def _trips(sizes: dict[Pair, int], num_ranks: int, count: int, run: Run) -> dict[Pair, list[float]]:
-    """Return the seconds of ``count`` round trips for each pair.
+    """Return the times of ``count`` round trips for each pair, in seconds.
 
-    A round trip is a message of as many bytes as ``sizes`` gives for the pair, and an empty reply.
+    A round trip is a message of ``sizes[pair]`` bytes, and an empty reply.
     """
     program = lower(_there_and_back(list(sizes), num_ranks, 1 + count))
     spans = run(program, [nbytes for size in sizes.values() for nbytes in (size, 0, 0)])

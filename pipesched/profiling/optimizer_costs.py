@@ -28,7 +28,7 @@ class Update(NamedTuple):
 
     #: The part of the optimizer's step that updates the parameter, in seconds.
     update_s: float
-    #: The bytes of the optimizer's state for the parameter.
+    #: The size of the optimizer's state for the parameter, in bytes.
     optimizer_bytes: int
     #: The peak memory that the parameter's update needs in addition to the state, in bytes.
     update_transient_bytes: int
@@ -42,8 +42,8 @@ def measure_updates(
 ) -> dict[str, Update]:
     """Measure the time and memory that an optimizer's step needs for each parameter.
 
-    The step is timed on tensors of the same shapes, up to a total size that exceeds the caches. The time of each
-    parameter is in proportion to its bytes. Frozen parameters have no entry.
+    The step is timed on tensors of the same shapes, up to a total size that exceeds the caches. The time per byte is
+    assumed to be the same for all parameters. Frozen parameters have no entry.
 
     Args:
         optimizer: ``optimizer(params)`` -> torch.optim.Optimizer.

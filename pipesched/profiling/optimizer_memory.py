@@ -1,4 +1,4 @@
-"""Optimizer memory: computes the bytes of an optimizer's state, and the peak memory of its step, for any parameters.
+"""Optimizer memory: computes the size of an optimizer's state, and the peak memory of its step, for any parameters.
 
 An optimizer of the same class runs steps on meta tensors. Meta tensors need no memory, so stages can have any size.
 For times, which need real steps, see `pipesched.profiling.optimizer_costs`.
@@ -21,7 +21,7 @@ _SMALL = 8  # the largest dimension of a stand-in that is not on the meta device
 
 
 class Upkeep(NamedTuple):
-    """The bytes of an optimizer's state, and the peak memory that its step needs in addition to the state."""
+    """The size in bytes of an optimizer's state, and the peak memory that its step needs in addition to the state."""
 
     state_bytes: int
     transient_bytes: int
@@ -38,9 +38,9 @@ def upkeep_of(make: Callable[[list[Any]], Optimizer], parameters: Sequence[Tenso
     """Find the memory that an optimizer needs for these parameters after its first step.
 
     Stand-ins replace the parameters: meta tensors if the optimizer's step accepts meta tensors, otherwise small
-    tensors. The results of small tensors are scaled up. Each dimension of a state tensor is scaled like the same
-    dimension of its parameter. The peak is multiplied by the largest ratio of a parameter's bytes to
-    its stand-in's bytes.
+    tensors. The results for small tensors are scaled up. Each dimension of a state tensor is scaled like the same
+    dimension of its parameter. The peak is multiplied by the largest ratio of a parameter's bytes to its stand-in's
+    bytes.
 
     Args:
         make: a function that takes parameters and returns an Optimizer.
@@ -83,7 +83,7 @@ def _stepped(
 
 
 def _enlarged(value: Tensor, stand_in: Tensor, parameter: Tensor) -> int:
-    """Return the bytes of a parameter's state tensor, given the state tensor of the parameter's stand-in.
+    """Return the size in bytes of a parameter's state tensor, given the state tensor of the parameter's stand-in.
 
     If a dimension of the state tensor has the size of the stand-in's dimension, it gets the size of the parameter's
     dimension. A state tensor with a different number of dimensions is scaled in proportion to the bytes. A scalar stays

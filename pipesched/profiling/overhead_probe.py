@@ -155,7 +155,7 @@ def probe_overheads(
 
     Store the result in a profile's machine, as ``Machine(threads=...)`` or, for a mesh, ``Machine(processes=...)``.
     Predictions then include the overheads. The measurement takes several seconds. If there are more ranks than cores,
-    only as many ranks as cores compute.
+    only as many ranks compute as there are cores.
 
     Args:
         devices: one CPU device per rank, if all ranks are in this process. Pass either devices or mesh.
@@ -238,7 +238,7 @@ def _runner(host: RankHost) -> Run:
 
 
 def waited_s() -> float:
-    """Return the seconds that this process's threads have waited for a busy core, as counted by Linux.
+    """Return how long this process's threads have waited for a core, in seconds, as counted by Linux.
 
     Returns 0 on other systems.
     """
@@ -274,7 +274,7 @@ def find_overheads(num_ranks: int, num_cores: int, run: Run, rounds: int = 1) ->
 
 
 def _waking_s(alone: Ran, program: Program, ran: Ran, awake: Overheads) -> float:
-    """Return the extra seconds per action of waiting ranks, along the longest path through the program.
+    """Return the extra time per action in seconds if all ranks wait, along the longest path through the program.
 
     Args:
         alone: a run of a single waiting rank. It gives the time of a layer as a profile would measure it.
@@ -302,7 +302,7 @@ def _pairs(num_ranks: int) -> list[tuple[int, int]]:
 
 
 class _Seen:
-    """Collects overheads in seconds, keyed by the kind of action and the rows of the message.
+    """Collects overheads in seconds, keyed by the case, the kind of action, and the rows of the message.
 
     There are four cases: an action without messages, an action that sends a message, an action that receives a message,
     and a pair of actions on two ranks. In a pair, the second action waits for the first.
@@ -370,7 +370,7 @@ def _line(seconds: Sequence[float]) -> Link:
 
 
 def _per_action(ran: Ran, ranks: Sequence[int], kind: Kind) -> list[float]:
-    """Return the seconds between the starts of consecutive actions of one kind, minus the work of the first action."""
+    """Return the time in seconds between the starts of consecutive actions of a kind, minus the first action's work."""
     found = []
     for rank in ranks:
         for one, other in pairwise(ran.trace.by_rank[rank]):
@@ -380,7 +380,7 @@ def _per_action(ran: Ran, ranks: Sequence[int], kind: Kind) -> list[float]:
 
 
 def _chained(ran: Ran, kind: Kind) -> list[float]:
-    """Return the seconds from the start of an action to the end of the action that waits for it, minus their work."""
+    """Return the time in seconds from an action's start to the end of the action waiting for it, minus their work."""
     spans = {span.action: span for rank in ran.trace.by_rank for span in rank}
     found = []
     for action, span in spans.items():

@@ -14,7 +14,7 @@ __all__ = ["Measured", "doubt", "doubt_of_sum"]
 
 _HEAVY = 0.05  # a layer is checked if it takes more than this fraction of all layers' time
 _LEAST_S = 2e-4  # seconds; shorter layers are too noisy to check
-_BACKWARD = 1, 4  # least and most time of a backward pass, as a multiple of the forward
+_BACKWARD = 1, 4  # minimum and maximum time of a backward pass, as multiples of the forward's time
 _BYTES_PER_S = 1e9  # slowest rate at which a backward pass writes large gradients
 _ALIKE = 2  # the largest ratio between the times of identical layers
 _SUM = 0.1  # tolerated difference from the model's time, as a fraction of it
@@ -55,7 +55,7 @@ def doubt(layer: Measured, all_s: float) -> str:
 
 
 def doubt_of_sum(layers: Mapping[str, LayerCosts], whole: LayerCosts) -> str:
-    """Return a description if the sum of the layers' times differs much from the whole model's time, else ""."""
+    """Describe the difference between the sum of the layers' times and the model's time; "" if it is small."""
     for column, name in (("forward_s", "forward"), ("backward_s", "backward")):
         took = getattr(whole, column)
         together = sum(getattr(costs, column) for costs in layers.values())

@@ -85,8 +85,8 @@ def profile(
         rows: the micro-batch sizes to measure, in rows. The micro-batches are made from the sample's rows. A size of 1
             is measured as 2. Default: a quarter, half, one and two times the sample's number of rows.
         microbatches: more micro-batches to measure, with other shapes than the sample, such as the shortest and the
-            longest sequences. The profile then has the costs of the layers as functions of a micro-batch's size. A
-            search for the order of micro-batches of different lengths needs them. Default: none.
+            longest sequences. The profile then has the costs of the layers as functions of a micro-batch's size. These
+            functions are required to search for the order of micro-batches of different lengths. Default: none.
         device: the torch device to measure on. Default: "cpu".
         intra_op_threads: the number of CPU threads per operation. Default: 1.
         split_dims: the dimension of the rows: an int, a sequence by position, or a mapping by position or name. An
@@ -166,7 +166,7 @@ def profile(
 
 
 def as_loss(loss_fn: Any, target: Any) -> nn.Module | None:
-    """Return the loss as a module, or None without a loss. Raises InputError if only loss_fn or target is given."""
+    """Return the loss as a module, or None if there is none. Raises InputError if only loss_fn or target is given."""
     if (loss_fn is None) != (target is None):
         raise InputError(
             f"loss_fn= and target= must be passed together; only {'target=' if loss_fn is None else 'loss_fn='} was "

@@ -19,14 +19,14 @@ __all__ = ["StageReplicas"]
 
 @dataclass(frozen=True, kw_only=True)
 class StageReplicas:
-    """The parameters of a stage whose gradients are added over replicas."""
+    """The parameters of a stage whose gradients are summed across replicas."""
 
     #: The parameters of each bucket.
     buckets: Sequence[Sequence[nn.Parameter]]
     #: The parameters whose gradients are added after the run.
     late: Sequence[nn.Parameter]
     num_replicas: int
-    #: The part that each replica updates; None if every replica updates all.
+    #: The parts of the weights that each replica updates; None if every replica updates all weights.
     shards: Shards | None
     #: The model states that replicas divide: 1: optimizer states; 2: also summed gradients; 3: also weights.
     zero: int
@@ -34,7 +34,7 @@ class StageReplicas:
     num_gathers: int = 0
 
     def memory(self, freed: Sequence[int]) -> ReplicaMemory:
-        """Return the memory of the stage's sums and exchanges.
+        """Return the memory that the stage needs to sum gradients and exchange weights.
 
         Args:
             freed: for each bucket, the bytes of activations that the last backward has freed by the time the bucket is
@@ -58,7 +58,7 @@ class StageReplicas:
         )
 
     def sent_bytes(self) -> int:
-        """Return the bytes that a rank sends to the other replicas in a step, for this stage's gradients and weights.
+        """Return how many bytes a rank sends to other replicas in a step, for this stage's gradients and weights.
 
         For a buffer of b bytes, an all-to-all and an all-gather among n replicas each send b * (n - 1) / n bytes.
         """
@@ -84,9 +84,9 @@ class StageReplicas:
         )
 
     def _reduced(self, bucket: Sequence[nn.Parameter]) -> tuple[list[int], list[int]]:
-        """Return the bytes of a bucket's undivided buffers, and the bytes of a replica's part of its divided buffers.
+        """Return the sizes in bytes of a bucket's undivided buffers, and of one replica's part of its divided buffers.
 
-        Both lists have one number for each dtype. A buffer also stores, for each parameter, the number of replicas that
+        Each list has one number for each dtype. A buffer also stores, for each parameter, the number of replicas that
         have a gradient.
         """
         trained = [parameter for parameter in bucket if parameter.requires_grad]
@@ -101,7 +101,7 @@ class StageReplicas:
         return whole, parts
 
     def _exchanged(self, bucket: Sequence[nn.Parameter]) -> list[int]:
-        """Return, for each dtype, the bytes of a bucket's weights that each replica sends to each other replica."""
+        """Return, for each dtype, how many bytes of a bucket's weights each replica sends to each other replica."""
         shards = self.shards
         gathers = self.zero == 3 and bucket is not self.late
         updated = [p for p in bucket if (p.requires_grad or gathers) and shards is not None and p in shards]

@@ -40,7 +40,7 @@ class StageSizes:
     """The memory needs of a stage."""
 
     memory: LayerMemory
-    #: The peak bytes of a forward that keeps nothing for a backward pass, without the input of the forward.
+    #: The peak memory in bytes of a forward that keeps nothing for a backward pass, excluding the forward's input.
     dropping_bytes: int
     #: Parameter name -> the parameter's size in bytes.
     parameters: Mapping[str, int]
@@ -184,7 +184,7 @@ class _Alone:
         return sizes_of(layer, self._given)
 
     def dropping_bytes(self, buffer_bytes: int) -> int:
-        """Return the peak bytes of a checkpointed forward, without the input and the copies of buffers."""
+        """Return the peak memory of a checkpointed forward in bytes, excluding its input and the copies of buffers."""
         books = books_of(self._stage.device)
         with books.watching():
             given = self._given.map_tensors(Tensor.clone)

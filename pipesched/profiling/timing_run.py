@@ -182,7 +182,7 @@ class TimingRun(nn.Module):
         """Call all layers, and record the time of each call."""
         noted = run.deferred or (split and self._deferral.learning)
         counts = [0]
-        self._added.taken()  # drops losses that recomputations in the last backward added again
+        self._added.taken()  # drops losses that recomputations in the previous backward added again
         for subject, layer in self.modules_of.items():
             args, kwargs = self._arguments(subject)
             self.forget_graphs(layer)

@@ -191,5 +191,5 @@ class ExtraChanges:
 
     @property
     def left(self) -> list[str]:
-        """The names of the objects in the checkpoint for which no object was passed to ``load``."""
+        """The names of the saved objects for which no object was passed to ``load``."""
         return [name for name, entry in self._entries.items() if entry["kind"] == "state" and name not in self._objects]

@@ -149,7 +149,7 @@ def _is_complete(folder: Path) -> bool:
 
 
 def remove_checkpoint(folder: Path) -> None:
-    """Remove a checkpoint. The manifest goes first, so that a partly deleted checkpoint never looks complete."""
+    """Remove a checkpoint, the manifest first, so that a partly deleted checkpoint never looks complete."""
     with suppress(OSError):
         (folder / MANIFEST).unlink()
     shutil.rmtree(folder, ignore_errors=True)

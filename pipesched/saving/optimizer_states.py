@@ -64,7 +64,8 @@ class _Member:
     #: The index of the parameter group.
     group: int
     name: str
-    #: The optimizer's key for the state: the parameter, or this replica's rows of it. None if another replica has it.
+    #: The optimizer's key for the state: the parameter, or this replica's rows of it. None if only other replicas
+    #: update the parameter.
     key: nn.Parameter | None
     #: The rows that this replica updates; None if the parameter is not cut.
     rows: Rows | None = None

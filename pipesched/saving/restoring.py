@@ -114,7 +114,7 @@ class Restoring:
 
     @property
     def _replicas(self) -> tuple[int, int]:
-        """The numbers of replicas of the saved run and of this run."""
+        """The number of replicas in the saved run, and in this run."""
         return self._both("num_replicas")
 
     def _both(self, name: str) -> tuple[int, int]:
@@ -124,7 +124,7 @@ class Restoring:
     def _remedy_of_microbatches(self, total: int) -> str:
         saved, own = self._replicas
         if total % own == 0:
-            return f"pass num_microbatches={total // own}, the number in each of {own} replicas,"
+            return f"pass num_microbatches={total // own}, the number per replica,"
         return f"pass a mesh of {saved} replicas and num_microbatches={total // saved}"
 
     def _tensors_of(self, kind: str) -> dict[str, Tensor]:
@@ -203,7 +203,7 @@ class Restoring:
         elif saved != own and orders[0] == "sequential":
             warn(
                 f"the number of replicas affects rounding, because gradients are added within each replica and then "
-                f"over replicas; {self._saved.where} was saved with {saved} replica{'s' * (saved > 1)}, and this "
+                f"across replicas; {self._saved.where} was saved with {saved} replica{'s' * (saved > 1)}, and this "
                 f"pipeline has {own}; the run continues with the same micro-batches and random numbers, but differs in "
                 f"rounding; for identical bits use a mesh of {saved} replica{'s' * (saved > 1)}, or else ignore this "
                 f"warning"
@@ -218,7 +218,7 @@ class Restoring:
             )
         if self.left:
             warn(
-                f"a run that continues needs all saved states; {self._saved.where} also holds {', '.join(self.left)}; "
+                f"resuming a run requires all saved states; {self._saved.where} also holds {', '.join(self.left)}; "
                 f"pass the arguments in parentheses, unless you need only the weights"
             )
 

@@ -87,7 +87,7 @@ class SavedRun:
 
 
 def merged_entries(parts: Iterable[Mapping[str, TensorEntry]], where: str) -> dict[str, TensorEntry]:
-    """Merge the tensor entries of all processes. Each entry must already name its file.
+    """Merge the tensor entries of all processes. Every entry must name the file of its tensor or chunk.
 
     Raises CheckpointError if two processes saved the same tensor, or if chunks do not make up the whole tensor.
     """

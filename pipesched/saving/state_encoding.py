@@ -44,7 +44,7 @@ class Encoder:
         self.tensors: dict[str, Tensor] = {}
 
     def encoded(self, value: Any, path: tuple[Any, ...] = ()) -> Any:
-        """Return the value in a form for JSON.
+        """Return the value in a form that can be written as JSON.
 
         Raises CheckpointError for a value that cannot be saved; the error names its path.
         """

@@ -185,7 +185,7 @@ class TensorFile:
             ) from error
 
     def read(self, key: str, dtype: torch.dtype, shape: tuple[int, ...], rows: Rows | None = None) -> Tensor:
-        """Read a tensor, or some of its rows, to the CPU.
+        """Read a tensor, or some of its rows, into CPU memory.
 
         Args:
             key: the tensor's name in the file.

@@ -91,7 +91,7 @@ def together(host: RankHost, work: Work[T], hurry: Event | None = None) -> T:
     Args:
         host: the RankHost that runs the ranks of this process.
         work: the work, already started.
-        hurry: an event that is set if a process fails, so that the work stops waiting for other processes soon.
+        hurry: an event that is set if a process fails, so that the work soon stops waiting for other processes.
             Default: None.
 
     """

@@ -188,7 +188,7 @@ def _parts(target: Target, hurry: Event) -> dict[str, tuple[FileEntry, Any]]:
         patience_s = _HURRIED_S if hurry.is_set() else _PATIENCE_S
         if time.monotonic() - since_s > patience_s:
             raise CheckpointError(
-                f"all ranks must finish a save; of {counted(target.num_processes, 'rank')}, these have ended, or have "
+                f"all ranks must finish a save; of {counted(target.num_processes, 'rank')}, these have exited, or have "
                 f"written nothing for {patience_s:g} s: {', '.join(map(str, waiting.values()))}; the previous "
                 f"checkpoint is intact; load it"
             )

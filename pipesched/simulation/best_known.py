@@ -22,16 +22,16 @@ def best_known(
     *,
     names: Sequence[str] | None = None,
 ) -> Program | None:
-    """Return the fastest program that any schedule has for this placement within the limits; None if there is none.
+    """Return the fastest program of any schedule for this placement and these limits, or None if there is none.
 
-    Only exact programs (`Program.exact`) for a chain of stages and without updates are compared.
+    Compares only exact programs (`Program.exact`) that run a chain of stages and have no updates.
 
     Args:
         costs: the costs of each stage.
         num_microbatches: the number of micro-batches.
         placement: the rank of each stage.
-        max_in_flight: the most (stage, micro-batch) pairs that a rank may hold: one number, or one per rank.
-            Default: no limit.
+        max_in_flight: the maximum number of (stage, micro-batch) pairs that a rank may hold: one number, or one per
+            rank. Default: no limit.
         names: the names of the schedules to compare. Default: all schedules.
 
     """

@@ -9,7 +9,7 @@ arXiv:2401.10241), generalised to any placement:
   lifetimes require a long step.
 
 With several stages on a rank, the last two bounds are also computed for each part of a micro-batch's path through the
-rank (`_phases`). If ``effort`` is above 0, all orders of one rank give another bound
+rank (`_phases`). If ``effort`` is above 0, a search through all orders of one rank gives another bound
 (`pipesched.simulation.relaxation.label_bound`).
 """
 
@@ -56,9 +56,9 @@ def lower_bound(
         costs: the costs of each stage.
         num_microbatches: the number of micro-batches, at least 1.
         placement: the rank of each stage. Default: one rank per stage.
-        max_in_flight: the most (stage, micro-batch) pairs that a rank is allowed to hold at the same time, each held
-            from its F on: one number, or one per rank. Default: no limit. Pass no limit for programs with recompute,
-            because such programs hold a recomputed pair only from its R on.
+        max_in_flight: the maximum number of (stage, micro-batch) pairs that a rank may hold at the same time: one
+            number, or one per rank. A pair is held from its F on. Default: no limit. Pass no limit for programs with
+            recompute, because such programs hold a recomputed pair only from its R on.
         split: whether each backward can be one B, or an I and a W, whichever is faster. If False, every backward is
             a B. Default: True.
         effort: the limit on the work of searching through the orders of each rank, as a number of computed values; 10
@@ -170,7 +170,7 @@ def _check(costs: Costs, num_microbatches: int, placement: Placement) -> None:
 def _limits(given: int | Sequence[int] | None, chunks: dict[int, int], num_microbatches: int) -> dict[int, int]:
     """Return the number of (stage, micro-batch) pairs that each rank can hold, keyed by rank.
 
-    This is the limit of the rank or, if smaller, the number of all pairs of the rank.
+    For each rank, this is the smaller of the rank's limit and the number of all its pairs.
     """
     most = {rank: count * num_microbatches for rank, count in chunks.items()}
     if given is None:
@@ -220,10 +220,10 @@ def _tasks_from(moment: float, chunks: Sequence[StageTimes]) -> Iterable[tuple[f
 
 
 def _held_back(chunks: Sequence[StageTimes], num_microbatches: int, limit: int) -> list[tuple[float, float]]:
-    """Return the forwards that must wait because of the limit, until a (stage, micro-batch) pair is released.
+    """Return the forwards that the limit forces to wait until a (stage, micro-batch) pair is released.
 
-    All these forwards together are one tuple (shortest time to the end, total duration). The result is a list with
-    this tuple, or [] if no forward must wait.
+    The result is a list with a single tuple (shortest time to the end, total duration) for all these forwards together,
+    or [] if no forward has to wait.
     """
     left: float = 0
     room = limit
@@ -240,7 +240,7 @@ class _Phase:
 
     start: float  # earliest start
     seconds: float  # shortest duration
-    places: int  # the most micro-batches in the phase at once
+    places: int  # the maximum number of micro-batches in the phase at once
     forward: float  # duration of the F with which the phase starts
     after_forward: float  # from the end of that F to the end of all work that follows it
     last: float  # duration of the shortest action with which the phase ends
@@ -250,9 +250,9 @@ class _Phase:
 def _phases(chunks: Sequence[StageTimes], num_microbatches: int, limit: int) -> Iterator[_Phase]:
     """Yield the phases of a micro-batch's path through a rank that have room for only some of the micro-batches.
 
-    For every two chunks of the rank, ``first`` and a later chunk ``second`` in the chain, there are two phases: from
-    the F on ``first`` to the gradient on ``second``, and from the F on ``second`` to the gradient on ``first``. A
-    single chunk gives one phase, from its F to its gradient.
+    Two chunks of the rank, ``first`` and a chunk ``second`` that comes later in the chain, have two phases: from the F
+    on ``first`` to the gradient on ``second``, and from the F on ``second`` to the gradient on ``first``. A single
+    chunk has one phase, from its F to its gradient.
 
     Throughout a phase, the micro-batch is in flight on every chunk up to ``first``. When its F on ``second`` starts, it
     is in flight on every chunk up to ``second``. So only a limited number of micro-batches can be in the same phase.
@@ -286,7 +286,7 @@ def _phases(chunks: Sequence[StageTimes], num_microbatches: int, limit: int) -> 
 
 
 def _in_turns(phase: _Phase, num_microbatches: int) -> float:
-    """Return the lower bound in seconds that follows from the places of a phase.
+    """Return the lower bound in seconds that follows from the limited number of places in a phase.
 
     F number 1 + places starts at least one phase after F number 1, F number 1 + 2 x places at least two phases after
     F number 1, and so on. The remaining forwards follow back to back.

@@ -1,4 +1,4 @@
-"""Communication time: the time of a rank's collectives during bubbles, during computation, and exposed."""
+"""Communication time: splits the time of a rank's collectives into time in bubbles, under computation, and exposed."""
 
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -6,11 +6,11 @@ from typing import NamedTuple
 __all__ = ["CommunicationTime"]
 
 _Interval = tuple[float, float]
-_SOON = 0.05  # fraction of a gather's time: an action that starts this soon after the gather has waited for it
+_SOON = 0.05  # an action that starts this close to a gather's end, as a fraction of its time, has waited for the gather
 
 
 class CommunicationTime(NamedTuple):
-    """The seconds of a rank's reductions (REDUCE) and gathers (UNSHARD), divided into three parts.
+    """The time in seconds of a rank's reductions (REDUCE) and gathers (UNSHARD), divided into three parts.
 
     Attributes:
         in_bubbles_s: seconds in which the rank is idle for a reason other than the collective, while a rank of its
@@ -18,7 +18,7 @@ class CommunicationTime(NamedTuple):
         under_compute_s: seconds in which the rank computes.
         exposed_s: seconds in which the rank is idle during an exposed collective. A reduction is exposed once no
             forward or backward is left on any rank. A gather is exposed if the rank's next action starts when the
-            gather ends. This is an upper bound, because the rank can also be waiting for a message.
+            gather ends. The value is an upper bound, because the rank may be waiting for a message instead.
 
     """
 
@@ -86,6 +86,6 @@ def _idle(start: float, end: float, busy: Sequence[_Interval]) -> float:
 
 
 def _is_awaited(start: float, end: float, busy: Sequence[_Interval]) -> bool:
-    """Return whether the rank's next action starts when a gather ends, or very shortly after."""
+    """Return whether one of the rank's actions starts almost exactly when a gather ends."""
     slack = (end - start) * _SOON
     return any(end - slack <= first <= end + slack for first, _ in busy)

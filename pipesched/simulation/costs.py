@@ -24,7 +24,7 @@ class Costs:
         pipesched.Costs.uniform(4, forward_s=2)
 
     Fields of type tuple have one number per stage; any iterable of numbers is accepted. They default to 0 for each
-    stage unless another default is given. A transient is the most memory that an action needs in addition to the
+    stage unless another default is given. A transient is the peak memory that an action needs in addition to the
     memory that is held when the action begins.
 
     Attributes:
@@ -34,7 +34,7 @@ class Costs:
         backward_s: time of a full backward (B). Default: ``input_grad_s + weight_grad_s``.
         recompute_s: time of a recompute (R). Default: ``forward_s``.
         transfer_s: latency of a message between two ranks, a single number. ``links`` add to this latency.
-        activation_bytes: memory held from F to the backward, without the model's inputs (these belong to the batch).
+        activation_bytes: memory held from F to the backward, excluding the model's inputs, which belong to the batch.
         input_bytes: size of the stage's input, which is all that a checkpointed F holds.
         weight_grad_bytes: memory held from I to W.
         update_s: time of the optimizer's step.
@@ -65,12 +65,12 @@ class Costs:
         kept_output_bytes: the part of ``activation_bytes`` that shares memory with the output.
         norm_s: time of the norms of the gradients (NORM).
         reduce_s: time to sum the gradients of each bucket over the replicas (REDUCE): for each stage a tuple with one
-            number per bucket, or a number for a single bucket. Default: 0 for any number of buckets.
+            number per bucket, or a number for a single bucket. Default: 0 for all buckets.
         reduce_bytes: size of the flat copy that each REDUCE makes, in the form of ``reduce_s``. The stage holds it
             until its update.
-        unshard_s: time to gather the whole weights of a stage (UNSHARD).
+        unshard_s: time to gather the full (unsharded) weights of a stage (UNSHARD).
         gathered_bytes: size of the other replicas' parts of the weights, held from UNSHARD to RESHARD in addition to
-            ``weight_bytes``. ``weight_bytes`` is then the size of this replica's part.
+            ``weight_bytes``. ``weight_bytes`` is then the size of this replica's own part.
         gather_s: time to gather the updated weights from all replicas at the end of each UPDATE (``zero=1`` or 2).
 
     Raises:
@@ -243,7 +243,7 @@ class Costs:
         return replace(self, transfer_s=self.transfer_s * factor, **times)
 
     def to_dict(self) -> dict[str, Any]:
-        """Convert to plain lists and numbers for JSON. Without reductions or gathers, their fields are left out."""
+        """Convert to plain lists and numbers for JSON. Fields for reductions and gathers are left out if unused."""
         values: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
         for name in _BY_BUCKET:
             own = values.pop(name)

@@ -39,7 +39,7 @@ class Solution:
 
     #: The program; None if none was found.
     program: Program | None
-    #: The makespan of the program in seconds; None without a program.
+    #: The makespan of the program in seconds; None if there is no program.
     makespan_s: float | None
     #: A lower bound in seconds on the makespan of every exact program.
     bound_s: float
@@ -48,7 +48,7 @@ class Solution:
 
     @property
     def gap(self) -> float | None:
-        """The gap between makespan and bound, relative to the bound: 0.03 is 3 %. None without a program."""
+        """The gap between makespan and bound, relative to the bound: 0.03 is 3 %. None if there is no program."""
         if self.makespan_s is None:
             return None
         return max(0.0, float(self.makespan_s) / float(self.bound_s) - 1) if self.bound_s else 0.0
@@ -78,13 +78,13 @@ def solve(
         costs: the times of each stage, and the time of a transfer.
         num_microbatches: the number of micro-batches.
         placement: the rank of each stage. Default: one rank per stage.
-        max_in_flight: the most (stage, micro-batch) pairs that a rank may hold: one number, or one per rank.
-            Default: no limit.
+        max_in_flight: the maximum number of (stage, micro-batch) pairs that a rank may hold: one number, or one per
+            rank. Default: no limit.
         split: whether each backward can be one B, or an I and a W. If False, every backward is a B. Default: True.
         start: the program to start from, with this placement and within the limits. Default: the fastest program of
             all schedules.
-        low: a lower bound in seconds on the makespan, from which the solver starts. With 0, the solver's result is
-            independent of ``lower_bound``, and checks it. Default: ``lower_bound``.
+        low: a lower bound in seconds on the makespan, from which the solver starts. Pass 0 for a result that does not
+            depend on ``lower_bound`` and can therefore verify it. Default: the result of ``lower_bound``.
         effort: the limit on the solver's deterministic time; one unit takes about a second. Default: 60.
 
     Raises:
@@ -122,7 +122,7 @@ def solve(
 
 
 class _JobShop:
-    """The model for CP-SAT. Its main variables are the start times of all actions, in whole units of time."""
+    """The model for CP-SAT. Its main variables are the start times of all actions, as multiples of a time unit."""
 
     def __init__(
         self, costs: Costs, placement: Placement, num_microbatches: int, limits: list[int] | None, *, split: bool
@@ -146,7 +146,7 @@ class _JobShop:
         self._horizon = num_microbatches * (sum(self._forward_s) + sum(longest) + ways)
         self._end = self._model.new_int_var(0, self._horizon, "makespan")
         pairs = list(product(range(len(placement)), range(num_microbatches)))
-        #: The start of F, of I or B, and of W or B; whether the backward is a B; for each (stage, micro-batch).
+        #: For each (stage, micro-batch): the starts of F, of I or B, and of W or B; and whether the backward is a B.
         self._forward = {pair: self._time() for pair in pairs}
         self._gradient = {pair: self._time() for pair in pairs}
         self._release = {pair: self._time() for pair in pairs}

@@ -208,7 +208,7 @@ _SUMS = (
 
 
 def messages(graph: "nx.DiGraph[str]", stages: Stages) -> dict[tuple[int, int], int]:
-    """Return the bytes that stages send to later stages for a micro-batch: {(sending stage, receiving stage): bytes}.
+    """Return the bytes that stages send to later stages per micro-batch: {(sending stage, receiving stage): bytes}.
 
     A tensor that several stages use is passed on from each of them to the next.
     """

@@ -27,7 +27,7 @@ SCALARS_BYTES = 128
 class LayerMemory:
     """Memory of a layer, or of several layers in sequence, for one micro-batch, in bytes.
 
-    `pipesched.Costs` has columns of the same names, with the sizes of whole stages. A transient is the most memory that
+    `pipesched.Costs` has columns of the same names, with the sizes of whole stages. A transient is the peak memory that
     an action needs in addition to the memory held when the action begins.
     """
 
@@ -57,8 +57,8 @@ class LayerMemory:
     deferred_gradient_bytes: int = 0
     #: Size of the buffers.
     buffer_bytes: int = 0
-    #: Transient of a forward (F) or recompute (R), without the activations that it produces. Includes the input, which
-    #: stays in memory.
+    #: Transient of a forward (F) or recompute (R). Includes the input, which stays in memory, but not the activations
+    #: that F or R produces.
     forward_transient_bytes: int = 0
     #: Transient of a full backward (B) that adds to existing gradients of parameters. Includes the output's gradient.
     backward_transient_bytes: int = 0
@@ -110,7 +110,7 @@ class LayerMemory:
         )
 
     def of_batch(self) -> "LayerMemory":
-        """Return the memory of this layer as a model's first layer, without its inputs, which belong to the batch."""
+        """Return the memory of this layer as a model's first layer. Excludes its inputs, which belong to the batch."""
         return replace(
             self,
             activation_bytes=self.activation_bytes - self.kept_input_bytes,
@@ -206,7 +206,7 @@ def _forward(layers: Sequence[LayerMemory]) -> int:
 
 
 def offloaded_bytes(layers: Sequence[LayerMemory]) -> int:
-    """Return the bytes of activations that are copied to the host and back.
+    """Return the size in bytes of the activations that are copied to the host and back.
 
     In a run of consecutive offloaded layers, memory shared with the first layer's input or the last layer's output
     stays on the device, because other layers can hold this memory.

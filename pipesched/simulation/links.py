@@ -18,7 +18,7 @@ __all__ = ["Collectives", "Link", "Links", "check_speed", "check_times", "plain"
 
 
 def plain(value: Any) -> Any:
-    """Convert a numpy scalar to a Python number. JSON accepts no others, and Python integers do not overflow."""
+    """Convert a numpy scalar to a Python number. JSON accepts no numpy scalars, and Python integers do not overflow."""
     return value.item() if isinstance(value, np.generic) else value
 
 
@@ -118,7 +118,8 @@ class Links:
         inside: the link between ranks of one host. Default: messages take no time.
         between: the link between ranks of different hosts. Default: messages take no time.
         hosts: the host number of each rank. Default: all on one host.
-        special: links of individual pairs of ranks, as ``((from rank, to rank), link)`` or a mapping. Default: none.
+        special: links of individual pairs of ranks: a list of ``((from rank, to rank), link)``, or a mapping from such
+            pairs to links. Default: none.
         contended: whether a link carries only one message at a time, in the order in which they are sent. Default:
             False, messages do not delay each other.
         collectives: measured collectives, one entry for each group of ranks. Default: none; times of collectives are
@@ -167,7 +168,7 @@ class Links:
 
     @classmethod
     def of_hosts(cls, ranks_per_host: int, num_ranks: int, **links: Any) -> "Links":
-        """Create the links between hosts with the same number of ranks each. Ranks are numbered host by host.
+        """Create the links between ranks on hosts that all have the same number of ranks, numbered host by host.
 
         Args:
             ranks_per_host: the number of ranks on each host.
@@ -222,7 +223,8 @@ class Links:
 
         If it was not measured, it is the time of a reduce-scatter plus the time of an all-gather.
 
-        The times of a stage's buckets go into ``Costs.reduce_s``. With a link of 10 GB/s to the other replica:
+        For example, these are the times of a stage's two buckets, for ``Costs.reduce_s``, if the link to the other
+        replica has 10 GB/s:
 
             >>> links = Links(inside=Link(latency_s=20e-6, bytes_per_s=10e9))
             >>> [links.all_reduce_s(size, range(2)) for size in (50_000_000, 100_000_000)]
@@ -252,7 +254,7 @@ class Links:
         return link.time_s(num_bytes)
 
     def _ring_s(self, num_bytes: float, ranks: Sequence[int]) -> float:
-        """Return the time of d - 1 rounds in a ring of d ranks, each with 1/d of the bytes on every link."""
+        """Return the time of d - 1 rounds in a ring of d ranks. In each round, every link carries 1/d of the bytes."""
         check_number(num_bytes, "num_bytes")
         count = len(ranks)
         if len(set(ranks)) < count or not count:

@@ -48,11 +48,11 @@ class RankMemory:
     weight_grads: int
     #: Older weight versions that are still in use.
     stashed: int
-    #: Outputs and gradients that have possibly not been received yet, and the buffers of posted receives.
+    #: Outputs and gradients that may not have been received yet, and the buffers of posted receives.
     messages: int
     #: Flat copies of gradients that are summed over replicas, and the buffers in which updated weights are exchanged.
     reductions: int = 0
-    #: Whole weights that are gathered from all replicas, in addition to `parameters`, the rank's own parts.
+    #: Weights gathered from the other replicas. The rank's own parts of the weights are in `parameters`.
     gathered: int = 0
     #: Transient memory of the running action.
     transients: int
@@ -139,7 +139,7 @@ def rank_memory(
 def _after_run(
     own: RankMemory, rank: int, program: Program, costs: Costs, replicas: Sequence[ReplicaMemory]
 ) -> RankMemory:
-    """Return the larger of a rank's peak in the run and its memory while replicas add gradients after the run."""
+    """Return the larger of a rank's memory peaks: during the run, and while replicas add gradients after the run."""
     stages = [stage for stage, home in enumerate(program.placement) if home == rank]
     late = [replicas[stage].late for stage in stages if replicas[stage].late.buffer]
     if not late:
@@ -243,7 +243,7 @@ def _holding(program: Program, costs: Costs, *wanted: Holding) -> _Around:
 
 
 def _met(program: Program, buffer_bytes: Ints) -> _Around:
-    """Return the bytes of the buffer copies that each checkpointed F keeps for its backward pass."""
+    """Return the size in bytes of the buffer copies that each checkpointed F keeps for its backward pass."""
     columns = program.columns
     recomputed = np.isin(columns.pair, columns.pair[columns.are(Kind.R)])
     size = np.where(recomputed, buffer_bytes[columns.stage], 0)
@@ -251,7 +251,7 @@ def _met(program: Program, buffer_bytes: Ints) -> _Around:
 
 
 class _Gradients(NamedTuple):
-    """The bytes of parameter gradients, held from a stage's first backward to its update or the end of the step.
+    """The size in bytes of gradients, which are held from a stage's first backward to its update or the step's end.
 
     If gradients are summed in a binary tree, the sums of complete subtrees are held as well, until the last backward.
     """
@@ -262,7 +262,7 @@ class _Gradients(NamedTuple):
 
     @classmethod
     def of(cls, program: Program, sizes: Mapping[str, Ints], *, in_tree: bool) -> "_Gradients":
-        """Compute the bytes of gradients that are held before and after each action of a program."""
+        """Compute the size in bytes of the gradients that are held before and after each action of a program."""
         columns = program.columns
         whole = sizes["gradient_bytes"]
         deferred = sizes["deferred_gradient_bytes"]
@@ -289,12 +289,12 @@ class _Gradients(NamedTuple):
 def _add_subtrees(program: Program, rows: Ints, size: Ints, change: Ints, first: Mask) -> None:
     """Add the sums of complete subtrees to the bytes held.
 
-    The first backward of each group of micro-batches, except the first group, allocates new gradients.
+    In every group of micro-batches except the first, the first backward allocates new gradients.
 
     Args:
         program: the program.
         rows: the backwards that add these gradients.
-        size: for each stage, the bytes of these gradients.
+        size: for each stage, the size of these gradients in bytes.
         change: the bytes by which each action changes the memory held.
         first: a mask of the actions that allocate gradients.
 
@@ -320,7 +320,7 @@ def _end_subtrees(program: Program, whole: Ints, change: Ints) -> None:
 def _transients(columns: Columns, sizes: Mapping[str, Ints], gradients: _Gradients) -> Ints:
     """Return the transient bytes of each action.
 
-    An action's transient is its peak, without the bytes held before the action and the bytes that the action keeps.
+    An action's transient is its peak, minus the bytes held before the action and the bytes that the action keeps.
     """
     stage = columns.stage
     found = np.zeros(len(columns), np.int64)
@@ -355,7 +355,7 @@ def _transients(columns: Columns, sizes: Mapping[str, Ints], gradients: _Gradien
 
 
 def _waiting(program: Program, sizes: _Sizes, posted: int) -> Ints:
-    """Return, for each action, the bytes of values that pass between stages, and of posted receives.
+    """Return, for each action, the size in bytes of values that pass between stages, and of posted receives' buffers.
 
     These values are outputs and gradients in transit or not yet used.
     """

@@ -30,9 +30,9 @@ class Overheads:
 
     #: Overhead of each action, in seconds.
     action_s: float = 0
-    #: Additional seconds to wake up, with cold caches, for an action that spends its whole time waiting, for example
-    #: for a device. For other actions, this value is multiplied by the fraction of their time that they spend waiting.
-    #: Weight gradients (W) need no time to wake up, because they wait for no message.
+    #: Additional time, in seconds, of an action that spends all its time waiting, for example for a device: its thread
+    #: has to wake up, and finds the caches cold. For other actions, this value is multiplied by the fraction of their
+    #: time that they spend waiting. Weight gradients (W) need no time to wake up, because they wait for no message.
     waking_s: float = 0
     #: Time to send a message to another rank, depending on the message's size. The rank cannot compute meanwhile.
     send: Link = field(default_factory=Link)
@@ -82,7 +82,7 @@ class Overheads:
         return replace(self, crowding=tuple(max(own[count], 1 + (crowding - 1) * count) for count in counts))
 
     def crowded(self, starts: Floats, ends: Floats, share: Floats, host: Ints) -> Floats:
-        """Return the factor by which each action takes longer because of other actions on its host at the same time.
+        """Return the factor by which each action takes longer because other actions run on its host at the same time.
 
         Args:
             starts: the start of each action, in seconds.

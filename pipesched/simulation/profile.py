@@ -146,7 +146,7 @@ class Profile:
     def _stage(
         self, rows: int, names: tuple[str, ...], keep: Mapping[str, LayerCheckpoint], ends: bool
     ) -> Mapping[str, Any]:
-        """Return one stage's costs, keyed by the field names of `Costs`. Cached, because searches repeat stages."""
+        """Return one stage's costs, keyed by the field names of `Costs`. Results are cached: searches repeat stages."""
         key = rows, names, tuple((name, keep[name]) for name in names if name in keep), ends
         known = self._stages.get(key)
         if known is None:

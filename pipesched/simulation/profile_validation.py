@@ -22,7 +22,7 @@ def check_graphs(graphs: Mapping[int, "nx.DiGraph[str]"]) -> None:
         raise ScheduleError(f"a profile must have a graph of layers for each size; got {shown(graphs)}; {_AGAIN}")
     if not graphs or not all(len(graph) for graph in graphs.values()):
         raise ScheduleError(
-            f"a profile must have layers for at least one size of micro-batches; this profile has none; {_AGAIN}"
+            f"a profile must have layers for at least one micro-batch size; this profile has none; {_AGAIN}"
         )
     first = min(graphs)
     for rows, graph in graphs.items():
@@ -36,7 +36,7 @@ def check_graphs(graphs: Mapping[int, "nx.DiGraph[str]"]) -> None:
                 if name not in other:
                     raise ScheduleError(
                         f"all sizes of a profile must have the same layers; {name!r} exists for micro-batches of "
-                        f"{rows if one is graph else first} rows, but not of {first if one is graph else rows} "
+                        f"{rows if one is graph else first} rows, but not for {first if one is graph else rows} "
                         f"rows; {_AGAIN}"
                     )
         if set(graph.edges) != set(graphs[first].edges):
@@ -141,4 +141,4 @@ def check_model(profiled: "nx.DiGraph[str]", own: "nx.DiGraph[str]") -> None:
 
 
 def _of_another(difference: str) -> str:
-    return f"a profile must be of the pipeline's model; {difference}; measure this model, or pass a profile of it"
+    return f"a profile must belong to the pipeline's model; {difference}; measure this model, or pass its profile"

@@ -20,7 +20,7 @@ __all__ = ["CopyMemory", "ModelStates", "ReplicaMemory", "held_states", "held_wi
 
 
 class ModelStates(NamedTuple):
-    """The bytes of weights, of their gradients and of the optimizer's states."""
+    """The sizes in bytes of weights, gradients and optimizer states."""
 
     weights: int
     gradients: int
@@ -33,7 +33,7 @@ class ModelStates(NamedTuple):
 
 
 def held_states(whole: ModelStates, part: ModelStates, *, zero: int, once: bool = True) -> ModelStates:
-    """Return the most model states that a rank holds during a step.
+    """Return the peak sizes in bytes of the model states that a rank holds during a step.
 
         >>> whole = ModelStates(weights=2 * 10**9, gradients=2 * 10**9, optimizer=12 * 10**9)
         >>> held_states(whole, ModelStates(*(size // 8 for size in whole)), zero=2, once=False)
@@ -43,12 +43,12 @@ def held_states(whole: ModelStates, part: ModelStates, *, zero: int, once: bool 
 
     Args:
         whole: the model states of the rank's stages.
-        part: the part of divided model states that this replica holds.
+        part: the part of each model state that this replica holds if the state is divided.
         zero: the model states that replicas divide. 0: none; 1: the optimizer's; 2: also gradients; 3: also weights.
-        once: whether gradients are reduced, and divided weights gathered, only once per step. The rank then holds
-            whole gradients until its last backward, and whole weights, of which its part is a view. If False, each
-            weight is gathered for every use and freed after it, and each gradient is reduced and freed as soon as it
-            is computed. Default: True.
+        once: whether each gradient is reduced, and each divided weight gathered, only once per step. The rank then
+            holds full (unsharded) gradients until its last backward, and full weights. Its own part of the weights is
+            a view of the full weights. If False, each weight is gathered before every use and freed afterwards, and
+            each gradient is reduced and freed as soon as it is computed. Default: True.
 
     """
     return ModelStates(
@@ -63,7 +63,7 @@ class CopyMemory(NamedTuple):
 
     #: Size of the copies, from the REDUCE until the sum is complete.
     buffer: int
-    #: Memory in addition to the copies while the collective runs.
+    #: Additional memory, beside the copies, while the collective runs.
     working: int
     #: Size of the sum, until the rank waits for the sums of the stage.
     summed: int
@@ -71,7 +71,8 @@ class CopyMemory(NamedTuple):
     kept: int = 0
     #: Gradients that are freed once they are copied.
     released: int = 0
-    #: Activations that the last backward has freed when it starts this bucket, if it does.
+    #: Activations that the last backward has freed by the time it completes this bucket. Counted only if the sum then
+    #: starts during the backward.
     freed: int = 0
 
     def complete(self) -> "CopyMemory":
@@ -93,8 +94,8 @@ class ReplicaMemory:
     late: CopyMemory = _NO_COPIES
     #: Buffers of an exchange of updated weights.
     spread: int = 0
-    #: Buffers of a gather of the stage's weights, from the UNSHARD until their first use. The copies are this replica's
-    #: own parts, which are then held twice.
+    #: Buffers for gathering the stage's weights, from the UNSHARD until the first use of the weights. They include
+    #: copies of this replica's own parts, which are therefore held twice.
     gather: CopyMemory = _NO_COPIES
     #: The largest copy that a RESHARD makes of this replica's rows of a weight, before it frees the whole weight.
     cut: int = 0
@@ -113,7 +114,7 @@ class HeldWithReplicas(NamedTuple):
 
     #: Flat copies and exchange buffers that the rank holds during each action, besides the action's transients.
     buffers: Ints
-    #: Gradients freed before each action that would otherwise be held until the update.
+    #: Gradients that are freed before each action, but would otherwise be held until the update.
     released: Ints
 
 
@@ -140,7 +141,7 @@ def held_with_replicas(
 
 
 class _Rank:
-    """Computes the bytes of the copies of weights and gradients that a rank holds for its replicas, for each action."""
+    """Computes, for each action of a rank, the size of the copies of weights and gradients that replicas require."""
 
     def __init__(
         self,
@@ -241,11 +242,11 @@ class _Rank:
         self._started = [(at, copies) for at, copies in self._started if at != stage]
 
     def _complete(self, end: int) -> None:
-        """The rank waits for a collective: all collectives that were started earlier have ended."""
+        """Let the rank wait for a collective. All collectives that were started earlier have then ended."""
         self._started[:end] = [(stage, copies.complete()) for stage, copies in self._started[:end]]
 
     def _level(self, spread: int) -> int:
-        """Return the most bytes that the rank can hold now, whichever of the started collectives is running.
+        """Return the maximum number of bytes that the rank can hold now, whichever started collective is running.
 
         If a collective is running, all earlier collectives have ended, because they run one after the other.
         """

@@ -24,10 +24,10 @@ __all__ = ["ZERO_LEVELS", "Buckets", "ReplicaCosts", "Replication", "add_replica
 #: The values of ``zero=``.
 ZERO_LEVELS = (0, 1, 2, 3)
 
-#: Replicas hold whole rows, which start at multiples of 64 numbers. So one part may be longer than the others.
+#: Replicas hold whole rows, and parts start at multiples of 64 elements. So one part may be longer than the others.
 _ROUNDING_BYTES = 64 * 4
 
-#: The bytes of each bucket of gradients, for each stage.
+#: For each stage, the size of each bucket of gradients in bytes.
 Buckets = Sequence[Sequence[int]]
 
 
@@ -83,7 +83,7 @@ class Replication:
         return [range(replica, num_ranks * count, count) for replica in range(count)]
 
     def sent_bytes(self, size: int) -> tuple[int, int]:
-        """Return the bytes that a rank sends: (to sum gradients of ``size`` bytes, to gather the weights once).
+        """Return how many bytes a rank sends: (to sum gradients of ``size`` bytes, to gather the weights once).
 
         In a ring of n ranks, each rank sends (n-1)/n of the bytes for a reduce-scatter, and as many for an all-gather.
         """
@@ -97,14 +97,14 @@ class Replication:
         return f"{sizes}, zero {self.zero}{often}" if self.zero else sizes
 
     def held(self, whole: ModelStates) -> ModelStates:
-        """Return the most model states that a replica holds in a step. ``whole``: all model states of a stage."""
+        """Return the peak sizes of the model states that a replica holds. ``whole``: all model states of a stage."""
         part = ModelStates(*(-(-size // self.num_replicas) for size in whole))
         return held_states(whole, part, zero=self.zero)
 
     def buffers(self, costs: Costs) -> list[ReplicaMemory]:
         """Return upper bounds on the memory that each stage needs to sum gradients and to exchange or gather weights.
 
-        It assumes that all weights are divided if any are, and that each bucket is copied while the stage's last
+        The bounds assume that all weights are divided if any are, and that each bucket is copied while the stage's last
         backward still holds all its activations.
         """
         return [self._buffers(sizes) for sizes in costs.reduce_bytes]
@@ -177,11 +177,11 @@ class ReplicaCosts:
         self._half_s = cache(lambda size, rank: self._on_ring("all_gather_s", size, rank))
 
     def gathering(self, *, once: bool) -> "ReplicaCosts":
-        """Return a copy for steps that gather divided weights only once; for each use again if ``once`` is False."""
+        """Return a copy for steps that gather divided weights only once or, if ``once`` is False, before every use."""
         return ReplicaCosts(replace(self.replication, gather_once=once), len(self._rows[0]), self._links, self._rows)
 
     def pipeline_links(self) -> Links | None:
-        """Return the links between the ranks of one pipeline. Where replicas differ, the slowest link counts."""
+        """Return the links between the ranks of one pipeline: for each pair, the slowest link of any replica."""
         if self._links is None:
             return None
         own = list(dict.fromkeys(map(self._links.among, self._rows)))
@@ -197,7 +197,7 @@ class ReplicaCosts:
         Args:
             costs: the costs of the stages without replicas.
             placement: the rank of each stage.
-            buckets: the bytes of each bucket of gradients, for each stage.
+            buckets: for each stage, the size of each bucket of gradients in bytes.
 
         """
         own = self.replication

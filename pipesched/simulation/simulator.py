@@ -24,7 +24,7 @@ from pipesched.units import counted
 
 __all__ = ["message_times", "simulate", "simulate_with_bound", "step_time"]
 
-_ROUNDS = 20  # most repetitions of a simulation in which ranks slow each other down
+_ROUNDS = 20  # maximum number of repetitions of a simulation in which ranks slow each other down
 _BOUND_EFFORT = 1_000_000  # about 0.1 s
 _SETTLED = 1e-4  # relative change of the makespan at which the iteration ends
 
@@ -35,7 +35,7 @@ def simulate(program: Program, costs: Costs) -> Trace:
     An action starts when its rank is free and its inputs have arrived. A message between ranks takes
     ``costs.transfer_s`` plus the time of its link, and occupies no rank. A program therefore has the same makespan with
     and without explicit transfers. If links are contended, a message also occupies its link. REDUCE and UNSHARD occupy
-    no rank, but those of a rank run one after the other. ``costs.overheads`` makes actions longer: by the time to start
+    no rank, but each rank runs them one after the other. ``costs.overheads`` makes actions longer: by the time to start
     actions and to pass messages, and by the slowdown while several ranks of a host compute.
 
     ::
@@ -130,7 +130,7 @@ def _timing(program: Program, costs: Costs) -> Timing:
         links = Links(costs.overheads.link)
     occupied = _own_links(program)
     leads = _leads(program, seconds)
-    lags[program.crossing] = costs.transfer_s  # norms are too short for a link's bandwidth to count
+    lags[program.crossing] = costs.transfer_s  # norms are too small for a link's bandwidth to matter
     if links is None:
         return Timing(seconds, lags, occupied, leads)
     ends = messages.sender, messages.receiver
@@ -175,7 +175,7 @@ def _leads(program: Program, seconds: NDArray[Any]) -> dict[int, Any]:
 
 
 def _own_links(program: Program) -> Ints | None:
-    """Return, for each action, the number of the link that it occupies; -1 for no link. None: no action has a link.
+    """Return, for each action, the number of the link that it occupies, or -1; None if no action occupies a link.
 
     Each rank has three links: two to the host, one per direction, and one for its collectives.
     """

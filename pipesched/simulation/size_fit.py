@@ -28,7 +28,7 @@ _CHOICES = (
     [_ONE, _LINEAR, _SQUARE],
 )
 _TINY = 1e-6  # values below this fraction of the largest value are treated as this fraction
-_SAME = 1e-12  # sums of squared relative errors that differ by less are equal
+_SAME = 1e-12  # sums of squared relative errors that differ by less are treated as equal
 _COLLINEAR = 1e-3  # terms whose singular values have a smaller ratio cannot be told apart
 _BITS = 4  # significant bits of a rounded size, so neighbours differ by 6 to 12 %
 

@@ -33,7 +33,7 @@ def tied_groups(graph: "nx.DiGraph[str]") -> dict[tuple[str, ...], list[str]]:
 
 
 def parameter_bytes(graph: "nx.DiGraph[str]", names: Iterable[str]) -> int:
-    """Return the total bytes of these parameters of a measured graph."""
+    """Return the total size of these parameters in bytes, as stored in a measured graph."""
     return sum(graph.graph["parameters"][name][1] for name in names)
 
 
@@ -43,14 +43,14 @@ def stage_parameters(graph: "nx.DiGraph[str]", layers: Iterable[str]) -> set[str
 
 
 def weight_bytes(program: Program, parameters: Sequence[Mapping[str, int]]) -> list[int]:
-    """Return the bytes of weights that each stage adds to its rank.
+    """Return the size in bytes of the weights that each stage adds to its rank.
 
     A parameter that an earlier stage of the rank already holds is not counted again. The exception is bidirectional
     schedules, in which several stages hold copies of the same layers: every copy is counted.
 
     Args:
         program: the program.
-        parameters: for each stage of one chain, the bytes of the stage's parameters, keyed by name.
+        parameters: for each stage of one chain, the size in bytes of each parameter of the stage, keyed by name.
 
     """
     counted: set[tuple[int, str]] = set()
@@ -63,7 +63,7 @@ def weight_bytes(program: Program, parameters: Sequence[Mapping[str, int]]) -> l
 
 
 def tied_traffic_bytes(size: int, ranks: Sequence[Any]) -> int:
-    """Return the bytes sent per step for a tied weight.
+    """Return how many bytes are sent per step for a tied weight.
 
     The rank of the first use sends the weight to each other rank, and receives one gradient from each use on these
     ranks.

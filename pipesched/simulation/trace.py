@@ -148,7 +148,7 @@ class Trace:
         num_ranks: the number of ranks.
         name: the name of the program. Default: "".
         costs: the costs of the stages, used to compute memory. Default: None; memory is then 0.
-        versions: the program's weight versions, which determine how long older weights are held. Default: ().
+        versions: the program's weight versions, which determine how long older weights are held. Default: (), none.
         bound_s: a lower bound in seconds on the makespan of every schedule of these stages, from ``lower_bound``
             without a memory limit. Default: None, unknown.
 
@@ -243,7 +243,7 @@ class Trace:
 
     @property
     def span_s(self) -> float:
-        """The longest time of any rank from its first start to its last end, in seconds.
+        """The time in seconds from a rank's first start to its last end, on the rank where this time is longest.
 
         The zero-bubble papers (Qi et al. 2023) call this time the cost.
         """
@@ -262,7 +262,7 @@ class Trace:
 
     @property
     def bubble_ratio(self) -> float:
-        """The ranks' total idle time / (ranks x makespan). With uniform costs, 1F1B has (p-1)/(m+p-1)."""
+        """The ranks' total idle time / (ranks x makespan). With uniform costs, it is (p-1)/(m+p-1) for 1F1B."""
         whole = self.num_ranks * self.makespan_s
         return max(0.0, 1 - sum(self.busy_s) / whole) if whole else 0.0  # rounding can make the sum exceed the whole
 
@@ -300,19 +300,19 @@ class Trace:
 
     @property
     def peak_in_flight(self) -> tuple[int, ...]:
-        """The most (stage, micro-batch) pairs that each rank holds at the same time."""
+        """The maximum number of (stage, micro-batch) pairs that each rank holds at the same time."""
         return tuple(pairs_held(row.columns).peak for row in self._rows)
 
     @property
     def peak_bytes(self) -> tuple[int, ...]:
-        """Each rank's peak bytes: activations, inputs, older weights, and memory held for the weight gradients (W)."""
+        """Each rank's peak memory in bytes: activations, inputs, older weights, and memory held for W."""
         if self.costs is None:
             return (0,) * self.num_ranks
         return tuple(self._bytes(row.columns, self.costs).peak for row in self._holding)
 
     @property
     def peak_versions(self) -> dict[int, int]:
-        """The most weight versions held at the same time, including the newest, keyed by stage."""
+        """The maximum number of weight versions held at the same time, including the newest, keyed by stage."""
         found = [versions_held(row.columns, self.versions) for row in self._rows]
         return {stage: most for own in found for stage, most in sorted(own.items())}
 
@@ -503,7 +503,7 @@ def _check_read(trace: Trace) -> None:
 
 
 def _busy(row: Spans) -> float:
-    """Return the time in seconds that a rank's spans cover, overlaps counted once. The spans must be in time order."""
+    """Return the time in seconds that a rank's spans cover. Overlaps count once. The spans must be in time order."""
     if not len(row):
         return 0
     lengths = row.end_s - row.start_s

@@ -160,7 +160,7 @@ def test_layers_in_a_row_may_be_kept_whole() -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (["block.0"], r"none of the model's \d+ modules is called 'block\.0'"),
+        (["block.0"], r"none of the model's \d+ modules is named 'block\.0'"),
         ("first", r"whole_layers must be a list of names of modules; got 'first'"),
         (["blocks"], r"'blocks' is a ModuleList, which is never called; pass its elements instead"),
         (["blocks.1"], r"'blocks\.1' is a ModuleDict, which is never called"),

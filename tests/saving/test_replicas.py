@@ -26,12 +26,12 @@ def test_replica_0_writes_and_all_replicas_load(ranks: Ranks, tmp_path: Path) ->
         assert_equal_bits(pipe.model.state_dict(), jobs.trained(2).state_dict())
     with saving.piped(places.OneProcess(2), num_microbatches=2) as pipe:
         assert error_of(lambda: pipe.load(tmp_path / "one")).endswith(
-            "but 2 in this pipeline; pass num_microbatches=4, the number in each of 1 replicas, to Pipeline, or load "
+            "but 2 in this pipeline; pass num_microbatches=4, the number per replica, to Pipeline, or load "
             "only the weights with load_state_dict"
         )
     for error in ranks.run(4, jobs.loads_with_other_microbatches, str(tmp_path / "one")):
         assert "num_microbatches of all replicas is 4 in " in error
-        assert ", but 8 in this pipeline; pass num_microbatches=2, the number in each of 2 replicas, to" in error
+        assert ", but 8 in this pipeline; pass num_microbatches=2, the number per replica, to" in error
 
 
 def test_the_writers_are_the_ranks_of_replica_0(ranks: Ranks, tmp_path: Path) -> None:

@@ -159,7 +159,7 @@ SPOILT = {
     "backward_s of layer '2' for 2 rows is 'long'": lambda v: v["sizes"]["2"]["layers"]["2"].update(backward_s="long"),
     "bytes between '0' and '1' for 2 rows is inf": lambda v: v["sizes"]["2"]["edges"][0][2].update(bytes=math.inf),
     "backward_s of layer '1' is missing": lambda v: v["sizes"]["4"]["layers"]["1"].pop("backward_s"),
-    "'2' exists for micro-batches of 2 rows, but not of 4 rows": lambda v: (
+    "'2' exists for micro-batches of 2 rows, but not for 4 rows": lambda v: (
         v["sizes"]["4"]["layers"].pop("2"),
         v["sizes"]["4"]["edges"].pop(),
     ),
@@ -186,7 +186,7 @@ def test_a_profile_of_another_model_is_refused() -> None:
         (longer, "layer 3, '3', is missing from the profile"),
         (wider, "64 elements in the profile"),
     ):
-        with pytest.raises(ScheduleError, match=f"of the pipeline's model; .*{said}"):
+        with pytest.raises(ScheduleError, match=f"belong to the pipeline's model; .*{said}"):
             profile.check_model(graph_of(other, torch.randn(2, 8), measured=False))
 
 

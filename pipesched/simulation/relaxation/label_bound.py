@@ -15,8 +15,8 @@ from pipesched.simulation.relaxation.time_units import TimeUnits
 
 __all__ = ["label_bound"]
 
-_DEADLINES = 4  # number of deadlines of one sweep
-_FIRST_STEP = 256  # the first deadline is low x (1 + 1 / _FIRST_STEP), each next step is twice as long
+_DEADLINES = 4  # number of deadlines per sweep
+_FIRST_STEP = 256  # the first deadline is low x (1 + 1 / _FIRST_STEP); each further step is twice as long
 _PRECISION = 2**16  # the bisection ends when the deadlines are closer than this fraction
 
 
@@ -30,12 +30,12 @@ def label_bound(
     effort: int,
     split: bool = True,
 ) -> float:
-    """Return a lower bound in seconds on the makespan of every program for a chain of stages, at least ``low``.
+    """Return a lower bound in seconds, at least ``low``, on the makespan of every program for a chain of stages.
 
     Args:
         costs: the costs of each stage.
         placement: the rank of each stage.
-        limits: the most (stage, micro-batch) pairs that each rank holds at once, keyed by rank.
+        limits: the maximum number of (stage, micro-batch) pairs that each rank holds at once, keyed by rank.
         num_microbatches: the number of micro-batches.
         low: a known lower bound in seconds, above 0.
         effort: the limit on the work of the search: the total number of values in the labels of all sweeps. If it is
@@ -98,7 +98,7 @@ def _rank_times(
     forward_lag = [b.start - a.start - a.forward for a, b in pairwise(chunks)]
     backward_lag = [a.turn - b.turn - b.gradient for a, b in pairwise(chunks)]
     returns = [max(stage.forward, stage.gradient) for stage in beyond]
-    if beyond:  # a micro-batch turns on the last stage, which runs both its F and its gradient
+    if beyond:  # a micro-batch turns around on the last stage, which runs both its F and its gradient
         returns.append(beyond[-1].forward + beyond[-1].gradient)
     return RankTimes(
         forward=units.each_down(stage.forward for stage in chunks),

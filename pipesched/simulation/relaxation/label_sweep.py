@@ -26,7 +26,7 @@ _LARGEST_KEY = 2**62
 
 @dataclass(frozen=True, kw_only=True)
 class RankTimes:
-    """The work of one rank on one micro-batch, in whole units of time. A tuple has one number for each chunk."""
+    """The work of one rank on one micro-batch, in multiples of a time unit. A tuple has one number for each chunk."""
 
     forward: tuple[int, ...]
     #: Without split backwards, equal to ``backward``.
@@ -47,7 +47,7 @@ class RankTimes:
     after_forward: tuple[int, ...]
     #: From the end of the gradient to the end of the work of earlier stages that follows it.
     after_gradient: tuple[int, ...]
-    #: The most (stage, micro-batch) pairs held at once.
+    #: The maximum number of (stage, micro-batch) pairs held at once.
     limit: int
 
 
@@ -67,7 +67,7 @@ class _States:
 
     def __init__(self, problem: _Ints, counts: _Ints, labels: _Ints) -> None:
         self.problem = problem
-        #: For each chunk, the numbers of F and of gradients that are done, and of W that can run but are not done.
+        #: For each chunk, the counts of F and of gradients that are done, and of W that can run but are not done.
         self.counts = counts
         #: The time, the last arrival of a gradient, and the arrivals of micro-batches (by number modulo the limit).
         self.labels = labels
@@ -96,7 +96,7 @@ class _States:
 
 
 class Sweep:
-    """One pass over the states of several problems, in the order of the number of actions that are done."""
+    """One pass over the states of several problems, in ascending order of the number of actions that are done."""
 
     def __init__(
         self, ranks: Sequence[RankTimes], num_microbatches: int, deadlines: Sequence[int], split: bool

@@ -1,4 +1,4 @@
-"""Time units: times as whole numbers, for searches that are exact or compute bounds."""
+"""Time units: times as integer multiples of a unit, for searches that are exact or compute bounds."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -60,4 +60,4 @@ class TimeUnits:
         own = Fraction(count) / self.per_second
         if self.whole:
             return int(own)
-        return own if self.exact else float(own)  # type: ignore[return-value]  # mypy: a Fraction is no float
+        return own if self.exact else float(own)  # type: ignore[return-value]  # mypy rejects a Fraction as a float
