@@ -291,27 +291,27 @@ with {machine}, transformers {transformers}.
 - **pipesched**: the result of one training step with `Pipeline(model, sample)`, without any changes
   to the model. *same bits*: loss, gradients and buffers are bit-identical to those of the
   unpipelined loop over the same micro-batches, under `1f1b` and `zb-h1`.
-- **work %**: each stage's share of the work if the cut balances the work, as in the tests. Work is
-  the number of floating-point operations, plus ten for each byte of results.
+- **work %**: each stage's share of the work if the cut balances the work, as in the tests. The work
+  is the number of floating-point operations, plus ten for each byte of results.
 - **time %**: each stage's share of the measured time if the cut balances the time, as `Pipeline`
   does by default.
 - **torch, loss outside**: torch's tracer, on the model without labels. A loss function is applied
   to the model's output.
 - **torch, own loss**: torch's tracer, on the model with labels. The model computes its own loss.
 
-In the columns "work %" and "time %", four perfectly balanced stages would have 25 each. No other
-cut of the model's layers has a smaller largest share.
+In the columns "work %" and "time %", four perfectly balanced stages would have 25 each. In every
+row, the largest share is as small as any cut of the model's layers can make it.
 
 In the two columns for torch, the schedule is `Schedule1F1B`, and the cut balances the work. Each
 rank receives the inputs of its stage as keyword arguments. Decoders get `use_cache=False`, because
-torch cannot trace any of them otherwise. The cells contain:
+torch cannot trace any of them otherwise. The entries mean:
 
 - *works*: a step succeeds, and in a repetition without dropout all gradients equal those of the
   plain loop within rounding;
-- *wrong gradients*: the first parameter whose gradient differs, and the number of other such
-  parameters;
+- *wrong gradients*: some gradients differ; the entry names the first parameter whose gradient
+  differs, and the number of other such parameters;
 - any other text: the first line of the error;
-- nothing: the model cannot run without labels, or does not compute a loss itself.
+- no entry: the model cannot run without labels, or does not compute a loss itself.
 
 Wav2Vec2, OPT, BART and Whisper run with `layerdrop=0`. Otherwise they would skip layers at random,
 but the stages of a pipeline always run the layers that ran for the sample. Mamba and ResNet have no
