@@ -296,7 +296,9 @@ def test_weights_that_forwards_write_to_are_put_back(name: str) -> None:
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize(("kind", "weight"), [(Clamped, "blocks.0.weight"), (Replaced, "blocks.0.weight")])
 def test_what_was_put_back_is_said(kind: type[nn.Linear], weight: str) -> None:
-    with pytest.warns(UserWarning, match=f"forwards of InBlocks write to 4 weights, such as '{weight}'; their values"):
+    with pytest.warns(
+        UserWarning, match=f"forwards of InBlocks write to 4 weights, such as '{weight}'; the old values"
+    ):
         pipesched.graph_of(InBlocks(kind), ROWS, measured=False)
 
 

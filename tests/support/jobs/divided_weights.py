@@ -252,7 +252,9 @@ def refuse(group: Any, folder: Path) -> None:
         ):
             with pytest.raises(ExecutionError, match=r"with zero=3 must not be used while its weights are divided, .*"):
                 call()
-        with pytest.raises(ExecutionError, match=r"state_dict\(\) needs whole weights, .* call full_state_dict\(\)"):
+        with pytest.raises(
+            ExecutionError, match=r"state_dict\(\) needs full \(unsharded\) weights, .* call full_state_dict\(\)"
+        ):
             pipe.state_dict()
         before = {name: value.clone() for name, value in pipe.full_state_dict().items()}
         pipe.save_weights(folder)
