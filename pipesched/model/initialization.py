@@ -55,10 +55,11 @@ def check_model(model: Any) -> None:
 
 
 def built(model: nn.Module | Callable[[], nn.Module], seed: int) -> nn.Module:
-    """Build a model with parameters on the meta device and filled buffers. A module is returned unchanged.
+    """Call a function that builds a model, so that the parameters are on the meta device and the buffers have values.
 
-    A parameter moves to the meta device when a module registers it, so at most one parameter at a time uses memory.
-    Random numbers for buffers depend only on the seed. Raises ModelTypeError if the function does not return a module.
+    If ``model`` is already a module, it is returned unchanged. Each parameter moves to the meta device as soon as a
+    module registers it, so at most one parameter at a time uses memory. Random numbers for buffers depend only on the
+    seed. Raises ModelTypeError if the function does not return a module.
     """
     if isinstance(model, nn.Module):
         return model

@@ -86,7 +86,7 @@ class LineUp:
     exactly: bool
 
     def on_ranks(self, slots: Sequence[Slot]) -> list[Slot]:
-        """Assign a rank to each slot of a partition, if ranks can have any order.
+        """Assign a rank to each slot of a partition. If the order of the ranks is fixed, return the slots unchanged.
 
         Identical ranks are assigned in ascending order.
         """

@@ -90,7 +90,7 @@ def tune(
     noise, the one with the shortest predicted step is returned. ``Plan.alternatives`` lists the other plans with their
     predicted and measured times. Without trial runs, identical profiles give identical plans.
 
-    Trial runs leave weights, buffers, gradients and random state unchanged. These runs call module hooks, but no
+    Trial runs leave weights, buffers, gradients and random state unchanged. These runs call module hooks but not
     parameter hooks. Only schedules that leave the results of training unchanged are considered. The number of
     micro-batches changes the results of BatchNorm and of losses that compare rows: pass num_microbatches for such
     models.
@@ -98,7 +98,7 @@ def tune(
     Args:
         model: a module (measured with the sample), a Profile, or the path of a saved Profile.
         sample: one micro-batch as an example, as for Pipeline. Default: None, for a Profile alone.
-        num_ranks: the number of ranks to plan for, if neither devices nor a mesh is available.
+        num_ranks: the number of ranks to plan for, if neither devices nor a mesh is given.
         devices: the device of each rank, as for Pipeline; used instead of num_ranks.
         mesh: a mesh, as for Pipeline; used instead of num_ranks. Every process calls tune with the same arguments and
             gets the plan that rank 0 found.
@@ -137,7 +137,7 @@ def tune(
         confirm: how many of the plans with the shortest predicted steps to run. Default: 3 for a model with devices or
             a mesh, else 0. With num_ranks, the plans run on that many GPUs if the machine has them, else on the CPU.
         prove: let a solver prove how fast the plan's stages can run in any order of actions that keeps the results
-            bit-identical. If the solver's order is faster by at least 0.5 % and fits into memory, it is used, although
+            bit-identical. If the solver's order is at least 0.5 % faster and fits in memory, it is used, although
             it has not run in a trial. The proof takes up to about a minute, and needs the extra ``solver``
             (``pip install 'pipesched[solver]'``). Default: False.
         progress: show a progress bar of the search, if tqdm is installed. Default: False.
@@ -149,8 +149,8 @@ def tune(
         PartitionError: the model cannot be cut as requested.
         MemoryLimitError: no plan stays within the memory limits; the message states a limit that suffices.
         ScheduleError: the profile cannot be read.
-        InputError: the arguments contradict each other, plans cannot be run as requested, or a proof is wanted without
-            ortools.
+        InputError: the arguments contradict each other, plans cannot be run as requested, or ``prove`` is True but
+            ortools is not installed.
         DeviceCountError: devices is an empty list.
         Exception: any exception that a layer raises in a trial run.
 

@@ -133,5 +133,5 @@ class LeanCandidates:
 
     @property
     def effort_in_need(self) -> float:
-        """The number of actions to simulate before an error is raised, even if no effort is left."""
+        """The number of actions that may be simulated before an error is raised, even if the effort is used up."""
         return _IN_NEED * _FEW_LAYERS / max(_FEW_LAYERS, len(self._search.pins.layers))

@@ -55,7 +55,7 @@ def validate(program: Program, *, max_in_flight: int | Sequence[int] | None = No
 
 
 def check_order(program: Program) -> None:
-    """Check all rules except deadlock, memory and exactness: the rules that need no traversal of the program."""
+    """Check all rules except those on deadlock, memory and exactness, which require traversing the program."""
     check_places(program)
     check_routes(program)
     check_complete(program)

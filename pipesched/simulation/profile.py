@@ -258,7 +258,7 @@ def _rows(text: str) -> int:
 
 
 def _graph(values: Mapping[str, Any]) -> "nx.DiGraph[str]":
-    check_known("a size of a profile must have", values, ("layers", "edges", "parameters"))
+    check_known("each entry of a profile's sizes must have", values, ("layers", "edges", "parameters"))
     parameters = {name: tuple(size) for name, size in values["parameters"].items()}
     graph: nx.DiGraph[str] = nx.DiGraph(parameters=parameters)
     for name, node in values["layers"].items():

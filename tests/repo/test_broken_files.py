@@ -181,7 +181,7 @@ def profile(change):
         (lambda v: v.update(mode="x"), r"a profile must have .* key 'mode' \(did you mean 'model'\?\)"),
         (
             lambda v: v["sizes"]["2"].update(layer={}),
-            r"a size of a profile must have .*; got the unknown key 'layer' \(did you mean 'layers'\?\)",
+            r"each entry of a profile's sizes must have .*; got the unknown key 'layer' \(did you mean 'layers'\?\)",
         ),
         (
             lambda v: v["sizes"]["2"]["layers"]["layer0"].update(forward_ms=1),
