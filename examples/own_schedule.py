@@ -9,7 +9,7 @@ import pipesched
 
 @pipesched.schedule("slow-link-1f1b")
 def slow_link(rank: int, shape: pipesched.Shape) -> pipesched.Order:
-    """1F1B with three times the warm-up, which hides slow messages (after Zhuang et al. 2022)."""
+    """1F1B with three times as many forwards in the warm-up, to hide slow messages (see Zhuang et al. 2022)."""
     order, ahead = pipesched.Order(shape), 3 * (shape.num_ranks - 1 - rank)
     for microbatch in range(shape.num_microbatches + ahead):
         order.F(rank)  # adds the forward of the next micro-batch, or nothing after the last one

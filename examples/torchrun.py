@@ -1,4 +1,7 @@
-"""Train with one process per rank and bit-identical losses: `torchrun --nproc_per_node 2 examples/torchrun.py`."""
+"""Train with one process per rank: `torchrun --nproc_per_node 2 examples/torchrun.py`.
+
+The printed losses are bit-identical for any number of processes.
+"""
 
 import os
 

@@ -1,7 +1,7 @@
 """Train a byte-level GPT through a pipeline of two stages, then report and draw the step of median length.
 
     python examples/train_gpt.py [--steps 120] [--schedule 1f1b] [--out runs/demo] [--save weights.pt]
-    torchrun --nproc_per_node 2 examples/train_gpt.py    # one process for each rank; the weights are bit-identical
+    torchrun --nproc_per_node 2 examples/train_gpt.py    # one process for each rank, and identical weights
 
 The training text is the source code of Python's standard library. The script writes report.html and report.png (the
 plan, and the predicted step above the measured one), trace.json (for Perfetto) and plan.json.
@@ -85,7 +85,7 @@ def batch(text: Tensor, rows: int, context: int, draw: random.Random) -> tuple[T
 
 
 def ranks() -> dict[str, Any]:
-    """The mesh of all processes under torchrun; else two devices (two GPUs, or one GPU or the CPU twice)."""
+    """The mesh of all processes under torchrun; otherwise two devices. One GPU or the CPU can serve as both."""
     gpus = torch.cuda.device_count()
     if "WORLD_SIZE" in os.environ:
         shape = (int(os.environ["WORLD_SIZE"]),)
@@ -146,7 +146,7 @@ def train(
     steps: int,
     draw: random.Random,
 ) -> list[pipesched.Trace]:
-    """Run an ordinary training loop and return the measured trace of each step, with all ranks."""
+    """Run an ordinary training loop and return the measured trace of each step. A trace covers all ranks."""
     traces = []
     often = 1.0 if sys.stderr.isatty() else 10.0
     progress = tqdm(range(steps), desc="training", unit="step", mininterval=often, disable=not is_first())
@@ -162,7 +162,7 @@ def train(
 
 
 def median_step(traces: list[pipesched.Trace]) -> tuple[pipesched.Trace, str]:
-    """The step of median length, and the spread of all steps in words. The first step, which warms up, is left out."""
+    """The step of median length, and a text on how much the steps vary. The first step, a warm-up, is left out."""
     steps = sorted(traces[1:] or traces, key=lambda trace: trace.makespan_s)
     times = [trace.makespan_s * 1e3 for trace in steps]
     middle = median_low(times)
@@ -175,7 +175,7 @@ def median_step(traces: list[pipesched.Trace]) -> tuple[pipesched.Trace, str]:
 
 
 def write(report: pipesched.Report, out: Path) -> None:
-    """Print the report, and write it with the measured trace and the plan."""
+    """Print the report, and save the report, the measured trace and the plan as files."""
     print(report.title, *report.lines, sep="\n")
     out.mkdir(parents=True, exist_ok=True)
     report.save(out / "report.html")

@@ -1,7 +1,7 @@
 """Train a Hugging Face causal LM, and resume automatically: stop or kill the run at any time, then run it again.
 
     python examples/train_hf.py [--steps 2000] [--save-every 100] [--folder runs/train_hf]
-    torchrun --nproc_per_node 2 examples/train_hf.py    # any number of ranks, also when it resumes
+    torchrun --nproc_per_node 2 examples/train_hf.py    # any number of ranks, which may change when it resumes
     torchrun --nproc_per_node 4 examples/train_hf.py --replicas 2 --zero 2    # 2 pipelines of 2 ranks each
 
 The training text is the source code of Python's standard library, as bytes; nothing is downloaded. The final weights
@@ -48,7 +48,7 @@ class Batches:
         self._rows = slice(replica * ROWS // replicas, (replica + 1) * ROWS // replicas)
 
     def next(self) -> dict[str, Tensor]:
-        """Draw a batch: the pieces, which are their own labels (the model shifts them)."""
+        """Draw a batch. The labels equal the inputs, because the model shifts the labels."""
         draw = random.Random(f"{self._name} {self._drawn}")
         self._drawn += 1
         starts = [draw.randrange(len(self._text) - CONTEXT) for _ in range(ROWS)][self._rows]

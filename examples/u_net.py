@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 
 class UNet(nn.Module):
-    """Downsample level by level, then upsample. Each level up also uses the features saved on the way down."""
+    """Downsample level by level, then upsample. On the way up, levels also use the features saved on the way down."""
 
     def __init__(self, levels: int = 4, width: int = 8) -> None:
         super().__init__()

@@ -12,7 +12,7 @@ To add a loss inside a layer: `add_loss`. To pass micro-batches that you have cu
 To plan: `profile`, `tune`, `partition`. To study schedules: `schedules`, `simulate`, `validate`, `lower_bound`, `viz`.
 To write a schedule: `schedule`, `Order`, `Shape`.
 
-The packages, each of which imports only from the packages above it:
+Each of these packages imports only from the packages above it:
 
     errors, units, checks       errors, numbers as text, argument checks
     program, order, schedules   schedules as data; one file per schedule

@@ -1,4 +1,4 @@
-"""Argument checks that need no torch: types, numbers, sizes and keys, each with an error that states the remedy."""
+"""Argument checks that do not import torch: types, numbers, sizes and keys. Every error states the remedy."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence

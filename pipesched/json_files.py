@@ -1,4 +1,4 @@
-"""JSON files: functions that read the JSON files that pipesched writes, and the dataclasses stored in them."""
+"""JSON files: reads the JSON files that pipesched writes, and builds the dataclass instances stored in them."""
 
 import json
 from collections.abc import Callable, Iterable, Mapping

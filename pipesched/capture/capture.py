@@ -166,7 +166,7 @@ class Capture:
     def free_writes(self) -> dict[Value, list[int]]:
         """Value -> the free calls that write to its memory.
 
-        A stage that repeats the call of a value also repeats these calls.
+        A stage that computes the value itself also runs these calls.
         """
         found: dict[Value, list[int]] = {}
         for call in self.calls:

@@ -161,7 +161,7 @@ class CapturedModel:
         return [call.place for call in found]
 
     def passed(self) -> Generator[tuple[str, Any]]:
-        """Yield nothing, because captured stages exchange only single tensors and numbers."""
+        """Yield nothing, because captured stages send single tensors and numbers, not whole outputs of layers."""
         yield from ()
 
     @property
@@ -206,8 +206,8 @@ class CapturedModel:
     def reached(self, cut: StageLayers, *, frozen: bool = False) -> list[tuple[str, str, int]]:
         """Return (layer, parameter, stage of the layer) for each layer that uses a trained parameter of another layer.
 
-        Considers only the capture in the model's current mode. ``frozen`` also includes parameters that are not
-        trained.
+        Considers only the capture in the model's current mode. With ``frozen``, parameters that are not trained count
+        too.
         """
         parts = self.parts(cut)[self.model.training]
         calls = self.captures[self.model.training].calls

@@ -110,7 +110,7 @@ def _labels_in(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 
 def _marked(labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the labels of two rows, and of two more rows with fewer labels that are not ignored."""
+    """Return the probe's labels: those of two rows, and those of two more rows with more ignored labels."""
     rows = labels[torch.arange(4) % len(labels)]
     valid = rows[rows != IGNORED]
     rows = torch.where(rows == IGNORED, valid[0] if len(valid) else 0, rows)

@@ -281,7 +281,7 @@ class LayersInARow:
     def _run(self, mode: bool, written: list[Tensor]) -> Generator[tuple[str, Any]]:
         """Run the layers in training or evaluation mode, and yield (layer name, output) for each layer.
 
-        At the end, appends the tensors that layers have written to to the list ``written``.
+        At the end, extends ``written`` with the weights and buffers that the layers have changed.
         """
         with untouched(self._model, mode) as changed, torch.no_grad():
             yield from self._each(*self.sample)

@@ -42,8 +42,8 @@ def resolve_loss(
             micro-batch is its number of these labels.
         sample: the arguments (args, kwargs) of a forward.
         loss_fn: the user's loss, or None.
-        loss_weight: the user's function for the weight, or None to read it from the loss.
-        loss_reduction: "mean", "sum", or None to read it from the loss.
+        loss_weight: the user's function that computes the weight, or None to derive the weight from the loss.
+        loss_reduction: "mean", "sum", or None to derive the reduction from the loss.
         split_dims: the dimension along which the batch is split, or a mapping from argument to dimension.
         agreed: calls a given function on one rank, and returns the result on all ranks. Default: every rank calls it.
 

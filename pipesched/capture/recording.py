@@ -129,7 +129,7 @@ def _same_way(one: Capture, other: Capture) -> bool:
 
 
 def _check_kept(first: Capture, second: Capture) -> None:
-    """Raise GraphError if the second forward, which starts with the attributes set, returns different values."""
+    """Raise GraphError if the second forward, in which the attributes are already set, returns different values."""
     buffers = [(value, module._buffers.get(name, value)) for (module, name), value in first.changed.items()]
     for one, other in (*buffers, *zip(first.results, second.results, strict=True)):
         if one is not other and not (isinstance(one, Tensor) and isinstance(other, Tensor) and _alike(one, other)):

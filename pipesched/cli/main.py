@@ -78,7 +78,7 @@ def _shape_options(command: _Command) -> _Command:
 
 
 def _cost_options(command: _Command) -> _Command:
-    """Add the options for times. Each time applies to every rank, and each option is named after a field of Costs."""
+    """Add the options for times and links. A time applies to every rank; options are named after fields of Costs."""
     share = "Seconds for the {} of one micro-batch on a rank, divided equally among the rank's chunks."
     work = {"forward": "forward", "input_grad": "input gradients", "weight_grad": "weight gradients"}
     texts = {name: share.format(words) for name, words in work.items()}
@@ -290,8 +290,8 @@ def check(file: str, max_in_flight: int | None, exact: bool) -> None:
     """Check that the program in FILE is complete, correctly ordered and free of deadlock.
 
     FILE is the output of `pipesched show --program`, a .csv file of torch.distributed.pipelining with one row for each
-    rank, or '-' for standard input. Prints one line with the program's figures. If the program is invalid, prints the
-    first error with its place and exits with code 1.
+    rank, or '-' for standard input. If the program is valid, prints a summary in one line. Otherwise prints the first
+    error and where it occurs, and exits with code 1.
 
     \b
     Example:
@@ -317,10 +317,10 @@ def compare(
 ) -> None:
     """Compare each SCHEDULE: a name from `pipesched list`, or a file with a program. Default: all schedules.
 
-    Schedules use their default number of chunks; a program in a file keeps its shape. "above bound" is how far the
-    makespan is above the lower bound for any schedule of these micro-batches, stages and ranks with unlimited memory.
-    "peak in flight" is the largest number of micro-batches that a rank holds at the same time; a micro-batch that is
-    held in only one of the rank's v chunks counts as 1/v.
+    Schedules use their default number of chunks. The options for the numbers of ranks and micro-batches do not apply to
+    programs in files. "above bound" is how far the makespan is above the lower bound for any schedule of these
+    micro-batches, stages and ranks with unlimited memory. "peak in flight" is the largest number of micro-batches that
+    a rank holds at the same time; a micro-batch that is held in only one of the rank's v chunks counts as 1/v.
 
     \b
     Example:
@@ -385,7 +385,7 @@ def bound(  # noqa: PLR0913  # one parameter for each option
     output_bytes: int,
     **rank_costs_s: float,
 ) -> None:
-    """Print a lower bound on the time of any schedule, the fastest known program, and the gap between the two.
+    """Print a lower bound on the time of any schedule, and how far the fastest known program is above the bound.
 
     Links and overheads are not part of the bound. With --prove, a solver proves a bound for exact programs, in which
     each stage runs its micro-batches in ascending order.

@@ -1,4 +1,4 @@
-"""Replicas: the options of ``pipesched show`` for data parallelism, and the lines of text about data parallelism."""
+"""Replicas: the options of ``pipesched show`` for data parallelism, and the lines that it prints about the replicas."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -118,7 +118,7 @@ class Replicas:
         }
 
     def lines(self, program: Program, trace: Trace) -> Iterator[str]:
-        """Yield lines of text about the axes, the bytes sent to other replicas, and hidden and exposed communication.
+        """Yield lines of text about the mesh axes, the bytes sent to other replicas, and the share of hidden transfers.
 
         Yields nothing if there is only one replica.
         """
@@ -134,7 +134,7 @@ class Replicas:
             yield f"collectives take {quote_time(total_s)} in all on {counted(program.num_ranks, 'rank')}: {hidden}"
 
     def _sent(self, program: Program) -> Iterator[str]:
-        """Yield, as text, the bytes that a rank sends to other replicas in a step. All collectives are rings."""
+        """Yield, as text, the bytes that a rank sends to other replicas in a step. All collectives use rings."""
         share = (self.count - 1) / self.count
         ranks = range(program.num_ranks)
         held = [[stage for stage in program.chunks(rank) if program.buckets[stage]] for rank in ranks]

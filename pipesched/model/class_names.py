@@ -1,4 +1,4 @@
-"""Class names: the class names of layers whose own names are only numbers."""
+"""Class names: finds the class of each layer whose name in an nn.Sequential is only a number."""
 
 from collections.abc import Iterable
 

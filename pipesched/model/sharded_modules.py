@@ -115,7 +115,7 @@ class ShardedModules:
     def accumulate(self) -> None:
         """Add gradients computed outside FSDP2's backward to FSDP2's sums, if the sums have another dtype.
 
-        With the same dtype nothing is left to do: FSDP2 sums in ``.grad``, which already contains these gradients.
+        If the dtypes are the same, does nothing: FSDP2 sums in ``.grad``, which already contains these gradients.
         """
         if self._casts:
             for root in self._roots:

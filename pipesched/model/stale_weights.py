@@ -1,9 +1,9 @@
-"""Stale weights: raises an error if a model over a mesh is read or saved while other ranks hold its latest weights.
+"""Stale weights: raises an error if a model is called, copied or saved while other ranks hold its latest weights.
 
-Each rank trains the weights of its own stages, in its copy of the user's model. The other weights in that copy are not
-updated. From the first step until the weights are gathered, hooks on the modules with stale weights raise if the model
-is called, copied or saved outside the pipeline. The hooks exist only during that time. Weights that are divided among
-replicas count as stale from the start.
+Each rank of a mesh trains the weights of its own stages, in its copy of the user's model. The other weights in that
+copy are not updated. From the first step until the weights are gathered, hooks on the modules with stale weights raise
+an error if code outside the pipeline calls, copies or saves the model. The hooks exist only during that time. Weights
+that are divided among replicas count as stale from the start.
 """
 
 from collections import OrderedDict

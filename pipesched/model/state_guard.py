@@ -142,7 +142,10 @@ def _attributes_kept(held: list[Any]) -> Iterator[None]:
 
 
 def has_attributes(value: Any) -> bool:
-    """Return whether an object's class is defined by the user or a library and keeps attributes in a ``__dict__``."""
+    """Return whether an object, such as a configuration, stores its attributes in a ``__dict__``.
+
+    False for modules, tensors, containers, functions, classes, and instances of torch's classes.
+    """
     if type(value) in _PLAIN:
         return False
     inner = isinstance(value, (*_HOLDERS, *_FUNCTIONS, type, types.ModuleType))
@@ -346,7 +349,7 @@ def set_aside(*roots: Any) -> Iterator[None]:
 
 @contextmanager
 def no_graph(model: nn.Module) -> Iterator[None]:
-    """Enable grad mode, but let no parameter require a gradient in the ``with`` block.
+    """Enable grad mode in the ``with`` block, but set ``requires_grad`` of all parameters to False.
 
     The model's code sees the grad mode of training, and forwards save nothing for a backward pass.
     """
@@ -369,7 +372,7 @@ class _SharedTensors(TorchFunctionMode):
 
 
 def unchanged(value: Any) -> Any:
-    """Return a value with copies of those objects that a layer may change, such as key-value caches.
+    """Copy the objects in a value that a layer may change, such as key-value caches, and return the new value.
 
     Tensors are shared, not copied.
     """

@@ -1,8 +1,9 @@
 """Tied weights: one leaf tensor per use of a shared weight, so that every plan adds gradients in the same order.
 
-A leaf shares the Parameter's memory, or is a copy on its stage's device. The leaf accumulates the gradients of all
-micro-batches. After a run the leaves' gradients are added in call order and passed to the Parameter, whose hooks run
-once. The result is therefore independent of the stages in which the calls run.
+A leaf shares the Parameter's memory or, if its stage is on another device, is a copy. The leaf accumulates the
+gradients of all micro-batches. After a run, the leaves' gradients are added in call order, and the sum is added to the
+Parameter's ``.grad``; the Parameter's hooks run once. The result is therefore independent of the stages in which the
+calls run.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -30,7 +31,7 @@ def with_stand_ins(value: Any, stand_ins: Mapping[nn.Parameter, Tensor] | Mappin
 
 
 def _follow(leaf: Tensor, parameter: nn.Parameter, device: torch.device) -> None:
-    """Let a leaf use its weight's current memory, or a copy on the stage's device.
+    """Let a leaf share its weight's current memory or, on another device, hold a copy of the weight.
 
     While the weight is on the meta device, so is the leaf.
     """
@@ -41,7 +42,7 @@ def _follow(leaf: Tensor, parameter: nn.Parameter, device: torch.device) -> None
 
 
 def deliver(parameter: nn.Parameter, grads: Iterable[Tensor | None]) -> None:
-    """Add gradients in the given order, and pass the sum to the parameter's autograd hooks and ``.grad``."""
+    """Add gradients in the given order, run the parameter's hooks on the sum, and add the result to ``.grad``."""
     total: Tensor | None = None
     for grad in grads:
         if grad is not None:
@@ -82,7 +83,7 @@ class _Tie:
         return grads
 
     def deliver(self, grads: Mapping[int, Sequence[Tensor | None]]) -> None:
-        """Add the gradients of all uses in call order, and pass the sum to the parameter.
+        """Add the gradients of all uses in call order, and add the sum to the parameter's ``.grad``.
 
         ``grads`` maps each rank to the gradients of the leaves on this rank.
         """

@@ -1,5 +1,7 @@
 """Partitioning: divides a graph of layers into pipeline stages with the smallest possible bottleneck.
 
+The bottleneck is the time that the slowest rank or transfer takes for one micro-batch.
+
 ``layer_arrays`` reads the costs of a graph as integers, and ``blocks`` groups layers that must share a stage. ``slots``
 describes the stages that a partition can have, and ``problem`` combines blocks and slots. ``bisection`` searches for
 the smallest bottleneck. To this end it calls a probe, a function that looks for a partition whose bottleneck is within

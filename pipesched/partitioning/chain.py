@@ -2,8 +2,8 @@
 
 The probe fills each stage as far as the bound allows, which leaves the fewest layers for later stages. In some cases
 this can miss a partition. If stages wait while a tensor crosses a cut, a stage with fewer layers can take longer. If a
-rank must not stay empty and is slow or has little memory, the next layer can be too large for it. In such cases the
-probe tracks every reachable cut, slot by slot.
+slow rank, or one with little memory, must have a layer, the next layer can be too large for that rank. In such cases
+the probe tracks every reachable cut, slot by slot.
 """
 
 from bisect import bisect_right
@@ -30,7 +30,7 @@ class Chain:
         order: the blocks.
         cuts: the total costs before each cut of this order.
         toll: the transfer time at each cut.
-        line_up: the slots: which stages can run on which ranks.
+        line_up: the slots, that is, which stages can run on which ranks.
         spans: entry k is the first and the last cut at which stage k - 1 is allowed to end.
 
     """

@@ -40,7 +40,7 @@ class CheckpointedChain:
         members: the layers of each block.
         options: the activation options of each layer.
         toll: the transfer time at each cut.
-        line_up: the slots: which stages can run on which ranks.
+        line_up: the slots, that is, which stages can run on which ranks.
         spans: entry k is the first and the last cut at which stage k - 1 is allowed to end.
 
     """

@@ -104,7 +104,7 @@ def _alone(request: Request) -> tuple[str, int]:
 
 
 def _enough(request: Request) -> int:
-    """Return a memory limit in bytes, the same for every rank, with which a partition exists.
+    """Return a memory limit in bytes, the same for every rank, that makes a partition possible.
 
     For small graphs, it is the smallest such limit.
     """

@@ -1,9 +1,9 @@
 """Interleaving: chooses cuts for ranks with several stages, to minimise the time of the busiest rank by descent.
 
-The descent starts from the cuts that minimise the slowest stage, and from cuts that divide the work evenly. It moves
-one cut at a time to the position that gives the busiest rank the least time, until no cut moves. Among equally good
-positions, it takes the one with the most even times. The search then kicks the cuts: it moves some of them at random,
-with a fixed seed, descends again, and keeps the new cuts if they are better.
+The descent starts from the cuts that minimise the time of the slowest stage, and from cuts that divide the work evenly.
+It moves one cut at a time to the position at which the busiest rank takes the least time, until no move helps. Of
+equally good positions, it chooses the one at which the ranks' times are most even. The search then kicks the cuts: it
+moves some of them at random, with a fixed seed, descends again, and keeps the new cuts if they are better.
 """
 
 import random
@@ -32,8 +32,8 @@ Key = tuple[int, int, float]
 def solved(problem: Problem, most_ideals: int) -> Solution:
     """Find the partition with the smallest bottleneck.
 
-    For ranks with several stages, only the starting point is found by an exact search. The descent from this point can
-    leave a gap to the lower bound.
+    For ranks with several stages, only the starting point is found by an exact search. The descent from this point may
+    end above the lower bound.
     """
     slots = problem.line_up.slots
     if not problem.line_up.shares_ranks:
@@ -71,7 +71,7 @@ def _with_choices(problem: Problem, begin: Solution) -> Found | None:
 def _begins(problem: Problem, begin: Solution, count: int) -> Iterator[tuple[list[int], list[int]]]:
     """Yield the starting points of the descent: each consists of an order of the blocks and the cuts of this order.
 
-    There are two kinds of cuts: those that minimise the slowest stage and, without pins, those that divide work evenly.
+    The cuts minimise the time of the slowest stage. Without pins, there are also cuts that divide the work evenly.
     """
     in_order = list(range(len(problem.blocks)))
     if begin.found and problem.pins:

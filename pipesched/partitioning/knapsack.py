@@ -1,9 +1,10 @@
 """Knapsack: finds the fastest activation options with which a rank's layers fit into its memory.
 
-It solves a multiple-choice knapsack (Kellerer, Pferschy and Pisinger 2004, chapter 11) exactly, unless there are too
-many states. An item is a layer with a given number of micro-batches in flight. Identical layers are the same item, so
-results are reused wherever the same items occur. A state is a choice of one option for each item. A state is dropped if
-another state beats it in both bytes and time (Nemhauser and Ullmann 1969).
+It solves a multiple-choice knapsack (Kellerer, Pferschy and Pisinger 2004, chapter 11). An item is a layer with a given
+number of micro-batches in flight. Identical layers are the same item, so results are reused wherever the same items
+occur. A state is a choice of one option for each item. A state is dropped if another state beats it in both bytes and
+time (Nemhauser and Ullmann 1969). The result is exact, unless there are too many states. Then nearly equal states are
+merged.
 
 A rank runs one layer at a time, so it needs only the largest working memory of any of its layers. The search runs once
 for each possible size of this memory, using only the options that need no more than this size.

@@ -30,7 +30,7 @@ class Lattice:
     Args:
         ideals: all order ideals of the blocks.
         toll: the transfer time at each ideal's cut.
-        line_up: the slots: which stages can run on which ranks.
+        line_up: the slots, that is, which stages can run on which ranks.
         allowed: entry k is a mask of the ideals at which stage k - 1 is allowed to end. Stages without an entry can end
             at any ideal.
         ceiling: the bottleneck of a known partition. Larger bounds are not probed.
