@@ -133,7 +133,7 @@ def arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Train, and save, until all steps are done or a signal asks to stop."""
+    """Train and save checkpoints until all steps are done or a signal arrives."""
     options = arguments()
     torch.manual_seed(0)
     stop = StopSignal()

@@ -34,7 +34,7 @@ __all__ = ["LayerError", "LayeredModel", "as_model", "layered", "stages_of"]
 
 
 class LayerError(Exception):
-    """A layer raised the error in ``__cause__``. A caller can ignore a LayerError: a step will report the error."""
+    """A layer raised the error in ``__cause__``. Callers can ignore a LayerError, because a step will raise the same error."""
 
 
 class LayeredModel(Protocol):
@@ -290,7 +290,7 @@ class LayersInARow:
     def _each(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Generator[tuple[str, Any]]:
         """Run each layer on its own device, and yield (layer name, output).
 
-        Each layer gets copies of its inputs, because it may write to them.
+        Each layer gets copies of its inputs, because the layer may write to them.
         """
         args, kwargs = pytree.tree_map_only(Tensor, lambda one: one.detach().clone(), (args, kwargs))
         for name, layer in self.layers.items():

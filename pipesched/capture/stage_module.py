@@ -53,7 +53,7 @@ class StageModule(nn.Module):
         return self._turn(*args, **kwargs)
 
     def run(self, module: nn.Module, turn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Call ``module``. It must call this stage module exactly once, and that call runs ``turn``."""
+        """Call ``module``, which must call this stage module exactly once. That call runs ``turn``."""
         turns = []
 
         def once(*args: Any, **kwargs: Any) -> Any:

@@ -24,7 +24,7 @@ class ShardedModules:
     Args:
         roots: the sharded modules that are not inside another sharded module.
         device: the device of the stage.
-        once: whether a run gathers and reduces each module once. If not, the FSDP2 flags of each module decide.
+        once: whether a run gathers and reduces each module once. If False, each module's FSDP2 flags decide when.
 
     """
 

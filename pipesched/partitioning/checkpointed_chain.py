@@ -206,10 +206,10 @@ class CheckpointedChain:
         return Found(bottleneck=max(times), order=self._order, ends=ends, slots=slots)
 
     def settled(self, found: Found) -> Found:
-        """Return the partition with the same bottleneck as ``found`` and the least total time; on ties, the most even.
+        """Return the partition with the same bottleneck as ``found`` and the least total time.
 
-        The result includes the option chosen for each layer. If ``found`` has fewer stages than possible, its cuts are
-        kept.
+        On ties, the times of the stages are as even as possible. The result includes the option of each layer. If
+        ``found`` has fewer stages than possible, its cuts are kept.
         """
         slots = self._line_up.slots
         fastest = self._row.fastest

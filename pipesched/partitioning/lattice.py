@@ -132,7 +132,7 @@ class Lattice:
     def _reached(self, closed: Bools, *, empty: bool) -> Bools:
         """Return a mask of shape (states, ideals).
 
-        It is True where the blocks of the ideal can be divided into stages that lead to the state. Stages that are
+        An entry is True if the blocks of the ideal can be divided into stages that lead to the state. Stages that are
         allowed to stay empty can be skipped. ``empty`` is True if the only ideal is the empty set.
         """
         reached = np.zeros((self._line_up.num_states, closed.shape[1]), bool)
