@@ -34,7 +34,7 @@ __all__ = ["LayerError", "LayeredModel", "as_model", "layered", "stages_of"]
 
 
 class LayerError(Exception):
-    """A layer raised the error in ``__cause__``. Callers can ignore a LayerError, because a step will raise the same error."""
+    """A layer raised the error in ``__cause__``. Callers can ignore it, because a step will raise it again."""
 
 
 class LayeredModel(Protocol):
