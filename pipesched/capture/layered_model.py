@@ -34,7 +34,7 @@ __all__ = ["LayerError", "LayeredModel", "as_model", "layered", "stages_of"]
 
 
 class LayerError(Exception):
-    """A layer raised the error in ``__cause__``. Callers can ignore it, because a step will raise it again."""
+    """A layer raised the error in ``__cause__``. Callers can ignore the error, because a step will raise it again."""
 
 
 class LayeredModel(Protocol):
