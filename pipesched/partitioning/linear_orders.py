@@ -1,6 +1,6 @@
 """Linear orders: orders for a graph that has too many order ideals for an exact search.
 
-Each order is searched as a chain.
+The search then treats each order as a chain.
 """
 
 import random
@@ -12,7 +12,7 @@ __all__ = ["linear_orders"]
 
 
 def linear_orders(blocks: Blocks, restarts: int) -> Iterator[list[int]]:
-    """Yield orders of the blocks: graph order, depth-first, fewest live bytes first, then random depth-first orders."""
+    """Yield the graph's order, a depth-first order, the order of `_least_live`, and random depth-first orders."""
     yield list(range(len(blocks)))
     yield _depth_first(blocks, list(range(len(blocks))))
     yield _least_live(blocks)
@@ -24,7 +24,10 @@ def linear_orders(blocks: Blocks, restarts: int) -> Iterator[list[int]]:
 
 
 def _depth_first(blocks: Blocks, rank: list[int]) -> list[int]:
-    """Return a depth-first order: the block that became ready last is next; on ties, the one of lowest ``rank``."""
+    """Return a depth-first order: the next block is the one that became ready last.
+
+    On ties, it is the one with the lowest ``rank``.
+    """
     waiting = [len(producers) for producers in blocks.producers]
     ready = sorted((block for block, count in enumerate(waiting) if not count), key=lambda block: -rank[block])
     order = []

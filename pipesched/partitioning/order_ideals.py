@@ -206,7 +206,7 @@ class _Growth:
 
 
 def _used(blocks: Blocks) -> list[list[tuple[Tensor, Mapping[int, np.uint64]]]]:
-    """Return the tensors that each block uses, each with the bit mask of all its users."""
+    """Return, for each block, the tensors that it uses and, for each tensor, the bit mask of all blocks that use it."""
     used: list[list[tuple[Tensor, Mapping[int, np.uint64]]]] = [[] for _ in range(len(blocks))]
     for tensor in blocks.tensors:
         for consumer in tensor.consumers:

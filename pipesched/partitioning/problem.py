@@ -50,7 +50,7 @@ class Problem:
 
     @cached_property
     def heaviest(self) -> int:
-        """The block with the longest forward and backward."""
+        """The block whose forward and backward together take longest."""
         return int(self.blocks.total(self.blocks.layers.ticks).argmax())
 
     @cached_property
@@ -65,10 +65,10 @@ class Problem:
         return max(-(-int(work.sum()) // sum(speeds)), -(-int(work.max()) // max(speeds)))
 
     def toll(self, cuts: Cuts) -> Toll:
-        """Return the transfer time at each cut.
+        """Return the transfer time at each cut; a single 0 if communication is not modelled.
 
-        If the stages on both sides wait for transfers, this is the time of one transfer. Otherwise only the link is
-        busy, and the time is the sum of two transfers: activations in one direction and gradients in the other.
+        If the stages on both sides wait for a transfer, this is the time of one transfer. Otherwise transfers keep only
+        the link busy, and this is the time of two: activations in one direction and gradients in the other.
         """
         if self.communication == "none":
             return Toll(np.zeros(1, np.int64), blocking=False)
@@ -79,12 +79,12 @@ class Problem:
         return Toll(ticks, blocking=True) if self.communication == "serial" else Toll(2 * ticks, blocking=False)
 
     def chain(self, order: Sequence[int]) -> Chain:
-        """Return the search along one order of the blocks, with all activations held."""
+        """Return a Chain, which searches along one order of the blocks and holds all activations."""
         cuts = cuts_of(self.blocks, order)
         return Chain(list(order), cuts, self.toll(cuts), self.line_up, self.spans(order))
 
     def checkpointed_chain(self, order: Sequence[int]) -> CheckpointedChain:
-        """Return the search along one order of the blocks, with a choice of activation options for each layer."""
+        """Return a CheckpointedChain, which also chooses an activation option for each layer."""
         return CheckpointedChain(
             order=list(order),
             members=self.blocks.members,

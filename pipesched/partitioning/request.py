@@ -263,7 +263,7 @@ def _number(value: Any, what: str) -> Any:
 
 
 def _one_each(value: Any, num_ranks: int, name: str) -> list[Any]:
-    """Return one value for each rank; a single value is repeated. Raises PartitionError for a list of wrong length."""
+    """Return one value per rank; a single value is repeated. Raises PartitionError for a list of the wrong length."""
     values = list(value) if isinstance(value, Iterable) and not isinstance(value, str) else [value] * num_ranks
     if len(values) != num_ranks:
         raise PartitionError(

@@ -113,7 +113,7 @@ class Partition:
         return made
 
     def explain(self) -> str:
-        """Describe the partition as text: a table of the stages, the bottleneck, and why no other is faster."""
+        """Return text: a table of the stages, the bottleneck, and why no other partition is faster."""
         rows = [_HEAD, *(_row(stage, summary) for stage, summary in enumerate(self.summaries))]
         verdict = "optimal" if self.proved else f"at most {self.gap:.1%} above the optimum"
         lines = [

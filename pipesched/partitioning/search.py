@@ -39,7 +39,7 @@ class Solution:
 
 
 def solve(problem: Problem, most_ideals: int) -> Solution:
-    """Find the partition with the smallest bottleneck, exactly if the search is small enough."""
+    """Find the partition with the smallest bottleneck. The result is exact if the search is small enough."""
     if problem.options:
         return _with_choices(problem)
     if problem.blocks.is_chain:
@@ -169,7 +169,7 @@ def _of(problem: Problem, small: Problem, found: Found) -> Found:
 
 
 def fill_up(found: Found, problem: Problem) -> Found:
-    """Repeatedly split the slowest stage that has several blocks, until there are as many stages as slots."""
+    """Repeatedly split the slowest stage that has several blocks, until all slots are used or no such stage is left."""
     slots = problem.line_up.slots[: len(problem.blocks)]
     work = cuts_of(problem.blocks, found.order).work.tolist()
     return replace(found, ends=filled_up([0, *found.ends], work, len(slots))[1:], slots=list(slots))

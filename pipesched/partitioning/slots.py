@@ -61,7 +61,7 @@ class Slot:
         return work + paid, work - paid
 
     def memory(self, cuts: Cuts) -> Ints:
-        """For each cut, return the number of bytes held for all layers before it."""
+        """Return, for each cut, the memory in bytes of all layers before the cut."""
         return np.asarray(cuts.state_bytes + self.in_flight * cuts.activation_bytes)
 
     def time(self, difference: int) -> int:
@@ -119,13 +119,13 @@ class LineUp:
 
 
 def fixed_order(ranks: Sequence[Rank], in_flight: Sequence[int], *, exactly: bool, pinned: int) -> LineUp:
-    """Return the slots for stage k on rank k.
+    """Return the slots for ranks in a fixed order: stage k runs on rank k.
 
     Args:
         ranks: the ranks in stage order.
         in_flight: the number of micro-batches in flight on each stage.
         exactly: whether every stage must have a layer.
-        pinned: the number of stages at the front that must have a layer.
+        pinned: the number of stages, counted from stage 0, that must have a layer.
 
     """
     slots = tuple(

@@ -95,7 +95,9 @@ class StageCut:
 
 
 class Assembly:
-    """The stages of a model on their ranks. The constructor moves layers to their devices and fills them with weights.
+    """The stages of a model on their ranks.
+
+    The constructor moves layers to their devices, and fills weights on the meta device with values.
 
     Args:
         spec: the model and the user's options for its stages.
@@ -105,9 +107,9 @@ class Assembly:
         optimizers: stage number -> the optimizer of the previous assembly. Default: none.
 
     Raises:
-        GraphError: the cut separates layers that share weights in a way that is not supported.
+        GraphError: stages share or shard weights in an unsupported way.
         ModelTypeError: ``optimizer=`` or ``wrap=`` returned an object of the wrong type.
-        InputError: the layers cannot be moved to their devices, or filled with weights, as requested.
+        InputError: the layers cannot be moved to their devices, or their weights cannot be filled as requested.
         ScheduleError: the program does not fit the stages.
 
     """

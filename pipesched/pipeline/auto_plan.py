@@ -90,8 +90,8 @@ class AutoPlan:
             measured: a function that measures the layers with the sample and returns layer name -> costs.
 
         Returns:
-            The plan, the layers' costs for the plan's micro-batches, the ranks' overheads outside their stages, the
-            size of a micro-batch, and the costs as functions of this size.
+            The plan, the layers' costs for the plan's micro-batches, the time that ranks spend outside their stages'
+            work, the size of a micro-batch, and the layers' costs as functions of this size.
 
         """
         sample = self._sample_size()
@@ -206,7 +206,7 @@ def cores_of(devices: Sequence[torch.device], intra_op_threads: int = 1) -> int 
 def on_devices(profile: Profile, devices: Sequence[torch.device], offload: Offload) -> Profile:
     """Return the profile for a machine with these devices.
 
-    The ``machine.on_host`` of the result states whether the devices are CPUs. If offloading needs the speed of copies
+    The ``machine.on_host`` of the result states whether any device is a CPU. If offloading needs the speed of copies
     to the host, and the profile does not contain this speed for these devices, the function measures it.
     """
     on_host = any(device.type == "cpu" for device in devices)

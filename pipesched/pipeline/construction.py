@@ -46,7 +46,7 @@ def check_functions(
 
 
 def facts_of(model: nn.Module, call: Any, options: Mapping[str, Any]) -> dict[str, str]:
-    """Return the facts that must be identical on all ranks of a mesh before they plan.
+    """Return the facts that must be identical on all ranks of a mesh before a plan is chosen.
 
     The facts are torch's version, the arguments of Pipeline, and the structure of the model.
 
@@ -96,8 +96,8 @@ def choose_plan(
         book: the known costs of layers and devices.
 
     Returns:
-        The plan, and the request. The plan is None if there was no search and the user gave none; otherwise the request
-        is pinned to the plan.
+        The plan, or None if there was no search and the user gave none; and the request, which reproduces the plan if
+        there is one.
 
     """
     if auto_plan.is_wanted(request, plan):

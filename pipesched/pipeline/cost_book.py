@@ -155,7 +155,7 @@ class CostBook:
         return self.size_fit.scaled(self.measured(), self.planned, size)
 
     def treated(self, programs: ProgramFactory) -> dict[str, LayerCosts]:
-        """Return the layers' costs under the checkpointing of these programs, keyed by layer."""
+        """Return the layers' costs with the checkpointing of these programs, keyed by layer."""
         return treated(self.measured(), programs.checkpoint)
 
     def stage_costs(

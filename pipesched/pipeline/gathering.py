@@ -119,7 +119,7 @@ def _holder(roots: Mapping[str, nn.Module], name: str) -> nn.Module:
 
 
 def named_tensors(roots: Mapping[str, nn.Module], *, duplicates: bool = False) -> Iterator[tuple[str, Tensor]]:
-    """Iterate over parameters and buffers. A shared tensor appears once, or with ``duplicates`` under all its names."""
+    """Iterate over parameters and buffers. With ``duplicates``, a shared tensor appears once for each name."""
     for prefix, root in roots.items():
         for named in (root.named_parameters, root.named_buffers):
             for name, tensor in named(remove_duplicate=not duplicates):
@@ -189,7 +189,7 @@ def _collect(
 
 
 def _batches(share: _Share) -> Iterator[list[str]]:
-    """Split the tensors' names into groups of limited total size; a tensor above the limit is a group by itself."""
+    """Split the tensors' names into groups of limited total size; a tensor above the limit forms its own group."""
     names: list[str] = []
     left = _BATCH
     for name, (_, nbytes) in share.items():

@@ -57,7 +57,7 @@ class ModuleInterface:
         return self._roots
 
     def _whole_weights(self, method: str) -> AbstractContextManager[None]:
-        """Return a context in which this process holds its stages' full weights, because ``method`` needs them."""
+        """Return a context in which this process holds its stages' full weights, which ``method`` needs."""
         return nullcontext()
 
     def named_modules(self) -> Iterator[tuple[str, nn.Module]]:

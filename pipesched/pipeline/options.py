@@ -1,4 +1,4 @@
-"""Options of a Pipeline that few users change: for the search, the numerics and a mesh."""
+"""Options: settings of a Pipeline that few users change, for the search, the numerics and a mesh."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -46,8 +46,8 @@ class Search:
         links: the speed of the connections between ranks, from `probe_links`. Default: None (transfers take no time).
         offload: whether activations may be moved to the host to stay within a memory limit: "auto", True or False.
             Default: "auto", which is False on CPUs because it would free no memory there.
-        effort: the maximum number of actions that the search simulates. The search for orders of the schedule
-            ``searched`` may simulate three times as many. Default: 200,000.
+        effort: the maximum number of actions that the search simulates. For the schedule ``searched``, the search for
+            an order of actions may simulate three times as many. Default: 200,000.
 
     Raises:
         InputError: effort is not a whole number of at least 1.
@@ -104,7 +104,7 @@ class Numerics:
             scaled loss, and ``step`` returns the unscaled loss. If a gradient of any stage overflows, no stage is
             updated. Without ``optimizer=``, call ``scaler.unscale_(optimizer)``, ``scaler.step(optimizer)`` and
             ``scaler.update()`` after each step, on every rank. Default: None (the loss is not scaled).
-        on_nonfinite: the reaction of a step to a loss or gradient that is infinite or NaN: "raise" an ExecutionError
+        on_nonfinite: how a step reacts to a loss or gradient that is infinite or NaN: "raise" an ExecutionError
             before the update, "skip" the update on all ranks and warn (requires ``optimizer=``), or only "warn". The
             message names the first layer and micro-batch with such a value. With GPUs in a single process, "raise" and
             "warn" react one step later, after the update. Default: None (not checked).
@@ -252,10 +252,9 @@ class Distributed:
         gather_once: whether a step gathers sharded weights once and keeps them until the last backward of their stage.
             If False and ``zero=3``, a step frees the weights of a stage while other stages of its rank run, and gathers
             them again. For modules that ``wrap=`` shards with ``fully_shard``, True also reduces the gradients only
-            once.
-            If False, the modules' own flags decide: by default each forward and backward of a micro-batch gathers the
-            weights, and each backward reduces the gradients. False takes longer but needs less memory. Default: None
-            (once, unless ``zero=3`` and only False fits ``memory_limit_bytes``).
+            once; with False, the modules' own flags decide: by default, each forward and backward of a micro-batch
+            gathers the weights, and each backward reduces the gradients. False takes longer but needs less memory.
+            Default: None (True, unless ``zero=3`` and only False stays within ``memory_limit_bytes``).
 
     Raises:
         InputError: zero is unknown.
@@ -279,7 +278,7 @@ class Distributed:
             )
 
     def check_zero(self, *, num_replicas: int, has_optimizers: bool) -> None:
-        """Raise InputError if ``zero`` is set without several replicas and an optimizer."""
+        """Raise InputError if ``zero`` is set, but there is only one replica or no optimizer."""
         if self.zero and (num_replicas == 1 or not has_optimizers):
             has = f"{num_replicas} replica{'s' * (num_replicas > 1)} and {'an' if has_optimizers else 'no'} optimizer="
             raise InputError(

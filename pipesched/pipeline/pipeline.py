@@ -65,11 +65,11 @@ class Pipeline(SavingInterface):
         pipe = Pipeline(model, sample, loss_fn=loss_fn, devices=["cuda:0", "cuda:1"])
         optimizer = torch.optim.AdamW(pipe.parameters())
         for x, y in loader:
-            loss = pipe.step(x, target=y)  # every micro-batch forward and backward; gradients are in .grad
+            loss = pipe.step(x, target=y)  # runs all forwards and backwards; gradients are in .grad
             optimizer.step()
             optimizer.zero_grad()
 
-    The model's own Parameters are trained, moved to the devices in place, and keep their names. A Pipeline is
+    The model's own Parameters are moved to the devices in place and trained; they keep their names. A Pipeline is
     not an nn.Module, but it has the module methods that training loops call; ``pipe.model`` is the model itself.
 
     With ``mesh=`` every process builds the Pipeline from the same model and arguments and trains its own stages. All
@@ -86,8 +86,8 @@ class Pipeline(SavingInterface):
         devices: the device of each rank. All ranks run in this process, and several of them may share a device.
         mesh: a DeviceMesh with one process per rank, such as ``mesh["pp"]``; used instead of devices.
         axes: the mesh dimensions of the pipeline, of its replicas, and of replicas that shard weights with
-            ``fully_shard`` (see wrap): ``{"pipeline": "pp", "replicate": "dp", "shard": "fsdp"}``. Default: recognised
-            by names such as "pp", "dp" and "fsdp"; a mesh with only one dimension is a single pipeline.
+            ``fully_shard`` (see wrap): ``{"pipeline": "pp", "replicate": "dp", "shard": "fsdp"}``. Default: dimensions
+            are recognised by names such as "pp", "dp" and "fsdp"; a mesh with only one dimension is a single pipeline.
         loss_fn: ``loss_fn(output, target)`` -> scalar tensor; a function or a Module. Default: the model's own loss,
             that is, the model's output if it is a tensor, or else the output's ``loss``.
         schedule: a name from ``pipesched.schedules.names()``, a Schedule or a Program. Default: "auto", a search for
@@ -113,7 +113,7 @@ class Pipeline(SavingInterface):
             state_dict, or safetensors files or their folder. Default: "reset".
         wrap: ``wrap(stage_module, stage)`` -> the module that the stage runs: ``stage_module`` itself, changed in place
             (for example by ``fully_shard``), or a module that contains it. Default: no wrapping.
-        compile: True compiles layers with torch.compile; a dict gives its keyword arguments. Default: False.
+        compile: True to compile layers with torch.compile, or a dict of keyword arguments for it. Default: False.
         plan: a Plan to run; replaces schedule, num_microbatches, num_stages, boundaries, together and checkpoint.
         search: options of the search for a plan, such as ``Search(memory_limit_bytes=16 << 30)``.
         numerics: how batches are split, losses weighted and gradients clipped, such as
@@ -332,7 +332,7 @@ class Pipeline(SavingInterface):
         metrics: Metrics | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Run every micro-batch forward and backward, and return the loss of the batch.
+        """Run the forward and backward of every micro-batch, and return the loss of the batch.
 
         ::
 
@@ -433,7 +433,7 @@ class Pipeline(SavingInterface):
         metrics: Metrics | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Run every micro-batch forward without gradients, and return the loss of the batch.
+        """Run the forward of every micro-batch without gradients, and return the loss of the batch.
 
         ::
 
@@ -499,7 +499,7 @@ class Pipeline(SavingInterface):
             optimizer.step()
             optimizer.zero_grad()
 
-        The norm covers the gradients of all parameters on all ranks, and has the same bits under every plan;
+        The norm covers the gradients of all parameters on all ranks, and is bit-identical under every plan;
         ``pipesched.testing.clip_grad_norm_`` computes this norm for a model without a pipeline. torch's own
         ``clip_grad_norm_`` sees only the parameters of one rank, so under a mesh each rank would scale its gradients by
         a different factor. With ``optimizer=`` pass ``Numerics(clip_grad_norm=)`` instead.
@@ -599,7 +599,7 @@ class Pipeline(SavingInterface):
         from the first step. Weights, buffers, gradients and optimizer states move with their layers. Parameters, and
         the optimizers of stages that still exist, stay the same objects. A new stage gets a new optimizer, which needs
         a scheduler of its own. An optimizer that you created yourself keeps its state on the old device: if the new
-        device is of another type, move the state.
+        device is of another type, move the state yourself.
 
         Without ``plan`` the model is cut again for the same schedule, based on the median times of the last steps; a
         rank that is slower on identical layers gets fewer layers. Boundaries, groups and memory limits given to

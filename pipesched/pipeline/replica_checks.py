@@ -31,7 +31,7 @@ __all__ = [
 
 
 class NeedsOwnWeights(NamedTuple):
-    """An option with which a layer may use only weights of its own stage."""
+    """An option that lets a layer use only weights of its own stage."""
 
     name: str
     reason: str
@@ -77,10 +77,10 @@ def check_own_weights(
     stage_of: Callable[[nn.Parameter], int | None],
     tied: Collection[nn.Parameter],
 ) -> None:
-    """Check that no layer uses a weight of another stage on the same rank. ``option`` forbids such uses.
+    """Check that no layer uses a weight of another stage on the same rank.
 
     Args:
-        option: the option.
+        option: the option that forbids such uses.
         model: the user's module.
         layered: the model as layers.
         cut: the layers of each stage.

@@ -96,7 +96,7 @@ class RunningPlan:
         )
 
     def _ties(self, layered: LayeredModel, model: nn.Module) -> tuple[Tie, ...]:
-        """Return the weights that several stages use, with one Tie for each group of stages."""
+        """Return one Tie for each group of stages that share weights."""
         cut = self.assembly.cut
         stages_of: dict[str, list[int]] = {}
         for use in layered.uses(cut, range(len(cut))):

@@ -61,9 +61,10 @@ class SavingInterface(ModuleInterface):
 
         Args:
             path: the folder of the checkpoint. With ``keep``, the folder that contains the checkpoints' folders.
-            optimizer: the optimizer of ``pipe.parameters()``, or a list or dict of several. Default: None. A pipeline
-                with ``optimizer=`` saves its own optimizers.
-            scheduler: the learning rate scheduler, or a list or a dict by stage. Default: None.
+            optimizer: the optimizer of ``pipe.parameters()``, or a list or dict of optimizers. Default: None. A
+                pipeline with ``optimizer=`` saves its own optimizers.
+            scheduler: a learning rate scheduler, a list of schedulers, or a dict of schedulers keyed by stage.
+                Default: None.
             extra: a dict from names to objects with ``state_dict()``, or to values: plain types, tensors and numpy
                 numbers. States and values must be identical on all ranks. Default: None.
             asynchronous: copy the tensors to host memory and return while a thread writes the files. The next ``save``,
@@ -72,7 +73,7 @@ class SavingInterface(ModuleInterface):
 
         Raises:
             InputError: an argument is wrong.
-            CheckpointError: something cannot be saved, differs between replicas, or writing failed. Every rank raises
+            CheckpointError: something cannot be saved or differs between replicas, or writing failed. Every rank raises
                 this error.
 
         """
@@ -106,11 +107,11 @@ class SavingInterface(ModuleInterface):
         differs in rounding, and a warning says so. ``zero=`` can change, too.
 
         Args:
-            path: the folder of a checkpoint, or a folder in which ``keep`` made several; then the newest undamaged
-                checkpoint is loaded.
-            optimizer: the optimizer of ``pipe.parameters()``, or a list or dict of several. Its class must be that of
-                the saved optimizer. The options of each group become those saved for the group's parameters.
-            scheduler: the learning rate scheduler, or a list or a dict by stage.
+            path: the folder of a checkpoint, or a folder that contains several (see ``keep`` of ``save``); then the
+                newest undamaged checkpoint is loaded.
+            optimizer: the optimizer of ``pipe.parameters()``, or a list or dict of optimizers. Its class must be that
+                of the saved optimizer. The options of each group become those saved for the group's parameters.
+            scheduler: a learning rate scheduler, a list of schedulers, or a dict of schedulers keyed by stage.
             extra: a dict of objects with ``load_state_dict()``, keyed by name.
 
         Returns:
@@ -222,7 +223,7 @@ class SavingInterface(ModuleInterface):
         return restored
 
     def _live_run(self) -> LiveRun:
-        """Return the state of this pipeline that a checkpoint holds. Finishes the steps under way first."""
+        """Return the parts of this pipeline's state that a checkpoint contains. Finishes the steps under way first."""
         running = self._running
         running.host.executor.check_outside("save or load")
         roots = self._modules()

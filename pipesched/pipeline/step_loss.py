@@ -1,4 +1,4 @@
-"""Step loss: an error for ``backward()`` on the loss of a step, because the step has already run the backward."""
+"""Step loss: raises an error if ``backward()`` is called on the loss of a step, which has already run the backward."""
 
 from typing import Any
 from weakref import ref
@@ -11,7 +11,10 @@ __all__ = ["explain_backward", "without_attributes"]
 
 
 def explain_backward(loss: "ref[Tensor]", *args: Any, **kwargs: Any) -> None:
-    """Act as the ``backward`` method of a loss that a step returned: raise ExecutionError."""
+    """Act as the ``backward`` method of a loss that a step returned.
+
+    Raises ExecutionError, unless the caller has added a term that requires gradients to the loss in place.
+    """
     tensor = loss()
     if tensor is not None and tensor.requires_grad:  # the caller has added a term to the loss in place
         Tensor.backward(tensor, *args, **kwargs)  # type: ignore[no-untyped-call]

@@ -50,7 +50,7 @@ class StepRunner:
         has_loss_fn: whether there is a loss function, which needs a target.
         guard: the StaleGuard, which refuses calls that would use stale weights.
         memory: the MemoryForecast, which checks batches against the memory limits.
-        orders: chooses the programs of a step.
+        orders: the UnevenOrders, which chooses the programs of a step.
         intra_op_threads: the number of CPU threads per rank.
 
     """
@@ -131,7 +131,7 @@ class StepRunner:
         return self._result(call, step_data)
 
     def _finish(self, rules: GradientRules, step_data: StepData) -> None:
-        """End a step with gradient rules: adapt the loss scale, and react to infinite or NaN values."""
+        """End a step that has gradient rules: adapt the loss scale, and react to infinite or NaN values."""
         assembly = self._running.assembly
         verdict = assembly.verdict
         rules.finish(verdict)
@@ -149,7 +149,7 @@ class StepRunner:
         self._nonfinite.react(step_data.step, verdict, step_data.watch, rules, gathered)
 
     def evaluate(self, given: GivenBatch, metrics: Metrics | None = None, **wanted: bool) -> Any:
-        """Run all micro-batches forward, and return the result of ``Pipeline.evaluate``."""
+        """Run the forward of every micro-batch, and return the result of ``Pipeline.evaluate``."""
 
         def make() -> StepCall:
             batch = self._batch("evaluate", given)
@@ -161,7 +161,10 @@ class StepRunner:
         return self._result(call, self._infer(call, metrics))
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, gather: bool) -> Any:
-        """Run all micro-batches forward. In training mode with gradients enabled, the output can be differentiated."""
+        """Run the forward of every micro-batch.
+
+        In training mode with gradients enabled, the output can be differentiated.
+        """
         running = self._running
         host = running.host
         differentiated = torch.is_grad_enabled() and self._model.training

@@ -126,16 +126,17 @@ def tune(
         whole_layers: modules to treat as one layer each, as for Pipeline. Default: none.
         offload: whether activations may be moved to the host to stay within a memory limit: "auto", True or False.
             Default: "auto", which is True if the profile holds a ``host_bytes_per_s`` and the devices are not CPUs.
-        effort: the maximum number of actions that a search simulates. The search for orders of the schedule
-            ``searched`` may simulate three times as many. Default: 3,000,000.
+        effort: the maximum number of actions that a search simulates. For the schedule ``searched``, the search for an
+            order of actions may simulate three times as many. Default: 3,000,000.
         axes: how to divide num_ranks into pipelines and replicas: "auto", or a mapping such as
             ``{"pipeline": 8, "replicate": 4}``. The plan is then chosen by simulation, without trial runs;
             batch_size counts the rows of all replicas, and num_microbatches the micro-batches of one replica.
             Default: None (one pipeline).
         zero: with axes, the data that is split across replicas, as for Distributed: 0, 1, 2 or 3. Default: "auto", the
             fastest of 0, 2 and 3 that stays within the memory limit; with 3, weights are gathered before each use.
-        confirm: how many of the plans with the shortest predicted steps to run. Default: 3 for a model with devices or
-            a mesh, else 0. With num_ranks, the plans run on that many GPUs if the machine has them, else on the CPU.
+        confirm: the number of plans to run, namely those with the shortest predicted steps. Default: 3 for a model with
+            devices or a mesh, else 0. With num_ranks, the plans run on that many GPUs if the machine has them, else on
+            the CPU.
         prove: let a solver prove how fast the plan's stages can run in any order of actions that keeps the results
             bit-identical. If the solver's order is at least 0.5 % faster and fits in memory, it is used, although
             it has not run in a trial. The proof takes up to about a minute, and needs the extra ``solver``

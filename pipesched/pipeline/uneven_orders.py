@@ -20,9 +20,9 @@ __all__ = ["UnevenOrders"]
 class UnevenOrders:
     """Chooses the programs of a step.
 
-    A step gets programs with an order made for the sizes of its micro-batches if the caller cut the batch, the schedule
-    is `searched`, and the layers' costs are known from a search for the plan. Otherwise the step runs the plan's
-    programs.
+    A step usually runs the plan's programs. If the caller cut the batch into micro-batches of different sizes, the
+    schedule is `searched`, and the layers' costs are known from a search for the plan, the step instead runs programs
+    whose order of actions suits these sizes.
 
     Args:
         running: the running plan.
@@ -38,7 +38,7 @@ class UnevenOrders:
         self._limits: dict[str, None] = {} if limited else {"max_in_flight": None}
 
     def of(self, batch: Batch) -> StepPrograms:
-        """Return the programs of a step over this replica's part of a batch. Collective over replicas."""
+        """Return the programs of a step that runs this replica's part of a batch. Collective over replicas."""
         running = self._running
         factory = running.assembly.programs
         sizes = tuple(size.rounded() for size in batch.sizes(look)) if batch.as_given else ()
