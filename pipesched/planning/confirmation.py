@@ -167,7 +167,7 @@ def _predicted_again(
 
 
 def _forward(progress: Progress) -> Progress:
-    """Wrap ``progress`` to ignore calls that do not increase the completed fraction."""
+    """Return a function that calls ``progress``, but only if the completed fraction has increased."""
     told = 0.0
 
     def tell(share: float) -> None:

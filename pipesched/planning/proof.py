@@ -76,8 +76,8 @@ def _fits(plan: Plan, memory_limit_bytes: Sequence[int] | None) -> bool:
 def chain_costs(costs: Costs, placement: Placement) -> Costs:
     """Adapt costs for `lower_bound` and `solve`, which do not support links and overheads.
 
-    The overhead per action is added to the time of each action, and the smallest latency of the links in use to the
-    time of each message.
+    The overhead per action is added to the time of each action. The smallest latency of the links in use is added to
+    the time of each message.
     """
     overheads = costs.overheads
     links = costs.links or (Links(overheads.link) if overheads else None)
