@@ -1,4 +1,4 @@
-"""Alternatives: the plans that a search compared with the chosen plan, as plain numbers."""
+"""Alternatives: summaries of the plans that a search compared, for tables and saved plans."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
@@ -12,7 +12,7 @@ __all__ = ["Alternative", "fastest", "taken"]
 
 @dataclass(frozen=True, kw_only=True)
 class Alternative:
-    """A plan that the search considered."""
+    """The summary of a plan that the search considered."""
 
     #: The name of the plan in tables: the schedule with its chunks, or "one device" or "equal split" for a baseline.
     label: str
@@ -49,7 +49,7 @@ class Alternative:
 
     @property
     def fits(self) -> bool:
-        """Whether the rank that needs the most memory stays within its limit. True if memory or limit is unknown."""
+        """Whether the rank that needs the most memory stays within its limit. True if either is unknown."""
         return self.peak_bytes is None or self.limit_bytes is None or self.peak_bytes <= self.limit_bytes
 
     def to_dict(self) -> dict[str, Any]:
@@ -70,7 +70,7 @@ def taken(alternatives: Iterable[Alternative]) -> Alternative | None:
 
 
 def fastest(alternatives: Iterable[Alternative], label: str) -> Alternative | None:
-    """Return the fastest alternative with this label. A baseline can have several alternatives, one per schedule."""
+    """Return the fastest alternative with this label. A baseline can have several, one per schedule."""
     labelled = (alternative for alternative in alternatives if alternative.label == label)
     return min(labelled, key=lambda alternative: alternative.step_s, default=None)
 

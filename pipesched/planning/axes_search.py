@@ -3,7 +3,7 @@
 Each division of the ranks gets its own search (`pipesched.planning.tuner`) for the batch of one replica. The first pass
 evaluates only 1F1B for each division. The stages that it finds give a lower bound on the division's step time. The
 second pass searches the divisions in full, in ascending order of this bound, those with ``zero=3`` last. It ends when
-no remaining bound is below the best step time, or when no effort is left.
+no remaining bound is below the best step time, or when the effort is used up.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -92,7 +92,10 @@ class AxesRequest:
             )
 
     def searches(self) -> Iterator[SearchRequest]:
-        """Yield a search for each allowed division of the ranks into replicas. The last one needs the least memory."""
+        """Yield a search for each allowed division of the ranks into replicas.
+
+        The last division needs the least memory.
+        """
         for num_ranks, replication in self._divisions():
             own = ReplicaCosts(replication, num_ranks, self.links or self.profile.machine.links)
             batch_size = self.batch_size // replication.num_replicas
@@ -210,7 +213,7 @@ def _no_division(request: AxesRequest) -> PartitionError:
 
 
 def _infeasible(request: AxesRequest, searches: Sequence[SearchRequest]) -> Plan:
-    """Search again with the deepest pipeline. Raises an error that states the memory that this pipeline needs."""
+    """Search again with the deepest pipeline. If no plan fits, raise an error that states how much memory is needed."""
     deepest = searches[-1]
     try:
         return find_plan(deepest)

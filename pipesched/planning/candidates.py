@@ -1,4 +1,4 @@
-"""Candidates: the schedules, ranks, chunks and micro-batches that a search considers before it partitions layers."""
+"""Candidates: combinations of a schedule with numbers of ranks, chunks and micro-batches for a search to evaluate."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -29,7 +29,7 @@ def synchronous() -> tuple[Schedule, ...]:
     """Return the registered schedules that do not change training results.
 
     They add gradients in ascending order of micro-batches, and do not update weights inside a step. Schedules that
-    start a search from other schedules are left out.
+    search for an order, starting from other schedules, are left out.
     """
     fixed = [known for known in map(schedules.get, schedules.names()) if "starts" not in known.options]
     return tuple(known for known in fixed if _is_exact(known.program(2, 4)))
@@ -145,7 +145,7 @@ def candidates(
 
 
 def _variants(schedule: Schedule, *, chosen: bool) -> Iterator[tuple[Schedule, bool]]:
-    """Yield pairs: the schedule with a number of chunks to try, and whether this variant splits each B into I and W.
+    """For each number of chunks to try, yield the schedule with this number, and whether it splits B into I and W.
 
     If the user has set the number of chunks through ``with_options``, only this number is tried.
     """

@@ -79,7 +79,7 @@ class _Tried(_Measured):
         return self.found.step_s if off <= _needed(self.noise) else self.step_s
 
     def alternative(self, chosen: "_Tried") -> Alternative:
-        """Return the plan as plain numbers, with a note that says why ``chosen`` was chosen instead."""
+        """Return a summary of the plan, with a note that says why ``chosen`` was chosen instead."""
         note = ""
         if self is not chosen:
             speed = quote_speed(chosen.step_s / self.step_s)
@@ -116,8 +116,8 @@ def confirmed_plan(search: SearchRequest, run: Run, count: int, progress: Progre
     Args:
         search: the request.
         run: a function that runs plans and returns their measured steps.
-        count: the number of plans to run. Any two of them differ in ranks, micro-batches, chunks, backward splitting or
-            checkpointing. One more plan runs if the search with corrected costs finds a better one.
+        count: the maximum number of plans to run. No two of them have the same ranks, micro-batches, chunks, backward
+            splitting and checkpointing. If the search with corrected costs finds a better plan, this plan also runs.
         progress: called with the completed fraction of the work.
 
     """
@@ -167,7 +167,7 @@ def _predicted_again(
 
 
 def _forward(progress: Progress) -> Progress:
-    """Wrap ``progress`` to ignore calls that do not increase the completed fraction."""
+    """Return a function that calls ``progress``, but only if the completed fraction has increased."""
     told = 0.0
 
     def tell(share: float) -> None:
@@ -244,7 +244,9 @@ def _shape(other: Alternative) -> tuple[Any, ...]:
 
 
 def _not_run(other: Alternative, chosen_s: float, least_s: float) -> Alternative:
-    """Add a note to an alternative that did not run although it was predicted to be faster than the chosen plan.
+    """Return the alternative, with a note if it was predicted to be faster than the chosen plan but did not run.
+
+    Alternatives predicted to be faster than all plans that ran keep their note: it says why they are not allowed.
 
     Args:
         other: the alternative.

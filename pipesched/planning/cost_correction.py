@@ -70,7 +70,7 @@ class Known:
         return known._with({name: _mean(costs) for name, costs in found.items()}, {stage.device for stage in stages})
 
     def _least_ratios(self, stages: Sequence[StageTimes]) -> dict[str, float]:
-        """For each layer, return the smallest ratio of measured to known time over stages with a layer of its kind."""
+        """For each layer, return the smallest ratio of measured to known time over stages with this kind."""
         least: dict[Hashable, float] = {}
         for stage in stages:
             ratio = self._ratio(stage)
@@ -83,7 +83,7 @@ class Known:
     ) -> dict[Hashable, float]:
         """Find the devices on which layers run slower than layers of the same kinds on other devices.
 
-        A stage is ignored if it has a layer of a kind that no other device has. Returns the factor by which
+        A stage is ignored if it has a layer of a kind that runs on no other device. Returns the factor by which
         each slow device is slower than the others, keyed by device.
         """
         devices = self._by_kind(stages, lambda stage: stage.device)
@@ -101,7 +101,7 @@ class Known:
     def _by_kind(
         self, stages: Sequence[StageTimes], value: Callable[[StageTimes], Hashable]
     ) -> dict[Hashable, set[Hashable]]:
-        """For each kind of layer, return the distinct results of ``value`` over the stages that contain this kind."""
+        """For each kind of layer, call ``value`` on the stages that contain this kind; return the distinct results."""
         found: dict[Hashable, set[Hashable]] = {}
         for stage in stages:
             for name in stage.layers:
@@ -121,7 +121,7 @@ class Known:
 
         Args:
             stage: the stage and its measured times.
-            factors: for each layer, the smallest ratio of measured to known time among the stages with its kind.
+            factors: for each layer, the smallest ratio of measured to known time among stages with this kind of layer.
             own: the layers that get the rest of the stage's time after all others are scaled by ``factors``. If empty,
                 all layers are scaled by the same ratio.
 

@@ -106,7 +106,7 @@ class EvaluatedCandidate:
         return self.replication.describe(self.candidate.num_ranks)
 
     def alternative(self, label: str = "", note: str = "") -> Alternative:
-        """Convert the candidate to plain numbers."""
+        """Return a summary of the candidate."""
         largest = max(range(len(self.peak_bytes)), key=self.peak_bytes.__getitem__)
         return Alternative(
             label=label or self.label,
@@ -125,7 +125,7 @@ class EvaluatedCandidate:
         )
 
     def against(self, chosen: "EvaluatedCandidate", label: str) -> Alternative:
-        """Convert the candidate to plain numbers, with a note that says why ``chosen`` was chosen instead."""
+        """Return a summary of the candidate, with a note that says why ``chosen`` was chosen instead."""
         share = self.step_s / chosen.step_s - 1
         speed = quote_speed(chosen.step_s / self.step_s)
         if more := max(self.excess_bytes, default=0):

@@ -193,7 +193,7 @@ class FittingPlans:
         self._until = -inf
 
     def any(self, search: SearchRequest) -> EvaluatedCandidate | None:
-        """Return a plan within the limits whose schedule needs little memory; None if no plan fits."""
+        """Return a plan within the limits whose schedule needs little memory; None if none was found."""
         lean = self.lean(search)
         checkpoint = repr(search.checkpoint)
         if checkpoint not in self._thrifty:
@@ -207,7 +207,7 @@ class FittingPlans:
     def others(self, search: SearchRequest) -> list[Candidate]:
         """Return all candidates, starting with the candidates that are likely to need the least memory.
 
-        Also sets the effort budget that ``has_time`` checks.
+        Also sets the limit on the effort for trying them, which ``has_time`` checks.
         """
         lean = self.lean(search)
         self._until = self._effort.left - _A_PASS * lean.effort_in_need
@@ -215,9 +215,9 @@ class FittingPlans:
 
     @property
     def has_time(self) -> bool:
-        """Whether enough of the search's effort budget is left to try another candidate."""
+        """Whether the limit that ``others`` has set allows trying another candidate."""
         return self._effort.left >= self._until
 
     def lean(self, search: SearchRequest) -> LeanCandidates:
-        """Return the candidates of a search, ordered by the memory that they need."""
+        """Return the `LeanCandidates` of a search."""
         return LeanCandidates(search, RecomputationChooser(search, self._effort), self._effort)

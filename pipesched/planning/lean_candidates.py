@@ -19,7 +19,7 @@ _FEW_LAYERS = 8  # with more layers, choosing the layers to recompute takes long
 
 
 class LeanCandidates:
-    """The candidates of one search, ordered by the memory that they need.
+    """Finds the candidates of one search that are likely to need the least memory.
 
     Args:
         search: the request.
@@ -75,7 +75,7 @@ class LeanCandidates:
         return sorted(every, key=lambda each: (-each.num_ranks, -each.num_microbatches, place(each)))
 
     def any_that_fits(self, looked_at: Sequence[Schedule] | None = None) -> EvaluatedCandidate | None:
-        """Return a plan that fits, with the most ranks and the smallest micro-batches; None if no schedule fits.
+        """Return a plan that fits, with the most ranks and the smallest micro-batches; None if none was found.
 
         Args:
             looked_at: the schedules to try. Default: all.
@@ -95,7 +95,7 @@ class LeanCandidates:
         return None
 
     def that_fits(self, candidate: Candidate) -> EvaluatedCandidate | None:
-        """Return a plan for this candidate within the limits, or None."""
+        """Return a plan for this candidate within the limits; None if none was found."""
         return next(self._chooser.choices(candidate), None) if self.may_fit(candidate) else None
 
     def _largest(self) -> list[Candidate]:

@@ -120,7 +120,7 @@ class Pins:
     def allows(self, starts: Sequence[int]) -> bool:
         """Return whether stages that begin at these positions meet the constraints.
 
-        This check does not support complete boundaries.
+        Must not be called if the boundaries are `complete`.
         """
         return all(starts[stage] == place for place, stage in self._begins) and all(
             bisect(starts, first) == bisect(starts, last) for first, last in self._groups

@@ -72,7 +72,8 @@ class Plan:
         stages: the names of each stage's layers. In bidirectional schedules, the stages of one direction.
         schedule: the name of the schedule that made the program.
         program: the program, without the recomputes and host copies that ``checkpoint`` adds.
-        checkpoint: which activations to recompute or offload: one setting, or a mapping from layers. Default: "never".
+        checkpoint: which activations to recompute or offload: one setting for all stages, or one for each named layer.
+            Default: "never".
         costs: the costs of each stage in the program. None: not measured.
         options: the schedule's options (numbers, flags and strings).
         partition: the times and sizes of the stages, and the reason for the boundaries. None: not measured.
@@ -137,7 +138,7 @@ class Plan:
         return add_replication(program, self.costs, self.replication)
 
     def predicted(self) -> Trace | None:
-        """Return the simulated step, with the bound for these stages; None without costs."""
+        """Return the simulated step, with a lower bound on the step time of these stages; None without costs."""
         if self.costs is None:
             return None
         trace = simulate_with_bound(self.treated, self.costs)
@@ -154,9 +155,9 @@ class Plan:
 
     @property
     def mesh(self) -> dict[str, int] | None:
-        """The dimensions of the mesh that runs the plan, such as ``{"dp": 8, "pp": 4}``; None without replicas.
+        """The dimensions of the mesh that the plan needs, such as ``{"dp": 8, "pp": 4}``; None without replicas.
 
-        ``init_device_mesh("cuda", tuple(plan.mesh.values()), mesh_dim_names=tuple(plan.mesh))`` makes the mesh.
+        ``init_device_mesh("cuda", tuple(plan.mesh.values()), mesh_dim_names=tuple(plan.mesh))`` creates it.
         """
         return None if self.replication is None else self.replication.mesh(self.program.num_ranks)
 
@@ -182,7 +183,7 @@ class Plan:
         return "\n".join(lines)
 
     def bound_in_words(self, predicted: Trace) -> list[str]:
-        """Return a sentence on the gap between a predicted step and its bound, in a list; [] without a bound."""
+        """Return a list with one sentence, which compares a predicted step with its bound; [] without a bound."""
         if predicted.bound_s is None or predicted.above_bound is None:
             return []
         bound = quote_time(predicted.bound_s)
@@ -378,9 +379,9 @@ _MORE = (
 
 
 def searched_before(program: Program, costs: Costs | None) -> Schedule:
-    """Return the schedule of a program that a search has found.
+    """Return the schedule `searched` with a program that it found earlier.
 
-    The schedule uses the given program for the same or a smaller number of micro-batches. For larger numbers it
+    The schedule uses the given program for the same or a smaller number of micro-batches. For a larger number, it
     searches again with ``costs``; no rank then holds more (stage, micro-batch) pairs than in the given program.
 
     Args:

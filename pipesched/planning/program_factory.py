@@ -45,7 +45,7 @@ MICROBATCHES_PER_RANK = 4  # enough for a small bubble (GPipe, Huang et al. 2019
 
 
 class ProgramFactory:
-    """Creates and validates the programs of a pipeline and adds transfers, once for each number of micro-batches.
+    """Creates and validates the programs of a pipeline, with transfers. Keeps them for each number of micro-batches.
 
     Args:
         request: the user's choices.
@@ -189,8 +189,9 @@ class ProgramFactory:
 
         Args:
             buckets: for each stage, the layers whose gradients are summed; empty for a single replica.
-            gather_once: whether a run gathers the split weights of a stage only once. If False, it gathers them again
-                after other stages of the rank have run. Default: None (each replica holds the full weights).
+            gather_once: for weights that are split across replicas: whether a step gathers the weights of a stage only
+                once. If False, it gathers them again after other stages of the rank have run. Default: None (the
+                weights are not split).
 
         Raises:
             ScheduleError: if the sums or gathers in the user's program are not those that the replicas need.

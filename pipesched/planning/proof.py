@@ -25,8 +25,9 @@ def proved(plan: Plan, memory_limit_bytes: Sequence[int] | None = None, *, effor
     """Return the plan with a bound that a solver has proved, and with the solver's order if that order is faster.
 
     The bound holds for all orders of these stages that keep the results bit-identical, with unlimited memory. It
-    counts links, overheads and recomputes at their shortest possible times. The solver's order is used if it fits into
-    memory and if its simulated step, which includes their full times, is shorter by at least 0.5 %.
+    includes the smallest latency of a link and the overhead per action, but no other costs of links and overheads, and
+    no recomputes. The solver's order is used if it fits into memory and if its simulated step, which includes all of
+    these costs, is shorter by at least 0.5 %.
 
     Args:
         plan: a plan with costs, for a chain of stages.
@@ -75,8 +76,8 @@ def _fits(plan: Plan, memory_limit_bytes: Sequence[int] | None) -> bool:
 def chain_costs(costs: Costs, placement: Placement) -> Costs:
     """Adapt costs for `lower_bound` and `solve`, which do not support links and overheads.
 
-    The overhead per action is added to the time of each action, and the smallest latency of the links in use to the
-    time of each message.
+    The overhead per action is added to the time of each action. The smallest latency of the links in use is added to
+    the time of each message.
     """
     overheads = costs.overheads
     links = costs.links or (Links(overheads.link) if overheads else None)

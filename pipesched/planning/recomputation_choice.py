@@ -230,7 +230,7 @@ class RecomputationChooser:
         return [[sizes[name] for name in reversed(names) if sizes[name]] for names in stages]
 
     def graph(self, num_microbatches: int) -> "nx.DiGraph[str]":
-        """Return the graph of layers, measured at the micro-batch size for this number of micro-batches."""
+        """Return the graph of layers with their costs at the micro-batch size for this number of micro-batches."""
         return self._search.profile.graph(self._rows(num_microbatches))
 
     def partitioner(self, candidate: Candidate, program: Program) -> StagePartitioner:

@@ -274,7 +274,7 @@ def _synchronous(schedule: Any) -> Schedule | None:
 
 
 def _check_defaults(searched: Schedule) -> None:
-    """Raise ScheduleError if options of `searched` outside `_KEPT` are set: a search for a plan sets these itself."""
+    """Raise ScheduleError if the user has set options of `searched` that a search for a plan sets itself."""
     for name, default in schedules.get(_SEARCHED).options.items():
         given = searched.options[name]
         if name not in _KEPT and given is not default and given != default:

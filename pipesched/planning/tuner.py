@@ -96,7 +96,7 @@ def find_plan_of_replicas(search: SearchRequest) -> Plan:
 
 
 def too_small(plan: Plan, num_ranks: int) -> str:
-    """Return the warning for a plan that uses one device because several devices gain nothing; "" for other plans."""
+    """Return a warning if the plan uses one device because more devices would not be faster; otherwise ""."""
     if plan.replication is not None:
         return ""
     chosen, *others = plan.alternatives
@@ -172,9 +172,9 @@ class Tuner:
     def _chosen(self) -> EvaluatedCandidate:
         """Return the candidate to use.
 
-        This is the simplest candidate with a known schedule that is about as fast as the fastest one, unless an order
-        that the search found is clearly faster. No known schedule with a simple cut is faster than the returned
-        candidate, unless this candidate uses one rank.
+        If an order that the search found is clearly faster than all known schedules, return it. Otherwise return the
+        simplest candidate with a known schedule that is about as fast as the fastest one. If this candidate uses
+        several ranks, it is also at least as fast as every candidate with a simple cut.
         """
         searched = list(filter(is_searched, self._found))
         known = [found for found in self._found if not is_searched(found)]
@@ -243,7 +243,7 @@ class Tuner:
     # ---- candidates, the most promising first -----------------------------------------------------------------------
 
     def _best_first(self, until: float) -> list[Candidate]:
-        """Evaluate candidates in order of their bounds while more than ``until`` effort is left.
+        """Evaluate candidates in order of their bounds until the remaining effort has dropped to ``until``.
 
         Returns the candidates that were not tried.
         """
@@ -306,9 +306,10 @@ class Tuner:
                 self._found += [self._simulated(found) for found in self._chooser.choices(candidate)]
 
     def _squeeze(self) -> None:
-        """Move boundaries until a candidate with one micro-batch at a time fits, trying each checkpoint setting.
+        """Move boundaries of candidates that hold only one micro-batch per rank at a time, until a candidate fits.
 
-        The partitioner can miss cuts that only just fit, because it estimates the memory.
+        Each checkpoint setting is tried. The partitioner can miss cuts that only just fit, because it only estimates
+        the memory.
         """
         modes = LADDER if self._search.checkpoint is None else (self._search.checkpoint,)
         every = filter(self._lean.may_fit, self._lean.candidates())
@@ -344,16 +345,16 @@ class Tuner:
     def _least_s(self, candidate: Candidate) -> float:
         """Return a lower bound in seconds on the step time of every partition.
 
-        The bound is the larger of two times: the time of a rank if the work is divided evenly, and the time of the
-        slowest layer.
+        The bound is the larger of two times: the time of the slowest layer for all micro-batches, and the time of the
+        busiest rank if the work is divided in the best possible way. Usually, this means evenly. There are two
+        exceptions:
 
-        With one stage per rank and B instead of I and W, each rank's time is its work on all micro-batches, plus the
-        work of all earlier ranks on one micro-batch, for which it waits. The longest of these times is smallest if the
-        work per micro-batch decreases by a factor of 1 - 1/count from rank to rank, where count is the number of
-        micro-batches.
-
-        If a rank may hold at most w micro-batches (a window of w), the first rank holds each micro-batch until all
-        work on it is done. So at most w micro-batches are in progress at a time.
+        - A schedule may limit a rank to w micro-batches (see `window_of`). The first rank holds each micro-batch until
+          all work on it is done. So at any time, at most w micro-batches are in progress, and at most w ranks work.
+        - With one stage per rank and B instead of I and W, a rank first waits while all earlier ranks work on one
+          micro-batch. The wait counts as part of its time. The longest time is then shortest if the work per
+          micro-batch decreases by a factor of 1 - 1/count from rank to rank, where count is the number of
+          micro-batches.
         """
         count = candidate.num_microbatches
         if count not in self._work:
@@ -380,13 +381,13 @@ class Tuner:
         return self._simulated(self._chooser.evaluated(candidate, stages))
 
     def _simulated(self, found: EvaluatedCandidate) -> EvaluatedCandidate:
-        """Subtract the effort of simulating a candidate from the effort that is left, and return the candidate."""
+        """Subtract the effort of simulating a candidate from the remaining effort, and return the candidate."""
         per_action = IN_ORDER_SEARCH if found.candidate.schedule.searches else 2  # creating and simulating the program
         self._effort.spend(AT_LEAST + len(found.runs.columns) * per_action)
         return found
 
     def _refined(self, found: EvaluatedCandidate, until: float) -> EvaluatedCandidate:
-        """Move the candidate's boundaries while this shortens the step and more than ``until`` effort is left."""
+        """Move the candidate's boundaries while this shortens the step and the remaining effort exceeds ``until``."""
         candidate = found.candidate
 
         def step_s(stages: StageLayers) -> float:

@@ -1,7 +1,7 @@
 """Windows: 1F1B with few micro-batches in flight, for memory limits that other schedules may exceed.
 
-The plan of a candidate with such a schedule names the schedule `searched`, which can run the candidate's program
-without a search.
+A plan with such a program names `searched` as its schedule. This schedule can store a program and return it without a
+search.
 """
 
 from collections.abc import Iterable, Iterator

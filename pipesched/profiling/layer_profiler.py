@@ -104,7 +104,7 @@ def measure_calls(
 
 
 def _measured(calls: Calls, device: torch.device, threads: int, effort: Effort) -> dict[str, LayerCosts]:
-    """Measure layers in a new thread, as ranks run in new threads too.
+    """Measure layers in a new thread, because ranks also run in new threads.
 
     Memory allocators can treat new threads differently from the main thread.
     """

@@ -150,9 +150,10 @@ def _timed(start: Callable[[int], Ticket], sums: ReplicaSums, device: torch.devi
 
 
 def _slowest(members: Sequence[dict[int, list[float]]]) -> Link:
-    """Return a group of ranks as one link, with the times of its slowest ranks.
+    """Return the latency and bandwidth of a collective in a group of ranks, from the times of the slowest ranks.
 
-    The latency is the time of the smallest tensor. The bandwidth follows from the extra time of the largest tensor.
+    The latency is the time for the smallest tensor. The bandwidth is computed from the additional time that the largest
+    tensor takes.
     """
     smallest, *_, largest = sorted(members[0])
     latency_s = max(median(own[smallest]) for own in members)

@@ -45,7 +45,7 @@ def with_supposed_loss(
 ) -> LayerCosts:
     """Return the last layer's costs plus the memory of a loss whose target is unknown.
 
-    Tries two targets: one class per row, and a tensor like the output. If the loss accepts both targets, the target
+    Tries two targets: integer class labels, and a tensor like the output. If the loss accepts both targets, the target
     that needs less memory is used. If the loss accepts neither target, the costs stay unchanged.
     """
     found = []

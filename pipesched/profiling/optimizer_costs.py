@@ -42,8 +42,8 @@ def measure_updates(
 ) -> dict[str, Update]:
     """Measure the time and memory that an optimizer's step needs for each parameter.
 
-    The step is timed on tensors of the same shapes, up to a total size that exceeds the caches. The time per byte is
-    assumed to be the same for all parameters. Frozen parameters have no entry.
+    The step is timed on stand-ins for the first parameters, as many as are needed to exceed the size of the caches. The
+    time per byte is assumed to be the same for all parameters. Frozen parameters have no entry.
 
     Args:
         optimizer: ``optimizer(params)`` -> torch.optim.Optimizer.

@@ -274,7 +274,9 @@ def find_overheads(num_ranks: int, num_cores: int, run: Run, rounds: int = 1) ->
 
 
 def _waking_s(alone: Ran, program: Program, ran: Ran, awake: Overheads) -> float:
-    """Return the extra time per action in seconds if all ranks wait, along the longest path through the program.
+    """Return the extra time per action, in seconds, that a program takes if all ranks wait.
+
+    This is the extra time of the whole program, divided by the number of actions on its longest path.
 
     Args:
         alone: a run of a single waiting rank. It gives the time of a layer as a profile would measure it.
@@ -380,7 +382,7 @@ def _per_action(ran: Ran, ranks: Sequence[int], kind: Kind) -> list[float]:
 
 
 def _chained(ran: Ran, kind: Kind) -> list[float]:
-    """Return the time in seconds from an action's start to the end of the action waiting for it, minus their work."""
+    """Return the seconds from an action's start to the end of the action that waits for it, minus the work of both."""
     spans = {span.action: span for rank in ran.trace.by_rank for span in rank}
     found = []
     for action, span in spans.items():

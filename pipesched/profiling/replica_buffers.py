@@ -1,6 +1,6 @@
-"""Replica buffers: computes the memory and the messages that a stage needs to communicate with its other replicas.
+"""Replica buffers: computes how much memory a stage needs to communicate with its replicas, and how much it sends.
 
-Replicas add their gradients and, if they divide the weights, send each other the parts that they have updated.
+Replicas sum their gradients. If each replica updates only a part of the weights, they also exchange these parts.
 """
 
 from collections.abc import Iterable, Sequence

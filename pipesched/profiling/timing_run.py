@@ -38,7 +38,7 @@ _TOGETHER = "weight_grads_together_s"
 
 @dataclass(eq=False, kw_only=True)
 class Subject:
-    """A call of a layer to measure, and the measured times."""
+    """A layer call to measure, with its measured times."""
 
     name: str
     layer: nn.Module
@@ -106,7 +106,7 @@ class TimingRun(nn.Module):
     def forget(self) -> None:
         """Free the copies of the weights.
 
-        A model on the meta device can be large, so its copies are freed at once by a garbage collection.
+        A model on the meta device can be large, so a garbage collection frees its copies immediately.
         """
         for layer in self.layers:
             self.forget_graphs(layer)
@@ -132,7 +132,8 @@ class TimingRun(nn.Module):
     def weight_round(self, *, apart: bool) -> None:
         """Run forwards, input gradients and weight gradients.
 
-        With ``apart``, one call per layer computes the layer's weight gradients; otherwise one call computes all.
+        If ``apart`` is True, the weight gradients are computed by one call for each layer, otherwise by one call for
+        all layers.
         """
         clock = Clock(self._device)
         run = self.round(split=True, clock=clock)
@@ -160,8 +161,8 @@ class TimingRun(nn.Module):
         - Recording the start of a backward pass takes time. Therefore the time of a layer without work is subtracted.
         - Computing weight gradients layer by layer takes longer than one call for all layers. Therefore the time of
           that call is divided among the layers.
-        - Short disturbances occur in every step, but a layer's median contains none. Therefore the layers' times are
-          scaled so that their sum is the median time of a round.
+        - Short disturbances occur in every step, but the median time of a single layer excludes them. Therefore the
+          layers' times are scaled so that their sum is the median time of a round.
         """
         for column in ("backward_s", "input_grad_s"):
             blank_s = median(self._blank.seconds[column])

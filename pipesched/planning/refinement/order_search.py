@@ -54,7 +54,7 @@ def is_searched(found: EvaluatedCandidate) -> bool:
 
 
 def as_searched(found: EvaluatedCandidate) -> EvaluatedCandidate:
-    """Return the candidate with the same order, marked as an order that the order search found."""
+    """Return the candidate with the same order, as if the order search had found this order."""
     candidate = found.candidate
     program = replace(candidate.program, name=_NAME)
     return replace(found, candidate=_with(candidate, program, found.costs))
@@ -185,7 +185,7 @@ class OrderSearch:
                 yield best
 
     def _share(self, candidate: Candidate, effort: float) -> float | None:
-        """Return the largest share of `searched`'s default effort that costs at most ``effort``; None if none does."""
+        """Return the largest of ``_SHARES`` for which a search costs at most ``effort``; None if there is none."""
         within = min(effort, self._effort.left)
         return next((share for share in _SHARES if _cost(candidate, share) <= within), None)
 
@@ -214,7 +214,7 @@ def _key(found: EvaluatedCandidate) -> tuple[Any, ...]:
 
 
 def _cost(candidate: Candidate, share: float) -> float:
-    """Return the cost, in actions, of a search with this share of the default effort of `searched`."""
+    """Return the cost in actions of a search that gets this share of the default effort of `searched`."""
     actions = 3 * candidate.num_stages * candidate.num_microbatches
     lists = num_lists(actions, share)
     return float(actions * (lists * _A_LIST + num_steps(actions, share) * _A_STEP))

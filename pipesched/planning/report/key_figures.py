@@ -30,7 +30,7 @@ def key_figures(plan: Plan, predicted: Trace | None, comparison: Comparison | No
 
 
 def _against_one_device(plan: Plan, predicted: Trace, comparison: Comparison | None) -> KeyFigure:
-    """Return the speed relative to the plan for one device or, without a search, to one rank that does all the work."""
+    """Return the speed compared with the one-device plan or, if there is none, with all compute on one rank."""
     label = "compared to one device"
     count = plan.replication.num_replicas if plan.replication else 1
     if predicted.num_ranks == count == 1:
