@@ -172,9 +172,9 @@ def _ends_of(action: Action, at: _At, graph: StageGraph) -> tuple[int, ...]:
 def _form(action: Action, at: _At, kind: Kind, end: int) -> Action:
     """Build the alternative of the given kind for a needed action.
 
-    If ``at`` is PEER, ``action`` is a receive, and the matching send on stage ``end`` is built. If ``kind`` is a
-    receive, the receive from stage ``end`` on the action's own stage is built. Otherwise, the action of this kind on
-    stage ``end`` is built.
+    - If ``at`` is PEER, ``action`` is a receive: return the matching send on stage ``end``.
+    - If ``kind`` is a receive, return the receive from stage ``end`` on the action's own stage.
+    - Otherwise, return the action of this kind on stage ``end``.
     """
     if at is _At.PEER:
         return Action(end, kind, action.microbatch, action.stage)
@@ -187,8 +187,8 @@ class Index:
     """A lookup table from actions to their rows in a program's columns, with -1 for actions not in the program.
 
     The table has a slot for each (kind, edge, micro-batch) of transfers, and for each (kind, stage, micro-batch) of
-    other actions. For REDUCE, the number of the bucket takes the place of the micro-batch; for UNSHARD and RESHARD, the
-    number of the gather does.
+    other actions. Instead of the micro-batch, REDUCE uses the number of the bucket, and UNSHARD and RESHARD use the
+    number of the gather.
     """
 
     def __init__(self, columns: Columns, graph: StageGraph, num_microbatches: int) -> None:
@@ -305,7 +305,7 @@ class Index:
         return numbers
 
     def repeated(self) -> Ints:
-        """Return the rows that a later row repeats, and the rows with an invalid stage, micro-batch or edge."""
+        """Return the rows whose action occurs again later, and the rows with an invalid stage, micro-batch or edge."""
         return np.flatnonzero(self._table[self.slots] != np.arange(len(self.slots)))
 
 
@@ -353,7 +353,7 @@ def requirements(columns: Columns, index: Index, graph: StageGraph) -> Requireme
 
 
 def _numbered(kind: Kind, rows: Ints, stage: Ints, index: Index) -> Iterator[tuple[Ints, Ints]]:
-    """Yield the dependencies on a numbered kind, such as REDUCE: all actions of this kind on a stage are needed.
+    """Yield the dependencies of rows that need all actions of a numbered kind, such as REDUCE, on their stage.
 
     For each number, yields (rows that need the action with this number, rows of the needed actions).
     """
@@ -363,7 +363,7 @@ def _numbered(kind: Kind, rows: Ints, stage: Ints, index: Index) -> Iterator[tup
 
 
 def _gathers(rows: Ints, stage: Ints, index: Index) -> Iterator[tuple[Ints, Ints]]:
-    """Yield the given rows whose stages gather weights, and the rows of the UNSHARDs that gather these weights."""
+    """Yield the rows whose stages have UNSHARDs, and, for each of these rows, the row of the UNSHARD that it needs."""
     if index.has(Kind.UNSHARD):
         gathered = index.has_gathers[stage]
         rows = rows[gathered]

@@ -4,8 +4,8 @@ Each replica runs the same program and holds its own shard of every weight. An U
 stage from the ranks that run the same order in the other replicas, and a RESHARD frees them. UNSHARDs and REDUCEs share
 one lane: a rank runs them one after the other, in the order of the program, and computes in the meantime. All ranks
 that take part in a collective have the same order, so they start their collectives in the same order. A collective
-waits only for the same action in other replicas, which run the same program. If replicas waited for each other in a
-cycle, the program would contain that cycle, and validation would find it.
+waits only for the same action in other replicas, which run the same program. So if replicas waited for each other in a
+cycle, the program itself would contain a cycle, and validation would reject it.
 """
 
 from collections.abc import Sequence
@@ -24,8 +24,7 @@ __all__ = ["check_collectives", "check_gathers", "first_uses"]
 def first_uses(program: Program) -> frozenset[int]:
     """Return the rows of the actions that wait for gathers.
 
-    For each UNSHARD, this is the first action that uses the gathered weights. If no action uses them, the UNSHARD adds
-    no row.
+    For each UNSHARD, this is the row of the first action that uses the gathered weights, if there is such an action.
     """
     if not program.has_gathers:
         return frozenset()
@@ -39,8 +38,8 @@ def first_uses(program: Program) -> frozenset[int]:
 def check_gathers(program: Program) -> None:
     """Check that the UNSHARDs and RESHARDs of each stage alternate, in ascending order, and end with a RESHARD.
 
-    Dependencies cover the other rules: an action that uses weights runs between an UNSHARD and its RESHARD, and an
-    UPDATE follows all RESHARDs of its stage. Raises ScheduleError.
+    `check_dependencies` checks the other rules: an action that uses weights runs between an UNSHARD and its RESHARD,
+    and an UPDATE follows all RESHARDs of its stage. Raises ScheduleError.
     """
     if not program.index.has(Kind.UNSHARD, Kind.RESHARD):
         return
@@ -78,7 +77,7 @@ def check_collectives(program: Program, buckets: Sequence[int], *, gathers: bool
         gathers: whether the weights are split across replicas.
 
     Raises:
-        ScheduleError: the program does not fit.
+        ScheduleError: the program lacks such an action, or has one that the pipeline does not need.
 
     """
     for stage, (has, due) in enumerate(zip(program.buckets, buckets, strict=False)):

@@ -32,13 +32,13 @@ def load_program(path: str | PathLike[str]) -> Program:
     A table has one row per rank and one action per cell, such as ``2F0``; empty cells and empty lines are skipped. A
     stage is placed on the rank whose row contains its actions. The largest micro-batch number determines the number of
     micro-batches. A table with only F actions is a forward-only program. ``torch.distributed.pipelining`` writes such
-    tables with ``format="compute_only"``. Cells for communication or sharding are errors; call `lower` to add
-    communication. Overlapped pairs such as ``(0F1;1B0)OVERLAP_F_B`` are also errors.
+    tables with ``format="compute_only"``. Cells with communication or sharding actions are errors; call `lower` to
+    add communication. Overlapped pairs such as ``(0F1;1B0)OVERLAP_F_B`` are also errors.
 
     The program is not validated; call `validate` for that.
 
     Args:
-        path: the file. Its name without the suffix becomes the program's name if the file does not contain one.
+        path: the file. If its content does not name the program, the file name without the suffix becomes the name.
 
     Returns:
         The program.

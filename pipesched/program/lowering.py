@@ -193,7 +193,8 @@ def add_offloading(program: Program, stages: Collection[int], *, ahead: int = 1)
 
     Args:
         program: the program.
-        stages: the stages to offload; if several chains share weights, their numbers in the first chain.
+        stages: the stages to offload. If several chains share weights, pass stages of the first chain; the stages
+            of other chains with the same weights are then also offloaded.
         ahead: the number of compute actions that run between a FETCH and its backward. Default: 1.
 
     """
@@ -241,8 +242,8 @@ def add_updates(program: Program) -> Program:
 def add_norms(program: Program) -> Program:
     """Insert a NORM after the last gradient of each stage, for updates that need the norm of all gradients.
 
-    With REDUCEs, all NORMs of a rank come after the rank's last gradient and last REDUCE instead. A NORM waits for the
-    REDUCEs of its stage, so an earlier NORM would keep the rank from computing.
+    In a program with REDUCEs, all NORMs of a rank come after the rank's last gradient and last REDUCE instead. A NORM
+    waits for the REDUCEs of its stage, so an earlier NORM would keep the rank from computing.
 
     A program that has no updates, or already has norms, is returned unchanged. Each stage must have one update.
     """
@@ -278,7 +279,7 @@ def add_reductions(program: Program, buckets: int | Sequence[int]) -> Program:
         The program with the actions ``<stage>REDUCE<bucket>``, in ascending order.
 
     Raises:
-        ScheduleError: a number of buckets is wrong, or a stage has several updates, as in an asynchronous schedule.
+        ScheduleError: a number of buckets is invalid, or a stage has several updates, as in an asynchronous schedule.
 
     """
     counts = _bucket_counts(buckets, program.num_stages)
@@ -306,9 +307,11 @@ def add_gathers(
 
         add_gathers(schedules.get("interleaved-1f1b").program(4, 8), keep=False)
 
-    The RESHARD directly follows the last use of the weights, before the REDUCEs of the stage. The copies that the
-    REDUCEs make then take the place of the full weights, so the peak is lower. A program is returned unchanged if it
-    already has UNSHARDs, or if several stages hold the same weights (chimera, dualpipe).
+    The RESHARD directly follows the last use of the weights, before the REDUCEs of the stage. The full weights are
+    therefore freed before the REDUCEs make their copies, so the memory peak is lower.
+
+    A program is returned unchanged if it already has UNSHARDs, or if several stages hold the same weights (chimera,
+    dualpipe).
 
     Args:
         program: the program of one replica, before or after `add_reductions`, `add_updates` or `add_norms`. You
@@ -325,7 +328,8 @@ def add_gathers(
         The program with the actions ``<stage>UNSHARD<n>`` and ``<stage>RESHARD<n>``, numbered from 0 on each stage.
 
     Raises:
-        ScheduleError: ``prefetch`` or a stage is wrong, or a stage has several updates, as in an asynchronous schedule.
+        ScheduleError: ``prefetch`` or a stage is invalid, or a stage has several updates, as in an asynchronous
+            schedule.
 
     """
     chosen = _gathered_stages(program, prefetch, stages)
@@ -365,7 +369,7 @@ def add_gathers(
 
 
 def _gathered_stages(program: Program, prefetch: int, stages: Collection[int] | None) -> Sequence[int]:
-    """Return the stages to gather. Raises ScheduleError for a wrong stage or a wrong ``prefetch``."""
+    """Return the stages whose weights are gathered. Raises ScheduleError if a stage or ``prefetch`` is invalid."""
     if not is_count(prefetch, 0):
         raise ScheduleError(
             f"prefetch must be a whole number of actions, at least 0; got {shown(prefetch)}; for example, pass 1"
@@ -379,7 +383,7 @@ def _gathered_stages(program: Program, prefetch: int, stages: Collection[int] | 
 
 
 def _bucket_counts(buckets: int | Sequence[int], num_stages: int) -> Ints:
-    """Return the number of buckets of each stage. Raises ScheduleError for wrong numbers."""
+    """Return the number of buckets of each stage. Raises ScheduleError for invalid numbers."""
     rule = f"buckets must be a whole number, at least 0, or one number for each of {num_stages} stages"
     remedy = "for example, pass buckets=4"
     counts = [buckets] * num_stages if is_whole(buckets) else as_list(buckets, rule, remedy)
@@ -400,10 +404,10 @@ def _last_of_stages(columns: Columns, *kinds: Kind) -> tuple[Ints, Ints]:
 
 
 def forward_then_backward(program: Program) -> Program:
-    """Return a program with all F first, then all B, both in the given program's order, and no updates.
+    """Return a program without updates in which each rank runs all its F, then all its B, each kind in the given order.
 
-    The result is GPipe over the same placement. It is valid if the program is: removing actions and moving forwards to
-    the front adds no dependency cycle.
+    The result is GPipe with the same placement. If the given program is valid, so is the result: removing actions and
+    moving forwards to the front adds no dependency cycle.
     """
     columns = program.columns
     backward = columns.are(*BACKWARDS)

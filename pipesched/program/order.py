@@ -112,9 +112,8 @@ class Shape:
     def groups(self) -> list[int]:
         """Return the sizes of the groups of micro-batches for interleaving.
 
-        There are as many near-equal groups as possible if every group must have at least p micro-batches, where p is
-        the number of ranks. (In Megatron-LM, every group has p micro-batches.) Fewer than p micro-batches form one
-        group.
+        The groups are near-equal and as many as possible, but each has at least p micro-batches, where p is the number
+        of ranks. (In Megatron-LM, every group has p micro-batches.) Fewer than p micro-batches form one group.
         """
         return near_equal_parts(self.num_microbatches, max(1, self.num_microbatches // self.num_ranks))
 
@@ -493,7 +492,7 @@ def schedule(
 
     Raises:
         ScheduleError: an argument is invalid, the function's positional parameters are neither (rank, shape) nor
-            (shape), or one of its options has no default.
+            (shape), or an option of the function has no default.
 
     """
     _check_arguments(name, placement, num_chains)
@@ -525,7 +524,7 @@ def schedule(
 
 
 def _check_arguments(name: Any, placement: Any, num_chains: Any) -> None:
-    """Raise ScheduleError for an invalid argument of ``schedule``. `Schedule.program` checks the other counts."""
+    """Raise ScheduleError for an invalid argument of ``schedule``. `Schedule.program` checks the chunks and slices."""
     if not isinstance(name, str) or not name:
         raise ScheduleError(
             f"a schedule must have a name; got {shown(name)}; write @schedule('my-schedule') above the function"

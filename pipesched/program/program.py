@@ -55,8 +55,8 @@ class Program:
         name: the schedule's name, for display; ignored by ``==``. Default: "".
         weights: the index of each stage's weights. Stages with the same index hold copies of the same weights.
             Default: each stage has its own weights.
-        routes: for each micro-batch, the stages that it visits. They form a complete chain of the graph. Default: all
-            stages.
+        routes: for each micro-batch, the stages that it visits. A route that contains a stage must also contain
+            the stage's producers and consumers. Default: all stages.
         versions: for each stage, the weight version that each micro-batch uses in its forward and its backward. Version
             v is the weights after v updates. () means the newest weights at the time of the forward. Default: () for
             all stages.

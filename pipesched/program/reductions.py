@@ -26,12 +26,11 @@ def last_gradients(program: Program) -> Ints:
 
 
 def early_stages(program: Program) -> frozenset[int]:
-    """Return the stages that start the REDUCE of each bucket during their last backward, when the bucket is complete.
+    """Return the stages that start each REDUCE during their last backward, as soon as its bucket is complete.
 
     Such a stage has no producer, its last gradient is a B that overlaps with no F, and its rank computes nothing
-    between this B and the REDUCEs. Therefore, no action is left that could hide the reductions. The REDUCEs of all
-    other stages start at their positions in the order: the backwards of the stages' producers still follow, and the
-    reductions run in the meantime.
+    between this B and the REDUCEs. If its REDUCEs started only after the B, they would overlap with no computation of
+    the rank. The REDUCEs of all other stages start at their positions in the order, and run during later backwards.
     """
     firsts = [stage for stage, count in enumerate(program.buckets) if count and not program.graph.producers[stage]]
     columns = program.columns

@@ -2,8 +2,9 @@
 
 A schedule generates a program of a fixed number of steps, but training can run any number. Each rank's order is cut
 before the first action of each step, into one segment per step. This module checks that the schedule repeats: after the
-warm-up, every segment must be identical to the previous one, shifted by one step, with the same weight versions and
-the same R and I actions. The cool-down is then the same after any number of steps, apart from the shift.
+warm-up, every segment must equal the previous one, except that its micro-batches and updates are those of the next
+step. The weight versions, and the micro-batches with R or I, must repeat in the same way. The cool-down is then also
+the same after any number of steps, except for the numbers of the micro-batches and updates.
 """
 
 from collections.abc import Sequence

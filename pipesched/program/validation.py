@@ -83,7 +83,7 @@ def _first(rows: Mask) -> int | None:
 
 
 def check_places(program: Program) -> None:
-    """Check that stages and micro-batches are in range, stages on existing ranks, and actions on their stage's rank."""
+    """Check that stages and micro-batches are in range, ranks exist, and each action is on its stage's rank."""
     if program.num_microbatches < 1 or program.num_stages < 1:
         raise ScheduleError(
             f"a program must have at least one stage and one micro-batch; this program has "
@@ -406,7 +406,7 @@ def check_deadlock(program: Program) -> None:
 
 
 def deadlock_error(program: Program, reached: Sequence[int]) -> DeadlockError:
-    """Return a deadlock error that shows the waiting ranks. ``reached``: the number of actions that each rank ran."""
+    """Return a deadlock error that shows the waiting ranks. ``reached`` counts the actions that each rank ran."""
     waits: dict[int, tuple[Action, Action]] = {}
     for rank, order in enumerate(program.orders):
         if reached[rank] < len(order):

@@ -177,7 +177,7 @@ def _updated(program: Program, stage: int, actions: list[tuple[int, Action]]) ->
 
 
 def _check_used(program: Program, stage: int, actions: list[tuple[int, Action]]) -> None:
-    """Check that each forward uses a version that exists when it runs. Raises ScheduleError."""
+    """Check that each forward uses a version that exists when the forward runs. Raises ScheduleError."""
     wanted = program.versions[stage] if program.versions else ()
     if wanted and len(wanted) != program.num_microbatches:
         raise ScheduleError(

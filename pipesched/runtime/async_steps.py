@@ -172,7 +172,7 @@ class Stream:
         self._finished(self.timelines[-1])
 
     def _finish_step(self) -> None:
-        """Finish the oldest unfinished part, and store the loss of its step. All forwards of the step have then run."""
+        """Finish the oldest unfinished part, which completes the forwards of its step, and store the step's loss."""
         step = self.num_parts
         weighting, measures = self._queued.popleft()
         self._finish_part()

@@ -32,20 +32,20 @@ def repeated(
 ) -> list[Order]:
     """Write the orders of all ranks by repeating a block for each micro-batch and closing the gaps.
 
-    Each pass takes one slot. In each slot, a rank runs the first ready pass of the repeated blocks. If no pass is
-    ready, or if this pass is a forward and memory is full, the rank runs a weight gradient. Input gradients may
-    overtake passes that are not ready.
+    Each pass takes one slot. In each slot, a rank runs the first of its remaining passes that can run. Input gradients
+    may overtake passes that are not ready. If no pass can run, or if the first that can run is a forward and memory is
+    full, the rank runs a weight gradient instead.
 
     Args:
         shape: the ranks, micro-batches and placement.
         block: for each stage, the slots of the forward and the input gradient for micro-batch 0.
-        interval: the number of slots by which each micro-batch starts after the previous one.
+        interval: the number of slots between the starts of consecutive micro-batches.
         max_in_flight: the maximum number of (stage, micro-batch) pairs in flight on a rank.
         early_forwards: whether forwards may also overtake passes that are not ready, provided that the overtaken passes
             still fit within ``max_in_flight``.
 
     Raises:
-        ScheduleError: the block has a pass before its dependencies, or does not fit within ``max_in_flight``.
+        ScheduleError: a pass of the block comes before a pass that it needs, or the block exceeds ``max_in_flight``.
 
     """
     ranks = [_Rank(shape, rank, block, interval, max_in_flight) for rank in range(shape.num_ranks)]
@@ -62,7 +62,7 @@ def repeated(
 
 
 class _Rank:
-    """One rank: the passes that are left to run, in the order of the repeated blocks, and the order written so far."""
+    """One rank: its remaining passes, sorted by their slots in the repeated blocks, and the order written so far."""
 
     def __init__(
         self, shape: Shape, rank: int, block: Mapping[int, tuple[int, int]], interval: int, max_in_flight: int

@@ -16,7 +16,7 @@ def eight_steps(order: Order, near: int, far: int, *, depth: int, place: int, co
         order: the empty order to write to.
         near: the rank's stage that micro-batches reach first.
         far: the rank's other stage.
-        depth: the number of ranks from an end of the pipeline to its turning point.
+        depth: the number of ranks from an end of the pipeline to its middle.
         place: the position of this rank among those ranks, from 0 at the end of the pipeline.
         count: the number of micro-batches in each direction. If it is below 2 x depth, the order for 2 x depth is
             written, excluding the additional micro-batches.
@@ -56,7 +56,7 @@ def eight_steps(order: Order, near: int, far: int, *, depth: int, place: int, co
 
 
 class _Left:
-    """A first-in, first-out queue of the weight gradients of both stages that have not been written yet."""
+    """A first-in, first-out queue of the weight gradients that are still to be written, for both stages."""
 
     def __init__(self, order: Order) -> None:
         self._order = order

@@ -1,6 +1,6 @@
 """Searched orders: turns costs in seconds into a search problem, and the result of the search into orders.
 
-The times of the search are whole numbers. Costs that are integers or fractions are converted exactly if no result
+The search uses whole numbers as times. Costs that are integers or fractions are converted exactly if no result
 exceeds 2**32. Otherwise, the longest time becomes 2**32, and all others are scaled by the same factor and rounded.
 """
 
@@ -140,7 +140,7 @@ def num_lists(actions: int, effort: float) -> int:
 
 
 def _climbs(shape: Shape, effort: float, rounds: int) -> int:
-    """Return the number of list schedules that rule search may write; 0 for problems that annealing solves better."""
+    """Return the maximum number of list schedules for `rule_search`; 0 for problems that annealing solves better."""
     actions = 3 * shape.num_stages * min(shape.num_microbatches, rounds * shape.num_ranks)
     if actions <= _FEW_ACTIONS:
         return 0
@@ -150,7 +150,7 @@ def _climbs(shape: Shape, effort: float, rounds: int) -> int:
 def shortened_orders(shape: Shape, found: Program) -> list[Order]:
     """Return the orders of a program, excluding the micro-batches that the shape does not have.
 
-    Raises ScheduleError if the program has a different placement, or if a search could not have returned it.
+    Raises ScheduleError if the program has a different placement, or cannot be the result of a search.
     """
     if found.placement != shape.placement or found.num_ranks != shape.num_ranks or not _is_searched(found):
         raise ScheduleError(

@@ -1,4 +1,4 @@
-"""Zero bubble: the zero-bubble heuristic for given costs and memory (Qi et al. 2023, arXiv:2401.10241, section 3.1).
+"""Zero bubble: a heuristic that fits orders to given costs and memory (Qi et al. 2023, arXiv:2401.10241, section 3.1).
 
 Warm-up forwards fill the time until a rank's first input gradient can start. Then every rank alternates between input
 gradients and forwards. It runs weight gradients when it would otherwise wait, or when memory is full. The paper leaves
@@ -62,7 +62,7 @@ class Switches(NamedTuple):
 def zero_bubble(
     shape: Shape, costs: StageTimes | None, *, max_in_flight: int | None, weight_grad_share: float
 ) -> list[Order]:
-    """Write the orders of all ranks, with one stage per rank and the shortest span that the heuristic finds.
+    """Write the orders with the shortest span that the heuristic finds, for one stage per rank.
 
     The span is the longest time that any rank takes from the start of its first action to the end of its last action.
     If ``max_in_flight`` allows ZB-H1, it is also tried, so the result's span is at most that of ZB-H1.
@@ -145,7 +145,7 @@ class _Rank:
 
     @property
     def owed(self) -> int:
-        """The number of weight gradients that have not run although their input gradients have."""
+        """The number of weight gradients that have not run, but whose input gradients have run."""
         return self.input_grads - self.weight_grads
 
     @property
@@ -180,7 +180,7 @@ class _Rank:
 
 
 class _Pipeline:
-    """One candidate: the orders of all ranks, written by the heuristic, or ZB-H1 if ``switches`` is None."""
+    """The orders of all ranks, written by the heuristic; if ``switches`` is None, the orders of ZB-H1."""
 
     def __init__(self, shape: Shape, costs: StageTimes, limit: int, share: float, switches: Switches | None) -> None:
         self.ranks = [_Rank(stage, costs, share) for stage in range(shape.num_stages)]
@@ -292,7 +292,7 @@ class _Pipeline:
         return rank.stage == 0 or self.ranks[rank.stage - 1].forwards > rank.forwards
 
     def _run_forward(self, rank: _Rank, switches: Switches) -> None:
-        """Run a forward if the memory limit allows it. Weight gradients run first if they must free memory for it."""
+        """Run a forward if the memory limit allows it. If memory is full, first run weight gradients to free some."""
         if not self._has_input(rank) or rank.forwards - rank.input_grads >= self._limit:
             return
         while rank.held + 1 > self._limit:

@@ -75,8 +75,8 @@ class _Listener:
     def hear(self, fault: Fault, own: State | None = None) -> None:
         """Record a fault. The first fault whose cause is certain replaces any earlier guess, and is final.
 
-        ``own`` is this rank's state, passed if this rank itself reports the fault. By default, the state at the first
-        call is kept.
+        ``own`` is this rank's state; only a rank that reports a fault itself passes it. Without ``own``, the state
+        recorded by an earlier call is kept; if there is none, the current state is recorded.
         """
         with self._lock:
             if self.state is None or own is not None:
@@ -334,8 +334,8 @@ class Alarm:
         Args:
             text: the description of the failure.
             doing: the activity of this rank when it failed: "raised" if it raised an error itself, "waits" if it was
-                waiting for another rank, "collective" if a collective of torch.distributed raised. Unless the activity
-                is "raised", the alarm searches for the rank to blame.
+                waiting for another rank, "collective" if a collective of torch.distributed raised an error. Unless the
+                activity is "raised", the alarm searches for the rank to blame.
             ended: the rank of this pipeline that ended its connection with this rank, if known.
 
         Returns:
@@ -439,7 +439,8 @@ def _end(outside: socket.socket, thread: threading.Thread) -> None:
 def _job_of(group: Any) -> tuple[Store | None, list[int]]:
     """Return the job's store, and the group's global ranks.
 
-    The store is None if the group contains the whole job, or if it is not registered with torch.distributed.
+    The store is None if the group contains all ranks of the job, or if the group is not registered with
+    torch.distributed.
     """
     size = group.size()
     ranks = ranks_of(group)

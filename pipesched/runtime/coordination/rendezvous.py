@@ -230,7 +230,7 @@ class Rendezvous:
         return self._change(rank, number, _WAITING, _WAITING)
 
     def _change(self, rank: int, number: int, expected: str, said: str) -> str:
-        """Set an announcement's state to ``said`` if the state is ``expected`` ("": unset); return the new state."""
+        """If an announcement's state is ``expected`` ("" for none), set it to ``said``. Return the resulting state."""
         return str(self._store.compare_set(f"state/{rank}/{number}", expected, said).decode())
 
     def _wait(self, keys: list[str], end_s: float) -> bool:

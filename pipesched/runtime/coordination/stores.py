@@ -1,4 +1,4 @@
-"""Stores: access to a torch.distributed store with a time limit, because a stopped store never replies."""
+"""Stores: access to a torch.distributed store with a time limit, because the store's process may stop responding."""
 
 import os
 import threading
@@ -36,7 +36,7 @@ class Store(Protocol):
 
 
 class StoreLostError(RuntimeError):
-    """The process that hosts the store has exited, or is stopped."""
+    """The process that hosts the store has exited, or does not respond."""
 
     def __init__(self, why: str) -> None:
         by_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"

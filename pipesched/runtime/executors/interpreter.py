@@ -55,7 +55,7 @@ class StageLike(Protocol):
         """FETCH: start copying activations back to the device; the backward waits for the copies."""
 
     def reduce(self, bucket: int) -> None:
-        """REDUCE: start to sum the gradients of a bucket across replicas."""
+        """REDUCE: start summing the gradients of a bucket across replicas."""
 
     def reduced(self) -> Mapping[int, tuple[Any, Any]]:
         """Wait for the sums across replicas, and for weights that other replicas update.
@@ -64,7 +64,7 @@ class StageLike(Protocol):
         """
 
     def unshard(self, number: int) -> None:
-        """UNSHARD: start to gather weights that are split across replicas."""
+        """UNSHARD: start gathering weights that are split across replicas."""
 
     def await_weights(self) -> None:
         """Wait for the weights that the last UNSHARD gathers. Called before the first action that uses them."""

@@ -9,15 +9,16 @@ take one that is first in a topological order. Its rank has run all earlier acti
 action waits has been sent. So the action runs. A rank waits for its sends to complete only between two runs; the
 matching receives then belong to the previous run.
 
-Why a stream cannot hang. Each rank's order is handed over in the same number of parts. No action depends on a later
-part (``Segments`` proves this for each stream), and the concatenated parts are the orders of a valid program. So
-the argument above holds for all actions up to the end of any part, whatever follows, and each rank completes its part
-once the other ranks have begun theirs. A stream is one run: a message may be received in a later part, and its sender
-does not wait for it between parts. The loss is broadcast at the end of a part. A rank waits for it only after its own
-part: when the caller reads the loss, or before the rank shares the loss of the next part.
+Why a stream cannot hang. Each rank runs its order in parts, and all ranks have the same number of parts. No action
+depends on a later part (``Segments`` proves this for each stream), and the concatenated parts are the orders of a valid
+program. So the argument above holds for all actions up to the end of any part, whatever follows, and each rank
+completes its part once the other ranks have begun theirs. A stream is one run: a message may be received in a later
+part, and its sender does not wait for the receive between parts. The loss is broadcast at the end of a part. A rank
+waits for the loss only after its own part: when the caller reads the loss, or before the rank shares the loss of the
+next part.
 
-The proof does not cover faults, such as a rank that raises, dies or blocks. After a fault, the other ranks stop within
-seconds, or at the latest after ``timeout_s``.
+The proof does not cover faults, such as a rank that raises an error, dies or blocks. After a fault, the other ranks
+stop within seconds, or at the latest after ``timeout_s``.
 """
 
 import atexit
@@ -243,7 +244,7 @@ class ProcessExecutor:
             return timeline
 
     def end(self, run: RankRun) -> None:
-        """End a run whose orders were handed over in parts."""
+        """End a run that ``begin`` began."""
         self._streams.end()
         run.run_spec.finish(run.failed)
 
@@ -434,8 +435,8 @@ class ProcessExecutor:
         """Broadcast the messages of some ranks to all ranks of all replicas, without waiting.
 
         Returns a function that waits for all messages and returns them in the order of ``sources``, which are ranks of
-        the group. The ``value`` of other ranks is ignored. As with ``share``, the messages of at most one call are in
-        transit.
+        the group. If this rank is not one of them, its ``value`` is ignored. As with ``share``, the messages of at most
+        one call are in transit.
         """
         with self._one_at_a_time("a broadcast"):
             wire = self._open_wire()
