@@ -17,7 +17,7 @@ __all__ = ["NonfiniteReaction"]
 
 @dataclass(frozen=True)
 class _Check:
-    """The check of one step. ``arrived`` is an event recorded after copying the flag to the host; None without a copy."""
+    """The check of one step. ``arrived`` is an event recorded once the flag is on the host; None without a copy."""
 
     step: int
     verdict: Verdict
