@@ -134,7 +134,7 @@ class Batch:
 def _elements(look: Sequence[Any], rows: int) -> int:
     """Return the number of elements of a micro-batch's first non-scalar tensor, or 1 if that tensor is empty.
 
-    If all tensors are scalars, return the number of rows. ``look`` is the micro-batch's form.
+    If all tensors are scalars, return the number of rows. ``look`` is the micro-batch's form (dtypes and shapes).
     """
     shapes = (leaf[1] for leaf in look if isinstance(leaf, tuple))
     return max(1, prod(next(filter(None, shapes), (rows,))))
@@ -254,7 +254,7 @@ class Splitter:
         return Batch(inputs, targets, sizes, output_dim=self._dim("output") or 0)
 
     def as_given(self, microbatches: Any, *, num_replicas: int = 1) -> Batch:
-        """Make a batch of micro-batches that the caller cut, for all replicas in replica order.
+        """Make a Batch from micro-batches that the caller cut: those of all replicas, in replica order.
 
         Raises:
             InputError: the argument is not a list of Microbatch objects, or is empty; the program does not allow this

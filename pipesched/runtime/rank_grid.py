@@ -49,7 +49,7 @@ class RankGrid:
 
     @cached_property
     def replica(self) -> int:
-        """The replica of this process."""
+        """The index of the replica that this process belongs to."""
         return next(index for index, row in enumerate(self.rows) if self.rank in row)
 
     @cached_property
@@ -98,7 +98,7 @@ class SumRanks(NamedTuple):
 
 
 def grid_of(mesh: DeviceMesh, axes: Axes | None, timeout_s: float) -> tuple[Any, RankGrid, SumRanks]:
-    """Return a process group, its RankGrid, and the groups of ranks that sum tensors across replicas. Collective.
+    """Return the process group of all replicas' ranks, its RankGrid and its SumRanks. Collective.
 
     Args:
         mesh: the mesh.
@@ -110,7 +110,7 @@ def grid_of(mesh: DeviceMesh, axes: Axes | None, timeout_s: float) -> tuple[Any,
     Raises:
         ModelTypeError: mesh is not a DeviceMesh.
         DeviceCountError: the mesh does not have these dimensions, or does not contain this process.
-        ExecutionError: a process does not join.
+        ExecutionError: a process does not join the group in time.
 
     """
     check_type(mesh, DeviceMesh, "mesh= must be a DeviceMesh", "pass one dimension of a DeviceMesh, such as mesh['pp']")
@@ -139,7 +139,7 @@ def grid_of(mesh: DeviceMesh, axes: Axes | None, timeout_s: float) -> tuple[Any,
 
 
 def own_group(groups: Sequence[Sequence[int]], timeout_s: float, *, new: bool = False) -> Any:
-    """Make process groups of global ranks, and return the group of this process. Collective over all these ranks.
+    """Make process groups of global ranks, and return this process's group. Collective over the ranks in ``groups``.
 
     If the groups contain every process, all processes make all groups, because torch names groups by a
     counter that must be equal in all processes. Otherwise each process makes only its own group.
@@ -147,10 +147,11 @@ def own_group(groups: Sequence[Sequence[int]], timeout_s: float, *, new: bool = 
     Args:
         groups: the ranks of each group.
         timeout_s: how long a process waits for another one, in seconds.
-        new: whether a group of all processes must be new. Default: False (it may be the default group).
+        new: whether to make a new group even if it contains all processes. Default: False (return torch's default group
+            instead).
 
     Raises:
-        ExecutionError: a process of this group does not join it.
+        ExecutionError: a process of this group does not join it in time.
 
     """
     world = distributed.get_world_size()

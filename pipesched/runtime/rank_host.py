@@ -164,7 +164,7 @@ class RankHost(Protocol):
         """Raise ``error`` here, and report it to the other processes as a failure of ``what`` in this process."""
 
     def start(self) -> None:
-        """Start the ranks. Called after all checks that need no running rank."""
+        """Start the ranks. Called after all checks that can be made before the ranks run."""
 
     def call(self, method: str, given: bool, make: Callable[[], StepCall], deal: Deal) -> StepCall:
         """Return the call that this process must run, with the part of the batch that its stages need.
@@ -195,13 +195,13 @@ class RankHost(Protocol):
         """Return, in all processes, the value that only one rank can compute."""
 
     def gathered(self, value: Any) -> list[Any]:
-        """All-gather a pytree of tensors and plain values in this replica; return all values in rank order."""
+        """All-gather a pytree of tensors and plain values over the replica's ranks; return all values in rank order."""
 
     def gathered_in_all(self, value: Any) -> list[Any]:
-        """All-gather a pytree of tensors and plain values in all replicas; return all values in rank order."""
+        """All-gather a pytree of tensors and plain values over all replicas' ranks; return all values in rank order."""
 
     def across(self, value: Any) -> list[Any]:
-        """All-gather plain values among the ranks that hold the same stages; return them in replica order.
+        """All-gather plain values over the ranks that hold the same stages; return them in replica order.
 
         Raises ExecutionError if another replica's call failed before it reached ``across``.
         """
@@ -215,7 +215,7 @@ class RankHost(Protocol):
     def abandon(self, what: str, error: BaseException) -> None:
         """Close the host, and report a failure of this process to the other processes.
 
-        If another process's failure caused the error, raises an ExecutionError that names the failed process.
+        If another process's failure caused ``error``, raises an ExecutionError that names the failed process.
         """
 
     def close(self) -> None:
@@ -298,7 +298,7 @@ class ThreadRanks:
 class MeshRanks:
     """Runs the ranks of a DeviceMesh, with one process per rank. All methods are collective.
 
-    Ranks are numbered within a replica of the pipeline. Each replica runs the same calls on its own rows.
+    Ranks are numbered within a replica of the pipeline. Each replica runs the same calls on its own rows of the batch.
 
     Args:
         mesh: the mesh.
@@ -604,7 +604,7 @@ def summed(parts: Sequence[LossAndMetrics], device: torch.device, order: Reducti
 
 
 def _loss_and_metrics(message: Any) -> LossAndMetrics:
-    """Return the loss in a message, and its metrics if it has any."""
+    """Return the loss and the metrics in a message; the metrics are None if there are none."""
     if isinstance(message, Payload):
         loss, metrics = message.value
         return loss, metrics

@@ -216,7 +216,7 @@ def _without_contents(one: _Unsent) -> Tensor:
 def _written(numbers: Any) -> Tensor | None:
     """Convert numbers to a tensor; None if any number is None.
 
-    A message's layout does not depend on the values in a tensor, so other numbers do not change the layout.
+    Numbers are sent as a tensor, so that the layout of the message does not depend on their values.
     """
     return None if None in numbers else torch.tensor(numbers, dtype=torch.float64, device="cpu")
 

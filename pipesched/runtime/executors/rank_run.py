@@ -14,15 +14,15 @@ __all__ = ["RankRun", "RankTimeline"]
 
 @dataclass(frozen=True)
 class RankTimeline(Timeline):
-    """The stamps of one rank's run. ``began_s`` is the start of the run in seconds, on rank 0's clock."""
+    """The time stamps of one rank's run. ``began_s`` is the start of the run in seconds, on rank 0's clock."""
 
     began_s: float
 
 
 class RankRun:
-    """A stream in progress in one rank, created by ``ProcessExecutor.begin``.
+    """A stream of steps that one rank is running, created by ``ProcessExecutor.begin``.
 
-    Each call of ``hand`` runs the next part of the rank's order.
+    Each call to ``hand`` runs the next part of the rank's order of actions.
     """
 
     ahead = 0  # hand() runs each part, so no part is ever queued

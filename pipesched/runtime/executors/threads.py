@@ -1,12 +1,12 @@
 """Threads: runs all ranks in this process, with one thread per rank and, on CUDA devices, separate streams per rank.
 
-Messages pass through one queue for each sending rank, receiving rank and kind of send. When a rank fails, the other
-ranks stop: each rank checks for a failure before every action, and a rank that waits for a message receives a stop
+There is a message queue for each combination of sending rank, receiving rank and kind of send. When a rank fails, the
+others stop: each rank checks for a failure before every action, and a rank that waits for a message receives a stop
 message.
 
-A RunSpec describes a run. A BoundProgram is its program bound to stages and channels; it is reused by later steps of
-the same program. A ThreadRun is one run: a step, or a stream of steps. A RunSegment is a part of every rank's order:
-the whole order of a step, or the part that a stream runs for one of its steps.
+A RunSpec describes a run. A BoundProgram is the run's program, bound to its stages and channels; later steps of the
+same program reuse it. A ThreadRun is one run: a step, or a stream of steps. A RunSegment is one part of every rank's
+order of actions: the whole order of a single step, or the part that a stream adds for each step.
 """
 
 import threading
@@ -78,7 +78,7 @@ class BoundProgram:
 
 
 class ThreadRun:
-    """A run in progress, with its ranks and its first error. Its orders are handed over in one or more parts."""
+    """A run in progress. Each call to ``hand`` adds the next part of every rank's order of actions."""
 
     ahead = 1  # parts that may be queued while an earlier part runs
 
@@ -115,7 +115,7 @@ class ThreadRun:
         return segment
 
     def stop(self, error: BaseException | None = None) -> None:
-        """Stop all ranks. Only the first error is kept."""
+        """Stop all ranks. ``error`` becomes the run's error, unless the run already has one."""
         with self._lock:
             self.error = self.error or error
         self.stopping.set()
@@ -153,7 +153,7 @@ class ThreadRun:
 
 
 class RunSegment:
-    """A part of every rank's order, while the ranks run it."""
+    """One part of every rank's order of actions. Each rank runs its part in its own thread."""
 
     def __init__(self, run: ThreadRun, orders: Sequence[tuple[Action, ...]]) -> None:
         self.finished = threading.Event()
@@ -163,7 +163,7 @@ class RunSegment:
         self._lock = threading.Lock()
 
     def run_rank(self, index: int) -> None:
-        """In the rank's thread: run the rank's part to the end, or until another rank fails."""
+        """Run the rank's part to the end, or until another rank fails. Called in the rank's thread."""
         run = self._run
         rank = run.bound.ranks[index]
         streams = run.bound.streams_of_rank[index]
@@ -184,7 +184,7 @@ class RunSegment:
                     self.finished.set()
 
     def timeline(self) -> "Timeline":
-        """In the caller's thread: make the caller's streams wait for the part, and return its timeline."""
+        """Make the caller's streams wait for the part, and return its timeline. Called in the caller's thread."""
         streams_of_rank = self._run.bound.streams_of_rank
         for streams, stamps in zip(streams_of_rank, self._stamps, strict=True):
             if streams.has_streams and stamps.ends:
@@ -194,13 +194,13 @@ class RunSegment:
 
 @dataclass(frozen=True)
 class Timeline:
-    """The stamps of a run that has ended and, for each rank, a function that converts the rank's stamps to seconds."""
+    """The time stamps of a finished run, and one function per rank that converts its stamps to seconds."""
 
     stamps: list[Stamps]
     readers: list[Callable[[Any], float]]
 
     def spans(self) -> Iterator[Span]:
-        """Yield the span of each action, in seconds since the step began. On a GPU, this waits for the step to end."""
+        """Yield the span of each action, in seconds since the run began. On a GPU, this waits for the run to end."""
         for rank, (stamps, seconds) in enumerate(zip(self.stamps, self.readers, strict=True)):
             for action, start, end in zip(*stamps, strict=True):
                 yield Span(action, rank, seconds(start), seconds(end), action.lane)
@@ -270,7 +270,7 @@ class _QueueTransport:
 
 
 class ThreadExecutor:
-    """Runs programs with one thread per rank. The threads end on ``close``, or when the executor is dropped."""
+    """Runs programs with one thread per rank. The threads end on ``close``, or when the executor is deleted."""
 
     def __init__(self, devices: Sequence[torch.device], intra_op_threads: int) -> None:
         self.streams_of_rank = [streams_for(device) for device in devices]
@@ -334,7 +334,7 @@ class ThreadExecutor:
     def begin(self, run_spec: RunSpec, caller: Caller, bound: BoundProgram | None = None) -> ThreadRun:
         """Begin a run that receives the ranks' orders in several parts. No other run may begin before ``end``.
 
-        Raises the errors of ``run``. ``bound`` is the program already bound to its stages. Default: bind it now.
+        Raises the same errors as ``run``. ``bound`` is the program if it is already bound. Default: bind it now.
         """
         self.check_open("this step")
         if not self._busy.acquire(blocking=False):
@@ -372,7 +372,7 @@ class ThreadExecutor:
         self._busy.release()
 
     def check_open(self, call: str) -> None:
-        """Raise ExecutionError after ``close``. ``call`` names the call in the message."""
+        """Raise ExecutionError after ``close``. ``call`` describes the call in the error message."""
         if not self._finalizer.alive:
             self._forked.check()
             raise ExecutionError(f"a closed pipeline cannot run; it was closed before {call}; make a new pipeline")
@@ -403,7 +403,7 @@ class ThreadExecutor:
 
 
 def _start_threads(jobs: _Jobs, intra_op_threads: int) -> list[threading.Thread]:
-    """Start a thread for each queue, and set the number of intra-op threads that it uses.
+    """Start a thread for each queue, and set each thread's number of intra-op threads.
 
     torch keeps the number per thread, but setting it also changes the default for threads that start later. Therefore
     the caller's number is set again at the end.
@@ -424,7 +424,7 @@ def _start_threads(jobs: _Jobs, intra_op_threads: int) -> list[threading.Thread]
 
 
 def _serve(jobs: "SimpleQueue[Callable[[], None] | None]", intra_op_threads: int, started: threading.Barrier) -> None:
-    """The main loop of a rank's thread. It holds no reference to the executor, so that the executor can be dropped."""
+    """The main loop of a rank's thread. It does not keep the executor alive."""
     torch.get_num_threads()  # the first call sets the process's default, so it must come before set_num_threads()
     torch.set_num_threads(intra_op_threads)
     started.wait()
@@ -434,7 +434,7 @@ def _serve(jobs: "SimpleQueue[Callable[[], None] | None]", intra_op_threads: int
 
 
 def _end_threads(jobs: _Jobs) -> None:
-    """Make the threads end after their queued jobs."""
+    """Tell the threads to end once they have run their queued jobs."""
     for queue in jobs:
         queue.put(None)
 
@@ -442,7 +442,7 @@ def _end_threads(jobs: _Jobs) -> None:
 def _abandon(jobs: _Jobs, threads: Sequence[threading.Thread], under_way: "Sequence[ref[ThreadRun]]") -> None:
     """Stop the run in progress, end the threads and wait for them.
 
-    Without the wait, a thread could return from a torch operation while Python exits, and this aborts the process.
+    Without the wait, a thread could return from a torch operation while Python exits, which would abort the process.
     """
     for run in (one() for one in under_way):
         if run is not None and not run.finished:

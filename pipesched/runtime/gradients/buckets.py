@@ -33,7 +33,7 @@ class Sums(Protocol):
         """Return the length of a buffer for this many elements. The length can include padding."""
 
     def start(self, buffers: Sequence[Tensor], *, of_shards: bool = False) -> Ticket:
-        """Start to replace buffers with their sums over replicas.
+        """Start replacing buffers with their sums over replicas.
 
         If ``of_shards`` is set, each sum includes only the replicas with the same shards.
         """
@@ -120,11 +120,11 @@ class GradientBuckets:
                 hook.remove()
 
     def common(self, norms: GradientNorms) -> GradientNorms:
-        """Return the norms, with ``nonfinite`` set if any replica has set it, so that all replicas decide alike."""
+        """Return the norms, with ``nonfinite`` set if any replica has set it, so that all replicas decide the same."""
         return norms if norms.nonfinite is None else norms._replace(nonfinite=self._sums.any(norms.nonfinite))
 
     def start(self, bucket: int) -> None:
-        """Start the sum of a bucket, unless it has been started. Raises ExecutionError for a sparse gradient."""
+        """Start the sum of a bucket, unless it has already started. Raises ExecutionError for a sparse gradient."""
         if bucket < self._next:
             return
         self._next = bucket + 1
@@ -154,8 +154,8 @@ class GradientBuckets:
 class _Copies:
     """The gradients of a bucket in flat buffers, one for each dtype.
 
-    A buffer ends with one number per parameter: 1 if the parameter has a gradient, else 0. The sum of these numbers is
-    the number of replicas that have a gradient, because some replicas may not use a parameter.
+    A buffer ends with one number per parameter: 1 if the parameter has a gradient, else 0. After the sum over
+    replicas, this number shows how many replicas have a gradient; some replicas may not use the parameter.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], length: Callable[[int], int]) -> None:

@@ -1,4 +1,4 @@
-"""Gradient clipping: clips the gradients of all ranks by their common norm, before the optimizer's step."""
+"""Gradient clipping: clips the gradients of all ranks by their total norm, before the optimizer's step."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -26,7 +26,7 @@ def clip_gradients(
     intra_op_threads: int,
     has_optimizers: bool,
 ) -> Tensor:
-    """Clip the gradients of all ranks by their common norm. Collective.
+    """Clip the gradients of all ranks by their total norm. Collective.
 
     Args:
         parameters: the parameters that this process trains.
@@ -42,7 +42,7 @@ def clip_gradients(
         The norm before clipping.
 
     Raises:
-        InputError: an argument is wrong or differs between ranks, or step() has already used the gradients.
+        InputError: an argument is invalid or differs between ranks, or step() has already used the gradients.
         ExecutionError: the norm is infinite or NaN, and ``error_if_nonfinite`` is set.
 
     """

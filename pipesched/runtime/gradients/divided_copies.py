@@ -24,15 +24,15 @@ class Divided(Protocol):
         """Return this replica's entry of ``parts``."""
 
     def take(self, parameter: nn.Parameter, grad: Tensor | None) -> None:
-        """Receive this replica's rows of the parameter's gradient; None if this replica has no rows."""
+        """Receive this replica's rows of the parameter's gradient. ``grad`` is None if this replica has no rows."""
 
 
 class DividedCopies:
     """The gradients of a bucket in buffers with a row for each replica, one buffer for each dtype.
 
     A replica's row holds that replica's part of each gradient. Like the buffers of undivided gradients, each row ends
-    with one number per parameter: 1 if the parameter has a gradient, else 0. The sum of these numbers is the number of
-    replicas that have a gradient. The parameters' own gradients are released.
+    with one number per parameter: 1 if the parameter has a gradient, else 0. After the sum over replicas, this number
+    shows how many replicas have a gradient. The constructor sets the parameters' own gradients to None.
 
     Args:
         divided: for each parameter of the bucket, the object that receives this replica's rows of the sum.
@@ -62,7 +62,7 @@ class DividedCopies:
         return buffer
 
     def _gradient(self, parameter: nn.Parameter) -> Tensor:
-        """Return the parameter's gradient; if it is None, a tensor of the whole shape that stores only one element."""
+        """Return the parameter's gradient; if it is None, a placeholder of the whole shape that stores one element."""
         if parameter.grad is not None:
             return parameter.grad
         return parameter.new_empty(()).expand(self._divided[parameter].shape(parameter))

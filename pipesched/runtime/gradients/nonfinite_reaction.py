@@ -17,7 +17,7 @@ __all__ = ["NonfiniteReaction"]
 
 @dataclass(frozen=True)
 class _Check:
-    """The check of one step. ``arrived`` is an event recorded after the flag's copy to the host, or None."""
+    """The check of one step. ``arrived`` is an event recorded once the flag is on the host; None without a copy."""
 
     step: int
     verdict: Verdict
@@ -34,9 +34,9 @@ class _Check:
 
 
 class NonfiniteReaction:
-    """Reacts to the checks of steps according to ``on_nonfinite``.
+    """Raises or warns if the loss or a gradient of a step was infinite or NaN, as ``on_nonfinite`` states.
 
-    If the rules set ``lags``, the check of a step is read one step later.
+    If ``lags`` is set in the rules, it does so one step later.
     """
 
     def __init__(self) -> None:
@@ -50,9 +50,9 @@ class NonfiniteReaction:
         rules: GradientRules,
         gathered: Callable[[Any], list[Any]],
     ) -> None:
-        """React to the check of a step in the same way in all processes. Raises ExecutionError, or warns.
+        """Raise ExecutionError, or warn, if the check failed. All processes do the same.
 
-        ``gathered`` returns the values of all processes, in rank order.
+        ``gathered`` gathers a value from each process, and returns the values in rank order.
         """
         if verdict.nonfinite is None:
             return

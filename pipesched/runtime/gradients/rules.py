@@ -1,7 +1,7 @@
 """Gradient rules: how the stages of a process treat gradients between the last backward and the update.
 
 A NORM action unscales the gradients of a stage if the loss was scaled, and computes their norms. Each UPDATE gets the
-norms of all stages, so that every stage makes the same decision whether to skip the update, and clips by the same norm.
+norms of all stages, so that all stages agree on whether to skip the update, and clip by the same norm.
 """
 
 import math
@@ -26,7 +26,7 @@ OnNonfinite = Literal["raise", "skip", "warn"]
 
 @dataclass(frozen=True)
 class Verdict:
-    """The gradient norms of one update, and the decision whether to skip the update; identical on all stages."""
+    """The gradient norms of one update, and whether to skip the update; identical on all stages."""
 
     #: The norm of each gradient before clipping.
     norms: GradientNorms

@@ -1,6 +1,6 @@
 """Tree sums: adds gradients of micro-batches as a binary tree. The sum's bits do not depend on the number of replicas.
 
-`program.tree_groups` states the rule. If 8 micro-batches are divided among 1, 2 or 4 replicas, each micro-batch always
+`program.tree_groups` defines the tree. If 8 micro-batches are divided among 1, 2 or 4 replicas, each micro-batch always
 belongs to the same subtree. The upper part of the tree adds the sums of the replicas (`tree_sum` and
 `runtime.reductions.replica_sum`).
 """

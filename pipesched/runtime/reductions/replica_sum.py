@@ -2,7 +2,7 @@
 
 Each process receives one shard of the tensor from every replica, adds the shards in replica order or as a binary tree
 over the replicas, and sends the sum back. A library's reduce-scatter or all-reduce would send the same number of bytes,
-but the library would choose the order of the additions by the number of bytes and the topology.
+but the order of the additions would depend on the number of bytes and the topology.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -25,9 +25,10 @@ _all_gather: Any = getattr(distributed, "all_gather_single", None) or distribute
 
 
 class ReplicaGroup:
-    """The processes that hold the same stages in all replicas. ``add`` is collective over them.
+    """The processes that hold the same stages in all replicas.
 
-    The constructor is collective over the processes of all groups.
+    All methods that send tensors are collective over these processes. The constructor is collective over the processes
+    of all groups.
 
     Args:
         groups: the global ranks of all such groups in the mesh, each in replica order.
@@ -135,7 +136,7 @@ class ReplicaSums:
     Args:
         group: the processes with the same stages in all replicas.
         shards: the processes with the same shards of these stages; ``group`` if the weights are not sharded.
-        lane: the lane.
+        lane: runs the sums.
         check: raises an exception if another rank has failed; called while waiting for a sum.
 
     """
@@ -172,7 +173,7 @@ class ReplicaSums:
         return True
 
     def start(self, buffers: Sequence[Tensor], *, of_shards: bool = False) -> Ticket:
-        """Start to replace buffers with their sums over replicas. Returns a ticket to wait for.
+        """Start replacing buffers with their sums over replicas. Returns a ticket to wait for.
 
         If ``of_shards`` is set, each sum includes only the replicas with the same shards.
         """
@@ -211,7 +212,7 @@ class ReplicaSums:
         self._lane.start(run).wait(self.check)
 
     def spread(self, parts: Sequence[Sequence[Sequence[Tensor]]]) -> Ticket:
-        """Start to copy tensors from each replica to all others. Replica i sends list i of each entry of ``parts``."""
+        """Start copying tensors from each replica to all others. Replica i sends list i of each entry of ``parts``."""
         return self._lane.start(partial(_each, self._group.spread, parts))
 
     def gathered(self, tensor: Tensor) -> list[Tensor]:

@@ -90,8 +90,8 @@ class Norms:
         """Call ``functional.batch_norm`` without changing the running statistics.
 
         Returns:
-            The output, and a pair of the module's index and the call's statistics. If the call would not update running
-            statistics, None takes the place of the pair.
+            (output, (index of the module, statistics of the call)), or (output, None) if the call would not update
+            running statistics.
 
         """
         given = dict(zip(_ARGUMENTS, args, strict=False)) | kwargs

@@ -29,7 +29,7 @@ _Made = dict[tuple[torch.device, str], Callable[..., Any]]
 
 
 def compiler(compile: Any, batch_norm: BatchNormMode) -> "Callable[[torch.device], Compiled | None]":
-    """Return a function that makes a `Compiled` for a stage's device. It returns None if ``compile`` is False.
+    """Return a function that makes a `Compiled` for a stage's device, or returns None if ``compile`` is False.
 
     Args:
         compile: True, False, or a dict of arguments for ``torch.compile``, as in Pipeline.
@@ -139,7 +139,7 @@ class Compiled:
 
 
 def _add(mode: TorchFunctionMode, *added: Any) -> None:
-    """Pass an added loss to the stage's mode, which is disabled in compiled layers."""
+    """Pass an added loss to ``mode``, the stage's TorchFunctionMode, which is inactive in compiled layers."""
     mode.__torch_function__(added_loss, (), added)
 
 
@@ -160,7 +160,7 @@ def _call(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 
 
 class _Layer(nn.Module):
-    """A module of a layer and the compiled function that calls it, so that ``functional_call`` can replace tensors."""
+    """Calls a layer through a compiled function. ``functional_call`` can replace the layer's tensors."""
 
     def __init__(self, layer: nn.Module, call: Callable[..., Any]) -> None:
         super().__init__()

@@ -1,7 +1,8 @@
 """Divided weights: between runs, each replica holds only its rows of a stage's weights.
 
 UNSHARD starts to gather the full (undivided) weights. The first action that uses them waits for them, and RESHARD frees
-them. The optimizer updates only rows. Nothing is sent after an update, because the next run gathers the updated rows.
+them. The optimizer updates only this replica's rows. Nothing is sent after an update, because the next run gathers the
+updated rows.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -32,7 +33,7 @@ class DividedWeights:
     Args:
         units: groups of parameters that are gathered together, in the order in which they are used.
         shards: the rows of each replica.
-        update: the update of this replica's rows; None if the stage has no optimizer.
+        update: updates this replica's rows; None if the stage has no optimizer.
         spread: sends rows to all replicas.
 
     """
@@ -97,7 +98,7 @@ class DividedWeights:
 
     @torch.no_grad()
     def unshard(self, number: int) -> None:
-        """UNSHARD: begin to gather the full weights. ``number`` counts the gathers of a run."""
+        """UNSHARD: begin gathering the full weights. ``number`` is this gather's number in the run."""
         parts = []
         with torch.inference_mode(False):  # weights are ordinary tensors in any run
             for unit in self._units:

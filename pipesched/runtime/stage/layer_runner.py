@@ -47,7 +47,7 @@ _NO_CONTEXT = nullcontext()
 
 
 class LayerRunner:
-    """Runs the layers of a stage in F, and again in backward passes that recompute them. Not thread-safe.
+    """Runs the layers of a stage in F, and again when they are recomputed. Not thread-safe.
 
     Args:
         body: the layers and the order in which they run.
@@ -174,8 +174,8 @@ class LayerRunner:
     def _may_split(self) -> bool:
         """Return whether weight gradients can be deferred to W.
 
-        This requires the type of every parameter to be exactly nn.Parameter, not a subclass. The parameters of sharded
-        modules must stay gathered.
+        Every parameter must be an nn.Parameter, not an instance of a subclass, and the parameters of sharded modules
+        must stay gathered until W.
         """
         if self._splits is None:
             gathered = self._sharded is None or self._sharded.wait()

@@ -1,4 +1,4 @@
-"""Offloading: moves activations that some layers save for the backward to host memory and back.
+"""Offloading: moves the saved activations of some layers to host memory, and back for the backward.
 
 Saved-tensor hooks see all tensors that autograd saves during a stage's forward. OFFLOAD copies the storages that
 only offloaded layers have saved, each of them once. FREE releases the device memory after the copy. FETCH allocates

@@ -130,7 +130,7 @@ class ShardedUpdate:
         return self.shards.own(parameter, tensor)
 
     def take(self, parameter: nn.Parameter, grad: Tensor | None) -> None:
-        """Receive this replica's rows of the parameter's summed gradient; None if this replica has no rows."""
+        """Receive this replica's rows of the summed gradient. ``grad`` is None if this replica has no rows."""
         self._taken.add(parameter)
         if grad is not None:
             self.local[parameter].grad = grad
@@ -147,7 +147,7 @@ class ShardedUpdate:
         self._send()
 
     def follow(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Make the local parameters of these parameters views of the memory that the parameters use now."""
+        """Update the local parameters of these parameters, so that they are views of the parameters' current memory."""
         for parameter in parameters:
             values = self.shards.own(parameter, parameter.detach()) if parameter in self.local else None
             if values is not None:

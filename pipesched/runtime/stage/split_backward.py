@@ -1,7 +1,7 @@
 """Split backward: F records the operations that use weights, so that the backward can be split into I and W.
 
-I computes the input gradients, and W the weight gradients (Qi et al. 2023, arXiv:2401.10241). No computation runs
-twice.
+I computes the input gradients, and W computes the weight gradients (Qi et al. 2023, arXiv:2401.10241). No computation
+runs twice.
 
 During F, each linear layer, matrix product or convolution, such as ``linear(x, w)``, is called with ``w`` detached, so
 autograd computes the gradient of ``x`` only. I is an ordinary backward pass over that graph. I also computes cheap
@@ -80,9 +80,9 @@ class Deferral:
     """Intercepts a stage's operations that use weights, detaches the weights and records the operations for W.
 
     The first micro-batch of each kind (input shapes, trainable parameters) shows which weight gradients can be
-    deferred. A step uses the kind of its first micro-batch throughout. If this kind is new, the backward of this
-    micro-batch is not split. The backwards of micro-batches with smaller numbers, which may be recomputed later, are
-    not split either, so that the order in which gradients are summed is always the same.
+    deferred. The first micro-batch that a step runs decides the kind for the whole step. If this kind is new, the
+    backward is not split for this micro-batch, nor for those with smaller numbers (their R may come later), so that
+    gradients are always summed in the same order.
     """
 
     def __init__(self) -> None:

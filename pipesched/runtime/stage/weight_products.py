@@ -76,7 +76,7 @@ def saving_input(x: Tensor, product: Product) -> Tensor:
 
 
 class _SavedInput(torch.autograd.Function):
-    """An autograd node that saves the input of the next operation. It returns ``again[0]``, an alias of the input."""
+    """An autograd node that saves its input ``x`` for the backward, and returns ``again[0]``, an alias of ``x``."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, again: tuple[Tensor], product: Product) -> Tensor:

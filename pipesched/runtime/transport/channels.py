@@ -1,4 +1,4 @@
-"""Channels: send values from rank to rank, first in, first out.
+"""Channels: send values from rank to rank, in order.
 
 A value is one message: a header of 64 bytes, then the bytes of all its tensors. The layout of a message states the
 dtype, the shape and the position of each tensor, and holds the values that are not tensors. Both ends predict the
@@ -147,7 +147,7 @@ class Outgoing:
                 self._send_long(packed, layout.spare)
 
     def _send_unforeseen(self, layout: MessageLayout, leaves: tuple[Any, ...], foreseen: int) -> None:
-        """Send a message with an unpredicted layout: the header on the channel, layout and data on the side channel.
+        """Send a message with an unpredicted layout: its header on the channel, the rest on the side channel.
 
         ``foreseen`` is the predicted number of bytes. It determines the port through which the header is sent.
         """
@@ -209,8 +209,8 @@ class _Posted(NamedTuple):
 class Incoming:
     """The receiving end of a channel. It takes the arguments of `Outgoing`; ``peer`` is the sending rank.
 
-    If the predicted layout allows it, a value is built when its receive is posted, because work after the message has
-    arrived would delay the step.
+    If the predicted layout allows it, a value is built when its receive is posted, so that no work remains when the
+    message arrives.
     """
 
     def __init__(
