@@ -25,7 +25,7 @@ def capture(run: LiveRun, optimizer: GivenOptimizers | None, scheduler: Any, ext
 
     Raises:
         CheckpointError: something cannot be saved, or differs between replicas; the error names it.
-        InputError: an argument is wrong.
+        InputError: an argument is invalid.
 
     """
     part, divided = Part(), Part()

@@ -54,7 +54,7 @@ def fill(chunks: Sequence[Chunk], shape: Sequence[int]) -> bool:
 def pieces(chunks: Sequence[Chunk], rows: Rows | None) -> Iterator[tuple[Chunk, Rows | None]]:
     """Yield each chunk that holds some of the rows ``rows`` of a tensor, and the rows to read from this chunk.
 
-    The rows to read are counted from the chunk's first row. If ``rows`` is None, all rows are meant, and each chunk is
+    The rows to read are counted from the chunk's first row. None means all rows: if ``rows`` is None, every chunk is
     yielded with None.
     """
     for chunk in chunks:

@@ -1,4 +1,4 @@
-"""Extra states: the states of further objects in a checkpoint, such as a data loader or averaged weights.
+"""Extra states: the states of additional objects in a checkpoint, such as a data loader or averaged weights.
 
 Some tensors in these states, such as averaged weights, have the name and shape of a parameter or buffer of the model.
 The rank that owns the parameter or buffer saves such a tensor, and the ranks that need it under the new plan load it.
@@ -115,7 +115,7 @@ def _leaves_saved(extras: Mapping[str, _Extra], run: LiveRun) -> set[Any]:
 class ExtraChanges:
     """The extra states of a checkpoint: ``states`` reads them, and ``apply`` loads them into the objects.
 
-    Nothing changes before ``apply``.
+    Nothing changes until ``apply`` is called.
 
     Args:
         saved: the saved run.

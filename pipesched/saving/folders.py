@@ -1,4 +1,4 @@
-"""Folders: the layout of checkpoint folders, and writes that keep the old checkpoint usable until the new is complete.
+"""Folders: the layout of checkpoint folders, and how the old checkpoint stays usable until the new one is complete.
 
 Each save writes its data files to a new folder with a unique name. The files are complete and flushed to the disk
 before the manifest names them. A single ``os.replace``, which is atomic on local and on network file systems, replaces

@@ -3,7 +3,7 @@
 A checkpoint is a folder with ``manifest.json`` and one data folder. The data folder contains two files for each process
 that saved: its tensors (``part-00000.safetensors``) and its other values (``part-00000.json``). Nothing is pickled.
 
-Format 1 holds each tensor in one file. Format 2, which is used only where it is needed, divides tensors into chunks.
+In format 1, each tensor is in one file. Format 2 is used only if at least one tensor is divided into chunks.
 """
 
 import hashlib

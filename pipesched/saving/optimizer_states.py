@@ -59,7 +59,7 @@ def as_optimizers(given: GivenOptimizers | None, run: LiveRun) -> list[Optimizer
 
 @dataclass(frozen=True)
 class _Member:
-    """A parameter of the model in an optimizer."""
+    """A parameter of the model that belongs to an optimizer."""
 
     #: The index of the parameter group.
     group: int
@@ -195,7 +195,7 @@ class _Change:
 
 
 class OptimizerChanges:
-    """The changes that loading a checkpoint makes to a run's optimizers. Nothing changes before ``apply``.
+    """The changes that loading a checkpoint makes to a run's optimizers. Nothing changes until ``apply`` is called.
 
     Args:
         saved: the saved run.

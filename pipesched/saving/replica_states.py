@@ -72,8 +72,8 @@ _NAMES = {
 def fingerprint(tensor: Tensor) -> str:
     """Return a fingerprint of a tensor's dtype, shape and bits.
 
-    It is computed on the tensor's device, at the speed of its memory: the bits are arranged as a matrix of 64-bit
-    words, and the sums of its rows and columns are hashed. Any change of one word is detected.
+    The bits are arranged as a matrix of 64-bit words, whose row sums and column sums are hashed. The sums are computed
+    on the tensor's device, about as fast as it can read the tensor. Any change to a single word is detected.
     """
     digest = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
     if tensor.numel():

@@ -59,7 +59,7 @@ class Part:
         self.entries[key] = entry
 
     def joined(self, other: "Part") -> "Part":
-        """Return a part with the content of both parts. Under a key that both have, dicts are merged."""
+        """Return a part with the content of both parts. If both have a dict under a key, the dicts are merged."""
         values = dict(self.values)
         for word, value in other.values.items():
             known = values.get(word)

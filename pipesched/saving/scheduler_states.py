@@ -63,7 +63,7 @@ def capture_schedulers(part: Part, encoded: Mapping[str, Encoded], run: LiveRun)
 
 
 class SchedulerChanges:
-    """The states that loading a checkpoint gives to a run's schedulers. Nothing changes before ``apply``.
+    """The states to load from a checkpoint into a run's schedulers. Nothing changes until ``apply`` is called.
 
     Raises CheckpointError if the saved states do not fit the schedulers.
     """

@@ -67,7 +67,7 @@ class Work(Generic[T]):
 
     @property
     def outcome(self) -> tuple[str, str]:
-        """The kind and the message of the error; two empty strings without an error."""
+        """The kind and the message of the error; two empty strings if there is no error."""
         if self.error is None:
             return "", ""
         text = str(self.error)

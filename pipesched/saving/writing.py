@@ -236,7 +236,7 @@ def _manifest(target: Target, facts: Facts, parts: Mapping[str, tuple[FileEntry,
 
 @contextmanager
 def explained(folder: Path) -> Iterator[None]:
-    """Convert file-system errors in the ``with`` block into CheckpointErrors with a remedy."""
+    """Convert file-system errors in the ``with`` block into CheckpointErrors that suggest a remedy."""
     try:
         yield
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Best known: the fastest program of all schedules for given costs, placement and limits."""
+"""Best known: finds the fastest program of any schedule for given costs, placement and limits."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any

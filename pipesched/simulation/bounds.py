@@ -118,8 +118,8 @@ def program_bound(program: Program, costs: Costs, *, effort: int = 0) -> float |
 def _of_graph(program: Program, costs: Costs) -> float:
     """Return a lower bound on the makespan in seconds, for any stage graph, even if micro-batches skip stages.
 
-    Only forwards can run on a rank before its first gradient arrives, and after a rank's last gradient the earlier
-    stages still have to run.
+    Only forwards can run on a rank before its first gradient arrives. After a rank has computed its last gradient, the
+    backwards of earlier stages still have to run.
     """
     graph = program.graph
     placement = program.placement

@@ -1,4 +1,4 @@
-"""Exact solver: finds the fastest program for a chain of stages with CP-SAT (the extra ``solver``).
+"""Exact solver: finds the fastest program for a chain of stages with CP-SAT (needs the extra ``solver``).
 
 The problem is a job shop: each rank runs one action at a time, and holds at most a given number of (stage, micro-batch)
 pairs. Each backward is one B, or an I and a W. Only exact programs (`Program.exact`) are considered: each stage runs
@@ -82,7 +82,7 @@ def solve(
             rank. Default: no limit.
         split: whether each backward can be one B, or an I and a W. If False, every backward is a B. Default: True.
         start: the program to start from, with this placement and within the limits. Default: the fastest program of
-            all schedules.
+            any schedule.
         low: a lower bound in seconds on the makespan, from which the solver starts. Pass 0 for a result that does not
             depend on ``lower_bound`` and can therefore verify it. Default: the result of ``lower_bound``.
         effort: the limit on the solver's deterministic time; one unit takes about a second. Default: 60.

@@ -191,7 +191,7 @@ def stage_memory(layers: Sequence[LayerMemory]) -> LayerMemory:
 
 
 def _shared(layers: Sequence[LayerMemory]) -> list[int]:
-    """Return, for each layer, the bytes that it holds as its input and that the previous layer holds as its output."""
+    """Return, for each layer, how many bytes of its held input the previous layer also holds as output."""
     pairs = [min(one.kept_output_bytes, other.kept_input_bytes) for one, other in pairwise(layers)]
     return [0, *pairs]
 

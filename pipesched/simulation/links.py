@@ -224,7 +224,7 @@ class Links:
         If it was not measured, it is the time of a reduce-scatter plus the time of an all-gather.
 
         For example, these are the times of a stage's two buckets, for ``Costs.reduce_s``, if the link to the other
-        replica has 10 GB/s:
+        replica has a bandwidth of 10 GB/s:
 
             >>> links = Links(inside=Link(latency_s=20e-6, bytes_per_s=10e9))
             >>> [links.all_reduce_s(size, range(2)) for size in (50_000_000, 100_000_000)]

@@ -97,7 +97,8 @@ def rank_memory(
             output.
         replicas: the memory that each stage needs because the pipeline has replicas. Default: the flat copies of
             ``costs.reduce_bytes``.
-        in_tree: whether the gradients of micro-batches are summed in a binary tree. Default: False, one by one.
+        in_tree: whether the gradients of micro-batches are summed in a binary tree. Default: False; they are summed one
+            by one.
 
     Raises:
         ScheduleError: if the costs and the program have different numbers of stages.
@@ -253,7 +254,8 @@ def _met(program: Program, buffer_bytes: Ints) -> _Around:
 class _Gradients(NamedTuple):
     """The size in bytes of gradients, which are held from a stage's first backward to its update or the step's end.
 
-    If gradients are summed in a binary tree, the sums of complete subtrees are held as well, until the last backward.
+    If gradients are summed in a binary tree, the sums of complete subtrees are held as well, until the sum of all
+    gradients is first used.
     """
 
     around: _Around

@@ -37,7 +37,7 @@ class Profile:
         plan = pipesched.tune(pipesched.Profile.load("profile.json"), num_ranks=4, batch_size=32)
 
     Attributes:
-        graphs: for each micro-batch size in rows, the graph of the measured layers, in the form that
+        graphs: the graph of the measured layers for each micro-batch size (in rows), in the form that
             `pipesched.graph_of` returns. All graphs have the same layers and edges.
         model: a digest of the measured model.
         machine: device name, links, overheads and host bandwidth of the machine.
@@ -45,7 +45,7 @@ class Profile:
             have different sizes. Default: all costs are proportional to the number of elements.
 
     Raises:
-        ScheduleError: for graphs with different layers or edges, and for invalid figures.
+        ScheduleError: for graphs with different layers or edges, and for invalid values.
 
     """
 
@@ -146,7 +146,10 @@ class Profile:
     def _stage(
         self, rows: int, names: tuple[str, ...], keep: Mapping[str, LayerCheckpoint], ends: bool
     ) -> Mapping[str, Any]:
-        """Return one stage's costs, keyed by the field names of `Costs`. Results are cached: searches repeat stages."""
+        """Return one stage's costs, keyed by the field names of `Costs`.
+
+        Results are cached, because a search needs the costs of the same stage many times.
+        """
         key = rows, names, tuple((name, keep[name]) for name in names if name in keep), ends
         known = self._stages.get(key)
         if known is None:
@@ -204,7 +207,7 @@ class Profile:
 
     @classmethod
     def load(cls, path: str | PathLike[str]) -> "Profile":
-        """Read a profile from a JSON file. Raises ScheduleError with the file's name for an invalid profile."""
+        """Read a profile from a JSON file. If that fails, raises a ScheduleError that names the file."""
         try:
             return load_json(path, cls.from_dict)
         except OSError as error:

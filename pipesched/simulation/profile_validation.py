@@ -17,7 +17,7 @@ _AGAIN = "measure the model again"
 
 
 def check_graphs(graphs: Mapping[int, "nx.DiGraph[str]"]) -> None:
-    """Raise ScheduleError unless all micro-batch sizes of a profile have the same layers and valid figures."""
+    """Raise ScheduleError unless all micro-batch sizes of a profile have the same layers and valid values."""
     if not isinstance(graphs, Mapping) or not all(isinstance(graph, nx.DiGraph) for graph in graphs.values()):
         raise ScheduleError(f"a profile must have a graph of layers for each size; got {shown(graphs)}; {_AGAIN}")
     if not graphs or not all(len(graph) for graph in graphs.values()):

@@ -17,7 +17,7 @@ _ROUNDS = 10
 def clock_offset(port: Any, rank: int, num_ranks: int) -> float:
     """Return the seconds to add to this rank's clock to get the time on rank 0's clock. Collective.
 
-    The error is at most half the fastest round trip. Raises ConnectionLostError.
+    The error is at most half the duration of the fastest round trip. Raises ConnectionLostError.
     """
     answer = torch.zeros(1, dtype=torch.float64)
     try:

@@ -25,8 +25,9 @@ _PATIENCE_S = 2.0  # added to the timeout, for a store that does not answer
 class Connections:
     """A rank's sockets, its gloo port and, on an accelerator, its device links.
 
-    The constructor and ``connect`` are collective. Only the store of ``group``, the ranks' process group, is used. The
-    constructor raises ExecutionError if a rank does not join, and StoreLostError if the store does not reply.
+    The constructor and ``connect`` are collective. ``group`` is the ranks' process group; only its ranks and its store
+    are used. The constructor raises ExecutionError if a rank does not join, and StoreLostError if the store does not
+    reply.
     """
 
     def __init__(self, group: Any, names: Sequence[str], device: torch.device, timeout_s: float) -> None:
@@ -51,9 +52,10 @@ class Connections:
         self.sockets = SocketPort(self.store, self.rank, own_host(self.store), self._timeout_s)
 
     def hang_up(self) -> None:
-        """End every wait of this rank for another rank.
+        """Interrupt every operation in which this rank waits for another rank.
 
-        A receive with a short timeout ends gloo's waits: gloo closes all connections when a receive times out.
+        gloo's operations are interrupted by a receive with a short timeout, because gloo closes all connections when a
+        receive times out.
         """
         self.sockets.hang_up()
         if self.num_ranks > 1:
@@ -76,8 +78,8 @@ def met(group: Any, names: Sequence[str], device: torch.device, timeout_s: float
 
     ``names`` holds the names of the group's ranks.
 
-    Raises ExecutionError if a rank does not join. The alarm then also reports the missing ranks to the ranks of other
-    pipelines.
+    If a rank does not join or the store does not reply, notifies the ranks of other pipelines and raises
+    ExecutionError.
     """
     try:
         alarm = Alarm(group, names, own_host(group.get_group_store()), timeout_s)

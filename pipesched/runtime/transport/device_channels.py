@@ -28,8 +28,8 @@ communicator can always proceed.
 
 Memory. A message is copied into a buffer of the channel on the compute stream, so that the layers may change their
 tensors afterwards. The copy takes about a thousandth of the time of the stage that computed the message. Memory for
-received data is allocated on a stream without computation, so data arrives while the rank computes; the memory is
-recorded for the stream that uses it.
+received data is allocated on a stream without computation, so data arrives while the rank computes. ``record_stream``
+keeps the memory from being reused before the compute stream has finished with it.
 """
 
 from collections import deque
@@ -90,7 +90,7 @@ class Link(Protocol):
         """Wait until all posted transfers are done."""
 
     def abort(self) -> None:
-        """Abort the link, and all work on the device that waits for it."""
+        """Abort the link, and all device work that waits for it."""
 
 
 class _Maker(Protocol):
@@ -170,7 +170,10 @@ class Nccl:
 
 
 def links_for(device: torch.device, timeout_s: float) -> _Maker | None:
-    """Return the factory of a device's links; None for a CPU. Raises ExecutionError if torch was built without NCCL."""
+    """Return the factory that creates the links of a device, or None for a CPU.
+
+    Raises ExecutionError if torch was built without NCCL.
+    """
     if device.type == "cpu":
         return None
     if not distributed.is_nccl_available():

@@ -1,9 +1,9 @@
 """Encoding: converts plain values to bytes and back. Only known types are decoded, so received bytes cannot run code.
 
 Supported types are None, numbers, text, bytes, tuples, lists, dicts, sets, slices, ranges, numpy arrays of numbers, and
-torch's dtypes, devices and shapes. Enums and pytree nodes are written with the names of their types. The reader looks
-up each name among the types that were registered with it or that occurred in its own capture of the model. The reader
-never imports a module.
+torch's dtypes, devices and shapes. Enums and pytree nodes are written with the names of their types. The receiving rank
+looks up each name among the types that it has registered, which include those that occurred when it captured the model.
+It never imports a module.
 """
 
 from collections import OrderedDict, defaultdict, deque, namedtuple
@@ -95,8 +95,8 @@ class _Own(NamedTuple):
 class Encoding:
     """Encodes plain values as bytes, and decodes them.
 
-    ``types`` are enums and pytree nodes to register by name, in addition to built-in types. Both ends must register the
-    same types: the types of pipesched, and the types that occur in each rank's own capture of the model.
+    ``types`` are the classes of enums and pytree nodes to register by name, in addition to built-in types. Both ends
+    must register the same types: those of pipesched, and those that occur when the model is captured on each rank.
     """
 
     def __init__(self, types: Iterable[Any] = ()) -> None:
@@ -119,7 +119,7 @@ class Encoding:
 
     @contextmanager
     def learning(self) -> Iterator[None]:
-        """A context in which the types of all written values are registered."""
+        """Within this context, register the types of all values that are written."""
         self._learning = True
         try:
             yield

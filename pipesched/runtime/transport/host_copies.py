@@ -31,7 +31,7 @@ class Courier:
     """Sends values from a CUDA device in a separate thread, so that the rank's thread does not wait for the device.
 
     Values are sent in the order of the calls to ``give``. On a CPU there is no thread: ``give`` sends the value
-    directly. The thread ends when the courier is dropped, or when ``end`` is called.
+    directly. The thread ends when the courier is garbage-collected, or when ``end`` is called.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -63,7 +63,7 @@ class Courier:
 
 
 def _end(parcels: "SimpleQueue[_Parcel | threading.Event | None]", threads: Sequence[threading.Thread]) -> None:
-    """Stop and join the thread, because a process that exits while a thread waits for the device is aborted."""
+    """Stop and join the thread: a process is aborted if it exits while one of its threads waits for the device."""
     parcels.put(None)
     for thread in threads:
         if thread is not threading.current_thread():

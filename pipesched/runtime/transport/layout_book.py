@@ -62,8 +62,8 @@ class LayoutBook:
     def note(self, number: int, layout: MessageLayout) -> None:
         """Record the layout of a message for which another layout, or none, was predicted.
 
-        The layout is used for predictions from the next run on. In a run that is extended, it is used after a fixed
-        number of further messages, when both ends are certain to have recorded it.
+        The layout is used for predictions from the next run on. If the current run is extended, the layout is also used
+        for added messages that come at least ``_SETTLED`` messages later, when both ends have certainly recorded it.
         """
         self._news.append((number, self._keys[number - self._first], layout))
 

@@ -112,8 +112,8 @@ def _check(tensor: Tensor) -> None:
 def _shared(leaves: tuple[Any, ...]) -> tuple[tuple[int, int] | None, ...] | None:
     """Return which leaves share memory; None if no two leaves do.
 
-    The result has one entry per leaf: None for a leaf that shares no memory, otherwise (number of the shared memory,
-    first byte of the leaf in it).
+    The result has one entry per leaf: None for a leaf that shares no memory, otherwise a pair (index of the shared
+    memory, offset in bytes of the leaf's first element in this memory).
     """
     addresses = [_memory(leaf) for leaf in leaves]
     counts = Counter(address for address in addresses if address)
@@ -290,7 +290,7 @@ def _tensor(one: _Restored, piece: _Piece, memory: Any, device: torch.device) ->
 class Packed:
     """The buffer of a message: ``header`` bytes (0 on a device), then the bytes of the tensors.
 
-    ``data`` is a view of the buffer as bytes; empty if there is no header.
+    ``data`` is a view of the buffer as bytes. It is empty if ``header`` is 0.
     """
 
     def __init__(self, layout: MessageLayout | None, header: int, device: torch.device | None = None) -> None:

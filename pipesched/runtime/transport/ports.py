@@ -46,14 +46,14 @@ class _Port(Protocol):
 
 
 class Ports(NamedTuple):
-    """The ports of one rank. Both ends choose a message's port by its predicted size, so they use the same port."""
+    """The ports of one rank. Both ends choose the port by the message's predicted size, so they use the same one."""
 
     short: ShortPort
     long: _Port
     limit: int = 1 << 20  # the size in bytes of the smallest long message; about the size of a connection's buffers
 
     def send(self, tensor: Tensor, to: int, tag: int) -> Work | None:
-        """Send a tensor of bytes through the port for its size.
+        """Send a tensor of bytes through the port for messages of this size.
 
         Returns None if all bytes are written, otherwise the pending send. Raises ConnectionLostError.
         """

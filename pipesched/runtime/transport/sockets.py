@@ -333,7 +333,7 @@ class SocketPort:
         connection.close()
 
     def hang_up(self) -> None:
-        """End every wait of this rank, and the waits of ranks connected to it."""
+        """Shut all connections down, so that neither this rank nor a rank connected to it keeps waiting."""
         self._hung_up.set()
         for sender in list(self._senders.values()):  # another thread may add a sender
             sender.hang_up()

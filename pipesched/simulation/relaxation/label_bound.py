@@ -1,7 +1,7 @@
 """Label bound: a lower bound on the makespan, found by a search through all orders of one rank.
 
-The bound is the largest deadline, found by bisection, for which `pipesched.simulation.relaxation.label_sweep` proves
-that no program meets it.
+The bound is the largest deadline that no program meets, as proved by `pipesched.simulation.relaxation.label_sweep`. It
+is found by bisection.
 """
 
 from collections.abc import Mapping, Sequence
