@@ -102,7 +102,7 @@ class ReplicaMemory:
 
     @classmethod
     def of_buffers(cls, sizes: Sequence[int]) -> "ReplicaMemory":
-        """Return the memory of a stage whose summed gradients are not divided. ``sizes``: the size of each bucket."""
+        """Return the memory of a stage whose summed gradients are not divided. ``sizes``: the bytes of each bucket."""
         return cls(buckets=tuple(CopyMemory(size, size, size) for size in sizes))
 
 

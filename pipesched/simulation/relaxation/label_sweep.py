@@ -139,7 +139,7 @@ class Sweep:
         return Swept(missed, tuple(deadline for deadline in self._deadlines if deadline not in missed), effort)
 
     def _unmissed(self, states: _States, level: int) -> _States:
-        """Return the states without those of deadlines that some rank is certain to miss."""
+        """Return the states, but not those of deadlines that some rank is certain to miss."""
         waiting = [states, *self._waiting.get(level + 1, [])]
         return states[self._kept(waiting)[states.problem // self._num_ranks]]
 
