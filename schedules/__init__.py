@@ -44,7 +44,7 @@ def _registered() -> dict[str, Schedule]:
 
 
 def _with_starts(registered: dict[str, Schedule]) -> dict[str, Schedule]:
-    """Return the schedules. One with an option ``starts`` gets all other schedules as starts for its search."""
+    """Return the schedules. If one has the option ``starts``, set it to all schedules without this option."""
     starts = _Starts(schedule for _, schedule in sorted(registered.items()) if "starts" not in schedule.options)
     return {
         name: schedule if schedule in starts else schedule.with_options(starts=starts)

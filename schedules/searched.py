@@ -27,7 +27,7 @@ def searched(
 
     The search starts from list schedules and from all other schedules that fit, and improves the best by simulated
     annealing. For at most 100 actions, it also runs a beam search. It ends early if it proves that no order is shorter.
-    Each backward is whole or split. Another schedule that is as short is preferred. Equal options give equal orders.
+    A backward may be whole or split. If another schedule is as short, it is used. Equal options give equal orders.
 
     Options:
         costs: the times of each stage, or a list with the costs of each micro-batch. Default: identical stages.

@@ -15,7 +15,7 @@ def zb_auto(
 ) -> list[Order]:
     """A greedy heuristic for the given stage costs and memory limit. Zero Bubble, Qi et al. 2023.
 
-    The heuristic leaves three choices open. All combinations are tried, as is ZB-H1 if it stays within the memory
+    The paper leaves three choices open. All eight combinations are tried, and ZB-H1 if it stays within the memory
     limit. The order with the shortest span is used. The span is the longest time from any rank's first start to that
     rank's last end.
 

@@ -89,7 +89,7 @@ def num_chunks(*traces: Trace) -> int:
 
 
 def chunks_visited(trace: Trace) -> int:
-    """Return the largest number of chunks of the same rank that process a single micro-batch.
+    """Return the largest number of a rank's chunks that process the same micro-batch.
 
     Bidirectional schedules place two chunks on each rank, but only one of them processes a given micro-batch.
     """

@@ -69,7 +69,7 @@ def plot_memory(trace: Trace, ax: "Axes | None" = None) -> "Axes":
 
 
 def _line_width(rank: int, num_ranks: int) -> float:
-    """Return the width of a rank's line. If there are few, the first lines are wider, so that no line hides another."""
+    """Return the width of a rank's line. With few ranks, lines drawn first are wider, so that no line is hidden."""
     return 1.2 if num_ranks > _FEW else 1.2 + 2.4 * (num_ranks - 1 - rank) / num_ranks
 
 

@@ -82,7 +82,7 @@ def plot_report(
 
 
 def _candidates(ax: "Axes", shown: Sequence[Candidate], left_out: int) -> None:
-    """Draw a bar for each candidate: the chosen plan in full colour, plans that do not fit into memory hatched."""
+    """Draw a bar for each candidate. The chosen plan has full colour; plans that do not fit into memory are hatched."""
     longest = max(candidate.seconds for candidate in shown)
     for at, candidate in enumerate(shown):
         fill = _colour_of(candidate)
@@ -124,7 +124,7 @@ def _timelines(rows: Any, traces: "Sequence[tuple[str, Trace]]") -> None:
 
 
 def _work(ax: "Axes", comparison: Comparison) -> None:
-    """Draw the work of each stage in a step by kind of action: predicted (left, light colours) and measured (right)."""
+    """Draw two bars for each stage: the predicted work in a step (left, light) and the measured, by kind of action."""
     unit = time_unit(max(max(stage.work_s) for stage in comparison.stages))
     for at, stage in enumerate(comparison.stages):
         bottoms = [0.0, 0.0]

@@ -27,7 +27,7 @@ _MOST_HATCHED = 3000  # with more gaps, none is hatched, because hatching is slo
 
 
 class _Band(NamedTuple):
-    """The part of each rank's row in which bars are drawn. 0 is the middle of the row, 1 the height of a row."""
+    """The part of each row in which bars are drawn, in row heights from the middle of the row, downwards."""
 
     top: float
     height: float

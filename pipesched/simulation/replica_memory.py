@@ -102,7 +102,7 @@ class ReplicaMemory:
 
     @classmethod
     def of_buffers(cls, sizes: Sequence[int]) -> "ReplicaMemory":
-        """Return the memory of a stage whose summed gradients stay whole. ``sizes``: bytes of each bucket's copy."""
+        """Return the memory of a stage whose summed gradients are not divided. ``sizes``: the bytes of each bucket."""
         return cls(buckets=tuple(CopyMemory(size, size, size) for size in sizes))
 
 
@@ -124,13 +124,13 @@ def held_with_replicas(
     """Return upper bounds on the bytes that ranks hold to sum gradients and exchange weights, for each action.
 
     A rank's collectives run one after the other, while the rank computes. So the order of actions determines when a
-    gradient is copied for its sum, but not when the sum is complete. The sum is complete at the latest when the rank
-    waits for it, or for a later collective.
+    gradient is copied for its sum, but not when the sum is complete. The sum is complete, at the latest, once the rank
+    has waited for it or for a later collective.
 
     Args:
         program: the program.
         stages: the memory of each stage.
-        update_transient_bytes: the transient of each stage's update, which is not included in the result.
+        update_transient_bytes: the temporary memory of each stage's update, which the caller adds to the result.
 
     """
     held = HeldWithReplicas(*np.zeros((2, len(program.columns)), np.int64))
@@ -191,7 +191,7 @@ class _Rank:
         self._held.released[rows] = sum(self._released.values())
 
     def _run(self, row: int, *, early: bool) -> None:
-        """Write the bytes that the rank holds during the action in a row; update the copies held after this action."""
+        """Write the bytes that the rank holds during the action in a row, and update the copies that it then holds."""
         action = self._program.columns.action(row)
         stage = action.stage
         here = slice(row, row + 1)
@@ -235,20 +235,21 @@ class _Rank:
         self._released[stage] = self._released.get(stage, 0) + copies.released
 
     def _end_sums(self, stage: int) -> None:
-        """Free the copies of a stage, except the parts that are gradients."""
+        """Wait for a stage's sums, and free their copies, except the parts that are the gradients themselves."""
         self._complete(max((at for at, (own, _) in enumerate(self._started) if own == stage), default=0))
         own = [copies for at, copies in self._started if at == stage]
         self._kept[stage] = self._kept.get(stage, 0) + sum(copies.kept for copies in own)
         self._started = [(at, copies) for at, copies in self._started if at != stage]
 
     def _complete(self, end: int) -> None:
-        """Let the rank wait for a collective. All collectives that were started earlier have then ended."""
+        """Mark the collectives before index ``end`` as ended, because the rank has waited for the one at ``end``."""
         self._started[:end] = [(stage, copies.complete()) for stage, copies in self._started[:end]]
 
     def _level(self, spread: int) -> int:
-        """Return the maximum number of bytes that the rank can hold now, whichever started collective is running.
+        """Return the maximum number of bytes that the rank may hold now.
 
-        If a collective is running, all earlier collectives have ended, because they run one after the other.
+        Any of the started collectives may be running. Those started before it have then ended, because collectives run
+        one after the other.
         """
         copies = [copies for _, copies in self._started]
         rest = sum(one.buffer for one in copies)

@@ -41,11 +41,11 @@ class Replication:
             weights. Default: 0.
         gather_once: with ``zero=3``, whether a step gathers the weights of a stage only once. If False, it gathers them
             again after other stages of the rank have run. Default: True.
-        consecutive: the ranks with consecutive numbers: the "stages" of one pipeline, or the "replicas" of one stage.
-            Hosts contain ranks with consecutive numbers. Default: "stages".
+        consecutive: whether consecutive ranks run the "stages" of one pipeline or the "replicas" of one stage. Each
+            host has consecutive ranks. Default: "stages".
 
     Raises:
-        ScheduleError: for other values.
+        ScheduleError: for invalid values.
 
     """
 
@@ -83,7 +83,7 @@ class Replication:
         return [range(replica, num_ranks * count, count) for replica in range(count)]
 
     def sent_bytes(self, size: int) -> tuple[int, int]:
-        """Return how many bytes a rank sends: (to sum gradients of ``size`` bytes, to gather the weights once).
+        """Return the bytes that a rank sends to sum gradients of ``size`` bytes, and to gather the weights once.
 
         In a ring of n ranks, each rank sends (n-1)/n of the bytes for a reduce-scatter, and as many for an all-gather.
         """
@@ -91,7 +91,7 @@ class Replication:
         return (part if self.zero >= 2 else 2 * part), (part if self.zero else 0)
 
     def describe(self, num_ranks: int) -> str:
-        """Return the axes as text, such as ``dp 8 x pp 4, zero 2``, in the order of the mesh's dimensions."""
+        """Describe the mesh's dimensions, in their order, and ``zero`` as text, such as ``dp 8 x pp 4, zero 2``."""
         sizes = " x ".join(f"{name} {size}" for name, size in self.mesh(num_ranks).items())
         often = "" if self.gather_once or self.zero < 3 else ", weights gathered for each use"
         return f"{sizes}, zero {self.zero}{often}" if self.zero else sizes
@@ -104,8 +104,8 @@ class Replication:
     def buffers(self, costs: Costs) -> list[ReplicaMemory]:
         """Return upper bounds on the memory that each stage needs to sum gradients and to exchange or gather weights.
 
-        The bounds assume that all weights are divided if any are, and that each bucket is copied while the stage's last
-        backward still holds all its activations.
+        The bounds assume that either all weights are divided or none, and that each bucket is copied while the stage's
+        last backward still holds all its activations.
         """
         return [self._buffers(sizes) for sizes in costs.reduce_bytes]
 
@@ -192,7 +192,7 @@ class ReplicaCosts:
         return Links(special=tuple((pair, _slowest(every)) for pair, every in pairs.items() if pair[0] != pair[1]))
 
     def added(self, costs: Costs, placement: Sequence[int], buckets: Buckets) -> Costs:
-        """Return the costs of the stages in one of several replicas.
+        """Return the costs of the stages, with the costs that replicas cause added.
 
         Args:
             costs: the costs of the stages without replicas.

@@ -56,12 +56,12 @@ class Size:
 class SizeFit:
     """Times and sizes of layers as functions of the size of a micro-batch.
 
-    A figure of a layer is a + b x elements + c x elements^2 / rows. For sequences of tokens, b is the part that grows
-    with the number of tokens, and c the part that grows with the pairs of tokens of a sequence, as in attention.
+    Each time or size is modelled as a + b x elements + c x elements^2 / rows. For sequences of tokens, the second term
+    grows with the number of tokens, and the third with the number of token pairs in each sequence, as in attention.
 
     Attributes:
-        layers: the factors (a, b, c) of each figure, keyed by layer name and by the figure's name in `LayerCosts`. A
-            figure without factors is proportional to the number of elements.
+        layers: the factors (a, b, c), keyed by layer name and by the name of the time or size in `LayerCosts`. If
+            there are no factors, the time or size is proportional to the number of elements.
 
     """
 
@@ -95,7 +95,7 @@ class SizeFit:
     def scaled(self, layers: Mapping[str, LayerCosts], known: Size, size: Size) -> dict[str, LayerCosts]:
         """Return the costs of layers for one size of micro-batches, from their costs for another size.
 
-        Each figure is multiplied by the ratio of its fitted values.
+        Each time or size is multiplied by the ratio of its fitted values for the two sizes.
 
         Args:
             layers: the costs for the known size, keyed by layer.
@@ -137,7 +137,7 @@ class SizeFit:
 
 
 def _ratio(factors: Factors | None, known: Size, size: Size) -> float:
-    """Return the ratio of a figure's values for two sizes."""
+    """Return the fitted value for ``size`` divided by the fitted value for ``known``."""
     if factors is None:
         return size.elements / known.elements
     before, after = (_value(factors, one) for one in (known, size))

@@ -1,11 +1,11 @@
 """Tied weight costs: memory and messages of parameters that several layers use.
 
 The memory of a tied parameter is counted once per stage (`stage_parameters`), or once per rank if the placement is
-known (`weight_bytes`). `pipesched.simulation.layer_costs` adds up layers without their graph, so it counts the
-parameter once per use. The gradient is counted once per use. The update is part of the costs of the first layer that
-uses the parameter (`pipesched.profiling.profile_model.put_updates`). Plans show the bytes of the messages that tied
-weights cause between ranks (`tied_traffic_bytes`). The search considers these bytes when it decides whether to put all
-users into one stage; the simulated step does not include them.
+known (`weight_bytes`). `pipesched.simulation.layer_costs` does not know which layers share parameters, so it counts the
+parameter once per use. The gradient is always counted once per use. The update is part of the costs of the first layer
+that uses the parameter (`pipesched.profiling.profile_model.put_updates`). Plans show how many bytes ranks send to each
+other because of tied weights (`tied_traffic_bytes`). The search considers these bytes when it decides whether to put
+all layers that use a weight into one stage. The simulated step does not include these messages.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

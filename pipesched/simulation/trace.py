@@ -86,7 +86,7 @@ class Spans(Sequence[Span]):
         return cls(columns, orders.rank_of, _times(starts), _times(ends))
 
     def at(self, rows: Any) -> "Spans":
-        """Return the spans at the rows of a mask, slice or index array."""
+        """Return the spans that a mask, slice or index array selects."""
         return Spans(self.columns[rows], self.rank[rows], self.start_s[rows], self.end_s[rows])
 
     def intervals(self) -> Iterator[tuple[Any, Any]]:
@@ -283,7 +283,7 @@ class Trace:
 
     @property
     def hidden_communication(self) -> float | None:
-        """The fraction of the collectives' time in which their rank computes or is idle for another reason.
+        """The fraction of the collectives' time during which their rank computes, or is idle for other reasons.
 
         None if the trace has no collectives.
         """
@@ -292,7 +292,7 @@ class Trace:
 
     @property
     def above_bound(self) -> float | None:
-        """The gap between makespan and bound, relative to the bound: 0.03 is 3 %. None if the bound is unknown."""
+        """How far the makespan exceeds the bound, as a fraction of the bound. None if the bound is unknown."""
         if self.bound_s is None:
             return None
         # Rounding can put a float slightly below the bound.
@@ -317,12 +317,12 @@ class Trace:
         return {stage: most for own in found for stage, most in sorted(own.items())}
 
     def in_flight(self, rank: int) -> Iterator[tuple[float, int]]:
-        """Yield how many (stage, micro-batch) pairs a rank holds over time, as (seconds, number from then on)."""
+        """Yield (time in seconds, number of (stage, micro-batch) pairs that a rank holds from that time on)."""
         row = self._rows[self._rank(rank)]
         return _steps(row, pairs_held(row.columns))
 
     def memory(self, rank: int) -> Iterator[tuple[float, int]]:
-        """Yield the bytes that a rank holds over time, one entry per change, as (seconds, bytes from then on)."""
+        """Yield (time in seconds, bytes that a rank holds from that time on) whenever the number of bytes changes."""
         held = 0
         spans = self._holding[self._rank(rank)]
         if self.costs is None:
@@ -418,7 +418,7 @@ class Trace:
     def load(cls, path: str | PathLike[str]) -> "Trace":
         """Read a trace from a JSON file.
 
-        The file is the JSON of ``to_dict``, or a file that ``to_chrome`` wrote and that contains only spans.
+        The file contains the result of ``to_dict`` as JSON, or was written by ``to_chrome`` and contains only spans.
 
         Raises:
             ScheduleError: the trace is invalid; the message names the file.
@@ -523,7 +523,7 @@ def _in_time(spans: Spans) -> Spans:
 
 
 def _steps(row: Spans, held: Held) -> Iterator[tuple[float, int]]:
-    """Yield (time in seconds, amount held from then on) for each start and each end of a span."""
+    """Yield (time in seconds, amount held from that time on) for each start and each end of a span."""
     lists = (values.tolist() for values in (row.start_s, row.end_s, held.during, held.after))
     for start_s, end_s, during, after in zip(*lists, strict=True):
         yield start_s, during

@@ -42,9 +42,9 @@ class RankDevices(Protocol):
 
 
 def moved(trade: Trade, what: str, moves: Sequence[Move]) -> Iterator[Any]:
-    """Perform the moves. Yield, for each move, the value if the target rank is in this process, else None.
+    """Send a value from rank to rank for each Move. Yield the value if its receiver is in this process, else None.
 
-    All processes must call this. All values from one rank to another are sent in one message.
+    All processes must call this function. All values from one rank to another are sent in one message.
     """
     holds = trade.holds
     given: dict[int, list[Any]] = {}
@@ -62,7 +62,10 @@ def moved(trade: Trade, what: str, moves: Sequence[Move]) -> Iterator[Any]:
 
 @torch.no_grad()
 def copy_into(mine: Tensor, theirs: Tensor) -> None:
-    """Copy ``theirs`` to ``mine``. The version of ``mine`` stays the same, so a backward that uses it does not fail."""
+    """Copy ``theirs`` to ``mine``, without changing the version counter of ``mine``.
+
+    A backward that uses ``mine`` therefore does not fail.
+    """
     if (mine.dtype, mine.shape) == (theirs.dtype, theirs.shape) and not is_expanded(mine):
         mine.data.copy_(theirs)
     else:

@@ -50,8 +50,7 @@ class Intercept(TorchFunctionMode):
     def passes(self, function: Any) -> bool:
         """Return whether this function was called before and is not intercepted.
 
-        The mode need not be active when such a function is called, because torch leaves the mode while the function's
-        body runs.
+        Such a function can be called without the mode, because torch disables the mode while the function's body runs.
         """
         return isinstance(function, types.FunctionType) and self._table.get(function, self) is None
 

@@ -14,7 +14,7 @@ __all__ = ["edge_of", "enter"]
 class _Entry(torch.autograd.Function):
     """The first autograd node of a graph. The node's backward stores the gradients of the graph's inputs.
 
-    Unlike leaves, the tensors that it returns may be modified in place, for example by the first layer of a stage.
+    Unlike leaf tensors, the outputs of this function may be modified in place, for example by a stage's first layer.
     """
 
     @staticmethod

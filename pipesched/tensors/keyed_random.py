@@ -52,7 +52,7 @@ class Key(NamedTuple):
 
 
 class Place(NamedTuple):
-    """The place of a random function's call: the call of a layer, and the number of earlier random calls in it."""
+    """The place of a call of a random function: a layer call, and the number of earlier random calls in it."""
 
     key: Key
     layer: str
@@ -146,7 +146,7 @@ class KeyedRandom:
 
     @property
     def op(self) -> int:
-        """The number of random calls in the current call of the layer, including the ``op`` passed to ``enter``."""
+        """The number of random calls so far in this layer call, starting from the ``op`` passed to ``enter``."""
         return self._op
 
     def handler_for(self, function: Callable[..., Any]) -> Handler | None:

@@ -35,7 +35,7 @@ class Books(Protocol):
         """The peak of live bytes since the last ``mark``."""
 
     def mark(self) -> None:
-        """Reset the peak to the live bytes."""
+        """Reset the peak to the current number of live bytes."""
 
     def watching(self) -> AbstractContextManager[Any]:
         """Return a context manager that counts allocations of the current thread."""
@@ -47,9 +47,10 @@ def books_of(device: torch.device) -> Books:
 
 
 class Ledger:
-    """Counts the storages on devices of one type that watched threads create, and those of tensors passed to ``add``.
+    """Counts the bytes of storages that watched threads create, and of storages of tensors passed to ``add``.
 
-    Storages on the meta device are counted with the size that they would have on another device.
+    Only storages on devices of one type are counted. Storages on the meta device are counted with the size that they
+    would have on another device.
     """
 
     def __init__(self, device: str = "cpu") -> None:
@@ -89,9 +90,9 @@ class Ledger:
                 self._peak = max(self._peak, self._bytes)
 
     def leave_out(self, given: Iterable[Any]) -> None:
-        """Never count these tensors and storages, even if operations return them again.
+        """Never count these tensors and storages, even if operations return them later.
 
-        ``given`` may also contain a storage that is a slice of another storage.
+        This applies only to storages that are not counted yet. Other objects in ``given`` are ignored.
         """
         parts = [one for one in given if isinstance(one, torch.UntypedStorage)]
         for storage in (*parts, *self._storages([one for one in given if isinstance(one, Tensor)])):

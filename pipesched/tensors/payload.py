@@ -44,7 +44,7 @@ Gradients = tuple[Tensor | None, ...]
 
 
 class PerConsumer(tuple[Any, ...]):
-    """One value for each consuming stage, if consuming stages receive different values."""
+    """The values for the consuming stages, one for each. A value of another type is sent to all of them."""
 
 
 def used_here(tensor: Tensor) -> Tensor:
@@ -77,7 +77,7 @@ class Payload:
     def of(cls, value: Any, detached: Callable[[Tensor], Tensor] = Tensor.detach) -> "Payload":
         """Flatten a value, and apply ``detached`` to its tensors.
 
-        By default, the new tensors share memory and version counters with the given ones.
+        By default, the payload's tensors share memory and version counters with those of the value.
         """
         if isinstance(value, Tensor):  # the usual case
             return cls((detached(value),), (0,), _LEAF, (value.requires_grad,))

@@ -18,7 +18,7 @@ _NUMBERS = bool, int, float, complex, torch.Size, str, bytes, range, slice, set,
 
 
 class Pattern:
-    """The structure of a value, without its tensors and numbers. ``numbers`` holds the numbers."""
+    """The structure of a value without its tensors. Its numbers are kept separately, in ``numbers``."""
 
     def __init__(self, value: Any) -> None:
         leaves, self._spec = pytree.tree_flatten(value)

@@ -76,8 +76,8 @@ def reference_step(
         loss_weight: a function that maps a micro-batch's target (its inputs if there is no target) to its weight in the
             loss. Default: its number of rows, or the number of targets over which the loss averages.
         loss_reduction: how the loss reduces over rows, "mean" or "sum". Default: read from ``loss_fn``, else "mean".
-        split_dims: the dimension of the rows: an int, a sequence by position, or a mapping by position or name. An
-            argument with None in place of a dimension is not split. Default: 0.
+        split_dims: the dimension along which arguments are split: one for all, a sequence with one per argument, or a
+            mapping from positions or names to dimensions. None: the argument is not split. Default: 0.
         batch_norm: when BatchNorm updates its running statistics: after each "micro-batch", or once per "mini-batch".
             Default: "micro-batch".
         intra_op_threads: the number of CPU threads per operation. Default: 1.
@@ -256,7 +256,7 @@ class _Unpipelined:
         return own
 
     def deliver(self) -> None:
-        """For each shared weight, add the gradients of all uses in call order, and pass the sum to the weight."""
+        """For each shared weight, sum the gradients of all uses in call order, and add the sum to its ``.grad``."""
         for parameter in {id(parameter): parameter for parameter, _ in self._leaves.values()}.values():
             deliver(parameter, [leaf.grad for own, leaf in self._leaves.values() if own is parameter])
         self._leaves.clear()

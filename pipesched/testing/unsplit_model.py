@@ -42,7 +42,7 @@ class Unsplit:
 
     Args:
         model: the user's module.
-        layers: layer name -> layer.
+        layers: the layers, keyed by name.
         stand_ins: returns, for each call of a layer, tensors that replace some of its parameters. Default: none.
         norms: collects BatchNorm statistics over whole mini-batches. Default: None.
         step_data: receives the losses that layers add. Default: None (they are dropped).
@@ -98,7 +98,7 @@ class Unsplit:
         return output
 
     def _begin_code(self) -> None:
-        """Seed Python's and numpy's generators for the next part of the code between layers."""
+        """Seed Python's and numpy's generators for the code that runs before the next layer, or after the last."""
         self._code.enter_context(self._random.outside("", self._code_parts))
         self._code_parts += 1
 
@@ -116,7 +116,7 @@ class Unsplit:
             return loss_fn(output, target)
 
     def _between(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Call a torch function. Outside layers, count calls that use parameters, and replace the parameters."""
+        """Call a torch function. Outside layers, count calls that get parameters, and replace the parameters."""
         used = [] if self._inside else [leaf for leaf in tensors_in((args, kwargs)) if isinstance(leaf, nn.Parameter)]
         if used:
             number = self._counts[""] = self._counts.get("", -1) + 1

@@ -1,12 +1,13 @@
-"""Label sweep: a search through all orders of one rank's work, which shows that no order meets a deadline.
+"""Label sweep: searches through all orders of one rank's work, to prove that no order meets a deadline.
 
-The search models the time and the memory of this rank; every other rank is only a delay. A state is the number of F,
-gradients and W of each chunk that are done. Its label holds the time and, for each micro-batch in progress, the time at
-which the input of its next action arrives. If a state has several labels, their componentwise minimum replaces them.
-This is still a bound, because no action ends later if it starts earlier. So there is one label per state.
+The search models the time and the memory of this rank. The work of other ranks only delays the inputs of its actions.
+A state gives, for each chunk, how many F, gradients and W are done. The state's label holds the time and, for each
+micro-batch in progress, the time at which the input of its next action arrives. If several orders lead to the same
+state, the componentwise minimum of their labels is kept. The result is still a lower bound, because an action that
+starts earlier never ends later.
 
-A label is dropped if the rest of the step cannot end before the deadline. If no label is left, no program ends before
-the deadline. Several deadlines and all ranks are swept at once, as rows of arrays.
+A state is dropped if the rest of the step cannot end before the deadline. If no states remain, no program ends before
+the deadline. All ranks and several deadlines are searched at once, as rows of arrays.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -26,7 +27,7 @@ _LARGEST_KEY = 2**62
 
 @dataclass(frozen=True, kw_only=True)
 class RankTimes:
-    """The work of one rank on one micro-batch, in multiples of a time unit. A tuple has one number for each chunk."""
+    """The times of one rank's work on a micro-batch, as multiples of a time unit. Tuples have one entry per chunk."""
 
     forward: tuple[int, ...]
     #: Without split backwards, equal to ``backward``.
@@ -63,7 +64,7 @@ class Swept(NamedTuple):
 
 
 class _States:
-    """States as rows of arrays: the problem (a rank and a deadline), the counts of actions, and the label."""
+    """States as rows of arrays: each has a problem (a rank and a deadline), counts of actions, and a label."""
 
     def __init__(self, problem: _Ints, counts: _Ints, labels: _Ints) -> None:
         self.problem = problem
@@ -96,7 +97,7 @@ class _States:
 
 
 class Sweep:
-    """One pass over the states of several problems, in ascending order of the number of actions that are done."""
+    """Searches for several ranks and deadlines at once, in ascending order of the number of actions done."""
 
     def __init__(
         self, ranks: Sequence[RankTimes], num_microbatches: int, deadlines: Sequence[int], split: bool
@@ -138,7 +139,7 @@ class Sweep:
         return Swept(missed, tuple(deadline for deadline in self._deadlines if deadline not in missed), effort)
 
     def _unmissed(self, states: _States, level: int) -> _States:
-        """Return the states, except those that belong to a deadline that some rank is sure to miss."""
+        """Return the states, but not those of deadlines that some rank is certain to miss."""
         waiting = [states, *self._waiting.get(level + 1, [])]
         return states[self._kept(waiting)[states.problem // self._num_ranks]]
 
@@ -150,7 +151,7 @@ class Sweep:
         return np.asarray(alive.reshape(-1, self._num_ranks).all(axis=1))
 
     def _missed(self) -> tuple[int, ...]:
-        """Return the deadlines that a rank is sure to miss, because none of its states is left."""
+        """Return the deadlines that some rank is certain to miss, because no states of that rank remain."""
         kept = self._kept(chain.from_iterable(self._waiting.values())).tolist()
         return tuple(deadline for deadline, keeps in zip(self._deadlines, kept, strict=True) if not keeps)
 

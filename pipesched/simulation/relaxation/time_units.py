@@ -1,4 +1,4 @@
-"""Time units: times as integer multiples of a unit, for searches that are exact or compute bounds."""
+"""Time units: converts times to integer multiples of a unit, for exact searches and for bounds."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -42,12 +42,12 @@ class TimeUnits:
         return cls(Fraction(2) ** power, exact=False, whole=False)
 
     def down(self, seconds: float) -> int:
-        """Return a time in units, rounded down. Inexact times are first reduced by the error of float sums."""
+        """Convert a time to units, rounded down. If not ``exact``, subtract the possible error of float sums first."""
         slack = 0 if self.exact else _SLACK
         return max(0, floor(Fraction(seconds) * self.per_second - slack))
 
     def each_down(self, seconds: Iterable[float]) -> tuple[int, ...]:
-        """Return times in units, rounded down."""
+        """Convert times to units, as ``down`` does."""
         return tuple(map(self.down, seconds))
 
     def up(self, seconds: float) -> int:
@@ -56,7 +56,7 @@ class TimeUnits:
         return ceil(own) if self.exact else floor(own)
 
     def seconds(self, count: int) -> float:
-        """Return a number of units in seconds."""
+        """Convert a number of units to seconds."""
         own = Fraction(count) / self.per_second
         if self.whole:
             return int(own)
