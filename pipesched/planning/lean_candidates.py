@@ -14,7 +14,7 @@ from pipesched.program.order import Schedule
 
 __all__ = ["LeanCandidates"]
 
-_IN_NEED = 1_000_000  # actions to spend before an error is raised, even if no effort is left
+_IN_NEED = 1_000_000  # actions to spend before an error is raised, even if the effort is used up
 _FEW_LAYERS = 8  # with more layers, choosing the layers to recompute takes longer than the effort accounts for
 
 
