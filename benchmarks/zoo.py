@@ -362,7 +362,7 @@ def main() -> None:
         f"pipesched trains {good} of {len(peers)} models, with results bit-identical to those of an unpipelined loop\n"
         f"over the same micro-batches. torch's tracer gives correct gradients for {count[0]} of them if a loss\n"
         f"function is applied to the model's output, and for {count[1]} if the model computes its own loss.\n"
-        f"In at least one of these two ways, it gives them for {either} models."
+        f"For {either} models, the gradients are correct in at least one of these two ways."
     )
     print(summary)
     if args.write:
