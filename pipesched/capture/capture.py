@@ -69,7 +69,7 @@ class Call:
         return self.layer, self.number
 
     def join(self, index: int) -> None:
-        """Keep all calls from number ``index`` to this call in one stage."""
+        """Keep this call in one stage with all calls since the call at ``index``, which is included."""
         self.joined = index if self.joined is None else min(self.joined, index)
 
     def __str__(self) -> str:

@@ -1,7 +1,7 @@
 """Recording: records a model in one mode, training or evaluation, and leaves the model unchanged.
 
-The first forward of some models creates attributes that later forwards use, such as masks. Stages run like later
-forwards, so these attributes are stored here and set when a step begins.
+The first forward of some models creates attributes that later forwards use, such as masks. Stages expect
+these attributes to exist, so they are stored here and set when a step begins.
 """
 
 import copy

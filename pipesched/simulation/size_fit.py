@@ -149,7 +149,7 @@ def _value(factors: Factors, size: Size) -> float:
 
 
 def _fitted(sizes: Sequence[Size], values: Sequence[float]) -> Factors:
-    """Return the factors that minimise the sum of squared relative errors, none of them negative."""
+    """Return the non-negative factors that minimise the sum of squared relative errors."""
     heights = np.array(values, float)
     weights = 1 / np.maximum(heights, _TINY * heights.max())
     goal = heights * weights

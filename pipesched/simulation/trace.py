@@ -243,7 +243,7 @@ class Trace:
 
     @property
     def span_s(self) -> float:
-        """The time in seconds from a rank's first start to its last end, on the rank where this time is longest.
+        """The longest time, over all ranks, from the start of a rank's first action to the end of its last, in seconds.
 
         The zero-bubble papers (Qi et al. 2023) call this time the cost.
         """

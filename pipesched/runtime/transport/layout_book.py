@@ -1,4 +1,4 @@
-"""Layout book: predicts the layout of each message of a channel. Both ends keep identical books."""
+"""Layout book: predicts the layout of each message on a channel. Both ends of a channel make the same predictions."""
 
 from collections import deque
 from collections.abc import Hashable, Sequence
