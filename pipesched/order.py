@@ -1,4 +1,4 @@
-"""The names that a file with a schedule needs to import: `schedule`, `Order`, `Shape` and the placement rules."""
+"""The names to import in a file that defines a schedule: `schedule`, `Order`, `Shape` and the placement rules."""
 
 from pipesched.program.order import Order, Schedule, Shape, linear, loop, schedule, v
 

@@ -1,4 +1,4 @@
-"""Class state: detects class attributes that a forward changes, because several stages would share them."""
+"""Class state: detects class attributes that forwards change, because stages must not share state through a class."""
 
 import copy
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -39,7 +39,7 @@ ClassState = Mapping[ClassAttribute, _Held]
 
 
 class _Contents:
-    """A tensor's values, compared by version and bits. Writes through ``.data`` do not change the version."""
+    """A tensor's values. Comparisons check version and bits, because writes through ``.data`` keep the version."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor
@@ -56,7 +56,7 @@ class _Contents:
 
 
 def class_state(model: nn.Module) -> ClassState:
-    """Return the attributes of the classes of a model's modules, except torch's own classes."""
+    """Return the class attributes of a model's modules, excluding attributes of torch's own classes."""
     owners = {base for kind in {type(module) for module in model.modules()} for base in kind.__mro__}
     return {
         ClassAttribute(owner, name): _held(value)
@@ -108,8 +108,8 @@ def changed_classes(
 ) -> tuple[ClassState, tuple[ClassAttribute, ...]]:
     """Find the class attributes that forwards change.
 
-    If the first forward changed an attribute, a second forward runs with different tensor values. Attributes that are
-    set only once, or always to the same value, do not count as changed by each forward.
+    If the first forward changed an attribute, a second forward runs with different tensor values. This shows which
+    attributes every forward changes, and which are set only once or always to the same value.
 
     Args:
         model: the user's module.
@@ -118,7 +118,7 @@ def changed_classes(
         forward: the function that runs another forward.
 
     Returns:
-        The attributes that the first forward set, with their values, and the attributes that each forward changes.
+        The attributes that the first forward set, with their values, and the attributes that every forward changes.
 
     """
     first = class_state(model)

@@ -2,7 +2,7 @@
 
 A container is a module whose child modules become layers: the model itself, or a module with lists of blocks. Any other
 module is a layer, called as a whole. The containers' code runs in shells: shallow copies of the containers in which
-stand-ins replace the layers and pass each call on. The model itself stays unchanged, so several threads can run it.
+stand-ins replace the layers and intercept their calls. The model itself stays unchanged, so several threads can run it.
 """
 
 import functools
@@ -29,7 +29,7 @@ LayerCall = Callable[[str, nn.Module, tuple[Any, ...], dict[str, Any]], Any]
 
 
 def as_whole(model: nn.Module) -> dict[str, nn.Module]:
-    """Return a model as its only layer, because its forward calls no submodule."""
+    """Return the layers of a model whose forward calls no submodule: the model itself is the only layer."""
     return {"(model)": model}
 
 
@@ -133,7 +133,7 @@ class _Copies:
 
 
 class Shells(_Copies):
-    """Copies of a model's containers, around the model's own layers. ``call`` is called in place of each layer.
+    """Copies of a model's containers. Their code calls the function ``call`` in place of each layer.
 
     Args:
         model: the user's module.
@@ -177,7 +177,7 @@ class Shells(_Copies):
             }
 
     def changed(self) -> dict[tuple[nn.Module, str], Any]:
-        """Return the attributes of containers, including buffers, that the forward changed, with the new values."""
+        """Return the new values of the container attributes, including buffers, that the forward changed."""
         changed: dict[tuple[nn.Module, str], Any] = {}
         for own, copy in self._pairs:
             before = self._before[id(copy)]

@@ -31,7 +31,7 @@ def form_of(value: Any) -> list[Any]:
 
 
 def code_of(function: Any) -> Any:
-    """Return the code and constants of a Python function, or the name of any other function. Returns None for None."""
+    """Return the code and constants of a Python function, the name of any other function, or None for None."""
     code = getattr(function, "__code__", None)
     if code is None:
         return None if function is None else getattr(function, "__qualname__", type(function).__qualname__)

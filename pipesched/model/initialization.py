@@ -97,7 +97,7 @@ class _Emptying:
 
 @contextmanager
 def _drawing(seed: int, name: str) -> Iterator[None]:
-    """Seed the CPU generator from ``seed`` and ``name`` in the ``with`` block, and restore its state afterwards."""
+    """Seed the CPU generator with ``seed`` and ``name``, and restore its state after the ``with`` block."""
     key = int.from_bytes(hashlib.blake2b(f"{seed}/init/{name}".encode(), digest_size=8).digest(), "little") >> 1
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(key)
@@ -161,7 +161,7 @@ class Initial:
         return {name: tensor for name, tensor in state.items() if isinstance(tensor, Tensor)}
 
     def fill(self, owners: Owners, ranks: RankDevices) -> None:
-        """Fill the tensors that ranks of this process hold, and the buffers that belong to no layer.
+        """Fill the tensors that this process's ranks hold, and the buffers that belong to no layer.
 
         Raises:
             GraphError: some tensors were not filled. All ranks of a mesh raise it.

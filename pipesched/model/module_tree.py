@@ -1,4 +1,4 @@
-"""Module tree: queries on a model's modules, such as chains of layers, hooks, and normalisation over rows."""
+"""Module tree: finds the chained layers, hooks, BatchNorm layers and replaced modules of a model."""
 
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -33,7 +33,7 @@ def layers_of(model: nn.Module, whole: Collection[str] = ()) -> dict[str, nn.Mod
 
 
 def is_in_a_row(model: nn.Module) -> bool:
-    """Return whether a model is an nn.Sequential without hooks whose layers share no parameters or buffers."""
+    """Return whether a model is an nn.Sequential that has no hooks and whose layers share no tensors."""
     if not _is_plain(model) or hooks_of(model):
         return False
     layers = list(layers_of(model).values())

@@ -1,4 +1,4 @@
-"""Parameter order: sort keys for a model's parameters, identical in every process and in the model's order."""
+"""Parameter order: sort keys for a model's parameters. The keys are identical in every process."""
 
 from collections.abc import Iterable, Iterator, Mapping
 
@@ -10,7 +10,7 @@ _ADDED = "~"  # sorts after digits
 
 
 class ParameterOrder:
-    """The order of a model's parameters before ``wrap=`` changes them. Parameters added later follow, sorted by name.
+    """The order of a model's parameters before ``wrap=`` changes them. Parameters added later come last, by name.
 
     A tied parameter is sorted by its first name. ``roots`` maps prefixes of parameter names to modules: one for the
     model, one for the loss module.
@@ -28,7 +28,7 @@ class ParameterOrder:
                 yield prefix + name, parameter
 
     def keys(self, parameters: Iterable[nn.Parameter]) -> list[str]:
-        """Return the keys of these parameters, in the given order."""
+        """Return the sort key of each of these parameters."""
         wanted = list(parameters)
         if not all(parameter in self._keys for parameter in wanted):
             self._keys = {parameter: self._key(name) for name, parameter in self._named()}
@@ -39,5 +39,5 @@ class ParameterOrder:
         return f"{_ADDED}{name}" if position is None else f"{position:09}"
 
     def name(self, key: str) -> str:
-        """Return the name of the parameter with this key."""
+        """Return the name of the parameter with this sort key."""
         return key.removeprefix(_ADDED) if key.startswith(_ADDED) else self._names[int(key)]

@@ -67,7 +67,7 @@ class ShardedModules:
     def largest_unit(self) -> int:
         """Return the size in bytes of the largest module's full (unsharded) weights.
 
-        The weights of a sharded module inside another one count only for the inner module.
+        If a sharded module contains another one, the inner module's weights are not counted for the outer module.
         """
         sizes: list[int] = []
         for module in self._modules:
@@ -77,7 +77,7 @@ class ShardedModules:
         return max(sizes)
 
     def sum_gradients(self) -> None:
-        """Let FSDP2 add the gradients of the processes instead of averaging them."""
+        """Make FSDP2 sum the gradients across processes instead of averaging them."""
         for module in self._modules:
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo cannot scale while it reduces
@@ -113,9 +113,10 @@ class ShardedModules:
         return self._gathering
 
     def accumulate(self) -> None:
-        """Add gradients computed outside FSDP2's backward to FSDP2's sums, if the sums have another dtype.
+        """Add gradients computed outside FSDP2's backward to FSDP2's sums.
 
-        If the dtypes are the same, does nothing: FSDP2 sums in ``.grad``, which already contains these gradients.
+        Does nothing if FSDP2 sums in ``.grad``, which already contains these gradients. FSDP2 sums elsewhere only if it
+        gathers the weights in a dtype other than that of the shards.
         """
         if self._casts:
             for root in self._roots:
@@ -172,7 +173,7 @@ class ShardedModules:
         return (parameter for root in self._roots for parameter in root.parameters())
 
     def _pass(self, root: Any) -> None:
-        """Run an empty backward pass through a module's hooks. At its end, FSDP2 adds up or reduces all gradients."""
+        """Run an empty backward pass through a module's hooks, after which FSDP2 sums or reduces all gradients."""
         start: Tensor = torch.zeros((), device=self._device, requires_grad=True)
         root.pipesched_pass(start).backward()
 

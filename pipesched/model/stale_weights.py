@@ -116,14 +116,14 @@ class StaleHook:
             warn(self._said(f"state_dict() of {type(module).__name__} was called"))
 
     def loading(self, module: nn.Module, *given: Any) -> None:
-        """Hook before load_state_dict(): raises ExecutionError, because divided weights cannot hold whole tensors."""
+        """Hook before load_state_dict(): raises ExecutionError, because torch cannot load into divided weights."""
         if not self._passes():
             self.refuse(f"load_state_dict() of {type(module).__name__} was called instead of the pipeline's")
 
     def loaded(self, module: nn.Module, incompatible: Any) -> None:
         """Hook after load_state_dict(): removes the hooks if a complete state dict was loaded.
 
-        Torch iterates over the table of hooks during this call, so the table is copied first.
+        Torch iterates over its dict of hooks during this call, so the dict is replaced by a copy first.
         """
         if not incompatible.missing_keys and not self._empty and not self._passes():
             module._load_state_dict_post_hooks = OrderedDict(module._load_state_dict_post_hooks)
@@ -179,7 +179,7 @@ def _hook_on(model: nn.Module) -> StaleHook | None:
 
 
 def release_model(model: nn.Module) -> None:
-    """Remove the hooks, because all weights of the model are up to date."""
+    """Remove the hooks. Called when all weights of the model are up to date."""
     if (hook := _hook_on(model)) is not None:
         hook.remove()
 
@@ -203,7 +203,7 @@ class StaleGuard:
         self._placement = Placement()  # this rank holds all tensors
 
     def place(self, placement: Placement, run_here: Iterable[nn.Module], runs: Runs) -> None:
-        """Set the rank of each tensor. ``run_here`` holds the modules of this rank's stages."""
+        """Set the rank that holds each tensor. ``run_here`` contains the modules of this rank's stages."""
         self._placement = placement
         self._run_here = list(run_here)
         self._runs = runs
@@ -228,7 +228,7 @@ class StaleGuard:
             hook.allow(self._runs)
 
     def release(self) -> None:
-        """Remove the hooks, because all weights of the model are up to date."""
+        """Remove the hooks. Called when all weights of the model are up to date."""
         release_model(next(iter(self._roots.values())))
 
     @contextmanager

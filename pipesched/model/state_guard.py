@@ -229,7 +229,7 @@ def _written(operator: Any) -> tuple[tuple[int, str], ...]:
 
 @contextmanager
 def _bits_kept(tensors: Iterable[Tensor], copied: Iterable[Tensor] = ()) -> Iterator[list[Tensor]]:
-    """Restore the bits of tensors after the ``with`` block. Yields a list that is filled with the written tensors.
+    """Restore the bits of tensors after the ``with`` block. Yields a list to which the written tensors are then added.
 
     Tensors in ``copied`` are copied beforehand, so writes by any thread are undone. Other tensors are copied just
     before an operation of this thread writes to them.
@@ -298,10 +298,10 @@ def _modes_kept(held: Iterable[Any]) -> Iterator[None]:
 
 @contextmanager
 def untouched(model: nn.Module, mode: bool) -> Iterator[list[Tensor]]:
-    """Set the model's mode for code in this thread, then restore attributes, modes, weights, buffers and random state.
+    """Set the model's mode, then restore attributes, modes, weights, buffers and random state after the ``with`` block.
 
     Yields a list that, after the block, holds the weights and buffers that were written to or replaced. Buffers are
-    copied beforehand, weights only when they are written to.
+    copied beforehand. A weight is copied only when this thread writes to it.
     """
     held = _held_by([model])
     tensors = [one for one in held if isinstance(one, Tensor)]
@@ -372,7 +372,7 @@ class _SharedTensors(TorchFunctionMode):
 
 
 def unchanged(value: Any) -> Any:
-    """Copy the objects in a value that a layer may change, such as key-value caches, and return the new value.
+    """Return a value in which all objects that a layer may change, such as key-value caches, are copies.
 
     Tensors are shared, not copied.
     """

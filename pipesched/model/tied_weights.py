@@ -31,7 +31,7 @@ def with_stand_ins(value: Any, stand_ins: Mapping[nn.Parameter, Tensor] | Mappin
 
 
 def _follow(leaf: Tensor, parameter: nn.Parameter, device: torch.device) -> None:
-    """Let a leaf share its weight's current memory or, on another device, hold a copy of the weight.
+    """Make a leaf share its weight's current memory or, on another device, hold a copy of the weight.
 
     While the weight is on the meta device, so is the leaf.
     """

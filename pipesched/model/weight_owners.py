@@ -23,7 +23,7 @@ class Owners:
         tied: parameters that several stages may hold.
 
     Raises:
-        GraphError: no stage holds a parameter or buffer, or several hold a parameter that is not tied.
+        GraphError: a parameter or buffer is in no stage, or a parameter that is not tied is in several stages.
 
     """
 

@@ -122,7 +122,7 @@ def _working(node: Mapping[str, Any]) -> int:
 
 
 def _input_bytes(graph: "nx.DiGraph[Any]", layer: Any) -> int:
-    """Return the input size of a layer in bytes: the measured size or, if unknown, that of the incoming edges' tensors.
+    """Return the input size of a layer in bytes: the measured size or, if unknown, the size of the incoming tensors.
 
     A tensor on several edges is counted once.
     """

@@ -40,7 +40,7 @@ def smallest(low: int, guess: int, probe: Callable[[int], Found | Fails]) -> tup
 
     Args:
         low: a lower bound on the bottleneck, in ticks.
-        guess: the first bound to probe, likely to be large enough.
+        guess: the first bound to probe, chosen so that a partition probably exists within it.
         probe: a function that returns a partition within a bound, or `Fails`.
 
     Returns:

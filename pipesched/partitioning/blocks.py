@@ -127,7 +127,7 @@ def contract(layers: Layers, groups: Iterable[Collection[int]]) -> Blocks:
 
 
 def _renumbered(layers: Layers, leader: Ints) -> Ints:
-    """Number the blocks in topological order; on ties, the block with the earliest first layer comes first."""
+    """Number the blocks in topological order. Of several ready blocks, the one with the earliest layer comes first."""
     firsts, block_of = np.unique(leader, return_inverse=True)
     if (block_of[layers.tails] <= block_of[layers.heads]).all():
         return np.asarray(block_of)
@@ -149,9 +149,9 @@ def _renumbered(layers: Layers, leader: Ints) -> Ints:
 def reduce_blocks(blocks: Blocks, *, by_size: bool, by_memory: bool) -> Blocks:
     """Merge blocks without cost into a neighbour where this does not change the smallest bottleneck.
 
-    A block without cost is merged into its only producer if a cut between the two never sends fewer bytes than a cut
-    after both. It is merged into its only consumer if a cut between the two never sends fewer bytes than a cut before
-    both.
+    A block without cost is merged into its only producer if cutting between the two never sends fewer bytes than
+    cutting after both. It is merged into its only consumer if cutting between the two never sends fewer bytes than
+    cutting before both.
 
     Args:
         blocks: the blocks.

@@ -1,9 +1,9 @@
 """Chain: given one order of the blocks, looks for a partition in which no stage takes longer than a bound.
 
 The probe fills each stage as far as the bound allows, which leaves the fewest layers for later stages. In some cases
-this can miss a partition. If stages wait while a tensor crosses a cut, a stage with fewer layers can take longer. If a
-slow rank, or one with little memory, must have a layer, the next layer can be too large for that rank. In such cases
-the probe tracks every reachable cut, slot by slot.
+this can miss a partition. If stages wait while a tensor crosses a cut, a stage with fewer layers can take longer. If
+every rank must have a layer, filling the earlier stages can leave a layer that is too large for a slow rank or one with
+little memory. In such cases the probe tracks every reachable cut, slot by slot.
 """
 
 from bisect import bisect_right

@@ -2,8 +2,8 @@
 
 The time of a stage is the shortest time in which its layers can run within the rank's memory (see `knapsack`). More
 layers never make a stage faster. Therefore, if the possible starts of a stage are a run (consecutive cuts), its
-possible ends are also a run. The last possible end belongs to the last possible start, so only this end has to be
-searched. No stage can contain a block that exceeds the bound on its own. Such a block splits a run of starts in two.
+possible ends are also a run. The last possible start leads to the last possible end, so the search has to find only
+this end. No stage can contain a block that exceeds the bound on its own. Such a block splits a run of starts in two.
 """
 
 from bisect import bisect_left, bisect_right
@@ -88,7 +88,7 @@ class CheckpointedChain:
         return ticks
 
     def with_choices(self, found: Found) -> Found:
-        """Add the activation option chosen for each layer to a partition."""
+        """Return a partition with the activation option that is chosen for each layer."""
         chosen: list[ActivationOption] = []
         for slot, (begin, end) in zip(found.slots, pairwise([0, *found.ends]), strict=True):
             chosen += self.knapsack.chosen(self._held(slot, begin, end), slot.limit, slot.speed)

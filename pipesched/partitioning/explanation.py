@@ -157,7 +157,7 @@ def _bottleneck(costs: _StageCosts, stages: list[list[Any]], solution: Solution)
 
 
 def _busiest(costs: _StageCosts) -> str:
-    """Describe the bottleneck of a partition with several stages on a rank. The bottleneck is a rank or a cut."""
+    """Describe the bottleneck of a partition in which ranks have several stages: a rank or a cut."""
     loads: dict[int, int] = {}
     for slot, begin, end in costs.stages:
         loads[slot.rank] = loads.get(slot.rank, 0) + costs.time(slot, begin, end)

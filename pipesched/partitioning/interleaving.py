@@ -226,9 +226,9 @@ class _Descent:
         return range(first, last + 1)
 
     def _count_beside(self, index: int, times: int) -> None:
-        """Add the time and memory of a cut's two neighbouring stages, and its transfer time, to the ranks' totals.
+        """Add the costs of a cut to the totals: the transfer time, and the time and memory of the stages on both sides.
 
-        If ``times`` is -1, they are subtracted.
+        If ``times`` is -1, subtract the costs instead.
         """
         for stage in (index - 1, index):
             rank = self._slots[stage].rank

@@ -122,7 +122,7 @@ class Knapsack:
         return [taken[item].pop() for item in items]
 
     def _fits_at_once(self, items: Sequence[int], limit: int) -> bool:
-        """Return whether the fastest options of all items together fit into the limit and copy nothing to the host."""
+        """Return whether all items fit into the limit with their fastest options, without copies to the host."""
         fastest = [self._options[item][0] for item in items]
         needed = sum(held for held, _ in fastest) + max(option.working_bytes for _, option in fastest)
         return needed <= limit and not any(option.copy_ticks for _, option in fastest)
@@ -211,7 +211,7 @@ def _slowed(ticks: int, speed: Fraction) -> int:
 
 
 def _undominated_options(options: Sequence[ActivationOption], in_flight: int) -> list[tuple[int, ActivationOption]]:
-    """Return the options that no other option beats in all costs, fastest first, each with the bytes that it holds."""
+    """Return (bytes held, option) for each option that no other option beats in all costs, fastest first."""
     made: list[tuple[tuple[int, int, int, int], ActivationOption]] = []
     for option in options:
         costs = (option.ticks, option.copy_ticks, option.held_bytes(in_flight), option.working_bytes)

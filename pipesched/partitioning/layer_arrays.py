@@ -62,7 +62,7 @@ class Layers:
 
 
 def ticks_per_s(total_s: float, scale: int = 1) -> int:
-    """Choose the number of ticks per second: 10**12, or fewer, so that ``total_s * scale`` in ticks fits 64 bits."""
+    """Return the number of ticks per second: 10**12, or fewer if ``total_s * scale`` would not fit into 64 bits."""
     per_s = _FINEST
     while total_s * per_s * scale > _MOST and per_s:
         per_s //= 10

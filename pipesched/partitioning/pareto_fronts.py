@@ -1,8 +1,8 @@
 """Pareto fronts: for each ideal at which a stage can end, the ideals at which the stage should start.
 
-Without memory limits, the best start is the ideal that leaves the stage the least work. With limits, one start can
-leave the stage less work, and another start less memory. A start is dropped only if another start is at least as good
-in both respects.
+Without memory limits, the best start is the ideal that leaves the stage the least work. With limits, a stage can have
+less work with one start, and need less memory with another. A start is dropped only if another start is at least as
+good in both respects.
 """
 
 import numpy as np
@@ -88,7 +88,7 @@ class Front:
 
 
 def _undominated(worth: Ints, memory: Ints) -> tuple[Ints, Ints]:
-    """Drop each entry along axis 1 if another is at least as good in worth and memory. Pad to equal lengths."""
+    """Drop entries along axis 1 if another is at least as good in worth and memory. Pad the rest to equal lengths."""
     order = np.lexsort((-memory, -worth), axis=1)
     worth = np.take_along_axis(worth, order, 1)
     memory = np.take_along_axis(memory, order, 1)

@@ -68,7 +68,7 @@ class Problem:
         """Return the transfer time at each cut; a single 0 if communication is not modelled.
 
         If the stages on both sides wait for a transfer, this is the time of one transfer. Otherwise transfers keep only
-        the link busy, and this is the time of two: activations in one direction and gradients in the other.
+        the link busy, and this is the time of two transfers: activations in one direction, gradients in the other.
         """
         if self.communication == "none":
             return Toll(np.zeros(1, np.int64), blocking=False)
@@ -79,7 +79,7 @@ class Problem:
         return Toll(ticks, blocking=True) if self.communication == "serial" else Toll(2 * ticks, blocking=False)
 
     def chain(self, order: Sequence[int]) -> Chain:
-        """Return a Chain, which searches along one order of the blocks and holds all activations."""
+        """Return a Chain, which searches one order of the blocks. Its stages hold all activations."""
         cuts = cuts_of(self.blocks, order)
         return Chain(list(order), cuts, self.toll(cuts), self.line_up, self.spans(order))
 

@@ -194,7 +194,7 @@ def filled_up(cuts: list[int], prefix: list[int], num_stages: int) -> list[int]:
 
 
 def _middle(prefix: list[int], first: int, last: int) -> int:
-    """Return the cut that divides a stage most evenly in two; on ties, the first such cut."""
+    """Return the cut that divides a stage most evenly; on ties, the first such cut."""
     half = prefix[first] + prefix[last]
     above = bisect_left(range(first + 1, last), half, key=lambda cut: 2 * prefix[cut]) + first + 1
     below = max(first + 1, above - 1)

@@ -1,7 +1,7 @@
 """Slots: the stages that a partition can have, as transitions between states.
 
-A slot is one stage on one rank. If ranks have a fixed order, state k means that the layers of the first k stages are
-decided. If ranks can be used in any order, a state is the number of used ranks of each kind.
+A slot is one stage on one rank. If ranks have a fixed order, state k means that the layers of the first k stages have
+been chosen. If ranks can be used in any order, a state is the number of used ranks of each kind.
 """
 
 from collections.abc import Sequence
@@ -65,7 +65,7 @@ class Slot:
         return np.asarray(cuts.state_bytes + self.in_flight * cuts.activation_bytes)
 
     def time(self, difference: int) -> int:
-        """Return the time of a stage in ticks, given the difference of two cost terms (see ``weighed``)."""
+        """Return the time of a stage in ticks, given the difference between two cost terms (see ``weighed``)."""
         return -(-difference // self.speed.numerator)
 
 
@@ -104,7 +104,7 @@ class LineUp:
 
     @property
     def alike(self) -> bool:
-        """Whether all ranks have the speed of the measured rank and no memory limit."""
+        """Whether all ranks are as fast as the rank on which the layers were measured, and have no memory limit."""
         return set(self.ranks) == {Rank()}
 
     @property

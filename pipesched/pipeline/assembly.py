@@ -193,7 +193,7 @@ class Assembly:
 
     @property
     def zero(self) -> int:
-        """The data that replicas divide: 0 none, 1 optimizer states, 2 also summed gradients, 3 also weights."""
+        """The data that replicas divide. 0: none, 1: optimizer states, 2: also summed gradients, 3: also weights."""
         return self._spec.zero
 
     @property
@@ -203,7 +203,7 @@ class Assembly:
         return {index: update for index, update in updates.items() if update is not None}
 
     def take_over(self) -> None:
-        """Let this assembly's optimizers update the parameters from now on, instead of the previous assembly's."""
+        """From now on, update the parameters with this assembly's optimizers instead of the previous assembly's."""
         if self._inheritance is not None:
             self.optimizers = self._inheritance.take()
             for index, optimizer in self.optimizers.items():
@@ -253,7 +253,7 @@ class Assembly:
 
     @property
     def program(self) -> Program:
-        """The program for a full batch as the schedule or the user wrote it, that is, before lowering."""
+        """The program for a full batch, as the schedule or the user defined it (before lowering)."""
         return self.programs.full.plain
 
     def _bodies(self) -> Sequence[Body]:
@@ -281,8 +281,8 @@ class Assembly:
         """Check that no layer uses a parameter of another rank without receiving it as an input.
 
         A layer can reach such a parameter through a module or a reference. Then this method raises GraphError: the
-        parameter would be stale or on another device, and its gradient would not be returned to its rank. If both ranks
-        share a device and a process, this method only issues a warning.
+        parameter would be stale or on another device, and its gradient would not reach the rank that holds the
+        parameter. If both ranks share a device and a process, this method only issues a warning.
         """
         host = self._host
         placement = self.program.placement
@@ -387,7 +387,7 @@ class Assembly:
                     put_on(module, stage.device)
 
     def _bucket_layers(self) -> list[list[str]]:
-        """Return, for each stage, the layers that have a gradient bucket of their own, the last layer first.
+        """Return, for each stage, the layers that have their own gradient bucket, in reverse order.
 
         The result is empty if several stages share weights, because their gradients are complete only after a run.
         """
@@ -406,7 +406,7 @@ class Assembly:
         return buckets
 
     def _gradients(self, stage: int) -> GradientBuckets | None:
-        """Return the gradient buckets of a stage of this process; None if there is one replica."""
+        """Return the gradient buckets of one of this process's stages; None if there is only one replica."""
         sums = self._host.sums
         return None if sums is None else GradientBuckets(self.buckets(stage), sums, self._sharded)
 
@@ -430,7 +430,7 @@ class Assembly:
         return {**self.bodies[part].layers, **({"loss_fn": loss_fn} if isinstance(loss_fn, nn.Module) else {})}
 
     def _late(self) -> GradientBuckets:
-        """Return one bucket with this process's parameters that are in no bucket of a stage."""
+        """Return one bucket of all parameters of this process that are not in any stage's buckets."""
         assert self._host.sums is not None
         late = [p for rank in range(self.program.num_ranks) if self._host.holds(rank) for p in self.late_bucket(rank)]
         return GradientBuckets([late] if late else [], self._host.sums, self._sharded)
@@ -443,7 +443,7 @@ class Assembly:
         return {parameter for name, parameter in own if sums.is_sharded(name, parameter)}
 
     def late_bucket(self, rank: int) -> list[nn.Parameter]:
-        """Return the parameters of a rank that are in no bucket of a stage."""
+        """Return the parameters of a rank that are not in any stage's buckets."""
         early = {p for stage in range(self.program.num_stages) for bucket in self.buckets(stage) for p in bucket}
         own = [p for name, p in self._named_parameters() if self.owners.rank(name) == rank]
         return [parameter for parameter in dict.fromkeys(own) if parameter not in early]
@@ -455,7 +455,7 @@ class Assembly:
             yield from loss_fn.named_parameters(prefix="loss_fn")
 
     def begin_reductions(self) -> None:
-        """Before a step with several replicas: set earlier gradients aside, so that they are not summed again."""
+        """Set earlier gradients aside before a step with several replicas, so that they are not summed again."""
         if self._late_sums is not None:
             self._late_sums.begin()
             for stage in self.stages.values():
@@ -463,7 +463,7 @@ class Assembly:
                     stage.gradients.begin()
 
     def reduce_late(self) -> None:
-        """After a run: sum the gradients of `late_bucket` across the replicas. They are complete only now."""
+        """Sum the gradients of `late_bucket` across the replicas. These gradients are complete only after a run."""
         if self._late_sums is not None and self._late_sums.parameters:
             self._late_sums.start(0)
             self._late_sums.wait()
@@ -511,6 +511,6 @@ class Assembly:
     def verdict(self) -> Verdict | None:
         """The gradient norms of the last update, and whether the update was skipped.
 
-        None before the first update, if there are no gradient rules, and if this process has no stages.
+        None before the first update, and always None if there are no gradient rules or this process has no stages.
         """
         return next((stage.optimizer.verdict for stage in self.stages.values()), None)

@@ -135,7 +135,7 @@ def start(
     """Make the programs, cut the model, and place its stages on the ranks.
 
     Args:
-        model: the user's model argument; each module of a list becomes a stage.
+        model: the user's model argument. If it is a list, each of its modules becomes a stage.
         spec: the model and the user's options for its stages.
         host: the host of the ranks.
         book: the known costs of layers and devices.

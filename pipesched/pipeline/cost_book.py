@@ -155,7 +155,7 @@ class CostBook:
         return self.size_fit.scaled(self.measured(), self.planned, size)
 
     def treated(self, programs: ProgramFactory) -> dict[str, LayerCosts]:
-        """Return the layers' costs with the checkpointing of these programs, keyed by layer."""
+        """Return each layer's costs with the checkpointing that these programs use, keyed by layer."""
         return treated(self.measured(), programs.checkpoint)
 
     def stage_costs(
@@ -193,11 +193,11 @@ class CostBook:
         return host_bytes_per_s(self._devices[0])
 
     def slowness(self, rank: int) -> float:
-        """Return the factor by which a rank's device is slower than the fastest device; 1 if not measured."""
+        """Return how many times slower a rank's device is than the fastest device; 1 if this was not measured."""
         return self.slow.get(self._devices[rank], 1.0) if self.slow else 1.0
 
     def learn(self, stages: Sequence[StageTimes], tolerance: float) -> None:
-        """Correct the costs of layers and devices with the measured times of stages.
+        """Correct the costs of layers and devices, based on the measured times of stages.
 
         Args:
             stages: the measured times of stages.

@@ -81,7 +81,7 @@ def gather_model(
         guard: the StaleGuard, which refuses reads of the model while its weights are stale.
         host: the host of the ranks.
         assembly: the stages, which determine the rank of each weight.
-        rank: the rank that gathers, among the ranks of all replicas; None for every rank.
+        rank: the rank that gathers, numbered across all replicas; None for every rank.
 
     """
     if not isinstance(host, MeshRanks):
@@ -127,7 +127,7 @@ def named_tensors(roots: Mapping[str, nn.Module], *, duplicates: bool = False) -
 
 
 def _check_target(rank: Any, asked: Sequence[Any], num_ranks: int) -> range:
-    """Return the ranks that gather. Raises InputError on all ranks if the values passed are invalid or differ."""
+    """Return the ranks that gather. Raises InputError on all ranks if they passed invalid or different values."""
     for number, target in enumerate(asked):
         if target is not None and not (is_count(target, 0) and target < num_ranks):
             raise InputError(

@@ -204,7 +204,7 @@ class MemoryForecast:
         )
 
     def _shard_share(self, stage: int) -> float:
-        """Return the fraction of a stage's weights that ``fully_shard`` leaves to this process; 1 if none are sharded.
+        """Return the fraction of a stage's weights that this process's shards hold; 1 if the weights are not sharded.
 
         A stage of another process is assumed to be sharded like those of this process.
         """
@@ -267,7 +267,7 @@ class MemoryForecast:
         return stages
 
     def _replicated(self) -> list[StageReplicas]:
-        """Return, for each stage, the parameters whose gradients are summed across replicas; [] for one replica."""
+        """Return, for each stage, the parameters whose gradients replicas sum; empty if there is only one replica."""
         running = self._running
         assembly = running.assembly
         placement = assembly.program.placement
@@ -305,7 +305,7 @@ def _with_losses(costs: Costs, program: Program, *, known: bool) -> Costs:
     Args:
         costs: the stages' costs.
         program: the program.
-        known: whether the costs already contain the losses of a few micro-batches.
+        known: whether the costs already contain ``SCALARS_BYTES``, the memory of a few micro-batches' losses.
 
     """
     more = max(SCALARS_BYTES, _LOSS_BYTES * program.num_microbatches) - SCALARS_BYTES * known

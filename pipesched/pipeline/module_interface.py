@@ -20,14 +20,14 @@ class ModuleInterface:
     """The nn.Module methods of a pipeline. They act on the pipeline's model and loss module.
 
     Tensors have the same names as in the model; names of a loss module's tensors start with ``loss_fn.``. Every method
-    first finishes the steps of an asynchronous schedule that are under way. Under a mesh the methods cover only this
+    first finishes all steps in progress if the schedule is asynchronous. Under a mesh the methods cover only this
     rank's stages.
 
     - ``parameters``, ``buffers`` and ``modules`` with their ``named_...`` variants, ``train``, ``eval``, ``zero_grad``
       and ``apply``: as in nn.Module.
     - ``state_dict``, ``load_state_dict``: state dicts are interchangeable with the bare model's state dicts.
     - ``to``, ``half``, ``bfloat16``, ``float``, ``double``: change the dtype. Passing a device raises TypeError.
-    - ``len()``, iteration and indexing: for an nn.Sequential. ``bool(pipe)`` is always True, even if the length is 0.
+    - ``len()``, iteration and indexing: only for an nn.Sequential. ``bool(pipe)`` is True even if the length is 0.
     """
 
     def __init__(self, model: nn.Module, loss_fn: Callable[[Any, Any], Any] | None) -> None:
@@ -130,7 +130,7 @@ class ModuleInterface:
             yield buffer
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state under the model's own keys; under a mesh only the state of this rank's stages."""
+        """Return the state with the model's own keys; under a mesh, only the state of this rank's stages."""
         return {name: value for name, value in self._all_state().items() if self._is_own(name)}
 
     def _all_state(self) -> dict[str, Any]:

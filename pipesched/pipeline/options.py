@@ -45,7 +45,7 @@ class Search:
         profile: the layers' costs, as a Profile or the path of a saved one. Default: None (the layers are measured).
         links: the speed of the connections between ranks, from `probe_links`. Default: None (transfers take no time).
         offload: whether activations may be moved to the host to stay within a memory limit: "auto", True or False.
-            Default: "auto", which is False on CPUs because it would free no memory there.
+            Default: "auto", which means False on CPUs, where offloading would free no memory.
         effort: the maximum number of actions that the search simulates. For the schedule ``searched``, the search for
             an order of actions may simulate three times as many. Default: 200,000.
 
@@ -89,8 +89,8 @@ class Numerics:
             sequence, or a dict by position or keyword (including "target" and "output"). An argument with None in place
             of a dimension is not split. Default: 0.
         loss_weight: a function that maps a micro-batch's target (its inputs if there is no target) to its weight in the
-            loss. Default: its number of rows, or the number of labels over which a torch.nn loss or the model's own
-            loss averages.
+            loss. Default: the micro-batch's number of rows, or the number of labels over which a torch.nn loss or the
+            model's own loss averages.
         loss_reduction: how loss_fn reduces over rows, "mean" or "sum". Default: the ``reduction`` of a torch.nn loss,
             else "mean".
         batch_norm: when BatchNorm updates its running statistics: after each "micro-batch", or once per "mini-batch",
@@ -110,10 +110,10 @@ class Numerics:
             "warn" react one step later, after the update. Default: None (not checked).
         reduction_order: the order in which the gradients and losses of micro-batches are added. With "sequential", each
             replica adds its micro-batches one after the other, and then the sums of the replicas are added in replica
-            order. With "tree", the micro-batches of all replicas are added as one binary tree. The results then do not
-            depend on the number of replicas, as long as the total number of micro-batches stays the same. A rank then
-            holds up to log2(n) additional copies of its gradients, where n is the largest power of two that divides its
-            number of micro-batches. Default: "sequential".
+            order. With "tree", all replicas' micro-batches are added in the order of one binary tree. The results then
+            do not depend on the number of replicas, as long as the total number of micro-batches stays the same. A rank
+            then holds up to log2(n) additional copies of its gradients, where n is the largest power of two that
+            divides its number of micro-batches. Default: "sequential".
 
     Raises:
         ModelTypeError: loss_weight is not a function.
@@ -169,7 +169,7 @@ class Numerics:
             )
 
     def check_reduction_order(self, *, num_replicas: int, zero: int) -> None:
-        """Raise InputError if the results would depend on the number of replicas despite the order "tree"."""
+        """Raise InputError if the results would depend on the number of replicas even with the order "tree"."""
         if self.reduction_order != "tree":
             return
         if num_replicas & (num_replicas - 1):

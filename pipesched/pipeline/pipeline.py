@@ -344,9 +344,9 @@ class Pipeline(SavingInterface):
         as well. Under a mesh ``step()`` does not wait for the loss; reading its value does.
 
         With an asynchronous schedule, ``step()`` starts the step and returns the loss of the previous step (the first
-        step returns its own loss). That loss is a mean over the rows of its step; the loss of each row is computed with
-        the weights that were current during the row's forward. An exception may surface in the next step or in
-        ``flush``. The steps under way are then discarded, but updates already made are kept.
+        call returns the loss of its own step). That loss is a mean over the rows of its step; the loss of each row is
+        computed with the weights that were current during the row's forward. Exceptions can be raised later, by the
+        next step or by ``flush``. The steps in progress are then discarded, but updates already made are kept.
 
         Args:
             *args: the model's positional inputs, for the whole batch.
@@ -542,8 +542,8 @@ class Pipeline(SavingInterface):
     def grad_norm(self) -> torch.Tensor | None:
         """The norm of all gradients together in the last update, before ``Numerics(clip_grad_norm=)`` clipped them.
 
-        A 0-d tensor. None before the first update, on a rank that has no stages, and if ``Numerics`` sets none of
-        ``clip_grad_norm``, ``scaler`` and ``on_nonfinite``.
+        A 0-d tensor. None before the first update, and always None on a rank that has no stages or if ``Numerics`` sets
+        none of ``clip_grad_norm``, ``scaler`` and ``on_nonfinite``.
         """
         verdict = self._running.assembly.verdict
         return None if verdict is None else verdict.norm
@@ -554,14 +554,14 @@ class Pipeline(SavingInterface):
         return self._scaler
 
     def flush(self) -> torch.Tensor | None:
-        """Finish the steps of an asynchronous schedule that are under way, including all their updates.
+        """Finish all steps that an asynchronous schedule has in progress, including all their updates.
 
-        Call it before you change the model, an optimizer or a learning rate scheduler directly. Methods of the pipeline
-        that read or change weights, state or mode flush automatically, and so do ``evaluate``, ``forward`` and
+        Call this before you change the model, an optimizer or a learning rate scheduler directly. The pipeline's
+        methods that read or change weights, state or mode call it themselves, as do ``evaluate``, ``forward`` and
         ``close``. The next step uses the weights as they are when it starts.
 
         Returns:
-            The loss of the last step; None if no step is under way, as is always the case with a synchronous schedule.
+            The loss of the last step; None if no step is in progress, and always None with a synchronous schedule.
 
         Raises:
             Exception: any exception that a layer raises, as for ``step``.
@@ -610,11 +610,11 @@ class Pipeline(SavingInterface):
             plan: the plan to switch to. Default: None (search for a better cut).
             steps_left: the number of steps still to run, in which the new cut must save more time than the move takes.
                 Default: None (the time that the move takes is ignored).
-            measure: measure the layers again first, to find the layers within a stage whose times have changed.
-                Default: False.
+            measure: whether to first measure the layers again, to find the layers within a stage whose times have
+                changed. Default: False.
 
         Returns:
-            The outcome. Print it to read which layers moved, or why the old plan was kept.
+            The outcome. Print it to see which layers moved, or why the old plan was kept.
 
         Raises:
             InputError: the pipeline runs over a mesh, or ``wrap=`` has changed its stages.
@@ -731,7 +731,7 @@ class Pipeline(SavingInterface):
     # ---- weights ----------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state under the model's own keys; under a mesh only the state of this rank's stages.
+        """Return the state with the model's own keys; under a mesh, only the state of this rank's stages.
 
         Raises ExecutionError if the weights are split across replicas (``Distributed(zero=3)``).
         """
