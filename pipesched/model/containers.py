@@ -189,7 +189,7 @@ class Shells(_Copies):
         return changed
 
     def running(self) -> str:
-        """Return the name of the innermost container whose code is running; empty for the model itself."""
+        """Return the name of the innermost container whose code is running; an empty string for the model."""
         names: dict[int, str] = {id(copy): self._own[id(own)] for own, copy in self._pairs}
         frame = currentframe()
         while frame is not None:

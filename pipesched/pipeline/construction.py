@@ -96,7 +96,7 @@ def choose_plan(
         book: the known costs of layers and devices.
 
     Returns:
-        The plan, or None if there was no search and the user gave none; and the request, which reproduces the plan if
+        The plan (None if there was no search and the user gave no plan), and the request, which reproduces the plan if
         there is one.
 
     """
