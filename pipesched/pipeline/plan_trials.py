@@ -51,13 +51,13 @@ class Trial:
     def run(self, plans: Sequence[Plan], told: Callable[[float], None]) -> list[list[Trace]]:
         """Run the plans in turn, and return a list of measured steps for each plan.
 
-        In one process, no steps are returned for a plan that runs out of device memory; the error is raised only if no
-        plan fits. Collective over a mesh.
+        In one process, the list is empty for a plan that runs out of device memory, and the error is raised only if no
+        plan fits. Over a mesh, the error is always raised. Collective over a mesh.
 
         Args:
             plans: the plans to run.
-            told: a function that is called with the progress, from 0 to 1, each time a plan has run a few steps.
-                The trials may end before the progress reaches 1.
+            told: a function that is called each time a plan has run a few steps. Its argument is the progress, a number
+                from 0 to 1. The trials may end before the progress reaches 1.
 
         """
         with torch.inference_mode(False), torch.enable_grad():
@@ -95,7 +95,7 @@ class Trial:
                 yield trace
 
     def _batch(self) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
-        """Return a whole batch made of copies of the sample's rows, so that layers can safely write to the batch."""
+        """Return a full batch made of copies of the sample's rows, so that layers can safely write to the batch."""
         args, kwargs = as_call(self.sample)
         splitter = Splitter(1, fixed=False, split_dims=self.split_dims)
         target = self.target
@@ -109,7 +109,7 @@ class Trial:
     def _turns(self, plans: Sequence[Plan]) -> Iterator[Callable[[int], Pipeline]]:
         """Yield a function that maps a plan's number to the pipeline that runs this plan.
 
-        In one process a single pipeline is replanned from plan to plan; over a mesh every plan has its own pipeline.
+        In one process, a single pipeline switches between the plans; over a mesh, every plan has its own pipeline.
         """
         model = as_model(self.model)
         loss_fn = self.loss_fn or _own_loss
@@ -138,7 +138,7 @@ class Trial:
 
 @contextmanager
 def _on_stand_ins(model: nn.Module, written: Collection[str] = ()) -> Iterator[None]:
-    """Replace parameters and buffers with stand-ins inside a ``with`` block, so that training does not change them.
+    """Replace parameters and buffers with stand-ins inside a ``with`` block, so that steps do not change the originals.
 
     The stand-in of a parameter shares the parameter's memory, but has its own gradient and no hooks. Buffers, and the
     parameters that forwards write to, are copied.

@@ -101,7 +101,7 @@ class Replanner:
         return self._move(programs, self._book.cut_stages(self._host(), pins, programs, plan))
 
     def improve(self, steps_left: int | None, *, measure: bool) -> Replanned:
-        """Switch to a better cut if, according to the measured times of the last steps, it saves enough time.
+        """Search for a better cut, using the measured times of the last steps. Switch to it if this saves enough time.
 
         Args:
             steps_left: the number of steps still to run; None if unknown.
@@ -189,7 +189,7 @@ class Replanner:
     def _step_s(
         self, programs: ProgramFactory, cut: StageLayers, update_s: float, limits: tuple[int, ...] | None = None
     ) -> float:
-        """Return the predicted seconds of a step with these stages; infinite if a rank would exceed its memory limit.
+        """Return the predicted step time of these stages in seconds; infinity if a rank would exceed its memory limit.
 
         Args:
             programs: the programs that run the stages.
@@ -297,7 +297,7 @@ def _ranks(program: Program, cut: StageLayers) -> dict[str, int]:
 
 
 def _copy_s(size: int, source: torch.device, target: torch.device) -> float:
-    """Return the seconds that a copy between two devices takes, estimated from a measured copy of fixed size."""
+    """Return the time of a copy between two devices in seconds, estimated from a measured copy of fixed size."""
     block = torch.empty(_COPIED, dtype=torch.uint8, device=source)
     for _ in range(2):  # the first copy is warm-up
         begin = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Replica checks: refuse or warn about models and programs whose replicas would not stay equal."""
+"""Replica checks: raise an error or warn if the replicas of a model would not stay equal."""
 
 from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
@@ -31,7 +31,7 @@ __all__ = [
 
 
 class NeedsOwnWeights(NamedTuple):
-    """An option that lets a layer use only weights of its own stage."""
+    """An option that forbids a layer from using weights of other stages."""
 
     name: str
     reason: str
@@ -86,7 +86,7 @@ def check_own_weights(
         cut: the layers of each stage.
         placement: the rank of each stage.
         stage_of: maps a parameter to the stage that holds it; None for a parameter of a loss module.
-        tied: parameters that several layers use, for which other rules apply.
+        tied: parameters that several layers use. Other rules apply to them.
 
     Raises:
         GraphError: a layer of a captured model has used such a weight, or a layer of an nn.Sequential refers to one.
@@ -114,7 +114,7 @@ def check_own_weights(
 
 
 def check_tree(model: nn.Module, program: Program, bodies: Sequence[Body], tied: Collection[nn.Parameter]) -> None:
-    """Check that all gradients of a model can be added as a tree of micro-batches.
+    """Check that all gradients of a model can be summed over the micro-batches in a binary tree.
 
     Raises ScheduleError for a program that does not add gradients in ascending order of micro-batches, or that updates
     weights while micro-batches are in flight. Raises GraphError for weights that several layers use, and for weights
@@ -150,7 +150,7 @@ def check_tree(model: nn.Module, program: Program, bodies: Sequence[Body], tied:
 
 
 def check_axes(plan: Plan | None, num_ranks: int, num_replicas: int, zero: int) -> None:
-    """Check that a plan made for replicas runs with the same numbers of replicas and ranks, and the same ``zero=``.
+    """Check that a plan for replicas runs with the numbers of replicas and ranks, and the ``zero=``, in the plan.
 
     Raises DeviceCountError if the numbers differ, and InputError if ``zero=`` differs.
     """
@@ -173,7 +173,7 @@ def check_axes(plan: Plan | None, num_ranks: int, num_replicas: int, zero: int) 
 
 
 def warn_of_written(model: nn.Module, written: Collection[str]) -> None:
-    """Warn about buffers that forwards write to, because they are not combined across replicas.
+    """Warn about buffers that forwards write to, because such buffers are not combined across replicas.
 
     ``written`` holds the names of these buffers; buffers of torch's own layers may be missing.
     """

@@ -45,7 +45,7 @@ class SavingInterface(ModuleInterface):
         asynchronous: bool = False,
         keep: int | None = None,
     ) -> None:
-        """Save the run. It can be resumed under any plan, and then matches a run that never stopped, bit for bit.
+        """Save the run. If resumed under any plan, it is bit-identical to a run that never stopped.
 
         ::
 
@@ -164,7 +164,7 @@ class SavingInterface(ModuleInterface):
         scheduler: Any = None,
         extra: Mapping[str, Any] | None = None,
     ) -> Restored:
-        """Load a ``training_state``, and continue its run under any plan. Collective under a mesh.
+        """Load the result of ``training_state``, and continue the saved run under any plan. Collective under a mesh.
 
         Args:
             state: the dict that ``training_state`` returned, or a list of the dicts of all ranks.
@@ -309,7 +309,7 @@ class SavingInterface(ModuleInterface):
 
 
 def described_loss(loss_fn: Any) -> str | None:
-    """Describe a loss function: its name, and the options of a torch.nn loss or a functools.partial."""
+    """Return the name of a loss function, with the options of a torch.nn loss or a functools.partial."""
     if loss_fn is None:
         return None
     if isinstance(loss_fn, partial):

@@ -1,4 +1,4 @@
-"""Step history: the traces of a pipeline's last steps, stage costs measured in them, and the predicted next step."""
+"""Step history: the traces of a pipeline's last steps, the stage costs measured in these steps, and a prediction."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -53,7 +53,7 @@ class StepHistory:
         return self._with_bound(replace(self.trace_of([]), spans=Spans.of(tuple(spans))))
 
     def steps(self) -> list[Trace]:
-        """Return the traces of the last steps in this process, including the first step of the plan."""
+        """Return the traces of the last steps in this process. The first step of the plan can be among them."""
         return [self.trace_of([run]) for run in self._running.runs]
 
     def trace_of(self, runs: Iterable[Timeline], versions: tuple[tuple[int, ...], ...] = ()) -> Trace:
@@ -73,7 +73,7 @@ class StepHistory:
         return Trace(spans, len(running.host.devices), name, sizes, versions)
 
     def _with_bound(self, trace: Trace) -> Trace:
-        """Return the trace with a lower bound on its time, or unchanged if micro-batches differ in size."""
+        """Return the trace with a lower bound on the step time, or unchanged if micro-batches differ in size."""
         if self._running.num_sizes > 1:
             return trace
         program = self._running.assembly.programs.of(trace.num_microbatches).plain
@@ -112,7 +112,7 @@ class StepHistory:
         return earlier[1:] if len(earlier) > 1 else earlier
 
     def notes(self) -> Iterator[str]:
-        """Iterate over notes on the source of the prediction and on the measured step."""
+        """Yield notes that say what the prediction is based on, and how to read the measured step."""
         replicas = self._running.host.grid.rows
         if len(replicas) > 1:
             ranks = len(replicas) * len(replicas[0])

@@ -40,7 +40,7 @@ class StepFigures:
 
     @property
     def scalars(self) -> dict[str, float]:
-        """The figures keyed by TensorBoard tag, such as ``pipesched/step_s``; unknown figures are left out."""
+        """The values keyed by TensorBoard tag, such as ``pipesched/step_s``; unknown values are left out."""
         named = {name: value for name, value in vars(self).items() if name not in ("step", "busy", "metrics")}
         named |= {f"metrics/{name}": value for name, value in self.metrics.items()}
         named |= {f"busy/rank_{rank}": share for rank, share in enumerate(self.busy)}
@@ -72,7 +72,7 @@ class StepLog:
             log(pipe.step(x, target=y))
 
     Logging a step reads its trace and simulates a step; on a GPU this waits for the step to end. Steps that are not
-    logged cost nothing. Under a mesh every rank must call the log, and rank 0 logs the times of all ranks of its
+    logged cost nothing. Under a mesh, every rank must call the StepLog, and rank 0 logs the times of all ranks of its
     replica.
 
     Args:
@@ -127,7 +127,7 @@ class StepLog:
             step: the number of the step. Default: the number of earlier calls.
 
         Returns:
-            The logged figures; None if this step is not logged, or this rank does not log.
+            The logged values; None if this step is not logged, or if this rank does not log.
 
         """
         self._calls += 1
@@ -163,6 +163,6 @@ class StepLog:
 
 
 def _num_steps(trace: Trace, num_microbatches: int) -> int:
-    """Return the number of steps in a trace: several if the schedule is asynchronous."""
+    """Return the number of steps in a trace, which can be above 1 if the schedule is asynchronous."""
     run = {span.action.microbatch for row in trace.by_rank for span in row if span.action.kind is Kind.F}
     return max(1, round(len(run) / num_microbatches))

@@ -13,7 +13,7 @@ __all__ = ["explain_backward", "without_attributes"]
 def explain_backward(loss: "ref[Tensor]", *args: Any, **kwargs: Any) -> None:
     """Act as the ``backward`` method of a loss that a step returned.
 
-    Raises ExecutionError, unless the caller has added a term that requires gradients to the loss in place.
+    Raises ExecutionError, unless the loss has been modified in place so that it requires gradients.
     """
     tensor = loss()
     if tensor is not None and tensor.requires_grad:  # the caller has added a term to the loss in place

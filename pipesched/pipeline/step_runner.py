@@ -46,7 +46,7 @@ class StepRunner:
     Args:
         running: the running plan.
         model: the user's model.
-        num_inputs: the number of the model's positional arguments in the sample.
+        num_inputs: the number of positional arguments in the sample.
         has_loss_fn: whether there is a loss function, which needs a target.
         guard: the StaleGuard, which refuses calls that would use stale weights.
         memory: the MemoryForecast, which checks batches against the memory limits.
@@ -385,7 +385,7 @@ class StepRunner:
 
 
 def _last_backward(program: Program, stage: int) -> int | None:
-    """Return the micro-batch of a stage's last B or W; None for a program of forwards."""
+    """Return the micro-batch of a stage's last B or W; None if the program has neither."""
     order = program.orders[program.placement[stage]]
     backwards = (one for one in reversed(order) if one.stage == stage and one.kind in (Kind.B, Kind.W))
     return next((one.microbatch for one in backwards), None)

@@ -97,7 +97,7 @@ def tune(
 
     Args:
         model: a module (measured with the sample), a Profile, or the path of a saved Profile.
-        sample: one micro-batch as an example, as for Pipeline. Default: None, for a Profile alone.
+        sample: one micro-batch as an example, as for Pipeline. Default: None, which requires a Profile as the model.
         num_ranks: the number of ranks to plan for, if neither devices nor a mesh is given.
         devices: the device of each rank, as for Pipeline; used instead of num_ranks.
         mesh: a mesh, as for Pipeline; used instead of num_ranks. Every process calls tune with the same arguments and
@@ -105,15 +105,15 @@ def tune(
         batch_size: the number of rows in a step.
         memory_limit_bytes: the maximum number of bytes that a rank may hold: one number for all ranks, or one per rank.
             Default: None (no limit).
-        schedule: the schedule to use. The search keeps a number of chunks per rank that you have set with
-            ``with_options``, and the ``max_in_flight`` and ``placement`` of `searched`. Default: "auto", chosen by
-            the search.
+        schedule: the schedule to use. If you have set its number of chunks per rank with ``with_options``, the search
+            keeps this number. The search also keeps the ``max_in_flight`` and the ``placement`` of `searched`.
+            Default: "auto" (chosen by the search).
         num_stages: the number of stages. Default: chosen by the search.
         num_microbatches: the number of micro-batches. Default: chosen by the search, such that micro-batch sizes stay
             within the measured range.
         boundaries: fixed stage boundaries, as for Pipeline. Default: chosen by the search.
-        together: groups of layers that share a stage, as for Pipeline. Default: none.
-        checkpoint: the checkpointing, as for Pipeline. Default: chosen by the search.
+        together: groups of layers to keep in one stage, as for Pipeline. Default: none.
+        checkpoint: the checkpoint setting, as for Pipeline. Default: chosen by the search.
         links: the speed of the connections between ranks, from `probe_links`. Default: None (transfers take no time).
         all_ranks: whether the plan must use every rank. Default: False (it may use fewer).
         ranks_are: whether ranks are "threads" of one process or "processes". Default: "processes" with a mesh, else
@@ -137,10 +137,10 @@ def tune(
         confirm: the number of plans to run, namely those with the shortest predicted steps. Default: 3 for a model with
             devices or a mesh, else 0. With num_ranks, the plans run on that many GPUs if the machine has them, else on
             the CPU.
-        prove: let a solver prove how fast the plan's stages can run in any order of actions that keeps the results
-            bit-identical. If the solver's order is at least 0.5 % faster and fits in memory, it is used, although
-            it has not run in a trial. The proof takes up to about a minute, and needs the extra ``solver``
-            (``pip install 'pipesched[solver]'``). Default: False.
+        prove: let a solver prove a lower bound on the step time of the plan's stages, for all orders of actions that
+            keep the results bit-identical. If the solver's order is at least 0.5 % faster and fits in memory, this
+            order is used, although it has not run in a trial. The proof takes up to about a minute, and needs the extra
+            ``solver`` (``pip install 'pipesched[solver]'``). Default: False.
         progress: show a progress bar of the search, if tqdm is installed. Default: False.
 
     Returns:

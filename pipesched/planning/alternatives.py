@@ -49,7 +49,7 @@ class Alternative:
 
     @property
     def fits(self) -> bool:
-        """Whether the rank that needs the most memory stays within its limit. True if either is unknown."""
+        """Whether the rank that needs the most memory stays within its limit; True if either value is unknown."""
         return self.peak_bytes is None or self.limit_bytes is None or self.peak_bytes <= self.limit_bytes
 
     def to_dict(self) -> dict[str, Any]:
@@ -65,12 +65,12 @@ class Alternative:
 
 
 def taken(alternatives: Iterable[Alternative]) -> Alternative | None:
-    """Return the chosen plan among the alternatives: the alternative without a note."""
+    """Return the alternative that was chosen, which is the one without a note."""
     return next((alternative for alternative in alternatives if not alternative.note), None)
 
 
 def fastest(alternatives: Iterable[Alternative], label: str) -> Alternative | None:
-    """Return the fastest alternative with this label. A baseline can have several, one per schedule."""
+    """Return the fastest alternative with this label. A baseline can have one alternative per schedule."""
     labelled = (alternative for alternative in alternatives if alternative.label == label)
     return min(labelled, key=lambda alternative: alternative.step_s, default=None)
 

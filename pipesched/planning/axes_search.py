@@ -2,8 +2,8 @@
 
 Each division of the ranks gets its own search (`pipesched.planning.tuner`) for the batch of one replica. The first pass
 evaluates only 1F1B for each division. The stages that it finds give a lower bound on the division's step time. The
-second pass searches the divisions in full, in ascending order of this bound, those with ``zero=3`` last. It ends when
-no remaining bound is below the best step time, or when the effort is used up.
+second pass searches the divisions in full, in ascending order of this bound; divisions with ``zero=3`` come last. The
+pass ends when no remaining bound is below the best step time, or when the effort is used up.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -94,7 +94,7 @@ class AxesRequest:
     def searches(self) -> Iterator[SearchRequest]:
         """Yield a search for each allowed division of the ranks into replicas.
 
-        The last division needs the least memory.
+        The division that needs the least memory comes last.
         """
         for num_ranks, replication in self._divisions():
             own = ReplicaCosts(replication, num_ranks, self.links or self.profile.machine.links)
@@ -137,7 +137,7 @@ class AxesRequest:
 
     @property
     def _order_matters(self) -> bool:
-        """Whether the links differ. If they do, the numbering of the ranks affects the step time."""
+        """Whether the links between ranks differ. If they do, the numbering of the ranks affects the step time."""
         links = self.links or self.profile.machine.links
         return links is not None and (1 < len({*links.hosts}) < len(links.hosts) or bool(links.special))
 
@@ -213,7 +213,7 @@ def _no_division(request: AxesRequest) -> PartitionError:
 
 
 def _infeasible(request: AxesRequest, searches: Sequence[SearchRequest]) -> Plan:
-    """Search again with the deepest pipeline. If no plan fits, raise an error that states how much memory is needed."""
+    """Search with the most ranks per pipeline. If no plan fits, raise an error that says how much memory is needed."""
     deepest = searches[-1]
     try:
         return find_plan(deepest)

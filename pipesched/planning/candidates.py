@@ -122,11 +122,11 @@ def candidates(
     """Yield all candidates for these numbers of ranks and micro-batches.
 
     Args:
-        wished: the schedule to use; None: every synchronous schedule.
-        num_stages: the number of stages; None: any.
+        wished: the schedule to use, or None for every synchronous schedule.
+        num_stages: the number of stages, or None for any number.
         ranks: the numbers of ranks to try.
         counts: the numbers of micro-batches to try.
-        most_stages: the largest number of stages.
+        most_stages: the maximum number of stages.
 
     """
     known = synchronous() if wished is None else (wished,)

@@ -1,4 +1,4 @@
-"""Confirmation: runs the best plans for a few steps, corrects the costs from the measurements, and chooses the fastest.
+"""Confirmation: runs the best plans for a few steps, corrects the costs, and chooses the fastest plan.
 
 The search is repeated with the corrected costs. The caller supplies the function that runs plans. Usually, the function
 runs the plans on devices. In tests, it simulates them with other costs.
@@ -90,7 +90,7 @@ class _Tried(_Measured):
 def settled(ran: Sequence[Sequence[Trace]]) -> bool:
     """Return whether further steps of these plans are unlikely to change which of them is the fastest.
 
-    This is the case if every plan except the fastest is slower by more than noise, or if the noise is too small to
+    This is the case if every other plan is slower than the fastest by more than noise, or if the noise is too small to
     matter.
 
     Args:
@@ -116,8 +116,8 @@ def confirmed_plan(search: SearchRequest, run: Run, count: int, progress: Progre
     Args:
         search: the request.
         run: a function that runs plans and returns their measured steps.
-        count: the maximum number of plans to run. No two of them have the same ranks, micro-batches, chunks, backward
-            splitting and checkpointing. If the search with corrected costs finds a better plan, this plan also runs.
+        count: the maximum number of plans to run. Any two of them differ in ranks, micro-batches, chunks, backward
+            splitting or checkpointing. If the search with corrected costs finds a better plan, this plan also runs.
         progress: called with the completed fraction of the work.
 
     """
@@ -160,7 +160,10 @@ def _search_again(
 def _predicted_again(
     search: SearchRequest, tried: Sequence[_Tried], progress: Progress
 ) -> tuple[Tuner, list[EvaluatedCandidate], list[_Tried]]:
-    """Return a tuner with corrected costs, and the candidates and the plans that ran, both with new predictions."""
+    """Use corrected costs to simulate the plans that ran.
+
+    Returns the tuner, the simulated candidates, and the plans that ran, with new predictions.
+    """
     tuner = Tuner(search, progress)
     known = [tuner.simulated(one.found.candidate, one.found.stages) for one in tried]
     return tuner, known, [replace(one, found=found) for one, found in zip(tried, known, strict=True)]
@@ -215,7 +218,7 @@ def _alike(one: EvaluatedCandidate, other: EvaluatedCandidate) -> bool:
 
 
 def _fastest(tried: Sequence[_Tried]) -> _Tried:
-    """Return the fastest plan that ran. On ties within noise, return the plan that a search prefers."""
+    """Return the fastest plan that ran. If several plans are equally fast within noise, choose as a search does."""
     least = min(tried, key=lambda one: one.step_s)
     near = [one for one in tried if not one.is_slower(least)]
     chosen = simplest((one.found, one.expected_s) for one in near)
@@ -246,7 +249,7 @@ def _shape(other: Alternative) -> tuple[Any, ...]:
 def _not_run(other: Alternative, chosen_s: float, least_s: float) -> Alternative:
     """Return the alternative, with a note if it was predicted to be faster than the chosen plan but did not run.
 
-    Alternatives predicted to be faster than all plans that ran keep their note: it says why they are not allowed.
+    An alternative predicted to be faster than every plan that ran keeps its note, which says why it is not allowed.
 
     Args:
         other: the alternative.

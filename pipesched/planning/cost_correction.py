@@ -19,7 +19,7 @@ __all__ = ["Known", "StageTimes", "slowed"]
 
 @dataclass(frozen=True)
 class StageTimes:
-    """The layers of a stage, and the measured times in seconds of one micro-batch on this stage."""
+    """The layers of a stage, and the times in seconds that were measured for one micro-batch on this stage."""
 
     layers: Sequence[str]
     device: Hashable
@@ -70,7 +70,7 @@ class Known:
         return known._with({name: _mean(costs) for name, costs in found.items()}, {stage.device for stage in stages})
 
     def _least_ratios(self, stages: Sequence[StageTimes]) -> dict[str, float]:
-        """For each layer, return the smallest ratio of measured to known time over stages with this kind."""
+        """For each layer, return the smallest ratio of measured to known time of any stage with this kind of layer."""
         least: dict[Hashable, float] = {}
         for stage in stages:
             ratio = self._ratio(stage)
@@ -101,7 +101,7 @@ class Known:
     def _by_kind(
         self, stages: Sequence[StageTimes], value: Callable[[StageTimes], Hashable]
     ) -> dict[Hashable, set[Hashable]]:
-        """For each kind of layer, call ``value`` on the stages that contain this kind; return the distinct results."""
+        """For each kind of layer, return the distinct results of ``value`` for the stages that contain this kind."""
         found: dict[Hashable, set[Hashable]] = {}
         for stage in stages:
             for name in stage.layers:
@@ -121,7 +121,7 @@ class Known:
 
         Args:
             stage: the stage and its measured times.
-            factors: for each layer, the smallest ratio of measured to known time among stages with this kind of layer.
+            factors: for each layer, the smallest ratio of measured to known time of any stage with this kind of layer.
             own: the layers that get the rest of the stage's time after all others are scaled by ``factors``. If empty,
                 all layers are scaled by the same ratio.
 
@@ -142,7 +142,7 @@ class Known:
         return scaled
 
     def _with(self, layers: Mapping[str, LayerCosts], devices: set[Hashable]) -> "Known":
-        """Return a copy with other layer costs, normalised so that the fastest device has slowness 1."""
+        """Return a copy with these layer costs, normalised so that the fastest device has slowness 1."""
         fastest = min((self.slowness(device) for device in devices), default=1.0)
         new = dict(self.layers)
         for name, costs in layers.items():

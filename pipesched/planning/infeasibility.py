@@ -125,7 +125,7 @@ def leanest(search: SearchRequest, fitting: "FittingPlans") -> EvaluatedCandidat
 def _leaner(
     found: EvaluatedCandidate, low: int, within: Callable[[int], EvaluatedCandidate | None]
 ) -> EvaluatedCandidate:
-    """Find the plan with the smallest peak memory, by bisection of the limit.
+    """Find the plan with the smallest peak memory, by bisecting the limit.
 
     Args:
         found: a plan to start from.
@@ -207,7 +207,7 @@ class FittingPlans:
     def others(self, search: SearchRequest) -> list[Candidate]:
         """Return all candidates, starting with the candidates that are likely to need the least memory.
 
-        Also sets the limit on the effort for trying them, which ``has_time`` checks.
+        Also limits the effort for trying these candidates; ``has_time`` says whether any of this effort is left.
         """
         lean = self.lean(search)
         self._until = self._effort.left - _A_PASS * lean.effort_in_need
@@ -215,7 +215,7 @@ class FittingPlans:
 
     @property
     def has_time(self) -> bool:
-        """Whether the limit that ``others`` has set allows trying another candidate."""
+        """Whether any of the effort that ``others`` has granted for trying candidates is left."""
         return self._effort.left >= self._until
 
     def lean(self, search: SearchRequest) -> LeanCandidates:

@@ -38,7 +38,7 @@ _OPTIMAL = 1e-4  # a step this close to a proved bound is optimal: the solver ro
 
 @dataclass(frozen=True)
 class Tie:
-    """Tied parameters: parameters that several layer calls use."""
+    """Parameters that several layer calls use, such as a weight of both the embedding and the output layer."""
 
     parameters: tuple[str, ...]
     #: The stage of each call that uses the parameters, in execution order.
@@ -183,7 +183,7 @@ class Plan:
         return "\n".join(lines)
 
     def bound_in_words(self, predicted: Trace) -> list[str]:
-        """Return a list with one sentence, which compares a predicted step with its bound; [] without a bound."""
+        """Return a list with one sentence that compares a predicted step with its bound; [] without a bound."""
         if predicted.bound_s is None or predicted.above_bound is None:
             return []
         bound = quote_time(predicted.bound_s)

@@ -45,7 +45,7 @@ MICROBATCHES_PER_RANK = 4  # enough for a small bubble (GPipe, Huang et al. 2019
 
 
 class ProgramFactory:
-    """Creates and validates the programs of a pipeline, with transfers. Keeps them for each number of micro-batches.
+    """Creates and validates the programs of a pipeline, with transfers. Caches them by number of micro-batches.
 
     Args:
         request: the user's choices.
@@ -165,7 +165,9 @@ class ProgramFactory:
         return {option: value for option, value in options.items() if isinstance(value, int | float | str)}
 
     def connect(self, edges: Sequence[tuple[int, int]], offloading: Collection[int] = ()) -> Program:
-        """Define which stages use the outputs of which other stages. All chains get the same connections.
+        """Define which stages use the outputs of which other stages.
+
+        A bidirectional schedule has a chain of stages for each direction. All chains get the same connections.
 
         Args:
             edges: pairs of a producing and a consuming stage of one chain.
@@ -293,7 +295,7 @@ class StepPrograms:
 
     @cached_property
     def timed(self) -> Program:
-        """The program that runs, without transfers.
+        """The program that the pipeline runs, but without transfers.
 
         It contains one step or, if steps overlap, all steps until the order of actions repeats.
         """

@@ -25,9 +25,9 @@ def proved(plan: Plan, memory_limit_bytes: Sequence[int] | None = None, *, effor
     """Return the plan with a bound that a solver has proved, and with the solver's order if that order is faster.
 
     The bound holds for all orders of these stages that keep the results bit-identical, with unlimited memory. It
-    includes the smallest latency of a link and the overhead per action, but no other costs of links and overheads, and
-    no recomputes. The solver's order is used if it fits into memory and if its simulated step, which includes all of
-    these costs, is shorter by at least 0.5 %.
+    includes the smallest latency of a link and the overhead per action, but ignores all other costs of links, all other
+    overheads, and recomputes. The solver's order is used if it fits into memory and if its simulated step, which
+    includes all of these costs, is shorter by at least 0.5 %.
 
     Args:
         plan: a plan with costs, for a chain of stages.

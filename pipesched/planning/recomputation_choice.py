@@ -1,8 +1,8 @@
 """Recomputation choice: decides which layers to recompute or offload so that ranks stay within their memory limits.
 
-`pipesched.planning.tuner` uses it for each candidate. Layers are first partitioned into stages without memory limits.
-If a rank then exceeds its limit, the layers are partitioned again under limits, and the activations of each layer are
-held, recomputed or offloaded. `pipesched.partitioning.activation_options` lists the options of a layer, and
+`pipesched.planning.tuner` makes this choice for each candidate. Layers are first partitioned into stages without memory
+limits. If a rank then exceeds its limit, the layers are partitioned again under limits, and the activations of each
+layer are held, recomputed or offloaded. `pipesched.partitioning.activation_options` lists the options of a layer, and
 `pipesched.partitioning.knapsack` chooses the fastest combination that fits. If none fits, whole stages are recomputed.
 """
 
@@ -85,7 +85,7 @@ class RecomputationChooser:
         return None if found is None else self.evaluated(candidate, found[0])
 
     def with_simple_cuts(self, candidate: Candidate) -> list[EvaluatedCandidate]:
-        """Return the candidate with each simple cut that is allowed and within the limits.
+        """Return a copy of the candidate for each simple cut that is allowed and within the limits.
 
         One simple cut makes the slowest stage as fast as possible. Under memory limits, there are two more: one puts
         equal numbers of layers into all stages, and one minimises the size of the weights on the rank with the

@@ -88,10 +88,10 @@ def layers_moved(before: Mapping[str, int], after: Mapping[str, int]) -> dict[st
 
 
 def strayed(steps: Sequence[Trace]) -> float:
-    """Return the median relative deviation of a rank's work between steps, for the rank that deviates the most.
+    """Return how much a rank's work varies from step to step, for the rank whose work varies the most.
 
-    Each action is compared with actions of the same stage and kind. Steps can therefore have different numbers of
-    micro-batches.
+    The result is the median relative deviation of this work. Each action is compared with actions of the same stage
+    and kind. Steps can therefore have different numbers of micro-batches.
     """
     seconds: dict[tuple[int, Kind], list[float]] = {}
     work: list[dict[int, list[tuple[tuple[int, Kind], float]]]] = []

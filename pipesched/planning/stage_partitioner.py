@@ -92,7 +92,7 @@ class StagePartitioner:
         return self.pins.stages(starts), found
 
     def evaluate(self, stages: Sequence[Sequence[str]], why: str = "the boundaries were given") -> Partition:
-        """Return the partition into ``stages``, with its costs. ``reason`` says whether other boundaries are faster."""
+        """Return the partition into ``stages``. Its ``reason`` says whether other boundaries would be faster."""
         graph = self.graph()
         row = _in_a_row(graph)
         found = self._partition(row, {names[0]: stage for stage, names in enumerate(stages) if stage})
@@ -144,7 +144,7 @@ class StagePartitioner:
     def in_flight(self) -> list[int]:
         """The peak number of micro-batches in flight on each stage.
 
-        In bidirectional schedules, the numbers of all stages with the same layers are added up.
+        In bidirectional schedules, each number is a sum over all stages with the same layers.
         """
         held = [0] * self.program.num_weights
         for part, peak in zip(self.program.weights, peaks_of_stages(self.program.columns).tolist(), strict=True):
@@ -197,7 +197,7 @@ class StagePartitioner:
     def _link(self) -> tuple[float, float] | None:
         """Return the largest latency and the smallest bandwidth of the links between neighbouring stages.
 
-        Returns seconds and bytes per second; None if no link limits the bandwidth.
+        The units are seconds and bytes per second. Returns None if no link limits the bandwidth.
         """
         if self.links is None:
             return None
@@ -269,6 +269,6 @@ def _in_a_row(graph: "nx.DiGraph[str]") -> "nx.DiGraph[str]":
 
 
 def _tied(graph: "nx.DiGraph[str]") -> list[tuple[str, ...]]:
-    """Return groups of layers that use the same parameters; groups with the most parameter bytes first."""
+    """Return the groups of layers that use the same parameters, in descending order of parameter bytes."""
     groups = tied_groups(graph)
     return sorted(groups, key=lambda users: -parameter_bytes(graph, groups[users]))

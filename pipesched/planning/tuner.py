@@ -145,7 +145,7 @@ class Tuner:
         """Evaluate the most promising candidates. Returns whether any candidate was found.
 
         Args:
-            rival_s: the step time of the best plan of another search; candidates that cannot be faster are left out.
+            rival_s: the step time of the best plan of another search; candidates that cannot be faster are skipped.
             known: evaluated candidates to start from.
 
         """
@@ -352,7 +352,7 @@ class Tuner:
         - A schedule may limit a rank to w micro-batches (see `window_of`). The first rank holds each micro-batch until
           all work on it is done. So at any time, at most w micro-batches are in progress, and at most w ranks work.
         - With one stage per rank and B instead of I and W, a rank first waits while all earlier ranks work on one
-          micro-batch. The wait counts as part of its time. The longest time is then shortest if the work per
+          micro-batch. The wait counts as part of its time. The busiest rank then has the least time if the work per
           micro-batch decreases by a factor of 1 - 1/count from rank to rank, where count is the number of
           micro-batches.
         """
@@ -491,10 +491,10 @@ class Tuner:
 
 
 def _work(graph: "nx.DiGraph[str]") -> tuple[float, float, float]:
-    """Return three times of one micro-batch, in seconds.
+    """Return three durations for one micro-batch, in seconds.
 
-    The first time is the sum over all layers, with the faster of B and I + W for each layer. The second time is the sum
-    over all layers with B. The third time is that of the slowest layer, with the faster of B and I + W.
+    The first is the sum over all layers, with the faster of B and I + W for each layer. The second is the sum over all
+    layers with B. The third is the duration of the slowest layer, with the faster of B and I + W.
     """
     layers = [costs_of(graph, name) for name in graph]
     each = [own.forward_s + min(own.backward_s, own.input_grad_s + own.weight_grad_s) for own in layers]
@@ -523,10 +523,10 @@ def _bound_s(found: EvaluatedCandidate, *, split: bool = False) -> float:
 
 
 def _end_s(costs: Costs, *, updates: bool) -> float:
-    """Return a lower bound on the time from the last gradient of all stages to the end of the step.
+    """Return a lower bound on the time from the last gradient of a step to the end of the step.
 
-    The last gradient of a stage completes a bucket. The bucket is then summed across replicas, and the weights may be
-    updated.
+    This gradient completes a bucket of its stage. The bucket is then summed across replicas and, with ``updates``, the
+    weights of the stage are updated.
     """
     sums = [times[-1] if times else 0 for times in costs.reduce_s]
     return min(map(sum, zip(sums, costs.times(Kind.UPDATE), strict=True)) if updates else sums)

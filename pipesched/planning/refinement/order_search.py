@@ -54,7 +54,7 @@ def is_searched(found: EvaluatedCandidate) -> bool:
 
 
 def as_searched(found: EvaluatedCandidate) -> EvaluatedCandidate:
-    """Return the candidate with the same order, as if the order search had found this order."""
+    """Return a copy with the schedule `searched` and the same order, as if the order search had found this order."""
     candidate = found.candidate
     program = replace(candidate.program, name=_NAME)
     return replace(found, candidate=_with(candidate, program, found.costs))
@@ -106,7 +106,7 @@ class OrderSearch:
         return made
 
     def _of_all_cuts(self, found: EvaluatedCandidate, best_s: float) -> Iterator[EvaluatedCandidate]:
-        """Search for orders with every cut of a placement. Yield each candidate that is faster than the best so far.
+        """Search for orders for every cut of a placement. Yield each candidate that is faster than the best so far.
 
         Yields nothing if there are more than ``_CUTS`` cuts.
         """

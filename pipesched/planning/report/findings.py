@@ -87,7 +87,7 @@ def _bubble(comparison: Comparison | None) -> Iterator[str]:
 def _communication(predicted: Trace | None) -> Iterator[str]:
     """Yield a sentence that says when replicas communicate: in bubbles, during compute or exposed.
 
-    Yields nothing for one replica.
+    Yields nothing if there is only one replica.
     """
     if predicted is None or predicted.hidden_communication is None:
         return

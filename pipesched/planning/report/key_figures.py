@@ -12,7 +12,9 @@ __all__ = ["key_figures"]
 
 
 def key_figures(plan: Plan, predicted: Trace | None, comparison: Comparison | None) -> list[KeyFigure]:
-    """Return the speed compared with one device, the bubble and the slowest stage; [] if layers were not measured.
+    """Return three figures; [] if layers were not measured.
+
+    They are the speed relative to one device, the bubble, and the slowest stage.
 
     Args:
         plan: the plan to report.
