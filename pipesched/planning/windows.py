@@ -1,6 +1,6 @@
 """Windows: 1F1B with few micro-batches in flight, for memory limits that other schedules may exceed.
 
-A plan with such a program names `searched` as its schedule. This schedule can store a program and return it without a
+If a plan uses such a program, the plan's schedule is `searched`, which can store a program and return it without a
 search.
 """
 
@@ -21,7 +21,7 @@ _FEW_RANKS = 8  # up to this many ranks, every window is tried
 def _windowed(rank: int, shape: Shape, *, window: int = 1, placement: Placement | None = None) -> Order:
     """1F1B with at most ``window`` micro-batches on a rank.
 
-    With several chunks, a rank finishes each micro-batch before it starts the next.
+    With several chunks per rank, ``window`` is ignored: a rank finishes each micro-batch before it starts the next.
     """
     order = Order(shape)
     chunks = shape.chunks(rank)
@@ -43,14 +43,14 @@ def windowed(
     most_stages: int,
     placement: Placement | None = None,
 ) -> Iterator[Candidate]:
-    """Yield candidates with fewer micro-batches in flight than under 1F1B.
+    """Yield candidates that have fewer micro-batches in flight than 1F1B.
 
     Args:
-        num_stages: the number of stages; None: any.
+        num_stages: the number of stages, or None for any number.
         ranks: the numbers of ranks to try.
         counts: the numbers of micro-batches to try.
-        most_stages: the largest number of stages.
-        placement: the rank of each stage. Default: several placements.
+        most_stages: the maximum number of stages.
+        placement: the rank of each stage. Default: several placements are tried.
 
     """
     counts = list(counts)

@@ -21,13 +21,13 @@ __all__ = ["crowd"]
 def crowd(
     subjects: Sequence[Subject], device: torch.device, caller: Caller, threads: int, rounds: int, enough_s: float
 ) -> list[float]:
-    """Measure the slowdown of layers while copies of them run in another thread.
+    """Measure by what factor layers slow down while copies of them run in another thread.
 
     Args:
         subjects: the layers.
         device: the device to run on.
         caller: the thread-local settings to use.
-        threads: the number of intra-op threads for each of the two threads.
+        threads: the number of intra-op threads that each of the two threads uses.
         rounds: the maximum number of measurements.
         enough_s: the time in seconds after which no further measurement begins.
 
@@ -69,8 +69,8 @@ def crowd(
 def _round(lap: TimingRun) -> float:
     """Return the time in seconds that the layers take for two F, one B, one I and one W.
 
-    The time excludes the work between layers that only the measurement needs, because this work slows down
-    other threads more than layers do.
+    The work that the measurement itself does between layers is not counted, because it slows down other threads more
+    than layers do.
     """
     lap.round()
     lap.weight_round(apart=True)

@@ -37,7 +37,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Sizes:
-    """The measured memory of a stage, and the sizes of the messages to and from this stage."""
+    """The measured memory of a stage, and the sizes of the messages that it sends."""
 
     memory: LayerMemory
     #: The sizes of the message to each consumer stage. `Message.back` is set when the consumer is measured.
@@ -47,7 +47,7 @@ class Sizes:
 
 
 def sizes_of(layer: Layer, arrived: Payload) -> Sizes:
-    """Measure a layer's memory on copies of its input: once with B, once with I and W. Frees the layer's gradients."""
+    """Measure a layer's memory, first with B, then with I and W. Uses copies of the input, and frees the gradients."""
     books = books_of(layer.stage.device)
     for weight in layer.weights:
         weight.grad = None

@@ -60,10 +60,10 @@ def measure_layers(
     intra_op_threads: int,
     effort: Effort = QUICK,
 ) -> dict[str, LayerCosts]:
-    """Measure a chain of layers on one micro-batch, as medians of several runs.
+    """Measure the costs of a chain of layers on one micro-batch. Each time is the median of several runs.
 
-    If several layers have the same kind and the same input shapes, only some of them are measured. If some modules are
-    in training mode, each module keeps its mode. Otherwise all modules run in training mode.
+    If several layers are of the same kind and have the same input shapes, only some of them are measured. If no module
+    is in training mode, all modules run in training mode. Otherwise, each module keeps its mode.
 
     Args:
         layers: layer name -> layer, in the order of the chain.
@@ -135,7 +135,7 @@ def _wanting(tensor: Tensor) -> Tensor:
 
 @dataclass(kw_only=True)
 class _Kind:
-    """Layer calls that have the same costs, with their measurements."""
+    """A group of layer calls that have the same costs, and the measurements of these calls."""
 
     memory: LayerMemory = field(default_factory=LayerMemory)
     parameter_bytes: int = 0
@@ -196,7 +196,7 @@ _WAITS = 0.1  # a layer that spends more than this fraction of its time waiting 
 
 
 class Between(nn.Module):
-    """A layer that calls a function from the code between layers. It has no costs if the function cannot run alone."""
+    """A layer that calls a function from the code between layers. Its costs are 0 if the function cannot run alone."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__()
@@ -337,8 +337,8 @@ class _Survey:
 class _Held(nn.Module):
     """Calls a layer without registering the layer's parameters.
 
-    While layers are timed, plain tensors (copies) replace the parameters. A Stage splits the backward only if all
-    registered parameters are of type ``nn.Parameter``, so these layers must not register their parameters.
+    While a layer is timed, its parameters are replaced by copies, which are plain tensors. A Stage splits the backward
+    only if all registered parameters are of type ``nn.Parameter``, so the copies must not be registered.
     """
 
     def __init__(self, layer: nn.Module) -> None:

@@ -1,9 +1,9 @@
 """Link probe: measures latency and bandwidth between ranks with programs that send messages back and forth.
 
-The programs run like training programs, so the results include packing, sending and unpacking. The three stages of a
-chain are placed on rank a, rank b and rank a. A round trip lasts from the end of the first stage to the start of the
-third stage, so the clock of rank a is enough to measure it. If the mesh has replicas, the probe also measures the
-collectives that sum gradients and gather weights over the replicas, as a training step runs them.
+The programs run like training programs, so the results include packing, sending and unpacking. For two ranks a and b,
+a program has a chain of three stages, which are placed on a, b and a. A round trip lasts from the end of the first
+stage to the start of the third stage, so the clock of rank a is enough to measure it. If the mesh has replicas, the
+probe also measures the collectives that sum gradients and gather weights across replicas in a training step.
 """
 
 import time
@@ -57,9 +57,9 @@ def probe_links(mesh: DeviceMesh, *, timeout: float = 60.0, axes: Axes | None = 
         links = pipesched.probe_links(mesh)
         links.to_dict()  # for JSON
 
-    The probe takes about one second per rank, more on slow links. Every rank exchanges messages with one other rank at
-    a time, and all these pairs run at the same time. If pairs share a network cable, each pair gets only a part of the
-    cable's bandwidth.
+    The probe takes about one second per rank, more on slow links. Each rank exchanges messages with one other rank at a
+    time, while the other ranks also exchange messages in pairs. If pairs share a network cable, each pair gets only a
+    part of the cable's bandwidth.
 
     Args:
         mesh: a torch DeviceMesh: one dimension for the ranks of a pipeline, or also a dimension for its replicas.
@@ -67,15 +67,16 @@ def probe_links(mesh: DeviceMesh, *, timeout: float = 60.0, axes: Axes | None = 
         axes: the mesh dimensions of the pipeline and its replicas, as for ``Pipeline``. Default: recognised by name.
 
     Returns:
-        The Links, the same on every rank, with three figures for each pair and direction. ``latency_s`` is half of the
-        median round trip of an empty message. ``bytes_per_s`` is measured with messages that are long enough to take 20
-        ms, up to 4 MiB. ``spread`` is the range of these messages' round trips divided by their median; a large spread
-        means that the measurement was disturbed. With replicas, the pairs include ranks of different replicas, and
-        ``collectives`` has an entry for each group of ranks with the same stages. The entry has the times of
-        all-reduces, reduce-scatters and all-gathers in this group, measured with tensors of up to 4 MiB.
+        The Links, the same on every rank, with three values for each pair and direction. ``latency_s`` is half of the
+        median round-trip time of an empty message. ``bytes_per_s`` is measured with messages that are long enough to
+        take 20 ms, up to 4 MiB. ``spread`` is the range of the round-trip times of these messages, divided by their
+        median; a large spread means that the measurement was disturbed. With replicas, the pairs include ranks of
+        different replicas, and ``collectives`` has an entry for each group of ranks with the same stages. The entry has
+        the latency and bandwidth of all-reduces, reduce-scatters and all-gathers in this group, measured with tensors
+        of up to 4 MiB.
 
     Raises:
-        DeviceCountError: the mesh has several dimensions that are neither ranks of a pipeline nor replicas.
+        DeviceCountError: the dimensions of the mesh are not recognised by name, or ``axes`` does not fit them.
         ExecutionError: a rank did not respond within the timeout.
 
     """
@@ -173,7 +174,7 @@ def find_links(num_ranks: int, run: Run) -> Links:
 
 
 def _rounds(num_ranks: int) -> Iterator[list[Pair]]:
-    """Yield all pairs of ranks, in rounds with at most one pair per rank (the circle method for tournaments)."""
+    """Yield all pairs of ranks in rounds, each with at most one pair per rank (the circle method for tournaments)."""
     seats = list(range(num_ranks + num_ranks % 2))
     half = len(seats) // 2
     for _ in range(1, len(seats) if num_ranks > 1 else 0):
@@ -205,7 +206,7 @@ def _measured(pairs: list[Pair], num_ranks: int, run: Run) -> dict[Pair, Link]:
 def _trips(sizes: dict[Pair, int], num_ranks: int, count: int, run: Run) -> dict[Pair, list[float]]:
     """Return the times of ``count`` round trips for each pair, in seconds.
 
-    A round trip is a message of ``sizes[pair]`` bytes, and an empty reply.
+    A round trip consists of a message of ``sizes[pair]`` bytes and an empty reply.
     """
     program = lower(_there_and_back(list(sizes), num_ranks, 1 + count))
     spans = run(program, [nbytes for size in sizes.values() for nbytes in (size, 0, 0)])

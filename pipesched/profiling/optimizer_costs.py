@@ -1,6 +1,6 @@
 """Optimizer costs: measures the time of an optimizer's step and the memory of its state, for each parameter.
 
-Times are measured in real steps. Bytes come from `pipesched.profiling.optimizer_memory`, which allocates no memory.
+Times are measured in real steps. `pipesched.profiling.optimizer_memory` computes the memory without real steps.
 """
 
 import time
@@ -42,7 +42,7 @@ def measure_updates(
 ) -> dict[str, Update]:
     """Measure the time and memory that an optimizer's step needs for each parameter.
 
-    The step is timed on stand-ins for the first parameters, as many as are needed to exceed the size of the caches. The
+    The step is timed on stand-ins for the first parameters, up to a total size that exceeds the size of the caches. The
     time per byte is assumed to be the same for all parameters. Frozen parameters have no entry.
 
     Args:

@@ -28,7 +28,7 @@ class Upkeep(NamedTuple):
 
 
 def another(optimizer: Optimizer) -> Callable[[list[Any]], Optimizer]:
-    """Return a function that creates optimizers of the same class with the same defaults."""
+    """Return a function that creates optimizers of the same class and with the same defaults as ``optimizer``."""
     taken = inspect.signature(type(optimizer)).parameters
     defaults = {name: value for name, value in optimizer.defaults.items() if name in taken}
     return lambda parameters: type(optimizer)(parameters, **defaults)
@@ -85,9 +85,9 @@ def _stepped(
 def _enlarged(value: Tensor, stand_in: Tensor, parameter: Tensor) -> int:
     """Return the size in bytes of a parameter's state tensor, given the state tensor of the parameter's stand-in.
 
-    If a dimension of the state tensor has the size of the stand-in's dimension, it gets the size of the parameter's
-    dimension. A state tensor with a different number of dimensions is scaled in proportion to the bytes. A scalar stays
-    a scalar.
+    Each dimension of the state tensor that has the same size as in the stand-in gets the size that it has in the
+    parameter. A state tensor with a different number of dimensions is scaled in proportion to the bytes. The size of a
+    scalar does not change.
     """
     if value.dim() != stand_in.dim():
         return math.ceil(value.nbytes * parameter.nbytes / max(1, stand_in.nbytes)) if value.dim() else value.nbytes

@@ -1,13 +1,13 @@
 """Overhead probe: measures the time that ranks need in addition to the work of their stages.
 
 Test programs run on the executors and stages that training uses. Each layer measures the time of its own work; the rest
-of an action is overhead. If a rank has twice as much work as its neighbour, the neighbour always waits. With such
-programs, the probe measures four overheads separately: an action without messages, sending, receiving, and the
-transfer.
+of an action's time is overhead. If a rank has twice as much work as its neighbour, the neighbour always waits. With
+such programs, the probe separately measures the overheads of an action without messages, of sending, of receiving, and
+of the transfer.
 
 The cost of waking up a waiting rank is measured on a pipeline in which all ranks only wait, as they would for a GPU.
-This cost is computed from the measured and the simulated time of the whole pipeline, because the delays of all ranks
-add up.
+This cost is computed from the difference between the measured and the simulated time of the whole pipeline, because the
+delays of all ranks add up.
 """
 
 import os
@@ -77,7 +77,7 @@ class _Worked(torch.autograd.Function):
 
 
 class _Layer(nn.Module):
-    """A layer that computes or sleeps, in proportion to ``parts``. ``seconds`` holds the time of each call."""
+    """A layer that computes or sleeps for a time proportional to ``parts``. ``seconds`` holds the time of each call."""
 
     def __init__(self, parts: int, waits: bool, device: torch.device) -> None:
         super().__init__()
@@ -105,7 +105,7 @@ class _Layer(nn.Module):
 
 @dataclass(frozen=True)
 class Ran:
-    """The trace of a program's run, and the time of the work alone in seconds, keyed by action."""
+    """The trace of a program's run, and for each action the time in seconds that its layer's own work took."""
 
     trace: Trace
     work_s: dict[Action, float]
@@ -119,7 +119,7 @@ class Run(Protocol):
 
         Args:
             program: the program.
-            parts: for each stage, the number of equal parts of work in each of its actions.
+            parts: for each stage, the work in each of its actions, as a multiple of a unit of work.
             rows: the size of each message, in rows of 1 KiB.
             waits: whether layers wait instead of computing. Default: False.
 
@@ -147,7 +147,7 @@ def probe_overheads(
     timeout: float | None = None,
     rounds: int = 5,
 ) -> Overheads:
-    """Measure the time that CPU ranks need in addition to the work of their stages. Collective under a mesh.
+    """Measure the time that CPU ranks need in addition to the work of their stages. Collective if ``mesh`` is given.
 
     ::
 
@@ -304,7 +304,7 @@ def _pairs(num_ranks: int) -> list[tuple[int, int]]:
 
 
 class _Seen:
-    """Collects overheads in seconds, keyed by the case, the kind of action, and the rows of the message.
+    """Collects overheads in seconds, keyed by the case, the kind of action, and the number of rows in the message.
 
     There are four cases: an action without messages, an action that sends a message, an action that receives a message,
     and a pair of actions on two ranks. In a pair, the second action waits for the first.
@@ -315,7 +315,7 @@ class _Seen:
         self._lost: dict[tuple[str, Kind, int], list[float]] = {}
 
     def side_by_side(self, ran: Ran, count: int) -> None:
-        """Add a run of ``count`` ranks without dependencies between ranks."""
+        """Add a run of ``count`` ranks that do not depend on each other."""
         self._work.setdefault(count, []).append(median(ran.work_s.values()))
         for kind in _KINDS:
             self._note("action", kind, 0, _per_action(ran, range(count), kind))

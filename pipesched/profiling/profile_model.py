@@ -1,4 +1,4 @@
-"""Profile model: measures the costs of a model's layers for micro-batches of several sizes, as a Profile."""
+"""Profile model: measures the costs of a model's layers for micro-batches of several sizes, and returns a Profile."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -83,14 +83,15 @@ def profile(
         optimizer: ``optimizer(params)`` -> torch.optim.Optimizer. If it is given, layers also have ``update_s`` and
             ``optimizer_bytes``. Default: None.
         rows: the micro-batch sizes to measure, in rows. The micro-batches are made from the sample's rows. A size of 1
-            is measured as 2. Default: a quarter, half, one and two times the sample's number of rows.
-        microbatches: more micro-batches to measure, with other shapes than the sample, such as the shortest and the
-            longest sequences. The profile then has the costs of the layers as functions of a micro-batch's size. These
-            functions are required to search for the order of micro-batches of different lengths. Default: none.
+            is measured as 2. Default: the sample's number of rows multiplied by 1/4, 1/2, 1 and 2.
+        microbatches: additional micro-batches to measure, whose shapes differ from the sample's, such as the shortest
+            and the longest sequences. The profile then contains the layers' costs as functions of a micro-batch's size,
+            which are required to search for an order of actions for micro-batches of different sizes. Default: none.
         device: the torch device to measure on. Default: "cpu".
         intra_op_threads: the number of CPU threads per operation. Default: 1.
-        split_dims: the dimension of the rows: an int, a sequence by position, or a mapping by position or name. An
-            argument with None in place of a dimension is not split. Default: 0.
+        split_dims: the dimension of the rows: an int for all arguments, a sequence with one entry for each positional
+            argument, or a dict by position or keyword. An argument with None in place of a dimension is not split.
+            Default: 0.
         whole_layers: names of modules that are kept as one layer. Default: none.
         cache: a folder of profiles. If it contains a profile of the same model, sample, device and torch version, this
             profile is returned and nothing is measured. The values of weights and inputs may differ. Default: None (no
@@ -104,7 +105,7 @@ def profile(
         ModelTypeError: the model is not an nn.Module, or is compiled or wrapped.
         GraphError: the model cannot be cut into stages.
         ScheduleError: a file in ``cache`` is not a profile.
-        Exception: any error of the model's own code, with a note that names the layer.
+        Exception: any error that the model's own code raises, with a note that names the layer.
 
     """
     chain = as_model(model)
@@ -166,7 +167,7 @@ def profile(
 
 
 def as_loss(loss_fn: Any, target: Any) -> nn.Module | None:
-    """Return the loss as a module, or None if there is none. Raises InputError if only loss_fn or target is given."""
+    """Return the loss as a module, or None if there is none. Raises InputError if only one argument is given."""
     if (loss_fn is None) != (target is None):
         raise InputError(
             f"loss_fn= and target= must be passed together; only {'target=' if loss_fn is None else 'loss_fn='} was "

@@ -87,7 +87,7 @@ class StageReplicas:
         """Return the sizes in bytes of a bucket's undivided buffers, and of one replica's part of its divided buffers.
 
         Each list has one number for each dtype. A buffer also stores, for each parameter, the number of replicas that
-        have a gradient.
+        have a gradient for it.
         """
         trained = [parameter for parameter in bucket if parameter.requires_grad]
         whole = []
@@ -111,13 +111,13 @@ class StageReplicas:
         return self.zero >= 2 and self.shards is not None and parameter in self.shards
 
     def _numbers(self, parameter: nn.Parameter) -> int:
-        """Return the number of elements of a parameter that a process holds if weights are not divided."""
+        """Return how many elements of a parameter a process holds if weights are not divided."""
         if self.shards is not None and parameter in self.shards:
             return self.shards.shape(parameter).numel()
         return local(parameter).numel()
 
     def _longest(self, parameters: Sequence[nn.Parameter]) -> int:
-        """Return the number of elements of these parameters on the replica that holds the most of them."""
+        """Return the largest number of elements of these parameters that any replica holds."""
         assert self.shards is not None
         return max(map(sum, zip(*map(self.shards.numbers, parameters), strict=True)))
 

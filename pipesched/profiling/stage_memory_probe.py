@@ -1,8 +1,8 @@
 """Stage memory probe: measures the memory of each stage of a captured model by running the stage as a whole.
 
-A stage needs more memory than the sum of its layers, for four reasons. A view keeps its whole storage alive. Values
-that skip layers stay in memory until they are used. The gradients of such a value stay in memory until they are added.
-Variables of code between layers keep tensors alive.
+A stage needs more memory than all its layers together, for four reasons. A view keeps its whole storage alive. A value
+that a later layer uses stays in memory until that layer runs. If several layers use a value, its gradients stay in
+memory until they are added. Variables of code between layers keep tensors alive.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -59,13 +59,13 @@ def stage_sizes(
 ) -> list[StageSizes]:
     """Measure the memory of each stage by running the sample through the stages, each on its device.
 
-    The model is left unchanged. The run shares the memory of the parameters, but not their gradients and hooks.
+    The model is left unchanged. The run uses the memory of the parameters, but not their gradients and hooks.
 
     Args:
         captured: the model.
         cut: the layers of each stage.
         devices: the device of each stage.
-        trade: sends tied weights between ranks.
+        trade: the Trade that sends tied weights between ranks.
         checkpoint_of_call: the checkpoint option of each (layer, call number) whose activations are not kept.
         own_loss: whether the last stage computes the model's own loss.
 

@@ -1,8 +1,8 @@
 """Timing run: measures all layers in one run, first their forwards in order, then their backward passes in reverse.
 
-In this order, the caches are in the same state as in a step: a layer's input has just been written, and its weights
-were last used in the previous round. One backward pass runs through all layers and records the time at which it reaches
-each layer, so work between layers is not counted. Layers run on copies of their weights.
+Because of this order, the caches are in the same state as in a step: a layer's input has just been written, and its
+weights were last used in the previous round. One backward pass runs through all layers and records the time at which it
+reaches each layer, so work between layers is not counted. Layers run on copies of their weights.
 """
 
 import copy
@@ -229,13 +229,13 @@ class TimingRun(nn.Module):
             end = turn.note(column, end)
 
     def weight_grads(self, products: Sequence[Product]) -> None:
-        """Compute the weight gradients that the I of each layer has left to W."""
+        """Compute the weight gradients that I has deferred to W."""
         with self._backward_mode[False]:
             weight_grad(products)
 
 
 class _AddedLosses:
-    """Collects the losses that a layer adds. Their backward pass counts as part of the layer's backward pass."""
+    """Collects the losses that a layer passes to ``add_loss``. Their backward pass counts as part of the layer's."""
 
     def __init__(self) -> None:
         self._losses: list[Tensor] = []

@@ -170,7 +170,7 @@ def _ends_of(action: Action, at: _At, graph: StageGraph) -> tuple[int, ...]:
 
 
 def _form(action: Action, at: _At, kind: Kind, end: int) -> Action:
-    """Build the alternative of the given kind for a needed action.
+    """Build the action of the given kind that ``action`` may need.
 
     - If ``at`` is PEER, ``action`` is a receive: return the matching send on stage ``end``.
     - If ``kind`` is a receive, return the receive from stage ``end`` on the action's own stage.
@@ -388,7 +388,7 @@ def _ends(
 
 
 def _first_form(need: _Need, columns: Columns, ends: Ints, index: Index) -> Ints:
-    """Return, for each action, the row of the first alternative of ``need`` in the program; -1 if there is none."""
+    """Return, for each action, the row of the first alternative of ``need`` that the program has; -1 if none."""
     first_rows = np.full(len(ends), -1, np.int64)
     for kind in need.kinds:
         if not index.has(kind):

@@ -49,7 +49,7 @@ def lower(program: Program) -> Program:
 
 
 def _add_communication(program: Program) -> Program:
-    """Add a send after each producer and a receive before each consumer on another rank.
+    """Add a send after each action whose result another rank needs, and a receive before the action that needs it.
 
     A channel (sending rank, receiving rank, kind) is first in, first out, so its receives are in the order of its
     sends. Each receive is as late as possible: just before the action that consumes its message, or just before an
@@ -404,10 +404,10 @@ def _last_of_stages(columns: Columns, *kinds: Kind) -> tuple[Ints, Ints]:
 
 
 def forward_then_backward(program: Program) -> Program:
-    """Return a program without updates in which each rank runs all its F, then all its B, each kind in the given order.
+    """Return a program without updates in which each rank runs all its F, then all its B.
 
-    The result is GPipe with the same placement. If the given program is valid, so is the result: removing actions and
-    moving forwards to the front adds no dependency cycle.
+    The F of a rank keep their order, and so do its B. The result is GPipe with the same placement. If the given program
+    is valid, so is the result: removing actions and moving forwards to the front adds no dependency cycle.
     """
     columns = program.columns
     backward = columns.are(*BACKWARDS)

@@ -112,8 +112,9 @@ class Shape:
     def groups(self) -> list[int]:
         """Return the sizes of the groups of micro-batches for interleaving.
 
-        The groups are near-equal and as many as possible, but each has at least p micro-batches, where p is the number
-        of ranks. (In Megatron-LM, every group has p micro-batches.) Fewer than p micro-batches form one group.
+        There are as many groups as possible with at least p micro-batches each, where p is the number of ranks. Their
+        sizes differ by at most 1. (In Megatron-LM, every group has p micro-batches.) If there are fewer than p
+        micro-batches, they form one group.
         """
         return near_equal_parts(self.num_microbatches, max(1, self.num_microbatches // self.num_ranks))
 
@@ -314,7 +315,7 @@ class Schedule:
         return ranks
 
     def with_options(self, **options: Any) -> "Schedule":
-        """Return a copy of the schedule with new values of some options.
+        """Return a copy of the schedule with new values for some options.
 
         Args:
             options: new values by name, such as ``chunks_per_rank=4``. Other options keep their values.
@@ -338,7 +339,8 @@ class Schedule:
         Args:
             num_ranks: the number of ranks, at least 1.
             num_microbatches: the number of micro-batches of a step, at least 1.
-            steps: the number of steps to run without draining, for schedules with updates. Default: 1.
+            steps: the number of steps to run without draining the pipeline in between, for schedules with updates.
+                Default: 1.
             options: values of the schedule's options for this program, such as ``chunks_per_rank=4``.
 
         Returns:
@@ -397,7 +399,7 @@ class Schedule:
         return program if self.num_chains == 1 else _with_chains(program, shape)
 
     def _placed(self, num_ranks: int) -> Placement:
-        """Return the rank of each stage. Raises ScheduleError if the option ``placement`` uses more or fewer ranks."""
+        """Return the rank of each stage. Raises ScheduleError if the option ``placement`` is not for ``num_ranks``."""
         fixed = self.fixed_placement
         if fixed is None:
             return self.placement(num_ranks, self.chunks_per_rank * self.num_chains)
@@ -481,11 +483,11 @@ def schedule(
         placement: the rule that places stages on ranks: linear, loop or v, or a function (num_ranks, chunks_per_rank)
             -> the rank of each stage. Default: linear.
         chunks_per_rank: the default number of stages that a rank holds. It becomes an option of the schedule. Default:
-            None, always one stage per rank.
+            None (always one stage per rank).
         num_chains: the number of pipelines that run at once over the same weights, each with its share of the
             micro-batches. With two chains of p stages, stage s of the second chain has the number p + s. Default: 1.
         slices_per_microbatch: the default number of token slices of a micro-batch, for schedules that run causal models
-            slice by slice. It becomes an option of the schedule. Default: None, no slices.
+            slice by slice. It becomes an option of the schedule. Default: None (no slices).
 
     Returns:
         A decorator for the function.

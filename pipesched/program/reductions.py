@@ -46,7 +46,7 @@ def early_stages(program: Program) -> frozenset[int]:
 
 
 def check_reductions(program: Program) -> None:
-    """Check that the REDUCEs of each stage run once the gradients are complete, in the order of their buckets.
+    """Check that the REDUCEs of each stage follow the stage's last gradient, in the order of their buckets.
 
     `check_dependencies` checks that an UPDATE and a NORM come after the REDUCEs of their stage. Raises ScheduleError.
     """

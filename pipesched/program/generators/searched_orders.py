@@ -164,7 +164,7 @@ def shortened_orders(shape: Shape, found: Program) -> list[Order]:
 
 
 class _Equal:
-    """The default costs: each F, I and W takes the same time, and messages take none."""
+    """The default costs: each F, I and W takes the same time, and messages take no time."""
 
     def __init__(self, num_stages: int) -> None:
         self.num_stages = num_stages
@@ -299,8 +299,8 @@ def _as_list(limit: Any, num_ranks: int) -> list[Any]:
 def _known(shape: Shape, starts: Iterable[Schedule | Program], passed: dict[str, Any]) -> list[Program]:
     """Return the programs to start from, the simplest first.
 
-    Programs without a split backward come before programs with one. Within these two groups, programs that were
-    built without a search come first. Among those, programs with fewer micro-batches in flight come first.
+    Programs without a split backward come before programs with one. Within each group, programs that were built without
+    a search come first. Programs that are equal in both respects are sorted by the number of micro-batches in flight.
     """
     found = []
     for start in starts:

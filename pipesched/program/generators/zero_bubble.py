@@ -2,7 +2,7 @@
 
 Warm-up forwards fill the time until a rank's first input gradient can start. Then every rank alternates between input
 gradients and forwards. It runs weight gradients when it would otherwise wait, or when memory is full. The paper leaves
-three choices open; this module tries all eight combinations and returns the shortest order.
+three choices open; this module tries all eight combinations and returns the fastest orders.
 """
 
 from collections.abc import Callable, Sequence
@@ -71,7 +71,7 @@ def zero_bubble(
         shape: the ranks and micro-batches.
         costs: the time of each kind of action on each stage, in seconds. None: 1 s for every action, 0 s for messages.
         max_in_flight: the maximum number of micro-batches in flight on a rank. None: the number of ranks.
-        weight_grad_share: the share of a micro-batch's activations that is held from I to W, from 0 to 1.
+        weight_grad_share: the fraction of a micro-batch's activations, from 0 to 1, that a rank holds from I to W.
 
     Raises:
         ScheduleError: the costs are for a different number of stages, or the limit or the share is out of range.
@@ -150,7 +150,7 @@ class _Rank:
 
     @property
     def held(self) -> float:
-        """The number of micro-batches in memory. A micro-batch that waits for W counts as ``weight_grad_share``."""
+        """The number of micro-batches in memory. From its I to its W, a micro-batch counts as ``weight_grad_share``."""
         return self.forwards - self.input_grads + self._share * self.owed
 
     def run_forward(self, ready_s: float) -> None:
@@ -202,7 +202,7 @@ class _Pipeline:
 
     @property
     def makespan_s(self) -> float:
-        """The time in seconds at which the last rank ends; rank 0 starts at 0."""
+        """The time in seconds from the start of rank 0 to the end of the last action."""
         return max(rank.end_s for rank in self.ranks)
 
     def _run_heuristic(self, switches: Switches) -> None:
@@ -304,7 +304,7 @@ class _Pipeline:
     def _fill(self, rank: _Rank, ready_s: float, switches: Switches) -> None:
         """Run weight gradients until ``ready_s``.
 
-        A weight gradient that is longer than the gap runs only if ``fill_every_gap`` is set, or if this rank would
+        A weight gradient that would end after ``ready_s`` runs only if ``fill_every_gap`` is set, or if this rank would
         otherwise become the rank with the most idle time.
         """
         while rank.owed and (gap_s := ready_s - rank.end_s) > 0:
