@@ -279,7 +279,7 @@ class Rank:
         return _Step(action, partial(self.stages[stage].weight_grad, microbatch), wait=self._await_weights(stage))
 
     def _await_weights(self, stage: int) -> Callable[[], None] | None:
-        """For the first action after a stage's UNSHARD, return the function that waits for the weights; else None."""
+        """Return a function that waits for the stage's weights, or None if an action already awaits its last UNSHARD."""
         if stage not in self._unawaited:
             return None
         self._unawaited.discard(stage)
@@ -303,7 +303,7 @@ class Rank:
         return _Step(action, partial(self.stages[action.stage].reduce, action.microbatch))
 
     def finish(self, stamps: Stamps) -> None:
-        """At the end of an order: wait for its reductions, and stamp collectives with the times at which they ran."""
+        """Wait for the reductions of an order, and stamp its collectives with the times at which they ran."""
         if not self._reduces and not self._last_gathers:
             return
         spans = {(Kind.REDUCE, stage): self.stages[stage].reduced() for stage in self._reduces}
