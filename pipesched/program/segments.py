@@ -1,6 +1,6 @@
 """Segments: divides the orders of an asynchronous schedule into steps, so that any number of steps can run in sequence.
 
-A schedule generates a program of a fixed number of steps, but training can run any number. Each rank's order is cut
+A schedule generates a program with a fixed number of steps, but training can run any number. Each rank's order is cut
 before the first action of each step, into one segment per step. This module checks that the schedule repeats: after the
 warm-up, every segment must equal the previous one, except that its micro-batches and updates are those of the next
 step. The weight versions, and the micro-batches with R or I, must repeat in the same way. The cool-down then has the

@@ -37,7 +37,7 @@ class Stream:
     """A stream of overlapping steps, from its first step to its flush.
 
     Args:
-        host: the host of the ranks.
+        host: the RankHost that runs the ranks.
         segments: splits the program's orders into one part per step.
         stages: the stages of this process.
         step_data: an empty StepData with the number of the first step.

@@ -2,8 +2,8 @@
 
 A rank binds its order once. Binding turns each action into a call with a known stage, micro-batch and channel, and with
 the edges that the action reads and writes. An edge holds the value of one action until another action takes the value.
-The other action belongs to the consuming stage, or is a send if that stage is on another rank. The loop only makes the
-calls.
+The other action belongs to the consuming stage, or is a send if that stage is on another rank. The loop then only makes
+these calls.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -279,7 +279,7 @@ class Rank:
         return _Step(action, partial(self.stages[stage].weight_grad, microbatch), wait=self._await_weights(stage))
 
     def _await_weights(self, stage: int) -> Callable[[], None] | None:
-        """Return a function that waits for the stage's weights, or None if an action already awaits its last UNSHARD."""
+        """Return a function that waits for the stage's weights; None if no wait is needed."""
         if stage not in self._unawaited:
             return None
         self._unawaited.discard(stage)
