@@ -1,10 +1,10 @@
 """Segments: divides the orders of an asynchronous schedule into steps, so that any number of steps can run in sequence.
 
-A schedule generates a program of a fixed number of steps, but training can run any number. Each rank's order is cut
+A schedule generates a program with a fixed number of steps, but training can run any number. Each rank's order is cut
 before the first action of each step, into one segment per step. This module checks that the schedule repeats: after the
 warm-up, every segment must equal the previous one, except that its micro-batches and updates are those of the next
-step. The weight versions, and the micro-batches with R or I, must repeat in the same way. The cool-down is then also
-the same after any number of steps, except for the numbers of the micro-batches and updates.
+step. The weight versions, and the micro-batches with R or I, must repeat in the same way. The cool-down then has the
+same actions after any number of steps; only the indices of its micro-batches and updates differ.
 """
 
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ Orders = tuple[tuple[Action, ...], ...]
 
 
 def enough_steps(num_ranks: int, num_microbatches: int) -> int:
-    """Return the number of steps to generate: the warm-up, two identical steps, and the step that follows them."""
+    """Return the number of steps to generate: the warm-up steps, two identical steps, and the step after them."""
     return 4 + -(-2 * num_ranks // num_microbatches)
 
 
@@ -54,7 +54,7 @@ class Segments:
 
     @cached_property
     def groups(self) -> tuple[tuple[int, ...], ...]:
-        """For each update of a step, the micro-batches whose gradients are applied, numbered from 0 within the step."""
+        """For each update of a step, the micro-batches whose gradients it applies, numbered from 0 within the step."""
         size = self.num_microbatches
         groups = [tuple(number % size for number in group) for group in update_groups(self.program) if group[0] < size]
         if sorted(number for group in groups for number in group) != list(range(size)):
@@ -75,7 +75,7 @@ class Segments:
         return len(self.groups)
 
     def segment(self, step: int) -> Orders:
-        """Return the actions of each rank for a step, up to the first action of the next step."""
+        """Return each rank's actions from its first action of a step to its last action before the next step."""
         known = min(step, self._steps - 1)
         return self._moved([order[start:end] for order, (start, end) in self._ranges(known)], step - known)
 
@@ -92,16 +92,16 @@ class Segments:
         return self._moved(kept, steps - known)
 
     def uses(self, stage: int) -> Uses:
-        """Return the weight versions that each micro-batch uses on a stage, for any number of steps."""
+        """Return the weight version that each micro-batch uses on a stage, for any number of steps."""
         return Uses(self._used[stage][: self._steps * self.num_microbatches], (self.num_microbatches, self.updates))
 
     def pair(self, microbatch: int) -> int:
-        """Map a micro-batch of any step to the micro-batch of the program that has the same actions."""
+        """Map a micro-batch of any step to the program's micro-batch that has the same actions."""
         over = microbatch // self.num_microbatches - (self._steps - 1)
         return microbatch - max(0, over) * self.num_microbatches
 
     def _cut(self, rank: int) -> list[int]:
-        """Return, for each step after the first, the number of a rank's actions before the step's first action."""
+        """Return, for each step after the first, how many actions a rank runs before its first action of the step."""
         columns = self.program.orders.rank(rank)
         step = np.where(columns.are(Kind.UPDATE), 0, columns.microbatch // self.num_microbatches)
         begun: Ints = np.maximum.accumulate(step)
@@ -128,7 +128,7 @@ class Segments:
         )
 
     def _check_cuts(self) -> None:
-        """Check that no action needs a later segment: a step must be able to run before the next step is requested."""
+        """Check that no action waits for a later segment: a step must be able to end before the next is requested."""
         program = self.program
         offsets = program.orders.offsets
         segment = np.concatenate(

@@ -74,7 +74,7 @@ class _Read:
 
 
 def parse_program(text: str) -> dict[str, Any]:
-    """Parse a program's text into the fields of `Program`. Raises ScheduleError, which states the line's number."""
+    """Parse a program's text into the fields of `Program`. Raises ScheduleError if the text is invalid."""
     read = _Read()
     for number, line in enumerate(text.splitlines(), start=1):
         words = line.split("#")[0].split()

@@ -1,6 +1,7 @@
-"""Traversal: runs a program on a virtual clock, with given durations or with all durations 0.
+"""Traversal: runs a program on a virtual clock, with given durations or with durations of 0.
 
-Every rank runs its order until an action waits for another rank. If some actions never run, the program has a deadlock.
+Every rank runs its order until an action must wait for another rank, and continues when the wait ends. If some actions
+never run, the program has a deadlock.
 """
 
 from collections.abc import Mapping, Sequence
@@ -44,7 +45,7 @@ class Walked(NamedTuple):
 
 
 class _Waits(NamedTuple):
-    """For each action, the rows that it waits for, and the lag of each row: the time until its result arrives."""
+    """For each action, the rows of the actions that it waits for, and how long each of their results is in transit."""
 
     #: The first row that each action waits for; -1 if it waits for none.
     first: list[int]
@@ -62,9 +63,9 @@ def walk(program: Program, timing: Timing | None = None) -> Walked:  # noqa: PLR
     """Run a program on a virtual clock. Without ``timing``, actions take no time.
 
     An action starts when its rank is free and the results that it needs have arrived. Only compute actions and FREE
-    (which waits for a copy to the host) keep a rank busy. A transfer to another rank or to the host starts at its
-    position in the order and does not block its rank. A REDUCE or UNSHARD does not block its rank either, and starts
-    when the rank's previous collective has ended. Overlapping actions start together and end together.
+    (which waits for a copy to the host) keep a rank busy. A send, OFFLOAD or FETCH is queued on its link when the rank
+    reaches it, and does not block the rank. A REDUCE or UNSHARD does not block its rank either, and starts when the
+    rank's previous collective has ended. Overlapping actions start together and end together.
     """
     orders = program.orders
     total = len(program.columns)

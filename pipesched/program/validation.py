@@ -1,8 +1,8 @@
-"""Validation: proves that a program is complete, correctly ordered and free of deadlock. Each rule has a function.
+"""Validation: proves that a program is complete, correctly ordered and free of deadlock.
 
-Rules are checked in this order: places, routes, completeness, slices, overlaps, offloads, dependencies, transfers,
-versions, reductions, gathers, deadlock; then, on request, memory and exactness. Errors name the rank, the position and
-the action, and show a grid of the orders with the action marked.
+Each rule has a function that checks it. The rules are checked in this order: places, routes, completeness, slices,
+overlaps, offloads, dependencies, transfers, versions, reductions, gathers, deadlock; then, on request, memory and
+exactness. Errors name the rank, the position and the action, and show a grid of the orders with the action marked.
 """
 
 from collections.abc import Mapping, Sequence
@@ -128,7 +128,7 @@ def check_places(program: Program) -> None:
 
 
 def _check_numbered(program: Program) -> None:
-    """Check that the buckets and the gathers of each stage are numbered from 0 without a gap."""
+    """Check that the buckets and the gathers of each stage are numbered from 0 without gaps."""
     columns = program.columns
     for kind in NUMBERED:
         of_kind = columns.are(kind)
@@ -333,8 +333,8 @@ def check_dependencies(program: Program) -> None:
 def check_transfers(program: Program) -> None:
     """Check the transfers of a program, if there are any.
 
-    Every send must have its receive. Each channel (from rank, to rank, kind) must be first in, first out. Every result
-    that another rank needs must be transferred.
+    Every send must have a matching receive. Each channel (from rank, to rank, kind) must be first in, first out. Every
+    result that another rank needs must be transferred.
     """
     if not program.index.has(*OTHER_END):
         return

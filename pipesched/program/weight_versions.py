@@ -1,6 +1,6 @@
 """Weight versions: the version of a stage's weights that each micro-batch uses, derived from the program.
 
-Version v is the weights after v updates of the stage. The forward and the backward of a micro-batch use the same
+Version v contains the weights after v updates of the stage. The forward and the backward of a micro-batch use the same
 version.
 """
 
@@ -69,7 +69,7 @@ def used_versions(program: Program) -> tuple[tuple[int, ...], ...]:
 
 
 def update_groups(program: Program) -> tuple[tuple[int, ...], ...]:
-    """Return, for each update of the last stage, the micro-batches whose gradients are applied, in ascending order.
+    """Return, for each update of the last stage, the micro-batches whose gradients it applies, in ascending order.
 
     In a valid program, all stages have the same groups.
     """
@@ -141,7 +141,7 @@ def _quoted(groups: list[tuple[int, ...]], number: int) -> str:
 def _updated(program: Program, stage: int, actions: list[tuple[int, Action]]) -> list[tuple[int, ...]]:
     """Return, for each update of a stage, the micro-batches whose gradients the update applies.
 
-    Raises ScheduleError if an update has a wrong number or applies no gradient, or if a gradient is never applied.
+    Raises ScheduleError if an update has the wrong number or applies no gradient, or if a gradient is never applied.
     """
     groups: list[tuple[int, ...]] = []
     open_group: list[int] = []

@@ -1,9 +1,9 @@
 """Async steps: runs the steps of an asynchronous schedule, which overlap until a flush.
 
 Every rank receives its order for each requested step and runs it without waiting for the other ranks to finish. In one
-process, the ranks are threads and the caller runs one step ahead of them; with one process per rank, the caller itself
-runs the rank. Updates change the weights while micro-batches are in flight. Each stage keeps older versions of its
-weights until no micro-batch needs them (PipeDream, Narayanan et al. 2019; PipeDream-2BW, 2021).
+process, the ranks are threads, and the caller runs one step ahead of them; with one process per rank, the calling
+thread runs the rank's order. Updates change the weights while micro-batches are in flight. Each stage keeps older
+versions of its weights until no micro-batch needs them (PipeDream, Narayanan et al. 2019; PipeDream-2BW, 2021).
 """
 
 import threading
@@ -37,7 +37,7 @@ class Stream:
     """A stream of overlapping steps, from its first step to its flush.
 
     Args:
-        host: the host of the ranks.
+        host: the RankHost that runs the ranks.
         segments: splits the program's orders into one part per step.
         stages: the stages of this process.
         step_data: an empty StepData with the number of the first step.

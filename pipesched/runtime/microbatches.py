@@ -162,7 +162,7 @@ class Weighting(NamedTuple):
     reduction_order: ReductionOrder = "sequential"
 
     def of_replica(self, replica: int, num_replicas: int) -> "Weighting":
-        """Return one replica's weights, taken from weights for the micro-batches of all replicas."""
+        """Return one replica's part of the weights for the micro-batches of all replicas."""
         size = len(self.factors) // num_replicas
         own = slice(replica * size, (replica + 1) * size)
         return Weighting(self.factors[own], self.shares[own], self.reduction_order)
@@ -342,8 +342,8 @@ class Splitter:
     def _target_dim(self, target: Any, given: "_Given") -> int | None:
         """Return the dim along which the target is split.
 
-        If ``split_dims`` is one dim for all arguments, the target is split along this dim if its size in this dim is
-        the batch's number of rows, otherwise along dim 0.
+        A single dim for all arguments applies to the target only if the target's size in this dim is the batch's number
+        of rows; otherwise the target is split along dim 0.
         """
         dim = self._dim("target")
         if not isinstance(self.split_dims, int) or not self.split_dims:

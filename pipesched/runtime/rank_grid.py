@@ -44,7 +44,7 @@ class RankGrid:
 
     @classmethod
     def single(cls, group: Any) -> "RankGrid":
-        """The grid of one replica that uses all ranks of a process group."""
+        """Return the grid of a single replica that uses all ranks of a process group."""
         return cls(rows=(tuple(range(group.size())),), rank=group.rank())
 
     @cached_property
@@ -139,13 +139,13 @@ def grid_of(mesh: DeviceMesh, axes: Axes | None, timeout_s: float) -> tuple[Any,
 
 
 def own_group(groups: Sequence[Sequence[int]], timeout_s: float, *, new: bool = False) -> Any:
-    """Make process groups of global ranks, and return this process's group. Collective over the ranks in ``groups``.
+    """Make process groups from global ranks, and return this process's group. Collective over the ranks in ``groups``.
 
     If the groups contain every process, all processes make all groups, because torch names groups by a
     counter that must be equal in all processes. Otherwise each process makes only its own group.
 
     Args:
-        groups: the ranks of each group.
+        groups: the global ranks of each group.
         timeout_s: how long a process waits for another one, in seconds.
         new: whether to make a new group even if it contains all processes. Default: False (return torch's default group
             instead).

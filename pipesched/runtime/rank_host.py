@@ -604,7 +604,7 @@ def summed(parts: Sequence[LossAndMetrics], device: torch.device, order: Reducti
 
 
 def _loss_and_metrics(message: Any) -> LossAndMetrics:
-    """Return the loss and the metrics in a message; the metrics are None if there are none."""
+    """Return the loss and the metrics in a message, with None for the metrics if the message has none."""
     if isinstance(message, Payload):
         loss, metrics = message.value
         return loss, metrics

@@ -16,7 +16,7 @@ __all__ = ["share_overflow"]
 
 @torch.no_grad()
 def share_overflow(parameters: Sequence[nn.Parameter], host: RankHost, intra_op_threads: int) -> None:
-    """If any gradient of any process is infinite or NaN, make all gradients infinite or NaN. Collective.
+    """If any gradient in any process is infinite or NaN, make all gradients infinite or NaN. Collective.
 
     Each GradScaler checks only the gradients of one optimizer in its own process. If all gradients are infinite or NaN,
     all scalers skip the update.

@@ -5,7 +5,7 @@ all ranks of the job, because ranks of other pipelines may share collectives wit
 replies with its current activity, and ends its own waits by closing its connections. A rank that only noticed a late or
 missing peer determines the rank to blame from the replies, and notifies the others of the result.
 
-After a failure, the alarm waits for the store only briefly, because a stopped process may host the store.
+After a failure, the alarm waits for the store only briefly, because the process that hosts the store may have stopped.
 """
 
 import json
@@ -75,7 +75,7 @@ class _Listener:
     def hear(self, fault: Fault, own: State | None = None) -> None:
         """Record a fault. The first fault whose cause is certain replaces any earlier guess, and is final.
 
-        ``own`` is this rank's state; only a rank that reports a fault itself passes it. Without ``own``, the state
+        ``own`` is this rank's state, passed only if this rank itself reports the fault. Without ``own``, the state
         recorded by an earlier call is kept; if there is none, the current state is recorded.
         """
         with self._lock:
@@ -135,7 +135,7 @@ class _Listener:
         self._gone = name
 
     def _check_gone(self, name: str) -> None:
-        """Report a rank whose process has exited, once this rank has waited for at least ``_GRACE_S`` seconds."""
+        """Report that a rank's process has exited, once this rank has waited for ``_GRACE_S`` seconds."""
         state = self._activity.state()
         if not self.bell.rung and state.what and state.doing == "waits" and state.seconds >= _GRACE_S:
             fault = Fault(name, "its process has exited without a message, because it was killed or crashed", True)
@@ -187,7 +187,7 @@ class Alarm:
     """One rank's failure alarm.
 
     Ranks of other pipelines can reach the alarm as soon as it is created, and ranks of this pipeline after ``meet``.
-    The alarm's thread ends when ``end`` is called or the alarm is dropped.
+    The alarm's thread ends when ``end`` is called or the alarm is garbage-collected.
 
     Args:
         group: the process group of the pipeline's ranks.
@@ -329,7 +329,7 @@ class Alarm:
     def ring(self, text: str, doing: Doing, ended: int | None = None) -> Fault:
         """Notify all ranks that this rank has failed, and end this rank's waits.
 
-        Takes a few seconds if ranks do not reply.
+        This takes a few seconds if some ranks do not reply.
 
         Args:
             text: the description of the failure.
@@ -384,7 +384,7 @@ class Alarm:
         told(fault, listeners, _PATIENCE_S / 4)
 
     def _host_of_lost_store(self) -> tuple[list[str], str] | None:
-        """Return the name of the job store's host, and the reason, if the store is lost; otherwise None."""
+        """If the job's store is lost, return the name of the process that hosts it, and the reason; otherwise None."""
         job = self._job
         if job is None:
             return None

@@ -52,7 +52,7 @@ _executors: "WeakSet[_Executor]" = WeakSet()
 
 
 def end_in_children(executor: _Executor) -> None:
-    """Call the executor's ``end_in_child`` in each forked child process."""
+    """Register an executor, so that its ``end_in_child`` is called in each forked child process."""
     _executors.add(executor)
 
 

@@ -14,10 +14,10 @@ _AT_MOST_S = 1.0  # the longest time between two beats
 
 @contextmanager
 def beating(beat: Callable[[], None], timeout_s: float) -> Iterator[None]:
-    """A context in which a thread calls ``beat`` every second, or every ``timeout_s / 8`` if that is shorter.
+    """A context in which a thread calls ``beat`` every second, or every ``timeout_s / 8`` seconds if that is shorter.
 
     ``beat`` is called only if the thread that entered the context has used processor time since the last call. If a
-    layer hangs, the heartbeat therefore stops, and the other ranks stop at their timeouts.
+    layer hangs, the heartbeat therefore stops, and the other ranks time out.
     """
     ended = threading.Event()
     pause_s = min(timeout_s / 8, _AT_MOST_S)

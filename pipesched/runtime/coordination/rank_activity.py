@@ -73,7 +73,7 @@ class Activity:
     def begin(self, call: str, *, by_heartbeat: bool = False) -> None:
         """Record that a call begins in this thread.
 
-        ``by_heartbeat`` states that the heartbeat's thread makes the call while the rank's own thread works.
+        ``by_heartbeat`` states whether the heartbeat's thread makes the call while the rank's own thread works.
         """
         self.call = call
         self.since_s = time.monotonic()

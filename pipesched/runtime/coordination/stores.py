@@ -99,7 +99,7 @@ def awaited_value(store: Store, key: str, timeout_s: float, given_up: threading.
 def missing(store: Store, keys: Sequence[str], timeout_s: float) -> list[int]:
     """Wait until all keys exist; return the positions in ``keys`` of the keys still missing at the timeout.
 
-    Raises the errors of ``asked``.
+    Raises the same errors as ``asked``.
     """
 
     def ask() -> list[int]:

@@ -23,7 +23,7 @@ EXIT_CODE = 1
 
 
 class Stuck:
-    """Checks, after a fault, whether this rank is stuck in a collective; if so, ends the collective or exits."""
+    """Checks, after a fault, whether this rank is stuck in a collective; if so, ends the collective or the process."""
 
     def __init__(self, activity: Activity) -> None:
         self._activity = activity
@@ -33,7 +33,7 @@ class Stuck:
         self._aborted = False
 
     def look(self, name: str, fault: str) -> None:
-        """Check once whether this rank is stuck; if so, end the collective or exit the process. Called repeatedly.
+        """Check once whether this rank is stuck; if so, end the collective or the process. Called repeatedly.
 
         ``name`` is the name of this rank, and ``fault`` the description of the fault, for the printed message.
         """

@@ -1,4 +1,4 @@
-"""Channel plan: groups the messages of a rank's order by channel, and makes keys that predict message layouts."""
+"""Channel plan: groups the messages of a rank's order by channel, and makes the keys for predicting message layouts."""
 
 import logging
 from collections.abc import Callable, Hashable, Sequence

@@ -28,16 +28,16 @@ class DeviceStreams(Protocol):
     has_streams: bool
 
     def begin(self) -> None:
-        """In the caller's thread: record the start of a step."""
+        """Record the start of a step. Called in the caller's thread."""
 
     def follow(self) -> None:
-        """In the caller's thread: make the rank's later work wait for everything that the caller has launched."""
+        """Make the rank's later work wait for all work that the caller has launched. Called in the caller's thread."""
 
     def catch_up(self, stamp: Any) -> None:
-        """In the caller's thread: make the caller's later work wait until the device has reached ``stamp``."""
+        """Make the caller's later work wait until the device has reached ``stamp``. Called in the caller's thread."""
 
     def end(self) -> None:
-        """In the caller's thread: make the caller's later work wait for the end of the step."""
+        """Make the caller's later work wait for the end of the step. Called in the caller's thread."""
 
     def entered(self) -> Any:
         """A context for the rank's thread, in which kernels run on the rank's streams."""

@@ -2,8 +2,8 @@
 
 A rank binds its order once. Binding turns each action into a call with a known stage, micro-batch and channel, and with
 the edges that the action reads and writes. An edge holds the value of one action until another action takes the value.
-The other action belongs to the consuming stage, or is a send if that stage is on another rank. The loop only makes the
-calls.
+The other action belongs to the consuming stage, or is a send if that stage is on another rank. The loop then only makes
+these calls.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -279,7 +279,7 @@ class Rank:
         return _Step(action, partial(self.stages[stage].weight_grad, microbatch), wait=self._await_weights(stage))
 
     def _await_weights(self, stage: int) -> Callable[[], None] | None:
-        """For the first action after a stage's UNSHARD, return the function that waits for the weights; else None."""
+        """Return a function that waits for the stage's weights; None if no wait is needed."""
         if stage not in self._unawaited:
             return None
         self._unawaited.discard(stage)
@@ -303,7 +303,7 @@ class Rank:
         return _Step(action, partial(self.stages[action.stage].reduce, action.microbatch))
 
     def finish(self, stamps: Stamps) -> None:
-        """At the end of an order: wait for its reductions, and stamp collectives with the times at which they ran."""
+        """Wait for the reductions of an order, and stamp its collectives with the times at which they ran."""
         if not self._reduces and not self._last_gathers:
             return
         spans = {(Kind.REDUCE, stage): self.stages[stage].reduced() for stage in self._reduces}

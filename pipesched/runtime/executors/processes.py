@@ -1,9 +1,9 @@
-"""Processes: runs one rank per process, with torch.distributed for messages and the same interpreter as `threads`.
+"""Processes: runs one rank per process, with messages over sockets, gloo or NCCL, and the interpreter of `threads`.
 
 Why a step cannot hang. The program is valid: its orders, its dependencies, and the edges from the k-th send of a
 channel to its k-th receive form no cycle. A send copies its message and returns, so it never blocks its rank. A receive
 takes the channel's next message. That is the right message, since both ends use the channel in the same order and the
-channel is first in, first out. A receive does not depend on later messages, and it is posted at the latest when its
+channel is first in, first out. A receive does not depend on later messages, and it is posted no later than when its
 action begins. So a rank waits only for a send that comes earlier in the program. Among all actions that have not run,
 take one that is first in a topological order. Its rank has run all earlier actions, and any message for which the
 action waits has been sent. So the action runs. A rank waits for its sends to complete only between two runs; the
@@ -11,7 +11,7 @@ matching receives then belong to the previous run.
 
 Why a stream cannot hang. Each rank runs its order in parts, and all ranks have the same number of parts. No action
 depends on a later part (``Segments`` proves this for each stream), and the concatenated parts are the orders of a valid
-program. So the argument above holds for all actions up to the end of any part, whatever follows, and each rank
+program. So the argument above holds for all actions up to the end of any part, regardless of later parts, and each rank
 completes its part once the other ranks have begun theirs. A stream is one run: a message may be received in a later
 part, and its sender does not wait for the receive between parts. The loss is broadcast at the end of a part. A rank
 waits for the loss only after its own part: when the caller reads the loss, or before the rank shares the loss of the
@@ -79,7 +79,7 @@ class ProcessExecutor:
         grid: the arrangement of the group's ranks in replicas of the pipeline. Default: one replica. Programs
             and exchanges run within each replica; comparisons, ``deal`` and the alarm include all ranks.
         device: the device of this rank's stages. Default: the CPU.
-        intra_op_threads: torch's intra-op threads for this rank.
+        intra_op_threads: the number of CPU threads per operation on this rank.
         timeout_s: how long a rank waits for another rank before all ranks stop, in seconds. The timeout must exceed the
             step time of the slowest rank.
 
@@ -213,7 +213,7 @@ class ProcessExecutor:
     def begin(self, run_spec: RunSpec, caller: Caller) -> RankRun:
         """Begin a run that receives the ranks' orders in several parts. No other run may begin before ``end``.
 
-        Raises the errors of ``run``.
+        Raises the same errors as ``run``.
         """
         with self._one_at_a_time("the start of asynchronous steps"):
             program = run_spec.program
@@ -244,7 +244,7 @@ class ProcessExecutor:
             return timeline
 
     def end(self, run: RankRun) -> None:
-        """End a run that ``begin`` began."""
+        """End a run that ``begin`` returned."""
         self._streams.end()
         run.run_spec.finish(run.failed)
 
@@ -414,7 +414,7 @@ class ProcessExecutor:
     def share(self, source: int, value: Any = None) -> Callable[[], Any]:
         """Broadcast rank ``source``'s value in this replica; return a function that waits for and returns the value.
 
-        This method does not wait for the value. But at most one value is in transit: if the value of the last call has
+        This method does not wait for the value, but only one value can be in transit: if the value of the last call has
         not been read, ``share`` and ``close`` first wait for that value. The returned function raises ExecutionError
         if a rank failed before the value arrived.
         """
@@ -453,7 +453,7 @@ class ProcessExecutor:
     def deal(self, what: str, values: Sequence[Any] = (), *, by_heartbeat: bool = False) -> Any:
         """Scatter rank 0's ``values``, one to each rank; return this rank's value. Rank 0 does not wait.
 
-        ``what`` names the call in error messages. ``by_heartbeat`` states that the heartbeat's thread makes the call
+        ``what`` names the call in error messages. ``by_heartbeat`` states whether the heartbeat's thread makes the call
         while the rank's own thread works.
         """
         with self._one_at_a_time(what, by_heartbeat=by_heartbeat):
@@ -468,10 +468,9 @@ class ProcessExecutor:
             raise error
 
     def _receive_last(self) -> None:
-        """At the exit of a script that has not closed the pipeline: receive the last broadcast.
+        """Receive the last broadcast when a script exits without having closed the pipeline.
 
-        Another replica may not have sent the broadcast yet. Without this wait, its send would fail, because this
-        process would have left the pipeline.
+        Another replica may not have sent the broadcast yet, and would fail to send it if this process exited first.
         """
         shared = self._shared
         if shared is not None and not self.closed and not self._alarm.bell.rung:
@@ -554,7 +553,7 @@ class ProcessExecutor:
     def leave_after(self, error: BaseException, call: str) -> None:
         """Stop all ranks because of an error in a call, unless this executor is closed.
 
-        Raises the error. If another rank's failure caused it, raises an ExecutionError that names the failed rank.
+        Raises ``error``. If another rank's failure caused it, raises an ExecutionError that names the failed rank.
         """
         if not self.closed:
             with self._stopping_all(call):

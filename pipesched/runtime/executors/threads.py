@@ -334,7 +334,7 @@ class ThreadExecutor:
     def begin(self, run_spec: RunSpec, caller: Caller, bound: BoundProgram | None = None) -> ThreadRun:
         """Begin a run that receives the ranks' orders in several parts. No other run may begin before ``end``.
 
-        Raises the same errors as ``run``. ``bound`` is the program if it is already bound. Default: bind it now.
+        Raises the same errors as ``run``. ``bound`` is the bound program, if there is one. Default: bind it now.
         """
         self.check_open("this step")
         if not self._busy.acquire(blocking=False):

@@ -1,1 +1,1 @@
-"""Gradients between the last backward and the update: norms, clipping, loss scale and nonfinite checks."""
+"""Gradients: sums, norms, clipping, loss scaling and checks for infinite or NaN values, before the update."""

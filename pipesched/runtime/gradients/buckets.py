@@ -54,7 +54,7 @@ class Sums(Protocol):
 class GradientBuckets:
     """Parameters whose gradients are summed over replicas, in buckets.
 
-    The sum over replicas of a step's gradients is added to the gradients that the parameters had before the step.
+    A step's gradients are summed over replicas, then added to the gradients that the parameters had before the step.
 
     Args:
         buckets: the parameters of each bucket.
@@ -84,7 +84,7 @@ class GradientBuckets:
         return [parameter for bucket in self.buckets for parameter in bucket]
 
     def begin(self) -> None:
-        """Before a step: set the gradients of earlier steps aside."""
+        """Set the gradients of earlier steps aside. Called before each step."""
         self._started.clear()
         self._before.clear()
         self.spans.clear()
@@ -120,7 +120,7 @@ class GradientBuckets:
                 hook.remove()
 
     def common(self, norms: GradientNorms) -> GradientNorms:
-        """Return the norms, with ``nonfinite`` set if any replica has set it, so that all replicas decide the same."""
+        """Return the norms, with ``nonfinite`` set if any replica has set it, so that all replicas agree."""
         return norms if norms.nonfinite is None else norms._replace(nonfinite=self._sums.any(norms.nonfinite))
 
     def start(self, bucket: int) -> None:

@@ -62,7 +62,7 @@ class DividedCopies:
         return buffer
 
     def _gradient(self, parameter: nn.Parameter) -> Tensor:
-        """Return the parameter's gradient; if it is None, a placeholder of the whole shape that stores one element."""
+        """Return the parameter's gradient or, if it is None, a one-element placeholder expanded to the whole shape."""
         if parameter.grad is not None:
             return parameter.grad
         return parameter.new_empty(()).expand(self._divided[parameter].shape(parameter))

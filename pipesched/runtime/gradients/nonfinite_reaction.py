@@ -17,7 +17,7 @@ __all__ = ["NonfiniteReaction"]
 
 @dataclass(frozen=True)
 class _Check:
-    """The check of one step. ``arrived`` is an event recorded once the flag is on the host; None without a copy."""
+    """The check of one step. ``arrived`` is recorded once the flag is copied to the host; None if it is not copied."""
 
     step: int
     verdict: Verdict
@@ -34,9 +34,9 @@ class _Check:
 
 
 class NonfiniteReaction:
-    """Raises or warns if the loss or a gradient of a step was infinite or NaN, as ``on_nonfinite`` states.
+    """Raises or warns if the loss or a gradient of a step was infinite or NaN, as the rules' ``on_nonfinite`` states.
 
-    If ``lags`` is set in the rules, it does so one step later.
+    If the rules' ``lags`` is set, it reacts one step later.
     """
 
     def __init__(self) -> None:

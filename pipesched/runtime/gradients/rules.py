@@ -48,7 +48,7 @@ class GradientRules:
         norm_type: the order of the norm. Default: 2.
         scale: the scale of the loss. An update is skipped if a scaled gradient is infinite or NaN. Default: None.
         on_nonfinite: the reaction to a loss or a gradient that is infinite or NaN. Default: None (not checked).
-        lags: whether the check of a step is read in the next step, because reading it at once would wait for GPUs.
+        lags: whether the check of a step is read in the next step, because reading it immediately would wait for GPUs.
 
     """
 
@@ -103,13 +103,13 @@ class GradientRules:
         return None if self.scale is None else self.scale.on(device)
 
     def finish(self, verdict: Verdict | None) -> None:
-        """End a step: adapt the scale of the loss."""
+        """Adapt the scale of the loss at the end of a step."""
         if self.scale is not None and verdict is not None:
             self.scale.update(verdict.skips)
 
     @property
     def binds_all_ranks(self) -> bool:
-        """Whether every rank of a mesh needs the decisions, even a rank without stages."""
+        """Whether every rank of a mesh needs the Verdict on each update, even a rank without stages."""
         return self.scale is not None or self.on_nonfinite is not None
 
 

@@ -59,7 +59,7 @@ class Shards:
         return self._shapes[parameter]
 
     def numbers(self, parameter: nn.Parameter) -> list[int]:
-        """Return the number of elements of a parameter that each replica has."""
+        """Return how many elements of a parameter each replica has."""
         row = self._shapes[parameter][1:].numel()
         return [(end - start) * row for start, end in self._rows[parameter]]
 

@@ -1,7 +1,7 @@
 """Tree sums: adds gradients of micro-batches as a binary tree. The sum's bits do not depend on the number of replicas.
 
 `program.tree_groups` defines the tree. If 8 micro-batches are divided among 1, 2 or 4 replicas, each micro-batch always
-belongs to the same subtree. The upper part of the tree adds the sums of the replicas (`tree_sum` and
+belongs to the same subtree. The sums of the replicas are then added in the upper part of the tree (see `tree_sum` and
 `runtime.reductions.replica_sum`).
 """
 
@@ -103,9 +103,9 @@ class TreeSums:
         _merge(sums, group + 1)
 
     def finish(self) -> None:
-        """After the last backward pass: leave the sum of all groups in ``.grad``. A second call does nothing.
+        """Store the sum of all groups in ``.grad``. A second call does nothing.
 
-        The sum is added to the gradient that the parameter had before the step.
+        Called after the last backward pass. The sum is added to the gradient that the parameter had before the step.
         """
         for parameter, group in self._group.items():
             sums = self._sums.pop(parameter, [])

@@ -81,7 +81,7 @@ class ReplicaGroup:
         return own
 
     def _sum_of_own(self, buffer: Tensor) -> Tensor:
-        """Send each replica its shard of ``buffer``; return the sum of the shards that all replicas send here.
+        """Send each replica its shard of ``buffer``; return the sum of the shards that all replicas send to this one.
 
         ``buffer`` holds one shard for each replica, in the order of the group. The sum is a view of a new buffer.
         """
@@ -173,7 +173,7 @@ class ReplicaSums:
         return True
 
     def start(self, buffers: Sequence[Tensor], *, of_shards: bool = False) -> Ticket:
-        """Start replacing buffers with their sums over replicas. Returns a ticket to wait for.
+        """Start replacing buffers with their sums over replicas, and return the Ticket of this job.
 
         If ``of_shards`` is set, each sum includes only the replicas with the same shards.
         """
