@@ -105,8 +105,8 @@ class _Pair:
 class WeightCopies:
     """All weight copies of a pipeline, in stage order.
 
-    ``target`` takes a parameter of the original layers and a rank, and returns the tensor to whose ``.grad`` the
-    copies' gradients of this parameter are added.
+    ``target`` takes a parameter of the original layers and the rank of these layers. It returns the tensor to whose
+    ``.grad`` the copies' gradients of this parameter are added.
     """
 
     def __init__(self, trade: Trade, target: Callable[[nn.Parameter, int], Tensor]) -> None:
