@@ -1,4 +1,4 @@
-"""Offloading: moves the saved activations of some layers to host memory, and back for the backward.
+"""Offloading: moves the saved activations of some layers to host memory, and back to the device for the backward.
 
 Saved-tensor hooks see all tensors that autograd saves during a stage's forward. OFFLOAD copies the storages that
 only offloaded layers have saved. FREE releases the device memory after the copy. FETCH allocates device memory and

@@ -110,7 +110,7 @@ class ShardedUpdate:
 
     @property
     def divided(self) -> list[nn.Parameter]:
-        """The local parameters for which ``take`` has received this replica's rows of a gradient."""
+        """The local parameters whose gradients ``take`` has received."""
         return [local for parameter, local in self.local.items() if parameter in self._taken]
 
     def shape(self, parameter: nn.Parameter) -> torch.Size:

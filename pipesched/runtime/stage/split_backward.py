@@ -80,8 +80,8 @@ class Deferral:
     """Intercepts a stage's operations that use weights, detaches the weights and records the operations for W.
 
     Micro-batches with the same input shapes and trainable parameters are of the same kind. The first micro-batch of a
-    kind shows which weight gradients can be deferred. The first micro-batch that a step runs determines the kind for the
-    whole step. If this kind is new, the backward is split neither for this micro-batch nor for micro-batches with
+    kind shows which weight gradients can be deferred. The first micro-batch that a step runs determines the kind for
+    the whole step. If this kind is new, the backward is split neither for this micro-batch nor for micro-batches with
     smaller numbers, whose R may run later. Gradients are therefore always summed in the same order.
     """
 

@@ -1,7 +1,7 @@
 """Weight copies: copies of layers for stages that share the weights of an earlier stage.
 
-Of several stages with the same weights, the first runs the user's own layers, which are called the home. Every
-other stage runs a copy of them on its own device with its own Parameters. Before each run, the home's tensors are
+If several stages have the same weights, the first of them runs the user's own layers, called the home. Every other
+stage runs a copy of these layers on its own device with its own Parameters. Before each run, the home's tensors are
 copied to all copies; after the run, the copies' gradients are added to the home's. Chimera (Li & Hoefler 2021) and
 DualPipe (DeepSeek-AI 2024) use such stages.
 

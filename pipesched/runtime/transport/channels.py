@@ -1,12 +1,12 @@
 """Channels: send values from rank to rank, in order.
 
-A value is one message: a header of 64 bytes, then the bytes of all its tensors. The layout of a message states the
-dtype, the shape and the position of each tensor, and holds the values that are not tensors. Both ends predict the
-layout from the last message with the same key (the two stages, and the dtypes and shapes of the micro-batch), so that a
-receive can be posted before its message is sent. If the prediction is wrong, the header announces another layout. This
-layout and the data then follow on a side channel, and later runs predict the new layout. Both ends keep identical
-tables of layouts and compare their predictions before the first message of a run. A change of shapes therefore costs
-time, but never causes an error.
+Each value is sent as one message: a header of 64 bytes, then the bytes of all its tensors. The layout of a message
+states the dtype, the shape and the position of each tensor, and holds the values that are not tensors. Both ends
+predict the layout from the last message with the same key (the two stages, and the dtypes and shapes of the
+micro-batch), so that a receive can be posted before its message is sent. If the prediction is wrong, the header
+announces another layout. This layout and the data then follow on a side channel, and later runs predict the new layout.
+Both ends keep identical tables of layouts and compare their predictions before the first message of a run. A change of
+shapes therefore costs time, but never causes an error.
 
 A send does not wait for its receiver, and the caller may change the tensors immediately afterwards. A short message of
 one tensor is written to the connection's buffers directly from the tensor. Any other message is copied into a buffer.

@@ -20,7 +20,7 @@ On a device, a send waits for the computation posted before it and for its recei
 computation waits for the receives posted before it. A computation never waits for a send, not even to reuse its memory:
 memory is reused only if a query finds the send complete, otherwise new memory is allocated. A receive that a
 computation waits for has been posted, and so has its send. So devices wait only along the edges of the program, which
-have no cycle.
+form no cycle.
 
 The first use of a communicator blocks the hosts until both ranks use it. Therefore, before a program first runs, all
 ranks create its communicators and use each of them once, in one global order. In this order, both ranks of the next

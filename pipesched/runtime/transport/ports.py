@@ -46,7 +46,7 @@ class _Port(Protocol):
 
 
 class Ports(NamedTuple):
-    """The ports of one rank. Both ends choose the port by the message's predicted size, so they use the same one."""
+    """The ports of one rank. Both ends choose the port by the message's predicted size, so they use the same port."""
 
     short: ShortPort
     long: _Port
