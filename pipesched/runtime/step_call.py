@@ -1,7 +1,7 @@
 """Step call: one call to step, evaluate or forward, with its batch, its loss weights and its options.
 
-With ``inputs='first'`` only rank 0 passes a batch. Rank 0 then sends the call to the other ranks, each with the part of
-the batch that the rank's stages need.
+With ``inputs='first'``, only rank 0 passes a batch. Rank 0 then sends the call to every other rank, together with the
+part of the batch that the stages of that rank need.
 """
 
 from collections.abc import Hashable, Sequence
@@ -126,8 +126,7 @@ def dealt(
         Rank 0's own call, and the message for each rank.
 
     Raises:
-        InputError: if another rank needs an input that requires a gradient, because the gradient is not sent back to
-            rank 0.
+        InputError: another rank needs an input that requires a gradient. (The gradient would not be sent back.)
 
     """
     messages: dict[int, Any] = {}
@@ -145,7 +144,10 @@ def dealt(
 def _dealt_in_replica(
     call: StepCall, program: Program, bodies: Sequence[Body], num_ranks: int, *, is_first: bool
 ) -> list[Any]:
-    """Split a replica's call into one message for each rank. ``is_first``: whether rank 0 is in this replica."""
+    """Split a replica's call into one message for each rank.
+
+    ``is_first`` states whether rank 0 is in this replica.
+    """
     batch = call.batch
     lasts = {program.placement[stage] for stage, others in enumerate(program.graph.consumers) if not others}
     takers: list[list[Body]] = [[] for _ in range(num_ranks)]

@@ -1,6 +1,6 @@
 """Chunks: the pieces of a tensor that several processes save. A chunk consists of whole rows of the tensor.
 
-The fields of a chunk have the names and meaning of those in torch.distributed.checkpoint.
+The fields of a chunk have the same names and meanings as in torch.distributed.checkpoint.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -42,7 +42,7 @@ class Chunk:
 
 
 def fill(chunks: Sequence[Chunk], shape: Sequence[int]) -> bool:
-    """Return whether chunks together hold every element of a tensor exactly once. They must be sorted by rows."""
+    """Return whether chunks, sorted by rows, together hold every element of a tensor exactly once."""
     end = 0
     for chunk in chunks:
         if chunk.offsets != (end, *[0] * (len(shape) - 1)) or chunk.sizes[1:] != tuple(shape[1:]):
@@ -52,7 +52,7 @@ def fill(chunks: Sequence[Chunk], shape: Sequence[int]) -> bool:
 
 
 def pieces(chunks: Sequence[Chunk], rows: Rows | None) -> Iterator[tuple[Chunk, Rows | None]]:
-    """Yield each chunk that holds some of the rows ``rows`` of a tensor, and the rows to read from this chunk.
+    """Yield each chunk that holds any of a tensor's rows in the range ``rows``, and the rows to read from this chunk.
 
     The rows to read are counted from the chunk's first row. None means all rows: if ``rows`` is None, every chunk is
     yielded with None.

@@ -89,7 +89,7 @@ def _check_identical(
     Args:
         what: the kind of values, as a plural noun.
         digests: the digests of each process's values.
-        first: the index of the first process that has each value.
+        first: for each value, the index of the first process that has it.
         ranks: the ranks of the processes, for the message.
         everywhere: whether every process must have every value.
 

@@ -75,7 +75,7 @@ def export_weights(folder: Path, weights: Mapping[str, Tensor], model: nn.Module
 def _finish(folder: Path, files: list[str], index: Any) -> None:
     """Rename the written files and write their index.
 
-    The old index is removed first, so that no reader sees an index that mixes old and new files.
+    The old index is removed first, so that no reader uses the old index with new files.
     """
     with suppress(FileNotFoundError):
         (folder / _INDEX).unlink()

@@ -54,7 +54,7 @@ def folder_for(path: Path, step: int, keep: int | None) -> Path:
 
 
 def checkpoints_in(path: Path) -> list[Path]:
-    """Return the checkpoint folders that ``keep=`` made in a folder, newest first. Some of them may be incomplete."""
+    """Return the folders of the checkpoints saved in ``path`` with ``keep=``, newest first. Some may be incomplete."""
     try:
         found = [entry for entry in os.listdir(path) if _STEP.fullmatch(entry)]
     except (FileNotFoundError, NotADirectoryError):

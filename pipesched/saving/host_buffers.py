@@ -17,7 +17,7 @@ def wait_for_devices(tensors: Iterable[Tensor]) -> None:
 
 
 class HostBuffers:
-    """Copies tensors to host memory, and reuses the memory for the next copy of tensors of the same shapes and dtypes.
+    """Copies tensors to host memory, and reuses this memory for later copies with the same shapes and dtypes.
 
     Tensors on a CUDA device are copied to pinned memory on a separate stream. The device's current stream waits for the
     copies, so later updates do not change the copied values. The host does not wait.

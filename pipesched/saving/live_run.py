@@ -63,7 +63,7 @@ class LiveRun:
 
     @property
     def num_processes(self) -> int:
-        """The number of processes of all replicas."""
+        """The total number of processes in all replicas."""
         return self.host.executor.num_ranks if isinstance(self.host, MeshRanks) else 1
 
     @property
@@ -84,7 +84,7 @@ class LiveRun:
         return self.host.rank if isinstance(self.host, MeshRanks) else 0
 
     def division_of(self, optimizer: Optimizer) -> ShardedUpdate | None:
-        """Return the `ShardedUpdate` that uses an optimizer; None if the optimizer updates whole parameters."""
+        """Return the `ShardedUpdate` that runs an optimizer; None if the optimizer updates whole parameters."""
         stages = [stage for stage, own in (self.optimizers or {}).items() if own is optimizer]
         return self.divided.get(stages[0]) if stages else None
 

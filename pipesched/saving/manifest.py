@@ -1,7 +1,8 @@
 """Manifest: the file that lists every file and tensor of a checkpoint. It contains a digest of its own content.
 
-A checkpoint is a folder with ``manifest.json`` and one data folder. The data folder contains two files for each process
-that saved: its tensors (``part-00000.safetensors``) and its other values (``part-00000.json``). Nothing is pickled.
+A checkpoint is a folder with ``manifest.json`` and one data folder. Each process that saves writes two files to
+the data folder: one with tensors (``part-00000.safetensors``) and one with other values (``part-00000.json``). Nothing
+is pickled.
 
 In format 1, each tensor is in one file. Format 2 is used only if at least one tensor is divided into chunks.
 """
@@ -71,7 +72,7 @@ class TensorEntry:
         return replace(self, file=file)
 
     def pieces(self, rows: Rows | None = None) -> Iterator[tuple[Chunk, Rows | None]]:
-        """Yield each chunk that holds some of the tensor's rows ``rows``, and the rows to read from this chunk.
+        """Yield each chunk that holds any of the tensor's rows in the range ``rows``, and the rows to read from it.
 
         In ``rows`` and in the results, None means all rows. A tensor in one file is a single chunk.
         """
@@ -118,7 +119,7 @@ class Manifest:
 
     @property
     def num_parts(self) -> int:
-        """The number of processes that saved."""
+        """The number of processes that wrote the checkpoint."""
         return sum(name.endswith(".json") for name in self.files)
 
     @classmethod
@@ -128,7 +129,7 @@ class Manifest:
         Raises:
             MissingCheckpointError: the folder has no manifest.
             DamagedCheckpointError: the manifest is damaged.
-            CheckpointError: the checkpoint has another format version.
+            CheckpointError: the checkpoint has an unsupported format version.
 
         """
         path = folder / MANIFEST
@@ -173,7 +174,7 @@ class Manifest:
             raise _damaged(path, f"an entry is missing or wrong ({error})") from error
 
     def check_size(self, folder: Path, name: str) -> Path:
-        """Return the path of a data file. Raises DamagedCheckpointError if it is missing or has another size."""
+        """Return the path of a data file. Raises DamagedCheckpointError if it is missing or has the wrong size."""
         path = folder / self.data / name
         entry = self.files[name]
         try:
@@ -188,7 +189,7 @@ class Manifest:
         return path
 
     def check(self, folder: Path, name: str) -> Path:
-        """Check a data file's size and SHA-256, and return its path. Raises DamagedCheckpointError if one differs."""
+        """Check a data file's size and SHA-256, and return its path. Raises DamagedCheckpointError if one is wrong."""
         path = self.check_size(folder, name)
         if hash_of(path) != self.files[name].sha256:
             raise _damaged(path, f"its content does not match its SHA-256 in {MANIFEST}")

@@ -14,7 +14,7 @@ _MODULE = "module"  # used by DistributedDataParallel, AveragedModel and most ot
 def own_names(roots: Mapping[str, nn.Module]) -> Callable[[str], str]:
     """Return a function that strips wrapper prefixes from the name of a parameter, buffer or module.
 
-    A child named ``module`` is treated as the module that a wrapper wraps if its parent has no other child.
+    A child named ``module`` is treated as a wrapped module if its parent has no other child.
 
     Args:
         roots: the model and the loss module, keyed by the prefix of their tensors' names.

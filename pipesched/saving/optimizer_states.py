@@ -31,7 +31,7 @@ def as_optimizers(given: GivenOptimizers | None, run: LiveRun) -> list[Optimizer
     """Return the optimizers of a run: those made by Pipeline's ``optimizer=``, or else those passed to save or load.
 
     Raises:
-        InputError: an optimizer was passed that is not one of the pipeline's own.
+        InputError: the pipeline has its own optimizers, and another optimizer was passed.
 
     """
     if isinstance(given, Mapping):

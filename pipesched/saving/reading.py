@@ -43,7 +43,7 @@ class OpenCheckpoint:
 
     Raises:
         DamagedCheckpointError: a file is missing or has changed.
-        CheckpointError: the checkpoint has another format version.
+        CheckpointError: the checkpoint has an unsupported format version.
 
     """
 

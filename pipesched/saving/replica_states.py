@@ -20,7 +20,7 @@ _WORD = 8  # bytes
 
 
 def check_equal_states(part: Part, host: RankHost) -> None:
-    """Check that ranks that run the same stages in different replicas have identical parts. Collective.
+    """Check that ranks that run the same stages in different replicas have identical checkpoint parts. Collective.
 
     Raises:
         CheckpointError: a tensor or another value differs. All processes raise it.

@@ -189,7 +189,7 @@ class Restoring:
         return left + [f"the state of {name!r} (extra=)" for name in self._extra.left]
 
     def warn(self) -> None:
-        """Warn about saved states for which no argument was passed, and about settings that change the rounding."""
+        """Warn about saved states for which no argument was passed, and about changed settings that affect rounding."""
         saved, own = self._replicas
         shards = self._both("num_shards")
         orders = [one.facts.settings.get("reduction_order", "sequential") for one in (self._saved, self._run)]

@@ -19,7 +19,7 @@ __all__ = ["AddedLosses"]
 
 
 class AddedLosses:
-    """Provides the handler for `add_loss` in a stage's forwards; used by one thread at a time."""
+    """Provides the handler for `add_loss` in a stage's forwards. Not thread-safe."""
 
     def __init__(self, random: KeyedRandom) -> None:
         self._random = random
@@ -37,7 +37,7 @@ class AddedLosses:
         self.grad = torch.is_grad_enabled()
 
     def edges(self) -> list[GradientEdge]:
-        """Return the graph edges from which to run the backward pass of the losses added since ``begin``."""
+        """Return the graph edges of the losses added since ``begin``. Their backward pass starts from these edges."""
         return [] if self.saved is None or self.saved.added is None else self.saved.added.edges
 
     def handler_for(self, function: Callable[..., Any]) -> Handler | None:
@@ -90,7 +90,7 @@ class AddedLosses:
 
 
 class _InBackward:
-    """Provides the handler for `add_loss` in backward passes, which ignores losses that recomputed layers add again."""
+    """Provides the handler for `add_loss` in backward passes. Losses that recomputed layers add again are ignored."""
 
     def __init__(self, added: AddedLosses) -> None:
         self._added = added

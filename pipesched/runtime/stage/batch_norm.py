@@ -1,10 +1,10 @@
-"""Batch norm: running statistics of BatchNorm over whole mini-batches, while each micro-batch is normalised separately.
+"""Batch norm: updates running statistics once per mini-batch, although each micro-batch is normalised separately.
 
 This is deferred batch normalisation as in torchgpipe (Kim et al. 2020, arXiv:2004.09910): each micro-batch is
 normalised with its own mean and variance, and the running statistics are updated once per mini-batch, just as a single
-forward over the whole mini-batch would update them. The statistics of every call of ``functional.batch_norm`` are kept
-for each micro-batch and combined after the run in micro-batch order (Chan et al. 1983). The running statistics are
-therefore bit-identical for every schedule, and a mini-batch may have any number of micro-batches of any sizes.
+forward over the whole mini-batch would update them. The statistics that each call of ``functional.batch_norm`` computes
+are stored, and combined in micro-batch order after the run (Chan et al. 1983). The running statistics are therefore
+bit-identical for every schedule, and a mini-batch may have any number of micro-batches of any sizes.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,7 +32,7 @@ BatchNormMode = Literal["micro-batch", "mini-batch"]
 
 
 class _Part(NamedTuple):
-    """The statistics of one call, per channel (number of values, mean, unbiased variance), and the call's momentum."""
+    """The statistics of each channel in a call (number of values, mean, unbiased variance), and the call's momentum."""
 
     numbers: int
     mean: Tensor
@@ -149,7 +149,7 @@ class Norms:
 
 
 class _Uncounted:
-    """Intercepts ``functional.batch_norm`` in recomputed layers: statistics are neither updated nor collected."""
+    """Intercepts ``functional.batch_norm`` in recomputed layers, so that no statistics are updated or collected."""
 
     def __init__(self, norms: Norms) -> None:
         self._norms = norms
@@ -162,7 +162,7 @@ class _Uncounted:
 
 
 def _combined(parts: Sequence[_Part], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the mean and the unbiased variance over the values of all parts, per channel."""
+    """Return the mean and the unbiased variance of each channel over all parts."""
     total = sum(part.numbers for part in parts)
     means = torch.stack([part.mean.to(device).double() for part in parts])
     within = torch.stack([part.var.to(device).double() * (part.numbers - 1) for part in parts])
@@ -230,7 +230,9 @@ class MiniBatchNorms:
     def of_stage(
         self, stage: tuple[int, int], ranks: tuple[int, int], modules: Mapping[str, nn.Module]
     ) -> Norms | None:
-        """Register a stage and return its `Norms`, or None in "micro-batch" mode or if the stage is in another process.
+        """Register a stage and return its `Norms`.
+
+        Returns None in "micro-batch" mode, and if the stage is in another process.
 
         Args:
             stage: the stage's number, and the number of the stage that owns the weights.

@@ -51,7 +51,7 @@ class BufferCopies:
 
     Args:
         modules: the stage's modules, keyed by name.
-        written: the buffers that forwards write to, by their names in the model.
+        written: names of the model's buffers that forwards write to.
         statistics_apart: whether running statistics are collected elsewhere, so that forwards do not change them.
 
     """
@@ -121,6 +121,6 @@ def _names(layer: str, key: str) -> set[str]:
     """Return the names that a layer's buffer may have in the model.
 
     For an ordinary layer, ``key`` is the buffer's name within the layer. If ``layer`` stands for the whole model or for
-    code between layers, ``key`` is the buffer's name in the model. For code between layers, "/" stands in place of ".".
+    code between layers, ``key`` is the buffer's name in the model. For code between layers, it has "/" instead of ".".
     """
     return {f"{layer}.{key}", key.replace("/", ".")}

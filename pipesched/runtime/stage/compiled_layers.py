@@ -2,7 +2,7 @@
 
 A TorchFunctionMode does not see the calls inside a compiled graph. Therefore no weight gradients of a compiled layer
 are deferred to W, and a compiled layer that draws random numbers uses the default generator, seeded for each call. The
-numbers differ from those of eager code, but they are the same for every plan, and when the layer is recomputed.
+numbers differ from those of eager code, but do not depend on the plan, and a recomputation draws the same numbers.
 """
 
 from collections.abc import Callable, Mapping
@@ -36,8 +36,8 @@ def compiler(compile: Any, batch_norm: BatchNormMode) -> "Callable[[torch.device
         batch_norm: the option ``batch_norm`` of the pipeline.
 
     Raises:
-        InputError: for a ``compile`` of another type, for arguments that torch.compile refuses, and for compilation
-            together with ``batch_norm='mini-batch'``.
+        InputError: ``compile`` has another type, torch.compile refuses its arguments, or ``batch_norm`` is "mini-batch"
+            and ``compile`` is not False.
 
     """
     if not isinstance(compile, bool | Mapping):
@@ -105,7 +105,7 @@ class Compiled:
     ) -> Any:
         """Call a compiled layer. The tensors in ``own`` replace tensors of the layer.
 
-        The call runs outside the TorchFunctionMode ``mode``, which is active before and after it.
+        ``mode`` is the active TorchFunctionMode. It is deactivated during the call.
         """
         compiled = self._layers.get(layer)
         if compiled is None:
@@ -127,7 +127,8 @@ class Compiled:
         """Return the compiled function for all layers that have the same structure as ``layer``.
 
         Every structure gets its own code object, because torch.compile specialises a code object at most eight times
-        and then runs it eagerly. The result would then depend on the other layers and the order of compilation.
+        and then runs it eagerly. If structures shared a code object, the result would depend on which were compiled
+        first.
         """
         form = fingerprint(form_of(layer))
         if (self._device, form) not in self._made:

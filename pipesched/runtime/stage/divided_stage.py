@@ -34,9 +34,9 @@ _ELEMENTWISE = (
 def divided_update(stage: Stage, spread: Spread, replica: int, num_replicas: int) -> ShardedUpdate:
     """Let a stage's optimizer update only this replica's part of the parameters.
 
-    Parameters are cut by rows if the optimizer is one of torch's classes that are known to be elementwise. Any other
-    optimizer, such as Muon, Adafactor or a subclass, may combine the elements of a parameter, so it gets parameters
-    that are not cut.
+    Parameters are cut by rows if the class of the optimizer is a torch class that is known to be elementwise. Any other
+    optimizer, such as Muon, Adafactor or an instance of a subclass, may combine the elements of a parameter, so its
+    parameters are not cut.
 
     Args:
         stage: a stage with an optimizer and several replicas.

@@ -185,7 +185,7 @@ class DividedWeights:
 
     @torch.no_grad()
     def assemble(self, exchange: _Exchange) -> None:
-        """Between runs: make the parameters whole until ``divide`` or the next run. Collective over the replicas."""
+        """Gather the full weights, and keep them until ``divide`` or the next run. Collective over the replicas."""
         self.divide()  # the parameters may already be whole in some replicas
         for unit in self._units:
             own = [parameter for parameter in unit if parameter in self._divided]

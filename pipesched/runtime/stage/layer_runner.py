@@ -235,7 +235,7 @@ class LayerRunner:
         self._added.saved = None
 
     def weight_grad(self, products: Sequence[Product]) -> None:
-        """Accumulate the weight gradients that an I has deferred to W."""
+        """Accumulate the weight gradients that I has deferred to W."""
         with self._backward_mode:
             weight_grad(products)
         if self._sharded is not None:
@@ -363,14 +363,14 @@ class LayerRunner:
         return value
 
     def _kind(self, arrived: Payload) -> Hashable:
-        """Return the key under which deferrable weights are stored: the input shapes and the trained parameters."""
+        """Return the key under which deferrable weights are stored: input shapes and ``requires_grad`` flags."""
         shapes = tuple(tensor.shape for tensor in arrived.tensors)
         return shapes, tuple(p.requires_grad for layer in self._body.layers.values() for p in layer.parameters())
 
     def _check_input(self, modified: bool) -> None:
-        """Record at the first forward whether the stage modifies its input in place. If so, R runs on a copy.
+        """After the first forward, record whether the stage modified its input in place. If so, R runs on a copy.
 
-        Raises ExecutionError if a later forward modifies its input although the first did not.
+        Raises ExecutionError if a later forward modified its input, but the first did not.
         """
         if self._modifies_input is None:
             self._modifies_input = modified

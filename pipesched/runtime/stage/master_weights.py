@@ -59,10 +59,10 @@ def with_master_weights(optimizer: _Made) -> _Made:
 
 
 def _narrowing(optimizer: Optimizer, masters: "_MasterWeights") -> MethodType:
-    """Return a ``step`` that also calls `narrow_after_failure`, because torch skips post-hooks after a failed step.
+    """Return a ``step`` that calls `narrow_after_failure` if the step fails, because torch then skips post-hooks.
 
-    The result is a method, because learning rate schedulers use its ``__func__``. The method does not keep the
-    optimizer alive.
+    The result is a bound method, because learning rate schedulers use its ``__func__``. It does not keep the optimizer
+    alive.
     """
     own = ref(optimizer)
     inner = type(optimizer).step
@@ -117,7 +117,7 @@ class _MasterWeights:
 
     @torch.no_grad()
     def narrow(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """After a step: store the copies in the state, and write them, rounded, to the parameters."""
+        """After a step: store the copies in the optimizer's state, round them, and write them to the parameters."""
         for parameter, values, grad in self._widened:
             master = parameter.data
             parameter.grad = None
@@ -127,7 +127,7 @@ class _MasterWeights:
         self._widened = []
 
     def narrow_after_failure(self, optimizer: Optimizer) -> None:
-        """After a failed step: do the same as ``narrow``, but keep an uninitialised optimizer state empty."""
+        """After a failed step: call ``narrow``, then empty the states that the optimizer has not initialised yet."""
         parameters = [parameter for parameter, _, _ in self._widened]
         self.narrow(optimizer, (), {})
         for parameter in parameters:
@@ -140,7 +140,7 @@ class _MasterWeights:
         self._loaded = state
 
     def restore(self, optimizer: Optimizer) -> None:
-        """After a state is loaded: replace values that torch rounded to the parameters' dtype with the exact ones."""
+        """After a state is loaded: replace values that torch rounded to the parameters' dtype with the saved ones."""
         order = [number for group in self._loaded["param_groups"] for number in group["params"]]
         for number, parameter in zip(order, _parameters(optimizer), strict=True):
             saved = self._loaded["state"].get(number, {})

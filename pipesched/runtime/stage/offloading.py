@@ -1,10 +1,10 @@
-"""Offloading: moves the saved activations of some layers to host memory, and back for the backward.
+"""Offloading: moves the saved activations of some layers to host memory, and back to the device for the backward.
 
 Saved-tensor hooks see all tensors that autograd saves during a stage's forward. OFFLOAD copies the storages that
-only offloaded layers have saved, each of them once. FREE releases the device memory after the copy. FETCH allocates
-device memory and copies the data back. On a CUDA device the copies use pinned memory and separate streams, so they
-overlap with computation; on a CPU they are synchronous. Memory in use elsewhere is not moved: parameters, buffers,
-outputs of the stage, and tensors that other layers save.
+only offloaded layers have saved. FREE releases the device memory after the copy. FETCH allocates device memory and
+copies the data back. On a CUDA device the copies use pinned memory and separate streams, so they overlap with
+computation; on a CPU they are synchronous. Memory in use elsewhere is not moved: parameters, buffers, outputs of the
+stage, and tensors that other layers save.
 """
 
 import time

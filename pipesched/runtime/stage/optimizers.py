@@ -45,7 +45,7 @@ class Inheritance:
         stages: the parameters of the new stages, keyed by stage.
 
     Raises:
-        ModelTypeError: if ``make`` does not return an optimizer, or returns an optimizer of different parameters.
+        ModelTypeError: if ``make`` does not return an optimizer, or returns an optimizer that has other parameters.
 
     """
 

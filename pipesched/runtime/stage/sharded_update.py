@@ -1,8 +1,8 @@
 """Sharded update: an optimizer that updates one replica's part of a stage's parameters.
 
-The optimizer holds a local parameter for each part that this replica updates: a view of rows of the stage's parameter.
-So the optimizer has states for these rows only. After the optimizer's step, each replica sends its updated rows to all
-others.
+For each part that this replica updates, the optimizer has a local parameter, which is a view of rows of the stage's
+parameter. Therefore the optimizer has states for these rows only. After the optimizer's step, each replica sends its
+updated rows to all others.
 """
 
 from collections.abc import Container, Iterable, Sequence
@@ -26,7 +26,7 @@ class Spread(Protocol):
     """Sends tensors between replicas."""
 
     def spread(self, parts: Sequence[Sequence[Sequence[Tensor]]]) -> Ticket:
-        """Start to copy tensors between replicas, one collective for each entry of ``parts``.
+        """Start to copy tensors between replicas, with one collective for each entry of ``parts``.
 
         An entry holds one list of tensors per replica. Replica i sends the tensors in list i, and the other replicas
         receive them into their own tensors in list i.
@@ -105,12 +105,12 @@ class ShardedUpdate:
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """The stage's parameters that the optimizers of all replicas update."""
+        """The stage's parameters that the optimizer of any replica updates."""
         return [parameter for bucket in self._buckets for parameter in bucket]
 
     @property
     def divided(self) -> list[nn.Parameter]:
-        """The local parameters for which ``take`` has received this replica's rows of a gradient."""
+        """The local parameters whose gradients ``take`` has received."""
         return [local for parameter, local in self.local.items() if parameter in self._taken]
 
     def shape(self, parameter: nn.Parameter) -> torch.Size:
@@ -147,7 +147,7 @@ class ShardedUpdate:
         self._send()
 
     def follow(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Update the local parameters of these parameters, so that they are views of the parameters' current memory."""
+        """Make the local parameters of ``parameters`` views of the parameters' current memory."""
         for parameter in parameters:
             values = self.shards.own(parameter, parameter.detach()) if parameter in self.local else None
             if values is not None:
@@ -182,7 +182,7 @@ class ShardedUpdate:
     def measure(self, rules: GradientRules) -> GradientNorms:
         """Unscale this replica's rows of the gradients, and return the norms of the whole gradients.
 
-        `combined_norms` computes them from the norms of each replica's rows. Collective over the replicas.
+        The norms are computed from the norms of each replica's rows. Collective over the replicas.
         """
         measured = [parameter for parameter in self.parameters if parameter in self._taken]
         if not measured:
@@ -207,7 +207,7 @@ class ShardedUpdate:
             ticket.wait(self._spread.check)
 
     def zero_grad(self) -> None:
-        """Clear the gradients of the parameters that the optimizers of all replicas update."""
+        """Clear the gradients of the local parameters and of the stage's parameters."""
         self._optimizer.zero_grad(set_to_none=True)
         self._taken.clear()
         for parameter in self.parameters:

@@ -48,14 +48,14 @@ class _WeightUses:
         self._nodes: dict[Tensor, list[Node | None]] = {}
 
     def note(self, weights: Iterable[Tensor], flops: int, output: Tensor) -> None:
-        """Record an operation with these weights. Autograd computes the weights' gradients as usual."""
+        """Record an operation that uses these weights. Autograd computes the weights' gradients as usual."""
         for weight in map(self._live, weights):
             self._uses[weight] += 1
             self._flops[weight] += flops
             self._nodes.setdefault(weight, []).append(output.grad_fn)
 
     def deferrable(self, outputs: Sequence[GradientEdge]) -> frozenset[Tensor]:
-        """Return the weights whose gradients can be deferred to W and whose deferral saves time.
+        """Return the weights whose gradients can be deferred to W and cost enough that deferring them saves time.
 
         All uses of such a weight must be recorded operations that the backward pass reaches. If a weight is also used
         in another way, its gradient is a sum over all uses, which W could not reproduce bit by bit. The backward pass
@@ -79,10 +79,10 @@ def _itself(tensor: Tensor) -> Tensor:
 class Deferral:
     """Intercepts a stage's operations that use weights, detaches the weights and records the operations for W.
 
-    The first micro-batch of each kind (input shapes, trainable parameters) shows which weight gradients can be
-    deferred. The first micro-batch that a step runs decides the kind for the whole step. If this kind is new, the
-    backward is not split for this micro-batch, nor for those with smaller numbers (their R may come later), so that
-    gradients are always summed in the same order.
+    Micro-batches with the same input shapes and trainable parameters are of the same kind. The first micro-batch of a
+    kind shows which weight gradients can be deferred. The first micro-batch that a step runs determines the kind for
+    the whole step. If this kind is new, the backward is split neither for this micro-batch nor for micro-batches with
+    smaller numbers, whose R may run later. Gradients are therefore always summed in the same order.
     """
 
     def __init__(self) -> None:
@@ -107,8 +107,8 @@ class Deferral:
     def decide(self, microbatch: int, kind: Callable[[], Hashable]) -> bool:
         """Return whether the next forward defers weight gradients.
 
-        The kind (input shapes, trainable parameters) of a step's first forward decides. If the kind is new, that
-        forward is observed to find the deferrable weights.
+        The result depends on the kind (input shapes, trainable parameters) of the step's first forward. If the kind is
+        new, the first forward is observed to find the deferrable weights.
         """
         if not self._decided:
             self._decided = True
@@ -140,7 +140,7 @@ class Deferral:
 
     @contextmanager
     def saving(self, *, again: bool = False) -> Iterator[None]:
-        """A context for recomputed or offloaded layers, in which autograd saves the inputs of operations with weights.
+        """A context for recomputed or offloaded layers: autograd saves the inputs of operations that use weights.
 
         ``again`` states whether the layer is being recomputed. If so, its operations are not recorded a second time.
         """
@@ -224,9 +224,9 @@ class Deferral:
         return torch.is_grad_enabled() and all(self._live(weight) in self._deferrable for weight in weights)
 
     def _learn(self, output: Tensor, x: Tensor, *weights: Tensor, channels: int = -1) -> Tensor:
-        """Return ``output``. If this forward is observed, record the use of the weights that computed ``output``.
+        """Return ``output``. If this forward is observed, record that the operation used ``weights``.
 
-        The operation sums over the dim ``channels`` of x.
+        ``channels`` is the dim of ``x`` over which the operation sums.
         """
         if self._weight_uses is not None and self._noting:
             self._weight_uses.note(weights, 2 * weights[0].numel() * x.numel() // max(1, x.shape[channels]), output)

@@ -1,4 +1,4 @@
-"""Stage: runs the compute actions of one stage, micro-batch by micro-batch, and keeps the state between them.
+"""Stage: runs the actions of one stage, and keeps the state of each micro-batch between its actions.
 
 A stage contains no scheduling, rank or transport logic. Its `LayerRunner` calls the user's own layers.
 """
@@ -41,7 +41,7 @@ class Stage:
 
     Args:
         body: the layers, keyed by name and run one after another, or a `Body` that runs them in another way. A body
-            whose output has several consumer stages returns a ``PerConsumer`` with one value for each stage.
+            whose output has several consumer stages returns a ``PerConsumer`` with one value for each consumer.
         device: the device of the stage's rank.
         head: the loss, on the last stage. Default: none.
         ties: tensors that replace tied weights, keyed by layer call. Default: none.
@@ -49,7 +49,7 @@ class Stage:
             statistics.
         compiled: calls layers through ``torch.compile``. Default: eager.
         checkpoint_of_call: the checkpoint option of each (layer, call number) whose activations are not kept. Default:
-            all are kept.
+            all activations are kept.
         written: names of the model's buffers that forwards write to. Default: none.
 
     """

@@ -41,7 +41,7 @@ class StageOptimizer:
         return [parameter for parameter in own if parameter not in self.elsewhere]
 
     def norm(self, losses: Iterable[Tensor]) -> GradientNorms:
-        """Return the norms of the gradients since the last update.
+        """Return the norms of the gradients accumulated since the last update.
 
         Returns no norms if there are no rules, or if updates wait for the gradients of tied parameters.
         ``losses`` holds the losses of the stage's micro-batches.

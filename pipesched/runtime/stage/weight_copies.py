@@ -1,7 +1,7 @@
 """Weight copies: copies of layers for stages that share the weights of an earlier stage.
 
-Of several stages with the same weights, the first runs the user's own layers, which are called the home. Every
-other stage runs a copy of them on its own device with its own Parameters. Before each run, the home's tensors are
+If several stages have the same weights, the first of them runs the user's own layers, called the home. Every other
+stage runs a copy of these layers on its own device with its own Parameters. Before each run, the home's tensors are
 copied to all copies; after the run, the copies' gradients are added to the home's. Chimera (Li & Hoefler 2021) and
 DualPipe (DeepSeek-AI 2024) use such stages.
 
@@ -105,8 +105,8 @@ class _Pair:
 class WeightCopies:
     """All weight copies of a pipeline, in stage order.
 
-    ``target`` takes a parameter of the original layers and a rank, and returns the tensor to whose ``.grad`` the
-    copies' gradients of this parameter are added.
+    ``target`` takes a parameter of the original layers and the rank of these layers. It returns the tensor to whose
+    ``.grad`` the copies' gradients of this parameter are added.
     """
 
     def __init__(self, trade: Trade, target: Callable[[nn.Parameter, int], Tensor]) -> None:

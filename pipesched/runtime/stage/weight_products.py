@@ -121,7 +121,7 @@ def matmul_rule(grad: Tensor, x: Tensor) -> tuple[Tensor]:
 
 
 class ConvolutionRule:
-    """Weight and bias gradients of a convolution, computed by the operation that autograd itself would call."""
+    """Computes the weight and bias gradients of a convolution with the operation that autograd itself would call."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, numbers: list[list[int]], groups: int) -> None:
         self._weight = weight.detach()

@@ -1,12 +1,12 @@
 """Channels: send values from rank to rank, in order.
 
-A value is one message: a header of 64 bytes, then the bytes of all its tensors. The layout of a message states the
-dtype, the shape and the position of each tensor, and holds the values that are not tensors. Both ends predict the
-layout from the last message with the same key (the two stages, and the dtypes and shapes of the micro-batch), so that a
-receive can be posted before its message is sent. If the prediction is wrong, the header announces another layout. This
-layout and the data then follow on a side channel, and later runs predict the new layout. Both ends keep identical
-tables of layouts and compare their predictions before the first message of a run. A change of shapes therefore costs
-time, but never causes an error.
+Each value is sent as one message: a header of 64 bytes, then the bytes of all its tensors. The layout of a message
+states the dtype, the shape and the position of each tensor, and holds the values that are not tensors. Both ends
+predict the layout from the last message with the same key (the two stages, and the dtypes and shapes of the
+micro-batch), so that a receive can be posted before its message is sent. If the prediction is wrong, the header
+announces another layout. This layout and the data then follow on a side channel, and later runs predict the new layout.
+Both ends keep identical tables of layouts and compare their predictions before the first message of a run. A change of
+shapes therefore costs time, but never causes an error.
 
 A send does not wait for its receiver, and the caller may change the tensors immediately afterwards. A short message of
 one tensor is written to the connection's buffers directly from the tensor. Any other message is copied into a buffer.
@@ -45,7 +45,7 @@ _FIELDS = Struct("<4q")
 
 
 class Counts(NamedTuple):
-    """The counts of the messages that each end has received in a run, as [forward, backward]."""
+    """The number of messages that each end has received in a run, as [forward, backward]."""
 
     #: Messages received by this end; sent in every header.
     here: list[int]
@@ -59,7 +59,7 @@ class Counts(NamedTuple):
 
 
 class _Sent(NamedTuple):
-    """A message that the other end may not have received yet. The message's buffer returns to the list ``spare``."""
+    """A message that may not have been received yet. Its buffer is later added to the list ``spare``."""
 
     position: int
     work: Work
@@ -73,7 +73,7 @@ class Outgoing:
     Args:
         ports: the ports for short and long messages.
         peer: the receiving rank.
-        tag: the channel's tag; the next tag is the tag of its side channel.
+        tag: the channel's tag. The side channel has the tag ``tag + 1``.
         encoding: encodes plain values.
         counts: the counts of received messages, shared by all channels to and from ``peer``. Default: new counts.
         way: 0 for forward messages, 1 for backward messages.
@@ -207,10 +207,9 @@ class _Posted(NamedTuple):
 
 
 class Incoming:
-    """The receiving end of a channel. It takes the arguments of `Outgoing`; ``peer`` is the sending rank.
+    """The receiving end of a channel. Takes the same arguments as `Outgoing`, but ``peer`` is the sending rank.
 
-    If the predicted layout allows it, a value is built when its receive is posted, so that no work remains when the
-    message arrives.
+    If the predicted layout allows it, a value is built when its receive is posted, before its message arrives.
     """
 
     def __init__(
@@ -403,7 +402,7 @@ Messages = Mapping[int, Mapping[tuple[bool, bool], Sequence[Hashable]]]
 
 
 class Channels:
-    """All channels of one rank, created at their first use.
+    """All channels of one rank. Each channel is created at its first use.
 
     Args:
         ports: the ports for short and long messages.

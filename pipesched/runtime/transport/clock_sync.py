@@ -1,4 +1,4 @@
-"""Clock sync: measures a rank's clock against rank 0's clock, so that times of different processes can be compared."""
+"""Clock sync: measures the offset between the clocks of ranks, so that times of different processes can be compared."""
 
 import time
 from typing import Any

@@ -1,4 +1,4 @@
-"""Device channels: send values with tensors on accelerators to other ranks. Hosts send headers, devices send data.
+"""Device channels: send values whose tensors are on accelerators. Hosts send headers, and devices send data.
 
 A value is sent as a header, through sockets from host to host, and one packed tensor of bytes, through a link from
 device to device. The header states either that the message has the predicted layout, or that another layout follows.
@@ -20,7 +20,7 @@ On a device, a send waits for the computation posted before it and for its recei
 computation waits for the receives posted before it. A computation never waits for a send, not even to reuse its memory:
 memory is reused only if a query finds the send complete, otherwise new memory is allocated. A receive that a
 computation waits for has been posted, and so has its send. So devices wait only along the edges of the program, which
-have no cycle.
+form no cycle.
 
 The first use of a communicator blocks the hosts until both ranks use it. Therefore, before a program first runs, all
 ranks create its communicators and use each of them once, in one global order. In this order, both ranks of the next
@@ -84,7 +84,7 @@ class Link(Protocol):
         """Post a send of bytes; it starts once the work posted so far on the current stream is done."""
 
     def receive(self, nbytes: int) -> Tensor:
-        """Post a receive of ``nbytes`` bytes; later work on the current stream waits for them."""
+        """Post a receive of ``nbytes`` bytes; later work on the current stream waits for the data."""
 
     def drain(self) -> None:
         """Wait until all posted transfers are done."""
@@ -106,7 +106,7 @@ class _Maker(Protocol):
 
 
 class NcclLink:
-    """A link over an NCCL communicator of two ranks. ``arrivals`` is the stream for allocating received memory."""
+    """A link over an NCCL communicator of two ranks. Received data is allocated on the stream ``arrivals``."""
 
     def __init__(self, store: Any, sends: bool, device: torch.device, arrivals: Any, timeout_s: float) -> None:
         self._sends = sends
@@ -251,7 +251,7 @@ class Links:
 
 
 def _turn(channel: Channel) -> tuple[bool, int, int, int]:
-    """Return the sort key of a channel. All ranks create their links in this order.
+    """Return the sort key of a channel. All ranks create their links in the order of these keys.
 
     Forward channels come before backward channels. In each direction, even sending ranks come before odd ones, so that
     pairs of ranks connect in parallel.
@@ -260,7 +260,7 @@ def _turn(channel: Channel) -> tuple[bool, int, int, int]:
 
 
 class _Sent(NamedTuple):
-    """A message that the device may still be sending. ``spare`` is the list to which the message's buffer returns."""
+    """A message that the device may still be sending. Its buffer is later added to the list ``spare``."""
 
     sending: _Sending
     message: Packed

@@ -63,7 +63,7 @@ class Courier:
 
 
 def _end(parcels: "SimpleQueue[_Parcel | threading.Event | None]", threads: Sequence[threading.Thread]) -> None:
-    """Stop and join the thread: a process is aborted if it exits while one of its threads waits for the device."""
+    """Stop and join the thread, because a process aborts if it exits while one of its threads waits for the device."""
     parcels.put(None)
     for thread in threads:
         if thread is not threading.current_thread():

@@ -290,7 +290,7 @@ def _tensor(one: _Restored, piece: _Piece, memory: Any, device: torch.device) ->
 class Packed:
     """The buffer of a message: ``header`` bytes (0 on a device), then the bytes of the tensors.
 
-    ``data`` is a view of the buffer as bytes. It is empty if ``header`` is 0.
+    ``data`` is a view of the buffer as bytes, or an empty view if ``header`` is 0.
     """
 
     def __init__(self, layout: MessageLayout | None, header: int, device: torch.device | None = None) -> None:

@@ -46,7 +46,7 @@ class _Port(Protocol):
 
 
 class Ports(NamedTuple):
-    """The ports of one rank. Both ends choose the port by the message's predicted size, so they use the same one."""
+    """The ports of one rank. Both ends choose the port by the message's predicted size, so they use the same port."""
 
     short: ShortPort
     long: _Port
@@ -95,7 +95,7 @@ def awaited(work: Work, peer: int) -> None:
 
 
 def lost(peer: int, error: RuntimeError) -> ConnectionLostError:
-    """Return the ConnectionLostError that reports a port's error in a transfer from or to rank ``peer``."""
+    """Convert the error of a transfer from or to rank ``peer`` to a ConnectionLostError."""
     if isinstance(error, StoreLostError):
         return ConnectionLostError(str(error))
     if "Timed out" in str(error):

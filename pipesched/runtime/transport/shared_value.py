@@ -21,7 +21,7 @@ class Shared:
         return self._take is None
 
     def __call__(self) -> Any:
-        """Wait for the value and return it. Raises the errors of ``take``."""
+        """Wait for the value and return it. Raises any exception that ``take`` raises."""
         with self._lock:
             if self._take is not None:
                 self._value = self._take()

@@ -1,9 +1,9 @@
 """Sockets: send short messages between processes, over one connection for each sender, receiver and tag.
 
-gloo passes every message to its own threads, at both ends. With few cores, such a thread spins on a lock whose holder
-waits for a core (0.3 ms of processor time per message, measured with two ranks on two cores). In this module, the
-rank's own thread writes and reads, with half of gloo's latency and a tenth of gloo's processor time. Long messages go
-through gloo, which transfers them while the rank computes.
+gloo passes every message to its own threads, at both ends. On a machine with few cores, such a thread spins on a lock
+whose holder waits for a core (0.3 ms of processor time per message, measured with two ranks on two cores). In this
+module, the rank's own thread writes and reads, with half the latency and a tenth of the processor time. Long messages
+go through gloo, which transfers them while the rank computes.
 
 Bytes that do not fit into the connection's buffers are copied and written by a thread, so a send never blocks.
 
