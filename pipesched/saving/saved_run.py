@@ -24,14 +24,14 @@ class Part:
     values: dict[str, Any] = field(default_factory=dict)
 
     def add(self, kind: str, name: str, tensors: Mapping[str, Tensor]) -> None:
-        """Add tensors under their keys, with ``kind`` and ``name`` in the tensors' manifest entries."""
+        """Add tensors, and a manifest entry with this ``kind`` and ``name`` for each tensor."""
         for key, tensor in tensors.items():
             shape = tuple(tensor.shape)
             entry = TensorEntry(kind=kind, name=name, file="", shape=shape, dtype=dtype_name(tensor.dtype))
             self._insert(key, tensor, entry)
 
     def add_rows(self, kind: str, name: str, tensors: Mapping[str, Tensor], rows: Rows, num_rows: int) -> None:
-        """Add some rows of tensors. The whole tensors have ``num_rows`` rows.
+        """Add the rows ``rows`` of tensors that have ``num_rows`` rows in total.
 
         Other processes save the other rows under the same keys.
         """
@@ -71,7 +71,7 @@ class Read(Protocol):
     """Reads a saved tensor."""
 
     def __call__(self, key: str, rows: Rows | None = None) -> Tensor:
-        """Return the tensor with this key, or some of its rows, from files (on the CPU) or from a training state."""
+        """Return the tensor with this key, or only the given rows. A tensor that is read from a file is on the CPU."""
 
 
 @dataclass(frozen=True, kw_only=True)

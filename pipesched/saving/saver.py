@@ -1,4 +1,4 @@
-"""Saver: saves a running pipeline and loads checkpoints into it, in all processes together."""
+"""Saver: saves a running pipeline and loads checkpoints into it. All processes take part."""
 
 import hashlib
 from collections.abc import Mapping, Sequence
@@ -43,7 +43,7 @@ class Saver:
         asynchronous: bool,
         keep: int | None,
     ) -> None:
-        """Save a run. ``states`` holds the arguments (optimizer, scheduler, extra)."""
+        """Save a run. ``states`` is (optimizer, scheduler, extra), as passed by the user."""
         self.finish(run)
         host = run.host
         path = as_path(path)
@@ -91,7 +91,7 @@ class Saver:
         self._work.start()
 
     def finish(self, run: LiveRun) -> None:
-        """Wait until an asynchronous save has ended in all processes. If it failed, all processes raise its error."""
+        """Wait until an asynchronous save has ended in all processes. If it failed in any of them, all raise."""
         work, self._work = self._work, None
         if work is not None:
             together(run.host, work, self._hurry)
@@ -99,7 +99,7 @@ class Saver:
     def close(self, *, failed: bool) -> None:
         """Wait until an asynchronous save has ended in this process, and raise its error if it failed.
 
-        ``failed`` is set if the pipeline has failed; the save then waits only a short time for other processes.
+        ``failed`` is True if the pipeline has failed; the save then waits only a short time for other processes.
         """
         work, self._work = self._work, None
         if failed:
@@ -111,7 +111,7 @@ class Saver:
     def load(
         self, run: LiveRun, path: Any, states: tuple[GivenOptimizers | None, Any, Mapping[str, Any] | None]
     ) -> Restored:
-        """Load the newest undamaged checkpoint at a path. ``states`` holds (optimizer, scheduler, extra)."""
+        """Load the newest undamaged checkpoint at a path. ``states`` is (optimizer, scheduler, extra)."""
         self.finish(run)
         path = as_path(path)
         folders = run.host.gathered_in_all(agreed(run.host, lambda: [str(one) for one in _folders(path, run)]))[0]

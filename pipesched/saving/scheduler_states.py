@@ -1,4 +1,4 @@
-"""Scheduler states: the states of learning rate schedulers, either one for all parameters or one per stage."""
+"""Scheduler states: saves and loads learning rate schedulers (one for all parameters, or one per stage)."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -20,7 +20,7 @@ _ONE = "all parameters"
 def as_schedulers(given: Any, run: LiveRun) -> dict[str, Any]:
     """Return schedulers keyed by name: "all parameters" for a single scheduler, else names such as "stage 2".
 
-    A scheduler in a list is named after the stage whose optimizer it drives, or else after its position in the list.
+    A scheduler in a list is named after the stage of its optimizer or, if there is none, after its own position.
     """
     if given is None:
         return {}
@@ -54,7 +54,7 @@ def encoded_schedulers(schedulers: Mapping[str, Any]) -> dict[str, Encoded]:
 
 
 def capture_schedulers(part: Part, encoded: Mapping[str, Encoded], run: LiveRun) -> None:
-    """Add to a checkpoint part the scheduler states that this process saves. Collective."""
+    """Add the scheduler states that this process saves to a checkpoint part. Collective."""
     own = kept_here(run.host, run.rank, "schedulers", encoded, everywhere=False)
     if encoded:
         part.values["schedulers"] = {name: encoded[name].value["dict"] for name in encoded if name in own}

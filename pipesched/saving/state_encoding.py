@@ -1,7 +1,7 @@
 """State encoding: encodes nested values as JSON and separate tensors, without pickle.
 
-The supported types are None, bool, int, float, str, list, tuple, dict, tensors, and numpy arrays and scalars of
-numbers. Each value is read back as the same type with the same bits, except that an OrderedDict becomes a dict.
+The supported types are None, bool, int, float, str, list, tuple, dict, tensors, and numeric numpy arrays and scalars.
+Each value is read back with the same type and the same bits, except that an OrderedDict becomes a dict.
 """
 
 import math

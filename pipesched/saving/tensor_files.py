@@ -72,7 +72,7 @@ def dtype_of(name: str) -> torch.dtype:
 
 
 def plain(tensor: Tensor, place: str) -> Tensor:
-    """Return the tensor detached. Raises CheckpointError unless it is a dense torch.Tensor on a real device."""
+    """Detach a tensor. Raises CheckpointError unless it is a dense torch.Tensor that is not on the meta device."""
     tensor = tensor.detach()
     is_dense = tensor.layout == torch.strided and not tensor.is_quantized
     if type(tensor) is not Tensor or tensor.is_meta or not is_dense:
@@ -148,9 +148,9 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
 
 
 def sharding_info(entries: Mapping[str, TensorEntry]) -> dict[str, str]:
-    """Return the metadata with which torch's HuggingFaceStorageReader joins the chunks of several files.
+    """Return the metadata that torch's HuggingFaceStorageReader needs to join the chunks of several files.
 
-    Empty if no tensor of the file is a chunk.
+    The metadata is empty if no tensor of the file is a chunk.
     """
     if not any(entry.chunks for entry in entries.values()):
         return {}
@@ -194,7 +194,7 @@ class TensorFile:
             rows: the rows to read. Default: None (the whole tensor).
 
         Raises:
-            DamagedCheckpointError: the file has no such tensor, or is cut off.
+            DamagedCheckpointError: the file has no such tensor, or is truncated.
 
         """
         begin, end = self._header.get(key, {}).get("data_offsets", (0, -1))

@@ -91,8 +91,8 @@ def together(host: RankHost, work: Work[T], hurry: Event | None = None) -> T:
     Args:
         host: the RankHost that runs the ranks of this process.
         work: the work, already started.
-        hurry: an event that is set if a process fails, so that the work soon stops waiting for other processes.
-            Default: None.
+        hurry: an event that this function sets if a process fails, so that the work soon stops waiting for other
+            processes. Default: None.
 
     """
     if not isinstance(host, MeshRanks):
@@ -129,7 +129,7 @@ def in_all(host: RankHost, make: Callable[[], T]) -> T:
 
 
 def _raise_any(outcomes: Sequence[Any], work: Work[Any]) -> None:
-    """If a process failed, raise an error of the same kind in all.
+    """If any process failed, raise an error of the most important kind in all processes.
 
     A process that failed with this kind of error raises its own error; the other processes raise an error that names
     the failed rank.

@@ -70,7 +70,7 @@ def begin(folder: Path) -> str:
 
 
 def check_shared(target: Target) -> None:
-    """Raise CheckpointError if this process does not see the data folder that the first process made."""
+    """Raise CheckpointError if this process cannot see the data folder that the first process made."""
     if not target.data_folder.is_dir():
         raise CheckpointError(
             f"all ranks must see the same file system; {target.data_folder}, which rank 0 made, does not exist on "
@@ -121,9 +121,9 @@ def write(target: Target, part: Part, facts: Facts, hurry: Event) -> None:
 
 
 def _is_replaceable(target: Target) -> bool:
-    """Return whether the new data of a failed save can be deleted, because the manifest does not refer to it.
+    """Return True if the manifest does not refer to the new data of a failed save, so that the data can be deleted.
 
-    A save can also fail after the new manifest is in place. Returns False if the manifest is unreadable.
+    A save can also fail after the new manifest is in place. If the manifest cannot be read, return False.
     """
     try:
         return Manifest.read(target.folder).data != target.data
@@ -160,7 +160,7 @@ def _report(target: Target, error: CheckpointError) -> None:
 
 
 def _parts(target: Target, hurry: Event) -> dict[str, tuple[FileEntry, Any]]:
-    """Wait for the value files of all processes, and return the files' entries and contents, keyed by name.
+    """Wait for the value files of all writers, and return the files' entries and contents, keyed by name.
 
     Raises CheckpointError if a process failed, or wrote nothing for too long.
     """

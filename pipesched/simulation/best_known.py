@@ -50,7 +50,10 @@ def _programs(
     max_in_flight: int | Sequence[int] | None,
     names: Sequence[str] | None,
 ) -> Iterator[Program]:
-    """Yield the program of each schedule that has this placement. Schedules with an option ``costs`` get the costs."""
+    """Yield each schedule's program for this placement, if there is one.
+
+    The costs are passed to schedules that have an option ``costs``.
+    """
     num_ranks = max(placement) + 1
     chunks = len(placement) // num_ranks
     for name in schedules.names() if names is None else names:

@@ -1,14 +1,14 @@
 """Bounds: step times that no schedule can beat. They show how far a schedule is from the optimum.
 
-Three bounds are computed for every rank. They are the relaxations behind zero-bubble scheduling (Qi et al. 2023,
-arXiv:2401.10241), generalised to any placement:
+Three bounds are computed for every rank. They generalise relaxations used in zero-bubble scheduling (Qi et al. 2023,
+arXiv:2401.10241) to any placement:
 
 - One machine: earliest start + work + shortest time to the end, for any part of a rank's work (Carlier 1982).
 - In turns: if a stage can hold n micro-batches, forward number n + 1 waits until one of the first n is released.
 - Little's law: the number of (stage, micro-batch) pairs in flight = rate x lifetime. If this number is limited, long
   lifetimes require a long step.
 
-With several stages on a rank, the last two bounds are also computed for each part of a micro-batch's path through the
+If a rank has several stages, the last two bounds are also computed for each part of a micro-batch's path through the
 rank (`_phases`). If ``effort`` is above 0, a search through all orders of one rank gives another bound
 (`pipesched.simulation.relaxation.label_bound`).
 """
@@ -288,8 +288,8 @@ def _phases(chunks: Sequence[StageTimes], num_microbatches: int, limit: int) -> 
 def _in_turns(phase: _Phase, num_microbatches: int) -> float:
     """Return the lower bound in seconds that follows from the limited number of places in a phase.
 
-    F number 1 + places starts at least one phase after F number 1, F number 1 + 2 x places at least two phases after
-    F number 1, and so on. The remaining forwards follow back to back.
+    Each F starts at least ``phase.seconds`` after the F that is ``phase.places`` micro-batches earlier. The remaining
+    forwards run back to back.
     """
     rounds, left = divmod(num_microbatches - 1, phase.places)
     return phase.start + rounds * phase.seconds + (left + 1) * phase.forward + phase.after_forward

@@ -22,7 +22,7 @@ class AxisCommunication:
             weights: after each update or, if the weights are divided, before their use.
         size: the number of ranks along the axis.
         sent_bytes: the largest number of bytes that any rank sends in a step.
-        seconds: the longest time that any rank communicates in a step.
+        seconds: the largest communication time of any rank in a step.
         exposed_s: the time by which the communication lengthens the step: the step time minus the step time without
             this communication.
 
@@ -55,7 +55,7 @@ def communication(program: Program, costs: Costs, replication: Replication | Non
     Args:
         program: the program of one replica as it runs, with its REDUCEs, UNSHARDs and UPDATEs.
         costs: the costs of its stages.
-        replication: the replicas. None: there is one pipeline.
+        replication: the replicas, or None if there is only one pipeline.
 
     """
     return tuple(_axes(program, costs, replication))

@@ -1,4 +1,4 @@
-"""Communication time: splits the time of a rank's collectives into time in bubbles, under computation, and exposed."""
+"""Communication time: splits the time of a rank's collectives into bubble time, compute time and exposed time."""
 
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -16,8 +16,8 @@ class CommunicationTime(NamedTuple):
         in_bubbles_s: seconds in which the rank is idle for a reason other than the collective, while a rank of its
             pipeline still runs a forward or backward.
         under_compute_s: seconds in which the rank computes.
-        exposed_s: seconds in which the rank is idle during an exposed collective. A reduction is exposed once no
-            forward or backward is left on any rank. A gather is exposed if the rank's next action starts when the
+        exposed_s: seconds in which the rank is idle during an exposed collective. A reduction is exposed once all
+            ranks have run their last forward or backward. A gather is exposed if the rank's next action starts when the
             gather ends. The value is an upper bound, because the rank may be waiting for a message instead.
 
     """
@@ -43,8 +43,8 @@ class CommunicationTime(NamedTuple):
 
         Args:
             reductions: (start, end) of each reduction of the rank.
-            computes: (start, end) of the rank's compute actions in time order. Those that overlap count once.
-            until_s: the end of the last forward or backward of all ranks.
+            computes: (start, end) of the rank's compute actions in time order. Overlapping time is counted once.
+            until_s: the end of the last forward or backward on any rank.
             gathers: (start, end) of each gather of the rank. Default: none.
 
         """

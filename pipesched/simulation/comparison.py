@@ -23,7 +23,7 @@ class Pair(NamedTuple):
 
     @property
     def off(self) -> float | None:
-        """Relative error: 0.03 if the measured value is 3 % above the predicted one. None if zero was predicted."""
+        """The relative error: 0.03 if the measurement is 3 % above the prediction; None if the prediction is zero."""
         return self.measured / self.predicted - 1 if self.predicted else None
 
 
@@ -103,11 +103,11 @@ def compared(predicted: Trace, measured: Trace) -> Comparison:
 
 
 def measured_costs(traces: Sequence[Trace], num_stages: int, profiled: Costs | None = None) -> Costs:
-    """Compute costs from measured traces: times are medians over each stage's actions, sizes come from ``profiled``.
+    """Compute costs from measured traces. Times are medians over each stage's actions; sizes come from ``profiled``.
 
-    If a stage ran B but not I and W, the time of B is divided into I and W in the ratio of ``profiled``. Without
-    ``profiled``, the whole time counts as I. If a stage ran I and W but not B, the time of B is the sum of I and W.
-    Kinds of action that did not run cost 0.
+    If a stage ran B but not I and W, the time of B is divided into I and W in the same ratio as in ``profiled``.
+    Without ``profiled``, the whole time counts as I. If a stage ran I and W but not B, the time of B is the sum of the
+    times of I and W. Kinds of action that did not run cost 0.
 
     Args:
         traces: the measured steps.
@@ -156,7 +156,7 @@ def quote_off(share: float | None) -> str:
 
 
 def _bucket_times(traces: Sequence[Trace], num_stages: int) -> list[list[float]]:
-    """Return the median time of each bucket's reductions in seconds, for each stage."""
+    """Return the median time in seconds of each bucket's reductions, for each stage."""
     seen: list[dict[int, list[float]]] = [{} for _ in range(num_stages)]
     for span in chain.from_iterable(trace.spans for trace in traces):
         if span.action.kind is Kind.REDUCE:
@@ -165,7 +165,7 @@ def _bucket_times(traces: Sequence[Trace], num_stages: int) -> list[list[float]]
 
 
 def _gather_times(traces: Sequence[Trace], num_stages: int) -> list[float]:
-    """Return the median time of the gathers of each stage in seconds; 0 for a stage without gathers."""
+    """Return the median time in seconds of each stage's gathers; 0 for a stage without gathers."""
     seen: list[list[float]] = [[] for _ in range(num_stages)]
     for span in chain.from_iterable(trace.spans for trace in traces):
         if span.action.kind is Kind.UNSHARD:

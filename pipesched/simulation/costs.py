@@ -48,8 +48,8 @@ class Costs:
         buffer_bytes: size of the buffers.
         forward_transient_bytes: transient of F and R.
         backward_transient_bytes: transient of a B that adds to existing gradients.
-        waiting_s: the part of a forward plus a full backward in which the processor is idle, for example while it waits
-            for a device.
+        waiting_s: the part of the time of a forward plus a full backward in which the processor is idle, for example
+            while it waits for a device.
         overheads: time that a rank spends outside its stages' work. Default: None, no overheads.
         first_backward_transient_bytes: transient of the first B, which allocates the gradients. Default:
             ``gradient_bytes + backward_transient_bytes``.
@@ -66,15 +66,15 @@ class Costs:
         norm_s: time of the norms of the gradients (NORM).
         reduce_s: time to sum the gradients of each bucket over the replicas (REDUCE): for each stage a tuple with one
             number per bucket, or a number for a single bucket. Default: 0 for all buckets.
-        reduce_bytes: size of the flat copy that each REDUCE makes, in the form of ``reduce_s``. The stage holds it
-            until its update.
+        reduce_bytes: size of the flat copy that each REDUCE makes, in the same form as ``reduce_s``. The stage holds
+            the copy until its update.
         unshard_s: time to gather the full (unsharded) weights of a stage (UNSHARD).
         gathered_bytes: size of the other replicas' parts of the weights, held from UNSHARD to RESHARD in addition to
             ``weight_bytes``. ``weight_bytes`` is then the size of this replica's own part.
         gather_s: time to gather the updated weights from all replicas at the end of each UPDATE (``zero=1`` or 2).
 
     Raises:
-        ScheduleError: for tuples of different lengths, and for negative, infinite, NaN or too large numbers.
+        ScheduleError: for tuples of different lengths, and for numbers that are negative, infinite, NaN or too large.
 
     """
 

@@ -1,10 +1,10 @@
-"""Exact solver: finds the fastest program for a chain of stages with CP-SAT (needs the extra ``solver``).
+"""Exact solver: uses CP-SAT to find the fastest program for a chain of stages (needs the extra ``solver``).
 
-The problem is a job shop: each rank runs one action at a time, and holds at most a given number of (stage, micro-batch)
-pairs. Each backward is one B, or an I and a W. Only exact programs (`Program.exact`) are considered: each stage runs
-its forwards (F) in ascending micro-batch order, and likewise its input gradients (I or B) and its weight gradients (W
-or B). The solver searches on one thread and stops after a deterministic amount of work, so equal inputs give equal
-results.
+This is a job-shop problem: each rank runs one action at a time, and holds at most a given number of (stage,
+micro-batch) pairs. Each backward is one B, or an I and a W. Only exact programs (`Program.exact`) are considered: each
+stage runs its forwards (F) in ascending micro-batch order, and likewise its input gradients (I or B) and its weight
+gradients (W or B). The solver searches on one thread and stops after a deterministic amount of work, so equal inputs
+give equal results.
 """
 
 from collections.abc import Sequence
@@ -35,7 +35,7 @@ _ROUNDING = 1e-4  # a program this close to the bound is optimal: times are roun
 
 @dataclass(frozen=True, kw_only=True)
 class Solution:
-    """The best program that a solver found, with a proven bound."""
+    """The best program that the solver found, and a proven lower bound on the makespan."""
 
     #: The program; None if none was found.
     program: Program | None
@@ -48,14 +48,17 @@ class Solution:
 
     @property
     def gap(self) -> float | None:
-        """The gap between makespan and bound, relative to the bound: 0.03 is 3 %. None if there is no program."""
+        """The gap between makespan and bound, relative to the bound (0.03 for 3 %). None if there is no program."""
         if self.makespan_s is None:
             return None
         return max(0.0, float(self.makespan_s) / float(self.bound_s) - 1) if self.bound_s else 0.0
 
     @property
     def proved(self) -> bool:
-        """Whether the program is proved to be the fastest exact program, up to a gap of 1/10,000 (rounded times)."""
+        """Whether the program is proved to be the fastest exact program.
+
+        The gap may be up to 1e-4, because the solver works with rounded times.
+        """
         return self.gap is not None and self.gap <= _ROUNDING
 
 
@@ -177,7 +180,7 @@ class _JobShop:
         return end
 
     def _add_actions(self, pair: tuple[int, int]) -> None:
-        """Add the actions of a (stage, micro-batch) pair, and the time for which it is held."""
+        """Add the actions of a (stage, micro-batch) pair, and the time for which the pair is held."""
         model = self._model
         stage, _ = pair
         rank = self._placement[stage]
@@ -244,7 +247,7 @@ class _JobShop:
     def _programs(self, solver: Any) -> list[Program]:
         """Return a list with the solver's program; [] if this program is invalid.
 
-        It can be invalid if actions of length 0 start at the same time.
+        The program can be invalid if actions of length 0 start at the same time.
         """
         orders: list[list[tuple[Any, ...]]] = [[] for _ in range(max(self._placement) + 1)]
         for (stage, microbatch), forward in self._forward.items():
@@ -269,7 +272,7 @@ class _JobShop:
         return [program]
 
     def _add_hints(self, start: Program) -> None:
-        """Pass the times of a program to the solver."""
+        """Pass the times of a program to the solver as hints."""
         times = {name: getattr(self, f"_{name}") for name in ("forward", "gradient", "release")}
         costs = Costs(self._forward_s, self._input_s, self._weight_s, self._whole_s, transfer_s=self._transfer_s)
         trace = simulate(start, costs)

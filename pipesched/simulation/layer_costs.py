@@ -97,7 +97,7 @@ class LayerCosts:
         return self.loss.as_layer(self.memory.output_bytes)
 
     def figures(self) -> dict[str, Any]:
-        """Return all times and sizes as one flat mapping, with the names and in the order that a profile uses."""
+        """Return all times and sizes as one flat mapping, named and ordered as in a profile."""
         figures: dict[str, Any] = dict.fromkeys(NEEDED) | vars(self)
         del figures["memory"], figures["loss"]
         loss = {f"loss_{name}": size for name, size in vars(self.loss).items()}
@@ -105,7 +105,7 @@ class LayerCosts:
 
     @classmethod
     def of_figures(cls, figures: Mapping[str, Any]) -> "LayerCosts":
-        """Make the costs from times and sizes by name, as ``figures`` returns them. Other names are ignored."""
+        """Make the costs from a mapping like the one that ``figures`` returns. Unknown names are ignored."""
 
         def known(kind: type, prefix: str = "") -> dict[str, Any]:
             return {item.name: figures[prefix + item.name] for item in fields(kind) if prefix + item.name in figures}
@@ -128,7 +128,7 @@ class LayerCosts:
         )
 
     def treated(self, keep: LayerCheckpoint | None) -> "LayerCosts":
-        """Return the costs of the layer if its activations are held (None), recomputed or offloaded."""
+        """Return the layer's costs if its activations are held (``keep`` is None), recomputed or offloaded."""
         if keep == "offload":
             return replace(self, memory=replace(self.memory, offloads=1))
         return self if keep is None else self.recomputed(keeps_dear=keep == "recompute-cheap")

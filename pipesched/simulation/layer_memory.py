@@ -27,8 +27,8 @@ SCALARS_BYTES = 128
 class LayerMemory:
     """Memory of a layer, or of several layers in sequence, for one micro-batch, in bytes.
 
-    `pipesched.Costs` has columns of the same names, with the sizes of whole stages. A transient is the peak memory that
-    an action needs in addition to the memory held when the action begins.
+    `pipesched.Costs` has fields of the same names for whole stages. A transient is the peak memory that an action needs
+    in addition to the memory held when the action begins.
     """
 
     #: Size of the input.
@@ -110,7 +110,10 @@ class LayerMemory:
         )
 
     def of_batch(self) -> "LayerMemory":
-        """Return the memory of this layer as a model's first layer. Excludes its inputs, which belong to the batch."""
+        """Return the memory of this layer if it is the model's first.
+
+        The model's inputs are not counted, because they belong to the batch.
+        """
         return replace(
             self,
             activation_bytes=self.activation_bytes - self.kept_input_bytes,
@@ -191,7 +194,7 @@ def stage_memory(layers: Sequence[LayerMemory]) -> LayerMemory:
 
 
 def _shared(layers: Sequence[LayerMemory]) -> list[int]:
-    """Return, for each layer, how many bytes of its held input the previous layer also holds as output."""
+    """Return, for each layer, how many bytes of its held input the previous layer also holds as its output."""
     pairs = [min(one.kept_output_bytes, other.kept_input_bytes) for one, other in pairwise(layers)]
     return [0, *pairs]
 
@@ -220,7 +223,7 @@ def offloaded_bytes(layers: Sequence[LayerMemory]) -> int:
 
 
 def dropping_bytes(layers: Sequence[LayerMemory]) -> int:
-    """Return the bytes that a stage's forward needs in addition to the stage's input if it keeps no activations.
+    """Return the bytes that a stage's forward needs in addition to the input, if the forward keeps no activations.
 
     This is a maximum over the layers.
     """

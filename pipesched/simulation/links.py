@@ -120,7 +120,7 @@ class Links:
         hosts: the host number of each rank. Default: all on one host.
         special: links of individual pairs of ranks: a list of ``((from rank, to rank), link)``, or a mapping from such
             pairs to links. Default: none.
-        contended: whether a link carries only one message at a time, in the order in which they are sent. Default:
+        contended: whether a link carries messages one at a time, in the order in which they are sent. Default:
             False, messages do not delay each other.
         collectives: measured collectives, one entry for each group of ranks. Default: none; times of collectives are
             computed from the links.
@@ -168,7 +168,7 @@ class Links:
 
     @classmethod
     def of_hosts(cls, ranks_per_host: int, num_ranks: int, **links: Any) -> "Links":
-        """Create the links between ranks on hosts that all have the same number of ranks, numbered host by host.
+        """Create the links between ranks that are numbered host by host, with the same number of ranks on each host.
 
         Args:
             ranks_per_host: the number of ranks on each host.
@@ -182,7 +182,7 @@ class Links:
         return cls(hosts=tuple(rank // ranks_per_host for rank in range(num_ranks)), **links)
 
     def link(self, sender: int, receiver: int) -> Link:
-        """Return the link from one rank to another. Raises ScheduleError if ``hosts`` lacks a rank."""
+        """Return the link from one rank to another. Raises ScheduleError if ``hosts`` has no entry for a rank."""
         if (sender, receiver) in self._special:
             return self._special[sender, receiver]
         if not self.hosts:
@@ -192,7 +192,7 @@ class Links:
     def among(self, ranks: Sequence[int]) -> "Links":
         """Return the links between some of the ranks, which get the numbers 0, 1, ... in the given order.
 
-        Hosts are renumbered too. Raises ScheduleError if ``hosts`` lacks a rank.
+        Hosts are renumbered too. Raises ScheduleError if ``hosts`` has no entry for a rank.
         """
         places = {rank: place for place, rank in enumerate(ranks)}
         hosts = [self._host(rank) for rank in ranks] if self.hosts else []
@@ -221,7 +221,7 @@ class Links:
     def all_reduce_s(self, num_bytes: float, ranks: Sequence[int]) -> float:
         """Return the time of an all-reduce in seconds.
 
-        If it was not measured, it is the time of a reduce-scatter plus the time of an all-gather.
+        If all-reduces were not measured, the time is that of a reduce-scatter plus that of an all-gather.
 
         For example, these are the times of a stage's two buckets, for ``Costs.reduce_s``, if the link to the other
         replica has a bandwidth of 10 GB/s:

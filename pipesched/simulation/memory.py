@@ -95,8 +95,8 @@ def rank_memory(
         posted: the number of receives per channel that are posted in advance, each with a buffer. Default: 0.
         messages: the sizes of messages, keyed by (sending stage, receiving stage). Default: each stage sends its
             output.
-        replicas: the memory that each stage needs because the pipeline has replicas. Default: the flat copies of
-            ``costs.reduce_bytes``.
+        replicas: the memory that each stage needs because the pipeline has replicas. Default: flat copies with the
+            sizes in ``costs.reduce_bytes``.
         in_tree: whether the gradients of micro-batches are summed in a binary tree. Default: False; they are summed one
             by one.
 
@@ -252,7 +252,9 @@ def _met(program: Program, buffer_bytes: Ints) -> _Around:
 
 
 class _Gradients(NamedTuple):
-    """The size in bytes of gradients, which are held from a stage's first backward to its update or the step's end.
+    """The size in bytes of gradients, which are held from a stage's first backward to its update.
+
+    Without an update, they are held until the end of the step.
 
     If gradients are summed in a binary tree, the sums of complete subtrees are held as well, until the sum of all
     gradients is first used.
@@ -295,7 +297,7 @@ def _add_subtrees(program: Program, rows: Ints, size: Ints, change: Ints, first:
 
     Args:
         program: the program.
-        rows: the backwards that add these gradients.
+        rows: the rows of the backwards that add these gradients.
         size: for each stage, the size of these gradients in bytes.
         change: the bytes by which each action changes the memory held.
         first: a mask of the actions that allocate gradients.
@@ -375,7 +377,7 @@ def _waiting(program: Program, sizes: _Sizes, posted: int) -> Ints:
 
 
 class _Received(NamedTuple):
-    """The receives of all ranks, rank after rank, in the order in which each rank runs them."""
+    """The receives of all ranks, sorted by rank and, within each rank, in the order in which the rank runs them."""
 
     #: Row of the first action after the receive, in the program without transfers.
     place: Ints

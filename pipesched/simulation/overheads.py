@@ -26,7 +26,7 @@ RanksAre = Literal["threads", "processes"]
 
 @dataclass(frozen=True)
 class Overheads:
-    """The time that a rank spends outside its stages' work. Default: none."""
+    """The time that a rank spends outside its stages' work. By default, there are no overheads."""
 
     #: Overhead of each action, in seconds.
     action_s: float = 0
@@ -71,8 +71,8 @@ class Overheads:
         """Return a copy with the larger of two slowdowns: this object's, and the one measured with the layers.
 
         Args:
-            crowding: the measured slowdown factor with one other rank. Each further rank is assumed to add the same
-                slowdown.
+            crowding: the slowdown factor measured while one other rank computed. Each further rank is assumed to add
+                the same slowdown.
 
         """
         if crowding == 1:
@@ -150,7 +150,7 @@ class Machine:
         check_speed(self.host_bytes_per_s, "host_bytes_per_s", "a machine")
 
     def assuming(self, ranks_are: RanksAre, num_ranks: int, num_cores: int | None = None) -> "Machine":
-        """Return a copy with default overheads for threads or processes; if they were measured, return this machine.
+        """Return a copy with default overheads for ``ranks_are``, or this machine if those overheads were measured.
 
         Args:
             ranks_are: "threads" or "processes".
@@ -168,7 +168,7 @@ class Machine:
     def between(self, ranks_are: RanksAre, crowding: float = 1.0) -> dict[str, Any]:
         """Return the ``links`` and ``overheads`` to pass to `Costs`, for ranks that are threads or processes.
 
-        ``crowding`` is the measured slowdown factor with one other rank (see `Overheads.beside`).
+        ``crowding`` is the slowdown factor measured while one other rank computed (see `Overheads.beside`).
         """
         threads = ranks_are == "threads"
         overheads = self.threads if threads else self.processes

@@ -53,7 +53,7 @@ def check_graphs(graphs: Mapping[int, "nx.DiGraph[str]"]) -> None:
 
 
 def _check_alike(one: "nx.DiGraph[str]", other: "nx.DiGraph[str]", rows: str) -> None:
-    """Raise ScheduleError if a value of a layer or an edge is a number for only one of two micro-batch sizes."""
+    """Raise ScheduleError if a layer or an edge has different entries for two micro-batch sizes."""
     pairs: list[tuple[Any, Mapping[str, Any], Mapping[str, Any]]] = [
         *((layer, one.nodes[layer], other.nodes[layer]) for layer in one),
         *((edge, one.edges[edge], other.edges[edge]) for edge in one.edges),
@@ -69,7 +69,7 @@ def _check_alike(one: "nx.DiGraph[str]", other: "nx.DiGraph[str]", rows: str) ->
 
 
 def _figures(value: Any) -> Any:
-    """Return the property of a value that must be the same for all micro-batch sizes.
+    """Return the property of an entry's value that must be the same for all micro-batch sizes.
 
     For a mapping, this is the set of its keys. For any other value, it is whether the value is a number.
     """

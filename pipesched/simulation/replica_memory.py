@@ -124,7 +124,7 @@ def held_with_replicas(
     """Return upper bounds on the bytes that ranks hold to sum gradients and exchange weights, for each action.
 
     A rank's collectives run one after the other, while the rank computes. So the order of actions determines when a
-    gradient is copied for its sum, but not when the sum is complete. The sum is complete, at the latest, once the rank
+    gradient is copied to be summed, but not when the sum is complete. The sum is complete, at the latest, once the rank
     has waited for it or for a later collective.
 
     Args:
@@ -191,7 +191,7 @@ class _Rank:
         self._held.released[rows] = sum(self._released.values())
 
     def _run(self, row: int, *, early: bool) -> None:
-        """Write the bytes that the rank holds during the action in a row, and update the copies that it then holds."""
+        """Write the bytes that the rank holds during the action at ``row``, and update the copies held after it."""
         action = self._program.columns.action(row)
         stage = action.stage
         here = slice(row, row + 1)
@@ -248,8 +248,8 @@ class _Rank:
     def _level(self, spread: int) -> int:
         """Return the maximum number of bytes that the rank may hold now.
 
-        Any of the started collectives may be running. Those started before it have then ended, because collectives run
-        one after the other.
+        Any one of the started collectives may be running. The collectives started before that one have ended, because
+        collectives run one after the other.
         """
         copies = [copies for _, copies in self._started]
         rest = sum(one.buffer for one in copies)

@@ -91,13 +91,13 @@ class Replication:
         return (part if self.zero >= 2 else 2 * part), (part if self.zero else 0)
 
     def describe(self, num_ranks: int) -> str:
-        """Describe the mesh's dimensions, in their order, and ``zero`` as text, such as ``dp 8 x pp 4, zero 2``."""
+        """Return the mesh's dimensions and ``zero`` as text, such as ``dp 8 x pp 4, zero 2``."""
         sizes = " x ".join(f"{name} {size}" for name, size in self.mesh(num_ranks).items())
         often = "" if self.gather_once or self.zero < 3 else ", weights gathered for each use"
         return f"{sizes}, zero {self.zero}{often}" if self.zero else sizes
 
     def held(self, whole: ModelStates) -> ModelStates:
-        """Return the peak sizes of the model states that a replica holds. ``whole``: all model states of a stage."""
+        """Return the peak sizes of the model states that a replica holds. ``whole``: a stage's undivided states."""
         part = ModelStates(*(-(-size // self.num_replicas) for size in whole))
         return held_states(whole, part, zero=self.zero)
 
@@ -192,7 +192,7 @@ class ReplicaCosts:
         return Links(special=tuple((pair, _slowest(every)) for pair, every in pairs.items() if pair[0] != pair[1]))
 
     def added(self, costs: Costs, placement: Sequence[int], buckets: Buckets) -> Costs:
-        """Return the costs of the stages, with the costs that replicas cause added.
+        """Return the costs of the stages, including the costs that replicas cause.
 
         Args:
             costs: the costs of the stages without replicas.

@@ -35,8 +35,8 @@ def simulate(program: Program, costs: Costs) -> Trace:
     An action starts when its rank is free and its inputs have arrived. A message between ranks takes
     ``costs.transfer_s`` plus the time of its link, and occupies no rank. A program therefore has the same makespan with
     and without explicit transfers. If links are contended, a message also occupies its link. REDUCE and UNSHARD occupy
-    no rank, but each rank runs them one after the other. ``costs.overheads`` makes actions longer: by the time to start
-    actions and to pass messages, and by the slowdown while several ranks of a host compute.
+    no rank either, but those of one rank run one after the other. ``costs.overheads`` makes actions longer: by the time
+    to start actions and to pass messages, and by the slowdown while several ranks of a host compute.
 
     ::
 
@@ -86,7 +86,7 @@ def step_time(program: Program, costs: Costs) -> float:
 
 
 def message_times(program: Program, costs: Costs) -> tuple[list[int], list[float]]:
-    """Return, per rank, the bytes that it sends to other ranks and the total time of these messages in seconds."""
+    """Return the bytes that each rank sends to other ranks, and the total time in seconds of each rank's messages."""
     links = costs.links or Links(costs.overheads.link if costs.overheads else Link())
     messages = _messages(program, costs)
     ends = messages.sender, messages.receiver
@@ -160,7 +160,7 @@ def _add_reductions(program: Program, costs: Costs, seconds: NDArray[Any]) -> No
 
 
 def _leads(program: Program, seconds: NDArray[Any]) -> dict[int, Any]:
-    """Return, for each REDUCE, the seconds by which it can start before its stage's last backward ends, keyed by row.
+    """Return how many seconds before the end of its stage's last backward each REDUCE can start, keyed by row.
 
     A backward completes the buckets at equal intervals, and the last bucket at its end.
     """

@@ -71,7 +71,7 @@ class SizeFit:
     def of(cls, measured: Sequence[tuple[Size, Mapping[str, LayerCosts]]]) -> "SizeFit":
         """Fit the costs of layers that were measured with micro-batches of several sizes.
 
-        The factors minimise the sum of squared relative errors, and none is negative. Raises ScheduleError if the
+        The factors are non-negative and minimise the sum of squared relative errors. Raises ScheduleError if the
         layers are not the same for all sizes.
         """
         (known, first), *others = measured
@@ -93,7 +93,7 @@ class SizeFit:
         return cls(fits)
 
     def scaled(self, layers: Mapping[str, LayerCosts], known: Size, size: Size) -> dict[str, LayerCosts]:
-        """Return the costs of layers for one size of micro-batches, from their costs for another size.
+        """Convert the costs of layers for one micro-batch size to the costs for another size.
 
         Each time or size is multiplied by the ratio of its fitted values for the two sizes.
 

@@ -65,7 +65,7 @@ def weight_bytes(program: Program, parameters: Sequence[Mapping[str, int]]) -> l
 def tied_traffic_bytes(size: int, ranks: Sequence[Any]) -> int:
     """Return how many bytes are sent per step for a tied weight.
 
-    The rank of the first use sends the weight to each other rank, and receives one gradient from each use on these
+    The rank of the first use sends the weight to each other rank, and receives one gradient for each use on those
     ranks.
 
     Args:

@@ -122,7 +122,7 @@ class Spans(Sequence[Span]):
 
 
 def _times(values: list[Any]) -> Times:
-    """Return times as an array of floats or integers; times of other types, such as Fractions, as an object array."""
+    """Return times as an array. Its dtype is float or integer or, for other types such as Fraction, object."""
     array = np.asarray(values) if values else np.zeros(0)
     if array.dtype.kind in "fi":
         return array
@@ -182,7 +182,7 @@ class Trace:
         return f"Trace({self.name or 'no name'}: {shape}, {figures})"
 
     def _repr_html_(self) -> str:
-        """Return the timeline, for notebooks."""
+        """Return the timeline as HTML for notebooks."""
         notebook = import_module("pipesched.viz.notebook")  # by name, because viz imports this package
         return str(notebook.timeline_html(self))
 
@@ -262,7 +262,10 @@ class Trace:
 
     @property
     def bubble_ratio(self) -> float:
-        """The ranks' total idle time / (ranks x makespan). With uniform costs, it is (p-1)/(m+p-1) for 1F1B."""
+        """The ranks' total idle time / (ranks x makespan).
+
+        For 1F1B with uniform costs, p ranks and m micro-batches, this ratio is (p-1)/(m+p-1).
+        """
         whole = self.num_ranks * self.makespan_s
         return max(0.0, 1 - sum(self.busy_s) / whole) if whole else 0.0  # rounding can make the sum exceed the whole
 
@@ -372,7 +375,7 @@ class Trace:
         return made
 
     def to_chrome(self, path: str | PathLike[str]) -> None:
-        """Write Chrome trace-event JSON for Perfetto and chrome://tracing.
+        """Write the trace to a file as Chrome trace-event JSON, for Perfetto and chrome://tracing.
 
         Each rank is a process with one row for compute, one for copies and, if there are any, one for collectives.
         """
@@ -418,7 +421,7 @@ class Trace:
     def load(cls, path: str | PathLike[str]) -> "Trace":
         """Read a trace from a JSON file.
 
-        The file contains the result of ``to_dict`` as JSON, or was written by ``to_chrome`` and contains only spans.
+        The file contains the result of ``to_dict`` as JSON, or was written by ``to_chrome``, which stores only spans.
 
         Raises:
             ScheduleError: the trace is invalid; the message names the file.
@@ -523,7 +526,7 @@ def _in_time(spans: Spans) -> Spans:
 
 
 def _steps(row: Spans, held: Held) -> Iterator[tuple[float, int]]:
-    """Yield (time in seconds, amount held from that time on) for each start and each end of a span."""
+    """Yield (time in seconds, amount held from that time on) for the start and the end of each span."""
     lists = (values.tolist() for values in (row.start_s, row.end_s, held.during, held.after))
     for start_s, end_s, during, after in zip(*lists, strict=True):
         yield start_s, during

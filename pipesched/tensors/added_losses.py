@@ -36,8 +36,8 @@ def add_loss(value: Tensor, *, name: str | None = None) -> None:
                 pipesched.add_loss(0.01 * (shares.mean(0) ** 2).sum(), name="balance")
                 ...
 
-    `Pipeline.step` multiplies the added loss by the weight of the micro-batch, as it does the loss itself,
-    differentiates it in the stage's backward, and includes it in the loss that it returns. `Pipeline.evaluate` and
+    `Pipeline.step` multiplies the added loss by the weight of the micro-batch, like the loss itself, computes the
+    gradients in the stage's backward, and includes the added loss in the loss that it returns. `Pipeline.evaluate` and
     `pipesched.testing.reference_step` include it, too. A layer that is recomputed adds its loss only once. Losses with
     the same name are summed in ``pipe.metrics``. In a training loop without a pipeline, `collect_losses` collects
     added losses.
@@ -60,7 +60,7 @@ def add_loss(value: Tensor, *, name: str | None = None) -> None:
 
 
 def added_loss(value: Tensor, name: str, position: int = 0) -> Tensor:
-    """Pass a loss to the running step, and return it. Captures record this torch function, and stages intercept it."""
+    """Pass a loss to the running step, and return it. Graph capture records this function, and stages intercept it."""
     if has_torch_function((value,)):
         passed: Tensor = handle_torch_function(added_loss, (value,), value, name, position)
         return passed

@@ -37,7 +37,7 @@ class Caller:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """A context that applies the grad and inference modes, and runs backward passes in the current thread."""
+        """A context that applies the grad and inference modes, and makes backward passes run in the current thread."""
         with ExitStack() as stack:
             stack.enter_context(torch.inference_mode(self.inference))
             stack.enter_context(torch.set_grad_enabled(self.grad))

@@ -42,7 +42,7 @@ class RankDevices(Protocol):
 
 
 def moved(trade: Trade, what: str, moves: Sequence[Move]) -> Iterator[Any]:
-    """Send a value from rank to rank for each Move. Yield the value if its receiver is in this process, else None.
+    """Carry out each Move. Yield its value if the receiver is in this process, else None.
 
     All processes must call this function. All values from one rank to another are sent in one message.
     """

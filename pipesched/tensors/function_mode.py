@@ -28,7 +28,7 @@ class _Provider(Protocol):
 
 
 class Intercept(TorchFunctionMode):
-    """Passes each torch function to the first provider with a handler for it. Costs about 1 us per call."""
+    """Passes each call to a torch function to its handler, if a provider has one. This takes about 1 us per call."""
 
     def __init__(self, *providers: _Provider) -> None:
         super().__init__()

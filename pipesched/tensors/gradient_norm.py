@@ -1,4 +1,4 @@
-"""Gradient norm: computes the norm of all gradients of a model, and clips by this norm, independently of the plan.
+"""Gradient norm: computes the norm of a model's gradients, and clips the gradients. All plans give the same result.
 
 First, the norm of each parameter's whole gradient is computed in float32 (float64 for a float64 gradient). These norms
 form a vector in the order of the model's parameters, excluding parameters that have no gradient. The total norm is the

@@ -48,7 +48,7 @@ def enter(tensors: Sequence[Tensor], into: list[Tensor | None] | None = None) ->
 
 
 def edge_of(tensor: Tensor) -> GradientEdge:
-    """Return torch's ``get_gradient_edge(tensor)``, but faster for results of built-in operations."""
+    """Return ``get_gradient_edge(tensor)``. Faster than torch's function if a built-in operation made the tensor."""
     node: Any = tensor.grad_fn
     if node is None or isinstance(node, BackwardCFunction):
         return get_gradient_edge(tensor)

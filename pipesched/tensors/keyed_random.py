@@ -1,10 +1,10 @@
 """Keyed random: random numbers that depend on the place in the model and the point in training, never on the plan.
 
 The seed of each draw is computed from (seed, step, micro-batch, layer, call, op). The draw therefore gives the same
-bits in every stage, thread and order, and when the layer is recomputed. Dropout uses a generator of its own. For other
-random functions the default generator is seeded for each call, under a lock, because all threads share that generator.
-If a layer, or the code between layers, uses the global generator of Python or numpy, that generator is seeded in the
-same way.
+bits in any stage, thread or order of work, and when the layer is recomputed. Dropout uses a generator of its own. For
+other random functions the default generator is seeded for each call, under a lock, because all threads share that
+generator. If a layer, or the code between layers, uses the global generator of Python or numpy, that generator is
+seeded in the same way.
 """
 
 import functools
@@ -52,7 +52,7 @@ class Key(NamedTuple):
 
 
 class Place(NamedTuple):
-    """The place of a call of a random function: a layer call, and the number of earlier random calls in it."""
+    """The place of a call to a random function: a layer call, and the number of earlier random calls in it."""
 
     key: Key
     layer: str
@@ -127,7 +127,7 @@ class KeyedRandom:
 
     @property
     def place(self) -> Place:
-        """The place of the next random call, for ``repeated``."""
+        """The place of the next random call, to be passed to ``repeated``."""
         return Place(self.key, self._layer, self._call, self._op, self._outside)
 
     @contextmanager
@@ -157,7 +157,7 @@ class KeyedRandom:
 
     @contextmanager
     def outside(self, layer: str, call: int) -> Iterator[None]:
-        """Seed Python's and numpy's generators for a call of a layer, or for code between layers if ``layer`` is ""."""
+        """Seed Python's and numpy's generators for a layer call, or for code between layers if ``layer`` is ""."""
         before = self._outside
         self._outside = f"{layer}/{call}/outside"
         try:
@@ -233,7 +233,7 @@ def _not_compiling() -> AbstractContextManager[Any]:
 
 
 def _is_quiet(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return whether this call of a random function draws nothing: dropout with probability 0 or in evaluation mode."""
+    """Return whether this call to a random function draws nothing, such as dropout in evaluation mode."""
     if name == "scaled_dot_product_attention":
         return not kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0)
     if name in ("lstm", "gru", "rnn_tanh", "rnn_relu"):
@@ -249,7 +249,7 @@ def _is_quiet(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 class InBackward:
-    """Handlers for backward passes. Recomputation repeats the forward's random numbers; other random calls raise."""
+    """Handlers for backward passes. Recomputation repeats the forward's random numbers; other random calls fail."""
 
     def __init__(self, random: KeyedRandom) -> None:
         self._random = random

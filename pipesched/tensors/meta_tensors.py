@@ -126,7 +126,7 @@ def _apply(func: Callable[..., Any], args: Any, kwargs: Any, full: list[Tensor])
 
 
 def _with_changes(result: Any, changed: Iterable[tuple[Tensor, Tensor]]) -> Any:
-    """Turn tensors that the call changed in place into meta tensors, because their new values are unknown."""
+    """If the call changed tensors in place, turn them into meta tensors, because their new values are unknown."""
     back = {}
     for tensor, copy in changed:
         if tensor._base is not None:
@@ -161,7 +161,7 @@ def _transferred(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 def call_beside(
     layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], again: Callable[[], tuple[Any, Any]]
 ) -> Any:
-    """Call a layer that may use meta tensors. If the layer reads their values, call the layer with stand-ins.
+    """Call a layer that may use meta tensors. If the call fails, repeat it with stand-ins that have values.
 
     ``again`` returns the arguments as they were before the call.
     """

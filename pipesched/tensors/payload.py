@@ -44,7 +44,7 @@ Gradients = tuple[Tensor | None, ...]
 
 
 class PerConsumer(tuple[Any, ...]):
-    """The values for the consuming stages, one for each. A value of another type is sent to all of them."""
+    """One value for each consuming stage. A value of any other type is sent to all consuming stages."""
 
 
 def used_here(tensor: Tensor) -> Tensor:
@@ -311,8 +311,8 @@ def rows_of(value: Any, dim: int | None, name: str) -> int | None:
 def split(value: Any, dim: int | None, parts: int) -> list[Any]:
     """Split every tensor along ``dim`` into views as ``torch.tensor_split`` does (7 rows in 4 parts: 2, 2, 2, 1).
 
-    A list of dicts is split between dicts. Every part gets the scalar tensors and all other leaves. If ``dim`` is None,
-    every part gets the whole value.
+    A list of dicts is split into shorter lists. Every part gets the scalar tensors and all other leaves. If ``dim`` is
+    None, every part gets the whole value.
     """
     if isinstance(value, Tensor) and value.dim() and dim is not None:
         return list(torch.tensor_split(value, parts, dim))

@@ -1,4 +1,4 @@
-"""Row cuts: divides a tensor along its first dimension, so that elementwise updates stay bit-identical.
+"""Row cuts: divides a tensor along its first dimension, so that elementwise updates of the pieces give the same bits.
 
 A CPU kernel processes most elements in groups with vector instructions, and the last elements one by one. The two ways
 can round differently. So every piece starts at a multiple of 64 elements, which is a multiple of every group size.

@@ -1,1 +1,1 @@
-"""Relaxation: lower bounds on the makespan from a model of one rank, in which other ranks only cause delays."""
+"""Relaxation: computes bounds on the makespan with a model of one rank, in which other ranks only cause delays."""

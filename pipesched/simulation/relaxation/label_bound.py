@@ -1,7 +1,7 @@
 """Label bound: a lower bound on the makespan, found by a search through all orders of one rank.
 
-The bound is the largest deadline that no program meets, as proved by `pipesched.simulation.relaxation.label_sweep`. It
-is found by bisection.
+The bound is found by bisection: it is the largest deadline that no program meets, as proved by
+`pipesched.simulation.relaxation.label_sweep`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -65,7 +65,7 @@ class _Bisection:
         self._split = split
 
     def run(self, low: int, effort: int) -> tuple[int, int]:
-        """Return the largest deadline, at least ``low``, that no program meets, and the effort not yet spent."""
+        """Return the largest deadline, at least ``low``, that no program meets, and the remaining effort."""
         high: int | None = None
         step = max(1, low // _FIRST_STEP)
         while effort > 0 and (high is None or high - low > max(1, low // _PRECISION)):
@@ -88,8 +88,8 @@ def _rank_times(
 ) -> RankTimes:
     """Return the times and the memory limit of a rank with these stages, in the form that a `Sweep` takes.
 
-    Messages from other ranks arrive one by one. The time between two messages is at least that of the slowest stage on
-    their path.
+    Messages from other ranks arrive one by one. The time between two messages is at least the time that the slowest
+    stage on their path takes.
     """
     chunks = [stages[stage] for stage in own]
     last = chunks[-1]

@@ -7,7 +7,7 @@ state, the componentwise minimum of their labels is kept. The result is still a 
 starts earlier never ends later.
 
 A state is dropped if the rest of the step cannot end before the deadline. If no states remain, no program ends before
-the deadline. All ranks and several deadlines are searched at once, as rows of arrays.
+the deadline. The search handles all ranks and several deadlines at once, as rows of arrays.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -97,7 +97,7 @@ class _States:
 
 
 class Sweep:
-    """Searches for several ranks and deadlines at once, in ascending order of the number of actions done."""
+    """Searches the orders of several ranks, for several deadlines at once, by ascending number of completed actions."""
 
     def __init__(
         self, ranks: Sequence[RankTimes], num_microbatches: int, deadlines: Sequence[int], split: bool
@@ -119,7 +119,7 @@ class Sweep:
         self._waiting: dict[int, list[_States]] = {}
 
     def run(self, effort: int) -> Swept:
-        """Search through the orders of all ranks until ``effort`` is spent."""
+        """Search through the orders of all ranks. Stop early if ``effort`` is spent."""
         count = len(self._deadline)
         digits = [(self._microbatches + 1) ** k for k in range(3 * self._chunks + 1)]
         if digits[-1] * count > _LARGEST_KEY:
@@ -139,7 +139,7 @@ class Sweep:
         return Swept(missed, tuple(deadline for deadline in self._deadlines if deadline not in missed), effort)
 
     def _unmissed(self, states: _States, level: int) -> _States:
-        """Return the states, but not those of deadlines that some rank is certain to miss."""
+        """Return the states whose deadline no rank is yet certain to miss."""
         waiting = [states, *self._waiting.get(level + 1, [])]
         return states[self._kept(waiting)[states.problem // self._num_ranks]]
 
