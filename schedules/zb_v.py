@@ -8,8 +8,8 @@ def zb_v(rank: int, shape: Shape) -> Order:
     """Each rank has two chunks in a V: rank 0 holds the first and the last stage. ZB-V, Qi et al. 2023.
 
     The span bubble, a rank's idle time from its first action to its last, is at most (p-1)(I-W) if W <= F <= I, and 0
-    for equal times. Every rank holds at most p micro-batches. With fewer than 2p-1
-    micro-batches, the order for 2p-1 is used, excluding the actions of the extra micro-batches, so ranks idle more.
+    for equal times. Every rank holds at most p micro-batches. With fewer than 2p-1 micro-batches, the order for 2p-1 is
+    used, excluding the actions of the extra micro-batches, so ranks idle more.
     """
     order, (down, up) = Order(shape), shape.exactly(2, rank)
     p, ahead = shape.num_ranks, shape.num_ranks - rank
