@@ -58,7 +58,7 @@ part of the model and these times are divided equally among them.
 
 - **bubble**: idle time / (ranks x makespan).
 - **of the span**: (longest span - longest busy time of a rank) / longest span, as defined in the zero-bubble papers.
-  The span of a rank is the time from its first start to its last end.
+  The span of a rank is the time from the start of its first action to the end of its last.
 - **above the bound**: the relative difference between the makespan and the bound. No schedule with the same stages and
   ranks can beat the bound, even with unlimited memory.
 - **held**: the largest number of micro-batches that a rank holds at the same time, each from its F to the end of its B

@@ -3,7 +3,8 @@
     python docs/record.py
 
 The script profiles the model, searches for a plan and trains some steps. It saves the plan, with the costs of the
-profile, as docs/report/plan.json, and the step of median length as docs/report/trace.json. `make gallery` draws both.
+profile, as docs/report/plan.json, and the step with the median time as docs/report/trace.json. `make gallery` draws
+both.
 """
 
 import random

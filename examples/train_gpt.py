@@ -1,4 +1,4 @@
-"""Train a byte-level GPT through a pipeline of two stages, then report and draw the step of median length.
+"""Train a byte-level GPT through a pipeline of two stages, then report and draw the step with the median time.
 
     python examples/train_gpt.py [--steps 120] [--schedule 1f1b] [--out runs/demo] [--save weights.pt]
     torchrun --nproc_per_node 2 examples/train_gpt.py    # one process for each rank, and identical weights
@@ -78,7 +78,7 @@ def standard_library() -> Tensor:
 
 
 def batch(text: Tensor, rows: int, context: int, draw: random.Random) -> tuple[Tensor, Tensor]:
-    """Draw random pieces of the text, and the same pieces shifted by one byte as targets."""
+    """Choose random pieces of the text as inputs, and the same pieces shifted by one byte as targets."""
     starts = [draw.randrange(len(text) - context - 1) for _ in range(rows)]
     pieces = torch.stack([text[start : start + context + 1] for start in starts]).long()
     return pieces[:, :-1].contiguous(), pieces[:, 1:].contiguous()
@@ -94,7 +94,7 @@ def ranks() -> dict[str, Any]:
 
 
 def is_first() -> bool:
-    """Whether this process prints and draws."""
+    """Return whether this is the process that prints and writes files."""
     return int(os.environ.get("RANK", "0")) == 0
 
 
@@ -162,7 +162,7 @@ def train(
 
 
 def median_step(traces: list[pipesched.Trace]) -> tuple[pipesched.Trace, str]:
-    """The step of median length, and a text on how much the steps vary. The first step, a warm-up, is left out."""
+    """Return the step with the median time, and a note on the times of all steps except the first, a warm-up."""
     steps = sorted(traces[1:] or traces, key=lambda trace: trace.makespan_s)
     times = [trace.makespan_s * 1e3 for trace in steps]
     middle = median_low(times)

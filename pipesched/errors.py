@@ -1,6 +1,6 @@
 """All errors that pipesched raises. Each is also a subclass of the matching built-in error, such as ValueError.
 
-Every message states, in this order, the rule that was broken, where and by which values, and the remedy.
+Every message states, in this order, the rule, where and by which values it was broken, and the remedy.
 """
 
 __all__ = [

@@ -159,7 +159,7 @@ def maybe(make: Callable[[Any], _Made]) -> Callable[[Any], _Made | None]:
 
 
 def _of_type(value: Any, hint: Any, what: str) -> Any:
-    """Check that ``value`` has the type ``hint``, and return it. A list is converted to a tuple if ``hint`` is a tuple.
+    """Check that ``value`` has the type ``hint``, and return it. A list becomes a tuple if ``hint`` is a tuple type.
 
     Raises ScheduleError if the value has a different type.
     """

@@ -14,7 +14,7 @@ def chimera(rank: int, shape: Shape) -> Order:
     in slot s + 2k and its backward in slot 2p-1-s + 2k. The next p micro-batches follow 2p slots later.
 
     If m is a multiple of p, the bubble is (p-2)F for B = F, and (m/p+1)(p-2)F for B = 2F. Otherwise, ranks also idle in
-    place of the missing micro-batches. Ranks hold p/2+1 to p micro-batches. The number of ranks must be even.
+    the slots of the missing micro-batches. Ranks hold p/2+1 to p micro-batches. The number of ranks must be even.
     """
     order, p = Order(shape), shape.even_ranks()
     slots: list[tuple[int, bool, int]] = []

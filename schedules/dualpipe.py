@@ -6,7 +6,7 @@ from pipesched.program.generators.dual_pipe import eight_steps
 
 @schedule("dualpipe", placement=v, num_chains=2)
 def dualpipe(rank: int, shape: Shape) -> Order:
-    """Micro-batches start on both outer ranks; each F overlaps with a B of the other direction. DeepSeek-AI 2024.
+    """Micro-batches start on the first and last ranks; each F overlaps a B of the other direction. DeepSeek-AI 2024.
 
     Each rank holds one stage of each direction, so there are two copies of each stage's weights, on different ranks;
     their gradients are summed after the step.

@@ -27,12 +27,12 @@ def searched(
 
     The search starts from list schedules and from all other schedules that fit, and improves the best by simulated
     annealing. For at most 100 actions, it also runs a beam search. It ends early if it proves that no order is shorter.
-    A backward may be whole or split. If another schedule is as short, it is used. Equal options give equal orders.
+    Backwards may be split. If one of the other schedules is as short, its order is used. The result is deterministic.
 
     Options:
         costs: the times of each stage, or a list with the costs of each micro-batch. Default: identical stages.
         placement: the rank of each stage. Default: round robin.
-        max_in_flight: the limit on (stage, micro-batch) pairs held: one number, or one per rank. Default: no limit.
+        max_in_flight: the maximum ``Trace.peak_in_flight`` of a rank: one number, or one per rank. Default: no limit.
         memory_limit_bytes: the maximum ``Trace.peak_bytes`` of a rank: one number, or one per rank. Default: no limit.
         effort: the number of search steps, relative to the default. Default: 1.
         starts: schedules and programs to start from. Default: all other schedules.

@@ -7,8 +7,8 @@ from pipesched.order import Order, Shape, schedule
 def zb_h2(rank: int, shape: Shape) -> Order:
     """The warm-up is twice that of ZB-H1, and weight gradients fill every gap. Zero Bubble, Qi et al. 2023.
 
-    From its first start to its last end, a rank has a bubble of (p-1) max(0, F+I-2W) for m >= 2p-1 and W <= F. It holds
-    at most 2p-1 micro-batches.
+    The span bubble, a rank's idle time from its first action to its last, is (p-1) max(0, F+I-2W) if m >= 2p-1 and
+    W <= F. Every rank holds at most 2p-1 micro-batches.
     """
     order, m, limit = Order(shape), shape.num_microbatches, 2 * shape.num_ranks - 1
     started = min(m, 2 * (shape.num_ranks - 1 - rank) + 1)

@@ -7,8 +7,8 @@ from pipesched.order import Order, Shape, schedule, v
 def zb_v(rank: int, shape: Shape) -> Order:
     """Each rank has two chunks in a V: rank 0 holds the first and the last stage. ZB-V, Qi et al. 2023.
 
-    From its first start to its last end, a rank has a bubble of at most (p-1)(I-W) for W <= F <= I, which is 0 for
-    equal times. Every rank holds at most p micro-batches. With fewer than 2p-1 micro-batches, the order for 2p-1 is
+    The span bubble, a rank's idle time from its first action to its last, is at most (p-1)(I-W) if W <= F <= I, and 0
+    for equal times. Every rank holds at most p micro-batches. With fewer than 2p-1 micro-batches, the order for 2p-1 is
     used, excluding the actions of the extra micro-batches, so ranks idle more.
     """
     order, (down, up) = Order(shape), shape.exactly(2, rank)

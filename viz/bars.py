@@ -27,7 +27,7 @@ class Bar(NamedTuple):
 
 
 def bars(trace: Trace) -> Iterator[Bar]:
-    """Yield a bar for each compute span, rank by rank in time order. In an overlap, the forward comes first."""
+    """Yield a bar for each compute span, rank by rank in time order. In an overlapping pair, the forward is first."""
     zero = trace.start_s
     for rank, row in enumerate(trace.by_rank):
         chunk = {stage: k for k, stage in enumerate(sorted({span.action.stage for span in row}))}
@@ -76,7 +76,7 @@ def gaps(trace: Trace, rank: int) -> list[tuple[float, float]]:
 
 
 def kinds(*traces: Trace) -> list[Kind]:
-    """Return the kinds that a timeline shows, compute kinds and collectives, in the order of `Kind`."""
+    """Return the compute kinds and the collective kinds that a timeline shows, in the order of `Kind`."""
     rows = (row for trace in traces for row in (*trace.by_rank, *trace.collectives_by_rank))
     present = {span.action.kind for row in rows for span in row}
     return [kind for kind in Kind if kind in present]

@@ -16,7 +16,7 @@ def image_html(figure: "Figure", description: str, *, scalable: bool = False) ->
 
     Args:
         figure: the figure to show.
-        description: a text for readers who cannot see the picture.
+        description: alternative text for readers who cannot see the picture.
         scalable: whether to embed an SVG. Default: False, a PNG.
 
     """

@@ -169,7 +169,7 @@ class _Picture:
         self.ax.add_patch(Rectangle((x + 0.06, y + HEIGHT - 0.09), length, 0.045, fc=colour, ec="none", zorder=6))
 
     def line(self, before: str, behind: str, size: int) -> None:
-        """Draw a line for the tensors that one layer passes to another: ``size`` bytes for a micro-batch."""
+        """Draw a line for the tensors that one layer passes to another: ``size`` bytes per micro-batch."""
         crosses = self._stage_of[before] != self._stage_of[behind]
         colour = stage_colour(self._stage_of[before]) if crosses else GREY
         way = self._layout.way(before, behind)

@@ -1,9 +1,8 @@
 """Routes: the positions of the boxes in a layer picture, and the paths of the connections between them.
 
-Layers are placed from left to right in rows ("lines"); a stage has one or more lines. A channel runs below each line of
-boxes, with one horizontal track for each connection that turns in the channel. Vertical lanes run beside the boxes: on
-the right for connections that skip lines, on the left for tied weights. All connections that start at the same layer
-share a lane.
+Layers are placed from left to right in rows ("lines"); a stage has one or more lines. A channel of horizontal tracks
+runs below each line of boxes. Vertical lanes run beside the boxes: on the right for connections that skip lines, on the
+left for tied weights. All connections that start at the same layer share their tracks and their lane.
 """
 
 import math
@@ -167,9 +166,9 @@ class Layout:
         return [(out, y + HEIGHT), (out, track), (lane, track), (lane, last_track), (into, last_track), (into, to_y)]
 
     def entry(self, before: str, behind: str) -> tuple[float, int]:
-        """Return the place where the connection from ``before`` enters the box of ``behind``.
+        """Return where the connection from ``before`` enters the box of ``behind``.
 
-        The place is (distance from the left edge of the box, number of the entry, counted from the left).
+        Returns the distance from the left edge of the box, and the index of the entry, counted from the left.
         """
         sources = self._entries[behind]
         number = sources.index(before)
@@ -180,7 +179,7 @@ class Layout:
         return len(self._entries[name])
 
     def tie(self, layers: Sequence[str], tie: Any) -> tuple[list[Point], list[list[Point]]]:
-        """Return the dashed line between tied layers: its ends in the lane, and a path from the lane to each layer."""
+        """Return the dashed line between tied layers: the ends of its vertical part, and a path to each layer."""
         lane = self._lane_at("left", tie)
         ways = []
         for name in layers:

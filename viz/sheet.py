@@ -82,7 +82,7 @@ def plot_report(
 
 
 def _candidates(ax: "Axes", shown: Sequence[Candidate], left_out: int) -> None:
-    """Draw a bar for each candidate. The chosen plan has full colour; plans that do not fit into memory are hatched."""
+    """Draw a bar for each candidate. The chosen plan is in full colour; plans that exceed the memory are hatched."""
     longest = max(candidate.seconds for candidate in shown)
     for at, candidate in enumerate(shown):
         fill = _colour_of(candidate)
@@ -124,7 +124,7 @@ def _timelines(rows: Any, traces: "Sequence[tuple[str, Trace]]") -> None:
 
 
 def _work(ax: "Axes", comparison: Comparison) -> None:
-    """Draw two bars for each stage: the predicted work in a step (left, light) and the measured, by kind of action."""
+    """Draw the work of each stage in a step, by kind of action: predicted (left bar, lighter) and measured (right)."""
     unit = time_unit(max(max(stage.work_s) for stage in comparison.stages))
     for at, stage in enumerate(comparison.stages):
         bottoms = [0.0, 0.0]

@@ -35,12 +35,13 @@ def text_timeline(trace: Trace, width: int = 120) -> str:
     """Draw a trace as plain text: one line for each rank, then one line with the key figures.
 
     ``F3`` is the forward of micro-batch 3, dashes continue an action, and ``.`` is bubble. ``2F3`` is the same forward
-    in stage 2, if ranks have several stages. ``F4&B2`` is an overlapping pair, shortened to ``F4`` if it does not fit.
+    on stage 2, if ranks have several stages. ``F4&B2`` is an overlapping pair, shortened to ``F4`` if it does not fit.
     A rank with collectives has a second line, in which a number is the bucket of a gradient reduction (REDUCE), and
     ``U0`` is the first gather of weights (UNSHARD).
 
     If all times are multiples of one unit, every unit is drawn as a cell of fixed width. If such cells do not fit into
-    ``width``, time is scaled: each column shows the action at its middle, and numbers that do not fit are left out.
+    ``width``, time is scaled: each column shows the action at the middle of the column, and numbers that do not fit are
+    left out.
 
         >>> print(pipesched.viz.text_timeline(trace))
         rank 0 | F0 F1 .. .. B0--- F2 B1--- .. B2---
@@ -79,7 +80,7 @@ def text_timeline(trace: Trace, width: int = 120) -> str:
 
 
 def _collectives(trace: Trace, scale: _Scale) -> dict[int, list[str]]:
-    """Return a row for the collectives of each rank that has any, keyed by rank."""
+    """Return a row of collectives for each rank that has any, keyed by rank."""
     lanes: dict[int, list[str]] = {}
     for bar in collective_bars(trace):
         row = lanes.setdefault(bar.rank, [" "] * scale.columns)
@@ -121,7 +122,7 @@ def _scale(trace: Trace, drawn: list[Bar], several: bool, columns: int) -> _Scal
 
 
 def _unit(drawn: list[Bar], makespan_s: float, most: int) -> float | None:
-    """Return the unit, the greatest common divisor of all times; None if the makespan exceeds ``most`` units."""
+    """Return the greatest common divisor of all times (the unit); None if the makespan exceeds ``most`` units."""
     noise = 1e-6 * makespan_s
     unit = makespan_s
     for time in {time for bar in drawn for time in (bar.start_s, bar.end_s)}:
@@ -156,7 +157,7 @@ def _empty_row(scale: _Scale) -> list[str]:
 
 
 def _write(row: list[str], bar: Bar, scale: _Scale, texts: tuple[str, ...]) -> None:
-    """Write a bar into its rank's row: the first of the texts that fits, then dashes up to the end of the bar.
+    """Write a bar into its rank's row: the first text that fits, then dashes up to the end of the bar.
 
     The last column stays blank if the scale separates bars.
     """

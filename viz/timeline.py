@@ -27,7 +27,10 @@ _MOST_HATCHED = 3000  # with more gaps, none is hatched, because hatching is slo
 
 
 class _Band(NamedTuple):
-    """The part of each row in which bars are drawn, in row heights from the middle of the row, downwards."""
+    """The part of each row in which bars are drawn.
+
+    Both values are in row heights. ``top`` is measured from the middle of the row; it is negative above the middle.
+    """
 
     top: float
     height: float

@@ -79,7 +79,7 @@ class Call:
 class FunctionCall(NamedTuple):
     """A call of a function between layers.
 
-    ``values`` holds the Value of each tensor argument; None for a tensor that was not recorded.
+    ``values`` holds the Value of each tensor argument, or None for a tensor that was not recorded.
     """
 
     function: Callable[..., Any]
@@ -134,9 +134,9 @@ class Capture:
     def free(self) -> frozenset[int]:
         """The calls that any stage may repeat instead of receiving their values, such as calls that compute masks.
 
-        Free calls use no weights, draw no random numbers, and take only the model's inputs and values of free calls.
-        Calls that are not free must not write to these inputs and values, because a stage that repeats the free calls
-        does not repeat these writes.
+        Free calls use no weights, draw no random numbers, and take only the model's inputs and the values of other free
+        calls. Calls that are not free must not write to these inputs and values, because a stage that repeats the free
+        calls does not repeat these writes.
         """
         written: set[Value] = set()
         while True:
@@ -185,7 +185,7 @@ class Capture:
 
     @cached_property
     def crossing_bytes(self) -> list[int]:
-        """For each call, the number of bytes that a stage boundary before this call would send."""
+        """For each call, the number of bytes that would be sent across a stage boundary before this call."""
         last: dict[Value, int] = {}
         for call in self.calls:
             if call.index not in self.free:

@@ -194,7 +194,8 @@ class CapturedModel:
     def written_by(self, cut: StageLayers) -> Sequence[Collection[str]]:
         """Return, for each stage, the names of buffers that the calls of this stage may write to.
 
-        A function between layers that only reads a buffer may be in a different stage than the calls that write to it.
+        A function between layers that only reads a buffer is ignored, because it may be in a different stage than the
+        calls that write to the buffer.
         """
         found: list[set[str]] = [set() for _ in cut]
         for mode, parts in self.parts(cut).items():
@@ -206,8 +207,8 @@ class CapturedModel:
     def reached(self, cut: StageLayers, *, frozen: bool = False) -> list[tuple[str, str, int]]:
         """Return (layer, parameter, stage of the layer) for each layer that uses a trained parameter of another layer.
 
-        Considers only the capture in the model's current mode. With ``frozen``, parameters that are not trained count
-        too.
+        Considers only the capture in the model's current mode. With ``frozen``, parameters that are not trained are
+        included.
         """
         parts = self.parts(cut)[self.model.training]
         calls = self.captures[self.model.training].calls
@@ -251,7 +252,10 @@ def _unit(call: Call) -> str:
 
 
 def _two_rows(sample: tuple[tuple[Any, ...], dict[str, Any]]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the sample. Duplicate its row if there is only one, because code may treat a single row differently."""
+    """Return the sample, with its row duplicated if there is only one.
+
+    The model's code may treat a single row differently.
+    """
     tensors = [tensor for tensor in tensors_in(sample) if tensor.dim()]
     if not tensors or any(len(tensor) != 1 for tensor in tensors):
         return sample

@@ -67,7 +67,10 @@ class LayeredModel(Protocol):
         """Raise ScheduleError or GraphError if the model's stages cannot run the program."""
 
     def uses(self, cut: StageLayers, ranks: Sequence[int]) -> list[Use]:
-        """Return the uses of parameters; empty if layers share none. ``ranks`` holds the rank of each stage."""
+        """Return a Use for each call that uses parameters. ``ranks`` holds the rank of each stage.
+
+        The list may be empty if no parameters are shared.
+        """
 
     def calls_of(self, layer: str, *, again: bool) -> list[tuple[str, int]]:
         """Return the calls that run as one layer, each as (module name, number of earlier calls of the module).

@@ -39,7 +39,7 @@ def resolve_loss(
 
     Args:
         model: the user's module. If loss_fn is None and the model averages its own loss over labels, the weight of a
-            micro-batch is its number of these labels.
+            micro-batch is the number of these labels in the micro-batch.
         sample: the arguments (args, kwargs) of a forward.
         loss_fn: the user's loss, or None.
         loss_weight: the user's function that computes the weight, or None to derive the weight from the loss.

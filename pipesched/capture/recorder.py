@@ -219,7 +219,7 @@ class _Recorder(TorchFunctionMode):
         return result
 
     def _look_for(self, tensor: Tensor) -> None:
-        """If an earlier layer call made this tensor but did not return it, keep the next call in the same stage."""
+        """If an earlier layer call made this tensor but did not return it, keep both calls in one stage."""
         made, call = self._within.get(id(tensor), (None, 0))
         if made is not None and made() is tensor and call < len(self._capture.calls):
             self._hidden_from = call if self._hidden_from is None else min(self._hidden_from, call)

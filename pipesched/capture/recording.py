@@ -105,9 +105,9 @@ def recorded(
 
 
 def _made(model: nn.Module, first: Capture, args: Any, kwargs: Any) -> tuple[_Attributes, _Attributes]:
-    """Run a forward. Returns the new values of the attributes that the forward sets, and their old values.
+    """Run a forward. Return the new values and the old values of the attributes that the forward sets.
 
-    Includes attributes that changed during the capture, and attributes that were missing or None before the forward.
+    These are attributes that changed during the capture, and attributes that were missing or None before the forward.
     """
     before = {module: dict(module.__dict__) for module in model.modules()}
     known = {(module, name): getattr(module, name, _NOTHING) for module, name in first.changed}

@@ -108,7 +108,7 @@ class ReplayedBody:
     def inputs(self, inputs: Any) -> Any:
         """Return the model's inputs, with meta tensors in place of tensors that this stage does not need.
 
-        Inputs that the forward writes to are copies, because stages on other threads read or recompute from the batch.
+        Inputs that the forward writes to are copied, because stages on other threads also read the batch.
         """
         leaves, spec = pytree.tree_flatten(inputs)
         needed = self._parts.get(self._model.training, self._part).inputs

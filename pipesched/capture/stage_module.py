@@ -1,8 +1,8 @@
 """Stage module: a stage as one nn.Module, for wrappers that act on a whole module, such as ``fully_shard``.
 
-The stage module holds the layers under their qualified names. Calling it runs the layers as the model's code does. The
-pipeline runs the stage by calling the module that ``wrap`` returned, so the hooks of that module see the stage's
-tensors.
+The stage module holds the layers under their qualified names. A call of this module runs the layers as the
+model's code does. The pipeline runs the stage by calling the module that ``wrap`` returned, so the hooks of that module
+see the stage's tensors.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence

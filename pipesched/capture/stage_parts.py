@@ -12,10 +12,10 @@ __all__ = ["Part", "cut_at"]
 
 @dataclass
 class Part:
-    """The calls of a captured forward that one stage runs, and the values that it exchanges with other stages.
+    """The calls of a captured forward that one stage runs, and the values that this stage exchanges with other stages.
 
     If several stages use a value, each of them passes it on to the next. The gradient is passed back along the same
-    path: each stage adds its contribution to the sum that it receives, in the order in which autograd adds.
+    path: each stage adds its contribution to the sum that it receives, in the same order as autograd.
     """
 
     #: The calls that belong to this stage.

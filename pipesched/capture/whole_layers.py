@@ -77,7 +77,7 @@ def _is_in_a_block(model: nn.Module, name: str) -> bool:
 
 
 def _callable(model: nn.Module, name: str) -> str:
-    """Return the name of the module or, for a list of modules, of the nearest enclosing module that is called."""
+    """Return the name of the module, or of the nearest enclosing module that is not a ModuleList or ModuleDict."""
     while name and isinstance(model.get_submodule(name), _LISTS):
         name = name.rpartition(".")[0]
     return name

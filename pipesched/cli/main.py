@@ -387,7 +387,7 @@ def bound(  # noqa: PLR0913  # one parameter for each option
 ) -> None:
     """Print a lower bound on the time of any schedule, and how far the fastest known program is above the bound.
 
-    Links and overheads are not part of the bound. With --prove, a solver proves a bound for exact programs, in which
+    The bound ignores links and overheads. With --prove, a solver proves a bound for exact programs, in which
     each stage runs its micro-batches in ascending order.
 
     \b

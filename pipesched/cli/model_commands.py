@@ -42,11 +42,11 @@ __all__ = ["graph", "report", "tune"]
 )
 @click.option("--width", type=click.IntRange(min=20), help="Width of the text in columns.  [default: the terminal's]")
 def report(plan: Path, trace: Path | None, *, output: tuple[Path, ...], width: int | None) -> None:
-    """Explain PLAN, a file written by Plan.save: the compared plans, stages, lower bound and predicted step.
+    """Explain PLAN, a file written by Plan.save: show its stages, lower bound, predicted step and the compared plans.
 
     TRACE is a measured step, saved by Trace.to_chrome or as the JSON of Trace.to_dict. With TRACE, the report also
-    compares the predicted and measured times of each stage. Without -o it prints to the terminal, in colour if rich is
-    installed.
+    compares the predicted and measured times of each stage. Without -o, the report is printed to the terminal, in
+    colour if rich is installed.
 
     \b
     Examples:
@@ -159,10 +159,10 @@ def tune(  # noqa: PLR0913  # one parameter for each option
 ) -> None:
     """Search for the fastest plan for MODEL, and compare it with the alternatives.
 
-    MODEL is a saved profile, or a function that returns a model and a sample. A function is written as for `pipesched
+    MODEL is a saved profile, or a function that returns a model and a sample. A function is given as for `pipesched
     graph`: file.py:function or module:function. Its model is profiled before the search. Identical profiles give
-    identical plans. With --confirm, the best plans run for some steps: on GPUs if there is one for each rank, otherwise
-    on the CPU. The measured times of these runs correct the costs, and the fastest plan is chosen.
+    identical plans. With --confirm, the best plans run for a few steps: on GPUs if there is one for each rank, or else
+    on the CPU. The measured times are used to correct the costs, and the fastest plan is chosen.
 
     \b
     Examples:

@@ -61,7 +61,7 @@ def replica_options(command: _Command) -> _Command:
 
 @dataclass(frozen=True, kw_only=True)
 class Replicas:
-    """Replicas of a pipeline. All ranks hold weights of the same size, and all links between replicas are equal."""
+    """Replicas of a pipeline. All ranks hold weights of the same size, and all links have the same bandwidth."""
 
     count: int
     zero: int
@@ -118,7 +118,7 @@ class Replicas:
         }
 
     def lines(self, program: Program, trace: Trace) -> Iterator[str]:
-        """Yield lines of text about the mesh axes, the bytes sent to other replicas, and the share of hidden transfers.
+        """Yield lines of text about the mesh axes, the bytes sent to other replicas, and how many transfers are hidden.
 
         Yields nothing if there is only one replica.
         """
@@ -134,7 +134,7 @@ class Replicas:
             yield f"collectives take {quote_time(total_s)} in all on {counted(program.num_ranks, 'rank')}: {hidden}"
 
     def _sent(self, program: Program) -> Iterator[str]:
-        """Yield, as text, the bytes that a rank sends to other replicas in a step. All collectives use rings."""
+        """Yield, as text, the bytes that a rank sends to other replicas in a step, assuming ring collectives."""
         share = (self.count - 1) / self.count
         ranks = range(program.num_ranks)
         held = [[stage for stage in program.chunks(rank) if program.buckets[stage]] for rank in ranks]

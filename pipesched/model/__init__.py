@@ -1,1 +1,1 @@
-"""The user's nn.Module: the module tree, the containers, the state, and the source of the weights."""
+"""The user's nn.Module: its structure and its state, and the functions that load or initialise its weights."""

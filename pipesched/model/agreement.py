@@ -55,7 +55,7 @@ def form_of_sample(sample: Any) -> str:
 
 
 def differences(facts: Sequence[Facts]) -> str:
-    """Describe, for each rank whose facts differ from those of rank 0, the first differences."""
+    """Describe, for each rank whose facts differ from those of rank 0, the first few differences."""
     return "; ".join(_of_rank(rank, own, facts[0]) for rank, own in enumerate(facts) if own != facts[0])
 
 

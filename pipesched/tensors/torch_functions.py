@@ -1,4 +1,4 @@
-"""Torch functions: tables and checks of functions that read values, change tensors in place, or differentiate."""
+"""Torch functions: identifies functions that read values, change tensors in place, or compute gradients."""
 
 from collections.abc import Callable, Sequence
 from inspect import currentframe
@@ -35,7 +35,7 @@ FUNCTION_APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore
 
 
 def name_of(function: Callable[..., Any]) -> str:
-    """Return a torch function's name; for a property the full name, such as ``torch.Tensor.device.__get__``."""
+    """Return a torch function's name, or a property's full name, such as ``torch.Tensor.device.__get__``."""
     name = getattr(function, "__name__", "")
     return (resolve_name(function) or name) if name in ("__get__", "") else name
 
@@ -68,7 +68,7 @@ def memory_at(tensor: Tensor) -> int:
 def backward_region() -> FrameType | None:
     """Return the frame of the outermost running torch.utils.checkpoint or autograd.Function, or None.
 
-    The backward of such code cannot be split.
+    The backward of the code inside it cannot be split.
     """
     found = None
     frame = currentframe()

@@ -1,4 +1,4 @@
-"""Tree structure: the containers of a value and the places of its tensors, including tensors in users' dataclasses."""
+"""Tree structure: the nested containers of a value, including users' dataclasses, and the tensors in them."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -79,12 +79,15 @@ def _part(leaf: Any) -> Any:
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Iterate over the tensors of a value, once for each place, in the order that ``Pattern.build`` expects."""
+    """Iterate over the tensors of a value, in the order that ``Pattern.build`` expects.
+
+    A tensor that is in two places is yielded twice.
+    """
     return _leaves_in(value, Tensor)
 
 
 def _numbers_in(value: Any) -> Iterator[Any]:
-    """Iterate over the numbers of a value, once for each place."""
+    """Iterate over the numbers of a value. A number that is in two places is yielded twice."""
     return _leaves_in(value, _NUMBERS)
 
 
@@ -109,7 +112,7 @@ def named_leaves(
     """Iterate over a call's leaves as ((argument name, index in the argument), leaf), in pytree order.
 
     A leaf has the same name whether its argument is passed by position or by keyword. In a list with one dict per row,
-    the leaves of all rows have the same names, because another batch may have more or fewer rows.
+    the same names are used for the leaves of each row, because another batch may have more or fewer rows.
 
     Args:
         names: the names of positional arguments.

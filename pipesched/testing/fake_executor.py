@@ -50,7 +50,7 @@ class _VirtualClock:
 
 
 class _HostClock(_VirtualClock):
-    """The wall clock of the host; waiting means sleeping."""
+    """The wall clock of the host. A stage waits by sleeping."""
 
     def now(self) -> float:
         return time.perf_counter()
@@ -293,7 +293,7 @@ class _Mail:
         return lambda value: channel.append((self._arrival(action) + self._costs.transfer_s, value))
 
     def _arrival(self, action: Action) -> float:
-        """Return the time at which a message that is sent now arrives."""
+        """Return the arrival time of a message that is sent now, excluding ``transfer_s``."""
         ends = self._placement[action.stage], self._placement[action.peer or 0]
         start = self._clocks[ends[0]].now()
         links = self._costs.links

@@ -1,4 +1,4 @@
-"""Gradient clipping for a loop without a pipeline, with results bit-identical to those of a pipeline."""
+"""Gradient clipping for training loops without a pipeline. The results are bit-identical to those of a pipeline."""
 
 from collections.abc import Iterable
 
@@ -28,29 +28,28 @@ def clip_grad_norm_(
     intra_op_threads: int = 1,
     num_shards: int = 1,
 ) -> Tensor:
-    """Clip the gradients of a model without a pipeline, bit-identically to ``Pipeline.clip_grad_norm_``.
+    """Clip the gradients of a model that runs without a pipeline, bit-identically to ``Pipeline.clip_grad_norm_``.
 
     ::
 
         loss = pipesched.testing.reference_step(model, x, loss_fn=loss_fn, target=y, num_microbatches=4)
         norm = pipesched.testing.clip_grad_norm_(model.parameters(), 1.0)
 
-    The norm of each gradient is computed in float32 (float64 for a float64 gradient); the result is the norm of these
-    norms. For float32 gradients on one device, the result is bit-identical to that of
+    The norm of each gradient is computed in float32 (float64 for a float64 gradient); the total norm is the norm of
+    these norms. For float32 gradients on one device, the result is bit-identical to that of
     ``torch.nn.utils.clip_grad_norm_``. For bfloat16 gradients the results differ, because torch rounds each norm to
     bfloat16.
 
     Args:
         parameters: the model's parameters, in the order of ``model.parameters()``.
-        max_norm: the maximum norm of all gradients together; must be above 0. If the norm is larger, all gradients are
-            scaled down.
+        max_norm: the maximum total norm; must be above 0. If the total norm is larger, all gradients are scaled down.
         norm_type: the order of the norm, above 0; ``math.inf`` for the largest absolute value. Default: 2.
         intra_op_threads: the number of CPU threads per operation. Default: 1.
         num_shards: the number of replicas across which ``Distributed`` splits gradients, with ``zero=2`` or 3. The norm
             of a gradient is then combined from the norms of each replica's rows. Default: 1 (gradients are not split).
 
     Returns:
-        The norm before clipping, a 0-d tensor.
+        The total norm before clipping, a 0-d tensor.
 
     Raises:
         InputError: an argument is wrong.

@@ -21,7 +21,7 @@ __all__ = ["MemoryMeter"]
 
 
 class MemoryMeter:
-    """Measures the memory of the ranks of a pipeline that run in this process.
+    """Measures the memory of those ranks of a pipeline that run in this process.
 
     ::
 
@@ -30,12 +30,12 @@ class MemoryMeter:
             print(meter.peak_bytes, pipe.predicted_memory)
 
     On a CPU the meter counts the live storages that a rank's operations created, and the stages' parameters, buffers,
-    gradients and optimizer state. The batch and memory used inside kernels are not counted. Messages between ranks on
+    gradients and optimizer state. It counts neither the batch nor memory used inside kernels. Messages between ranks on
     one device are copied, as between different devices, so that each rank has its own copy. On a GPU the meter reads
     the allocator, which counts all ranks on that device together.
 
     Args:
-        pipe: the Pipeline. The meter counts from its construction until the ``with`` block ends.
+        pipe: the Pipeline. Counting starts when the meter is constructed, and stops when the ``with`` block ends.
 
     """
 
@@ -158,7 +158,7 @@ class _Metered:
 
 
 def _watched(books: Books, method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a method that counts the allocations of its thread while it runs."""
+    """Return a method that runs ``method`` and counts the allocations that the calling thread makes meanwhile."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         with books.watching():
@@ -168,12 +168,12 @@ def _watched(books: Books, method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _with_watched_jobs(books: Books, start: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Return a replacement for a collective lane's ``start`` that also counts the allocations of the jobs."""
+    """Return a replacement for a collective lane's ``start`` that also counts the allocations of each job."""
     return lambda job: start(_watched(books, job))
 
 
 def _with_noted_sizes(books: Ledger, resize: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a replacement for the ``resize_`` of storages that also records the new size in ``books``."""
+    """Return a replacement for ``UntypedStorage.resize_`` that also records the new size in ``books``."""
 
     def run(storage: Any, *args: Any) -> Any:
         result = resize(storage, *args)

@@ -1,4 +1,4 @@
-"""Reference step: a training step without a pipeline. Pipelines match it bit for bit if ``Program.exact`` is true."""
+"""Reference step: a training step without a pipeline, bit-identical to a pipeline whose ``Program.exact`` is true."""
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -54,15 +54,16 @@ def reference_step(
     reduction_order: ReductionOrder = "sequential",
     **kwargs: Any,
 ) -> Tensor:
-    """Run one training step without a pipeline, one micro-batch after the other, as the reference for tests.
+    """Run one training step without a pipeline, one micro-batch after another, as a reference for tests.
 
     ::
 
         loss = reference_step(model, x, loss_fn=loss_fn, target=y, num_microbatches=4, seed=0)
         assert torch.equal(pipe.step(x, target=y), loss)  # pipe runs a copy of the model
 
-    For each micro-batch, the forward runs, and then ``(loss * factor).backward()``. The batch is split, losses are
-    weighted, random numbers are drawn and gradients are added as in a pipeline. Gradients are added to ``.grad``.
+    For each micro-batch, the forward runs, and then ``(loss * factor).backward()``, where the factor is computed from
+    the weight of the micro-batch. The batch is split, losses are weighted, random numbers are drawn, and gradients are
+    added to ``.grad``, in the same way as in a pipeline.
 
     Args:
         model: an nn.Module, or a list of modules that form a chain.
@@ -73,8 +74,8 @@ def reference_step(
         num_microbatches: the number of parts into which the mini-batch is split, at least 1. Default: 1.
         step: the number of earlier steps, on which random numbers depend. Default: 0.
         seed: the seed of all random numbers in layers. Default: the seed of torch's default generator.
-        loss_weight: a function that maps a micro-batch's target (its inputs if there is no target) to its weight in the
-            loss. Default: its number of rows, or the number of targets over which the loss averages.
+        loss_weight: a function that takes a micro-batch's target (or its inputs if there is no target), and returns the
+            weight of the micro-batch's loss. Default: the number of rows, or of targets over which the loss averages.
         loss_reduction: how the loss reduces over rows, "mean" or "sum". Default: read from ``loss_fn``, else "mean".
         split_dims: the dimension along which arguments are split: one for all, a sequence with one per argument, or a
             mapping from positions or names to dimensions. None: the argument is not split. Default: 0.
@@ -191,7 +192,7 @@ def _in_a_row(values: Sequence[Tensor | None]) -> Tensor | None:
 
 
 def _as_a_tree(values: Sequence[Tensor | None]) -> Tensor | None:
-    """Add values as a balanced binary tree. The number of values is a power of two."""
+    """Sum the values pairwise, in a balanced binary tree. The number of values must be a power of two."""
     half = len(values) // 2
     return _added(_as_a_tree(values[:half]), _as_a_tree(values[half:])) if half else values[0]
 
@@ -201,7 +202,7 @@ def _added(total: Tensor | None, value: Tensor | None) -> Tensor | None:
 
 
 class _Unpipelined:
-    """Computes the model's forward and loss. A shared weight has a leaf tensor for each use."""
+    """Computes the model's forward and loss. Each use of a shared weight has its own leaf tensor."""
 
     def __init__(
         self,

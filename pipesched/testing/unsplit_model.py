@@ -43,7 +43,7 @@ class Unsplit:
     Args:
         model: the user's module.
         layers: the layers, keyed by name.
-        stand_ins: returns, for each call of a layer, tensors that replace some of its parameters. Default: none.
+        stand_ins: a function that returns, for each call, tensors that replace some of the parameters. Default: none.
         norms: collects BatchNorm statistics over whole mini-batches. Default: None.
         step_data: receives the losses that layers add. Default: None (they are dropped).
 
@@ -116,7 +116,7 @@ class Unsplit:
             return loss_fn(output, target)
 
     def _between(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Call a torch function. Outside layers, count calls that get parameters, and replace the parameters."""
+        """Call a torch function. If it gets parameters outside layers, count the call and replace the parameters."""
         used = [] if self._inside else [leaf for leaf in tensors_in((args, kwargs)) if isinstance(leaf, nn.Parameter)]
         if used:
             number = self._counts[""] = self._counts.get("", -1) + 1
