@@ -111,7 +111,7 @@ class CapturedModel:
         if program.has_updates and tied:
             raise ScheduleError(
                 f"a model with tied weights must not use an asynchronous schedule, because such a schedule updates "
-                f"each stage as soon as the stage's gradients are complete; under {program.name!r} the "
+                f"each stage as soon as the stage's gradients are complete; with schedule {program.name!r}, the "
                 f"{users[tied[0]]} calls that share {tied[0]!r} would use different versions of this weight; give "
                 f"each layer its own weight, or choose a synchronous schedule"
             )
@@ -153,8 +153,8 @@ class CapturedModel:
             for call in found:
                 if call.place in apart:
                     raise GraphError(
-                        f"a layer that is recomputed in the backward must receive all tensors of other layers through "
-                        f"its arguments; {call} reads attributes that are set outside of it, or shares tensors with "
+                        f"a layer that is recomputed in the backward must receive all tensors from other layers as "
+                        f"arguments; {call} reads attributes that are set outside of it, or shares tensors with "
                         f"other layers through an object; take the layer out of checkpoint=, or pass those tensors as "
                         f"arguments"
                     )

@@ -71,8 +71,7 @@ def counted_labels(model: nn.Module, sample: tuple[tuple[Any, ...], dict[str, An
         )
     if losses is None:
         return _unknown(
-            f"the model returns no scalar loss, or it was not tried with labels that are {IGNORED} because it is "
-            f"not on a CPU and the sample has no such labels"
+            f"the model returns no scalar loss, or it is not on a CPU and the sample has no labels that are {IGNORED}"
         )
     weights = {way: [count(part) for part in _marked(given)] for way, count in _WAYS.items()}
     fitting = [way for way, counted in weights.items() if _fits(counted, losses)]

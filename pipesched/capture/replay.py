@@ -311,8 +311,8 @@ class _Run(TorchFunctionMode):
             if tensor.is_meta:
                 self._error = GraphError(
                     f"a call may only take the model's inputs and tensors that other calls returned; {call} takes a "
-                    f"tensor of another origin, and that tensor has no values in this stage; create that tensor "
-                    f"with torch functions (not inside vmap or another library), or in a layer"
+                    f"different tensor, which has no values in this stage; create that tensor with torch functions "
+                    f"(not inside vmap or another library), or in a layer"
                 )
                 raise self._error
         return result
@@ -349,7 +349,7 @@ class _Run(TorchFunctionMode):
 
     def _other_form(self, call: Call) -> GraphError:
         self._error = GraphError(
-            f"a call must return the same structure of values as with the sample; {call} returned a different "
+            f"a call must return values in the same structure as for the sample; {call} returned a different "
             f"structure for this batch; {self._remedy()}"
         )
         return self._error
@@ -358,8 +358,8 @@ class _Run(TorchFunctionMode):
         count = len(self._calls)
         due = f"calls {self._calls[self._position]}" if self._position < count else "ends"
         self._error = GraphError(
-            f"a forward must make the same calls as with the sample; after {self._position} of {count} calls to "
-            f"layers and torch functions, it {due} with the sample but {now} with this batch; at this point the "
+            f"a forward must make the same calls as for the sample; after {self._position} of {count} calls to "
+            f"layers and torch functions, it {due} for the sample but {now} for this batch; at this point the "
             f"model's code depends on the batch, or on an attribute that was set after the pipeline was built; "
             f"{self._remedy()}"
         )

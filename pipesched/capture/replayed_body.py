@@ -94,7 +94,7 @@ class ReplayedBody:
         if mode not in self._replays:
             raise GraphError(
                 f"a pipeline may run only in a mode (training or evaluation) in which its model was captured; with "
-                f"training={mode} the forward of the sample calls different layers, or fails; call "
+                f"training={mode}, the model calls different layers for the sample, or fails; call "
                 f"model.{'train' if mode else 'eval'}() before you build the pipeline"
             ) from self._missing
         self._replay = self._replays[mode]

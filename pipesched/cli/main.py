@@ -199,7 +199,7 @@ def list_() -> None:
 @click.option(
     "--text",
     is_flag=True,
-    help="Print the timeline and its figures as text. This is the default if no other output is requested.",
+    help="Print the timeline and its metrics as text. This is the default if no other output is requested.",
 )
 @click.option("--width", type=click.IntRange(min=20), help="Width of the text in columns.  [default: the terminal's]")
 @click.option("--png", type=FILE, help="Draw the timeline to this PNG file.")
@@ -243,7 +243,7 @@ def show(  # noqa: PLR0913  # one parameter for each option
     """
     if Path(schedule).is_file() and (ranks or microbatches or chunks or steps):
         raise click.UsageError(
-            f"a program in a file already has a number of ranks, micro-batches, chunks and steps; got an option "
+            f"a program in a file has fixed numbers of ranks, micro-batches, chunks and steps; got an option "
             f"for one of these numbers with the file {schedule}; leave out --ranks, --microbatches, --chunks and "
             f"--steps"
         )
@@ -311,7 +311,7 @@ def check(file: str, max_in_flight: int | None, exact: bool) -> None:
 @click.argument("names", metavar="[SCHEDULE]...", nargs=-1)
 @_shape_options
 @_cost_options
-@click.option("--png", type=FILE, help="Draw the timelines on one time scale to this PNG file.")
+@click.option("--png", type=FILE, help="Draw the timelines, all on the same time scale, to this PNG file.")
 def compare(
     names: tuple[str, ...], ranks: int | None, microbatches: int | None, png: Path | None, **costs: Any
 ) -> None:

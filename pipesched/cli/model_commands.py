@@ -132,7 +132,7 @@ def graph(model: str, *, stages: int, output: Path | None) -> None:
     type=click.IntRange(min=0),
     default=0,
     show_default=True,
-    help="Number of plans to run and measure, taken from those with the shortest predicted steps.",
+    help="Number of plans to run and measure, chosen by predicted step time.",
 )
 @click.option("--offload/--no-offload", default=None, help="Allow or forbid offloading activations.  [default: auto]")
 @click.option(

@@ -131,7 +131,7 @@ class Replicas:
             shares = (f"{part / total_s:.1%}" for part in parts)
             names = ("in bubbles", "while computing", "exposed")
             hidden = ", ".join(f"{share} {name}" for share, name in zip(shares, names, strict=True))
-            yield f"collectives take {quote_time(total_s)} in all on {counted(program.num_ranks, 'rank')}: {hidden}"
+            yield f"collectives take {quote_time(total_s)}, summed over {counted(program.num_ranks, 'rank')}: {hidden}"
 
     def _sent(self, program: Program) -> Iterator[str]:
         """Yield, as text, the bytes that a rank sends to other replicas in a step, assuming ring collectives."""

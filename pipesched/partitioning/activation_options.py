@@ -106,8 +106,8 @@ def _check(allowed: Collection[LayerCheckpoint], offload_bytes_per_s: float | No
     known = "recompute", "offload"  # the time and memory of other options are not measured
     if isinstance(allowed, str) or not isinstance(allowed, Collection) or not all(keep in known for keep in allowed):
         raise PartitionError(
-            f"checkpoint= must be a collection of allowed options, {', '.join(map(repr, known))}; got {allowed!r}; "
-            f"pass a tuple, such as ('recompute',)"
+            f"checkpoint= must be a collection with no options other than {' and '.join(map(repr, known))}; got "
+            f"{allowed!r}; pass a tuple, such as ('recompute',)"
         )
     if "offload" in allowed and not offload_bytes_per_s:
         raise PartitionError(

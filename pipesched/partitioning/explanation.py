@@ -153,7 +153,9 @@ def _bottleneck(costs: _StageCosts, stages: list[list[Any]], solution: Solution)
         else "all splits of the chain"
     )
     searched = f"{what} were searched" + (", with all choices for activations" if costs.found.chosen else "")
-    return at, "; ".join([*moves, searched, f"{bound}, which is {1 - problem.lower / ticks:.1%} less"])
+    return at, "; ".join(
+        [*moves, searched, f"{bound}, which is {1 - problem.lower / ticks:.1%} less than the bottleneck"]
+    )
 
 
 def _busiest(costs: _StageCosts) -> str:

@@ -77,7 +77,7 @@ def _memory(request: Request, limits: list[int]) -> tuple[str, str, str]:
         )
     else:
         shown = ", ".join(map(str, sorted(set(limits))))
-        numbers = f"the limit is {shown} bytes per rank, but a limit {enough / max(limits) - 1:.1%} higher is enough"
+        numbers = f"the limit is {shown} bytes per rank, but {enough / max(limits) - 1:.1%} more would be enough"
     alternatives = _recompute(request) + _more_ranks(request)
     return place, numbers, f"allow {enough} bytes ({quote_bytes(enough)}) per rank{alternatives}"
 

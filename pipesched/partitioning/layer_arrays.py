@@ -183,7 +183,7 @@ def _ordered(graph: "nx.DiGraph[Any]") -> tuple[list[Any], Ints, Ints]:
             cycle = [edge[0] for edge in nx.find_cycle(graph)]
             raise PartitionError(
                 f"the layers must form a graph without cycles; {' -> '.join(map(repr, [*cycle, cycle[0]]))} is a "
-                f"cycle; make the layers of the cycle one layer"
+                f"cycle; merge the layers of the cycle into one layer"
             ) from None
         number = {name: position for position, name in enumerate(names)}
     ends = np.fromiter((number[end] for edge in graph.edges for end in edge), np.int64, 2 * graph.number_of_edges())

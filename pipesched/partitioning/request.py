@@ -83,7 +83,7 @@ class Request:
         )
         if self.in_flight is not None and not callable(self.in_flight):
             rule = (
-                "in_flight must be a list with the number of micro-batches of each stage, or a function (stage, "
+                "in_flight must be a list with one number of micro-batches for each stage, or a function (stage, "
                 "num_stages)"
             )
             as_list(self.in_flight, rule, "for example, pass [4, 3, 2, 1]")
@@ -185,9 +185,9 @@ class Request:
         blocks = contract(layers, groups)
         if self._all_used and len(blocks) < self.num_stages:
             raise PartitionError(
-                f"every stage must hold at least one layer; there are {counted(self.num_stages, 'stage')}, but layers "
-                f"that must stay together leave only {counted(len(blocks), 'block')}; use fewer stages, or keep fewer "
-                f"layers together"
+                f"every stage must hold at least one layer; there are {counted(self.num_stages, 'stage')}, but the "
+                f"layers form only {counted(len(blocks), 'block')}, because some must stay together; use fewer stages, "
+                f"or keep fewer layers together"
             )
         options: list[tuple[ActivationOption, ...]] = []
         if self.checkpoint:

@@ -119,7 +119,7 @@ class StepHistory:
             yield f"{len(replicas)} replicas run this plan, on {ranks} ranks in all; this report is about one replica"
         runs = self._running.runs
         if runs and not self._running.assembly.programs.streams:
-            first = "the first step, which also allocates memory and warms up"
+            first = "the first step, which includes memory allocation and warm-up"
             earlier = len(self._earlier)
             source = f"action times of {counted(earlier, 'earlier step') if len(runs) > 2 else first}"
             yield f"predicted from {source if earlier else 'measured layer times'}"

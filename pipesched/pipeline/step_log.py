@@ -53,7 +53,7 @@ class StepFigures:
         if self.predicted_s:
             off = quote_off(Pair(self.predicted_s, self.step_s).off)
             predicted = f" ({off} compared to {quote_time(self.predicted_s)} predicted)"
-        whole = "" if self.whole_s is None else f", {quote_time(self.whole_s)} from step to step"
+        whole = "" if self.whole_s is None else f", one step every {quote_time(self.whole_s)}"
         whole += "" if self.tokens_per_s is None else f", {self.tokens_per_s:,.0f} tokens/s"
         busy = " ".join(f"{share:.0%}" for share in self.busy)
         return (

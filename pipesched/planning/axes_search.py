@@ -82,7 +82,7 @@ class AxesRequest:
             raise PartitionError(f"{rule}; got {shown(self.axes)}; pass whole numbers, at least 1")
         if self.axes["pipeline"] * self.axes["replicate"] != self.num_ranks:
             raise PartitionError(
-                f"the numbers in axes= must multiply to the number of ranks; got {shown(self.axes)} for "
+                f"the product of the numbers in axes= must be the number of ranks; got {shown(self.axes)} for "
                 f"{counted(self.num_ranks, 'rank')}; correct one of them"
             )
         if self.batch_size % self.axes["replicate"]:

@@ -259,7 +259,7 @@ def _not_run(other: Alternative, chosen_s: float, least_s: float) -> Alternative
     """
     if other.step_s / chosen_s - 1 >= -WORTH or other.step_s < least_s * (1 - WORTH):
         return other
-    return replace(other, note=f"predicted {quote_speed(chosen_s / other.step_s)}, but it did not run")
+    return replace(other, note=f"predicted {quote_speed(chosen_s / other.step_s)}, but it was not run")
 
 
 # ---- corrected layer costs ------------------------------------------------------------------------------------------

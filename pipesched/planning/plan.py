@@ -281,7 +281,7 @@ class Plan:
             stages = tuple(tuple(map(_as_name, _as_list(layers))) for layers in _as_list(values["stages"]))
             _check_stages(stages, program)
             options = values.get("options", {})
-            check_type(options, Mapping, "the options of a plan must be a mapping from names", "save the plan again")
+            check_type(options, Mapping, "a plan's options must map names to values", "save the plan again")
             found = values.get("partition")
             partition = None if found is None else Partition.from_dict({**found, "stages": values["stages"]})
             plan = cls(

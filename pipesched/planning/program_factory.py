@@ -379,7 +379,7 @@ def _as_planned(num_ranks: int, num_devices: int) -> int:
         raise DeviceCountError(
             f"every rank must have a device; the plan has {counted(num_ranks, 'rank')}, but the pipeline has "
             f"{counted(num_devices, 'device')}; pass {counted(num_ranks, 'device')} (a device may repeat), or make a "
-            f"plan for {num_devices}"
+            f"plan for {counted(num_devices, 'rank')}"
         )
     return num_ranks
 
@@ -427,7 +427,7 @@ def _placed(schedule: Schedule, placement: Placement, num_stages: int, num_devic
     if len(placement) != num_stages:
         raise PartitionError(
             f"placement= must have one rank for each stage; there are {counted(num_stages, 'stage')}, but the "
-            f"placement has {len(placement)}; make the numbers agree"
+            f"placement has {counted(len(placement), 'entry')}; make the numbers agree"
         )
     if max(placement) >= num_devices:
         raise DeviceCountError(
@@ -469,7 +469,7 @@ def _fixed(program: Program, num_devices: int, request: PlanRequest) -> Program:
             )
     if not program.is_chains or program.forward_only:
         raise ScheduleError(
-            "a pipeline can only train a chain of stages, or several chains over the same weights; this program has a "
+            "a pipeline can only train a chain of stages, or several chains that share weights; this program has a "
             "different stage graph, or no backward passes; pass a program with one of these stage graphs and with "
             "backward passes"
         )

@@ -137,6 +137,6 @@ def verdict(before_s: float, after_s: float, *, noise: float, cost_s: float, ste
     if steps_left is not None and saving * steps_left <= cost_s:
         return (
             f"the saving over the remaining {counted(steps_left, 'step')} is {quote_time(saving * steps_left)}, less "
-            f"than moving layers takes"
+            f"than the time needed to move layers"
         )
     return ""

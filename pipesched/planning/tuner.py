@@ -104,8 +104,8 @@ def too_small(plan: Plan, num_ranks: int) -> str:
     if num_ranks == 1 or chosen.num_ranks > 1 or not several:
         return ""
     return (
-        f"too small to gain from a pipeline: one device takes {quote_time(_expected_s(chosen))} per step, "
-        f"the best plan for several devices {quote_time(min(several))}"
+        f"the model is too small to gain from a pipeline: one device takes {quote_time(_expected_s(chosen))} per "
+        f"step, and the best plan for several devices takes {quote_time(min(several))}"
     )
 
 

@@ -212,7 +212,7 @@ class Index:
                 raise ScheduleError(
                     f"every stage must run every micro-batch; there are {counted(self._num_stages, 'stage')} and "
                     f"{shown(num_microbatches)} micro-batches, but only {counted(len(columns), 'action')}; "
-                    f"correct the counts or add the actions"
+                    f"correct the counts, or add the missing actions"
                 )
         self._table = np.full(size + 1, -1, np.int32)  # the extra last slot stays -1; all invalid actions map to it
         self.slots = self._slots(columns.kind, columns.stage, columns.microbatch, columns.peer)

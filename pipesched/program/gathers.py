@@ -58,7 +58,7 @@ def check_gathers(program: Program) -> None:
     wrong = (columns.kind[rows] != kind) | (columns.microbatch[rows] != turn // 2)
     for at in np.flatnonzero(wrong)[:1].tolist():
         due = Action(int(stage[at]), (Kind.UNSHARD, Kind.RESHARD)[turn[at] % 2], int(turn[at]) // 2)
-        raise _misplaced(program, int(rows[at]), f"comes before {due}. Add or move {due} before it")
+        raise _misplaced(program, int(rows[at]), f"comes before {due}. Add {due}, or move it to an earlier position")
     last = np.append(stage[1:] != stage[:-1], True)
     for at in np.flatnonzero(last & (turn % 2 == 0))[:1].tolist():
         due = Action(int(stage[at]), Kind.RESHARD, int(turn[at]) // 2)

@@ -534,10 +534,10 @@ def _check_arguments(name: Any, placement: Any, num_chains: Any) -> None:
     if not callable(placement):
         raise ScheduleError(
             f"a placement rule must be a function (num_ranks, chunks_per_rank) -> the rank of each stage; {name!r} has "
-            f"{shown(placement)}; pass linear, loop or v of pipesched.order"
+            f"{shown(placement)}; pass linear, loop or v from pipesched.order"
         )
     if not is_count(num_chains):
         raise ScheduleError(
-            f"num_chains must be a whole number of pipelines, at least 1; {name!r} has num_chains={shown(num_chains)}; "
+            f"num_chains must be a whole number, at least 1; {name!r} has num_chains={shown(num_chains)}; "
             f"pass 1 or more"
         )

@@ -196,8 +196,8 @@ def _prepared(
     others = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
     if others:
         raise CheckpointError(
-            f"all ranks must load the same checkpoint; in {folder} rank {others[0]} of {len(digests)} does not read "
-            f"rank 0's checkpoint; pass the same path on every rank, on a file system that all hosts share"
+            f"all ranks must load the same checkpoint; in {folder}, rank {others[0]} of {len(digests)} found a "
+            f"different checkpoint than rank 0; pass the same path on every rank, on a file system that all hosts share"
         )
     return checkpoint, restoring
 

@@ -39,7 +39,7 @@ def as_schedulers(given: Any, run: LiveRun) -> dict[str, Any]:
         if not all(callable(getattr(scheduler, method, None)) for method in ("state_dict", "load_state_dict")):
             raise ArgumentError(
                 f"a scheduler must have state_dict and load_state_dict, like those of torch.optim.lr_scheduler; got "
-                f"{shown(scheduler)}; pass a scheduler, a list of schedulers, or a dict of them by stage"
+                f"{shown(scheduler)}; pass a scheduler, a list of schedulers, or a dict from stages to schedulers"
             )
     return named
 

@@ -120,7 +120,7 @@ def decoded(value: Any, read: Callable[[str], Tensor]) -> Any:
     reader = _READERS.get(frozenset(value))
     if reader is None:
         raise CheckpointError(
-            "the values of a checkpoint must be encoded as pipesched encodes them; got an object with the keys "
+            "the values in a checkpoint must have been encoded by pipesched; got an object with the keys "
             f"{sorted(value)}; save the checkpoint again"
         )
     return reader(value, read)

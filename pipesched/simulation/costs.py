@@ -260,7 +260,7 @@ class Costs:
 
         Raises ScheduleError for wrong fields and invalid numbers.
         """
-        check_type(values, Mapping, "costs must be read from a mapping of field names", "pass the result of to_dict")
+        check_type(values, Mapping, "costs must be a mapping from field names to values", "pass the result of to_dict")
         known = [field.name for field in fields(cls)]
         wrong = sorted(set(values) - set(known)) + sorted({"forward_s", "input_grad_s", "weight_grad_s"} - set(values))
         if wrong:

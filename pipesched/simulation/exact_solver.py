@@ -301,6 +301,6 @@ def _cp_model() -> Any:
     except ImportError as error:
         raise InputError(
             "proving an optimum requires the package ortools, which is not installed; run "
-            "pip install 'pipesched[solver]', or leave the proof out"
+            "pip install 'pipesched[solver]', or do not request a proof"
         ) from error
     return cp_model

@@ -107,7 +107,7 @@ def rank_memory(
     if costs.num_stages != program.num_stages:
         raise ScheduleError(
             f"costs must have one number per stage; the program has {counted(program.num_stages, 'stage')}, but the "
-            f"costs have {costs.num_stages}; make the costs for {counted(program.num_stages, 'stage')}"
+            f"costs have {costs.num_stages}; pass costs for {counted(program.num_stages, 'stage')}"
         )
     if program.index.has(*OTHER_END):
         program = replace(program, orders=program.orders.where(~program.columns.are(*OTHER_END)))

@@ -106,7 +106,9 @@ def _numbers(graph: "nx.DiGraph[str]") -> Iterator[tuple[str, Any]]:
                 yield f"{key} of layer {name!r}", value
     for one, other, edge in graph.edges(data=True):
         tensors = edge.get("tensors", {})
-        check_type(tensors, Mapping, f"the tensors between {one!r} and {other!r} must map names to bytes", _AGAIN)
+        check_type(
+            tensors, Mapping, f"the tensors between {one!r} and {other!r} must be a mapping from names to bytes", _AGAIN
+        )
         for size in (edge.get("bytes", 0), *tensors.values()):
             yield f"bytes between {one!r} and {other!r}", size
 

@@ -59,7 +59,7 @@ def simulate(program: Program, costs: Costs) -> Trace:
     if costs.num_stages != program.num_stages:
         raise ScheduleError(
             f"costs must have one number per stage; the program has {counted(program.num_stages, 'stage')}, but the "
-            f"costs have {costs.num_stages}; make the costs for {counted(program.num_stages, 'stage')}"
+            f"costs have {costs.num_stages}; pass costs for {counted(program.num_stages, 'stage')}"
         )
     check_order(program)
     if costs.links is not None and costs.links.contended:

@@ -342,7 +342,7 @@ def test_a_way_that_depends_on_the_batch_is_an_error() -> None:
     rows = torch.ones(4, 8)
     with Pipeline(Chooses(), rows, devices=["cpu", "cpu"], loss_fn=square, num_microbatches=1, schedule="1f1b") as pipe:
         pipe.step(rows, target=rows)
-        with pytest.raises(GraphError, match="must make the same calls as with the sample"):
+        with pytest.raises(GraphError, match="must make the same calls as for the sample"):
             pipe.step(-rows, target=rows)
         pipe.zero_grad()
         pipe.step(rows, target=rows)

@@ -99,7 +99,7 @@ def test_a_model_that_runs_in_one_mode() -> None:
         pipe.eval()
         with pytest.raises(
             GraphError,
-            match="captured; with training=False the forward of the sample calls different layers, or fails",
+            match="captured; with training=False, the model calls different layers for the sample, or fails",
         ) as caught:
             pipe.evaluate(FLOATS, target=FLOATS)
         assert "only in training" in str(caught.value.__cause__)
@@ -311,7 +311,7 @@ def test_what_follows_the_batch_otherwise_than_with_the_sample_is_an_error() -> 
         Pipeline(Remembered(), FLOATS[:2], loss_fn=square, devices=["cpu"] * 3, schedule="1f1b")
     for kind, message in (
         (Unbound, "unbind returned a different structure for this batch"),
-        (Measures, "must make the same calls as with"),
+        (Measures, "must make the same calls as for the sample"),
     ):
         pipe = Pipeline(kind(), FLOATS[:2], loss_fn=square, devices=["cpu"] * 3, num_microbatches=4, schedule="1f1b")
         with pipe, pytest.raises(GraphError, match=message):

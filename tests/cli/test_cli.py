@@ -133,7 +133,7 @@ def test_show_draws_reductions_over_replicas_and_counts_their_bytes():
         *drawn, axes, bytes_sent, hidden = lines("show", "1f1b", *options, "--zero", zero)
         assert axes == "axes: pipeline 2 x replicate 8" + (f", zero={zero}" if zero else "")
         assert bytes_sent == f"each rank sends to other replicas in a step: {sent}"
-        assert hidden.startswith(f"collectives take {total} in all on 2 ranks: ")
+        assert hidden.startswith(f"collectives take {total}, summed over 2 ranks: ")
         assert hidden.endswith(" exposed")
         assert drawn[1].startswith("comm" if zero == 3 else "reduce")
     program = Program.parse(run("show", "1f1b", *options, "--zero", 3, "--program").stdout)

@@ -231,7 +231,7 @@ def test_why_a_bottleneck_of_several_layers_cannot_be_better():
     )
     assert any(move in text for move in moves)
     assert "all splits of the chain were searched" in text
-    assert "all work divided equally would take 5 s on each of 2 ranks, which is 28.6% less" in text
+    assert "all work divided equally would take 5 s on each of 2 ranks, which is 28.6% less than the bottleneck" in text
 
 
 def test_a_cut_may_be_the_bottleneck():
@@ -271,12 +271,12 @@ def test_ranks_that_stay_empty_are_left_out():
         ),
         (
             {"memory_limit_bytes": 10000},
-            r"the limit is 10000 bytes per rank, but a limit 22\.9% higher is enough; allow 12288 bytes \(12 KiB\) per "
+            r"the limit is 10000 bytes per rank, but 22\.9% more would be enough; allow 12288 bytes \(12 KiB\) per "
             r"rank, or use",
         ),
         (
             {"memory_limit_bytes": 14000, "in_flight": lambda stage, stages: stages - stage},
-            r"the limit is 14000 bytes per rank, but a limit 17\.0% higher is enough; allow 16384 bytes \(16 KiB\) per "
+            r"the limit is 14000 bytes per rank, but 17\.0% more would be enough; allow 16384 bytes \(16 KiB\) per "
             r"rank, or use",
         ),
         (
@@ -286,7 +286,7 @@ def test_ranks_that_stay_empty_are_left_out():
         ),
         (
             {"exactly": True, "together": [["embedding", "head"]]},
-            r"layers that must stay together leave only 1 block; use fewer stages",
+            r"the layers form only 1 block, because some must stay together; use fewer stages",
         ),
         (
             {"exactly": True, "together": [["embedding", "first"], ["second", "head"]], "memory_limit_bytes": 12000},
@@ -399,7 +399,7 @@ def test_ranks_with_several_stages_keep_to_their_memory():
             {"placement": [0, 1, 1, 0], "speeds": [1, 1, 1]},
             r"one number for each rank; got a list of 3 numbers for 2 ranks",
         ),
-        ({"placement": [0, 1, 1, 0], "together": [["first", "second"]]}, r"4 stages, but layers that must .* 3 blocks"),
+        ({"placement": [0, 1, 1, 0], "together": [["first", "second"]]}, r"4 stages, but .* form only 3 blocks"),
         ({"placement": [0, 1, 1, 0, 0]}, r"there are 5 stages and 4 layers"),
     ],
 )

@@ -98,7 +98,7 @@ def test_what_pins_cost_is_told() -> None:
         ({"together": ["ab"]}, r"together= must be a list of groups of layers; got 'ab'; pass \[\(first, second\)\]"),
         (
             {"together": [("a", "d")]},
-            r"3 stages, but layers that must stay together leave only 1 block; .* fewer layers together",
+            r"3 stages, but the layers form only 1 block, because some must stay together; .* fewer layers together",
         ),
         ({"boundaries": ["b", "c"], "together": [("a", "b")]}, r"put 'a' into stage 0, 'b' into stage 1; move a bound"),
         (

@@ -423,7 +423,7 @@ def test_a_layer_that_is_told_something_by_attributes_does_not_run_again() -> No
             return self.second(x)
 
     with pytest.raises(
-        GraphError, match=r"must receive all tensors of other layers through its arguments; second reads attributes"
+        GraphError, match=r"must receive all tensors from other layers as arguments; second reads attributes"
     ):
         Pipeline(Told(), X[:2], devices=["cpu"], checkpoint={"second": "recompute"}, schedule="1f1b")
 

@@ -47,7 +47,7 @@ def test_details_are_recorded_for_debugging(caplog: pytest.LogCaptureFixture) ->
     assert said[-1] == "a step of 3 micro-batches needs new programs"
 
 
-@pytest.mark.filterwarnings("ignore:too small to gain")
+@pytest.mark.filterwarnings("ignore:the model is too small to gain")
 def test_a_search_names_the_plan_that_it_chose(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "pipesched")
     with Pipeline(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), torch.randn(2, 4), devices=["cpu"] * 2) as pipe:

@@ -492,19 +492,19 @@ class Masked(Keyed):
             {"x": ONES, "mask": ONES},
             "mask=bool tensor of 2 dimensions, x=float32 tensor of 2 dimensions",
             "mask=float32 tensor of 2 dimensions, x=float32 tensor of 2 dimensions",
-            r"it calls .*float with the sample but ends with this batch",
+            r"it calls .*float for the sample but ends for this batch",
         ),
         (
             {"x": ONES[:, :, None], "mask": ONES.bool()},
             "mask=bool tensor of 2 dimensions, x=float32 tensor of 2 dimensions",
             "mask=bool tensor of 2 dimensions, x=float32 tensor of 3 dimensions",
-            r"after 0 of 6 calls to layers and torch functions, it calls .*0 with the sample but calls .*flatten with",
+            r"after 0 of 6 calls to layers and torch functions, it calls .*0 for the sample but calls .*flatten for",
         ),
         (
             {"x": ONES},
             "mask=tensor, x=tensor",
             "x=tensor",
-            "it calls .*float with the sample but ends with this batch",
+            "it calls .*float for the sample but ends for this batch",
         ),
     ],
 )

@@ -23,8 +23,8 @@ from tests.support.jobs import unused as jobs
 from tests.support.rank_processes import Ranks
 
 SAID = (
-    r"too small to gain from a pipeline: one device takes [\d.]+ [mu]?s per step, "
-    r"the best plan for several devices [\d.]+ [mu]?s"
+    r"the model is too small to gain from a pipeline: one device takes [\d.]+ [mu]?s per step, "
+    r"and the best plan for several devices takes [\d.]+ [mu]?s"
 )
 
 
@@ -202,7 +202,8 @@ def test_a_plan_is_only_said_to_be_too_small_where_it_uses_one_device() -> None:
     several = replace(plan.alternatives[0], step_s=0.027)
     small = replace(plan, alternatives=(one, several))
     assert too_small(small, 8) == (
-        "too small to gain from a pipeline: one device takes 20.9 ms per step, the best plan for several devices 27 ms"
+        "the model is too small to gain from a pipeline: one device takes 20.9 ms per step, and the best plan for "
+        "several devices takes 27 ms"
     )
     assert not too_small(small, 1)
     assert not too_small(replace(small, alternatives=(one,)), 8)

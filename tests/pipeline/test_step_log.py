@@ -37,7 +37,7 @@ def test_a_line_says_what_a_step_took():
         step=7, step_s=0.839, bubble_ratio=0.182, busy=(0.8, 0.836), loss=2.3125, predicted_s=0.812, whole_s=1.02
     )
     assert str(figures) == (
-        "step 7: loss 2.312, 839 ms (+3.3% compared to 812 ms predicted), 1.02 s from step to step, bubble 18.2%, "
+        "step 7: loss 2.312, 839 ms (+3.3% compared to 812 ms predicted), one step every 1.02 s, bubble 18.2%, "
         "busy 80% 84%"
     )
     figures = StepFigures(

@@ -280,7 +280,7 @@ def test_a_program_of_a_text_runs_as_its_schedule_does():
     everywhere = "microbatches 1\nplacement 0 1 1 0\nedges 0-1 2-3\nweights 0 1 0 1\n"
     everywhere += "rank 0: 0F0 3F0 3B0 0B0\nrank 1: 1F0 2F0 1B0 2B0"
     for program in (crossed, Program.parse(everywhere)):
-        with pytest.raises(ScheduleError, match="a chain of stages, or several chains over the same weights"):
+        with pytest.raises(ScheduleError, match="a chain of stages, or several chains that share weights"):
             wrap(model(), program, 2, None, boundaries=[4])
 
 

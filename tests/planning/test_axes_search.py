@@ -175,7 +175,7 @@ def test_a_plan_without_axes_is_saved_as_before():
     ("options", "error", "words"),
     [
         ({"axes": "all"}, PartitionError, "axes= must be 'auto', or a mapping .* got 'all'; for example, pass"),
-        ({"axes": {"pipeline": 3, "replicate": 2}}, PartitionError, "must multiply to the number of ranks; .* 4 ranks"),
+        ({"axes": {"pipeline": 3, "replicate": 2}}, PartitionError, "must be the number of ranks; .* 4 ranks"),
         ({"axes": {"pipeline": 1, "replicate": 4}, "batch_size": 6}, PartitionError, "6 rows cannot .* among 4"),
         ({"zero": 5}, PartitionError, "zero= must be 'auto', 0, 1, 2 or 3; got 5"),
         ({"axes": None, "zero": 1}, InputError, "got zero=1 without axes="),

@@ -188,7 +188,7 @@ def test_what_no_cost_tells_is_measured():
     assert plan.program.num_ranks == 1
     notes = {other.num_ranks: other.note for other in plan.alternatives if other.measured_s and other.note}
     assert re.fullmatch(r"measured [\d.]+x slower", notes[2])
-    assert any(re.fullmatch(r"predicted [\d.]+x faster, but it did not run", other.note) for other in plan.alternatives)
+    assert any(re.fullmatch(r"predicted [\d.]+x faster, but it was not run", other.note) for other in plan.alternatives)
 
 
 def test_what_was_measured_is_shown_and_saved(tmp_path):

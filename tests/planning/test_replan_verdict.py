@@ -82,7 +82,7 @@ def test_a_layer_that_has_grown_is_given_room() -> None:
     [
         (1.1e-3, (1, 1, 1), None, "no better plan was found"),
         (4e-3, (1, 0.9, 1.2, 1.1, 0.8), None, "the saving is below 30.0% of a step"),
-        (4e-3, (1, 1, 1), 0, "the saving over the remaining 0 steps is 0 s, less than moving layers takes"),
+        (4e-3, (1, 1, 1), 0, "the saving over the remaining 0 steps is 0 s, less than the time needed to move layers"),
         (
             4e-3,
             (1, 1),

@@ -277,7 +277,7 @@ def test_a_page_begins_with_three_figures():
             "1.60x faster",
             "15 ms a step (predicted) instead of 24 ms (all stages' compute, predicted)",
         ),
-        ("bubble", "20.0%", "of the ranks' time is idle, predicted"),
+        ("bubble", "20.0%", "of the ranks' time is idle (predicted)"),
         ("slowest stage", "stage 0", "layer 0 .. layer 1: 12 ms a step, predicted, 0.0% above the mean"),
     ]
     assert figures_of(Report(plan, measured_of(plan, 1, 1.2))) == [
@@ -467,7 +467,7 @@ def test_a_pipeline_reports_its_last_step():
 def test_a_pipeline_says_what_its_prediction_and_its_measured_step_come_from():
     """The first step also warms up: it is marked, and predicts nothing where there are others."""
     model, x = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4))), torch.ones(8, 4)
-    cold = "the first step, which also allocates memory and warms up"
+    cold = "the first step, which includes memory allocation and warm-up"
     says = [
         ["predicted from measured layer times", f"the measured step is {cold}; run more steps before you compare"],
         [f"predicted from action times of {cold}"],

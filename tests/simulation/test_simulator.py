@@ -103,9 +103,7 @@ def test_a_rank_without_a_stage_is_idle():
 
 
 def test_costs_of_another_number_of_stages_are_refused():
-    with pytest.raises(
-        ScheduleError, match="the program has 2 stages, but the costs have 3; make the costs for 2 stages"
-    ):
+    with pytest.raises(ScheduleError, match="the program has 2 stages, but the costs have 3; pass costs for 2 stages"):
         simulate(schedules.get("1f1b").program(2, 3), Costs.uniform(3))
 
 

@@ -58,7 +58,7 @@ def _against_one_device(plan: Plan, predicted: Trace, comparison: Comparison | N
 
 def _bubble(predicted: Trace, comparison: Comparison | None) -> KeyFigure:
     if comparison is None:
-        return KeyFigure("bubble", f"{predicted.bubble_ratio:.1%}", "of the ranks' time is idle, predicted")
+        return KeyFigure("bubble", f"{predicted.bubble_ratio:.1%}", "of the ranks' time is idle (predicted)")
     both = comparison.bubble_ratio
     return KeyFigure("bubble", f"{both.measured:.1%}", f"of the ranks' time is idle; predicted {both.predicted:.1%}")
 

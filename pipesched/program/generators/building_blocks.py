@@ -54,7 +54,7 @@ def repeated(
         ended |= {run for rank in ranks if (run := rank.run_slot(ended, early_forwards))}
         if left == sum(rank.left for rank in ranks):
             raise ScheduleError(
-                f"every pass of a block must come after its dependencies and fit the memory limit; with "
+                f"every pass of a block must come after its dependencies and fit within the memory limit; with "
                 f"max_in_flight={max_in_flight}, {left} actions wait for each other; "
                 f"change the slots in {dict(block)}, or raise max_in_flight"
             )

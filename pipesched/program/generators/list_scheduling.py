@@ -30,9 +30,9 @@ def whole_waves(shape: Shape) -> int:
     if half:
         even = 2 * max(1, waves)
         raise ScheduleError(
-            f"a wave must have 2 stages on each rank, one on the way down the ranks and one on the way up; got "
-            f"chunks_per_rank={shape.chunks_per_rank}; cut the model into {even * shape.num_ranks} stages for "
-            f"{counted(shape.num_ranks, 'rank')} (chunks_per_rank={even})"
+            f"a schedule of waves needs an even number of chunks per rank, because each wave runs down the ranks and "
+            f"back up; got chunks_per_rank={shape.chunks_per_rank}; cut the model into {even * shape.num_ranks} stages "
+            f"for {counted(shape.num_ranks, 'rank')} (chunks_per_rank={even})"
         )
     return waves
 

@@ -251,8 +251,8 @@ class Rendezvous:
         if not text.startswith("rank "):
             return ExecutionError(text)  # rank 0's AbsentError
         return ExecutionError(
-            f"a failed rank stops all ranks; {text}; {self._names[self._rank]} of {self._num_ranks} stopped making "
-            f"the pipeline; fix the cause and make a new pipeline"
+            f"a failed rank stops all ranks; {text}; {self._names[self._rank]} of {self._num_ranks} stopped while "
+            f"making the pipeline; fix the cause and make a new pipeline"
         )
 
 
