@@ -128,7 +128,7 @@ class Knapsack:
         return needed <= limit and not any(option.copy_ticks for _, option in fastest)
 
     def least_bytes(self, items: Sequence[int]) -> int:
-        """Return the smallest memory in bytes into which the items fit, regardless of their time."""
+        """Return the minimum memory, in bytes, that the items need, regardless of their time."""
         kinds = {item: self._options[item] for item in items}
         needed = []
         for working in self._sizes(kinds.values()):

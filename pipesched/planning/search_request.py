@@ -169,7 +169,7 @@ class SearchRequest:
 
     @property
     def axes(self) -> str:
-        """The axes as text; "" without replicas."""
+        """The mesh axes and the ZeRO level as text, such as "dp 8 x pp 4, zero 2"; "" if there are no replicas."""
         own = self.replica_costs
         return "" if own is None else own.replication.describe(self.num_ranks)
 

@@ -229,7 +229,7 @@ class TimingRun(nn.Module):
             end = turn.note(column, end)
 
     def weight_grads(self, products: Sequence[Product]) -> None:
-        """Compute the weight gradients that I has deferred to W."""
+        """Compute the weight gradients that the I has deferred to the W."""
         with self._backward_mode[False]:
             weight_grad(products)
 

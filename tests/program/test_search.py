@@ -13,7 +13,11 @@ from hypothesis import strategies as st
 
 from pipesched import Costs, Program, schedules, simulate, validate
 from pipesched.errors import MemoryLimitError, ScheduleError
+from pipesched.program.search.bound import lower_bound, ranks_that_must_fuse
+from pipesched.program.search.compiled import whole
+from pipesched.program.search.list_orders import CHOICES, FUSED, rules
 from pipesched.program.search.problem import Problem, Resource
+from pipesched.program.search.rule_search import RuleSearch
 from pipesched.program.search.search import search
 from pipesched.simulation.links import Link, Links
 from tests.support.random_programs import quick
@@ -223,6 +227,42 @@ def test_a_rule_for_each_rank_is_better_than_one_for_all():
     assert own.makespan < same.makespan
     assert own.evaluations > same.evaluations
     assert own == search(uneven_problem(), [], steps=0, lists=1, climbs=40)
+
+
+def with_times(problem, **of_stage):
+    """A problem with one time for each stage and each of F, I, W and B, without messages and limits."""
+    count = problem.num_microbatches
+    times = [[[time] * count for time in of_stage[kind]] for kind in "FIWB"]
+    none = [[0] * count] * (problem.num_stages - 1)
+    return replace(problem, times=times, forward_lags=none, backward_lags=none, resources=())
+
+
+def test_only_the_ranks_that_would_be_too_slow_must_fuse():
+    """20 micro-batches: the bound is 3 + 20 x 9 + 9 on rank 1; with I and W apart, this rank takes 20 longer."""
+    problem = with_times(uneven_problem(), F=(3, 3, 3, 3), I=(3, 4, 3, 3), W=(2, 3, 2, 2), B=(4, 6, 4, 4))
+    bound = lower_bound(problem)
+    assert ranks_that_must_fuse(problem, bound) == [False, True, False, False]
+    assert ranks_that_must_fuse(problem, bound + 20) == [False] * 4
+    fused = {tuple(rule[FUSED * 4 : FUSED * 4 + 4]) for rule in rules(problem)}
+    assert fused == {(0, 0, 0, 0), (1, 1, 1, 1), (2, 2, 2, 2), (0, 2, 0, 0)}
+
+
+def test_rules_that_fuse_only_where_it_pays_are_better():
+    problem = with_times(uneven_problem(), F=(3, 3, 3, 3), I=(3, 4, 3, 3), W=(2, 3, 2, 2), B=(4, 6, 4, 4))
+    found = search(problem, [], steps=0, lists=600)
+    apart = replace(problem, times=[*problem.times[:3], [[7] * 20] * 4])
+    assert found.makespan < lower_bound(apart) <= search(apart, [], steps=0, lists=600).makespan
+
+
+def test_a_rule_search_never_gets_worse():
+    """A rule that gives no orders, because the limits are too tight, is not improved."""
+    problem = uneven_problem(num_microbatches=4)
+    climber = RuleSearch(problem, next(rules(problem)))
+    first = climber.makespan
+    assert climber.run(30, 0) == 30
+    assert climber.makespan <= first
+    none = replace(problem, resources=[replace(problem.resources[0], limits=[0] * 4)])
+    assert RuleSearch(none, whole([0] * (CHOICES * 4))).run(5, 0) == 0
 
 
 def test_a_problem_with_fewer_microbatches():

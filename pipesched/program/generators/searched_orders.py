@@ -27,12 +27,12 @@ from pipesched.units import counted
 __all__ = ["StageCosts", "num_lists", "num_steps", "searched_orders", "shortened_orders"]
 
 _STEPS = 2_400_000  # steps of annealing at effort 1
-_LISTS = 500  # list schedules at effort 1
+_LISTS = 600  # list schedules at effort 1
 _FEW_LISTS = 16  # the minimum number of list schedules
-_LISTED = 24_000  # the maximum number of actions in all list schedules together, unless _FEW_LISTS schedules have more
-_CLIMBS = 600  # list schedules that rule search may write, at effort 1
+_LISTED = 160_000  # the maximum number of actions in all list schedules together, unless _FEW_LISTS schedules have more
+_CLIMBS = 700  # list schedules that rule search may write, at effort 1
 _FEW_ACTIONS = 100  # with at most this many actions, annealing takes all its steps, and rule search is skipped
-_CLIMBED = 1_800_000  # the maximum number of actions in these list schedules together, at effort 1
+_CLIMBED = 2_100_000  # the maximum number of actions in these list schedules together, at effort 1
 _LONGEST = 1 << 32  # the longest time, in units of the search
 _MOST_SEARCHED = 20_000  # with more (stage, micro-batch) pairs, known schedules that search are skipped
 _KIND_OF = {Kind.F: FORWARD, Kind.I: INPUT_GRAD, Kind.W: WEIGHT_GRAD, Kind.B: BACKWARD}
@@ -131,7 +131,7 @@ def searched_orders(
 
 def num_steps(actions: int, effort: float) -> int:
     """Return the number of annealing steps for a program with this number of actions."""
-    return int(_STEPS * effort * min(1, _FEW_ACTIONS / actions) ** 2.6)
+    return int(_STEPS * effort * min(1, _FEW_ACTIONS / actions) ** 3.2)
 
 
 def num_lists(actions: int, effort: float) -> int:

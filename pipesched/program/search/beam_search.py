@@ -211,7 +211,7 @@ def _sink(beam: _Beam, at: int, size: int) -> None:
 
 @compiled
 def _is_better(beam: _Beam, one: int, other: int) -> bool:
-    """Return whether a candidate is better than another one: by its bound, then by the sum, then by its number."""
+    """Return whether one candidate has a smaller bound than another; on ties, a smaller total, then a lower index."""
     for field in (_BOUND, _TOTAL):
         difference = beam.candidates[one * _FIELDS + field] - beam.candidates[other * _FIELDS + field]
         if difference != 0:

@@ -7,11 +7,12 @@ hold n micro-batches, the next forward after n forwards waits until one of these
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
-from pipesched.program.search.problem import FORWARD, Problem
+from pipesched.program.search.problem import BACKWARD, FORWARD, INPUT_GRAD, WEIGHT_GRAD, Problem
 from pipesched.program.search.stage_times import chain_times
 
-__all__ = ["lower_bound"]
+__all__ = ["lower_bound", "ranks_that_must_fuse"]
 
 
 def lower_bound(problem: Problem) -> int:
@@ -24,6 +25,16 @@ def lower_bound(problem: Problem) -> int:
                 stages.in_turns(stage, resource.limits[rank], resource.takes[FORWARD][stage]) for stage in chunks
             ]
     return int(max(bounds))
+
+
+def ranks_that_must_fuse(problem: Problem, makespan: int) -> list[bool]:
+    """Return for each rank whether it takes longer than a makespan if it runs an I and a W instead of each B."""
+    times = list(problem.times)
+    times[BACKWARD] = [
+        [i + w for i, w in zip(*rows, strict=True)] for rows in zip(times[INPUT_GRAD], times[WEIGHT_GRAD], strict=True)
+    ]
+    stages = _Stages(replace(problem, times=times))
+    return [bool(chunks) and stages.one_machine(chunks) > makespan for chunks in problem.chunks]
 
 
 class _Stages:

@@ -10,6 +10,7 @@ from itertools import product
 from math import gcd
 from typing import NamedTuple
 
+from pipesched.program.search.bound import lower_bound, ranks_that_must_fuse
 from pipesched.program.search.compiled import Whole, compiled, whole
 from pipesched.program.search.evaluation import UNFIT, Clocks, Sequences, assign, clocks
 from pipesched.program.search.problem import BACKWARD, FORWARD, INPUT_GRAD, KINDS, WEIGHT_GRAD, Problem, Tables
@@ -22,6 +23,7 @@ __all__ = [
     "FUSED",
     "IN_TURN",
     "LAST_APART",
+    "NONE_OWED",
     "PATIENCE",
     "WINDOW",
     "Progress",
@@ -51,11 +53,12 @@ _GOLDEN = 0.618  # multiples of the golden ratio spread evenly
 #: FIRST_APART, LAST_APART: the numbers of first and of last micro-batches that run I and W on every stage.
 WINDOW, IN_TURN, FILLING, PATIENCE, DEPTH, FUSED, FIRST_APART, LAST_APART = range(8)
 CHOICES = 8
-_FIRST_STAGE, _NONE_OWED = 1, 2
+#: Values of FUSED.
+FIRST_STAGE, NONE_OWED = 1, 2
 
 
 def rules(problem: Problem) -> Iterator[Whole]:
-    """Yield rules that are the same for all ranks.
+    """Yield rules that make the same choices for all ranks, except which ranks run a B instead of I and W.
 
     Similar rules are far apart in the sequence, so that the first few rules already differ in most choices.
     """
@@ -63,13 +66,30 @@ def rules(problem: Problem) -> Iterator[Whole]:
     windows = sorted({min(most, max(1, window)) for window in (ranks // 2, ranks, 2 * ranks, most)}, reverse=True)
     several = max(map(len, problem.chunks)) > 1
     depths = (0, 2, 1) if several else (0,)
-    fused = (0, _FIRST_STAGE, _NONE_OWED) if problem.fuses else (0,)
-    choices = list(product(depths, fused, (0, 1), (0, 77, 128), (256, 179, 77, 0), windows))
+    fusions = list(_fusions(problem))
+    choices = list(product(depths, (0, 1), (0, 77, 128), (256, 179, 77, 0), windows))
     stride = next(step for step in range(int(len(choices) * _GOLDEN), 2 * len(choices)) if gcd(step, len(choices)) == 1)
     for number in range(len(choices)):
-        depth, fuse, in_turn, patience, filling, window = choices[number * stride % len(choices)]
-        own = {WINDOW: window, IN_TURN: in_turn, FILLING: filling, PATIENCE: patience, DEPTH: depth, FUSED: fuse}
-        yield whole(own.get(choice, 0) for choice in range(CHOICES) for _ in range(ranks))
+        depth, in_turn, patience, filling, window = choices[number * stride % len(choices)]
+        own = {WINDOW: window, IN_TURN: in_turn, FILLING: filling, PATIENCE: patience, DEPTH: depth}
+        same = [own.get(choice, 0) for choice in range(CHOICES) for _ in range(ranks)]
+        for fused, last_apart in fusions:
+            same[FUSED * ranks : (FUSED + 1) * ranks] = fused
+            same[LAST_APART * ranks : (LAST_APART + 1) * ranks] = [last_apart] * ranks
+            yield whole(same)
+
+
+def _fusions(problem: Problem) -> Iterator[tuple[list[int], int]]:
+    """Yield values of FUSED for each rank, with a value of LAST_APART for all ranks."""
+    ranks = problem.num_ranks
+    yield [0] * ranks, 0
+    if problem.fuses:
+        yield [FIRST_STAGE] * ranks, 0
+        must_fuse = ranks_that_must_fuse(problem, lower_bound(problem))
+        for fused in ([True] * ranks, must_fuse):
+            if any(fused):
+                for last_apart in (0, ranks - 1):
+                    yield [NONE_OWED * each for each in fused], last_apart
 
 
 class Progress(NamedTuple):
@@ -387,7 +407,7 @@ def _gradient(tables: Tables, rule: Whole, progress: Progress, rank: int, stage:
     last = tables.num_microbatches - rule[LAST_APART * ranks + rank]
     if microbatch < rule[FIRST_APART * ranks + rank] or microbatch >= last:
         return code
-    return code - INPUT_GRAD + BACKWARD if fused == _NONE_OWED or stage == 0 else code
+    return code - INPUT_GRAD + BACKWARD if fused == NONE_OWED or stage == 0 else code
 
 
 @compiled

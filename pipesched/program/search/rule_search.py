@@ -16,6 +16,7 @@ from pipesched.program.search.list_orders import (
     FUSED,
     IN_TURN,
     LAST_APART,
+    NONE_OWED,
     PATIENCE,
     WINDOW,
     Progress,
@@ -27,6 +28,7 @@ from pipesched.program.search.random_numbers import draw, start, state
 
 __all__ = ["RuleSearch"]
 
+_MOST = 1 << 61  # more than every makespan
 _FILLINGS = whole((-1, 0, 77, 179, 256, 512, 1024))
 _PATIENCES = whole((0, 77, 128, 200))
 
@@ -46,19 +48,29 @@ class _Run(NamedTuple):
 
 
 class RuleSearch:
-    """Improves the rules of list schedules by hill climbing.
+    """Improves a rule of list schedules by hill climbing.
 
     Args:
         problem: the problem.
+        rule: the rule to start from.
         widest: the window to use for ranks without a limit on their forwards. Default: the number of micro-batches.
+
+    Attributes:
+        rule: the best rule so far.
+        orders: the orders that this rule gives.
+        makespan: the makespan of these orders; UNFIT if the limits are too tight for the rule to start from.
 
     """
 
-    def __init__(self, problem: Problem, widest: int | None = None) -> None:
-        self._widest = problem.num_microbatches if widest is None else widest
+    def __init__(self, problem: Problem, rule: Whole, widest: int | None = None) -> None:
+        self.rule = whole(rule)
+        self.orders = sequences(problem.tables)
         self._tables = problem.tables
         self._progress = progress_of(self._tables)
+        self.makespan = int(write(self._tables, self.rule, self._progress, self.orders, _MOST))
+        self._widest = problem.num_microbatches if widest is None else widest
         self._random = state()
+        start(self._random, 0)
         choices = [WINDOW, IN_TURN, FILLING, PATIENCE]
         if max(map(len, problem.chunks)) > 1:
             choices.append(DEPTH)
@@ -68,13 +80,23 @@ class RuleSearch:
         self._trial = whole([0] * (CHOICES * problem.num_ranks))
         self._current = sequences(self._tables)
 
-    def run(self, rule: Whole, orders: Sequences, makespan: int, *, steps: int, goal: int) -> tuple[int, int]:
-        """Improve ``rule`` and its ``orders`` in place. Return the makespan, and the number of schedules written."""
-        start(self._random, steps)
-        run = _Run(self._choices, _FILLINGS, _PATIENCES, self._widest, makespan, goal, steps)
+    def run(self, steps: int, goal: int) -> int:
+        """Write list schedules by changed rules, and keep each rule that makes the makespan no longer.
+
+        Args:
+            steps: the maximum number of schedules to write.
+            goal: the search ends if the makespan is at most this.
+
+        Returns:
+            The number of schedules written.
+
+        """
+        if self.makespan == UNFIT:
+            return 0
+        run = _Run(self._choices, _FILLINGS, _PATIENCES, self._widest, self.makespan, goal, steps)
         memory = self._tables, self._progress, self._random
-        found, ran = _climb(*memory, rule, self._trial, self._current, orders, run)
-        return int(found), int(ran)
+        self.makespan, ran = _climb(*memory, self.rule, self._trial, self._current, self.orders, run)
+        return ran
 
 
 def _climb(
@@ -92,21 +114,25 @@ def _climb(
         if shortest <= run.goal:
             return shortest, step
         assign(rule, trial)
-        for _ in range(1 + draw(random) % 3 // 2):
-            _change(tables, random, trial, run)
+        changes = 1 + draw(random) % 3 // 2
+        while changes > 0:
+            changes -= int(_change(tables, random, trial, run))
         found = write(tables, trial, progress, current, shortest)
         if found == UNFIT:
             continue
         assign(trial, rule)
         if found < shortest:
-            shortest = found
+            shortest = int(found)
             copy(current, best)
     return shortest, run.steps
 
 
 @compiled
-def _change(tables: Tables, random: Whole, rule: Whole, run: _Run) -> None:
-    """Set one randomly selected choice of a rule to a new value, for one rank or several neighbouring ranks."""
+def _change(tables: Tables, random: Whole, rule: Whole, run: _Run) -> bool:
+    """Set one randomly selected choice of a rule to a random value, for one rank or several neighbouring ranks.
+
+    Returns whether the rule has changed.
+    """
     ranks = tables.num_ranks
     most = tables.num_microbatches
     choice = run.choices[draw(random) % len(run.choices)]
@@ -130,5 +156,13 @@ def _change(tables: Tables, random: Whole, rule: Whole, run: _Run) -> None:
         value = 2 * value
     elif choice in (FIRST_APART, LAST_APART):
         value = 0 if bits % 2 else bits // 2 % min(most, 4 * ranks)
+    changed = False
     for rank in range(min(first, last), max(first, last) + 1):
-        rule[choice * ranks + rank] = max(1, value - slope * (rank - first)) if choice == WINDOW else value
+        at = choice * ranks + rank
+        new = max(1, value - slope * (rank - first)) if choice == WINDOW else value
+        changed |= rule[at] != new
+        rule[at] = new
+        if choice in (FIRST_APART, LAST_APART) and rule[FUSED * ranks + rank] == 0:
+            rule[FUSED * ranks + rank] = NONE_OWED
+            changed = True
+    return changed

@@ -9,7 +9,7 @@ from pipesched.program.search.beam_search import BeamSearch
 from pipesched.program.search.bound import lower_bound
 from pipesched.program.search.compiled import Whole
 from pipesched.program.search.evaluation import UNFIT, Sequences, clocks, copy, evaluate, hold, sequences
-from pipesched.program.search.list_orders import progress_of, rules, write
+from pipesched.program.search.list_orders import FUSED, progress_of, rules, write
 from pipesched.program.search.problem import BACKWARD, INPUT_GRAD, KINDS, WEIGHT_GRAD, Problem
 from pipesched.program.search.rule_search import RuleSearch
 
@@ -50,8 +50,8 @@ def search(
         problem: the stages, times and limits.
         known: known orders, as codes of actions; simpler ones first. Those that break a limit are left out.
         steps: the maximum number of annealing steps. For few actions, a beam search takes part of them.
-        lists: the maximum number of list schedules to write by rules that are the same for all ranks.
-        climbs: the maximum number of list schedules to write while the best of these rules is improved, with
+        lists: the maximum number of list schedules to write by rules that make the same choices for all ranks.
+        climbs: the maximum number of list schedules to write while the best of these rules are improved, with
             separate choices for each rank. Default: 0.
 
     """
@@ -124,42 +124,57 @@ class _Search:
         return orders
 
     def _list(self) -> None:
-        """Write list schedules by rules that are the same for all ranks, then improve the best of these rules."""
+        """Write list schedules by rules that make the same choices for all ranks, then improve the best of these rules.
+
+        Of all rules that run a B on the same ranks, only the best one is improved.
+        """
         progress = progress_of(self._tables)
-        best: tuple[int, Whole, Sequences] | None = None
+        ranks = self._problem.num_ranks
+        orders = sequences(self._tables)
+        best: dict[tuple[int, ...], tuple[int, Whole]] = {}
         for rule in islice(rules(self._problem), self._lists):
-            orders = sequences(self._tables)
-            makespan = int(write(self._tables, rule, progress, orders, _MOST))
+            fused = tuple(rule[FUSED * ranks : (FUSED + 1) * ranks])
+            most = _MOST
+            if best and self._climbs:
+                least = min(makespan for makespan, _ in best.values())
+                most = min(best[fused][0] - 1 if fused in best else _MOST, least + least // _WORSE)
+            makespan = int(write(self._tables, rule, progress, orders, most))
+            self._tried += 1
             if makespan == UNFIT:
                 continue
-            self._add(orders)
+            self._starts.append(_Start(makespan, len(self._starts), None, orders))
             if self._done:
                 return
-            if best is None or makespan < best[0]:
-                best = makespan, rule, orders
+            if fused not in best or makespan < best[fused][0]:
+                best[fused] = makespan, rule
+            orders = sequences(self._tables)
         if best and self._climbs:
-            self._climb(best[1])
+            ranked = sorted(best.values(), key=lambda found: found[0])
+            self._climb([rule for _, rule in ranked[:_CLIMBERS]])
 
-    def _climb(self, rule: Whole) -> None:
-        """Improve a rule, and add the orders that it gives.
+    def _climb(self, chosen: list[Whole]) -> None:
+        """Improve the chosen rules a little, then the best of them further, and add the orders that it gives.
 
-        If there are many micro-batches, the rule is first improved for fewer, because such orders are faster to write.
+        If there are many micro-batches, the rules are first improved for fewer, because such orders are faster to
+        write.
         """
         count = self._problem.num_microbatches
         fewer = self._problem.shortened(ROUNDS * self._problem.num_ranks)
-        for problem, share in ((fewer, 1), (self._problem, _SHARE if fewer else 1)):
-            if problem is None:
-                continue
-            orders = sequences(problem.tables)
-            makespan = int(write(problem.tables, rule, progress_of(problem.tables), orders, _MOST))
-            if makespan == UNFIT:
-                continue
-            goal = self._bound if problem is self._problem else 0
-            rules = RuleSearch(problem, count)
-            _, ran = rules.run(rule, orders, makespan, steps=self._climbs // share, goal=goal)
-            self._tried += ran
-        if makespan != UNFIT:
-            self._add(orders)
+        climbers = [RuleSearch(fewer or self._problem, rule, count) for rule in chosen]
+        climbers = [climber for climber in climbers if climber.makespan != UNFIT]
+        if not climbers:
+            return
+        goal = 0 if fewer else self._bound
+        each = self._climbs // 2 // len(climbers)
+        for climber in climbers:
+            self._tried += climber.run(each, goal)
+        best = min(climbers, key=lambda climber: climber.makespan)
+        self._tried += best.run(self._climbs - each * len(climbers), goal)
+        if fewer:
+            best = RuleSearch(self._problem, best.rule, count)
+            self._tried += best.run(self._climbs // _SHARE, self._bound)
+        if best.makespan != UNFIT:
+            self._add(best.orders)
 
     def _search_beam(self) -> None:
         """Write orders by beam search, if there are few actions. The steps that it takes are not left for annealing.
@@ -274,6 +289,8 @@ _SMALL = 100  # the most actions for which annealing starts hot, and so can find
 _WIDEST = 1000  # the most partial orders of each length in the beam search, ...
 _STEPS_OF_PLACE = 40  # ... which keeps one for so many steps for each action
 _STEPS_OF_CANDIDATE = 5  # a candidate of the beam search takes as long as so many steps of annealing
+_WORSE = 16  # a rule is not improved if its makespan is longer than the best one by more than one such part
+_CLIMBERS = 3  # the maximum number of rules to improve
 _RUNS = 72  # the most runs of annealing, ...
 _HOT_SHARE = 6  # ... of which one in so many is hot
 _SHORTEST = 800  # steps of a run, unless there are steps for more than _RUNS of them

@@ -151,7 +151,7 @@ class LayerRunner:
             return output if self._head is None else self._loss(self._head, saved, output)
 
     def run_keeping(self, saved: MicrobatchState, arrived: Payload, split: bool) -> Any:
-        """Run the forward and save its activations. ``split`` states whether I defers weight gradients to W."""
+        """Run the forward and save its activations. ``split`` states whether the I defers weight gradients to the W."""
         split = split and self._may_split()
         saved.deferred = split and self.deferral.decide(saved.microbatch, lambda: self._kind(arrived))
         noted = saved.deferred or (split and self.deferral.learning)
@@ -235,7 +235,7 @@ class LayerRunner:
         self._added.saved = None
 
     def weight_grad(self, products: Sequence[Product]) -> None:
-        """Accumulate the weight gradients that I has deferred to W."""
+        """Accumulate the weight gradients that the I has deferred to the W."""
         with self._backward_mode:
             weight_grad(products)
         if self._sharded is not None:

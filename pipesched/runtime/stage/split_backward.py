@@ -81,8 +81,9 @@ class Deferral:
 
     Micro-batches with the same input shapes and trainable parameters are of the same kind. The first micro-batch of a
     kind shows which weight gradients can be deferred. The first micro-batch that a step runs determines the kind for
-    the whole step. If this kind is new, the backward is split neither for this micro-batch nor for micro-batches with
-    smaller numbers, whose R may run later. Gradients are therefore always summed in the same order.
+    the whole step. If this kind is new, the backward of this micro-batch is not split. Lower-numbered micro-batches of
+    this kind may be recomputed later in the step, and their backwards are not split either. Gradients are therefore
+    always summed in the same order.
     """
 
     def __init__(self) -> None:

@@ -122,7 +122,7 @@ class Stage:
             self.optimizer.drop_gradients()
 
     def products(self, microbatch: int) -> Sequence[Product]:
-        """Return the operations whose weight gradients I has deferred to W."""
+        """Return the operations whose weight gradients the I has deferred to the W."""
         return self._saved[microbatch].products
 
     def forward(self, microbatch: int, *arrived: Payload, split: bool = False, checkpointed: bool = False) -> Any:
