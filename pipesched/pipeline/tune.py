@@ -184,6 +184,7 @@ def tune(
         options: dict[str, Any] = {"split_dims": split_dims, "whole_layers": whole_layers, "device": places[0]}
         if axes is None and isinstance(num_microbatches, int) and is_count(num_microbatches) and is_count(batch_size):
             options["rows"] = [-(-batch_size // num_microbatches)]  # no other size is needed
+        options["thorough"] = not count  # runs of plans correct the costs
         known = _profile(model, sample, profile, loss_fn, target, options)
         if (devices or mesh is not None) and memory_limit_bytes is not None:
             known = on_devices(known, list(map(torch.device, places)), offload)
