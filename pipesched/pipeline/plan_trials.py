@@ -31,8 +31,8 @@ __all__ = ["Trial"]
 
 _ROUNDS = 10  # the maximum number of turns per plan; turns are short, because other programs slow a machine for seconds
 _STEPS = 2  # measured steps per turn, after one warm-up step
-_LEAST_ROUNDS = 4  # the minimum number of turns per plan, unless _ENOUGH_S has passed
-_ENOUGH_S = 5.0  # seconds after which no further round of turns starts
+_LEAST_ROUNDS = 4  # the minimum number of turns per plan to decide that further turns would not change the result
+_ENOUGH_S = 7.0  # another round of turns starts only if it will probably end within this number of seconds
 
 
 @dataclass(frozen=True)
@@ -66,8 +66,8 @@ class Trial:
     def _run(self, plans: Sequence[Plan], told: Callable[[float], None]) -> list[list[Trace]]:
         steps: list[list[Trace]] = [[] for _ in plans]
         args, kwargs, target = self._batch()
-        begin = time.perf_counter()
         with self._turns(plans) as turn_of:
+            begin = time.perf_counter()
             fit = list(range(len(plans)))
             for turn in range(_ROUNDS):
                 for number in [*fit]:
@@ -84,7 +84,8 @@ class Trial:
         return steps
 
     def _is_enough(self, rounds: int, begin: float, steps: Sequence[Sequence[Trace]]) -> bool:
-        return time.perf_counter() - begin > _ENOUGH_S or (rounds >= _LEAST_ROUNDS and settled(steps))
+        with_another_s = (time.perf_counter() - begin) * (rounds + 1) / rounds
+        return with_another_s > _ENOUGH_S or (rounds >= _LEAST_ROUNDS and settled(steps))
 
     def _steps(self, pipe: Pipeline, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> Iterator[Trace]:
         for step in range(1 + _STEPS):

@@ -179,7 +179,8 @@ def test_a_plan_without_room_has_no_steps() -> None:
         tried_out(model).run([large], lambda _: None)
 
 
-def test_no_round_begins_after_the_time_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_round_begins_that_would_take_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trial, "_ROUNDS", 10)
     monkeypatch.setattr(trial, "_ENOUGH_S", -1.0)
     model = sleepers(0.0, 0.0)
     plan = pipesched.tune(told(model, X, [1.0, 1.0]), num_ranks=2, batch_size=8)
