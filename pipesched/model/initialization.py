@@ -156,7 +156,7 @@ class Initial:
         return given
 
     def _state(self) -> dict[str, Tensor]:
-        """Return the tensors of the model's state dict, not detached. A tied tensor appears under all its names."""
+        """Return the tensors of the model's state dict, without detaching them. Tied tensors appear under all names."""
         state = self._model.state_dict(keep_vars=True)
         return {name: tensor for name, tensor in state.items() if isinstance(tensor, Tensor)}
 
