@@ -216,8 +216,8 @@ class Initial:
     def _drawn(self, unit: "_Unit") -> list[tuple[str, Tensor, Tensor]]:
         """Run the initialization code of a unit's modules, while all other tensors are on the meta device.
 
-        A unit is a set of modules that are filled together. The random numbers do not depend on which other units this
-        rank fills.
+        A unit is a set of modules that are filled together. Its random numbers do not depend on which other units
+        this rank fills.
 
         Returns:
             (name, tensor, values) for each tensor of the unit.

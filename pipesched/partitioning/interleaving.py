@@ -176,7 +176,7 @@ class _Descent:
         return memory[end] - memory[begin]
 
     def _pay(self, index: int, times: int) -> None:
-        """Add the transfer time at a cut, multiplied by ``times`` (1 or -1), to both ranks' loads or the link's time."""
+        """Add the transfer time at a cut, multiplied by ``times`` (1 or -1), to both ranks' loads or the link time."""
         before = self._slots[index - 1].rank
         after = self._slots[index].rank
         toll = times * self._toll[self.cuts[index]] if before != after else 0
