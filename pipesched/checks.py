@@ -43,7 +43,7 @@ def shown(value: Any) -> str:
 
 
 def is_count(value: Any, least: int = 1) -> bool:
-    """Return whether ``value`` is an int of at least ``least``. Booleans do not count as ints."""
+    """Return whether ``value`` is an int that is at least ``least``. Booleans do not count as ints."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 

@@ -169,7 +169,7 @@ class Replay:
 
 
 class _Run(TorchFunctionMode):
-    """The state of a replay for one micro-batch: the position among the calls, and the values known so far."""
+    """The state of a replay for one micro-batch: the index of the next call, and the values known so far."""
 
     def __init__(
         self,
@@ -375,7 +375,7 @@ class _Run(TorchFunctionMode):
 
 
 def _roots(capture: Capture) -> dict[Value, Value]:
-    """Return, for each value changed in place, the earliest value that is the same tensor object."""
+    """Map each value that results from an in-place change to the earliest value that is the same tensor object."""
     roots: dict[Value, Value] = {}
     for call in capture.calls:
         for position, place in call.changes.items():

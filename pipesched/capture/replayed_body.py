@@ -89,7 +89,7 @@ class ReplayedBody:
         return other
 
     def begin(self) -> None:
-        """Select the recording of the model's current mode."""
+        """Select the capture of the model's current mode. Raises GraphError if there is none."""
         mode = self._model.training
         if mode not in self._replays:
             raise GraphError(
@@ -151,10 +151,10 @@ class ReplayedBody:
 
 
 class Loose(nn.Module):
-    """Holds parameters and buffers that belong to no layer, under names without dots.
+    """Holds the parameters and buffers that belong to no layer. Dots in their names are replaced by slashes.
 
-    Calling this module like a layer returns the tensors to use now. These can be tensors of an older weight version, or
-    copies for a recompute.
+    Calling this module returns the tensors to use in the current forward. These can be tensors of an older weight
+    version, or copies for a recompute.
     """
 
     def __init__(self, model: nn.Module, names: Sequence[str]) -> None:

@@ -34,7 +34,7 @@ class Body(Protocol):
         """Layer name -> layer that this stage calls. Assign to this dict before the first run to replace a layer."""
 
     def begin(self) -> None:
-        """Prepare for a step, because the model's mode and flags may have changed since the previous step."""
+        """Prepare for a step. The model's mode and flags may have changed since the previous step."""
 
     def over(self, layers: Mapping[str, nn.Module], device: torch.device) -> "Body":
         """Return a stage body that runs copies of the layers, for another thread."""
@@ -61,7 +61,8 @@ class Body(Protocol):
 class Chain:
     """A chain of layers. The first layer gets the model's inputs, or the received values as arguments.
 
-    With ``watched``, the first run in training mode warns about layers that draw random numbers from Python or numpy.
+    If ``watched`` is True, the first run in training mode warns about layers that draw random numbers from Python or
+    numpy.
     """
 
     def __init__(self, layers: Mapping[str, nn.Module], *, watched: bool = False) -> None:
@@ -111,9 +112,9 @@ def _watching(call: CallLayer) -> CallLayer:
 def call_with(
     own: Mapping[str, Tensor], module: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Call a module with the buffers and weights in ``own`` in place of the module's tensors, which stay unchanged.
+    """Call a module with the tensors in ``own`` in place of its weights and buffers. The module stays unchanged.
 
-    If ``own`` is a dict, a buffer that the module assigns is stored in this dict.
+    If ``own`` is a dict, a buffer that the module assigns during the call is stored in this dict.
     """
     if own and isinstance(module, nn.Module):
         return torch.func.functional_call(module, own if isinstance(own, dict) else dict(own), args, kwargs)

@@ -1,6 +1,6 @@
 """Stage module: a stage as one nn.Module, for wrappers that act on a whole module, such as ``fully_shard``.
 
-The stage module holds the layers under their qualified names. A call of this module runs the layers as the
+The stage module holds the layers under their qualified names. Calling this module runs the layers as the
 model's code does. The pipeline runs the stage by calling the module that ``wrap`` returned, so the hooks of that module
 see the stage's tensors.
 """
@@ -53,7 +53,7 @@ class StageModule(nn.Module):
         return self._turn(*args, **kwargs)
 
     def run(self, module: nn.Module, turn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Call ``module``, which must call this stage module exactly once. That call runs ``turn``."""
+        """Call ``module``, which must call this stage module exactly once. The stage module then calls ``turn``."""
         turns = []
 
         def once(*args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Whole layers: the modules of a model that are never cut, by the user's choice or because of their code."""
+"""Whole layers: the modules of a model that are never cut, because the user chose them or because of their code."""
 
 from collections.abc import Callable, Collection, Mapping
 from typing import Any

@@ -54,7 +54,10 @@ def checkpoint(path: Path, *, tensors: bool) -> None:
 
 
 def _contents(manifest: Manifest, folder: Path) -> list[Any]:
-    """Check all files, and return the values of each part of the checkpoint. Raises DamagedCheckpointError."""
+    """Check all files, and return the values of each part of the checkpoint.
+
+    Raises DamagedCheckpointError if a file is missing or damaged.
+    """
     paths = [manifest.check(folder, name) for name in sorted(manifest.files)]
     return [parsed(path.read_bytes(), path)["values"] for path in paths if path.suffix == ".json"]
 

@@ -78,7 +78,7 @@ def _shape_options(command: _Command) -> _Command:
 
 
 def _cost_options(command: _Command) -> _Command:
-    """Add the options for times and links. A time applies to every rank; options are named after fields of Costs."""
+    """Add the options for times and links, named after fields of Costs. Each time applies to every rank."""
     share = "Seconds for the {} of one micro-batch on a rank, divided equally among the rank's chunks."
     work = {"forward": "forward", "input_grad": "input gradients", "weight_grad": "weight gradients"}
     texts = {name: share.format(words) for name, words in work.items()}
@@ -118,7 +118,7 @@ def _simulate(
     collectives: Mapping[str, Any] = MappingProxyType({}),
     **rank_costs_s: float,
 ) -> Trace:
-    """Simulate a program with times that are given for whole ranks.
+    """Simulate a program, given times per rank instead of per stage.
 
     Each of ``rank_costs_s`` is a rank's time for one micro-batch. It is divided equally among the rank's stages that
     the micro-batch passes through. ``collectives`` holds the costs of reductions and gathers, as fields of Costs.

@@ -42,7 +42,7 @@ __all__ = ["graph", "report", "tune"]
 )
 @click.option("--width", type=click.IntRange(min=20), help="Width of the text in columns.  [default: the terminal's]")
 def report(plan: Path, trace: Path | None, *, output: tuple[Path, ...], width: int | None) -> None:
-    """Explain PLAN, a file written by Plan.save: show its stages, lower bound, predicted step and the compared plans.
+    """Explain PLAN, a file written by Plan.save: its stages, lower bound, predicted step time and alternatives.
 
     TRACE is a measured step, saved by Trace.to_chrome or as the JSON of Trace.to_dict. With TRACE, the report also
     compares the predicted and measured times of each stage. Without -o, the report is printed to the terminal, in

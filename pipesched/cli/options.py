@@ -1,4 +1,4 @@
-"""Options: types and defaults of the options of ``pipesched``, and helpers that read and write files."""
+"""Options: the types and defaults of command-line options, and helpers that read and write files."""
 
 import re
 from collections.abc import Callable

@@ -118,7 +118,7 @@ class Replicas:
         }
 
     def lines(self, program: Program, trace: Trace) -> Iterator[str]:
-        """Yield lines of text about the mesh axes, the bytes sent to other replicas, and how many transfers are hidden.
+        """Yield lines of text about the mesh axes, the bytes sent to other replicas, and the time of collectives.
 
         Yields nothing if there is only one replica.
         """

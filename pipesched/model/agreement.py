@@ -32,9 +32,9 @@ def facts_of_model(model: nn.Module) -> dict[str, str]:
 def modes_of_model(model: nn.Module, *, whole: bool) -> dict[str, str]:
     """Return the training modes of the model and of its modules without tensors. They must be the same on all ranks.
 
-    The mode of any other module matters only on the rank that runs it, so each rank can set it separately. With
-    ``whole``, only the mode of the model as a whole is returned, because ``wrap=`` may have added different modules on
-    each rank.
+    The mode of any other module matters only on the rank that runs it, so each rank can set it separately. If
+    ``whole`` is True, only the mode of the model itself is returned, because ``wrap=`` may have added different modules
+    on each rank.
     """
     modes = {"the training mode of the model": str(model.training)}
     for name, module in () if whole else model.named_modules():
@@ -44,7 +44,7 @@ def modes_of_model(model: nn.Module, *, whole: bool) -> dict[str, str]:
 
 
 def form_of_sample(sample: Any) -> str:
-    """Describe the shapes and dtypes of a sample's tensors, and its plain values, as text."""
+    """Describe a sample as text: the shapes and dtypes of its tensors, and its plain values."""
     leaves = pytree.tree_leaves(opened(sample))
     forms = [
         f"{str(leaf.dtype).removeprefix('torch.')} {list(leaf.shape)}" if isinstance(leaf, Tensor) else repr(leaf)
@@ -55,7 +55,7 @@ def form_of_sample(sample: Any) -> str:
 
 
 def differences(facts: Sequence[Facts]) -> str:
-    """Describe, for each rank whose facts differ from those of rank 0, the first few differences."""
+    """For each rank whose facts differ from those of rank 0, describe the first few differences."""
     return "; ".join(_of_rank(rank, own, facts[0]) for rank, own in enumerate(facts) if own != facts[0])
 
 

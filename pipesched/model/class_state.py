@@ -39,7 +39,10 @@ ClassState = Mapping[ClassAttribute, _Held]
 
 
 class _Contents:
-    """A tensor's values. Comparisons check version and bits, because writes through ``.data`` keep the version."""
+    """A tensor's values.
+
+    Comparisons check the bits as well as the version, because writes through ``.data`` do not change the version.
+    """
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor
@@ -80,7 +83,7 @@ def _held(value: Any) -> _Held:
 def _form(value: Any, *, inside: bool = True) -> Any:
     """Return a key for comparisons: two values have equal keys if a forward would find no difference between them.
 
-    With ``inside``, containers are compared by their contents, otherwise by identity.
+    If ``inside`` is True, containers are compared by their contents, otherwise by identity.
     """
     if isinstance(value, Tensor):
         return _Contents(value)
@@ -113,7 +116,7 @@ def changed_classes(
 
     Args:
         model: the user's module.
-        before: the class state before the forward that has just run.
+        before: the class state before the first forward, which has already run.
         sample: the arguments (args, kwargs) of the forward.
         forward: the function that runs another forward.
 

@@ -156,7 +156,7 @@ class Initial:
         return given
 
     def _state(self) -> dict[str, Tensor]:
-        """Return the tensors of the model's state dict, not detached. A tied tensor appears under all its names."""
+        """Return the tensors of the model's state dict, without detaching them. Tied tensors appear under all names."""
         state = self._model.state_dict(keep_vars=True)
         return {name: tensor for name, tensor in state.items() if isinstance(tensor, Tensor)}
 
@@ -216,8 +216,8 @@ class Initial:
     def _drawn(self, unit: "_Unit") -> list[tuple[str, Tensor, Tensor]]:
         """Run the initialization code of a unit's modules, while all other tensors are on the meta device.
 
-        A unit is a set of modules that are filled together. The random numbers do not depend on which other units this
-        rank fills.
+        A unit is a set of modules that are filled together. Its random numbers do not depend on which other units
+        this rank fills.
 
         Returns:
             (name, tensor, values) for each tensor of the unit.

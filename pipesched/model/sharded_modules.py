@@ -1,9 +1,9 @@
 """Sharded modules: the modules of a stage whose weights ``fully_shard`` (FSDP2) has divided among several processes.
 
 By itself, FSDP2 gathers the weights for each forward and backward, and reduces the gradients in each backward. A step
-of m micro-batches then gathers each module about 2m times, and reduces its gradients m times. With ShardedModules, a
-run gathers each module once, before its first forward. A step reduces each module's gradients once, after the last
-backward of the stage.
+of m micro-batches then gathers each module's weights about 2m times, and reduces its gradients m times. With
+ShardedModules, a run gathers each module's weights once, before its first forward. A step reduces each module's
+gradients once, after the last backward of the stage.
 """
 
 import sys
@@ -24,7 +24,8 @@ class ShardedModules:
     Args:
         roots: the sharded modules that are not inside another sharded module.
         device: the device of the stage.
-        once: whether a run gathers and reduces each module once. If False, each module's FSDP2 flags decide when.
+        once: whether a run gathers each module's weights and reduces its gradients only once. If False, each module's
+            FSDP2 flags decide when to gather and reduce.
 
     """
 
@@ -61,7 +62,7 @@ class ShardedModules:
 
     @property
     def once(self) -> bool:
-        """Whether a run gathers and reduces each module once."""
+        """Whether a run gathers each module's weights and reduces its gradients only once."""
         return self._once
 
     def largest_unit(self) -> int:
@@ -173,7 +174,7 @@ class ShardedModules:
         return (parameter for root in self._roots for parameter in root.parameters())
 
     def _pass(self, root: Any) -> None:
-        """Run an empty backward pass through a module's hooks, after which FSDP2 sums or reduces all gradients."""
+        """Run an empty backward pass through a module's hooks, so that FSDP2 sums or reduces all gradients."""
         start: Tensor = torch.zeros((), device=self._device, requires_grad=True)
         root.pipesched_pass(start).backward()
 

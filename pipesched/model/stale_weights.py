@@ -185,7 +185,7 @@ def release_model(model: nn.Module) -> None:
 
 
 def check_not_stale(model: nn.Module) -> None:
-    """Raise ExecutionError for a model with stale weights."""
+    """Raise ExecutionError if the model has stale weights."""
     hook = _hook_on(model)
     if hook is not None:
         hook.refuse("the model's layers were about to be measured or used in a second pipeline")
@@ -194,7 +194,7 @@ def check_not_stale(model: nn.Module) -> None:
 class StaleGuard:
     """Registers, checks and removes the hooks for one pipeline. Pipelines with the same placement share the hooks.
 
-    ``roots`` maps name prefixes to modules, the model first.
+    ``roots`` maps name prefixes to modules; the model comes first.
     """
 
     def __init__(self, roots: Mapping[str, nn.Module]) -> None:

@@ -229,7 +229,9 @@ def _written(operator: Any) -> tuple[tuple[int, str], ...]:
 
 @contextmanager
 def _bits_kept(tensors: Iterable[Tensor], copied: Iterable[Tensor] = ()) -> Iterator[list[Tensor]]:
-    """Restore the bits of tensors after the ``with`` block. Yields a list to which the written tensors are then added.
+    """Restore the bits of tensors after the ``with`` block.
+
+    Yields a list that, after the block, holds the tensors that were written to.
 
     Tensors in ``copied`` are copied beforehand, so writes by any thread are undone. Other tensors are copied just
     before an operation of this thread writes to them.
@@ -298,7 +300,7 @@ def _modes_kept(held: Iterable[Any]) -> Iterator[None]:
 
 @contextmanager
 def untouched(model: nn.Module, mode: bool) -> Iterator[list[Tensor]]:
-    """Set the model's mode, then restore attributes, modes, weights, buffers and random state after the ``with`` block.
+    """Set the model's mode. After the ``with`` block, restore attributes, modes, weights, buffers and random state.
 
     Yields a list that, after the block, holds the weights and buffers that were written to or replaced. Buffers are
     copied beforehand. A weight is copied only when this thread writes to it.
@@ -351,7 +353,7 @@ def set_aside(*roots: Any) -> Iterator[None]:
 def no_graph(model: nn.Module) -> Iterator[None]:
     """Enable grad mode in the ``with`` block, but set ``requires_grad`` of all parameters to False.
 
-    The model's code sees the grad mode of training, and forwards save nothing for a backward pass.
+    Grad mode is enabled as in training, but forwards save nothing for a backward pass.
     """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     try:

@@ -156,7 +156,7 @@ class Ties:
         return tie.leaves[places[0]] if tie and places else parameter
 
     def refresh(self) -> None:
-        """Before a run, send tied weights from the rank of their first use to the other ranks, and update the leaves.
+        """Before a run, send each tied weight from the rank of its first use to the other ranks, and update the leaves.
 
         Collective.
         """
@@ -175,9 +175,9 @@ class Ties:
 
     @contextmanager
     def delivering(self) -> Iterator[None]:
-        """After a successful run, send tied weights' gradients to the rank of the first use, and add them to ``.grad``.
+        """After the ``with`` block, add the gradients of tied weights to ``.grad`` on the rank that uses them first.
 
-        Collective.
+        Does nothing if the block raises an error. Collective.
         """
         yield
         pairs = [(tie, rank) for tie in self._all.values() for rank in tie.others()]

@@ -50,8 +50,9 @@ class ActivationOption:
 def with_copies(forward: Any, ticks: Any, copies: Any) -> Any:
     """Return the ticks that a stage takes for one micro-batch, including copies to the host and back.
 
-    Each copy overlaps with one compute action. In 1F1B the copy to the host overlaps with a B and the copy back with a
-    forward; in GPipe it is the other way round. Together, the action and the copy take the longer of their two times.
+    Each copy overlaps with one compute action. In 1F1B the copy to the host overlaps with a backward, and the
+    copy back overlaps with a forward; in GPipe it is the other way round. An action and the copy that overlaps with it
+    together take the longer of their two times.
 
     Args:
         forward: the ticks of the layers' forwards, as a number or an array.

@@ -163,7 +163,7 @@ class Chain:
         return Fails(following) if state is None else self._reached(state, reached, bound)
 
     def _costs(self, index: int, starts: Bools) -> Ints:
-        """Return, for each cut, the least cost of a slot's stage that ends at the cut, over all possible starts.
+        """For each cut, return the least cost, over all possible starts, of a slot's stage that ends at this cut.
 
         ``starts`` is a mask of the cuts at which the stage can start.
         """

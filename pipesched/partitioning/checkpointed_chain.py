@@ -124,7 +124,7 @@ class CheckpointedChain:
         return slot.stage >= self._line_up.skippable
 
     def _single(self, slot: Slot) -> list[int]:
-        """Return, for each block, the ticks of a stage with only this block. An extra last entry is their maximum."""
+        """For each block, return the ticks of a stage with only this block. The maximum is appended to the list."""
         if not self._alone[slot.stage]:
             kinds = [tuple(self._held(slot, block, block + 1)) for block in range(self._end)]
             ticks = {kind: self.knapsack.least(kind, slot.limit, slot.speed) for kind in {*kinds}}
@@ -180,7 +180,7 @@ class CheckpointedChain:
         return min((ticks for ticks in tolls if ticks > bound), default=INFINITE)
 
     def _allowed(self, ends: list[Run], bound: int) -> list[Run]:
-        """Return the runs without the cuts whose transfer time exceeds the bound."""
+        """Remove the cuts whose transfer time exceeds the bound, and return the runs that remain."""
         if len(self._toll) == 1:
             return ends
         return _joined([(e, e) for first, last in ends for e in range(first, last + 1) if self._toll[e] <= bound])
@@ -206,7 +206,7 @@ class CheckpointedChain:
         return Found(bottleneck=max(times), order=self._order, ends=ends, slots=slots)
 
     def settled(self, found: Found) -> Found:
-        """Return the partition with the same bottleneck as ``found`` and the least total time.
+        """Return the partition that has the shortest total time and the same bottleneck as ``found``.
 
         On ties, the times of the stages are as even as possible. The result includes the option of each layer. If
         ``found`` has fewer stages than possible, its cuts are kept.

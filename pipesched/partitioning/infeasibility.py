@@ -144,7 +144,7 @@ def _more_ranks(request: Request) -> str:
 
 
 def _pins(request: Request) -> tuple[str, str, str]:
-    """Return three parts of the error for pins that no partition satisfies: what is divided, requirements, and remedy.
+    """Return three parts of the error for pins that cannot be satisfied: the task, the requirements and the remedy.
 
     The option ``exactly`` counts as one of the requirements.
     """

@@ -1,4 +1,4 @@
-"""Interleaving: chooses cuts for ranks with several stages, to minimise the time of the busiest rank by descent.
+"""Interleaving: chooses cuts for ranks with several stages, using descent to minimise the busiest rank's time.
 
 The descent starts from the cuts that minimise the time of the slowest stage, and from cuts that divide the work evenly.
 It moves one cut at a time to the position at which the busiest rank takes the least time, until no move helps. Of
@@ -33,7 +33,7 @@ def solved(problem: Problem, most_ideals: int) -> Solution:
     """Find the partition with the smallest bottleneck.
 
     For ranks with several stages, only the starting point is found by an exact search. The descent from this point may
-    end above the lower bound.
+    end with a bottleneck above the lower bound.
     """
     slots = problem.line_up.slots
     if not problem.line_up.shares_ranks:
@@ -71,7 +71,8 @@ def _with_choices(problem: Problem, begin: Solution) -> Found | None:
 def _begins(problem: Problem, begin: Solution, count: int) -> Iterator[tuple[list[int], list[int]]]:
     """Yield the starting points of the descent: each consists of an order of the blocks and the cuts of this order.
 
-    The cuts minimise the time of the slowest stage. Without pins, there are also cuts that divide the work evenly.
+    The cuts minimise the time of the slowest stage. If there are no pins, this function also yields
+    cuts that divide the work evenly.
     """
     in_order = list(range(len(problem.blocks)))
     if begin.found and problem.pins:
@@ -175,7 +176,7 @@ class _Descent:
         return memory[end] - memory[begin]
 
     def _pay(self, index: int, times: int) -> None:
-        """Add the transfer time at a cut, multiplied by ``times`` (1 or -1), to the ranks or the link of this cut."""
+        """Add the transfer time at a cut, multiplied by ``times`` (1 or -1), to both ranks' loads or the link time."""
         before = self._slots[index - 1].rank
         after = self._slots[index].rank
         toll = times * self._toll[self.cuts[index]] if before != after else 0

@@ -102,7 +102,7 @@ class Knapsack:
         return self._least[key]
 
     def chosen(self, items: Sequence[int], limit: int | None, speed: Fraction) -> list[ActivationOption]:
-        """Choose an option for each item so that the total time is shortest.
+        """Choose an option for each item so as to minimise the total time.
 
         If only some of several identical items need to be recomputed, the first ones are chosen.
         """
@@ -173,7 +173,7 @@ class Knapsack:
         return front
 
     def _with(self, front: _Front, options: _Options, working: int) -> _Front:
-        """Extend a front by one more item with these options."""
+        """Return the front that results from adding an item with these options."""
         rows = [(at, held, c) for at, (held, c) in enumerate(options) if c.working_bytes <= working]
         size = len(front.held)
         held = np.concatenate([front.held + more for _, more, _ in rows])

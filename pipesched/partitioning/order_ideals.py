@@ -184,7 +184,7 @@ class _Growth:
         return bool((_with(level.members[rows], new) == members[child]).all())
 
     def _again(self, level: _Level) -> tuple[Ints, Ints, Ints, _Level]:
-        """Make the next level again with new keys, because two ideals got the same key (in about 1 of 10^8 graphs)."""
+        """Make the next level again with new keys, because two ideals got the same key (about 1 in 10^8 graphs)."""
         self._seed += 1
         self._new_keys(len(self._keys))
         level.keys = np.array(

@@ -80,7 +80,7 @@ class Partition:
 
     @property
     def proved(self) -> bool:
-        """Whether the partition is proved to be optimal: no other has a smaller bottleneck."""
+        """Whether it is proved that no other partition has a smaller bottleneck."""
         return self.bottleneck_s <= self.lower_bound_s
 
     @property

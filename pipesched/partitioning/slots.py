@@ -53,8 +53,8 @@ class Slot:
     def weighed(self, cuts: Cuts, toll: Toll) -> tuple[Ints, Ints]:
         """Return two cost terms for each cut: one for a stage that ends at the cut, one for a stage that starts at it.
 
-        The end term at a stage's end minus the start term at its start is the stage's time in ticks, multiplied by
-        ``speed.numerator``.
+        Subtract the start term at the cut where a stage starts from the end term at the cut where it ends. The result
+        is the stage's time in ticks, multiplied by ``speed.numerator``.
         """
         work = cuts.work * self.speed.denominator
         paid = toll.ticks * self.speed.numerator if toll.blocking else np.zeros(1, np.int64)
@@ -125,7 +125,7 @@ def fixed_order(ranks: Sequence[Rank], in_flight: Sequence[int], *, exactly: boo
         ranks: the ranks in stage order.
         in_flight: the number of micro-batches in flight on each stage.
         exactly: whether every stage must have a layer.
-        pinned: the number of stages, counted from stage 0, that must have a layer.
+        pinned: stages 0 to ``pinned - 1`` must have a layer.
 
     """
     slots = tuple(

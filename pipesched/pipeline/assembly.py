@@ -193,7 +193,7 @@ class Assembly:
 
     @property
     def zero(self) -> int:
-        """The data that replicas divide. 0: none, 1: optimizer states, 2: also summed gradients, 3: also weights."""
+        """The data divided among replicas: 0 none, 1 optimizer states, 2 also summed gradients, 3 also weights."""
         return self._spec.zero
 
     @property
@@ -280,9 +280,9 @@ class Assembly:
     def _check_reached(self) -> None:
         """Check that no layer uses a parameter of another rank without receiving it as an input.
 
-        A layer can reach such a parameter through a module or a reference. Then this method raises GraphError: the
-        parameter would be stale or on another device, and its gradient would not reach the rank that holds the
-        parameter. If both ranks share a device and a process, this method only issues a warning.
+        Raises GraphError if a layer reaches such a parameter through a module or a reference, because the parameter
+        would be stale or on another device, and its gradient would not reach the rank that holds the parameter. If both
+        ranks share a device and a process, this method only issues a warning.
         """
         host = self._host
         placement = self.program.placement

@@ -144,7 +144,8 @@ class AutoPlan:
     def _profile(self, rows: int, measured: Callable[[], Mapping[str, LayerCosts]], *, several: bool) -> Profile:
         """Return the given profile, or measure the layers.
 
-        With ``several``, the layers are measured with micro-batches of several sizes, otherwise with the sample only.
+        If ``several`` is True, the layers are measured with micro-batches of several sizes, otherwise only with the
+        sample.
         """
         if self.search.profile is not None:
             known = as_profile(self.search.profile)
