@@ -17,7 +17,7 @@ __all__ = ["OpenPass", "attach", "deliver_input_grads"]
 
 @dataclass
 class OpenPass:
-    """A batch whose forward passes have run, and whose backward passes have not."""
+    """A batch whose forward passes have run and whose backward passes have not yet run."""
 
     batch: Batch
     step_data: StepData
@@ -27,7 +27,7 @@ class OpenPass:
     def backward(self, grads: tuple[Tensor | None, ...]) -> list[Tensor | None]:
         """Run the pipeline's backward passes, given the gradients of the whole batch's outputs.
 
-        Returns the gradients of the inputs that require one, ordered by micro-batch.
+        Returns the gradients of the inputs that require gradients, ordered by micro-batch.
         """
         outputs = [self.step_data.outputs[microbatch].wanted for microbatch in range(len(self.batch.rows))]
         columns = [
@@ -53,7 +53,7 @@ class OpenPass:
         return sum(first.needs_grad[: first.places[places[0]]]) if places else None
 
     def _cut(self, grad: Tensor | None, pieces: tuple[Tensor, ...], *, loss: bool) -> Gradients:
-        """Split the gradient of one output of the whole batch by micro-batch: the inverse of ``Batch.gathered``."""
+        """Split the gradient of a whole-batch output into one part per micro-batch. Inverse of ``Batch.gathered``."""
         if grad is None:
             return (None,) * len(pieces)
         if loss and self.weighting is not None:  # a factor of 0 gives None, because the loss may be 0 / 0
@@ -72,7 +72,7 @@ def _beside(grad: Tensor | None, tensor: Tensor) -> Tensor | None:
 
 
 def attach(opened: OpenPass) -> Any:
-    """Return the output of the whole batch. A backward from this output runs the pipeline's backward passes."""
+    """Return the output of the whole batch. Calling ``backward()`` on it runs the pipeline's backward passes."""
     outputs = [opened.step_data.outputs[microbatch] for microbatch in range(len(opened.batch.rows))]
     whole = Payload.of(opened.batch.gathered([output.value for output in outputs], opened.weighting))
     whole = replace(
@@ -87,9 +87,9 @@ def attach(opened: OpenPass) -> Any:
 
 
 def _firsts(whole: Payload, pattern: Payload) -> tuple[Any, ...]:
-    """Return, for each leaf of ``pattern``, the leaf of ``whole`` at the same place.
+    """For each leaf of ``pattern``, return the leaf of ``whole`` at the same position.
 
-    If a leaf of ``pattern`` occurs at several places, the first place is used.
+    If a leaf of ``pattern`` occurs at several positions, the first one is used.
     """
     return tuple(whole.leaves[whole.places[pattern.places.index(leaf)]] for leaf in range(len(pattern.leaves)))
 
@@ -109,7 +109,7 @@ def deliver_input_grads(batch: Batch, step_data: StepData) -> None:
 
 
 class _Through(torch.autograd.Function):
-    """The autograd node between the caller's graph before the inputs and the caller's graph after the outputs.
+    """The autograd node that connects the pipeline's inputs to its outputs in the caller's graph.
 
     The backward of this node runs the backward passes of the pipeline.
     """

@@ -1,4 +1,4 @@
-"""Construction: the steps that build a Pipeline: choose a plan, make its programs, cut the model, start the ranks."""
+"""Construction: builds a Pipeline by choosing a plan, making its programs, cutting the model and starting the ranks."""
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
@@ -52,8 +52,8 @@ def facts_of(model: nn.Module, call: Any, options: Mapping[str, Any]) -> dict[st
 
     Args:
         model: the user's module.
-        call: the (args, kwargs) of the sample.
-        options: the arguments of Pipeline by name. Functions and modules are compared by their names.
+        call: the sample, as (args, kwargs).
+        options: the arguments of Pipeline, keyed by name. Functions and modules are compared by their names.
 
     """
     said = {f"{name}=": _in_words(value) for name, value in options.items()}
@@ -96,8 +96,8 @@ def choose_plan(
         book: the known costs of layers and devices.
 
     Returns:
-        The plan (None if there was no search and the user gave no plan), and the request, which reproduces the plan if
-        there is one.
+        The plan and a request that reproduces it; or None and the unchanged ``request``, if the user gave no plan and
+        there was no search.
 
     """
     if auto_plan.is_wanted(request, plan):
@@ -139,10 +139,10 @@ def start(
         spec: the model and the user's options for its stages.
         host: the host of the ranks.
         book: the known costs of layers and devices.
-        splitter: splits batches; this function sets its number of micro-batches.
+        splitter: splits batches. This function sets the splitter's number of micro-batches.
         plan: the plan to run; None to follow the request.
         request: the schedule, boundaries and similar choices.
-        agreed: further values that must be identical in all processes.
+        agreed: other values that must be identical in all processes.
 
     """
     programs = checked_programs(request, host, spec)

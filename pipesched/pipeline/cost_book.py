@@ -42,7 +42,7 @@ def replica_costs(grid: RankGrid, zero: int, links: Links | None) -> ReplicaCost
 
     Args:
         grid: the ranks of each replica.
-        zero: the data that is split across the replicas, as in `Distributed`.
+        zero: which data is split across the replicas: a number from 0 to 3, as in `Distributed`.
         links: the links between the ranks of all replicas, if they are known.
 
     """
@@ -64,7 +64,7 @@ class CostBook:
         model: the user's model.
         layered: the model's layers.
         loss_fn: the loss function; its memory is added to the costs of the last layer.
-        guard: the StaleGuard, which is lifted while the layers are measured.
+        guard: the StaleGuard, which lets the code that measures the layers read the model.
         devices: one device per rank, including devices that the plan leaves unused.
         intra_op_threads: the number of CPU threads per rank.
         links: the measured links between all ranks, if any.
@@ -120,10 +120,10 @@ class CostBook:
         return self._replicas.gathering(once=programs.gather_once is not False)
 
     def measured(self, *, crowds: bool = False) -> dict[str, LayerCosts]:
-        """Return the layers' costs, keyed by layer. The first call measures the layers; no step may be running then.
+        """Return the layers' costs, keyed by layer. The first call measures the layers; no step may run meanwhile.
 
         Args:
-            crowds: whether to also measure how much longer layers take while another rank of this process computes.
+            crowds: whether to also measure how much longer a layer takes while another rank of this process computes.
 
         """
         if self.layers is None:
@@ -155,7 +155,7 @@ class CostBook:
         return self.size_fit.scaled(self.measured(), self.planned, size)
 
     def treated(self, programs: ProgramFactory) -> dict[str, LayerCosts]:
-        """Return each layer's costs with the checkpointing that these programs use, keyed by layer."""
+        """Return the layers' costs under these programs' checkpointing, keyed by layer."""
         return treated(self.measured(), programs.checkpoint)
 
     def stage_costs(

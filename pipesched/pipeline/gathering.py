@@ -143,7 +143,7 @@ def _check_target(rank: Any, asked: Sequence[Any], num_ranks: int) -> range:
 
 
 def _misfit(rank: int, tensors: Mapping[str, Tensor], shares: Sequence[_Share], ranks: Sequence[int]) -> str | None:
-    """Return the reason why the tensors of ``ranks`` do not fit the model of ``rank``; None if the tensors fit."""
+    """Return why the tensors of ``ranks`` do not fit the model of ``rank``; None if they fit."""
     sent = {name: (own, shape) for own, share in zip(ranks, shares, strict=True) for name, (shape, _) in share.items()}
     for name, (source, shape) in sent.items():
         if name not in tensors:

@@ -42,7 +42,7 @@ class MemoryForecast:
         running: the running plan.
         book: the known costs of layers and devices.
         spec: the model and its loss.
-        guard: the StaleGuard, which is lifted while the stages are measured.
+        guard: the StaleGuard, which lets the code that measures the stages read the model.
         limits: the maximum number of bytes that each rank may hold, or None if there is no limit.
 
     """
@@ -187,9 +187,10 @@ class MemoryForecast:
         )
 
     def _with_shards(self, costs: Costs) -> Costs:
-        """Return the costs, including the shards of ``fully_shard`` that a rank holds in addition to the full weights.
+        """Return the costs, adjusted for weights that are sharded with ``fully_shard``.
 
-        A step holds the full weights from its start until their gradients have been reduced.
+        A rank always holds its shards. From the start of a step until the gradients have been reduced, it also holds
+        the full weights. Optimizer states exist only for the shards.
         """
         shares = [self._shard_share(stage) for stage in range(costs.num_stages)]
         return replace(
@@ -204,7 +205,7 @@ class MemoryForecast:
         )
 
     def _shard_share(self, stage: int) -> float:
-        """Return the fraction of a stage's weights that this process's shards hold; 1 if the weights are not sharded.
+        """Return the fraction of a stage's weights that one shard contains; 1 if the weights are not sharded.
 
         A stage of another process is assumed to be sharded like those of this process.
         """
@@ -216,7 +217,7 @@ class MemoryForecast:
         return sum(local(p).nbytes for p in parameters) / sum(p.numel() * p.element_size() for p in parameters)
 
     def _others_weights(self, stage: int) -> int:
-        """Return the size in bytes of those rows of a stage's weights that other replicas hold between steps."""
+        """Return how many bytes of a stage's weights only other replicas hold between steps."""
         assembly = self._running.assembly
         shards = self._shards(stage)
         if assembly.zero < 3 or shards is None:
@@ -300,7 +301,7 @@ class MemoryForecast:
 
 
 def _with_losses(costs: Costs, program: Program, *, known: bool) -> Costs:
-    """Return the costs with the memory of the micro-batches' losses, which are kept until the step ends.
+    """Return the costs plus the memory of the micro-batches' losses, which are kept until the step ends.
 
     Args:
         costs: the stages' costs.

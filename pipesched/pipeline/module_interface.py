@@ -57,7 +57,10 @@ class ModuleInterface:
         return self._roots
 
     def _whole_weights(self, method: str) -> AbstractContextManager[None]:
-        """Return a context in which this process holds its stages' full weights, which ``method`` needs."""
+        """Return a context manager within which this process holds the full weights of its stages.
+
+        ``method`` is the public method that needs the weights.
+        """
         return nullcontext()
 
     def named_modules(self) -> Iterator[tuple[str, nn.Module]]:
@@ -266,5 +269,5 @@ def _is_empty(value: Any) -> bool:
 
 
 def _tensors_in(module: nn.Module, ids: set[int]) -> list[str]:
-    """Return the names of a module's parameters and buffers that have one of these ids."""
+    """Return the names of the parameters and buffers whose ``id()`` is in ``ids``."""
     return [name for name, tensor in (*module.named_parameters(), *module.named_buffers()) if id(tensor) in ids]

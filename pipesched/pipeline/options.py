@@ -88,9 +88,9 @@ class Numerics:
         split_dims: the dimension along which arguments are split into micro-batches: one number for all arguments, a
             sequence, or a dict by position or keyword (including "target" and "output"). An argument with None in place
             of a dimension is not split. Default: 0.
-        loss_weight: a function that maps a micro-batch's target (its inputs if there is no target) to its weight in the
-            loss. Default: the micro-batch's number of rows, or the number of labels over which a torch.nn loss or the
-            model's own loss averages.
+        loss_weight: a function that maps the target of a micro-batch (the inputs if there is no target) to the weight
+            of the micro-batch in the loss. Default: the micro-batch's number of rows, or the number of labels over
+            which a torch.nn loss or the model's own loss averages.
         loss_reduction: how loss_fn reduces over rows, "mean" or "sum". Default: the ``reduction`` of a torch.nn loss,
             else "mean".
         batch_norm: when BatchNorm updates its running statistics: after each "micro-batch", or once per "mini-batch",
@@ -244,17 +244,18 @@ class Distributed:
             rank passes a batch; the others call ``step()``, ``evaluate()`` and ``forward()`` without one. Default:
             "all".
         timeout: the number of seconds that a rank waits for another rank. Default: 60.
-        zero: with ``optimizer=`` and several replicas, the data that is split across the replicas. With 1, each replica
+        zero: with ``optimizer=`` and several replicas, which data is split across the replicas. With 1, each replica
             updates its own part of every stage's weights, and holds the optimizer states of that part only. With 2, it
             also keeps only that part of the summed gradients. With 3, it also holds only that part of the weights
             between steps; a step gathers the weights of a stage before they are used, and frees them afterwards.
             Default: 0 (nothing is split).
         gather_once: whether a step gathers sharded weights once and keeps them until the last backward of their stage.
             If False and ``zero=3``, a step frees the weights of a stage while other stages of its rank run, and gathers
-            them again. For modules that ``wrap=`` shards with ``fully_shard``, True also reduces the gradients only
-            once; with False, the modules' own flags decide: by default, each forward and backward of a micro-batch
-            gathers the weights, and each backward reduces the gradients. False takes longer but needs less memory.
-            Default: None (True, unless ``zero=3`` and only False stays within ``memory_limit_bytes``).
+            them again. For modules that ``wrap=`` shards with ``fully_shard``, the gradients are also reduced only once
+            if this is True. If it is False, the modules' own flags apply; by default, the weights are gathered in each
+            forward and backward of a micro-batch, and the gradients are reduced in each backward. False takes longer
+            but needs less memory. Default: None (True, unless ``zero=3`` and only False stays within
+            ``memory_limit_bytes``).
 
     Raises:
         InputError: zero is unknown.

@@ -356,7 +356,7 @@ class Pipeline(SavingInterface):
             microbatches: in place of inputs and target, the batch as a list of `Microbatch` objects, whose shapes may
                 differ. The list can have any length, unless the program fixes the number of micro-batches.
                 Default: None (the batch is split).
-            metrics: ``metrics(outputs, target)`` -> a dict of named scalars (numbers or tensors of shape []) of one
+            metrics: ``metrics(outputs, target)`` -> a dict of named scalars (numbers or tensors of shape []) for one
                 micro-batch, called without gradients on the rank that has the outputs. ``pipe.metrics`` holds the
                 averages of these scalars, weighted like the losses. Under a mesh every rank must pass ``metrics``.
                 Default: None.
@@ -672,9 +672,10 @@ class Pipeline(SavingInterface):
             loss = pipe.step(x, target=y, metrics=metrics)
             print(pipe.metrics["accuracy"])
 
-        Each scalar is a detached 0-d tensor (float64 for ``metrics=``), on every rank of a mesh. Reading the dict
-        under a mesh waits for the step's values; reading a value on a GPU waits for the step. With an asynchronous
-        schedule the scalars belong to the step whose loss ``step`` returned last.
+        Each scalar is a detached 0-d tensor (float64 for ``metrics=``), on every rank of a mesh. Under a mesh,
+        reading the dict waits until this rank has received the values. If a value is on a GPU, reading it waits until
+        the step has finished. With an asynchronous schedule, the scalars belong to the step whose loss ``step``
+        returned last.
         """
         return self._steps.metrics.last
 
@@ -683,8 +684,8 @@ class Pipeline(SavingInterface):
         """The measured trace of the last step. On a GPU, reading it waits for the step to end.
 
         Under a mesh the trace holds only this rank's actions; ``gather_trace()`` returns the actions of all ranks. For
-        an asynchronous schedule the trace holds the steps since the last flush, at most the last six; work begun before
-        those steps is not counted as in flight.
+        an asynchronous schedule the trace holds the steps since the last flush, at most the last six; micro-batches
+        that started before those steps are not counted as in flight.
 
         Raises:
             ExecutionError: no step has run under this plan yet.

@@ -108,7 +108,7 @@ class Trial:
 
     @contextmanager
     def _turns(self, plans: Sequence[Plan]) -> Iterator[Callable[[int], Pipeline]]:
-        """Yield a function that maps a plan's number to the pipeline that runs this plan.
+        """Yield a function that maps the index of a plan to the pipeline that runs this plan.
 
         In one process, a single pipeline switches between the plans; over a mesh, every plan has its own pipeline.
         """

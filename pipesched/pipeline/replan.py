@@ -165,7 +165,7 @@ class Replanner:
         self._book.learn(stages, tolerance)
 
     def _refine(self, programs: ProgramFactory, stage_cut: StageCut, update_s: float) -> None:
-        """Move the boundaries of the stage cut wherever that shortens the predicted step.
+        """Move the stage boundaries in ``stage_cut`` wherever that shortens the predicted step.
 
         Starts from the given cut or the running one, whichever has the shorter predicted step.
         """

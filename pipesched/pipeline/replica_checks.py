@@ -150,9 +150,9 @@ def check_tree(model: nn.Module, program: Program, bodies: Sequence[Body], tied:
 
 
 def check_axes(plan: Plan | None, num_ranks: int, num_replicas: int, zero: int) -> None:
-    """Check that a plan for replicas runs with the numbers of replicas and ranks, and the ``zero=``, in the plan.
+    """Check that the numbers of replicas and ranks, and ``zero``, are those for which the plan was made.
 
-    Raises DeviceCountError if the numbers differ, and InputError if ``zero=`` differs.
+    Raises DeviceCountError if a number differs, and InputError if ``zero`` differs. Ignores plans without replicas.
     """
     if not isinstance(plan, Plan) or plan.replication is None:
         return
@@ -190,7 +190,7 @@ def warn_of_written(model: nn.Module, written: Collection[str]) -> None:
 
 
 def _normalises(module: nn.Module) -> bool:
-    """Whether a module has running statistics that the mode "mini-batch" combines."""
+    """Whether a module has running statistics that are combined across replicas with ``batch_norm="mini-batch"``."""
     return _tracks(module) and not isinstance(module, nn.InstanceNorm1d | nn.InstanceNorm2d | nn.InstanceNorm3d)
 
 

@@ -46,7 +46,7 @@ class RunningPlan:
 
     @property
     def program(self) -> Program:
-        """The program for a full batch, created by the schedule or given by the user; not lowered."""
+        """The program for a full batch, before updates, recomputes and transfers are added."""
         return self.assembly.program
 
     @property
@@ -119,7 +119,7 @@ class RunningPlan:
         )
 
     def _memory_of(self, stage: int) -> Any:
-        """Return a key for the memory that a stage uses. All stages on one device of one process have the same key."""
+        """Return a key that is equal for two stages if they share memory, that is, one device of one process."""
         rank = self.program.placement[stage]
         return self.host.devices[rank] if isinstance(self.host, ThreadRanks) else rank
 

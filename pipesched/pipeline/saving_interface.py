@@ -45,7 +45,7 @@ class SavingInterface(ModuleInterface):
         asynchronous: bool = False,
         keep: int | None = None,
     ) -> None:
-        """Save the run. If resumed under any plan, it is bit-identical to a run that never stopped.
+        """Save the run. Resuming it, under any plan, gives results bit-identical to those of a run that never stopped.
 
         ::
 
@@ -109,8 +109,8 @@ class SavingInterface(ModuleInterface):
         Args:
             path: the folder of a checkpoint, or a folder that contains several (see ``keep`` of ``save``); then the
                 newest undamaged checkpoint is loaded.
-            optimizer: the optimizer of ``pipe.parameters()``, or a list or dict of optimizers. Its class must be that
-                of the saved optimizer. The options of each group become those saved for the group's parameters.
+            optimizer: the optimizer of ``pipe.parameters()``, or a list or dict of optimizers. It must be of the
+                same class as the saved optimizer. Each group gets the options that were saved for its parameters.
             scheduler: a learning rate scheduler, a list of schedulers, or a dict of schedulers keyed by stage.
             extra: a dict of objects with ``load_state_dict()``, keyed by name.
 

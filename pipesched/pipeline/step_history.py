@@ -1,4 +1,4 @@
-"""Step history: the traces of a pipeline's last steps, the stage costs measured in these steps, and a prediction."""
+"""Step history: the traces of a pipeline's last steps, the stage costs measured in them, and a prediction."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -28,7 +28,7 @@ class StepHistory:
     def trace(self) -> Trace | None:
         """The trace of the last step in this process; None before the first step.
 
-        For an asynchronous schedule, the trace of the steps since the last flush.
+        For an asynchronous schedule, the trace covers the steps since the last flush.
         """
         running = self._running
         if running.stream is not None:
@@ -53,7 +53,7 @@ class StepHistory:
         return self._with_bound(replace(self.trace_of([]), spans=Spans.of(tuple(spans))))
 
     def steps(self) -> list[Trace]:
-        """Return the traces of the last steps in this process. The first step of the plan can be among them."""
+        """Return the traces of the last steps in this process, which may include the first step of the plan."""
         return [self.trace_of([run]) for run in self._running.runs]
 
     def trace_of(self, runs: Iterable[Timeline], versions: tuple[tuple[int, ...], ...] = ()) -> Trace:

@@ -72,8 +72,8 @@ class StepLog:
             log(pipe.step(x, target=y))
 
     Logging a step reads its trace and simulates a step; on a GPU this waits for the step to end. Steps that are not
-    logged cost nothing. Under a mesh, every rank must call the StepLog, and rank 0 logs the times of all ranks of its
-    replica.
+    logged add no overhead. Under a mesh, every rank must call the StepLog, and rank 0 logs the times of all ranks of
+    its replica.
 
     Args:
         pipe: the pipeline to log.

@@ -1,4 +1,7 @@
-"""Step loss: raises an error if ``backward()`` is called on the loss of a step, which has already run the backward."""
+"""Step loss: raises an error if ``backward()`` is called on the loss that a step returned.
+
+The step has already run the backward pass.
+"""
 
 from typing import Any
 from weakref import ref
@@ -27,4 +30,4 @@ def explain_backward(loss: "ref[Tensor]", *args: Any, **kwargs: Any) -> None:
 
 
 def without_attributes() -> None:
-    """Act as the ``__getstate__`` method of a loss that a step returned: let torch pickle it as a plain tensor."""
+    """Act as the ``__getstate__`` method of a loss that a step returned, so that torch pickles it as a plain tensor."""

@@ -256,7 +256,7 @@ class StepRunner:
         return self._running.splitter.batch(args, kwargs, target, num_replicas=self._running.host.replicas_per_batch)
 
     def _weights_across(self, weights: Sequence[float]) -> list[Sequence[float]]:
-        """Return the loss weights of the micro-batches of each replica; one list if all replicas share one batch."""
+        """Return, for each replica, the loss weights of its micro-batches; one list if all replicas share one batch."""
         host = self._running.host
         if host.replicas_per_batch > 1:
             return [weights]
@@ -385,7 +385,7 @@ class StepRunner:
 
 
 def _last_backward(program: Program, stage: int) -> int | None:
-    """Return the micro-batch of a stage's last B or W; None if the program has neither."""
+    """Return the micro-batch of a stage's last B or W action; None if there is no such action."""
     order = program.orders[program.placement[stage]]
     backwards = (one for one in reversed(order) if one.stage == stage and one.kind in (Kind.B, Kind.W))
     return next((one.microbatch for one in backwards), None)

@@ -254,7 +254,7 @@ def _together(host: MeshRanks, decide: Callable[[Run], Plan], run: Run) -> Plan:
 
 
 def _check_axes(axes: Any, zero: Any, num_ranks: int | None, confirm: int | None) -> None:
-    """Raise InputError for ``zero`` without ``axes``, and for ``axes`` without ``num_ranks`` or with ``confirm``."""
+    """Raise InputError if ``zero`` is set without ``axes``, or ``axes`` with ``confirm`` or without ``num_ranks``."""
     if axes is None and zero != "auto":
         raise InputError(
             f"zero= splits optimizer states across replicas; got zero={zero!r} without axes=; pass axes='auto', or "

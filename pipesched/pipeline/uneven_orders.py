@@ -38,7 +38,7 @@ class UnevenOrders:
         self._limits: dict[str, None] = {} if limited else {"max_in_flight": None}
 
     def of(self, batch: Batch) -> StepPrograms:
-        """Return the programs of a step that runs this replica's part of a batch. Collective over replicas."""
+        """Return the programs of a step on ``batch``, this replica's part of a batch. Collective over replicas."""
         running = self._running
         factory = running.assembly.programs
         sizes = tuple(size.rounded() for size in batch.sizes(look)) if batch.as_given else ()
@@ -55,7 +55,7 @@ class UnevenOrders:
 
 
 def _largest(replicas: Sequence[Sequence[tuple[int, int]]]) -> tuple[Size, ...]:
-    """Return, for each micro-batch, the largest of its sizes in all replicas, because replicas run the same program.
+    """Return, for each micro-batch, its largest size in any replica. All replicas run the same program.
 
     The result is empty if a replica's caller did not cut its batch.
     """

@@ -70,7 +70,7 @@ def taken(alternatives: Iterable[Alternative]) -> Alternative | None:
 
 
 def fastest(alternatives: Iterable[Alternative], label: str) -> Alternative | None:
-    """Return the fastest alternative with this label. A baseline can have one alternative per schedule."""
+    """Return the fastest alternative with this label; None if there is none."""
     labelled = (alternative for alternative in alternatives if alternative.label == label)
     return min(labelled, key=lambda alternative: alternative.step_s, default=None)
 

@@ -213,7 +213,7 @@ def _no_division(request: AxesRequest) -> PartitionError:
 
 
 def _infeasible(request: AxesRequest, searches: Sequence[SearchRequest]) -> Plan:
-    """Search with the most ranks per pipeline. If no plan fits, raise an error that says how much memory is needed."""
+    """Search the division with the most ranks per pipeline. If no plan fits, the error states the memory needed."""
     deepest = searches[-1]
     try:
         return find_plan(deepest)

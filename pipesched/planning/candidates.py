@@ -63,7 +63,10 @@ class Candidate:
 
     @property
     def order(self) -> tuple[int, bool, bool, str, int, int]:
-        """Sort key that puts simpler candidates first: fewer chunks, no split of B, schedules that need no search."""
+        """Sort key that puts simpler candidates first.
+
+        Simpler candidates have fewer chunks, do not split the backward pass, or need no search for an order.
+        """
         return (
             self.schedule.chunks_per_rank,
             self.splits,
@@ -85,7 +88,7 @@ class Candidate:
 
     @property
     def outline(self) -> Program:
-        """A program with the same stages and placement, but in an order that is quick to create."""
+        """A program with the same stages and placement, but with an order of actions that is quick to create."""
         quick = schedules.get("looped-bfs").with_options(chunks_per_rank=self.schedule.chunks_per_rank)
         return replace(quick, placement=lambda *_: self.placement).program(self.num_ranks, self.num_microbatches)
 
@@ -145,7 +148,7 @@ def candidates(
 
 
 def _variants(schedule: Schedule, *, chosen: bool) -> Iterator[tuple[Schedule, bool]]:
-    """For each number of chunks to try, yield the schedule with this number, and whether it splits B into I and W.
+    """For each number of chunks to try, yield the schedule with this number, and whether it splits the backward pass.
 
     If the user has set the number of chunks through ``with_options``, only this number is tried.
     """

@@ -218,7 +218,7 @@ def _alike(one: EvaluatedCandidate, other: EvaluatedCandidate) -> bool:
 
 
 def _fastest(tried: Sequence[_Tried]) -> _Tried:
-    """Return the fastest plan that ran. If several plans are equally fast within noise, choose as a search does."""
+    """Return the fastest plan that ran. If several are equally fast within noise, choose among them with `simplest`."""
     least = min(tried, key=lambda one: one.step_s)
     near = [one for one in tried if not one.is_slower(least)]
     chosen = simplest((one.found, one.expected_s) for one in near)

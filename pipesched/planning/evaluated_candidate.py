@@ -79,14 +79,14 @@ class EvaluatedCandidate:
 
     @property
     def excess_bytes(self) -> tuple[int, ...]:
-        """The number of bytes by which each rank exceeds its limit; () without limits."""
+        """The number of bytes by which each rank exceeds its limit; () if there are no limits."""
         if self.limit_bytes is None:
             return ()
         return tuple(max(0, peak - limit) for peak, limit in zip(self.peak_bytes, self.limit_bytes, strict=False))
 
     @property
     def order(self) -> tuple[Any, ...]:
-        """Sort key: simpler plans first; equally simple plans in ascending order of memory."""
+        """Sort key that puts simpler plans first, and equally simple plans in ascending order of memory."""
         chunks, *others = self.candidate.order
         own = self.replication or Replication()
         return (

@@ -78,7 +78,7 @@ def infeasible(search: SearchRequest, least: int, fitting: "FittingPlans") -> Me
 def _on_the_host(search: SearchRequest, fitting: "FittingPlans") -> str:
     """Return the part of the message that recommends offloading; "" if offloading is already possible or does not help.
 
-    Ignores the time that the copies take.
+    The time that copies to the host take is ignored.
     """
     machine = search.profile.machine
     if machine.on_host or (search.may_offload and search.checkpoint is None):
@@ -170,7 +170,10 @@ def _ranks(search: SearchRequest, fitting: "FittingPlans") -> int | None:
 
 
 def _largest_layer(search: SearchRequest) -> tuple[str, int]:
-    """Return the layer that needs the most bytes when alone on a rank with one micro-batch, and the number of bytes."""
+    """Find the layer that needs the most memory if it is alone on a rank with one micro-batch.
+
+    Returns the layer and the number of bytes that it needs.
+    """
     layers = list(search.pins.layers)
     rows = -(-search.batch_size // max(search.num_microbatches))
     costs = search.profile.costs([[name] for name in layers], rows)
@@ -193,7 +196,7 @@ class FittingPlans:
         self._until = -inf
 
     def any(self, search: SearchRequest) -> EvaluatedCandidate | None:
-        """Return a plan within the limits whose schedule needs little memory; None if none was found."""
+        """Return a plan within the limits, made by a schedule that needs little memory; None if none was found."""
         lean = self.lean(search)
         checkpoint = repr(search.checkpoint)
         if checkpoint not in self._thrifty:
@@ -201,13 +204,13 @@ class FittingPlans:
         return lean.any_that_fits(self._thrifty[checkpoint][:_LOOKED_AT])
 
     def of(self, search: SearchRequest, candidate: Candidate) -> EvaluatedCandidate | None:
-        """Return a plan for this candidate within the limits; None if none was found."""
+        """Return a plan for this candidate; None if none was found that stays within the limits."""
         return self.lean(search).that_fits(candidate)
 
     def others(self, search: SearchRequest) -> list[Candidate]:
         """Return all candidates, starting with the candidates that are likely to need the least memory.
 
-        Also limits the effort for trying these candidates; ``has_time`` says whether any of this effort is left.
+        Also sets how much effort may be spent on trying these candidates; see ``has_time``.
         """
         lean = self.lean(search)
         self._until = self._effort.left - _A_PASS * lean.effort_in_need
@@ -215,7 +218,7 @@ class FittingPlans:
 
     @property
     def has_time(self) -> bool:
-        """Whether any of the effort that ``others`` has granted for trying candidates is left."""
+        """Whether the effort that ``others`` set for trying candidates is not yet used up."""
         return self._effort.left >= self._until
 
     def lean(self, search: SearchRequest) -> LeanCandidates:

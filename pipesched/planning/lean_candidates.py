@@ -44,7 +44,10 @@ class LeanCandidates:
         return filter(self._is_allowed, every)
 
     def _is_allowed(self, candidate: Candidate) -> bool:
-        """Return whether a candidate has the given placement, and room for a micro-batch on each of its stages."""
+        """Return whether a candidate has the requested placement, if there is one, and can obey ``max_in_flight``.
+
+        Each rank must be allowed to hold at least one micro-batch per chunk.
+        """
         limits = self._search.max_in_flight
         if limits is not None and candidate.schedule.chunks_per_rank > min(limits[: candidate.num_ranks]):
             return False
@@ -66,7 +69,7 @@ class LeanCandidates:
         return [evaluated.candidate.schedule for evaluated in found[:1] + thrifty]
 
     def by_thrift(self, every: Iterable[Candidate], thrifty: Sequence[Schedule]) -> list[Candidate]:
-        """Sort candidates by ranks (most first), then by micro-batch size (smallest first), then as in ``thrifty``."""
+        """Sort candidates by number of ranks (descending), micro-batch size (ascending) and place in ``thrifty``."""
         places = thrifty[1:]
 
         def place(each: Candidate) -> int:
@@ -95,7 +98,7 @@ class LeanCandidates:
         return None
 
     def that_fits(self, candidate: Candidate) -> EvaluatedCandidate | None:
-        """Return a plan for this candidate within the limits; None if none was found."""
+        """Return a plan for this candidate; None if none was found that stays within the limits."""
         return next(self._chooser.choices(candidate), None) if self.may_fit(candidate) else None
 
     def _largest(self) -> list[Candidate]:

@@ -58,7 +58,7 @@ class Pins:
 
     @property
     def starts(self) -> dict[str, int]:
-        """The layers that must begin a given stage: name -> stage. Empty if ``boundaries`` is not a mapping."""
+        """The stage that each pinned layer must begin, keyed by layer. Empty if ``boundaries`` is not a mapping."""
         if not isinstance(self.boundaries, Mapping):
             return {}
         places = {_position(name, self.layers): (name, stage) for name, stage in self.boundaries.items()}

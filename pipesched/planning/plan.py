@@ -116,7 +116,7 @@ class Plan:
         return replace(self.program, graph=chain(count, count // self.program.num_weights))
 
     def maker(self) -> Schedule | None:
-        """Return the schedule that the plan names, with its options; None if it cannot create the plan's program."""
+        """Return the plan's schedule with its options; None if this schedule cannot create the plan's program."""
         program = self.program
         if self.schedule not in schedules.names():
             return None
@@ -138,7 +138,7 @@ class Plan:
         return add_replication(program, self.costs, self.replication)
 
     def predicted(self) -> Trace | None:
-        """Return the simulated step, with a lower bound on the step time of these stages; None without costs."""
+        """Return the simulated step, with a lower bound on the step time of these stages; None if ``costs`` is None."""
         if self.costs is None:
             return None
         trace = simulate_with_bound(self.treated, self.costs)
@@ -147,7 +147,7 @@ class Plan:
         return replace(trace, bound_s=max(trace.bound_s, self.proved_bound_s))
 
     def memory(self) -> tuple[RankMemory, ...]:
-        """Return the peak memory of each rank, broken down by purpose; () without costs."""
+        """Return the peak memory of each rank, broken down by purpose; () if ``costs`` is None."""
         if self.costs is None:
             return ()
         replicas = None if self.replication is None else self.replication.buffers(self.costs)
@@ -155,14 +155,14 @@ class Plan:
 
     @property
     def mesh(self) -> dict[str, int] | None:
-        """The dimensions of the mesh that the plan needs, such as ``{"dp": 8, "pp": 4}``; None without replicas.
+        """The mesh dimensions that the plan needs, such as ``{"dp": 8, "pp": 4}``; None if ``replication`` is None.
 
         ``init_device_mesh("cuda", tuple(plan.mesh.values()), mesh_dim_names=tuple(plan.mesh))`` creates it.
         """
         return None if self.replication is None else self.replication.mesh(self.program.num_ranks)
 
     def communication(self) -> tuple[AxisCommunication, ...]:
-        """Return the predicted communication on each axis: pipeline, replicas and zero; () without costs."""
+        """Return the predicted communication on each axis: pipeline, replicas and zero; () if ``costs`` is None."""
         return communication(self.treated, self.costs, self.replication) if self.costs else ()
 
     def explain(self) -> str:
@@ -183,7 +183,7 @@ class Plan:
         return "\n".join(lines)
 
     def bound_in_words(self, predicted: Trace) -> list[str]:
-        """Return a list with one sentence that compares a predicted step with its bound; [] without a bound."""
+        """Return a list with one sentence that compares a predicted step with its bound; [] if there is no bound."""
         if predicted.bound_s is None or predicted.above_bound is None:
             return []
         bound = quote_time(predicted.bound_s)
@@ -206,7 +206,7 @@ class Plan:
 
     @property
     def ranks(self) -> str:
-        """The numbers of ranks and replicas as text."""
+        """The numbers of ranks and replicas, as text."""
         ranks = counted(self.program.num_ranks, "rank")
         if self.replication is None:
             return ranks
@@ -218,7 +218,7 @@ class Plan:
         return f"{self.ranks}, {counted(self.program.num_microbatches, 'micro-batch')}"
 
     def _repr_html_(self) -> str | None:
-        """Return the predicted timeline, for notebooks; None without costs."""
+        """Return the predicted timeline, for notebooks; None if ``costs`` is None."""
         predicted = self.predicted()
         return None if predicted is None else timeline_html(predicted)
 

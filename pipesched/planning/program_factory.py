@@ -45,7 +45,7 @@ MICROBATCHES_PER_RANK = 4  # enough for a small bubble (GPipe, Huang et al. 2019
 
 
 class ProgramFactory:
-    """Creates and validates the programs of a pipeline, with transfers. Caches them by number of micro-batches.
+    """Creates and validates the programs of a pipeline. Caches them by number of micro-batches.
 
     Args:
         request: the user's choices.
@@ -187,12 +187,12 @@ class ProgramFactory:
         return self.full.plain
 
     def replicate(self, buckets: Sequence[Sequence[str]], gather_once: bool | None = None) -> None:
-        """Add the replicas' communication to the programs: gradient sums, and gathers of split weights.
+        """Add the replicas' communication to the programs: sums of gradients, and gathers of split weights.
 
         Args:
             buckets: for each stage, the layers whose gradients are summed; empty for a single replica.
-            gather_once: for weights that are split across replicas: whether a step gathers the weights of a stage only
-                once. If False, it gathers them again after other stages of the rank have run. Default: None (the
+            gather_once: whether a step gathers the weights of a stage only once, if the weights are split across
+                replicas. If False, it gathers them again after other stages of the rank have run. Default: None (the
                 weights are not split).
 
         Raises:
@@ -358,7 +358,7 @@ class StepPrograms:
 
     @cached_property
     def groups(self) -> tuple[tuple[int, ...], ...]:
-        """The micro-batches of each update in a step; () if a step has one update."""
+        """The micro-batches whose gradients each update in a step applies; () if ``plain`` contains no updates."""
         if self._factory.streams:
             return self.segments.groups
         return update_groups(self.plain) if self.plain.has_updates else ()
