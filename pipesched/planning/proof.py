@@ -1,6 +1,6 @@
 """Proof: proves a lower bound on the step time of a plan's stages, and can find a faster order.
 
-The bound holds for every order that keeps the results bit-identical.
+The bound holds for every order of actions that keeps the results bit-identical.
 """
 
 from collections.abc import Sequence
@@ -24,9 +24,9 @@ _SOLVED = "solved"
 def proved(plan: Plan, memory_limit_bytes: Sequence[int] | None = None, *, effort: float = 60.0) -> Plan:
     """Return the plan with a bound that a solver has proved, and with the solver's order if that order is faster.
 
-    The bound holds for all orders of these stages that keep the results bit-identical, with unlimited memory. It
-    includes the smallest latency of a link and the overhead per action, but ignores all other costs of links, all other
-    overheads, and recomputes. The solver's order is used if it fits into memory and if its simulated step, which
+    The bound holds for all orders of the stages' actions that keep the results bit-identical, however much memory they
+    need. It includes the smallest latency of a link and the overhead per action, but no other costs of links, no other
+    overheads, and no recomputation. The solver's order is used if it fits into memory and if its simulated step, which
     includes all of these costs, is shorter by at least 0.5 %.
 
     Args:
@@ -74,7 +74,7 @@ def _fits(plan: Plan, memory_limit_bytes: Sequence[int] | None) -> bool:
 
 
 def chain_costs(costs: Costs, placement: Placement) -> Costs:
-    """Adapt costs for `lower_bound` and `solve`, which do not support links and overheads.
+    """Adapt costs for `lower_bound` and `solve`, which support neither links nor overheads.
 
     The overhead per action is added to the time of each action. The smallest latency of the links in use is added to
     the time of each message.

@@ -57,8 +57,9 @@ class RecomputationChooser:
     def choices(self, candidate: Candidate) -> Iterator[EvaluatedCandidate]:
         """Assign layers to the candidate's stages, and choose the layers to recompute or offload.
 
-        If the candidate fits into memory without recomputation, it is the only result. Otherwise there is one result
-        for each checkpoint setting that fits. If the request gives a checkpoint setting, only that setting is tried.
+        If the candidate fits into memory without recomputation, yields only this candidate. Otherwise, yields
+        candidates that recompute or offload individual layers or, if none of these fits, candidates that recompute
+        whole stages. If the request gives a checkpoint setting, only that setting is tried.
         """
         asked = self._search.checkpoint
         plain = self.without_limits(candidate.recomputing(LADDER[0] if asked is None else asked))
@@ -72,7 +73,10 @@ class RecomputationChooser:
         yield from by_layer or filter(None, map(self.within_limits, ways))
 
     def _by_layer(self, candidate: Candidate) -> list[EvaluatedCandidate]:
-        """Return the candidate with individual layers recomputed and, if allowed, with individual layers offloaded."""
+        """Return the versions of the candidate that fit, with individual layers recomputed or offloaded.
+
+        One version only recomputes layers. If offloading is allowed, another version may also offload layers.
+        """
         both = self.within_limits(candidate, _RECOMPUTE_OR_OFFLOAD) if self._search.may_offload else None
         if both is not None and not both.candidate.offloads:
             return [both]
@@ -80,7 +84,7 @@ class RecomputationChooser:
         return [evaluated for evaluated in (both, recomputed) if evaluated is not None]
 
     def without_limits(self, candidate: Candidate) -> EvaluatedCandidate | None:
-        """Return the candidate with the smallest bottleneck, ignoring limits; None if the layers have no partition."""
+        """Partition the layers to minimise the bottleneck, ignoring limits; return None if no partition exists."""
         found = self._partitioned(candidate, None)
         return None if found is None else self.evaluated(candidate, found[0])
 
@@ -132,7 +136,7 @@ class RecomputationChooser:
     def within_limits(
         self, candidate: Candidate, allowed: Collection[LayerCheckpoint] = ()
     ) -> EvaluatedCandidate | None:
-        """Return the candidate with the smallest bottleneck within the limits; None if none was found.
+        """Partition the layers to minimise the bottleneck within the limits; return None if no partition was found.
 
         The partitioner underestimates memory. If a rank exceeds its limit, the layers are partitioned again with that
         limit lowered by the excess. If the lowered limit permits no partition, the next limit to try is halfway between
@@ -186,7 +190,7 @@ class RecomputationChooser:
         return any(peak_in_flight(orders.rank(rank)) > limit for rank, limit in enumerate(limits))
 
     def _excess_bytes(self, found: EvaluatedCandidate) -> tuple[int, ...]:
-        """Return the number of bytes by which each rank exceeds its limit; () without limits.
+        """Return the number of bytes by which each rank exceeds its limit; () if there are no limits.
 
         Also subtracts the work of this computation from the remaining effort.
         """
@@ -230,7 +234,7 @@ class RecomputationChooser:
         return [[sizes[name] for name in reversed(names) if sizes[name]] for names in stages]
 
     def graph(self, num_microbatches: int) -> "nx.DiGraph[str]":
-        """Return the graph of layers with their costs at the micro-batch size for this number of micro-batches."""
+        """Return the graph of layers, with their costs when the batch is split into this number of micro-batches."""
         return self._search.profile.graph(self._rows(num_microbatches))
 
     def partitioner(self, candidate: Candidate, program: Program) -> StagePartitioner:
@@ -276,7 +280,7 @@ class RecomputationChooser:
 
 
 def _counted_bytes(found: Partition | None, num_ranks: int) -> list[float]:
-    """Return the partitioner's estimate of each rank's memory in bytes; [] without a partition."""
+    """Return the partitioner's estimate of each rank's memory in bytes; [] if there is no partition."""
     if found is None:
         return []
     both = list(zip(found.ranks, found.summaries, strict=True))

@@ -88,10 +88,10 @@ def layers_moved(before: Mapping[str, int], after: Mapping[str, int]) -> dict[st
 
 
 def strayed(steps: Sequence[Trace]) -> float:
-    """Return how much a rank's work varies from step to step, for the rank whose work varies the most.
+    """Return the largest variation of any rank's work from step to step.
 
-    The result is the median relative deviation of this work. Each action is compared with actions of the same stage
-    and kind. Steps can therefore have different numbers of micro-batches.
+    The variation of a rank's work is its median relative deviation. Each action is compared with actions of the same
+    stage and kind, so steps can have different numbers of micro-batches.
     """
     seconds: dict[tuple[int, Kind], list[float]] = {}
     work: list[dict[int, list[tuple[tuple[int, Kind], float]]]] = []

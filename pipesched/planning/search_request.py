@@ -285,7 +285,7 @@ def _check_defaults(searched: Schedule) -> None:
 
 
 def limits_of(given: int | Sequence[int] | None, num_ranks: int) -> tuple[int, ...] | None:
-    """Return one memory limit per rank; None without limits. Raises PartitionError for invalid limits."""
+    """Return one memory limit per rank; None if there are no limits. Raises PartitionError for invalid limits."""
     if given is None:
         return None
     limits = list(given) if isinstance(given, Sequence) else [given] * num_ranks

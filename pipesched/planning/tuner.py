@@ -1,4 +1,4 @@
-"""Tuner: finds the plan with the shortest simulated step for a profile, ranks, a batch and memory limits.
+"""Tuner: finds the plan with the shortest simulated step for given layer costs, ranks, batch size and memory limits.
 
 Candidates wait in a queue, sorted by a lower bound on their step time. At first the bound considers only their total
 work. The layers of the first candidate in the queue are assigned to stages, and
@@ -81,8 +81,8 @@ def find_plan(search: SearchRequest, progress: Callable[[float], None] = lambda 
 def find_plan_of_replicas(search: SearchRequest) -> Plan:
     """Find the best plan for a request with replicas.
 
-    If the weights are split across replicas, each step gathers them only once. If no such plan fits into memory, they
-    are gathered for each use.
+    If the weights are split across replicas, first searches for a plan that gathers them only once per step. If no such
+    plan fits into memory, searches for a plan that gathers them for each use.
 
     Raises the same errors as ``find_plan``.
     """
@@ -201,9 +201,9 @@ class Tuner:
         """Return candidates without recomputation whose stages may have an order within the limits.
 
         They use all ranks, and as many micro-batches as the fastest candidate. Placements for which a candidate without
-        recomputation already fits are left out. For each other placement, one candidate has the fastest cut, which
-        exceeds the limits. A second candidate has a cut within the limits, if 1F1B with fewer micro-batches in flight
-        has such a cut. The placements with the best bounds come first.
+        recomputation already fits are left out. For each remaining placement, one candidate has the fastest cut, which
+        exceeds the limits. If a cut exists for which 1F1B with fewer micro-batches in flight is within the limits, a
+        second candidate has this cut. The placements with the best bounds come first.
         """
         mode = self._search.checkpoint or LADDER[0]
         fit = {found.candidate.placement for found in self._found if found.candidate.checkpoint == mode}
@@ -346,8 +346,8 @@ class Tuner:
         """Return a lower bound in seconds on the step time of every partition.
 
         The bound is the larger of two times: the time of the slowest layer for all micro-batches, and the time of the
-        busiest rank if the work is divided in the best possible way. Usually, this means evenly. There are two
-        exceptions:
+        busiest rank if the work is divided in the best possible way. This is usually an even division among all ranks,
+        with two exceptions:
 
         - A schedule may limit a rank to w micro-batches (see `window_of`). The first rank holds each micro-batch until
           all work on it is done. So at any time, at most w micro-batches are in progress, and at most w ranks work.
@@ -420,7 +420,7 @@ class Tuner:
         return sorted(self._found, key=_speed)
 
     def bound_s(self) -> float:
-        """Return a lower bound on the step time of any schedule with the stages of any evaluated candidate."""
+        """Return a lower bound on the step time of every evaluated candidate, for any order of its actions."""
         return min(_bound_s(found, split=True) for found in self._found)
 
     @property
@@ -493,8 +493,8 @@ class Tuner:
 def _work(graph: "nx.DiGraph[str]") -> tuple[float, float, float]:
     """Return three durations for one micro-batch, in seconds.
 
-    The first is the sum over all layers, with the faster of B and I + W for each layer. The second is the sum over all
-    layers with B. The third is the duration of the slowest layer, with the faster of B and I + W.
+    The first is the sum over all layers, each of which uses the faster of B and I + W. The second is the sum over all
+    layers if each of them uses B. The third is the duration of the slowest layer if it uses the faster of B and I + W.
     """
     layers = [costs_of(graph, name) for name in graph]
     each = [own.forward_s + min(own.backward_s, own.input_grad_s + own.weight_grad_s) for own in layers]
@@ -502,14 +502,14 @@ def _work(graph: "nx.DiGraph[str]") -> tuple[float, float, float]:
 
 
 def _speed(found: EvaluatedCandidate) -> tuple[Any, ...]:
-    """Return the sort key of a candidate: the fastest first; on ties, the simplest first."""
+    """Return a sort key that puts the fastest candidate first and, on ties, the simplest."""
     return found.step_s, found.candidate.order
 
 
 def _bound_s(found: EvaluatedCandidate, *, split: bool = False) -> float:
     """Return a lower bound on the step time of the candidate's stages in any order.
 
-    With ``split``, the bound also holds for orders with I and W in place of B.
+    If ``split`` is True, the bound also holds for orders with I and W in place of B.
     """
     candidate = found.candidate
     bound_s = lower_bound(
@@ -525,8 +525,8 @@ def _bound_s(found: EvaluatedCandidate, *, split: bool = False) -> float:
 def _end_s(costs: Costs, *, updates: bool) -> float:
     """Return a lower bound on the time from the last gradient of a step to the end of the step.
 
-    This gradient completes a bucket of its stage. The bucket is then summed across replicas and, with ``updates``, the
-    weights of the stage are updated.
+    This gradient completes a bucket of its stage. The bucket is then summed across replicas and, if ``updates`` is
+    True, the weights of the stage are updated.
     """
     sums = [times[-1] if times else 0 for times in costs.reduce_s]
     return min(map(sum, zip(sums, costs.times(Kind.UPDATE), strict=True)) if updates else sums)

@@ -1,7 +1,6 @@
-"""Windows: 1F1B with few micro-batches in flight, for memory limits that other schedules may exceed.
+"""Windows: generates 1F1B programs with few micro-batches in flight, for tight memory limits.
 
-If a plan uses such a program, the plan's schedule is `searched`, which can store a program and return it without a
-search.
+A plan with such a program has the schedule `searched`, which can store a program and return it without a search.
 """
 
 from collections.abc import Iterable, Iterator

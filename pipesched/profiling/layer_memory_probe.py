@@ -82,7 +82,7 @@ def sizes_of(layer: Layer, arrived: Payload) -> Sizes:
 
 
 class _Notes:
-    """Holds the dispatch method in a separate class, for the reason given in `pipesched.tensors.memory_tracker`."""
+    """Defines the dispatch method outside the mode class; `pipesched.tensors.memory_tracker` explains why."""
 
     results: list[tuple[int, int]]
 
@@ -109,11 +109,11 @@ class _Pass:
 
     - ``forward``: the peak during F, always including the input.
     - ``backward``: the peak during B or I, in addition to the kept activations. It includes the output's gradients.
-    - ``left``: the memory in use between I and W.
+    - ``left``: the memory in use between the I and the W.
     - ``left_input``: the part of ``left`` that holds the layer's inputs.
-    - ``left_grad``: the part of ``left`` that holds the gradients that W needs.
+    - ``left_grad``: the part of ``left`` that holds the gradients that the W needs.
     - ``delivery``: the peak during W, in addition to ``left``.
-    - ``deferred``: the size of the weight gradients that W computes.
+    - ``deferred``: the size of the weight gradients that the W computes.
     """
 
     def __init__(self, layer: Layer, arrived: Payload, books: Books, *, split: bool) -> None:

@@ -78,7 +78,10 @@ def measure(
 def _measure_captured(
     known: CapturedModel, device: torch.device, intra_op_threads: int, effort: Effort
 ) -> dict[str, LayerCosts]:
-    """Return each layer's measured costs, plus those of later calls that must run in the same stage as the layer."""
+    """Return the measured costs of each layer at which a stage can begin.
+
+    They include the costs of all later calls before the next such layer, because these calls run in the same stage.
+    """
     capture = known.captures[known.model.training]
     trained = capture.trained({name for name, parameter in known.model.named_parameters() if parameter.requires_grad})
     calls = {}

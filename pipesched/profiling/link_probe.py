@@ -64,7 +64,7 @@ def probe_links(mesh: DeviceMesh, *, timeout: float = 60.0, axes: Axes | None = 
     Args:
         mesh: a torch DeviceMesh: one dimension for the ranks of a pipeline, or also a dimension for its replicas.
         timeout: the number of seconds that a rank waits for another rank. Default: 60.
-        axes: the mesh dimensions of the pipeline and its replicas, as for ``Pipeline``. Default: recognised by name.
+        axes: the mesh dimensions of the pipeline and its replicas, as for ``Pipeline``. Default: found by their names.
 
     Returns:
         The Links, the same on every rank, with three values for each pair and direction. ``latency_s`` is half of the

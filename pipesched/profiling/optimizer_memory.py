@@ -85,9 +85,9 @@ def _stepped(
 def _enlarged(value: Tensor, stand_in: Tensor, parameter: Tensor) -> int:
     """Return the size in bytes of a parameter's state tensor, given the state tensor of the parameter's stand-in.
 
-    Each dimension of the state tensor that has the same size as in the stand-in gets the size that it has in the
-    parameter. A state tensor with a different number of dimensions is scaled in proportion to the bytes. The size of a
-    scalar does not change.
+    Where a dimension of the state tensor is as large as that dimension of the stand-in, it becomes as large as that
+    dimension of the parameter. If the numbers of dimensions differ, the state tensor's bytes are multiplied by the
+    ratio of the parameter's bytes to the stand-in's bytes. The size of a scalar does not change.
     """
     if value.dim() != stand_in.dim():
         return math.ceil(value.nbytes * parameter.nbytes / max(1, stand_in.nbytes)) if value.dim() else value.nbytes

@@ -155,7 +155,7 @@ def probe_overheads(
 
     Store the result in a profile's machine, as ``Machine(threads=...)`` or, for a mesh, ``Machine(processes=...)``.
     Predictions then include the overheads. The measurement takes several seconds. If there are more ranks than cores,
-    only as many ranks compute as there are cores.
+    only as many ranks compute at once as there are cores.
 
     Args:
         devices: one CPU device per rank, if all ranks are in this process. Pass either devices or mesh.

@@ -1,4 +1,4 @@
-"""Replica buffers: computes how much memory a stage needs to communicate with its replicas, and how much it sends.
+"""Replica buffers: computes the memory that a stage needs to communicate with its replicas, and the bytes it sends.
 
 Replicas sum their gradients. If each replica updates only a part of the weights, they also exchange these parts.
 """
@@ -84,10 +84,11 @@ class StageReplicas:
         )
 
     def _reduced(self, bucket: Sequence[nn.Parameter]) -> tuple[list[int], list[int]]:
-        """Return the sizes in bytes of a bucket's undivided buffers, and of one replica's part of its divided buffers.
+        """Return two lists of buffer sizes in bytes for a bucket, each with one number for each dtype.
 
-        Each list has one number for each dtype. A buffer also stores, for each parameter, the number of replicas that
-        have a gradient for it.
+        The first list is for the buffers of parameters that are not divided among replicas. The second list is for one
+        replica's part of the buffers of divided parameters. A buffer also stores, for each parameter, the number of
+        replicas that have a gradient for it.
         """
         trained = [parameter for parameter in bucket if parameter.requires_grad]
         whole = []
@@ -101,7 +102,7 @@ class StageReplicas:
         return whole, parts
 
     def _exchanged(self, bucket: Sequence[nn.Parameter]) -> list[int]:
-        """Return, for each dtype, how many bytes of a bucket's weights each replica sends to each other replica."""
+        """For each dtype, return how many bytes of a bucket's weights a replica sends to each other replica."""
         shards = self.shards
         gathers = self.zero == 3 and bucket is not self.late
         updated = [p for p in bucket if (p.requires_grad or gathers) and shards is not None and p in shards]

@@ -59,7 +59,7 @@ def stage_sizes(
 ) -> list[StageSizes]:
     """Measure the memory of each stage by running the sample through the stages, each on its device.
 
-    The model is left unchanged. The run uses the memory of the parameters, but not their gradients and hooks.
+    The model is left unchanged. The run uses the parameters' own memory, but not their gradients or hooks.
 
     Args:
         captured: the model.

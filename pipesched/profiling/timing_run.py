@@ -119,7 +119,7 @@ class TimingRun(nn.Module):
     # ---- rounds, each of which adds its times to the subjects ------------------------------------------------------
 
     def round(self, *, split: bool = False, clock: "Clock | None" = None) -> Run:
-        """Run F of all layers, and then B of all layers. With ``split``, run I instead of B."""
+        """Run the F of all layers, then the B of all layers; if ``split`` is True, run the I instead of the B."""
         own = clock or Clock(self._device)
         self._deferral.begin()
         run = Run(deferred=split and self._deferral.decide(0, lambda: None))

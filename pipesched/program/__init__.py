@@ -1,1 +1,1 @@
-"""Programs: the orders of actions that schedules generate, with validation, text form, lowering, and loading."""
+"""Programs: represents, validates, prints, loads and lowers the orders of actions that schedules generate."""

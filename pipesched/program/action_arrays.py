@@ -143,8 +143,8 @@ class Columns:
 class Orders(Sequence[tuple[Action, ...]]):
     """The orders of all ranks: a sequence with one tuple of actions per rank, stored as columns, rank after rank.
 
-    Rank r has the rows ``offsets[r]`` to ``offsets[r + 1] - 1``. An `Orders` object equals a tuple or list of the
-    same tuples of actions.
+    The actions of rank r are in the rows ``offsets[r]`` to ``offsets[r + 1] - 1``. An `Orders` object compares equal to
+    a tuple or list of the same tuples of actions.
     """
 
     __slots__ = ("_shown", "columns", "offsets")

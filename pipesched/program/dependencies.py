@@ -1,4 +1,4 @@
-"""Dependencies: which actions must have ended before an action starts.
+"""Dependencies: defines which actions must have ended before an action starts.
 
 ``NEEDS`` is the single definition of these rules. ``needs`` applies it to one action, for error messages;
 ``requirements`` applies it to all actions at once. The validator, the lowering passes, the simulator and the executors

@@ -1,4 +1,4 @@
-"""Loading programs from files: the text form of pipesched, or the CSV of torch.distributed.pipelining."""
+"""Loading: reads programs from files, in pipesched's text form or in the CSV form of torch.distributed.pipelining."""
 
 import csv
 import re

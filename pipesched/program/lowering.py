@@ -228,7 +228,7 @@ def add_offloading(program: Program, stages: Collection[int], *, ahead: int = 1)
 
 
 def add_updates(program: Program) -> Program:
-    """Append an UPDATE of each stage to its rank's order. A program that already has updates is returned unchanged."""
+    """Append an UPDATE for each stage to its rank's order. A program that already has updates is returned unchanged."""
     if program.has_updates or program.forward_only:
         return program
     stages = sorted(range(program.num_stages), key=lambda stage: (program.placement[stage], stage))

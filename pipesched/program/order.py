@@ -434,7 +434,10 @@ def _required(function: OrderFunction) -> list[str]:
 
 
 def _versions(orders: Sequence[Order], shape: Shape) -> tuple[tuple[int, ...], ...]:
-    """Return the weight versions passed to ``Order.F``, indexed by stage and micro-batch; () for a stage with none."""
+    """Return the weight versions passed to ``Order.F``, indexed by stage and micro-batch.
+
+    The entry of a stage without versions is ().
+    """
     written = {pair: version for order in orders for pair, version in order.versions.items()}
     stages = {stage for stage, _ in written}
     return tuple(

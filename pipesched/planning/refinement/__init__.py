@@ -1,1 +1,1 @@
-"""Refinement of the best candidates of a search: their stage boundaries and their orders."""
+"""Refinement: improves the stage boundaries and the orders of actions of a search's best candidates."""

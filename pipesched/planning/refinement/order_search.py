@@ -1,9 +1,9 @@
 """Order search: finds faster orders of actions for the best candidates, within the memory limits.
 
-The schedule `searched` starts from the programs of the candidates with the same placement. It considers stage times,
-the times of messages over idle links, and the memory that micro-batches need. The orders that it finds are then
-evaluated like every other candidate, with all overheads and the total memory of each rank. Only orders that are faster
-and within the limits are kept.
+For each placement, the schedule `searched` starts from the programs of the candidates with that placement. It considers
+stage times, the times of messages over idle links, and the memory that micro-batches need. Candidates with the orders
+that it finds are then evaluated like all others, including all overheads and the total memory of each rank. Only orders
+that are faster and within the limits are kept.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -106,7 +106,7 @@ class OrderSearch:
         return made
 
     def _of_all_cuts(self, found: EvaluatedCandidate, best_s: float) -> Iterator[EvaluatedCandidate]:
-        """Search for orders for every cut of a placement. Yield each candidate that is faster than the best so far.
+        """Search for orders for every cut of the layers. Yield each candidate that is faster than the best so far.
 
         Yields nothing if there are more than ``_CUTS`` cuts.
         """
@@ -214,7 +214,7 @@ def _key(found: EvaluatedCandidate) -> tuple[Any, ...]:
 
 
 def _cost(candidate: Candidate, share: float) -> float:
-    """Return the cost in actions of a search that gets this share of the default effort of `searched`."""
+    """Return the cost, in actions, of a search with this share of the default effort of `searched`."""
     actions = 3 * candidate.num_stages * candidate.num_microbatches
     lists = num_lists(actions, share)
     return float(actions * (lists * _A_LIST + num_steps(actions, share) * _A_STEP))
@@ -229,7 +229,7 @@ def _with(candidate: Candidate, program: Program, costs: Costs) -> Candidate:
 
 
 def _times(found: EvaluatedCandidate) -> Costs:
-    """Return the costs of F, I, W and B for the search, including overheads and the recompute before I or B.
+    """Return the costs of F, I, W and B for the search, including overheads and the recomputation before I or B.
 
     Recomputed stages hold their inputs instead of their activations.
     """
@@ -254,7 +254,7 @@ def _times(found: EvaluatedCandidate) -> Costs:
 
 
 def _room(found: EvaluatedCandidate, costs: Costs) -> list[int] | None:
-    """Return the number of bytes that each rank can use for its micro-batches; None without limits.
+    """Return the number of bytes that each rank can use for its micro-batches; None if there are no limits.
 
     This is the limit minus the bytes that a rank holds for other purposes, such as weights and transients, at the
     peak of the known program.

@@ -1,4 +1,4 @@
-"""Report findings: the sentences of a report, the most important first."""
+"""Report findings: writes the sentences of a report, the most important first."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -59,9 +59,10 @@ def _step(predicted: Trace | None, comparison: Comparison | None) -> Iterator[st
 
 
 def _causes(plan: Plan, measured: Trace | None, comparison: Comparison | None) -> Iterator[str]:
-    """Yield a sentence with the two parts of the prediction error: the stages' compute, and the gaps between actions.
+    """Yield a sentence on how much stage compute and the gaps between actions contribute to the prediction error.
 
-    The first part is the change in the simulated step time when measured stage times replace the predicted ones.
+    The contribution of stage compute is the change in the simulated step time when measured stage times replace the
+    predicted ones.
     """
     if plan.costs is None or measured is None or comparison is None:
         return

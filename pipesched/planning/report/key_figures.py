@@ -1,4 +1,4 @@
-"""Key figures: the three numbers in large type at the top of a report's HTML page."""
+"""Key figures: computes the three numbers in large type at the top of a report's HTML page."""
 
 from pipesched.planning.alternatives import fastest, taken
 from pipesched.planning.plan import Plan
@@ -12,9 +12,7 @@ __all__ = ["key_figures"]
 
 
 def key_figures(plan: Plan, predicted: Trace | None, comparison: Comparison | None) -> list[KeyFigure]:
-    """Return three figures; [] if layers were not measured.
-
-    They are the speed relative to one device, the bubble, and the slowest stage.
+    """Return the speed relative to one device, the bubble, and the slowest stage; [] if layers were not measured.
 
     Args:
         plan: the plan to report.

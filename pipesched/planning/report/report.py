@@ -129,7 +129,7 @@ class Report:
         return image_html(self.figure(), "; ".join([self.title, *self.lines[:1]]))
 
     def save(self, path: str | PathLike[str]) -> None:
-        """Write the report to a file, in the format that the suffix names.
+        """Write the report to a file, in the format given by the suffix.
 
         Formats: page (.html), picture (.png, .svg, .pdf), text (.txt), or both traces for Perfetto (.json).
 

@@ -1,4 +1,4 @@
-"""Report tables: the numbers of a report in rows and columns."""
+"""Report tables: arranges the numbers of a report in rows and columns."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -109,7 +109,7 @@ def _alternative(other: Alternative, equal_s: float | None) -> _Row:
 
 
 def _axes(plan: Plan) -> Table | None:
-    """Return a table with the communication on each axis; None if the plan does not depend on replicas."""
+    """Return a table with the communication on each axis; None if the plan is not for replicas."""
     rows = [_axis(own) for own in plan.communication()] if plan.replication is not None else []
     return Table.of("Communication", rows, ("axis",), _AXES) if rows else None
 

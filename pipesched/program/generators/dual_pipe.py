@@ -56,7 +56,7 @@ def eight_steps(order: Order, near: int, far: int, *, depth: int, place: int, co
 
 
 class _Left:
-    """A first-in, first-out queue of the weight gradients that are still to be written, for both stages."""
+    """A first-in, first-out queue of the weight gradients of both stages that have not been written yet."""
 
     def __init__(self, order: Order) -> None:
         self._order = order

@@ -1,4 +1,4 @@
-"""Zero bubble: a heuristic that fits orders to given costs and memory (Qi et al. 2023, arXiv:2401.10241, section 3.1).
+"""Zero bubble: writes orders for given costs and memory (heuristic of Qi et al. 2023, arXiv:2401.10241, section 3.1).
 
 Warm-up forwards fill the time until a rank's first input gradient can start. Then every rank alternates between input
 gradients and forwards. It runs weight gradients when it would otherwise wait, or when memory is full. The paper leaves
@@ -71,7 +71,7 @@ def zero_bubble(
         shape: the ranks and micro-batches.
         costs: the time of each kind of action on each stage, in seconds. None: 1 s for every action, 0 s for messages.
         max_in_flight: the maximum number of micro-batches in flight on a rank. None: the number of ranks.
-        weight_grad_share: the fraction of a micro-batch's activations, from 0 to 1, that a rank holds from I to W.
+        weight_grad_share: the fraction of a micro-batch's activations, from 0 to 1, that a rank holds between I and W.
 
     Raises:
         ScheduleError: the costs are for a different number of stages, or the limit or the share is out of range.
