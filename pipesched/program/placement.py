@@ -1,4 +1,4 @@
-"""Placements of stages on ranks: tuples of ranks, indexed by stage."""
+"""Placement: assigns stages to ranks. A placement is a tuple with the rank of each stage."""
 
 from collections.abc import Callable, Sequence
 

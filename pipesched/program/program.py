@@ -51,7 +51,7 @@ class Program:
         num_microbatches: the total number of micro-batches, over all steps of the program; with token slices, the total
             number of slices.
         graph: the producers and consumers of each stage. Default: a chain, in which every stage feeds the next.
-        forward_only: whether the program has no backward, for evaluation. Default: False.
+        forward_only: whether the program has only forwards, for evaluation. Default: False.
         name: the schedule's name, for display; ignored by ``==``. Default: "".
         weights: the index of each stage's weights. Stages with the same index hold copies of the same weights.
             Default: each stage has its own weights.
@@ -174,7 +174,7 @@ class Program:
 
     @cached_property
     def buckets(self) -> tuple[int, ...]:
-        """For each stage, the number of buckets of gradients that REDUCE actions sum over the replicas."""
+        """For each stage, the number of gradient buckets that REDUCE actions sum over the replicas."""
         reduced = self.columns.stage[self.columns.are(Kind.REDUCE)]
         return tuple(np.bincount(reduced, minlength=self.num_stages).tolist())
 
@@ -210,7 +210,7 @@ class Program:
     def messages(self) -> Ints:
         """The positions in `requirements` of the dependencies that require a message between stages.
 
-        These are the ``crossing`` dependencies, except those on norms, because all ranks exchange norms.
+        These are the ``crossing`` dependencies, except the dependencies on norms, because all ranks exchange norms.
         """
         return self.crossing[~self.columns.are(Kind.UPDATE)[self.requirements.row[self.crossing]]]
 
@@ -253,15 +253,16 @@ class Program:
     def exact(self) -> bool:
         """Whether the program's results are bit-identical to those of every other exact program.
 
-        Every stage must have its own weights, micro-batches must not be sliced, and each stage must run its F, its B or
-        I, and its B or W in ascending micro-batch order. Every schedule then updates buffers and sums gradients in the
-        same order. (The order of I matters because I accumulates the weight gradients that are too cheap to defer.)
+        Every stage must have its own weights, micro-batches must not be sliced, and each stage must run its forwards
+        (F), its input gradients (B or I) and its weight gradients (B or W) in ascending micro-batch order. Every
+        schedule then updates buffers and sums gradients in the same order. (The order of the I actions matters because
+        they accumulate the weight gradients that are too cheap to defer.)
         """
         own_weights = self.num_weights == self.num_stages
         return own_weights and self.slices_per_microbatch == 1 and self.first_descent() is None
 
     def first_descent(self) -> tuple[int, int, Action] | None:
-        """Return the (rank, position, action) of the first action out of ascending micro-batch order, or None."""
+        """Return the (rank, position, action) of the first action that breaks ascending micro-batch order, or None."""
         rows = [row for family in _ORDERED for row in _descents(self.columns, family)]
         return (*self.orders.place(min(rows)), self.columns.action(min(rows))) if rows else None
 
@@ -336,10 +337,10 @@ def check_program(program: Any) -> None:
 
 
 def _descents(columns: Columns, family: tuple[Kind, ...]) -> Ints:
-    """Find the actions that are out of micro-batch order on their stage. Only the kinds in ``family`` are compared.
+    """Find the actions that break ascending micro-batch order on their stage. Compare only the kinds in ``family``.
 
     Returns:
-        The rows of the actions that have a lower micro-batch than the previous action of the stage.
+        The rows of the actions that have a lower micro-batch than the previous compared action of their stage.
 
     """
     rows = np.flatnonzero(columns.are(*family))

@@ -1,10 +1,10 @@
 """Reductions: the REDUCE actions, which sum gradients over replicas, and the rules for these actions.
 
 Each replica runs the same program. The gradients of a stage are divided into buckets, and a REDUCE sums a bucket over
-the ranks that run the same order in all replicas. REDUCEs share a lane with the gathers of weights (`program.gathers`):
-a rank runs them one after the other, in the order of the program, and computes in the meantime. All ranks that take
-part in a REDUCE have the same order, so they start their collectives in the same order. A REDUCE waits for none of
-the other ranks of its replica. REDUCEs therefore add no cycle to a program, and cannot cause a deadlock.
+all replicas. A rank runs its REDUCEs and its gathers of weights (`program.gathers`) one after the other, in program
+order, and computes in the meantime. All ranks that take part in a REDUCE have the same order, so they start their
+collectives in the same order. A REDUCE does not wait for any other rank of its own replica. REDUCEs therefore add no
+cycle to a program, and cannot cause a deadlock.
 """
 
 import numpy as np
@@ -28,9 +28,10 @@ def last_gradients(program: Program) -> Ints:
 def early_stages(program: Program) -> frozenset[int]:
     """Return the stages that start each REDUCE during their last backward, as soon as its bucket is complete.
 
-    Such a stage has no producer, its last gradient is a B that overlaps with no F, and its rank computes nothing
-    between this B and the REDUCEs. If its REDUCEs started only after the B, they would overlap with no computation of
-    the rank. The REDUCEs of all other stages start at their positions in the order, and run during later backwards.
+    Such a stage has no producer, its last gradient is a B that does not overlap with an F, and its rank computes
+    nothing between this B and the REDUCEs. If the REDUCEs started only after the B, the rank would have nothing to
+    compute while they run. The REDUCEs of all other stages start at their positions in the order, and run during later
+    backwards.
     """
     firsts = [stage for stage, count in enumerate(program.buckets) if count and not program.graph.producers[stage]]
     columns = program.columns

@@ -3,7 +3,7 @@
 A schedule generates a program with a fixed number of steps, but training can run any number. Each rank's order is cut
 before the first action of each step, into one segment per step. This module checks that the schedule repeats: after the
 warm-up, every segment must equal the previous one, except that its micro-batches and updates are those of the next
-step. The weight versions, and the micro-batches with R or I, must repeat in the same way. The cool-down then has the
+step. The weight versions and the R and I actions must repeat in the same way. The cool-down then has the
 same actions after any number of steps; only the indices of its micro-batches and updates differ.
 """
 
@@ -54,7 +54,7 @@ class Segments:
 
     @cached_property
     def groups(self) -> tuple[tuple[int, ...], ...]:
-        """For each update of a step, the micro-batches whose gradients it applies, numbered from 0 within the step."""
+        """For each update of a step, the micro-batches (numbered from 0 in each step) whose gradients it applies."""
         size = self.num_microbatches
         groups = [tuple(number % size for number in group) for group in update_groups(self.program) if group[0] < size]
         if sorted(number for group in groups for number in group) != list(range(size)):
@@ -128,7 +128,7 @@ class Segments:
         )
 
     def _check_cuts(self) -> None:
-        """Check that no action waits for a later segment: a step must be able to end before the next is requested."""
+        """Check that no action waits for a later segment, so that a step can end before the next one is requested."""
         program = self.program
         offsets = program.orders.offsets
         segment = np.concatenate(

@@ -265,7 +265,7 @@ def check_slices(program: Program) -> None:
 
 
 def check_overlaps(program: Program) -> None:
-    """Check that overlapping actions are an F and the B or I directly after it on the same rank.
+    """Check that overlapping actions are an F followed directly by a B or I on the same rank.
 
     The two actions must belong to different (stage, micro-batch) pairs.
     """
@@ -333,8 +333,8 @@ def check_dependencies(program: Program) -> None:
 def check_transfers(program: Program) -> None:
     """Check the transfers of a program, if there are any.
 
-    Every send must have a matching receive. Each channel (from rank, to rank, kind) must be first in, first out. Every
-    result that another rank needs must be transferred.
+    Every send must have a matching receive. Each channel (sending rank, receiving rank, kind) must be first in, first
+    out. Every result that another rank needs must be transferred.
     """
     if not program.index.has(*OTHER_END):
         return
@@ -399,14 +399,14 @@ def _check_channels(program: Program, send: Kind) -> None:
 
 
 def check_deadlock(program: Program) -> None:
-    """Check that all ranks together can run their orders to the end."""
+    """Check that the ranks can run their orders to the end without waiting for each other forever."""
     reached = walk(program).reached
     if sum(reached) < len(program.columns):
         raise deadlock_error(program, reached)
 
 
 def deadlock_error(program: Program, reached: Sequence[int]) -> DeadlockError:
-    """Return a deadlock error that shows the waiting ranks. ``reached`` counts the actions that each rank ran."""
+    """Return a deadlock error that shows the waiting ranks. ``reached``: the number of actions that each rank ran."""
     waits: dict[int, tuple[Action, Action]] = {}
     for rank, order in enumerate(program.orders):
         if reached[rank] < len(order):

@@ -69,7 +69,7 @@ def used_versions(program: Program) -> tuple[tuple[int, ...], ...]:
 
 
 def update_groups(program: Program) -> tuple[tuple[int, ...], ...]:
-    """Return, for each update of the last stage, the micro-batches whose gradients it applies, in ascending order.
+    """Return, for each update of the last stage, the micro-batches whose gradients the update applies, ascending.
 
     In a valid program, all stages have the same groups.
     """

@@ -1,1 +1,1 @@
-"""Search: finds short orders for given times and memory limits. Actions are represented by whole numbers."""
+"""Search: finds orders with a short makespan for given times and memory limits. Actions are represented by integers."""

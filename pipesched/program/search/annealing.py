@@ -1,7 +1,6 @@
 """Simulated annealing of orders (Kirkpatrick et al. 1983), reproducible on every machine.
 
-All arithmetic is on whole numbers. So equal inputs give equal orders on every machine, with and without
-compilation.
+All arithmetic uses integers, so equal inputs give equal orders on every machine, with or without compilation.
 """
 
 import math
@@ -61,7 +60,7 @@ class Annealer:
         """Improve the orders ``best`` in place, until their makespan is at most ``goal`` or the steps are used up.
 
         Args:
-            best: orders without deadlock, within the limits.
+            best: orders that do not deadlock and are within the limits.
             makespan: their makespan.
             cooling: the temperatures and the number of steps.
             goal: a lower bound on the makespan.
@@ -131,9 +130,9 @@ def _anneal(tables: Tables, memory: _Memory, orders: Sequences, best: Sequences,
 
 @compiled
 def _distance(bits: int) -> int:
-    """Return the number of slots by which an action moves, from random bits. A negative number moves it to the left.
+    """Convert random bits to the number of slots by which an action moves; negative for a move to the left.
 
-    The distance is at most 3 slots in 60 % of the cases, and at most 24 in the others.
+    The distance is at most 3 slots in 60 % of the cases, and at most 24 slots in the others.
     """
     most = _NEAR if bits % 5 < 3 else _FAR
     bits //= 5
@@ -145,9 +144,9 @@ def _distance(bits: int) -> int:
 def _shifted(tables: Tables, memory: _Memory, orders: Sequences, slot: int, most: int, bits: int) -> int:
     """Move the action in a slot by a random distance, and return the makespan of the new orders.
 
-    In a quarter of the cases, the same action of the next or previous stage is moved in the same way. If an action
-    cannot move, or if the new orders deadlock or take longer than ``most``, leave the orders unchanged and return
-    UNFIT.
+    In a quarter of the cases, also move the action of the same kind and micro-batch on the next or previous stage by
+    the same distance. If the first action cannot move, or if the new orders deadlock or take longer than ``most``,
+    leave the orders unchanged and return UNFIT.
     """
     distance = _distance(bits // 8)
     also = -1
@@ -168,7 +167,7 @@ def _shifted(tables: Tables, memory: _Memory, orders: Sequences, slot: int, most
 
 @compiled
 def _unshift(tables: Tables, orders: Sequences, slot: int, to: int) -> None:
-    """Move an action back from slot ``to``."""
+    """Move an action back from slot ``to`` to ``slot``."""
     if to != slot:
         rotate(orders, to, slot)
         if tables.num_resources:
@@ -177,9 +176,9 @@ def _unshift(tables: Tables, orders: Sequences, slot: int, to: int) -> None:
 
 @compiled
 def _neighbour(tables: Tables, orders: Sequences, code: int, later: bool) -> int:
-    """Return the slot of the action of the same kind and micro-batch on the next or previous stage; -1 if none.
+    """Return the slot of the action of the same kind and micro-batch on the next or previous stage.
 
-    There is none if that stage is on the same rank.
+    Return -1 if there is no such action, or if that stage is on the same rank.
     """
     away = tables.num_microbatches * KINDS
     stage = code // away
@@ -198,8 +197,8 @@ def _neighbour(tables: Tables, orders: Sequences, code: int, later: bool) -> int
 def _recombined(tables: Tables, memory: _Memory, orders: Sequences, slot: int, most: int, bits: int) -> int:
     """Replace an I and a W by a B, or a B by an I and a W, and return the makespan of the new orders.
 
-    If the new orders exceed a limit, deadlock or take longer than ``most``, leave the orders unchanged and return
-    UNFIT.
+    If this is not possible, or if the new orders exceed a limit, deadlock or take longer than ``most``, leave the
+    orders unchanged and return UNFIT.
     """
     rank = tables.rank_of_slot[slot]
     begin = tables.first[rank]

@@ -1,9 +1,9 @@
 """Beam search: writes the orders of all ranks action by action, and keeps the best partial orders of each length.
 
-Every partial order is continued by every action that can be next. The new ones are sorted by a lower bound on their
-makespan, and the best are kept (Lowerre 1976; for schedules, Ow and Morton 1988). Two kinds are left out: those whose
-bound is not below the best known makespan, and those that another one with the same actions dominates. If no others
-have been left out, the search has proved its result, as a branch and bound does.
+Every partial order is continued with every action that can come next. The continuations are sorted by a lower bound on
+their makespan, and the best are kept (Lowerre 1976; for schedules, Ow and Morton 1988). A continuation is discarded if
+its bound is not below the best known makespan, or if another continuation with the same actions dominates it. If none
+is discarded for any other reason, the result is proved to be optimal, as in branch and bound.
 """
 
 from typing import NamedTuple
@@ -37,8 +37,8 @@ _PRIME = 1_000_003
 class _Beam(NamedTuple):
     """The preallocated buffers of a beam search.
 
-    An I and a W count as two actions, and so does a B. A partial order that a B has made one action longer than the
-    others waits for them.
+    A B counts as two actions, like an I and a W. A partial order that has become one action longer than the others
+    because of a B is not continued until the others have the same length.
     """
 
     #: The most partial orders of each length.
@@ -68,7 +68,7 @@ class BeamSearch:
 
     Args:
         problem: the problem.
-        width: the most partial orders of each length to keep.
+        width: the maximum number of partial orders of each length to keep.
 
     """
 
@@ -97,7 +97,7 @@ class BeamSearch:
         """Find the best orders with a makespan below ``most``, and write them to ``orders``.
 
         Returns:
-            Whether any were found, the number of candidates, and whether it is proved that there are no better ones.
+            Whether any orders were found, the number of candidates, and whether it is proved that none are better.
 
         """
         found, ran, proved = _search(self._tables, self._ends, self._progress, self._beam, orders, most)
@@ -126,13 +126,13 @@ def _search(
 
 @compiled
 def _place(beam: _Beam, length: int, number: int) -> int:
-    """Return the position in ``beam.states`` of a partial order with ``length`` actions."""
+    """Return the position in ``beam.states`` of the partial order ``number`` among those with ``length`` actions."""
     return (length % 2 * beam.width + number) * beam.size
 
 
 @compiled
 def _continue(tables: Tables, ends: Ends, progress: Progress, beam: _Beam, length: int) -> int:
-    """Write all continuations of the partial orders to ``beam.candidates``, and return their number."""
+    """Write all continuations of the kept partial orders to ``beam.candidates``, and return their number."""
     count = 0
     for parent in range(beam.kept[length]):
         load(progress, beam.states, _place(beam, length, parent))
@@ -165,7 +165,7 @@ def _extend(tables: Tables, progress: Progress, beam: _Beam, length: int, at: in
 
 @compiled
 def _keep(tables: Tables, ends: Ends, progress: Progress, beam: _Beam, length: int, count: int, most: int) -> bool:
-    """Keep the best candidates. Return whether a candidate was left out because of the width."""
+    """Keep the best candidates. Return whether any were discarded because ``beam.width`` was reached."""
     for at in range(len(beam.latest)):
         beam.latest[at] = _NONE
     for number in range(count):
@@ -221,7 +221,7 @@ def _is_better(beam: _Beam, one: int, other: int) -> bool:
 
 @compiled
 def _is_new(tables: Tables, ends: Ends, beam: _Beam, place: int) -> bool:
-    """Return whether no better partial order dominates this one, and if so, add it to those to compare with."""
+    """Add a partial order to the hash table unless one in it dominates the new one. Return whether it was added."""
     key = 0
     for at in range(place, place + 3 * tables.num_stages):
         key = (key * (tables.num_microbatches + 1) + beam.states[at]) % _PRIME
@@ -240,7 +240,7 @@ def _is_new(tables: Tables, ends: Ends, beam: _Beam, place: int) -> bool:
 
 @compiled
 def _trace(tables: Tables, beam: _Beam, orders: Sequences) -> None:
-    """Write the orders of the best partial order of the full length."""
+    """Write the best complete orders to ``orders``."""
     slots = orders.slots
     for rank in range(tables.num_ranks):
         orders.lengths[rank] = 0

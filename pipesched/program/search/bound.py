@@ -1,9 +1,10 @@
 """Bound: a lower bound on the makespan. A search that reaches the bound stops.
 
-Two bounds are computed for every rank, and the largest of all is used. The one-machine bound (Carlier 1982) takes a
-subset of the rank's actions, and adds their earliest start, their total time, and the shortest time from the last of
-them to the end of the step; the largest such sum is the bound. The in-turns bound is for limited memory: if a stage can
-hold n micro-batches, the next forward after n forwards waits until one of these micro-batches is released.
+Two bounds are computed for every rank, and the maximum over all ranks is used. For any subset of a rank's actions, the
+makespan is at least the sum of their earliest start, their total time, and the shortest time from the last of them to
+the end of the step; the one-machine bound (Carlier 1982) is the largest such sum. The in-turns bound applies if memory
+is limited: if a stage can hold n micro-batches, then after n forwards it must release a micro-batch before the next
+forward.
 """
 
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ __all__ = ["lower_bound", "ranks_that_must_fuse"]
 
 
 def lower_bound(problem: Problem) -> int:
-    """Return a lower bound on the makespan of all orders."""
+    """Return a lower bound on the makespan of any orders."""
     stages = _Stages(problem)
     bounds = [stages.one_machine(chunks) for chunks in problem.chunks if chunks]
     for resource in problem.resources:
@@ -28,7 +29,10 @@ def lower_bound(problem: Problem) -> int:
 
 
 def ranks_that_must_fuse(problem: Problem, makespan: int) -> list[bool]:
-    """Return for each rank whether it takes longer than a makespan if it runs an I and a W instead of each B."""
+    """Return, for each rank, whether it must run a B to finish within ``makespan``.
+
+    It must if its lower bound exceeds ``makespan`` when it runs an I and a W instead of each B.
+    """
     times = list(problem.times)
     times[BACKWARD] = [
         [i + w for i, w in zip(*rows, strict=True)] for rows in zip(times[INPUT_GRAD], times[WEIGHT_GRAD], strict=True)
@@ -60,7 +64,7 @@ class _Stages:
         return best
 
     def _tasks(self, stage: int) -> list[tuple[float, float, int]]:
-        """Return a stage's work as (earliest start, shortest time to the end, duration)."""
+        """Return a stage's work as tasks: (earliest start, shortest time from its end to the step's end, duration)."""
         forwards, inputs, weights, backwards = (rows[stage] for rows in self._times)
         gradients = rests = 0
         apart = all(i + w <= b for i, w, b in zip(inputs, weights, backwards, strict=True))

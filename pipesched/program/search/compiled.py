@@ -1,6 +1,6 @@
 """Compilation of the search's inner loops with numba, if numba is installed. The results are the same without it.
 
-The compiled functions use only whole numbers below 2**63 and sequences that are read and written by index. Without
+The compiled functions use only integers below 2**63, and sequences that are read and written by index. Without
 numba, these sequences are lists, because lists are faster than arrays in plain Python.
 """
 
@@ -23,13 +23,13 @@ COMPILES = find_spec("numba") is not None
 
 
 def compiled(function: Function) -> Function:
-    """Decorator: compiles a function of whole numbers at its first call, and keeps the machine code on disk.
+    """Decorator: compiles a function at its first call if numba is installed, and caches the machine code on disk.
 
-    Compiled functions become part of the compiled functions that call them, because passing many arrays in a tuple
+    Compiled functions are inlined into the compiled functions that call them, because passing many arrays in a tuple
     takes longer than most of these functions.
 
-    The function must not create arrays, or views of arrays such as slices. Then numba need not count references to
-    arrays. Counting would make functions with many arrays in a tuple ten times slower.
+    The function must not create arrays, or views of arrays such as slices, so that numba does not have to count
+    references to arrays. Counting would make functions with many arrays in a tuple ten times slower.
     """
     if not COMPILES:
         return function
@@ -37,6 +37,6 @@ def compiled(function: Function) -> Function:
 
 
 def whole(numbers: Iterable[int]) -> Whole:
-    """Return the numbers as a sequence for compiled functions."""
+    """Return integers as a sequence for compiled functions."""
     found: Any = np.array(list(numbers), np.int64) if COMPILES else list(numbers)
     return found  # type: ignore[no-any-return]

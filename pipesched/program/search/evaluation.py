@@ -56,7 +56,7 @@ def clocks(tables: Tables) -> Clocks:
 
 @compiled
 def assign(source: Whole, target: Whole) -> None:
-    """Copy all numbers of a sequence to another one of equal length."""
+    """Copy the numbers in ``source`` to ``target``, a sequence of the same length."""
     for at in range(len(source)):
         target[at] = source[at]
 
@@ -121,9 +121,9 @@ def evaluate(tables: Tables, clocks: Clocks, orders: Sequences, most: int) -> in
 
 @compiled
 def hold(tables: Tables, orders: Sequences, rank: int, begin: int, stop: int) -> bool:
-    """Return whether a rank stays within its limits in the slots from ``begin`` to ``stop``, and update ``held``.
+    """Update ``held`` from slot ``begin`` to ``stop``; return whether the rank stays within its limits there.
 
-    The amounts held before ``begin`` must be up to date.
+    The amounts in ``held`` before ``begin`` must be up to date.
     """
     count = len(tables.rank_of_slot)
     codes = tables.num_stages * tables.num_microbatches * KINDS

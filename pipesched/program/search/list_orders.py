@@ -1,8 +1,8 @@
-"""List scheduling for given times: writes the orders of all ranks action by action, the earliest start first.
+"""List scheduling for given times: writes the orders of all ranks action by action, sorted by start.
 
-A rank that could run out of memory starts a forward only if it could then finish all micro-batches that it holds, one
-after the other, oldest first (the banker's algorithm, Dijkstra 1965). So no rule leads to a deadlock. A rule, which is
-a sequence of numbers, sets the remaining choices. No rule is best for all problems.
+A rank with limited memory starts a forward only if it can then still finish all micro-batches that it holds, one after
+the other, oldest first (the banker's algorithm, Dijkstra 1965). All other choices are set by a rule, which is a
+sequence of numbers. No rule leads to a deadlock, and no rule is best for all problems.
 """
 
 from collections.abc import Iterator
@@ -58,7 +58,7 @@ FIRST_STAGE, NONE_OWED = 1, 2
 
 
 def rules(problem: Problem) -> Iterator[Whole]:
-    """Yield rules that make the same choices for all ranks, except which ranks run a B instead of I and W.
+    """Yield rules that make the same choices for all ranks, except for which ranks run a B instead of an I and a W.
 
     Similar rules are far apart in the sequence, so that the first few rules already differ in most choices.
     """
@@ -80,7 +80,7 @@ def rules(problem: Problem) -> Iterator[Whole]:
 
 
 def _fusions(problem: Problem) -> Iterator[tuple[list[int], int]]:
-    """Yield values of FUSED for each rank, with a value of LAST_APART for all ranks."""
+    """Yield pairs: the value of FUSED for each rank, and one value of LAST_APART for all ranks."""
     ranks = problem.num_ranks
     yield [0] * ranks, 0
     if problem.fuses:
@@ -93,7 +93,7 @@ def _fusions(problem: Problem) -> Iterator[tuple[list[int], int]]:
 
 
 class Progress(NamedTuple):
-    """The state of all ranks and stages while orders are written. A W is owed from its I until the W is written."""
+    """The state of all ranks and stages while orders are written. A W is owed as long as only its I is written."""
 
     clocks: Clocks
     #: For each stage, its next F.
@@ -146,7 +146,7 @@ def progress_of(tables: Tables) -> Progress:
 
 @compiled
 def _add_work(tables: Tables, work: Whole) -> None:
-    """Add the shortest time of each action to the work of its rank."""
+    """Add the shortest time of each forward and backward to the work of its rank."""
     seconds = tables.seconds
     for pair in range(tables.num_stages * tables.num_microbatches):
         code = pair * KINDS
@@ -157,7 +157,7 @@ def _add_work(tables: Tables, work: Whole) -> None:
 
 @compiled
 def reset(tables: Tables, progress: Progress) -> None:
-    """Set the state to that before the first action."""
+    """Reset the state to what it is before the first action."""
     assign(tables.blank, progress.clocks.done)
     for row in (progress.forwards, progress.gradients, progress.weights, progress.fused):
         for at in range(len(row)):
@@ -248,7 +248,7 @@ def _run(tables: Tables, progress: Progress, orders: Sequences, rank: int, code:
 
 @compiled
 def account(tables: Tables, progress: Progress, rank: int, code: int) -> None:
-    """Update the time of the actions that a rank has not run yet, and the amounts that it holds and owes."""
+    """After an action, update its rank's remaining time, and the amounts that the rank holds and owes."""
     seconds = tables.seconds
     kind = code % KINDS
     first = code - kind
@@ -362,7 +362,7 @@ def _rating(tables: Tables, depth: int, code: int) -> int:
 
 @compiled
 def _ready(tables: Tables, progress: Progress, now: int, code: int) -> int:
-    """Return when an action of a rank that is free at ``now`` can start."""
+    """Return the time at which an action can start if its rank is free at ``now``."""
     return max(now, progress.clocks.done[tables.needs[code]] + tables.lag[code])
 
 
@@ -379,7 +379,7 @@ def fits(tables: Tables, progress: Progress, rank: int, code: int) -> bool:
 
 @compiled
 def _oldest_owed(tables: Tables, progress: Progress, rank: int) -> int:
-    """Return the W with the lowest micro-batch number, of all W that a rank owes; -1 if it owes none."""
+    """Return the W with the lowest micro-batch number among those that a rank owes; -1 if it owes none."""
     count = tables.num_microbatches
     best = -1
     for at in range(tables.first_chunk[rank], tables.first_chunk[rank + 1]):
@@ -431,7 +431,7 @@ def _forward(tables: Tables, progress: Progress, rank: int, stage: int, window: 
 
 @compiled
 def roomy(tables: Tables, progress: Progress, rank: int, resource: int, stage: int) -> bool:
-    """Return whether a rank can still finish all micro-batches that it holds, after one more F of a stage."""
+    """Return whether a rank has enough of a resource to run a stage's next F and then finish all its micro-batches."""
     at = resource * tables.num_ranks + rank
     base = resource * tables.num_stages * tables.num_microbatches * KINDS
     count = tables.num_microbatches

@@ -36,7 +36,7 @@ def ordered(tables: Tables, a: int, b: int) -> bool:
 
 @compiled
 def rotate(orders: Sequences, slot: int, to: int) -> None:
-    """Move an action from a slot to another slot of its rank. The actions between the two slots move by one slot."""
+    """Move an action from a slot to another slot of its rank. The actions in between move by one slot."""
     slots = orders.slots
     code = slots[slot]
     step = 1 if to > slot else -1

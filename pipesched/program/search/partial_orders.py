@@ -1,7 +1,7 @@
-"""Partial orders: the first actions of all ranks' orders, the shortest makespan they allow, and their comparison.
+"""Partial orders: adds actions to the beginnings of all ranks' orders, bounds their makespan, and compares them.
 
-Actions are added in the order of their starts. So an action moves the clocks of all ranks to its own start, because no
-later action starts earlier.
+Actions are added in order of start. Adding an action therefore moves the clocks of all ranks forward to its start,
+because no later action can start earlier.
 """
 
 from typing import NamedTuple
@@ -17,7 +17,7 @@ _NEVER = 1 << 53  # later than every start
 
 
 class Ends(NamedTuple):
-    """Facts about the end of each F and of each gradient. They are numbered as in ``Tables.yields``."""
+    """What follows the end of each F, I or B. The ends are numbered as in ``Tables.yields``."""
 
     #: The shortest time from the end of an F, or from the start of an I or a B, to the end of its micro-batch.
     rest: Whole
@@ -28,7 +28,7 @@ class Ends(NamedTuple):
 
 
 def ends_of(problem: Problem) -> Ends:
-    """Compute the facts about all ends."""
+    """Compute the Ends of a problem."""
     count, stages = problem.num_microbatches, problem.num_stages
     pairs = stages * count
     rest = [0] * (2 * pairs)
@@ -50,7 +50,7 @@ def ends_of(problem: Problem) -> Ends:
 
 
 def size_of(progress: Progress) -> int:
-    """Return how many numbers describe partial orders."""
+    """Return how many numbers describe the partial orders of all ranks."""
     counts = len(progress.forwards) + len(progress.gradients) + len(progress.weights)
     clocks = len(progress.clocks.clock) + len(progress.clocks.done) + len(progress.left)
     return counts + clocks + len(progress.held) + len(progress.owed)
@@ -58,7 +58,7 @@ def size_of(progress: Progress) -> int:
 
 @compiled
 def load(progress: Progress, states: Whole, at: int) -> None:
-    """Set ``progress`` to the partial orders at a position of ``states``."""
+    """Set ``progress`` to the partial orders stored in ``states``, starting at index ``at``."""
     clocks = progress.clocks
     counts = (progress.forwards, progress.gradients, progress.weights)
     for row in (*counts, clocks.clock, clocks.done, progress.left, progress.held, progress.owed):
@@ -69,7 +69,7 @@ def load(progress: Progress, states: Whole, at: int) -> None:
 
 @compiled
 def store(progress: Progress, states: Whole, at: int) -> None:
-    """Write the partial orders to a position of ``states``."""
+    """Write the partial orders to ``states``, starting at index ``at``."""
     clocks = progress.clocks
     counts = (progress.forwards, progress.gradients, progress.weights)
     for row in (*counts, clocks.clock, clocks.done, progress.left, progress.held, progress.owed):
@@ -80,7 +80,7 @@ def store(progress: Progress, states: Whole, at: int) -> None:
 
 @compiled
 def choices(tables: Tables, progress: Progress, codes: Whole) -> int:
-    """Write all actions that can be next to ``codes``, and return their number."""
+    """Find all actions that can come next. Write them to ``codes``, and return their number."""
     count = tables.num_microbatches
     done = progress.clocks.done
     number = 0
@@ -115,7 +115,7 @@ def _has_room(tables: Tables, progress: Progress, rank: int, stage: int, code: i
     """Return whether a rank has room for the next F of a stage, and can then still finish all micro-batches.
 
     If it cannot finish them oldest first, it cannot finish them in any other order, because every stage runs its
-    micro-batches in ascending order. This assumes that B takes nothing.
+    micro-batches in ascending order. This assumes that a B takes no memory.
     """
     room = fits(tables, progress, rank, code)
     for resource in range(tables.num_resources):
@@ -125,7 +125,7 @@ def _has_room(tables: Tables, progress: Progress, rank: int, stage: int, code: i
 
 @compiled
 def append(tables: Tables, progress: Progress, code: int) -> None:
-    """Append an action to the order of its rank. It starts as early as possible, but not before any earlier action."""
+    """Append an action to the order of its rank. It starts as early as possible, but not before the previous action."""
     clock = progress.clocks.clock
     done = progress.clocks.done
     stage = code // KINDS // tables.num_microbatches
@@ -148,10 +148,11 @@ def append(tables: Tables, progress: Progress, code: int) -> None:
 
 @compiled
 def least(tables: Tables, progress: Progress, ends: Ends) -> tuple[int, int]:
-    """Return a lower bound on the makespan of all orders that begin in this way, and the sum of the ranks' bounds.
+    """Return a lower bound on the makespan of all orders that begin like these, and the sum of the ranks' bounds.
 
-    A stage runs its micro-batches in ascending order, but a rank can run actions of different stages at once. A rank's
-    bound is the earliest start of its next action, plus the time of all its remaining actions.
+    The bound assumes that each stage runs its micro-batches in ascending order, but that a rank can run actions of
+    different stages at the same time. A rank's bound is the earliest start of its next action, plus the time of all its
+    remaining actions.
 
     The ends of the remaining actions are written to ``progress``.
     """
@@ -168,7 +169,7 @@ def least(tables: Tables, progress: Progress, ends: Ends) -> tuple[int, int]:
 
 @compiled
 def _run_forwards(tables: Tables, progress: Progress, ends: Ends) -> int:
-    """Write the ends of the remaining F, and the start of each rank's next F or W. Return the bound of the F."""
+    """Write the ends of the remaining forwards, and the start of each rank's next F or W. Return a lower bound."""
     count = tables.num_microbatches
     clock = progress.clocks.clock
     done = progress.clocks.done
@@ -194,7 +195,7 @@ def _run_forwards(tables: Tables, progress: Progress, ends: Ends) -> int:
 
 @compiled
 def _run_gradients(tables: Tables, progress: Progress, ends: Ends) -> int:
-    """Write the ends of the remaining gradients, and the start of each rank's next action. Return their bound."""
+    """Write the ends of the remaining gradients, and the start of each rank's next action. Return a lower bound."""
     count = tables.num_microbatches
     pairs = tables.num_stages * count
     clock = progress.clocks.clock
@@ -218,8 +219,9 @@ def _run_gradients(tables: Tables, progress: Progress, ends: Ends) -> int:
 
 @compiled
 def dominates(tables: Tables, ends: Ends, states: Whole, one: int, other: int) -> bool:
-    """Return whether two partial orders have the same actions, and no action can start later after the first one.
+    """Return whether one partial order dominates another.
 
+    It does if both have the same actions, and each remaining action can start at least as early as after the other.
     ``one`` and ``other`` are positions in ``states``.
     """
     clocks = 3 * tables.num_stages

@@ -1,4 +1,4 @@
-"""Problem: the stages, times and memory limits for which orders are searched. All numbers are whole."""
+"""Problem: the stages, times and memory limits for which orders are searched. All numbers are integers."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -17,14 +17,14 @@ KINDS = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Resource:
-    """A limited resource of the ranks, such as memory: the amount that each action takes or frees, and the limits.
+    """A limited resource of the ranks, such as memory: the amounts that actions take and give back, and the limits.
 
-    An action takes its amount at its start and gives its amount back at its end.
+    An action takes one amount at its start, and gives back another amount at its end.
 
     Attributes:
-        takes: for each kind, for each stage, for each micro-batch, the amount that the action takes.
-        gives: in the same form, the amount that the action gives back.
-        limits: the most that each rank can hold at once.
+        takes: the amount that each action takes, indexed by kind, stage and micro-batch.
+        gives: the amount that each action gives back, indexed in the same way.
+        limits: the maximum amount that each rank can hold at once.
 
     """
 
@@ -41,9 +41,9 @@ class Problem:
         num_ranks: the number of ranks.
         placement: the rank of each stage.
         num_microbatches: the number of micro-batches.
-        times: for each kind (F, I, W, B), for each stage, for each micro-batch, the time of the action.
-        forward_lags: for each stage but the last, for each micro-batch, the time of the message to the next stage.
-        backward_lags: for the same stages and micro-batches, the time of the message back from the next stage.
+        times: the time of each action, indexed by kind (F, I, W, B), stage and micro-batch.
+        forward_lags: the time of each message to the next stage, indexed by stage (all but the last) and micro-batch.
+        backward_lags: the time of each message back from the next stage, indexed in the same way.
         resources: the limited resources of the ranks. Default: none.
 
     """
@@ -69,7 +69,7 @@ class Problem:
     def shortened(self, count: int) -> "Problem | None":
         """Return the problem with only ``count`` micro-batches.
 
-        Returns None if this problem has no more micro-batches than that, or if their times or amounts differ.
+        Returns None if the problem has at most ``count`` micro-batches, or if micro-batches differ in times or amounts.
         """
         tables = (*self.times, self.forward_lags, self.backward_lags)
         tables += tuple(table for of in self.resources for table in (*of.takes, *of.gives))
@@ -79,7 +79,7 @@ class Problem:
 
     @cached_property
     def fuses(self) -> bool:
-        """Whether some B is shorter than the I and W that can replace it, or holds less of a resource."""
+        """Whether some B is faster than its I and W together, or takes less of a resource than its I."""
         _, inputs, weights, backwards = map(_flat, self.times)
         if any(b < i + w for i, w, b in zip(inputs, weights, backwards, strict=True)):
             return True

@@ -1,4 +1,4 @@
-"""Random numbers that are the same everywhere: a xorshift generator with two words of 32 bits (Marsaglia 2003)."""
+"""Random numbers that are the same on every machine: a xorshift generator with two 32-bit words (Marsaglia 2003)."""
 
 from pipesched.program.search.compiled import Whole, compiled, whole
 
@@ -20,7 +20,7 @@ def start(random: Whole, seed: int) -> None:
 
 @compiled
 def draw(random: Whole) -> int:
-    """Return a random number of 32 bits."""
+    """Return a random 32-bit number."""
     a = random[0]
     b = random[1]
     a ^= (a << 10) & WORD

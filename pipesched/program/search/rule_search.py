@@ -1,7 +1,7 @@
 """Rule search: hill climbing over the rules of list schedules, with separate choices for each rank.
 
-A rule makes the same choices for all micro-batches. Between its start and its end, the schedule therefore settles into
-a pattern that repeats, so a rule that is good for a few micro-batches is also good for many.
+A rule makes the same choices for all micro-batches. The schedule therefore settles into a repeating pattern between its
+warm-up and its cool-down, so a rule that is good for a few micro-batches is also good for many.
 """
 
 from typing import NamedTuple
@@ -52,13 +52,13 @@ class RuleSearch:
 
     Args:
         problem: the problem.
-        rule: the rule to start from.
-        widest: the window to use for ranks without a limit on their forwards. Default: the number of micro-batches.
+        rule: the initial rule.
+        widest: the value of WINDOW for a rank whose forwards are not limited. Default: the number of micro-batches.
 
     Attributes:
         rule: the best rule so far.
         orders: the orders that this rule gives.
-        makespan: the makespan of these orders; UNFIT if the limits are too tight for the rule to start from.
+        makespan: the makespan of these orders; UNFIT if the limits are too tight for the initial rule.
 
     """
 
@@ -81,11 +81,11 @@ class RuleSearch:
         self._current = sequences(self._tables)
 
     def run(self, steps: int, goal: int) -> int:
-        """Write list schedules by changed rules, and keep each rule that makes the makespan no longer.
+        """Write list schedules with random changes to the rule; keep the changes that do not increase the makespan.
 
         Args:
             steps: the maximum number of schedules to write.
-            goal: the search ends if the makespan is at most this.
+            goal: the makespan at which the search ends.
 
         Returns:
             The number of schedules written.

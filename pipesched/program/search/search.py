@@ -28,9 +28,9 @@ class Found:
     Attributes:
         orders: for each rank, the codes of its actions.
         makespan: the makespan of the orders.
-        bound: a makespan that no orders can beat.
+        bound: a lower bound on the makespan of any orders.
         evaluations: the number of orders that the search has tried.
-        known: the index of the known orders that are best, or None if the search has found better ones.
+        known: the index of these orders among the known orders, or None if the search has found better ones.
 
     """
 
@@ -44,15 +44,15 @@ class Found:
 def search(
     problem: Problem, known: Iterable[Sequence[Sequence[int]]], *, steps: int, lists: int, climbs: int = 0
 ) -> Found | None:
-    """Find orders with a short makespan. None: no orders within the limits were found.
+    """Find orders with a short makespan. Return None if no orders within the limits are found.
 
     Args:
         problem: the stages, times and limits.
-        known: known orders, as codes of actions; simpler ones first. Those that break a limit are left out.
-        steps: the maximum number of annealing steps. For few actions, a beam search takes part of them.
+        known: known orders, as codes of actions; simpler ones first. Orders that exceed a limit are ignored.
+        steps: the maximum number of annealing steps. If there are few actions, a beam search uses some of these steps.
         lists: the maximum number of list schedules to write by rules that make the same choices for all ranks.
-        climbs: the maximum number of list schedules to write while the best of these rules are improved, with
-            separate choices for each rank. Default: 0.
+        climbs: the maximum number of list schedules to write to improve the best of these rules, with separate choices
+            for each rank. Default: 0.
 
     """
     return _Search(problem, steps, lists, climbs).run(known)
@@ -153,10 +153,10 @@ class _Search:
             self._climb([rule for _, rule in ranked[:_CLIMBERS]])
 
     def _climb(self, chosen: list[Whole]) -> None:
-        """Improve the chosen rules a little, then the best of them further, and add the orders that it gives.
+        """Improve the chosen rules a little, then the best of them further, and add the orders that this rule gives.
 
-        If there are many micro-batches, the rules are first improved for fewer, because such orders are faster to
-        write.
+        If there are many micro-batches, the rules are first improved for fewer micro-batches, because shorter orders
+        are faster to write.
         """
         count = self._problem.num_microbatches
         fewer = self._problem.shortened(ROUNDS * self._problem.num_ranks)
@@ -177,9 +177,9 @@ class _Search:
             self._add(best.orders)
 
     def _search_beam(self) -> None:
-        """Write orders by beam search, if there are few actions. The steps that it takes are not left for annealing.
+        """Write orders by beam search, if there are few actions. Its steps are subtracted from those of annealing.
 
-        If it proves that no orders are shorter, their makespan becomes the bound.
+        If the beam search proves that no better orders exist, the best makespan becomes the bound.
         """
         actions = len(self._tables.rank_of_slot)
         width = min(_WIDEST, self._steps // (_STEPS_OF_PLACE * actions))
@@ -198,8 +198,8 @@ class _Search:
         """Improve the best starts by annealing, and return the best result.
 
         Orders with few actions are annealed several times from a high temperature. The results are then annealed again
-        and again from a lower temperature, the best ones first. With fewer steps there are fewer runs, not shorter
-        ones.
+        and again from a lower temperature, the best ones first. If fewer steps are allowed, there are fewer runs, not
+        shorter ones.
         """
         annealer = Annealer(self._tables)
         actions = sum(self._starts[0].orders.lengths)
@@ -235,7 +235,7 @@ class _Search:
         return _Start(makespan, len(self._starts) + number, None, orders)
 
     def _different(self, count: int) -> list[_Start]:
-        """Return the best ``count`` starts. Starts with equal orders are returned once."""
+        """Return the best ``count`` starts whose orders differ from each other."""
         chosen: list[_Start] = []
         seen = set()
         for start in self._starts:
@@ -248,7 +248,7 @@ class _Search:
         return chosen
 
     def _split(self, orders: Sequences) -> None:
-        """Split each B whose I and W together take no more time, so that the previous stage waits less.
+        """Split each B into an I and a W if these take no more time, so that the previous stage waits less.
 
         If the new order of a rank would exceed a limit, the rank keeps its order.
         """

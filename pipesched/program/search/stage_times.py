@@ -41,10 +41,10 @@ def chain_times(
     """Compute the times of each stage from one micro-batch that passes down the chain and back without waiting.
 
     Args:
-        times: the times of F, I, W and B, each with one number for each stage.
+        times: the times of F, I, W and B: for each of these kinds, one number per stage.
         there: for each stage but the last, the time of the message to the next stage.
         back: for the same stages, the time of the message back from the next stage.
-        split: whether a backward can be an I and a W. If not, the times of I are those of B, and those of W are 0.
+        split: whether a backward can be split into an I and a W. If not, pass the time of B as that of I, and 0 for W.
 
     """
     forward, inputs, weights, whole = times

@@ -75,7 +75,7 @@ class _Listener:
     def hear(self, fault: Fault, own: State | None = None) -> None:
         """Record a fault. The first fault whose cause is certain replaces any earlier guess, and is final.
 
-        ``own`` is this rank's state, passed only if this rank itself reports the fault. Without ``own``, the state
+        ``own`` is this rank's state, passed only if this rank itself reports the fault. If it is None, the state
         recorded by an earlier call is kept; if there is none, the current state is recorded.
         """
         with self._lock:
@@ -135,7 +135,7 @@ class _Listener:
         self._gone = name
 
     def _check_gone(self, name: str) -> None:
-        """Report that a rank's process has exited, once this rank has waited for ``_GRACE_S`` seconds."""
+        """Report that a rank's process has exited, once this rank has been waiting for ``_GRACE_S`` seconds."""
         state = self._activity.state()
         if not self.bell.rung and state.what and state.doing == "waits" and state.seconds >= _GRACE_S:
             fault = Fault(name, "its process has exited without a message, because it was killed or crashed", True)

@@ -1,9 +1,9 @@
 """Rendezvous: brings the ranks of a group together to make one pipeline, even after failed attempts.
 
-Each rank announces its arrival. Once all ranks have arrived, rank 0 answers each with the same new token, a prefix for
-keys in the group's store. A rank that raises before it arrives announces its error instead, and the other ranks
-receive the error immediately. A rank that has waited too long withdraws its announcement, and rank 0 skips withdrawn
-announcements. An error on one rank therefore ends the attempt in all ranks, and the next attempt starts anew.
+Each rank announces its arrival. Once all ranks have arrived, rank 0 sends each of them the same new token, which they
+use as a prefix for keys in the group's store. A rank that raises before it arrives announces its error instead, and the
+other ranks receive the error immediately. A rank that has waited too long withdraws its announcement, and rank 0 skips
+withdrawn announcements. An error on one rank therefore ends the attempt in all ranks, and the next attempt starts anew.
 
 The announcements of a rank are numbered. Each announcement has one key, whose value changes once from
 "waiting" to its outcome. The announcing rank or rank 0, whichever changes the value first, decides the outcome.

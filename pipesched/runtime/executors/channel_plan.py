@@ -1,4 +1,4 @@
-"""Channel plan: groups the messages of a rank's order by channel, and makes the keys for predicting message layouts."""
+"""Channel plan: groups the messages of a rank's order by channel, and makes the keys that predict message layouts."""
 
 import logging
 from collections.abc import Callable, Hashable, Sequence
@@ -39,7 +39,7 @@ class OrderMessages:
     Args:
         program: the lowered program.
         order: the rank's order.
-        ranks: the group rank of each rank of the program.
+        ranks: for each rank of the program, its rank in the group.
 
     """
 
@@ -106,7 +106,7 @@ class ChannelEnds:
     Args:
         program: the lowered program.
         wire: the channels to all ranks of the group.
-        ranks: the group rank of each rank of the program.
+        ranks: for each rank of the program, its rank in the group.
 
     """
 
@@ -136,7 +136,7 @@ class ChannelEnds:
 
 
 def channels_of(program: Program, ranks: Sequence[int]) -> set[Channel]:
-    """Return the channels that a lowered program uses. ``ranks`` holds the group rank of each rank of the program."""
+    """Return the channels that a lowered program uses. ``ranks`` maps each rank of the program to its group rank."""
     sends = program.columns[program.columns.are(Kind.SEND_F, Kind.SEND_B)]
     return {
         Channel(ranks[program.placement[stage]], ranks[program.placement[peer]], kind is Kind.SEND_B)
@@ -146,7 +146,7 @@ def channels_of(program: Program, ranks: Sequence[int]) -> set[Channel]:
 
 
 def digest_of(program: Program) -> bytes:
-    """Return a digest of a program, by which ranks check that they run the same program."""
+    """Return a digest of a program, with which ranks check that they run the same program."""
     columns = program.columns
     arrays = (columns.stage, columns.kind, columns.microbatch, columns.peer, columns.joined, program.orders.offsets)
     others = program.placement, program.graph.edges, program.forward_only, program.num_microbatches, program.versions

@@ -3,7 +3,7 @@
 A rank binds its order once. Binding turns each action into a call with a known stage, micro-batch and channel, and with
 the edges that the action reads and writes. An edge holds the value of one action until another action takes the value.
 The other action belongs to the consuming stage, or is a send if that stage is on another rank. The loop then only makes
-these calls.
+the bound calls.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -184,7 +184,7 @@ class _Norms:
         self.all: list[Any] = []
 
     def add(self, value: Any) -> None:
-        """Add the norms of one of this rank's stages."""
+        """Add the norms of a stage of this rank. Once all its stages are added, send their norms."""
         self.all = []
         self._own.append(value)
         if len(self._own) == self._count:
@@ -203,7 +203,7 @@ class Rank:
     Args:
         index: the number of the rank.
         program: the lowered program.
-        stages: the stages by number; only the stages of this rank are used.
+        stages: the stages, keyed by number; only the stages of this rank are used.
         transport: sends values to other ranks and receives them.
         pair: maps each micro-batch of a stream to the program's micro-batch that has the same actions. Default: returns
             the micro-batch unchanged.

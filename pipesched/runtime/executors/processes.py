@@ -3,7 +3,7 @@
 Why a step cannot hang. The program is valid: its orders, its dependencies, and the edges from the k-th send of a
 channel to its k-th receive form no cycle. A send copies its message and returns, so it never blocks its rank. A receive
 takes the channel's next message. That is the right message, since both ends use the channel in the same order and the
-channel is first in, first out. A receive does not depend on later messages, and it is posted no later than when its
+channel is first in, first out. A receive does not depend on later messages, and is posted at the latest when its
 action begins. So a rank waits only for a send that comes earlier in the program. Among all actions that have not run,
 take one that is first in a topological order. Its rank has run all earlier actions, and any message for which the
 action waits has been sent. So the action runs. A rank waits for its sends to complete only between two runs; the
@@ -134,7 +134,7 @@ class ProcessExecutor:
         _LOG.info("rank %d of %d is connected", self.rank, self.num_ranks)
 
     def end_in_child(self) -> None:
-        """Disable the executor in a forked child process, and leave the connections to the parent process."""
+        """Disable the executor in a forked child process, without closing the connections of the parent process."""
         self._forked.here = True
         for end in (self._end_connections, self._courier.end):
             forget(end)

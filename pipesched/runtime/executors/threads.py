@@ -424,7 +424,7 @@ def _start_threads(jobs: _Jobs, intra_op_threads: int) -> list[threading.Thread]
 
 
 def _serve(jobs: "SimpleQueue[Callable[[], None] | None]", intra_op_threads: int, started: threading.Barrier) -> None:
-    """The main loop of a rank's thread. It does not keep the executor alive."""
+    """The main loop of a rank's thread. Holds no reference to the executor."""
     torch.get_num_threads()  # the first call sets the process's default, so it must come before set_num_threads()
     torch.set_num_threads(intra_op_threads)
     started.wait()

@@ -17,7 +17,7 @@ __all__ = ["NonfiniteReaction"]
 
 @dataclass(frozen=True)
 class _Check:
-    """The check of one step. ``arrived`` is recorded once the flag is copied to the host; None if it is not copied."""
+    """The check of one step. ``arrived`` is recorded after the flag's copy to the host; None if it is not copied."""
 
     step: int
     verdict: Verdict
@@ -36,7 +36,7 @@ class _Check:
 class NonfiniteReaction:
     """Raises or warns if the loss or a gradient of a step was infinite or NaN, as the rules' ``on_nonfinite`` states.
 
-    If the rules' ``lags`` is set, it reacts one step later.
+    If the rules' ``lags`` is set, the reaction comes one step later.
     """
 
     def __init__(self) -> None:

@@ -16,7 +16,7 @@ __all__ = ["Nonfinite", "NonfiniteWatch"]
 
 
 class Nonfinite(NamedTuple):
-    """The origin of a recorded value. The tuples sort in order of computation: all outputs, then all gradients."""
+    """The origin of a recorded value. Tuples compare in the order of computation: all outputs, then all gradients."""
 
     #: Whether the value is the gradient of a layer's output, rather than the output itself.
     backward: bool
