@@ -88,7 +88,7 @@ class Batch:
     as_given: bool = False
 
     def of_replica(self, replica: int, num_replicas: int) -> "Batch":
-        """Return one replica's part of a batch whose micro-batches belong to all replicas."""
+        """Return one replica's micro-batches, from a batch that contains those of all replicas."""
         size = len(self.rows) // num_replicas
         own = slice(replica * size, (replica + 1) * size)
         return replace(self, inputs=self.inputs[own], targets=self.targets[own], rows=self.rows[own])
@@ -105,7 +105,7 @@ class Batch:
         return [looks[rows] for rows in self.rows]
 
     def sizes(self, look: Callable[[Any], Hashable]) -> list[Size]:
-        """Return the size of each micro-batch. ``look`` computes a micro-batch's form."""
+        """Return the size of each micro-batch. ``look`` returns the form (dtypes and shapes) of a micro-batch."""
         looks: list[Any] = self.looks or self.looking(look)
         return [Size(rows, _elements(own, rows)) for rows, own in zip(self.rows, looks, strict=True)]
 
@@ -114,7 +114,7 @@ class Batch:
         return [trainable_leaves(value) for value in self.inputs]
 
     def gathered(self, outputs: Sequence[Any], weighting: "Weighting | None") -> Any:
-        """Concatenate the micro-batches' outputs. If the caller cut the micro-batches, return a list of the outputs.
+        """Concatenate the micro-batches' outputs. If the caller split the batch, return the outputs as a list instead.
 
         If the outputs contain the model's own loss, ``weighting`` combines the micro-batches' losses. If ``weighting``
         is None, the outputs are only concatenated.
@@ -141,7 +141,7 @@ def _elements(look: Sequence[Any], rows: int) -> int:
 
 
 def loss_places(output: Any) -> list[int]:
-    """Return the positions of the model's scalar loss among the pytree leaves of an output; empty if there is none."""
+    """Return the indices of the pytree leaves of ``output`` that are the model's scalar loss; [] if there are none."""
     loss = loss_entry(output)
     if not isinstance(loss, Tensor) or loss.dim():
         return []
@@ -162,7 +162,7 @@ class Weighting(NamedTuple):
     reduction_order: ReductionOrder = "sequential"
 
     def of_replica(self, replica: int, num_replicas: int) -> "Weighting":
-        """Return one replica's part of the weights for the micro-batches of all replicas."""
+        """Return the weights of one replica's micro-batches, from weights that cover all replicas."""
         size = len(self.factors) // num_replicas
         own = slice(replica * size, (replica + 1) * size)
         return Weighting(self.factors[own], self.shares[own], self.reduction_order)
@@ -254,7 +254,7 @@ class Splitter:
         return Batch(inputs, targets, sizes, output_dim=self._dim("output") or 0)
 
     def as_given(self, microbatches: Any, *, num_replicas: int = 1) -> Batch:
-        """Make a Batch from micro-batches that the caller cut: those of all replicas, in replica order.
+        """Make a Batch from the caller's own micro-batches. The list contains those of all replicas, in replica order.
 
         Raises:
             InputError: the argument is not a list of Microbatch objects, or is empty; the program does not allow this
@@ -289,7 +289,7 @@ class Splitter:
         return Batch(inputs, targets, rows, output_dim=self._dim("output") or 0, as_given=True)
 
     def _rows_of(self, number: int, microbatch: Microbatch) -> int:
-        """Return the number of rows of a micro-batch that the caller cut."""
+        """Return the number of rows of one of the caller's own micro-batches."""
         self._check_names(len(microbatch.args), microbatch.kwargs)
         named: list[tuple[int | str, Any]] = [*enumerate(microbatch.args), *microbatch.kwargs.items()]
         given = {_argument(name): (value, self._dim(name)) for name, value in named}
@@ -378,14 +378,14 @@ class Splitter:
         groups: Sequence[Sequence[int]] = (),
         across: Callable[[Any], list[Any]] | None = None,
     ) -> "Weighting":
-        """Return the weights of a batch's losses. Raises InputError unless the weights' sum is finite and above 0.
+        """Return the weights of a batch's losses. Raises InputError unless their sum is finite and above 0.
 
         Args:
             batch: the batch.
             groups: for each update, the micro-batches whose gradients it applies. The factors in a group add up to 1.
                 Default: one group of all micro-batches.
-            across: takes this replica's weights, and returns the weights of each replica. The factors of all replicas
-                together add up to 1. Default: there is one replica.
+            across: a function that takes this replica's weights and returns the weights of every replica. The factors
+                of all replicas together add up to 1. Default: there is one replica.
 
         """
         if self.loss_reduction == "sum":
@@ -410,7 +410,7 @@ class Splitter:
         return Weighting(list(factors), list(shares))
 
     def weighting_of_outputs(self, batch: Batch) -> Weighting | None:
-        """Return the weights for the losses among the outputs of ``forward``; None if weights cannot be computed."""
+        """Return the weights of the losses in the outputs of ``forward``, or None if the weights cannot be computed."""
         if self.loss_reduction == "sum":
             return self.weighting(batch)
         try:

@@ -74,7 +74,7 @@ class RankGrid:
         return self.peers[first : first + self.num_shards]
 
     def named(self, names: Sequence[str]) -> list[str]:
-        """Return the names of the group's ranks. With several replicas, each name also states the replica."""
+        """Return the names of the group's ranks. If there are several replicas, each name also states the replica."""
         if len(self.rows) == 1:
             return [*names]
         places = {rank: (replica, place) for replica, row in enumerate(self.rows) for place, rank in enumerate(row)}
@@ -98,14 +98,13 @@ class SumRanks(NamedTuple):
 
 
 def grid_of(mesh: DeviceMesh, axes: Axes | None, timeout_s: float) -> tuple[Any, RankGrid, SumRanks]:
-    """Return the process group of all replicas' ranks, its RankGrid and its SumRanks. Collective.
+    """Return the process group that contains the ranks of all replicas, its RankGrid and its SumRanks. Collective.
 
     Args:
         mesh: the mesh.
-        axes: the mesh dimensions of the pipeline, of the replicas, and of replicas that split weights among
-            themselves. Other dimensions are ignored. Default: a mesh of one dimension is a pipeline; otherwise the
-            dimensions are recognised by their names.
-        timeout_s: how long a process waits for another one, in seconds.
+        axes: maps "pipeline", "replicate" and "shard" to names of mesh dimensions. Other dimensions are ignored.
+            Default: a mesh with one dimension is a pipeline; if there are more, they are recognised by their names.
+        timeout_s: how long a process waits for another process, in seconds.
 
     Raises:
         ModelTypeError: mesh is not a DeviceMesh.
@@ -141,12 +140,12 @@ def grid_of(mesh: DeviceMesh, axes: Axes | None, timeout_s: float) -> tuple[Any,
 def own_group(groups: Sequence[Sequence[int]], timeout_s: float, *, new: bool = False) -> Any:
     """Make process groups from global ranks, and return this process's group. Collective over the ranks in ``groups``.
 
-    If the groups contain every process, all processes make all groups, because torch names groups by a
-    counter that must be equal in all processes. Otherwise each process makes only its own group.
+    If every process is in one of the groups, each process makes all groups, because torch names groups by a counter
+    that must be the same in all processes. Otherwise each process makes only its own group.
 
     Args:
         groups: the global ranks of each group.
-        timeout_s: how long a process waits for another one, in seconds.
+        timeout_s: how long a process waits for another process, in seconds.
         new: whether to make a new group even if it contains all processes. Default: False (return torch's default group
             instead).
 
@@ -174,7 +173,7 @@ def own_group(groups: Sequence[Sequence[int]], timeout_s: float, *, new: bool = 
 
 
 def _dims(mesh: DeviceMesh, axes: Axes | None) -> dict[str, int]:
-    """Return the index of the mesh dimension for each axis that the mesh has."""
+    """Map each axis of the mesh ("pipeline", "replicate" or "shard") to the index of its mesh dimension."""
     names = mesh.mesh_dim_names or ()
     if axes is None and mesh.ndim == 1:
         return {"pipeline": 0}

@@ -89,17 +89,17 @@ Inputs = Literal["all", "first"]
 
 
 class SegmentedRun(Protocol):
-    """An executor's run that receives the ranks' orders in parts, such as one step at a time."""
+    """A run in which an executor receives the actions of each rank in parts, for example one step at a time."""
 
     @property
     def ahead(self) -> int:
         """The number of unfinished parts that may be queued while the caller continues."""
 
     def hand(self, orders: Sequence[tuple[Action, ...]]) -> Any:
-        """Give each rank of this process the next part of its order. Return a handle for ``finish``."""
+        """Give each rank of this process the next part of its actions. Return a handle for ``finish``."""
 
     def finish(self, part: Any) -> Timeline:
-        """Wait until the part with this handle has run, and return its timeline. Raises a stage's exception."""
+        """Wait until the part with this handle has run, and return its timeline. If a stage failed, raise its error."""
 
     def abandon(self) -> None:
         """Stop all ranks."""
@@ -109,10 +109,10 @@ class Executor(Protocol):
     """The methods of an executor that a `Stream` of asynchronous steps uses."""
 
     def caller(self, *, grad: bool) -> Caller:
-        """Return the calling thread's settings, such as autocast, with ``grad`` as grad mode."""
+        """Return the calling thread's settings, such as autocast, with the grad mode set to ``grad``."""
 
     def begin(self, run_spec: RunSpec, caller: Caller) -> SegmentedRun:
-        """Begin a run that receives the ranks' orders in parts. No other run starts before ``end``."""
+        """Begin a run that receives the actions of each rank in parts. No other run may start before ``end``."""
 
     def end(self, run: Any) -> None:
         """End a run that ``begin`` returned."""
@@ -140,9 +140,9 @@ class RankHost(Protocol):
         """The executor of this process's ranks."""
 
     def use(self, num_ranks: int, *, all_ranks: bool = False) -> "RankHost":
-        """Return a host for the same ranks, of which the first ``num_ranks`` hold stages.
+        """Return a host for the same ranks. Only the first ``num_ranks`` of them hold stages.
 
-        With ``all_ranks``, every rank of a mesh must hold stages; DeviceCountError is raised if a rank would hold none.
+        Raises DeviceCountError if ``all_ranks`` is True but a rank of the mesh would hold no stage.
         """
 
     def holds(self, rank: int) -> bool:
@@ -152,10 +152,10 @@ class RankHost(Protocol):
         """Call ``make`` in one process, and return its result in all processes."""
 
     def check(self, program: Program, decided: Any) -> None:
-        """Raise ExecutionError if the programs or other decisions of the ranks differ."""
+        """Raise ExecutionError unless ``program`` and ``decided`` are the same on all ranks."""
 
     def agree_on(self, facts: Callable[[], Facts], remedy: str) -> None:
-        """Raise ExecutionError, naming the ranks and facts that differ, unless the facts of all ranks are identical."""
+        """Raise ExecutionError if the facts of the ranks differ. The error names the ranks and the facts."""
 
     def learn(self, model: LayeredModel, cut: StageLayers) -> None:
         """Register the types of the values that stages will send. Raises GraphError for a type that cannot be sent."""
@@ -178,7 +178,7 @@ class RankHost(Protocol):
         Raises:
             InputError: if this rank passed a batch although ``inputs=`` forbids it, or passed none although ``inputs=``
                 requires it. If ``make`` raises an error, this process raises the same error, and the other processes
-                raise an ExecutionError that contains its text.
+                raise an ExecutionError that contains the text of that error.
 
         """
 
@@ -195,10 +195,10 @@ class RankHost(Protocol):
         """Return, in all processes, the value that only one rank can compute."""
 
     def gathered(self, value: Any) -> list[Any]:
-        """All-gather a pytree of tensors and plain values over the replica's ranks; return all values in rank order."""
+        """All-gather a pytree of tensors and plain values over this replica's ranks. Return a list in rank order."""
 
     def gathered_in_all(self, value: Any) -> list[Any]:
-        """All-gather a pytree of tensors and plain values over all replicas' ranks; return all values in rank order."""
+        """All-gather a pytree of tensors and plain values over all replicas' ranks. Return a list in rank order."""
 
     def across(self, value: Any) -> list[Any]:
         """All-gather plain values over the ranks that hold the same stages; return them in replica order.
@@ -215,7 +215,7 @@ class RankHost(Protocol):
     def abandon(self, what: str, error: BaseException) -> None:
         """Close the host, and report a failure of this process to the other processes.
 
-        If another process's failure caused ``error``, raises an ExecutionError that names the failed process.
+        If the failure of another process caused ``error``, raises an ExecutionError that names that process.
         """
 
     def close(self) -> None:
@@ -304,9 +304,9 @@ class MeshRanks:
         mesh: the mesh.
         intra_op_threads: the number of CPU threads per rank.
         timeout_s: how long a rank waits for another rank, in seconds.
-        inputs: the ranks that pass a batch.
-        axes: the mesh dimensions of the pipeline, of its replicas, and of replicas that split weights among
-            themselves. Default: the dimensions are recognised by their names.
+        inputs: the ranks that pass a batch, either "all" or "first" (only rank 0).
+        axes: maps "pipeline", "replicate" and "shard" to names of mesh dimensions. Default: the dimensions are
+            recognised by their names.
         reduction_order: the order in which gradients and losses of replicas are added.
 
     """
@@ -533,9 +533,9 @@ class MeshRanks:
         return [given for given, _ in replies]
 
     def loss_with_metrics(self, rank: int, value: LossAndMetrics | None) -> Callable[[], LossAndMetrics]:
-        """Send one rank's loss and metrics to all others; return a function that waits for and returns them.
+        """Send one rank's loss and metrics to all others. Return a function that waits for both and returns them.
 
-        With several replicas, the function returns the sums across replicas.
+        If there are several replicas, the function returns the sums over replicas.
         """
         here = self.devices[rank]
         if len(self.grid.rows) > 1:
@@ -568,7 +568,7 @@ class MeshRanks:
     def connected(self, method: str = "gather_model") -> Iterator[ProcessExecutor]:
         """A context that yields the executor, or a temporary new one if the executor is closed. Collective.
 
-        ``method`` is the method's name in the error that is raised if a step is running.
+        If a step is running, raises an error that names ``method``.
         """
         self.executor.check_outside(method)
         if not self.executor.closed:
@@ -581,7 +581,7 @@ class MeshRanks:
             executor.close()
 
     def gather(self, timelines: Iterable[Timeline]) -> list[Span]:
-        """Return the measured spans of all ranks in these timelines, on one clock."""
+        """Return the spans that all ranks have measured in these timelines, with all times on one clock."""
         return self.executor.gather(*(own for own in timelines if isinstance(own, RankTimeline)))
 
     def abandon(self, what: str, error: BaseException) -> None:
@@ -604,7 +604,7 @@ def summed(parts: Sequence[LossAndMetrics], device: torch.device, order: Reducti
 
 
 def _loss_and_metrics(message: Any) -> LossAndMetrics:
-    """Return the loss and the metrics in a message, with None for the metrics if the message has none."""
+    """Return the loss and the metrics in a message. The metrics are None if the message has none."""
     if isinstance(message, Payload):
         loss, metrics = message.value
         return loss, metrics

@@ -41,7 +41,7 @@ class StepCall:
     gather: bool = False
 
     def step_data(self, seed: int, step: int, metrics: Metrics | None = None, *, replica: int = 0) -> StepData:
-        """Make the `StepData` with which the stages of a replica run this call."""
+        """Make the `StepData` that the stages of a replica use for this call."""
         factors = None if self.weighting is None or self.method == "forward" else self.weighting.factors
         return StepData(
             seed,
@@ -66,7 +66,7 @@ class StepCall:
         return self.counting.total([step_data.losses[microbatch] for microbatch in range(len(self.batch.rows))])
 
     def outputs(self, step_data: StepData, *, own_loss: bool) -> Any:
-        """Return the outputs of the whole mini-batch; None if the last stage is in another process.
+        """Return the outputs of the whole mini-batch, or None if this process has no outputs.
 
         ``own_loss`` states whether the outputs contain the model's own loss.
         """
@@ -216,7 +216,7 @@ def _without_contents(one: _Unsent) -> Tensor:
 
 
 def _written(numbers: Any) -> Tensor | None:
-    """Convert numbers to a tensor; None if any number is None.
+    """Convert numbers to a tensor, or return None if any number is None.
 
     Numbers are sent as a tensor, so that the layout of the message does not depend on their values.
     """

@@ -149,7 +149,7 @@ def _rows_of(added: Mapping[int, Added], microbatches: Sequence[int]) -> list[_R
 
 
 def _measured(run: RunResults) -> dict[str, Tensor]:
-    """Return the mini-batch's metrics: the micro-batches' metrics, combined in the same way as their losses."""
+    """Combine the metrics of the micro-batches into those of the mini-batch, in the same way as their losses."""
     of_each = [run.step_data.measured.pop(number, {}) for number in run.microbatches]
     if any(one.keys() != of_each[0].keys() for one in of_each):
         odd = next(number for number, one in enumerate(of_each) if one.keys() != of_each[0].keys())
@@ -163,9 +163,9 @@ def _measured(run: RunResults) -> dict[str, Tensor]:
 
 
 def _combined(loss: Tensor, metrics: Mapping[str, Tensor], rows: Sequence[_Row], weighting: Weighting) -> _Result:
-    """Return ``loss`` plus all added losses, and the metrics, including the sum of the added losses of each name.
+    """Return the sum of ``loss`` and all added losses, and the metrics, which include the added losses of each name.
 
-    Losses are added in an order that does not depend on the plan: by micro-batch, then by place of the call.
+    Losses are added in an order that does not depend on the plan: by micro-batch, then by the place of the call.
     """
     named: dict[str, list[Tensor]] = {}
     for number, *_, name, value in sorted(rows, key=lambda row: row[:4]):

@@ -34,7 +34,7 @@ class Shards:
         self.add(parameters, cuts=cuts)
 
     def add(self, parameters: Sequence[nn.Parameter], *, cuts: bool) -> None:
-        """Divide further parameters. The arguments are those of the constructor."""
+        """Divide more parameters in the same way. ``cuts`` states whether these parameters may be cut."""
         num_replicas = self.num_replicas
         held = self._held
         for parameter in parameters:
@@ -59,7 +59,7 @@ class Shards:
         return self._shapes[parameter]
 
     def numbers(self, parameter: nn.Parameter) -> list[int]:
-        """Return how many elements of a parameter each replica has."""
+        """Return the number of elements of a parameter that each replica updates."""
         row = self._shapes[parameter][1:].numel()
         return [(end - start) * row for start, end in self._rows[parameter]]
 

@@ -1,8 +1,8 @@
-"""Tree sums: adds gradients of micro-batches as a binary tree. The sum's bits do not depend on the number of replicas.
+"""Tree sums: adds gradients in a binary tree, so that the result does not depend on the number of replicas.
 
-`program.tree_groups` defines the tree. If 8 micro-batches are divided among 1, 2 or 4 replicas, each micro-batch always
-belongs to the same subtree. The sums of the replicas are then added in the upper part of the tree (see `tree_sum` and
-`runtime.reductions.replica_sum`).
+`program.tree_groups` defines the tree. Whether 8 micro-batches are divided among 1, 2 or 4 replicas, each micro-batch
+belongs to the same subtree, so the sum is bit-identical. Each replica adds the gradients in its own subtree. `tree_sum`
+and `runtime.reductions.replica_sum` then add the sums of the replicas.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -23,7 +23,7 @@ ReductionOrder = Literal["sequential", "tree"]
 
 
 def tree_sum(values: Sequence[Tensor]) -> Tensor:
-    """Sum the values of all micro-batches or replicas as a binary tree, on the first value's device."""
+    """Add the values of all micro-batches or replicas in a binary tree. The sum is on the first value's device."""
     size = len(values) // num_tree_groups(len(values))
     sums = [_in_a_row(values[start : start + size]) for start in range(0, len(values), size)]
     while len(sums) > 1:
@@ -39,11 +39,11 @@ def _in_a_row(values: Sequence[Tensor]) -> Tensor:
 
 
 class TreeSums:
-    """Adds the gradients of one stage's micro-batches as a binary tree.
+    """Adds the gradients of one stage's micro-batches in a binary tree.
 
     A group consists of consecutive micro-batches (see `program.tree_groups`). Autograd adds the gradients of a group
-    to ``.grad``. When a gradient of the next group arrives, the sum of the previous group is set aside. Each parameter
-    has a current group of its own, because a split backward computes the gradients of some weights later than those of
+    to ``.grad``. When a gradient of the next group arrives, the sum of the previous group is set aside. The current
+    group is tracked separately for each parameter, because a split backward computes some weight gradients later than
     others.
     """
 
@@ -70,7 +70,7 @@ class TreeSums:
 
     @contextmanager
     def adding(self, microbatch: int) -> Iterator[None]:
-        """A context for a backward pass that adds gradients of a micro-batch to ``.grad``."""
+        """A context in which the backward pass of a micro-batch adds gradients to ``.grad``."""
         group = microbatch // self._size
         aside: dict[Tensor, Tensor] = {}
         for parameter in self._parameters:
@@ -87,7 +87,7 @@ class TreeSums:
                 self._group[parameter] = group
 
     def _set_aside(self, parameter: Tensor, grad: Tensor) -> None:
-        """Store the sum of a complete group, or the gradient that existed before the step."""
+        """Store ``grad``, which is the sum of a complete group or the parameter's gradient from before the step."""
         group = self._group.get(parameter)
         if group is None:
             self._before[parameter] = grad
@@ -103,9 +103,9 @@ class TreeSums:
         _merge(sums, group + 1)
 
     def finish(self) -> None:
-        """Store the sum of all groups in ``.grad``. A second call does nothing.
+        """Set ``.grad`` to the sum of all groups, plus the gradient that the parameter had before the step.
 
-        Called after the last backward pass. The sum is added to the gradient that the parameter had before the step.
+        Called after the last backward pass. A second call does nothing.
         """
         for parameter, group in self._group.items():
             sums = self._sums.pop(parameter, [])
@@ -120,9 +120,9 @@ class TreeSums:
 
 
 def _merge(sums: list[tuple[int, Tensor]], begun: int | None) -> None:
-    """Replace the last two sums with their total, repeatedly, while no further group belongs to their common subtree.
+    """Repeatedly add the last two sums, as long as no later group belongs to their common subtree.
 
-    ``begun`` is the lowest number that a further group can have; None if there are no further groups. Groups without a
+    ``begun`` is the lowest number that a later group can have, or None if there are no more groups. Groups without a
     gradient are left out of the tree.
     """
     while len(sums) > 1:

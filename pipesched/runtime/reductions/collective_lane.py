@@ -43,7 +43,7 @@ class Ticket:
     def wait(self, check: Callable[[], None]) -> None:
         """Wait until the job has run. Raises ConnectionLostError if the job failed.
 
-        ``check`` is called while waiting, and may raise.
+        While waiting, repeatedly calls ``check``, which may raise an exception.
         """
         while not self._done.wait(_LOOK_S):
             check()

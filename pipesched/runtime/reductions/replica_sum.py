@@ -1,8 +1,8 @@
-"""Replica sum: adds tensors of several processes in a fixed order, so that all processes get the same bits.
+"""Replica sum: adds tensors of several processes in a fixed order, so that all get bit-identical sums.
 
-Each process receives one shard of the tensor from every replica, adds the shards in replica order or as a binary tree
-over the replicas, and sends the sum back. A library's reduce-scatter or all-reduce would send the same number of bytes,
-but the order of the additions would depend on the number of bytes and the topology.
+Each process receives one shard of the tensor from every replica, adds the shards in replica order or in a binary tree
+over the replicas, and sends the sum back. The reduce-scatter or all-reduce of a library would send the same number of
+bytes, but would add in an order that depends on the number of bytes and the topology.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -25,14 +25,14 @@ _all_gather: Any = getattr(distributed, "all_gather_single", None) or distribute
 
 
 class ReplicaGroup:
-    """The processes that hold the same stages in all replicas.
+    """The processes of all replicas that hold the same stages.
 
     All methods that send tensors are collective over these processes. The constructor is collective over the processes
     of all groups.
 
     Args:
         groups: the global ranks of all such groups in the mesh, each in replica order.
-        timeout_s: how long a process waits for another one, in seconds.
+        timeout_s: how long a process waits for another process, in seconds.
         reduction_order: the order in which tensors of the replicas are added.
 
     """
@@ -53,7 +53,7 @@ class ReplicaGroup:
         self._replica = list(ranks).index(distributed.get_rank())
 
     def length(self, numbers: int) -> int:
-        """Return the length of a buffer for this many elements: the next multiple of the number of replicas."""
+        """Return the length of a buffer for ``numbers`` elements: ``numbers``, rounded up to a multiple of ``size``."""
         return padded(numbers, self.size)
 
     @torch.no_grad()
@@ -134,8 +134,8 @@ class ReplicaSums:
     """Sums buffers over replicas in the collective lane of this rank.
 
     Args:
-        group: the processes with the same stages in all replicas.
-        shards: the processes with the same shards of these stages; ``group`` if the weights are not sharded.
+        group: the processes of all replicas that hold the same stages.
+        shards: the processes that hold the same shards of these stages; ``group`` if the weights are not sharded.
         lane: runs the sums.
         check: raises an exception if another rank has failed; called while waiting for a sum.
 
@@ -175,7 +175,7 @@ class ReplicaSums:
     def start(self, buffers: Sequence[Tensor], *, of_shards: bool = False) -> Ticket:
         """Start replacing buffers with their sums over replicas, and return the Ticket of this job.
 
-        If ``of_shards`` is set, each sum includes only the replicas with the same shards.
+        If ``of_shards`` is True, each sum includes only the replicas that hold the same shards.
         """
         group = self._shards if of_shards else self._group
         return self._lane.start(partial(_each, group.add, buffers))
@@ -201,7 +201,7 @@ class ReplicaSums:
         return buffer[0] > 0
 
     def copy_from_first(self, tensors: Sequence[Tensor], shards: Sequence[Tensor]) -> None:
-        """Copy tensors, and shards of tensors, from the first replica that has them. Waits for the copies."""
+        """Copy ``tensors`` and ``shards`` from the first replica that holds them. Waits for the copies."""
         copy = self._group.copy_from_first
         copy_shard = self._shards.copy_from_first
 
@@ -216,7 +216,7 @@ class ReplicaSums:
         return self._lane.start(partial(_each, self._group.spread, parts))
 
     def gathered(self, tensor: Tensor) -> list[Tensor]:
-        """Return the tensors of all replicas, in replica order. Waits for them."""
+        """Return the tensor that each replica passes, in replica order. Waits for all replicas."""
         every = [tensor.clone() for _ in range(self._group.size)]
         self.spread([[[one] for one in every]]).wait(self.check)
         return every

@@ -174,7 +174,7 @@ def _combined(parts: Sequence[_Part], device: torch.device) -> tuple[Tensor, Ten
 
 @dataclass(frozen=True)
 class _Held:
-    """A stage's `Norms` (None if in another process), its rank, and the rank of the stage that owns the weights."""
+    """A stage's `Norms` (None in other processes), its rank, and the rank of the stage that owns its weights."""
 
     norms: Norms | None
     rank: int
@@ -232,7 +232,7 @@ class MiniBatchNorms:
     ) -> Norms | None:
         """Register a stage and return its `Norms`.
 
-        Returns None in "micro-batch" mode, and if the stage is in another process.
+        Returns None if the mode is "micro-batch" or the stage is in another process.
 
         Args:
             stage: the stage's number, and the number of the stage that owns the weights.

@@ -1,7 +1,7 @@
-"""Buffer copies: copies of the buffers that forwards write to, so that each B uses the buffers of its own forward.
+"""Buffer copies: copies the buffers that forwards write to, so that each backward uses the values of its own forward.
 
 Several micro-batches are in flight, and autograd saves buffers that the next forward would overwrite. Therefore each
-forward writes to copies, which autograd saves. The values of the copies are then written back to the buffers.
+forward writes to its own copies, which autograd saves. Their values are then written back to the buffers.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -120,7 +120,7 @@ class BufferCopies:
 def _names(layer: str, key: str) -> set[str]:
     """Return the names that a layer's buffer may have in the model.
 
-    For an ordinary layer, ``key`` is the buffer's name within the layer. If ``layer`` stands for the whole model or for
-    code between layers, ``key`` is the buffer's name in the model. For code between layers, it has "/" instead of ".".
+    ``key`` is the buffer's name within the layer. If ``layer`` stands for the whole model or for code between layers,
+    ``key`` is the buffer's name in the model. For code between layers, that name contains "/" instead of ".".
     """
     return {f"{layer}.{key}", key.replace("/", ".")}

@@ -1,8 +1,9 @@
 """Compiled layers: layers that run through torch.compile, with random numbers that do not depend on the plan.
 
 A TorchFunctionMode does not see the calls inside a compiled graph. Therefore no weight gradients of a compiled layer
-are deferred to W, and a compiled layer that draws random numbers uses the default generator, seeded for each call. The
-numbers differ from those of eager code, but do not depend on the plan, and a recomputation draws the same numbers.
+are deferred to the W. A compiled layer that draws random numbers uses the default generator, which is seeded for each
+call. The numbers differ from those of eager code, but they do not depend on the plan, and a recomputation draws the
+same numbers.
 """
 
 from collections.abc import Callable, Mapping

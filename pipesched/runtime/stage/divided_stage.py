@@ -34,7 +34,7 @@ _ELEMENTWISE = (
 def divided_update(stage: Stage, spread: Spread, replica: int, num_replicas: int) -> ShardedUpdate:
     """Let a stage's optimizer update only this replica's part of the parameters.
 
-    Parameters are cut by rows if the class of the optimizer is a torch class that is known to be elementwise. Any other
+    Parameters are cut by rows if the optimizer is one of torch's that update each element on its own. Any other
     optimizer, such as Muon, Adafactor or an instance of a subclass, may combine the elements of a parameter, so its
     parameters are not cut.
 
@@ -106,6 +106,6 @@ def _check_plain(stage: Stage) -> None:
 
 
 def shards_for(optimizer: Optimizer, parameters: Sequence[nn.Parameter], replica: int, num_replicas: int) -> Shards:
-    """Return the shards of one stage's parameters. The type of ``optimizer`` decides whether they may be cut."""
+    """Return the shards of one stage's parameters. Parameters are cut only if the type of ``optimizer`` allows it."""
     cuts = type(optimizer) in _ELEMENTWISE  # a subclass may do anything
     return Shards(parameters, replica, num_replicas, cuts=cuts)

@@ -1,8 +1,8 @@
 """Divided weights: between runs, each replica holds only its rows of a stage's weights.
 
-UNSHARD starts to gather the full (undivided) weights. The first action that uses them waits for them, and RESHARD frees
-them. The optimizer updates only this replica's rows. Nothing is sent after an update, because the next run gathers the
-updated rows.
+An UNSHARD starts to gather the full (undivided) weights. The first action that uses the weights waits for the gather,
+and a RESHARD frees the weights. The optimizer updates only this replica's rows. Nothing is sent after an update,
+because the next run gathers the updated rows.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -25,10 +25,10 @@ _Exchange = Callable[[list[Tensor]], list[list[Tensor]]]
 class DividedWeights:
     """The weights of one stage, divided by rows. Between runs, each replica holds only its own rows.
 
-    A divided parameter stays the same object. Its ``data`` is this replica's rows, or an empty tensor if the replica
-    has none; from ``wait`` to ``reshard`` its ``data`` is the whole tensor. Three kinds of parameters are never
-    divided: parameters that are trained without the pipeline's optimizer, because their gradients are not divided;
-    parameters that are not contiguous; and parameters that are in none of the ``units``.
+    A divided parameter stays the same object, but its ``data`` changes. Between ``wait`` and ``reshard``, its ``data``
+    is the whole tensor. At all other times, its ``data`` contains only this replica's rows, if any. Three kinds of
+    parameters are never divided: parameters that are trained without the pipeline's optimizer, because their gradients
+    are not divided; parameters that are not contiguous; and parameters that are in none of the ``units``.
 
     Args:
         units: groups of parameters that are gathered together, in the order in which they are used.
@@ -159,7 +159,7 @@ class DividedWeights:
         """RESHARD: free the full weights, and keep this replica's rows.
 
         ``last`` states whether this is the last RESHARD in the run. If so, the memory is freed once nothing else uses
-        it. Otherwise the memory is freed at once, although the graphs of micro-batches in flight refer to it.
+        it. Otherwise the memory is freed immediately, even though the graphs of micro-batches in flight refer to it.
         """
         with torch.inference_mode(False):
             self.wait()

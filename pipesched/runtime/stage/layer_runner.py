@@ -107,7 +107,7 @@ class LayerRunner:
         self._is_plain = not (ties or self._checkpoint_of_call or compiled or self._moves_buffers)
 
     def begin(self, step_data: StepData, weights: WeightStash | None) -> None:
-        """Start a step. ``weights`` holds the weight versions if the program updates weights during the run."""
+        """Start a step. ``weights`` holds the weight versions, or is None if weights are not updated during the run."""
         self._step_data = self._added.step_data = step_data
         self._added.saved = None
         self._weights = weights
@@ -172,10 +172,10 @@ class LayerRunner:
         return value
 
     def _may_split(self) -> bool:
-        """Return whether weight gradients can be deferred to W.
+        """Return whether weight gradients can be deferred to the W.
 
         Every parameter must be an nn.Parameter, not an instance of a subclass, and the parameters of sharded modules
-        must stay gathered until W.
+        must stay gathered until the W.
         """
         if self._splits is None:
             gathered = self._sharded is None or self._sharded.wait()
@@ -353,7 +353,7 @@ class LayerRunner:
     # ---- values kept by a run -----------------------------------------------------------------------------------
 
     def _run_offloading(self, offloads: Offloads, saved: MicrobatchState, arrived: Payload, noted: bool) -> Any:
-        """Run the forward, and record the memory of the batch and the outputs, which must stay on the device."""
+        """Run the forward. Record which memory holds the batch and the outputs, because it must stay on the device."""
         with offloads.saving(saved.microbatch), self.deferral.saving():
             value = self.run(saved, arrived, noted)
         inputs = self._step_data.inputs[saved.microbatch] if saved.takes_inputs or not saved.num_grads else None
@@ -368,7 +368,7 @@ class LayerRunner:
         return shapes, tuple(p.requires_grad for layer in self._body.layers.values() for p in layer.parameters())
 
     def _check_input(self, modified: bool) -> None:
-        """After the first forward, record whether the stage modified its input in place. If so, R runs on a copy.
+        """After the first forward, record whether the stage modified its input in place. If so, the R uses a copy.
 
         Raises ExecutionError if a later forward modified its input, but the first did not.
         """

@@ -96,7 +96,7 @@ class _MasterWeights:
 
     @torch.no_grad()
     def widen(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Before a step: replace each parameter's values with its float32 copy, and convert its gradient to float32."""
+        """Before a step, replace each parameter's values with its float32 copy, and convert its gradient to float32."""
         for parameter in _parameters(optimizer):
             grad = parameter.grad
             if grad is None or parameter.dtype not in _HALVES:
@@ -117,7 +117,7 @@ class _MasterWeights:
 
     @torch.no_grad()
     def narrow(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """After a step: store the copies in the optimizer's state, round them, and write them to the parameters."""
+        """After a step, store the copies in the optimizer's state, and write their rounded values to the parameters."""
         for parameter, values, grad in self._widened:
             master = parameter.data
             parameter.grad = None
@@ -127,7 +127,7 @@ class _MasterWeights:
         self._widened = []
 
     def narrow_after_failure(self, optimizer: Optimizer) -> None:
-        """After a failed step: call ``narrow``, then empty the states that the optimizer has not initialised yet."""
+        """After a failed step, call ``narrow``, then empty the states that the optimizer has not initialised yet."""
         parameters = [parameter for parameter, _, _ in self._widened]
         self.narrow(optimizer, (), {})
         for parameter in parameters:
@@ -136,11 +136,11 @@ class _MasterWeights:
                 del state[_MASTER]
 
     def note(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
-        """Before a state is loaded: keep the state for ``restore``."""
+        """Before a state is loaded, keep the state for ``restore``."""
         self._loaded = state
 
     def restore(self, optimizer: Optimizer) -> None:
-        """After a state is loaded: replace values that torch rounded to the parameters' dtype with the saved ones."""
+        """After a state is loaded, restore the exact values that torch has rounded to a parameter's dtype."""
         order = [number for group in self._loaded["param_groups"] for number in group["params"]]
         for number, parameter in zip(order, _parameters(optimizer), strict=True):
             saved = self._loaded["state"].get(number, {})

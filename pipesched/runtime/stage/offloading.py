@@ -3,8 +3,8 @@
 Saved-tensor hooks see all tensors that autograd saves during a stage's forward. OFFLOAD copies the storages that
 only offloaded layers have saved. FREE releases the device memory after the copy. FETCH allocates device memory and
 copies the data back. On a CUDA device the copies use pinned memory and separate streams, so they overlap with
-computation; on a CPU they are synchronous. Memory in use elsewhere is not moved: parameters, buffers, outputs of the
-stage, and tensors that other layers save.
+computation; on a CPU they are synchronous. Memory that is also used elsewhere is not moved. This includes parameters,
+buffers, outputs of the stage, and tensors that other layers save.
 """
 
 import time
@@ -170,7 +170,7 @@ class Offloads:
 
     @contextmanager
     def going(self) -> Iterator[None]:
-        """A context around a layer whose saved tensors are to be offloaded."""
+        """A context for running a layer whose saved tensors will be offloaded."""
         before = self._going
         self._going = True
         try:
@@ -268,7 +268,7 @@ def _is_weight(tensor: Tensor) -> bool:
 
 
 def _alive(references: Iterable["weakref.ref[Any]"]) -> list[Any]:
-    """Return the referenced objects that autograd still holds."""
+    """Return the objects that these weak references still point to."""
     return [one for reference in references if (one := reference()) is not None]
 
 

@@ -35,7 +35,7 @@ class _Heir:
 
 
 class Inheritance:
-    """Prepares the optimizers of a new plan's stages. The old optimizers do not change until ``take`` is called.
+    """Prepares the optimizers for the stages of a new plan. The old optimizers do not change until ``take`` is called.
 
     A stage gets an optimizer if at least one of its parameters is trainable or was in an old stage's optimizer.
 
@@ -115,7 +115,7 @@ def _regrouped(
 
     Returns (group, new values of its entries "params" and "param_names") for each group. The optimizer's own groups
     come first, even if they become empty, because a learning rate scheduler has one learning rate per group. Groups
-    with other settings follow. A parameter that was in no group stays in none: the user's function left it out.
+    with other settings follow. A parameter that the user's function has left out of all groups is not added.
     """
     groups = list(optimizer.param_groups)
     taken: list[list[nn.Parameter]] = [[] for _ in groups]
@@ -174,13 +174,13 @@ def optimizers_for(
     """Prepare the optimizers of the new stages: keep an old stage's optimizer, or create one with the user's function.
 
     Args:
-        optimizer: the user's function, params -> Optimizer.
+        optimizer: the user's function, which takes a list of parameters and returns an optimizer.
         stages: the new stages of this process.
         tied: parameters used by several stages. Only the stage that owns such a parameter updates it, after
             the gradients of all these stages are summed.
         home: maps a parameter to the stage that owns it.
         before: the optimizers of the old stages, keyed by stage.
-        rules: the clipping, scaling and checks of gradients before an update. If there are rules and tied parameters,
+        rules: how gradients are clipped, scaled and checked before an update. If there are rules and tied parameters,
             all updates wait for the gradients of the tied parameters. Default: None (gradients are not changed before
             updates).
 

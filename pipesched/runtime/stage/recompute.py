@@ -1,6 +1,6 @@
 """Recompute: layers that keep only their inputs and run again in their own backward (torch.utils.checkpoint).
 
-This is activation checkpointing of single layers (Chen et al. 2016, arXiv:1604.06174). The second run uses the same
+This is activation checkpointing of individual layers (Chen et al. 2016, arXiv:1604.06174). The second run uses the same
 random numbers, weights and buffers as the first, but changes only copies of the buffers.
 """
 
@@ -26,7 +26,7 @@ _Call = tuple[str, int]
 
 
 class _Seen(NamedTuple):
-    """A layer's buffers before a call: first the buffers that the call changes, then the unchanged ones."""
+    """A layer's buffers before a call, divided into those that the call changes and those that it does not change."""
 
     #: Copies of the buffers that the call changes.
     copies: dict[str, Tensor]

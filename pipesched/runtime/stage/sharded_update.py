@@ -33,14 +33,14 @@ class Spread(Protocol):
         """
 
     def gathered(self, tensor: Tensor) -> list[Tensor]:
-        """Return the tensors of all replicas, in replica order. Waits for them."""
+        """Return the tensor that each replica passes, in replica order. Waits for all replicas."""
 
     def check(self) -> None:
         """Raise an exception if another rank has failed."""
 
 
 class ShardedUpdate:
-    """The update of one replica's part of a stage's parameters.
+    """Updates one replica's part of a stage's parameters.
 
     Args:
         optimizer: the stage's optimizer. The constructor replaces its parameters with local parameters.
@@ -78,7 +78,7 @@ class ShardedUpdate:
         self._localize()
 
     def _localize(self) -> None:
-        """Replace the parameters of the optimizer with local parameters, and cut their states."""
+        """Replace the optimizer's parameters with local parameters, and cut the states to this replica's rows."""
         optimizer = self._optimizer
         for group in optimizer.param_groups:
             kept = [place for place, parameter in enumerate(group["params"]) if parameter in self.local]
@@ -105,7 +105,7 @@ class ShardedUpdate:
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """The stage's parameters that the optimizer of any replica updates."""
+        """The parameters of the stage that the optimizers of the replicas update."""
         return [parameter for bucket in self._buckets for parameter in bucket]
 
     @property
@@ -126,7 +126,7 @@ class ShardedUpdate:
         return self.shards.parts(parameter, tensor)
 
     def own(self, parameter: nn.Parameter, tensor: Tensor) -> Tensor | None:
-        """Return this replica's rows of ``tensor``, which has the parameter's shape; None if there are no such rows."""
+        """Return this replica's rows of ``tensor``, which has the parameter's shape; None if the replica has none."""
         return self.shards.own(parameter, tensor)
 
     def take(self, parameter: nn.Parameter, grad: Tensor | None) -> None:
@@ -147,14 +147,14 @@ class ShardedUpdate:
         self._send()
 
     def follow(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Make the local parameters of ``parameters`` views of the parameters' current memory."""
+        """Make the local parameter of each of the ``parameters`` a view of the parameter's current memory."""
         for parameter in parameters:
             values = self.shards.own(parameter, parameter.detach()) if parameter in self.local else None
             if values is not None:
                 self.local[parameter].data = values
 
     def _check_states(self) -> None:
-        """After the first step: check that the optimizer has used the local parameters."""
+        """Check, after the first step, that the optimizer has used the local parameters."""
         self._checked = True
         held = {*self.local.values()}
         if others := [key for key in self._optimizer.state if isinstance(key, nn.Parameter) and key not in held]:

@@ -1,16 +1,16 @@
-"""Split backward: F records the operations that use weights, so that the backward can be split into I and W.
+"""Split backward: records the operations of an F that use weights, so that the backward can be split into an I and a W.
 
-I computes the input gradients, and W computes the weight gradients (Qi et al. 2023, arXiv:2401.10241). No computation
-runs twice.
+The I computes the input gradients, and the W computes the weight gradients (Qi et al. 2023, arXiv:2401.10241). No
+computation runs twice.
 
-During F, each linear layer, matrix product or convolution, such as ``linear(x, w)``, is called with ``w`` detached, so
-autograd computes the gradient of ``x`` only. I is an ordinary backward pass over that graph. I also computes cheap
-weight gradients (norms, biases, embeddings) and weight gradients that cannot be separated (custom functions, recurrent
-nets).
+During the F, each linear layer, matrix product or convolution, such as ``linear(x, w)``, is called with ``w`` detached,
+so autograd computes only the gradient of ``x``. The I is an ordinary backward pass over that graph. It also computes
+cheap weight gradients (norms, biases, embeddings) and weight gradients that cannot be separated (custom functions,
+recurrent nets).
 
-In I, a hook stores the gradient ``gy`` of each operation's output. W computes ``gy^T x`` with the operations that
-autograd itself would have used, so the result is bit-identical. W then passes this weight gradient to autograd, which
-runs all hooks of the weight.
+During the I, a hook stores the gradient ``gy`` of each operation's output. The W computes ``gy^T x`` with the
+operations that autograd itself would have used, so the result is bit-identical. The W then passes this weight gradient
+to autograd, which runs all hooks of the weight.
 """
 
 from collections import Counter
@@ -55,10 +55,10 @@ class _WeightUses:
             self._nodes.setdefault(weight, []).append(output.grad_fn)
 
     def deferrable(self, outputs: Sequence[GradientEdge]) -> frozenset[Tensor]:
-        """Return the weights whose gradients can be deferred to W and cost enough that deferring them saves time.
+        """Return the weights whose gradients can be deferred to the W and are so expensive that deferring saves time.
 
         All uses of such a weight must be recorded operations that the backward pass reaches. If a weight is also used
-        in another way, its gradient is a sum over all uses, which W could not reproduce bit by bit. The backward pass
+        in another way, its gradient is a sum over all uses, and the W could not reproduce its bits. The backward pass
         does not reach an operation if the layer differentiates inside its own forward, or computes without gradients.
         """
         passed, reached = _reached(outputs)
@@ -77,7 +77,7 @@ def _itself(tensor: Tensor) -> Tensor:
 
 
 class Deferral:
-    """Intercepts a stage's operations that use weights, detaches the weights and records the operations for W.
+    """Intercepts a stage's operations that use weights, detaches the weights and records the operations for the W.
 
     Micro-batches with the same input shapes and trainable parameters are of the same kind. The first micro-batch of a
     kind shows which weight gradients can be deferred. The first micro-batch that a step runs determines the kind for
@@ -131,7 +131,7 @@ class Deferral:
         return len(self._products)
 
     def finish(self, outputs: Sequence[GradientEdge]) -> list[Product]:
-        """End a forward and return the operations recorded for W; none if the forward was observed (see `decide`)."""
+        """End a forward. Return the operations recorded for the W, or [] if the forward was observed (see `decide`)."""
         if self._weight_uses is not None:
             self._deferrable = self._learned[self._kind] = self._weight_uses.deferrable(outputs)
             self._weight_uses = None
@@ -155,10 +155,10 @@ class Deferral:
 
     @contextmanager
     def unnoted(self) -> Iterator[None]:
-        """A context for the backward pass of I: weights are detached, but no operations are recorded.
+        """A context for the backward pass of an I, in which weights are detached but no operations are recorded.
 
-        Layers that are recomputed in the backward then build the same autograd graph as in F. F has already recorded
-        their operations.
+        Layers that are recomputed in this backward pass build the same autograd graph as in the F, which has already
+        recorded their operations.
         """
         self._noting = False
         try:
@@ -270,10 +270,10 @@ def _is_plain(x: Any, *weights: Any) -> bool:
 
 
 def _lies_in_rows(x: Tensor) -> bool:
-    """Return whether torch's matrix product uses x as a matrix of rows without copying x.
+    """Return whether torch can compute a matrix product with x as a matrix of rows without copying x.
 
-    Otherwise torch copies x if the weight requires a gradient. If the weight requires no gradient, torch uses a slower
-    method that rounds differently. A detached weight would select the slower method, so the caller makes the copy.
+    If not, torch copies x when the weight requires a gradient. When the weight requires no gradient, torch uses a
+    slower method that rounds differently. A detached weight would select this method, so the caller copies x instead.
     """
     return x.dim() <= 2 or x.is_contiguous()
 

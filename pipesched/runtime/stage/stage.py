@@ -47,7 +47,7 @@ class Stage:
         ties: tensors that replace tied weights, keyed by layer call. Default: none.
         norms: collects the BatchNorm statistics of each micro-batch. Default: each micro-batch updates the running
             statistics.
-        compiled: calls layers through ``torch.compile``. Default: eager.
+        compiled: calls layers through ``torch.compile``. Default: layers run eagerly.
         checkpoint_of_call: the checkpoint option of each (layer, call number) whose activations are not kept. Default:
             all activations are kept.
         written: names of the model's buffers that forwards write to. Default: none.
@@ -129,8 +129,8 @@ class Stage:
         """F: run the layers. ``arrived`` contains the value received from each producer stage, in stage order.
 
         Returns:
-            The stage's output: a Payload, or a PerConsumer with one Payload for each consumer stage. On the last stage,
-            the loss if ``StepData.factors`` is set.
+            The stage's output: a Payload, or a PerConsumer with one Payload for each consumer stage. If
+            ``StepData.factors`` is set, the output of the last stage is the loss.
 
         """
         step_data = self._step_data
@@ -190,7 +190,7 @@ class Stage:
         return self._input_grads(microbatch, saved)
 
     def input_grad(self, microbatch: int, *grads: Gradients) -> PerConsumer:
-        """I: return the gradients of the values received from each producer. Defer expensive weight gradients to W."""
+        """I: return the gradients of the values received from each producer. Defer costly weight gradients to the W."""
         saved = self._saved[microbatch]
         if saved.deferred:
             with self._runner.deferral.unnoted():
@@ -202,7 +202,7 @@ class Stage:
         return self._input_grads(microbatch, saved)
 
     def weight_grad(self, microbatch: int) -> None:
-        """W: accumulate the weight gradients that I deferred."""
+        """W: accumulate the weight gradients that the I has deferred."""
         saved = self._saved.pop(microbatch)
         if saved.products:
             self._runner.weight_grad(saved.products)
@@ -212,7 +212,7 @@ class Stage:
             self.sharded.reduce()
 
     def offload(self, microbatch: int) -> None:
-        """OFFLOAD: start copying the activations of offloaded layers to the host, except memory used elsewhere."""
+        """OFFLOAD: start copying offloaded layers' activations to the host, unless their memory is used elsewhere."""
         if self._runner.offloads is not None:
             self._runner.offloads.offload(microbatch, self._runner.held_by_others(self._saved[microbatch]))
 
@@ -283,8 +283,8 @@ class Stage:
     def _loss_inputs(self, microbatch: int) -> tuple[Any, float | None] | None:
         """Return the target and the factor of the loss; None if no loss is computed.
 
-        F reads the target and the factor, and keeps them for R. If steps overlap, the step data may no longer contain
-        them when R runs.
+        The F reads the target and the factor, and keeps them for the R. If steps overlap, the step data may no longer
+        contain them when the R runs.
         """
         step_data = self._step_data
         if step_data.factors is None:
@@ -378,7 +378,7 @@ class TreeStage(Stage):
         super().reduce(bucket)
 
     def last_backward(self, microbatch: int, *grads: Gradients) -> PerConsumer:
-        """B: run the stage's last backward. REDUCEs start after it, because only then are the sums complete."""
+        """B: run the stage's last backward. Each REDUCE starts later, because the sums are incomplete until then."""
         return self.backward(microbatch, *grads)
 
     def norm(self, number: int) -> GradientNorms:

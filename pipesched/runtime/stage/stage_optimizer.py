@@ -15,7 +15,7 @@ __all__ = ["StageOptimizer"]
 
 
 class StageOptimizer:
-    """Updates the parameters of one stage's modules. ``layers`` are the layer names for error messages."""
+    """Updates the parameters of one stage's modules. Error messages contain the names in ``layers``."""
 
     def __init__(self, modules: Mapping[str, nn.Module], layers: Iterable[str]) -> None:
         self._modules = modules

@@ -105,8 +105,8 @@ class _Pair:
 class WeightCopies:
     """All weight copies of a pipeline, in stage order.
 
-    ``target`` takes a parameter of the original layers and the rank of these layers. It returns the tensor to whose
-    ``.grad`` the copies' gradients of this parameter are added.
+    ``target`` takes a parameter of the original layers and the rank of these layers. It returns the tensor whose
+    ``.grad`` accumulates the gradients from the copies of this parameter.
     """
 
     def __init__(self, trade: Trade, target: Callable[[nn.Parameter, int], Tensor]) -> None:
@@ -143,7 +143,7 @@ class WeightCopies:
 
     @contextmanager
     def delivering(self) -> Iterator[None]:
-        """A context for a run. On exit, it adds the copies' gradients to the originals', in stage order.
+        """A context for a run. On exit, adds the copies' gradients to those of the original layers, in stage order.
 
         If the run fails, the copies' gradients are dropped. Collective over processes.
         """

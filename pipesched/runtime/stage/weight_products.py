@@ -1,4 +1,4 @@
-"""Weight products: matrix products and convolutions whose weight gradients are deferred to W."""
+"""Weight products: matrix products and convolutions whose weight gradients are deferred to the W."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -25,9 +25,9 @@ WeightRule = Callable[[Tensor, Tensor], Sequence[Tensor]]
 
 
 class Product:
-    """A matrix product or convolution whose weight gradient is deferred to W.
+    """A matrix product or convolution whose weight gradient is deferred to the W.
 
-    Holds its input, its weights and, after I, the gradient of its output.
+    Holds the input and the weights and, after the I, the gradient of the output.
     """
 
     __slots__ = ("_grads", "grad", "input", "rule", "version", "weights")
@@ -48,7 +48,7 @@ class Product:
         self.grad = grads[0]
 
     def weight_grad(self, index: int) -> Tensor | None:
-        """Return the gradient of ``weights[index]``; None if no gradient arrived, and on every call after the first.
+        """Return the gradient of ``weights[index]``, or None if no gradient arrived or an earlier call has returned it.
 
         Raises ExecutionError if the input was modified in place after the operation ran.
         """
@@ -67,7 +67,7 @@ class Product:
 
 
 def saving_input(x: Tensor, product: Product) -> Tensor:
-    """Save an operation's input through autograd, so that saved-tensor hooks apply. Return the tensor to use in F.
+    """Save an operation's input through autograd, so that saved-tensor hooks apply. Return the tensor to use in the F.
 
     During the backward pass, autograd passes the saved input to ``product``.
     """
@@ -99,7 +99,7 @@ def spread(value: Any, spatial: int) -> list[int]:
 
 
 def _operands(grad: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the output gradient and x as matrices. x is cast to the gradient's dtype, as autocast did in F."""
+    """Return the output gradient and x as matrices. x is cast to the gradient's dtype, as autocast did in the F."""
     if x.dtype is not grad.dtype:
         x = x.to(grad.dtype)
     dims = x.dim()

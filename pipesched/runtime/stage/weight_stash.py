@@ -1,9 +1,9 @@
 """Weight stash: keeps older versions of a stage's weights for micro-batches that are in flight during an update.
 
-A version is a set of leaf tensors that share memory with the Parameters but have their own version counters;
-``torch.func.functional_call`` runs the user's layers on them. Gradients of a version are passed on to the Parameters,
-and the Parameters' hooks run. Before an update changes weights that are still in use, the Parameters move to new memory
-and the version keeps the old memory (weight stashing: PipeDream, Narayanan et al. 2019).
+A version is a set of leaf tensors that share memory with the Parameters but have their own version counters.
+``torch.func.functional_call`` runs the user's layers with these tensors. The gradients of a version are passed on to
+the Parameters, and the Parameters' hooks run. Before an update changes weights that are still in use, the Parameters
+move to new memory and the version keeps the old memory. PipeDream calls this weight stashing (Narayanan et al. 2019).
 """
 
 from collections.abc import Callable, Iterable, Mapping

@@ -14,11 +14,11 @@ The buffer is reused once its bytes have been written or, with gloo, once a late
 message as received. The next run begins by waiting for messages that have not been reported as received.
 
 The messages of a run may be added in several calls (``extend``), and the receiver may add a message in a later call
-than the sender. A layout announced within such a run is predicted only after a fixed number of further messages, so
-that both ends begin to predict it at the same message.
+than the sender does. A layout announced within such a run is predicted only after a fixed number of further messages,
+so that both ends begin to predict it at the same message.
 
-A receive allocates new memory, and the received tensors are views of this memory, without a second copy. Allocation is
-cheap, because the allocator reuses freed memory.
+A receive allocates new memory, and the received tensors are views of this memory, so the data is not copied again.
+Allocation is cheap, because the allocator reuses freed memory.
 """
 
 from collections import deque
@@ -406,7 +406,7 @@ class Channels:
 
     Args:
         ports: the ports for short and long messages.
-        names: for error messages, the name of each digest that two ranks compare when a run begins.
+        names: the names, in error messages, of the digests that two ranks compare when a run begins.
         encoding: encodes plain values.
         ends: a factory for the channels that carry a run's messages. Default: channels over ``ports``. Values that
             are sent outside a run always use ``ports``.

@@ -74,7 +74,7 @@ class Connections:
 
 
 def met(group: Any, names: Sequence[str], device: torch.device, timeout_s: float) -> tuple[Alarm, Connections]:
-    """Wait until all ranks of the group have joined; return this rank's `Alarm` and unconnected `Connections`.
+    """Wait until all ranks of the group have joined. Return this rank's `Alarm`, and `Connections` not yet connected.
 
     ``names`` holds the names of the group's ranks.
 

@@ -13,8 +13,8 @@ the data is computed, and data is transferred while both devices compute.
 Why the channels cannot hang. Each channel (the forward or the backward messages from one rank to another) has its own
 link: a communicator of two ranks with its own stream, in which messages wait only for earlier messages. Both ends post
 in the channel's order. A send is posted before its header is sent, so when a header arrives, its send has been posted.
-Hosts wait only for headers, and a header waits for no device; so, as in the proof of the process executor, hosts never
-wait in a cycle.
+Hosts wait only for headers, and no header waits for a device. Hosts therefore never wait in a cycle, as the proof for
+the process executor shows.
 
 On a device, a send waits for the computation posted before it and for its receive, a receive waits for its send, and a
 computation waits for the receives posted before it. A computation never waits for a send, not even to reuse its memory:
@@ -26,10 +26,10 @@ The first use of a communicator blocks the hosts until both ranks use it. Theref
 ranks create its communicators and use each of them once, in one global order. In this order, both ranks of the next
 communicator can always proceed.
 
-Memory. A message is copied into a buffer of the channel on the compute stream, so that the layers may change their
-tensors afterwards. The copy takes about a thousandth of the time of the stage that computed the message. Memory for
-received data is allocated on a stream without computation, so data arrives while the rank computes. ``record_stream``
-keeps the memory from being reused before the compute stream has finished with it.
+Memory. The compute stream copies each message into a buffer of the channel, so that the layers may change their tensors
+afterwards. The copy takes about a thousandth of the time of the stage that computed the message. Memory for received
+data is allocated on a stream that runs no computation, so data arrives while the rank computes. ``record_stream`` keeps
+the memory from being reused before the compute stream has finished with it.
 """
 
 from collections import deque
@@ -347,7 +347,7 @@ class DeviceIncoming:
         self.book.extend(keys, self.taken)
 
     def post(self) -> None:
-        """Do nothing: a receive is posted after its header has arrived."""
+        """Do nothing, because a receive is posted only after its header has arrived."""
 
     def receive(self) -> Any:
         """Wait for the next value's header, and return the value.

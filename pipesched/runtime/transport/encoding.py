@@ -119,7 +119,7 @@ class Encoding:
 
     @contextmanager
     def learning(self) -> Iterator[None]:
-        """Within this context, register the types of all values that are written."""
+        """A context that registers the types of all values that are encoded in it."""
         self._learning = True
         try:
             yield

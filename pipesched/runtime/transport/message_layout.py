@@ -1,4 +1,4 @@
-"""Message layout: describes a value for transport, excluding the bytes of its tensors.
+"""Message layout: describes a value that is sent between ranks, but not the contents of its tensors.
 
 A value is a Payload (forward), a tuple of gradients (backward), a tensor, or a plain value. Its layout is small and
 fast to compare. It defines how the tensors' bytes are arranged in one message and how the receiver rebuilds the value.
@@ -288,9 +288,10 @@ def _tensor(one: _Restored, piece: _Piece, memory: Any, device: torch.device) ->
 
 
 class Packed:
-    """The buffer of a message: ``header`` bytes (0 on a device), then the bytes of the tensors.
+    """The buffer of a message, which holds a header and then the bytes of the tensors.
 
-    ``data`` is a view of the buffer as bytes, or an empty view if ``header`` is 0.
+    ``header`` is the size of the header in bytes; it is 0 on a device. ``data`` is a view of the buffer as bytes, or an
+    empty view if ``header`` is 0.
     """
 
     def __init__(self, layout: MessageLayout | None, header: int, device: torch.device | None = None) -> None:

@@ -19,7 +19,7 @@ class Work(Protocol):
 
 
 class ShortPort(Protocol):
-    """Sends and receives short messages of bytes, in order for each rank and tag.
+    """Sends and receives short messages of bytes. Messages with the same rank and tag arrive in order.
 
     All methods raise RuntimeError if a transfer fails.
     """
@@ -65,7 +65,7 @@ class Ports(NamedTuple):
             raise lost(to, error) from None
 
     def receive(self, tensor: Tensor, from_: int, tag: int) -> None:
-        """Wait for bytes from a rank, and write them to ``tensor``, which must have the same size.
+        """Wait for a message from a rank, and write it to ``tensor``, which must have the size of the message.
 
         Raises ConnectionLostError.
         """
