@@ -8,9 +8,9 @@ arXiv:2401.10241) to any placement:
 - Little's law: the number of (stage, micro-batch) pairs in flight = rate x lifetime. If this number is limited, long
   lifetimes require a long step.
 
-If a rank has several stages, the last two bounds are also computed for each part of a micro-batch's path through the
-rank (`_phases`). If ``effort`` is above 0, a search through all orders of one rank's actions gives another bound
-(`pipesched.simulation.relaxation.label_bound`).
+If a rank has several stages, the last two bounds are also computed for each part of a micro-batch's path through this
+rank's stages (`_phases`). If ``effort`` is above 0, a search through all orders of one rank's actions gives another
+bound (`pipesched.simulation.relaxation.label_bound`).
 """
 
 from collections.abc import Iterable, Iterator, Sequence
