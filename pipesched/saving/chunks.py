@@ -1,4 +1,4 @@
-"""Chunks: the pieces of a tensor that several processes save. A chunk consists of whole rows of the tensor.
+"""Chunks: the pieces of a tensor, saved by different processes. A chunk consists of whole rows of the tensor.
 
 The fields of a chunk have the same names and meanings as in torch.distributed.checkpoint.
 """

@@ -25,7 +25,7 @@ class Encoded:
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
 
     def digests(self) -> dict[str, str]:
-        """Compute a digest of each plain value and tensor inside the value; return the digests, keyed by path."""
+        """Return a digest of each tensor and plain value inside the value, keyed by path."""
         return dict(self._digests(self.value, ""))
 
     def _digests(self, value: Any, path: str) -> Iterator[tuple[str, str]]:

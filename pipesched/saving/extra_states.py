@@ -70,7 +70,7 @@ def as_extra(extra: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def encoded_extra(extra: Mapping[str, Any], run: LiveRun) -> dict[str, _Extra]:
-    """Encode the ``state_dict`` of each object that has one, and every other value itself."""
+    """Encode each value or, if the value has a ``state_dict`` method, its state."""
     found = {}
     for name, value in extra.items():
         has_state = callable(getattr(value, "state_dict", None))

@@ -1,4 +1,4 @@
-"""Folders: the layout of checkpoint folders, and how the old checkpoint stays usable until the new one is complete.
+"""Folders: lays out checkpoint folders, and keeps the old checkpoint usable until the new one is complete.
 
 Each save writes its data files to a new folder with a unique name. The files are complete and flushed to the disk
 before the manifest names them. A single ``os.replace``, which is atomic on local and on network file systems, replaces
@@ -34,10 +34,9 @@ _TEMPORARY = ".tmp"
 
 
 def folder_for(path: Path, step: int, keep: int | None) -> Path:
-    """Return the folder of a new checkpoint: ``path``, or with ``keep`` a folder in ``path`` named after the step.
+    """Return the folder of a new checkpoint: ``path`` or, if ``keep`` is given, a folder in it named after the step.
 
-    Raises InputError if ``path`` already holds a checkpoint saved with ``keep`` and this save is without ``keep``, or
-    vice versa.
+    Raises InputError if ``path`` holds checkpoints saved with ``keep`` but ``keep`` is None, or vice versa.
     """
     steps = checkpoints_in(path)
     if keep is None and steps:
@@ -63,7 +62,7 @@ def checkpoints_in(path: Path) -> list[Path]:
 
 
 def new_data_folder(folder: Path) -> str:
-    """Make a data folder for a new checkpoint, and return its name. Data folders that no manifest names are removed."""
+    """Remove unused data folders, make a data folder for a new checkpoint, and return its name."""
     folder.mkdir(parents=True, exist_ok=True)
     with suppress(DamagedCheckpointError, CheckpointError):  # a manifest that cannot be read may still be repaired
         _remove_leftovers(folder)
@@ -86,7 +85,7 @@ def _remove_leftovers(folder: Path) -> None:
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Write a file under a temporary name, flush it to the disk, and rename it, so that it is never seen incomplete."""
+    """Write a file under a temporary name, flush it to the disk, and rename it. Readers never see part of the file."""
     temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}{_TEMPORARY}")
     try:
         with temporary.open("wb") as file:
@@ -149,7 +148,7 @@ def _is_complete(folder: Path) -> bool:
 
 
 def remove_checkpoint(folder: Path) -> None:
-    """Remove a checkpoint, the manifest first, so that a partly deleted checkpoint never looks complete."""
+    """Remove a checkpoint, starting with its manifest, so that a partly deleted checkpoint never looks complete."""
     with suppress(OSError):
         (folder / MANIFEST).unlink()
     shutil.rmtree(folder, ignore_errors=True)

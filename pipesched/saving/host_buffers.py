@@ -29,7 +29,7 @@ class HostBuffers:
         self._events: list[torch.cuda.Event] = []
 
     def copied(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Start to copy tensors, and return the copies, which are complete once ``wait`` returns."""
+        """Start copying tensors, and return the copies, which are complete once ``wait`` returns."""
         self._buffers = {key: self._buffer(key, tensor) for key, tensor in tensors.items()}
         for device in {tensor.device for tensor in tensors.values() if tensor.device.type == "cuda"}:
             self._copy_from(device, {key: tensor for key, tensor in tensors.items() if tensor.device == device})

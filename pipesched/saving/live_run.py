@@ -1,4 +1,4 @@
-"""Live run: the part of a running pipeline's state that this process holds and that goes into a checkpoint."""
+"""Live run: this process's part of a running pipeline's state, from which checkpoints are made."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -58,7 +58,7 @@ class LiveRun:
 
     @property
     def process(self) -> int:
-        """The rank of this process among the ranks of all replicas; 0 without a mesh."""
+        """The rank of this process among the ranks of all replicas, or 0 if there is no mesh."""
         return self.host.executor.rank if isinstance(self.host, MeshRanks) else 0
 
     @property
@@ -75,16 +75,16 @@ class LiveRun:
 
     @property
     def replica(self) -> int:
-        """The replica of this process."""
+        """The index of this process's replica."""
         return self.host.grid.replica
 
     @property
     def rank(self) -> int:
-        """The rank of this process within its replica; 0 without a mesh."""
+        """The rank of this process within its replica, or 0 if there is no mesh."""
         return self.host.rank if isinstance(self.host, MeshRanks) else 0
 
     def division_of(self, optimizer: Optimizer) -> ShardedUpdate | None:
-        """Return the `ShardedUpdate` that runs an optimizer; None if the optimizer updates whole parameters."""
+        """Return the `ShardedUpdate` that runs an optimizer, or None if the optimizer updates whole parameters."""
         stages = [stage for stage, own in (self.optimizers or {}).items() if own is optimizer]
         return self.divided.get(stages[0]) if stages else None
 

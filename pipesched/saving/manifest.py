@@ -189,7 +189,10 @@ class Manifest:
         return path
 
     def check(self, folder: Path, name: str) -> Path:
-        """Check a data file's size and SHA-256, and return its path. Raises DamagedCheckpointError if one is wrong."""
+        """Check a data file's size and SHA-256, and return the file's path.
+
+        Raises DamagedCheckpointError if the file is missing, or if its size or SHA-256 is wrong.
+        """
         path = self.check_size(folder, name)
         if hash_of(path) != self.files[name].sha256:
             raise _damaged(path, f"its content does not match its SHA-256 in {MANIFEST}")

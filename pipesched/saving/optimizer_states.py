@@ -28,7 +28,7 @@ GivenOptimizers = Optimizer | Sequence[Optimizer] | Mapping[Any, Optimizer]
 
 
 def as_optimizers(given: GivenOptimizers | None, run: LiveRun) -> list[Optimizer]:
-    """Return the optimizers of a run: those made by Pipeline's ``optimizer=``, or else those passed to save or load.
+    """Return a run's optimizers: those that Pipeline made (``optimizer=``) or, if none, those passed to save or load.
 
     Raises:
         InputError: the pipeline has its own optimizers, and another optimizer was passed.

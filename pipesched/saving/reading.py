@@ -19,7 +19,7 @@ __all__ = ["OpenCheckpoint", "checkpoint_folders", "given_state"]
 
 
 def checkpoint_folders(path: Path) -> list[Path]:
-    """Return the checkpoint folders at a path, in the order in which to try to load them: newest first.
+    """Return the checkpoint folders at a path, newest first.
 
     Raises MissingCheckpointError if there is no checkpoint.
     """

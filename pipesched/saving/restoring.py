@@ -50,7 +50,7 @@ class Restored:
 
 
 class Restoring:
-    """The changes that load a saved run into a running one. The constructor checks them, and ``apply`` makes them.
+    """Loads a saved run into a running one. The constructor checks that the saved run fits, and ``apply`` loads it.
 
     Args:
         saved: the saved run.
@@ -118,7 +118,7 @@ class Restoring:
         return self._both("num_replicas")
 
     def _both(self, name: str) -> tuple[int, int]:
-        """The value of a setting in the saved run and in this run; 1 for a run without this setting."""
+        """The value of a setting in the saved run and in this run; 1 if a run does not have this setting."""
         return self._saved.facts.settings.get(name, 1), self._run.facts.settings.get(name, 1)
 
     def _remedy_of_microbatches(self, total: int) -> str:

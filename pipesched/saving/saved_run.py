@@ -31,9 +31,9 @@ class Part:
             self._insert(key, tensor, entry)
 
     def add_rows(self, kind: str, name: str, tensors: Mapping[str, Tensor], rows: Rows, num_rows: int) -> None:
-        """Add the rows ``rows`` of tensors that have ``num_rows`` rows in total.
+        """Add tensors that hold some rows of larger tensors. Other processes save the other rows under the same keys.
 
-        Other processes save the other rows under the same keys.
+        ``rows`` is the range of these rows, and ``num_rows`` is the number of rows of the larger tensors.
         """
         for key, tensor in tensors.items():
             sizes = tuple(tensor.shape)
@@ -59,7 +59,7 @@ class Part:
         self.entries[key] = entry
 
     def joined(self, other: "Part") -> "Part":
-        """Return a part with the content of both parts. If both have a dict under a key, the dicts are merged."""
+        """Return a part with the content of both parts. Two dicts under the same key are merged."""
         values = dict(self.values)
         for word, value in other.values.items():
             known = values.get(word)

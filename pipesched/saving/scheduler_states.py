@@ -20,7 +20,7 @@ _ONE = "all parameters"
 def as_schedulers(given: Any, run: LiveRun) -> dict[str, Any]:
     """Return schedulers keyed by name: "all parameters" for a single scheduler, else names such as "stage 2".
 
-    A scheduler in a list is named after the stage of its optimizer or, if there is none, after its own position.
+    In a list, the number is the stage of the scheduler's optimizer or, if that is unknown, the index in the list.
     """
     if given is None:
         return {}

@@ -35,7 +35,7 @@ _ATOMS: dict[type, Callable[[Any], Any]] = {
 class Encoder:
     """Encodes values, and collects their tensors under unique keys that begin with ``prefix``.
 
-    A 0-d tensor on the CPU is written into the JSON instead; with ``inline=True``, so are all tensors.
+    A 0-d CPU tensor is written into the JSON instead. If ``inline`` is True, all tensors are written into the JSON.
     """
 
     def __init__(self, prefix: str, *, inline: bool = False) -> None:
@@ -111,7 +111,7 @@ def _is_text(value: str) -> bool:
 def decoded(value: Any, read: Callable[[str], Tensor]) -> Any:
     """Decode the output of ``Encoder.encoded``. ``read(key)`` returns the tensor with that key.
 
-    Raises CheckpointError if the value is not such an output.
+    Raises CheckpointError if the value is not valid output of ``Encoder.encoded``.
     """
     if isinstance(value, list):
         return [decoded(part, read) for part in value]

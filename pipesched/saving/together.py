@@ -23,7 +23,7 @@ _KINDS: dict[str, type[CheckpointError]] = {
 
 
 def agreed(host: RankHost, make: Callable[[], T]) -> T:
-    """Return ``make()``. If ``make`` raises in one process, all processes raise. Collective.
+    """Return the result of ``make()``. If ``make`` raises in one process, all processes raise. Collective.
 
     Use this function for work that takes about the same time in all processes, and ``in_all`` for other work.
     """
@@ -84,9 +84,10 @@ class Work(Generic[T]):
 
 
 def together(host: RankHost, work: Work[T], hurry: Event | None = None) -> T:
-    """Wait until work has ended in all processes; return this process's result. If one fails, all raise. Collective.
+    """Wait until work has ended in all processes, and return this process's result. Collective.
 
-    While a process waits, it exchanges messages with the others, so that no process times out.
+    If the work fails in one process, all processes raise. While a process waits, it exchanges messages with the others,
+    so that no process times out.
 
     Args:
         host: the RankHost that runs the ranks of this process.
@@ -119,7 +120,7 @@ def together(host: RankHost, work: Work[T], hurry: Event | None = None) -> T:
 
 
 def in_all(host: RankHost, make: Callable[[], T]) -> T:
-    """Return ``make()``, which may be slow in some processes. If it raises in one process, all raise. Collective."""
+    """Like ``agreed``, but ``make`` may take much longer in some processes than in others. Collective."""
     work = Work(make)
     if isinstance(host, MeshRanks):
         work.start()
@@ -129,7 +130,7 @@ def in_all(host: RankHost, make: Callable[[], T]) -> T:
 
 
 def _raise_any(outcomes: Sequence[Any], work: Work[Any]) -> None:
-    """If any process failed, raise an error of the most important kind in all processes.
+    """If any process failed, raise the most important kind of error in all processes.
 
     A process that failed with this kind of error raises its own error; the other processes raise an error that names
     the failed rank.

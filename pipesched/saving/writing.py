@@ -1,9 +1,9 @@
 """Writing: writes the files of a checkpoint in all processes, and then its manifest in the first process.
 
-Each writer writes its tensors, and then its values as a sign that it is done. The writers are the processes of replica
-0, or all processes if replicas hold different states. The first process waits until the values of all writers exist,
-and then replaces the manifest. Processes therefore exchange no messages while they write, and a save can continue
-during the next steps.
+Each writer writes a file of tensors and then a file of values, which shows that it has finished. The writers are the
+processes of replica 0, or all processes if replicas hold different states. The first process waits until the value
+files of all writers exist, and then replaces the manifest. Processes therefore exchange no messages while they write,
+and a save can continue during the next steps.
 """
 
 import errno
@@ -121,9 +121,9 @@ def write(target: Target, part: Part, facts: Facts, hurry: Event) -> None:
 
 
 def _is_replaceable(target: Target) -> bool:
-    """Return True if the manifest does not refer to the new data of a failed save, so that the data can be deleted.
+    """Return whether a failed save can delete its data, because the manifest does not refer to this data.
 
-    A save can also fail after the new manifest is in place. If the manifest cannot be read, return False.
+    A save can also fail after it has replaced the manifest. If the manifest cannot be read, return False.
     """
     try:
         return Manifest.read(target.folder).data != target.data
@@ -162,7 +162,7 @@ def _report(target: Target, error: CheckpointError) -> None:
 def _parts(target: Target, hurry: Event) -> dict[str, tuple[FileEntry, Any]]:
     """Wait for the value files of all writers, and return the files' entries and contents, keyed by name.
 
-    Raises CheckpointError if a process failed, or wrote nothing for too long.
+    Raises CheckpointError if a process failed, or if no process has written anything for too long.
     """
     found: dict[str, tuple[FileEntry, Any]] = {}
     failed: list[str] = []

@@ -50,7 +50,7 @@ def _programs(
     max_in_flight: int | Sequence[int] | None,
     names: Sequence[str] | None,
 ) -> Iterator[Program]:
-    """Yield each schedule's program for this placement, if there is one.
+    """Yield the program of each schedule that supports this placement.
 
     The costs are passed to schedules that have an option ``costs``.
     """

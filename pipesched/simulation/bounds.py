@@ -8,9 +8,9 @@ arXiv:2401.10241) to any placement:
 - Little's law: the number of (stage, micro-batch) pairs in flight = rate x lifetime. If this number is limited, long
   lifetimes require a long step.
 
-If a rank has several stages, the last two bounds are also computed for each part of a micro-batch's path through the
-rank (`_phases`). If ``effort`` is above 0, a search through all orders of one rank gives another bound
-(`pipesched.simulation.relaxation.label_bound`).
+If a rank has several stages, the last two bounds are also computed for each part of a micro-batch's path through this
+rank's stages (`_phases`). If ``effort`` is above 0, a search through all orders of one rank's actions gives another
+bound (`pipesched.simulation.relaxation.label_bound`).
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -57,13 +57,13 @@ def lower_bound(
         num_microbatches: the number of micro-batches, at least 1.
         placement: the rank of each stage. Default: one rank per stage.
         max_in_flight: the maximum number of (stage, micro-batch) pairs that a rank may hold at the same time: one
-            number, or one per rank. A pair is held from its F on. Default: no limit. Pass no limit for programs with
-            recompute, because such programs hold a recomputed pair only from its R on.
+            number, or one per rank. A pair counts as held as soon as its F starts. Default: no limit. Pass no limit for
+            programs with recompute, because such programs hold a recomputed pair only after its R has started.
         split: whether each backward can be one B, or an I and a W, whichever is faster. If False, every backward is
             a B. Default: True.
-        effort: the limit on the work of searching through the orders of each rank, as a number of computed values; 10
-            million values take about a second. With 0, only formulas are used. Equal efforts give equal bounds.
-            Default: 4,000,000.
+        effort: the maximum number of values to compute while searching through the orders of each rank's actions; 10
+            million values take about a second. With 0, only formulas are used. The bound does not depend on the speed
+            of the machine. Default: 4,000,000.
 
     Returns:
         The bound in seconds.
@@ -105,7 +105,7 @@ def lower_bound(
 def program_bound(program: Program, costs: Costs, *, effort: int = 0) -> float | None:
     """Return a lower bound on the makespan of all programs with this program's stages, placement and micro-batches.
 
-    The bound holds whether or not B is split into I and W. If the stages are not a single chain, the bound is weaker,
+    The bound holds whether or not backwards are split. If the stages are not a single chain, the bound is weaker,
     and ``effort`` (as in ``lower_bound``) is ignored. Returns the bound in seconds, or None for a forward-only program.
     """
     if program.forward_only:
@@ -170,7 +170,7 @@ def _check(costs: Costs, num_microbatches: int, placement: Placement) -> None:
 def _limits(given: int | Sequence[int] | None, chunks: dict[int, int], num_microbatches: int) -> dict[int, int]:
     """Return the number of (stage, micro-batch) pairs that each rank can hold, keyed by rank.
 
-    For each rank, this is the smaller of the rank's limit and the number of all its pairs.
+    For each rank, this is the rank's limit or the total number of its pairs, whichever is smaller.
     """
     most = {rank: count * num_microbatches for rank, count in chunks.items()}
     if given is None:

@@ -18,13 +18,12 @@ class AxisCommunication:
     """The predicted communication of a step along one axis.
 
     Attributes:
-        axis: "pipeline" for outputs and their gradients, "replicas" for the sums of gradients, or "zero" for gathering
-            weights: after each update or, if the weights are divided, before their use.
+        axis: "pipeline" for sending outputs and their gradients, "replicas" for summing gradients, or "zero" for
+            gathering weights (after each update or, if the weights are divided, before they are used).
         size: the number of ranks along the axis.
         sent_bytes: the largest number of bytes that any rank sends in a step.
         seconds: the largest communication time of any rank in a step.
-        exposed_s: the time by which the communication lengthens the step: the step time minus the step time without
-            this communication.
+        exposed_s: how much longer the step takes because of this communication, in seconds.
 
     """
 

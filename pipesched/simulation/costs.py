@@ -29,11 +29,11 @@ class Costs:
 
     Attributes:
         forward_s: time of a forward (F).
-        input_grad_s: time of the input gradients (I).
-        weight_grad_s: time of the weight gradients (W).
+        input_grad_s: time to compute the input gradients (I).
+        weight_grad_s: time to compute the weight gradients (W).
         backward_s: time of a full backward (B). Default: ``input_grad_s + weight_grad_s``.
         recompute_s: time of a recompute (R). Default: ``forward_s``.
-        transfer_s: latency of a message between two ranks, a single number. ``links`` add to this latency.
+        transfer_s: latency of a message between two ranks, a single number. The time from ``links`` is added to it.
         activation_bytes: memory held from F to the backward, excluding the model's inputs, which belong to the batch.
         input_bytes: size of the stage's input, which is all that a checkpointed F holds.
         weight_grad_bytes: memory held from I to W.
@@ -48,8 +48,8 @@ class Costs:
         buffer_bytes: size of the buffers.
         forward_transient_bytes: transient of F and R.
         backward_transient_bytes: transient of a B that adds to existing gradients.
-        waiting_s: the part of the time of a forward plus a full backward in which the processor is idle, for example
-            while it waits for a device.
+        waiting_s: how long the processor is idle during a forward and a full backward, for example because it waits for
+            a device.
         overheads: time that a rank spends outside its stages' work. Default: None, no overheads.
         first_backward_transient_bytes: transient of the first B, which allocates the gradients. Default:
             ``gradient_bytes + backward_transient_bytes``.
@@ -63,7 +63,7 @@ class Costs:
         dropping_transient_bytes: transient of a checkpointed F, which keeps only its input. Default:
             ``activation_bytes + forward_transient_bytes``.
         kept_output_bytes: the part of ``activation_bytes`` that shares memory with the output.
-        norm_s: time of the norms of the gradients (NORM).
+        norm_s: time to compute the norms of the gradients (NORM).
         reduce_s: time to sum the gradients of each bucket over the replicas (REDUCE): for each stage a tuple with one
             number per bucket, or a number for a single bucket. Default: 0 for all buckets.
         reduce_bytes: size of the flat copy that each REDUCE makes, in the same form as ``reduce_s``. The stage holds
@@ -165,7 +165,7 @@ class Costs:
 
     @property
     def shares(self) -> tuple[float, ...]:
-        """For each stage, the fraction of the stage's time that is spent computing, not waiting."""
+        """For each stage, the fraction of its time during which the processor computes instead of waiting."""
         times = zip(self.forward_s, self.backward_s, self.waiting_s, strict=True)
         return tuple(max(0.0, 1 - wait / (forward + backward)) if wait else 1 for forward, backward, wait in times)
 

@@ -84,8 +84,8 @@ def solve(
         max_in_flight: the maximum number of (stage, micro-batch) pairs that a rank may hold: one number, or one per
             rank. Default: no limit.
         split: whether each backward can be one B, or an I and a W. If False, every backward is a B. Default: True.
-        start: the program to start from, with this placement and within the limits. Default: the fastest program of
-            any schedule.
+        start: the program to start from. It must have this placement and satisfy the limits. Default: the fastest
+            program of any schedule.
         low: a lower bound in seconds on the makespan, from which the solver starts. Pass 0 for a result that does not
             depend on ``lower_bound`` and can therefore verify it. Default: the result of ``lower_bound``.
         effort: the limit on the solver's deterministic time; one unit takes about a second. Default: 60.

@@ -93,7 +93,7 @@ class LayerCosts:
 
     @property
     def loss_layer(self) -> LayerMemory:
-        """The memory of a loss computed on this layer's output, modelled as one more layer after it."""
+        """The memory of a loss computed from this layer's output. The loss is modelled as an additional layer."""
         return self.loss.as_layer(self.memory.output_bytes)
 
     def figures(self) -> dict[str, Any]:

@@ -18,7 +18,7 @@ __all__ = ["Collectives", "Link", "Links", "check_speed", "check_times", "plain"
 
 
 def plain(value: Any) -> Any:
-    """Convert a numpy scalar to a Python number. JSON accepts no numpy scalars, and Python integers do not overflow."""
+    """Convert a numpy scalar to a Python number, which can be written as JSON and, if whole, never overflows."""
     return value.item() if isinstance(value, np.generic) else value
 
 
@@ -190,9 +190,9 @@ class Links:
         return self.inside if self._host(sender) == self._host(receiver) else self.between
 
     def among(self, ranks: Sequence[int]) -> "Links":
-        """Return the links between some of the ranks, which get the numbers 0, 1, ... in the given order.
+        """Return the links between these ranks, which are renumbered 0, 1, ... in the given order.
 
-        Hosts are renumbered too. Raises ScheduleError if ``hosts`` has no entry for a rank.
+        Hosts are also renumbered. Raises ScheduleError if ``hosts`` has no entry for a rank.
         """
         places = {rank: place for place, rank in enumerate(ranks)}
         hosts = [self._host(rank) for rank in ranks] if self.hosts else []

@@ -359,9 +359,9 @@ def _transients(columns: Columns, sizes: Mapping[str, Ints], gradients: _Gradien
 
 
 def _waiting(program: Program, sizes: _Sizes, posted: int) -> Ints:
-    """Return, for each action, the size in bytes of values that pass between stages, and of posted receives' buffers.
+    """Return, for each action, the bytes held by values that pass between stages and by buffers of posted receives.
 
-    These values are outputs and gradients in transit or not yet used.
+    The values are outputs and gradients that are in transit or have not been used yet.
     """
     change = np.zeros(len(program.columns) + 1, np.int64)
     received = _Received.of(program, sizes)
@@ -425,9 +425,10 @@ class _Received(NamedTuple):
 def _waits(program: Program, sizes: _Sizes) -> Iterator[tuple[Ints, Ints, Ints]]:
     """Yield the actions during which values that pass between stages are held.
 
-    A value that is used on the rank that produced it is held until its use. A value that is sent to another rank is
-    held until a message arrives that the other rank produced after using the value. Each result has three arrays: the
-    row from which each value is held, the first row at which the value is no longer held, and the bytes of the value.
+    A value that is used on the rank that produced it is held until it is used. A value that is sent to another rank is
+    held until the other rank has used it, and a message that the other rank produced afterwards has arrived. Each
+    result has three arrays: the row from which each value is held, the first row at which the value is no longer held,
+    and the size of the value in bytes.
     """
     columns = program.columns
     rank_of = program.orders.rank_of

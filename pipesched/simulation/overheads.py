@@ -150,7 +150,7 @@ class Machine:
         check_speed(self.host_bytes_per_s, "host_bytes_per_s", "a machine")
 
     def assuming(self, ranks_are: RanksAre, num_ranks: int, num_cores: int | None = None) -> "Machine":
-        """Return a copy with default overheads for ``ranks_are``, or this machine if those overheads were measured.
+        """Return this machine or, if it has no measured overheads for ``ranks_are``, a copy with default overheads.
 
         Args:
             ranks_are: "threads" or "processes".

@@ -114,7 +114,7 @@ class Profile:
         Args:
             stages: the names of each stage's layers. Every layer of the profile must be in exactly one stage.
             rows: the number of rows of a micro-batch.
-            keep: how to save activation memory, keyed by layer name: "recompute", "recompute-cheap" or "offload".
+            keep: how to reduce activation memory, keyed by layer name: "recompute", "recompute-cheap" or "offload".
                 Default: activations are held.
             ranks_are: "threads" or "processes"; the two have different overheads. Default: "threads".
 

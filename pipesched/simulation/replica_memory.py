@@ -235,7 +235,7 @@ class _Rank:
         self._released[stage] = self._released.get(stage, 0) + copies.released
 
     def _end_sums(self, stage: int) -> None:
-        """Wait for a stage's sums, and free their copies, except the parts that are the gradients themselves."""
+        """Wait for a stage's sums, and free the copies. The parts of the sums that serve as gradients are kept."""
         self._complete(max((at for at, (own, _) in enumerate(self._started) if own == stage), default=0))
         own = [copies for at, copies in self._started if at == stage]
         self._kept[stage] = self._kept.get(stage, 0) + sum(copies.kept for copies in own)

@@ -76,7 +76,7 @@ class Replication:
         return sizes if self.consecutive == "stages" else dict(reversed(sizes.items()))
 
     def rows(self, num_ranks: int) -> list[range]:
-        """Return the ranks of each replica, in pipeline order. ``num_ranks``: the ranks of one pipeline."""
+        """Return the ranks of each replica, in pipeline order. ``num_ranks``: the number of ranks of one pipeline."""
         count = self.num_replicas
         if self.consecutive == "stages":
             return [range(replica * num_ranks, (replica + 1) * num_ranks) for replica in range(count)]

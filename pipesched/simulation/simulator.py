@@ -35,8 +35,9 @@ def simulate(program: Program, costs: Costs) -> Trace:
     An action starts when its rank is free and its inputs have arrived. A message between ranks takes
     ``costs.transfer_s`` plus the time of its link, and occupies no rank. A program therefore has the same makespan with
     and without explicit transfers. If links are contended, a message also occupies its link. REDUCE and UNSHARD occupy
-    no rank either, but those of one rank run one after the other. ``costs.overheads`` makes actions longer: by the time
-    to start actions and to pass messages, and by the slowdown while several ranks of a host compute.
+    no rank either, but those of one rank run one after the other. If there are
+    ``costs.overheads``, the time of an action also includes starting it and passing its messages, and the action is
+    slower while other ranks of the host compute.
 
     ::
 
@@ -71,7 +72,7 @@ def simulate(program: Program, costs: Costs) -> Trace:
 
 
 def simulate_with_bound(program: Program, costs: Costs) -> Trace:
-    """Simulate a step as ``simulate`` does, but with a tighter lower bound ``bound_s`` (slower to compute)."""
+    """Simulate a step as ``simulate`` does, but compute a tighter lower bound ``bound_s``, which takes longer."""
     trace = simulate(program, costs)
     if not trace.above_bound:
         return trace
@@ -160,9 +161,9 @@ def _add_reductions(program: Program, costs: Costs, seconds: NDArray[Any]) -> No
 
 
 def _leads(program: Program, seconds: NDArray[Any]) -> dict[int, Any]:
-    """Return how many seconds before the end of its stage's last backward each REDUCE can start, keyed by row.
+    """Return, keyed by row, how many seconds each REDUCE can start before its stage's last backward ends.
 
-    A backward completes the buckets at equal intervals, and the last bucket at its end.
+    A backward is assumed to complete its buckets at equal intervals, the last one when the backward ends.
     """
     early = early_stages(program)
     leads: dict[int, Any] = {}

@@ -122,7 +122,7 @@ class Spans(Sequence[Span]):
 
 
 def _times(values: list[Any]) -> Times:
-    """Return times as an array. Its dtype is float or integer or, for other types such as Fraction, object."""
+    """Return times as an array. Its dtype is float, integer or, for other types such as Fraction, object."""
     array = np.asarray(values) if values else np.zeros(0)
     if array.dtype.kind in "fi":
         return array
@@ -256,7 +256,7 @@ class Trace:
 
     @property
     def busy_ratios(self) -> tuple[float, ...]:
-        """The fraction of the makespan that each rank spends computing."""
+        """For each rank, the fraction of the makespan that it spends computing."""
         whole = self.makespan_s
         return tuple(busy_s / whole if whole else 0.0 for busy_s in self.busy_s)
 
@@ -286,7 +286,7 @@ class Trace:
 
     @property
     def hidden_communication(self) -> float | None:
-        """The fraction of the collectives' time during which their rank computes, or is idle for other reasons.
+        """The fraction of the time of all collectives that is not exposed (see `CommunicationTime`).
 
         None if the trace has no collectives.
         """
@@ -308,7 +308,7 @@ class Trace:
 
     @property
     def peak_bytes(self) -> tuple[int, ...]:
-        """Each rank's peak memory in bytes: activations, inputs, older weights, and memory held for W."""
+        """Each rank's peak memory in bytes: activations, inputs, older weights, and memory for weight gradients (W)."""
         if self.costs is None:
             return (0,) * self.num_ranks
         return tuple(self._bytes(row.columns, self.costs).peak for row in self._holding)
@@ -441,7 +441,7 @@ def chrome_json(events: list[dict[str, Any]]) -> str:
 
 
 def _from_chrome(values: Any) -> Any:
-    """Convert Chrome trace events to a dict like that of ``to_dict``. Other values are returned unchanged."""
+    """Convert Chrome trace events to a dict in the form that ``to_dict`` returns. Return other values unchanged."""
     if not isinstance(values, dict) or "traceEvents" not in values:
         return values
     try:

@@ -1,4 +1,4 @@
-"""Rank exchange: exchanges values between ranks independently of the messages of a program."""
+"""Rank exchange: exchanges values between ranks, separately from a program's messages."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ _FIRST_TRADE = 30  # the first tag; each kind of trade uses two tags
 
 @dataclass(frozen=True)
 class Exchange:
-    """Exchanges values between some ranks over this rank's channels. Values are pytrees of tensors and plain values.
+    """Exchanges values within a group of ranks. Values are pytrees of tensors and plain values.
 
     Args:
         wire: the channels to all ranks.
@@ -70,7 +70,7 @@ class Exchange:
     def trade(self, what: str, given: Mapping[int, Any], sources: Collection[int]) -> dict[int, Any]:
         """Send ``given[member]`` to each member in ``given``, then wait for a value from each member in ``sources``.
 
-        Returns the received values, keyed by sending member. ``what`` is the kind of the values, one of _TRADES.
+        Returns the received values, keyed by sender. ``what`` is the kind of exchange, one of _TRADES.
         """
         tag = _FIRST_TRADE + 2 * _TRADES.index(what)
         takes = {source: self.wire.ask(self.members[source], tag) for source in sorted(sources)}

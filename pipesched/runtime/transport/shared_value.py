@@ -1,4 +1,4 @@
-"""Shared value: a value broadcast by one rank, for which the other ranks wait only when they first use it."""
+"""Shared value: a value that one rank broadcasts. The other ranks wait for it only when they first use it."""
 
 import threading
 from collections.abc import Callable

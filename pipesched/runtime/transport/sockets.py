@@ -2,12 +2,12 @@
 
 gloo passes every message to its own threads, at both ends. On a machine with few cores, such a thread spins on a lock
 whose holder waits for a core (0.3 ms of processor time per message, measured with two ranks on two cores). In this
-module, the rank's own thread writes and reads, with half the latency and a tenth of the processor time. Long messages
-go through gloo, which transfers them while the rank computes.
+module, the rank's own thread writes and reads, which halves the latency and takes a tenth of the processor time. Long
+messages go through gloo, which transfers them while the rank computes.
 
 Bytes that do not fit into the connection's buffers are copied and written by a thread, so a send never blocks.
 
-Ranks on one machine use Unix sockets, which take half the time of network sockets. The code that handles a message is
+Ranks on one machine use Unix sockets, which take half as long as network sockets. The code that handles a message is
 kept short: code that has not run for a few milliseconds is no longer in the processor's caches, and then takes 30 times
 as long as in a loop.
 
@@ -72,7 +72,7 @@ def own_host(store: Any) -> str:
 
 
 def _address_of(interface: str) -> str:
-    """Return the IPv4 address of a network interface; "" if it has none or the system is not Linux."""
+    """Return a network interface's IPv4 address, or "" if it has none or the system is not Linux."""
     if not interface or sys.platform != "linux":
         return ""
     from fcntl import ioctl
@@ -212,7 +212,7 @@ def _read(connection: socket.socket, into: memoryview) -> None:
 
 
 class SocketPort:
-    """One rank's connections, each created at its first use. Ranks exchange their addresses through the store.
+    """One rank's connections, each created when it is first used. Ranks exchange their addresses through the store.
 
     Ranks on one machine connect through an abstract Unix socket, which no other machine or network namespace can reach.
     Ranks on different machines connect over the network.

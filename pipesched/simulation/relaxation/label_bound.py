@@ -1,4 +1,4 @@
-"""Label bound: a lower bound on the makespan, found by a search through all orders of one rank.
+"""Label bound: a lower bound on the makespan, found by searching through all orders of one rank's actions.
 
 The bound is found by bisection: it is the largest deadline that no program meets, as proved by
 `pipesched.simulation.relaxation.label_sweep`.
@@ -38,8 +38,8 @@ def label_bound(
         limits: the maximum number of (stage, micro-batch) pairs that each rank holds at once, keyed by rank.
         num_microbatches: the number of micro-batches.
         low: a known lower bound in seconds, above 0.
-        effort: the limit on the work of the search: the total number of values in the labels of all sweeps. If it is
-            reached, the search stops with the best bound so far.
+        effort: the maximum total number of values in the labels of all sweeps. When it is reached, the search returns
+            the best bound so far.
         split: whether a backward can be an I and a W.
 
     """

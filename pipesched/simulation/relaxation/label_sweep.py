@@ -1,10 +1,10 @@
 """Label sweep: searches through all orders of one rank's work, to prove that no order meets a deadline.
 
 The search models the time and the memory of this rank. The work of other ranks only delays the inputs of its actions.
-A state gives, for each chunk, how many F, gradients and W are done. The state's label holds the time and, for each
-micro-batch in progress, the time at which the input of its next action arrives. If several orders lead to the same
-state, the componentwise minimum of their labels is kept. The result is still a lower bound, because an action that
-starts earlier never ends later.
+A state gives, for each chunk, how many forwards, input gradients and weight gradients are done. The state's label holds
+the time and, for each micro-batch in progress, the time at which the input of its next action arrives. If several
+orders lead to the same state, the componentwise minimum of their labels is kept. The result is still a lower bound,
+because an action that starts earlier never ends later.
 
 A state is dropped if the rest of the step cannot end before the deadline. If no states remain, no program ends before
 the deadline. The search handles all ranks and several deadlines at once, as rows of arrays.
@@ -97,7 +97,10 @@ class _States:
 
 
 class Sweep:
-    """Searches the orders of several ranks, for several deadlines at once, by ascending number of completed actions."""
+    """Searches the orders of several ranks for several deadlines at once.
+
+    States are processed in ascending order of the number of completed actions.
+    """
 
     def __init__(
         self, ranks: Sequence[RankTimes], num_microbatches: int, deadlines: Sequence[int], split: bool
@@ -119,7 +122,7 @@ class Sweep:
         self._waiting: dict[int, list[_States]] = {}
 
     def run(self, effort: int) -> Swept:
-        """Search through the orders of all ranks. Stop early if ``effort`` is spent."""
+        """Search through the orders of all ranks. Stop early if ``effort`` is used up."""
         count = len(self._deadline)
         digits = [(self._microbatches + 1) ** k for k in range(3 * self._chunks + 1)]
         if digits[-1] * count > _LARGEST_KEY:
@@ -139,7 +142,7 @@ class Sweep:
         return Swept(missed, tuple(deadline for deadline in self._deadlines if deadline not in missed), effort)
 
     def _unmissed(self, states: _States, level: int) -> _States:
-        """Return the states whose deadline no rank is yet certain to miss."""
+        """Return the states for deadlines that every rank may still meet."""
         waiting = [states, *self._waiting.get(level + 1, [])]
         return states[self._kept(waiting)[states.problem // self._num_ranks]]
 
@@ -156,7 +159,7 @@ class Sweep:
         return tuple(deadline for deadline, keeps in zip(self._deadlines, kept, strict=True) if not keeps)
 
     def _following(self, states: _States) -> Iterator[tuple[int, _States]]:
-        """Yield the states after each possible next action. A B counts as two actions, an I and a W."""
+        """Yield (number of actions, states after them) for each possible next action. A full backward counts as two."""
         for chunk in range(self._chunks):
             yield 1, self._after_forward(states, chunk)
             yield 2, self._after_gradient(states, chunk, whole=True)
