@@ -74,7 +74,10 @@ class StopSignal:
         self._received = True
 
     def on_any_rank(self) -> bool:
-        """Return whether a signal has reached any rank, so that all ranks stop after the same step. Collective."""
+        """Return whether a signal has reached any rank, so that all ranks stop after the same step.
+
+        All ranks must call this method.
+        """
         if not distributed.is_initialized():
             return self._received
         received = torch.tensor(float(self._received), device="cuda" if torch.cuda.is_available() else "cpu")
@@ -113,7 +116,7 @@ def rate(step: int, steps: int, warmup: int = 50) -> float:
 
 
 def arguments() -> argparse.Namespace:
-    """Parse the command's arguments."""
+    """Parse the command-line arguments."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=2000, help="number of training steps (default: 2000)")
     parser.add_argument("--save-every", type=int, default=100, help="steps from one save to the next (default: 100)")
