@@ -5,8 +5,8 @@
     torchrun --nproc_per_node 4 examples/train_hf.py --replicas 2 --zero 2    # 2 pipelines of 2 ranks each
 
 The training text is the source code of Python's standard library, as bytes; nothing is downloaded. The final weights
-are bit-identical on any number of ranks, however often the run is interrupted. Only two options change the weights:
-both change the order in which numbers are added. With --replicas, each replica first adds the gradients of its
+are bit-identical on any number of ranks, however often the run is interrupted. Only two options change the weights,
+because they change the order in which numbers are added. With --replicas, each replica first adds the gradients of its
 own micro-batches. With --zero 2, the gradients are split across replicas, and the norm for clipping is combined from
 the norms of the parts.
 """

@@ -144,7 +144,7 @@ def _draw_bars(ax: "Axes", drawn: list[Bar], unit: Unit, chunks: int, band: _Ban
 def _draw_numbers(ax: "Axes", drawn: list[Bar], unit: Unit, band: _Band) -> None:
     """Write the micro-batch numbers in the largest font that fits all bars.
 
-    If no font fits all bars, only the bars that fit the smallest font get a number.
+    If no font fits all bars, only bars with room for the widest number in the smallest font get a number.
     """
     bottom, top = ax.get_ylim()
     row_pt = ax.bbox.height * 72 / ax.figure.dpi / (bottom - top) / (2 if any(bar.half for bar in drawn) else 1)

@@ -71,7 +71,7 @@ def flow_of(model: nn.Module, capture: Capture, begins: Mapping[str, int]) -> "n
 
 
 def row_of(model: nn.Module, layers: Mapping[str, nn.Module], costs: Mapping[str, LayerCosts]) -> "nx.DiGraph[str]":
-    """Return a chain of layers as a graph, with the costs of each layer."""
+    """Return a chain of layers as a graph. The sizes of the outputs are taken from ``costs``."""
     own = {id(tensor): name for name, tensor in (*model.named_parameters(), *model.named_buffers())}
     uses = {
         name: [own[id(tensor)] for tensor in (*layer.parameters(), *layer.buffers())] for name, layer in layers.items()

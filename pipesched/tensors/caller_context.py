@@ -1,4 +1,4 @@
-"""Caller context: copies the thread-local torch settings of the thread that calls step() to the ranks' threads.
+"""Caller context: copies torch's thread-local settings from the thread that calls step() to the ranks' threads.
 
 Default dtype, deterministic algorithms and matmul precision apply to the whole process and need not be copied.
 """

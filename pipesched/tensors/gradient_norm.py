@@ -39,7 +39,7 @@ def combined_norms(pieces: Tensor, norm_type: float, dtypes: Sequence[torch.dtyp
 
     ``pieces`` holds the norms of the pieces in float64: a row for each piece, a column for each gradient. For each
     gradient, the norms are raised to the power ``norm_type`` and added in the order of the pieces. The root of the sum
-    is rounded to the dtype that `norm_of` returns for the gradient's dtype.
+    is rounded to the dtype that `norm_of` would return.
     """
     if math.isinf(norm_type):
         norms = pieces.amax(0)
@@ -54,7 +54,7 @@ def combined_norms(pieces: Tensor, norm_type: float, dtypes: Sequence[torch.dtyp
 
 @torch.no_grad()
 def total_norm(norms: Sequence[Tensor] | Tensor, norm_type: float) -> Tensor:
-    """Return the norm of all gradients, given the norm of each, on the first norm's device; 0 if there are none."""
+    """Return the total norm, given each gradient's norm, on the first norm's device; 0 if there are no gradients."""
     if not len(norms):
         return torch.tensor(0.0)
     vector = norms if isinstance(norms, Tensor) else torch.stack([norm.to(norms[0].device) for norm in norms])

@@ -75,7 +75,7 @@ def is_random(function: Callable[..., Any]) -> bool:
 
 
 def draws(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return whether this call draws random numbers from a default generator, not from a generator argument."""
+    """Return whether this call draws random numbers from a default generator, not from one passed as an argument."""
     if not (function in _DROPOUTS or is_random(function)):
         return False
     return kwargs.get("generator") is None and not _is_quiet(function.__name__, args, kwargs)
@@ -233,7 +233,7 @@ def _not_compiling() -> AbstractContextManager[Any]:
 
 
 def _is_quiet(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return whether this call to a random function draws nothing, such as dropout in evaluation mode."""
+    """Return whether this call to a random function draws no numbers, as with dropout in evaluation mode."""
     if name == "scaled_dot_product_attention":
         return not kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0)
     if name in ("lstm", "gru", "rnn_tanh", "rnn_relu"):

@@ -101,7 +101,10 @@ class Ledger:
                 self._others[key] = weakref.ref(storage, lambda _, key=key: self._others.pop(key, None))  # type: ignore[misc]
 
     def _storages(self, tensors: Iterable[Tensor]) -> list[Any]:
-        """Return the storages of the tensors on devices of this type. A storage is always the same Python object."""
+        """Return the storages of the tensors on devices of this type.
+
+        While a storage is alive, torch always returns the same Python object for it.
+        """
         held = map(_held_here, tensors)
         mine = [tensor for tensor in held if tensor.layout is torch.strided and tensor.device.type == self._device]
         return [tensor.untyped_storage() for tensor in mine]

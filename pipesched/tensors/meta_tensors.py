@@ -161,7 +161,7 @@ def _transferred(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 def call_beside(
     layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], again: Callable[[], tuple[Any, Any]]
 ) -> Any:
-    """Call a layer that may use meta tensors. If the call fails, repeat it with stand-ins that have values.
+    """Call a layer that may use meta tensors. If the call fails, repeat it with stand-ins for the meta tensors.
 
     ``again`` returns the arguments as they were before the call.
     """

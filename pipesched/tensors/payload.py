@@ -253,7 +253,7 @@ def trainable_leaves(value: Any) -> list[Tensor]:
 
 
 def has_a_row_each(value: Any) -> bool:
-    """Return whether a value is a list with one dict for each row of the batch, such as the targets of a detector."""
+    """Return whether a value is a list with one dict for each row of the batch, such as detection targets."""
     return isinstance(value, list) and bool(value) and all(isinstance(item, Mapping) for item in value)
 
 
@@ -309,7 +309,7 @@ def rows_of(value: Any, dim: int | None, name: str) -> int | None:
 
 
 def split(value: Any, dim: int | None, parts: int) -> list[Any]:
-    """Split every tensor along ``dim`` into views as ``torch.tensor_split`` does (7 rows in 4 parts: 2, 2, 2, 1).
+    """Split every tensor along ``dim`` into views, as ``torch.tensor_split`` does (7 rows in 4 parts: 2, 2, 2, 1).
 
     A list of dicts is split into shorter lists. Every part gets the scalar tensors and all other leaves. If ``dim`` is
     None, every part gets the whole value.

@@ -16,7 +16,7 @@ _ALIGNED = 64  # elements
 def row_cuts(shape: Sequence[int], num_pieces: int) -> list[tuple[int, int]] | None:
     """Return (first row, last row + 1) for each piece, or None if the tensor has too few rows.
 
-    The pieces have almost the same number of rows.
+    The pieces have almost the same number of rows, and longer pieces come last.
     """
     if not shape or 0 in shape:
         return None

@@ -97,7 +97,7 @@ def reference_step(
 
     Raises:
         ModelTypeError: the model is not an nn.Module.
-        InputError: the batch cannot be split, or the loss is not reduced.
+        InputError: the batch cannot be split, or the loss is not a single number.
 
     """
     whole = as_model(model)
@@ -257,7 +257,7 @@ class _Unpipelined:
         return own
 
     def deliver(self) -> None:
-        """Sum each shared weight's gradients over all uses, in call order, and add the sum to the weight's ``.grad``."""
+        """Sum each shared weight's gradients over all uses, in call order, and add the sums to ``.grad``."""
         for parameter in {id(parameter): parameter for parameter, _ in self._leaves.values()}.values():
             deliver(parameter, [leaf.grad for own, leaf in self._leaves.values() if own is parameter])
         self._leaves.clear()
